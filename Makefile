@@ -1,0 +1,34 @@
+# Every target makes its own .venv from pinned constraints; nothing else has to be installed by hand.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: demo test lint bench train clean
+
+$(STAMP): pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing baton-serve and its pinned dependencies into $(VENV) ..."
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt torch numpy
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: $(STAMP)
+	@$(BIN)/python examples/demo.py
+
+test: $(STAMP)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+lint: $(STAMP)
+	$(BIN)/ruff check src tests tools examples
+	$(BIN)/ruff format --check src tests tools examples
+	$(BIN)/mypy
+
+bench: $(STAMP)
+	@$(BIN)/python -m baton.bench.all
+
+train: $(STAMP)
+	$(BIN)/python tools/train_demo_models.py
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info

@@ -1,0 +1,77 @@
+"""The one error tree of Baton.
+
+    BatonError
+    ├── ConfigError          a setting is unknown or has a bad value; names the field
+    ├── CheckpointError      a checkpoint file is missing, truncated or of another shape
+    ├── RequestError         a client's request is malformed; names the parameter (HTTP 4xx)
+    │   └── UnknownModelError
+    ├── EngineUnavailableError   an engine is down or refuses work (HTTP 503)
+    ├── CapacityError        pages or slots that can never fit were asked for
+    ├── ProtocolError        a peer sent a message that is malformed or out of bounds
+    │   └── IncompatiblePeerError   P and D differ in a field that must be equal
+    ├── HandoffError         a handoff ended without commit; carries the reason
+    └── TransportError       a transport could not copy, connect or register
+"""
+
+from __future__ import annotations
+
+
+class BatonError(Exception):
+    """Root of every error that Baton raises on purpose."""
+
+
+class ConfigError(BatonError):
+    """A setting is unknown or out of range. `field` names it."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+
+
+class CheckpointError(BatonError):
+    """A checkpoint cannot be read: file missing, truncated, or a tensor of another shape."""
+
+
+class RequestError(BatonError):
+    """A client's request is refused. `param` names the parameter, as in OpenAI's error shape."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class UnknownModelError(RequestError):
+    """The request names a model that is not served here (HTTP 404)."""
+
+
+class EngineUnavailableError(BatonError):
+    """No engine can take the request now (HTTP 503)."""
+
+
+class CapacityError(BatonError):
+    """The request can never fit into the page pool."""
+
+
+class ProtocolError(BatonError):
+    """A message is malformed, oversized, out of bounds or not allowed in this state."""
+
+
+class IncompatiblePeerError(ProtocolError):
+    """Two engines cannot exchange KV. `fields` names every field that differs."""
+
+    def __init__(self, fields: dict[str, tuple[object, object]]) -> None:
+        listed = "; ".join(f"{name}: here {here!r}, peer {there!r}" for name, (here, there) in fields.items())
+        super().__init__(f"incompatible peer: {listed}")
+        self.fields = fields
+
+
+class HandoffError(BatonError):
+    """A handoff ended without commit. `reason` is a short stable name, used as a metric label."""
+
+    def __init__(self, reason: str, message: str = "") -> None:
+        super().__init__(f"{reason}: {message}" if message else reason)
+        self.reason = reason
+
+
+class TransportError(BatonError):
+    """A transport could not register, connect or copy."""

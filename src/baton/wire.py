@@ -1,0 +1,152 @@
+"""Types that cross the HTTP boundary between router and engines. Everything here is plain data.
+
+The legs between router and engines carry token ids, never text: only the front door detokenises.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import msgspec
+
+from baton.errors import RequestError
+
+MAX_LOGPROBS = 20
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How to choose tokens. Names and meanings are those of vLLM and the OpenAI API.
+
+    Raises `RequestError` naming the parameter when `check` finds one out of range.
+    """
+
+    max_tokens: int = 16
+    min_tokens: int = 0
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    sample_index: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] | None = None
+    logprobs: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+
+    def check(self, vocab_size: int | None = None) -> SamplingParams:
+        """Return self when every value is in range, else raise `RequestError` naming the parameter."""
+
+        def need(ok: bool, param: str, rule: str) -> None:
+            if not ok:
+                raise RequestError(f"{param} must be {rule}, got {getattr(self, param)!r}", param)
+
+        for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty"):
+            need(math.isfinite(getattr(self, name)), name, "finite")
+        need(self.max_tokens >= 1, "max_tokens", "at least 1")
+        need(0 <= self.min_tokens <= self.max_tokens, "min_tokens", "between 0 and max_tokens")
+        need(1 <= self.n <= 64, "n", "between 1 and 64")
+        need(0.0 <= self.temperature <= 100.0, "temperature", "between 0 and 100")
+        need(0.0 < self.top_p <= 1.0, "top_p", "in (0, 1]")
+        need(self.top_k >= -1, "top_k", "-1, 0 (all) or positive")
+        need(0.0 <= self.min_p <= 1.0, "min_p", "between 0 and 1")
+        need(-2.0 <= self.presence_penalty <= 2.0, "presence_penalty", "between -2 and 2")
+        need(-2.0 <= self.frequency_penalty <= 2.0, "frequency_penalty", "between -2 and 2")
+        need(
+            math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0.0,
+            "repetition_penalty",
+            "positive",
+        )
+        need(self.seed is None or 0 <= self.seed < 2**64, "seed", "between 0 and 2**64 - 1")
+        need(self.sample_index >= 0, "sample_index", "non-negative")
+        need(self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, "logprobs", f"0 to {MAX_LOGPROBS}")
+        need(len(self.stop) <= 16 and all(self.stop), "stop", "at most 16 non-empty strings")
+        if self.logit_bias is not None:
+            in_range = all(math.isfinite(b) and -100 <= b <= 100 for b in self.logit_bias.values())
+            need(len(self.logit_bias) <= 1024 and in_range, "logit_bias", "at most 1024 values in [-100, 100]")
+            if vocab_size is not None:
+                known = all(0 <= t < vocab_size for t in self.logit_bias)
+                need(known, "logit_bias", f"token ids below {vocab_size}")
+        return self
+
+
+class HandoffParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What makes a request one leg of a handoff. `ticket` is signed by the router (see `baton.handoff.ticket`)."""
+
+    role: Literal["prefill", "decode"]
+    ticket: str
+
+
+class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One sample of one prompt, in token ids. `POST /inference/v1/generate` takes it as JSON.
+
+    `num_prompt_tokens` counts the client's prompt: on a resumed request (`prompt_token_ids` ends with tokens
+    already sent) it is smaller than the list, so that penalties, limits and positions do not shift.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling_params: SamplingParams
+    num_prompt_tokens: int | None = None
+    handoff: HandoffParams | None = None
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True):
+    """Logprob of one sampled token, with the most likely alternatives, best first."""
+
+    logprob: float
+    top: list[tuple[int, float]] = []
+
+
+class TokenChunk(msgspec.Struct, frozen=True, kw_only=True):
+    """What one engine step adds to one request. The stream ends with the chunk that has `finish_reason` set.
+
+    `accepted` holds, per verification round that ended in this chunk, how many draft tokens were accepted.
+    `error` is set only with `finish_reason == "error"` and is `"<reason>: <message>"`.
+    """
+
+    request_id: str
+    token_ids: list[int] = []
+    logprobs: list[TokenLogprobs] | None = None
+    accepted: list[int] = []
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None
+    num_cached_tokens: int = 0
+    error: str | None = None
+
+
+class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """`GET /inference/v1/info`: what a router needs to know of an engine to mint tickets and check requests."""
+
+    engine_id: str
+    incarnation: str
+    role: Literal["both", "prefill", "decode"]
+    model: str
+    model_path: str
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: list[int]
+    control_address: str | None
+    fingerprint: str
+    num_speculative_tokens: int
+    batch_invariant: bool
+
+
+class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """`GET /inference/v1/load`: a snapshot of an engine's load and handoffs."""
+
+    num_running: int
+    num_waiting: int
+    num_handoffs: int
+    kv_usage: float
+    num_referenced_pages: int
+    num_quarantined_pages: int
+    num_cached_pages: int
