@@ -1,0 +1,22 @@
+"""Baton: prefill/decode disaggregated LLM serving in which speculative decoding stays lossless."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from baton.wire import SamplingParams
+
+if TYPE_CHECKING:
+    from baton.engine.llm import LLM
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "SamplingParams", "__version__"]
+
+
+def __getattr__(name: str) -> object:
+    # torch takes seconds to import; a router needs none of it.
+    if name == "LLM":
+        from baton.engine.llm import LLM
+
+        return LLM
+    raise AttributeError(f"module 'baton' has no attribute {name!r}")

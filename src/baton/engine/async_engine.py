@@ -1,0 +1,130 @@
+"""An engine behind an event loop: the core runs on its own thread, chunks arrive in async iterators."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import AsyncGenerator, Callable
+
+from baton.engine.build import build_engine
+from baton.engine.config import EngineConfig
+from baton.engine.metrics import EngineMetrics
+from baton.engine.requests import make_request
+from baton.errors import EngineUnavailableError, RequestError
+from baton.wire import EngineInfo, EngineLoad, GenerateRequest, TokenChunk
+
+logger = logging.getLogger(__name__)
+
+# A chunk and whether it ends the stream; None when the engine has died.
+_Delivery = tuple[TokenChunk, bool] | None
+
+
+class _Stream:
+    """One request's way from the engine thread to its event loop."""
+
+    def __init__(self) -> None:
+        self.queue: asyncio.Queue[_Delivery] = asyncio.Queue()
+        self._loop = asyncio.get_running_loop()
+
+    def put(self, delivery: _Delivery) -> None:
+        try:
+            self._loop.call_soon_threadsafe(self.queue.put_nowait, delivery)
+        except RuntimeError:
+            logger.debug("a chunk came after its event loop closed")
+
+
+class AsyncEngine:
+    """Loads at construction (seconds); serves between `start` and `close`.
+
+    Raises what `baton.engine.build.build_engine` raises.
+    """
+
+    def __init__(self, config: EngineConfig, progress: Callable[[str], None] = lambda text: None) -> None:
+        self._streams: dict[str, _Stream] = {}
+        self._engine = build_engine(config, self._emit, progress)
+        self._thread = threading.Thread(target=self._run, name="baton-engine", daemon=True)
+        self._dead: str | None = None
+
+    @property
+    def info(self) -> EngineInfo:
+        """What a router must know."""
+        return self._engine.info
+
+    def start(self) -> None:
+        """Start the engine thread."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop after the step in flight and release everything. Open streams end in an error. Idempotent."""
+        if self._dead is None:
+            self._dead = "the engine was closed"
+        self._engine.core.stop()
+        if self._thread.ident is not None:
+            self._thread.join()
+        self._engine.close()
+        self._fail_streams()
+
+    def load(self) -> EngineLoad:
+        """A snapshot of load and pages."""
+        return self._engine.core.load()
+
+    def metrics(self) -> EngineMetrics:
+        """The engine's counters, gauges refreshed."""
+        metrics = self._engine.core.metrics
+        load = self.load()
+        metrics.num_preemptions = self._engine.core.scheduler.num_preemptions
+        metrics.gauges = {
+            "num_requests_running": load.num_running,
+            "num_requests_waiting": load.num_waiting,
+            "num_handoffs_open": load.num_handoffs,
+            "kv_cache_usage_perc": load.kv_usage,
+            "num_referenced_pages": load.num_referenced_pages,
+            "num_quarantined_pages": load.num_quarantined_pages,
+            "num_cached_pages": load.num_cached_pages,
+        }
+        return metrics
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
+        """Yield the request's chunks; closing the generator early aborts the request.
+
+        Raises RequestError for a request that is refused, EngineUnavailableError when the engine is down.
+        """
+        if self._dead is not None or not self._thread.is_alive():
+            raise EngineUnavailableError(self._dead or "the engine is not running")
+        core = self._engine.core
+        if request.request_id in self._streams:
+            raise RequestError(f"request id {request.request_id!r} is in use", "request_id")
+        record = make_request(self._engine, request)
+        stream = self._streams[request.request_id] = _Stream()
+        core.post(lambda: core.add(record))
+        ended = False
+        try:
+            while not ended:
+                delivery = await stream.queue.get()
+                if delivery is None:
+                    ended = True
+                    raise EngineUnavailableError(self._dead or "the engine stopped")
+                chunk, ended = delivery
+                yield chunk
+        finally:
+            self._streams.pop(request.request_id, None)
+            if not ended:
+                core.post(lambda: core.abort(request.request_id))
+
+    def _emit(self, chunk: TokenChunk, last: bool) -> None:
+        stream = self._streams.get(chunk.request_id)
+        if stream is not None:
+            stream.put((chunk, last))
+
+    def _run(self) -> None:
+        try:
+            self._engine.core.run()
+        except Exception as error:
+            logger.exception("the engine thread died")
+            self._dead = f"the engine failed: {type(error).__name__}"
+            self._fail_streams()
+
+    def _fail_streams(self) -> None:
+        for stream in list(self._streams.values()):
+            stream.put(None)

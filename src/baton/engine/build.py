@@ -1,0 +1,251 @@
+"""Puts one engine together: checkpoint, drafter, groups, pages, and for P/D roles the transport and the handoff agent."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from baton.drafters.base import Drafter
+from baton.drafters.registry import load_drafter
+from baton.engine.attention import get_backend
+from baton.engine.config import EngineConfig
+from baton.engine.core import EmitChunk, EngineCore
+from baton.engine.handoff import HandoffLegs
+from baton.engine.runner import ModelRunner
+from baton.engine.scheduler import Scheduler
+from baton.errors import ConfigError
+from baton.handoff.agent import AgentConfig, HandoffAgent
+from baton.handoff.planner import RankGeometry
+from baton.handoff.ticket import load_or_create_key
+from baton.kv.geometry import Geometry, GroupSpec, Kind, Owner
+from baton.kv.page_pool import PagePool
+from baton.models.base import CausalLM, KVLayerSpec
+from baton.models.loader import fingerprint, load_model, read_config
+from baton.text import Tokenizer
+from baton.transports.base import Transport
+from baton.transports.registry import create_transport
+from baton.wire import EngineInfo
+
+SAMPLER_VERSION = "1"
+DEFAULT_KV_CACHE_MEMORY = 256 << 20
+DRAFT_GROUP = "draft"
+# The drafter's entry at position i is computed from token i + 1.
+DRAFT_LOOKAHEAD = 1
+
+
+@dataclass(slots=True)
+class Engine:
+    """A ready engine. `agent`, `transport` and `ticket_key` are None without handoffs. Close once, from the owner's thread."""
+
+    info: EngineInfo
+    core: EngineCore
+    tokenizer: Tokenizer
+    agent: HandoffAgent | None
+    transport: Transport | None
+    ticket_key: bytes | None
+
+    def close(self) -> None:
+        """End the agent's thread and give the pool's memory back."""
+        if self.agent is not None:
+            self.agent.close()
+        # The pool is a view of the transport's memory.
+        self.core.runner.kv.clear()
+        if self.transport is not None:
+            self.transport.close()
+
+
+def build_engine(
+    config: EngineConfig, emit: EmitChunk, progress: Callable[[str], None] = lambda text: None
+) -> Engine:
+    """Raises ConfigError, CheckpointError or TransportError with one clear line. `progress` gets start-up steps."""
+    config.check()
+    device = torch.device(config.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device", "cuda is not available here")
+    progress(f"loading target {config.model}")
+    hf_config = read_config(config.model)
+    model = load_model(config.model, config.dtype, config.device, config.batch_invariant)
+    tokenizer = Tokenizer.load(config.model)
+    spec = config.speculative_config
+    drafter: Drafter | None = None
+    if spec is not None:
+        progress(f"loading drafter {spec.model} ({spec.method})")
+        drafter = load_drafter(spec.method, spec.model, model, config.dtype, config.device, config.batch_invariant)
+    max_model_len = _max_model_len(config, model)
+    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    groups = _groups(model.kv_layers, "target", config.block_size, dtype)
+    if drafter is not None:
+        groups += _groups(drafter.kv_layers, "draft", config.block_size, dtype)
+    page_bytes = sum(group.page_bytes for group in groups)
+    num_pages = (config.kv_cache_memory or DEFAULT_KV_CACHE_MEMORY) // page_bytes
+    num_lookahead = spec.num_speculative_tokens if spec else 0
+    if num_pages < 2:
+        raise ConfigError("kv_cache_memory", f"must hold at least 2 pages of {page_bytes} bytes")
+    progress(f"allocating {num_pages} pages of {config.block_size} tokens, {page_bytes * num_pages >> 20} MiB")
+
+    ticket_key = load_or_create_key(config.ticket_key_file) if config.ticket_key_file else None
+    transport = create_transport(config.kv_transfer_config.kv_transport) if ticket_key else None
+    regions, kv = _allocate(groups, num_pages, transport, device)
+    backend = get_backend(config.attention_backend, config.device)
+    runner = ModelRunner(
+        model, drafter, groups, kv, backend, device, num_lookahead, spec is None or spec.verifier == "coupled"
+    )
+    pools = {
+        group.name: PagePool(
+            num_pages,
+            config.block_size,
+            DRAFT_LOOKAHEAD if group.owner == "draft" else 0,
+            config.enable_prefix_caching,
+        )
+        for group in groups
+    }
+    scheduler = Scheduler(
+        pools,
+        DRAFT_GROUP if drafter else None,
+        num_lookahead,
+        config.max_num_batched_tokens,
+        config.max_num_seqs,
+        runner.copy_page,
+    )
+    incarnation = secrets.token_hex(8)
+    facts = _fingerprint(config, hf_config, groups, dtype, drafter)
+    agent: HandoffAgent | None = None
+    legs: HandoffLegs | None = None
+    core: EngineCore
+    if transport is not None and ticket_key is not None:
+        geometries = {
+            group.name: RankGeometry(rank=0, geometry=Geometry.block_major(group, num_pages, region=index))
+            for index, group in enumerate(groups)
+        }
+        agent = HandoffAgent(
+            AgentConfig(
+                engine_id=config.engine_id,
+                incarnation=incarnation,
+                bind=config.kv_transfer_config.control_bind,
+                fingerprint=facts,
+                ticket_key=ticket_key,
+            ),
+            geometries,
+            transport,
+            transport.register(regions),
+            lambda event: core.post(lambda: core.legs.handle(event) if core.legs else None),
+        )
+        legs = HandoffLegs(agent, groups, model.vocab_size, num_lookahead)
+    rejection = spec is not None and spec.verifier == "rejection"
+    core = EngineCore(runner, scheduler, legs, tokenizer.eos_token_ids, max_model_len, rejection, emit)
+    if agent is not None:
+        agent.start()
+    info = EngineInfo(
+        engine_id=config.engine_id,
+        incarnation=incarnation,
+        role=config.role,
+        model=config.served_model_name or Path(config.model).name,
+        model_path=str(Path(config.model).resolve()),
+        max_model_len=max_model_len,
+        vocab_size=model.vocab_size,
+        eos_token_ids=list(tokenizer.eos_token_ids),
+        control_address=agent.address if agent else None,
+        fingerprint=hashlib.sha256(repr(sorted(facts.items())).encode()).hexdigest()[:16],
+        num_speculative_tokens=num_lookahead,
+        batch_invariant=config.batch_invariant,
+    )
+    return Engine(info, core, tokenizer, agent, transport, ticket_key)
+
+
+def _max_model_len(config: EngineConfig, model: CausalLM) -> int:
+    if config.max_model_len is None:
+        return model.max_position
+    if config.max_model_len > model.max_position:
+        raise ConfigError("max_model_len", f"must be at most the checkpoint's {model.max_position}")
+    return config.max_model_len
+
+
+def _groups(layers: Sequence[KVLayerSpec], owner: Owner, page_size: int, dtype: str) -> list[GroupSpec]:
+    """Layers that share window, heads and head size form one group. The drafter's layers are one group."""
+    by_spec: dict[KVLayerSpec, list[int]] = {}
+    for layer_id, layer in enumerate(layers):
+        by_spec.setdefault(layer, []).append(layer_id)
+    if owner == "draft" and len(by_spec) > 1:
+        raise ConfigError("speculative_config.model", "a drafter's layers must share one attention geometry")
+    groups = []
+    for layer, ids in by_spec.items():
+        kind: Kind = "full" if layer.window is None else "sliding_window"
+        groups.append(
+            GroupSpec(
+                name=DRAFT_GROUP if owner == "draft" else f"target.{kind}" + (f".{len(groups)}" if groups else ""),
+                owner=owner,
+                kind=kind,
+                num_layers=len(ids),
+                num_kv_heads=layer.num_kv_heads,
+                head_dim=layer.head_dim,
+                page_size=page_size,
+                dtype=dtype,
+                window=layer.window,
+                layer_ids=tuple(ids),
+            )
+        )
+    return groups
+
+
+def _allocate(
+    groups: Sequence[GroupSpec], num_pages: int, transport: Transport | None, device: torch.device
+) -> tuple[list[np.ndarray], dict[str, Tensor]]:
+    regions: list[np.ndarray] = []
+    kv: dict[str, Tensor] = {}
+    for group in groups:
+        shape = (num_pages, group.num_layers, 2, group.page_size, group.num_kv_heads, group.head_dim)
+        dtype = getattr(torch, group.dtype)
+        if transport is None:
+            kv[group.name] = torch.zeros(shape, dtype=dtype, device=device)
+            continue
+        if device.type != "cpu":
+            raise ConfigError("kv_transfer_config.kv_transport", f"{transport.scheme} moves host memory only")
+        region = transport.allocate(group.name, num_pages * group.page_bytes)
+        regions.append(region)
+        kv[group.name] = torch.from_numpy(region).view(dtype).view(shape)
+    return regions, kv
+
+
+def _fingerprint(
+    config: EngineConfig,
+    hf_config: dict[str, object],
+    groups: Sequence[GroupSpec],
+    dtype: str,
+    drafter: Drafter | None,
+) -> dict[str, str]:
+    """Every fact that must be equal on P and D, by name, as compared in HELLO. Page sizes may differ."""
+    spec = config.speculative_config
+    facts = {
+        "model.type": str(hf_config.get("model_type")),
+        "model.dtype": dtype,
+        "model.weights": fingerprint(config.model),
+        "model.rope": repr((hf_config.get("rope_theta"), hf_config.get("rope_scaling"), hf_config.get("rope_parameters"))),
+        "model.tokenizer": _tokenizer_hash(Path(config.model)),
+        "sampler.version": SAMPLER_VERSION,
+        "sampler.batch_invariant": str(config.batch_invariant),
+        "drafter.method": spec.method if spec else "none",
+    }
+    for group in groups:
+        shape = (group.kind, group.num_layers, group.num_kv_heads, group.head_dim, group.window, group.layer_ids)
+        facts[f"group.{group.name}"] = repr(shape)
+    if spec is not None and drafter is not None:
+        facts["drafter.num_speculative_tokens"] = str(spec.num_speculative_tokens)
+        facts["drafter.verifier"] = spec.verifier
+        facts["drafter.weights"] = fingerprint(spec.model)
+        facts["drafter.aux_layers"] = repr(tuple(drafter.aux_layers))
+    return facts
+
+
+def _tokenizer_hash(directory: Path) -> str:
+    digest = hashlib.sha256()
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        path = directory / name
+        digest.update(path.read_bytes() if path.exists() else b"")
+    return digest.hexdigest()[:16]

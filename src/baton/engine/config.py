@@ -1,0 +1,132 @@
+"""Configuration of one engine. Field names follow vLLM's engine arguments."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from baton.errors import ConfigError
+
+Role = Literal["both", "prefill", "decode"]
+Verifier = Literal["coupled", "rejection"]
+KVMode = Literal["push", "pull"]
+DTYPES = ("auto", "float32", "bfloat16")
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculativeConfig:
+    """`--speculative-config`: drafter method, checkpoint directory, draft length k and the verifier."""
+
+    method: str
+    model: str
+    num_speculative_tokens: int = 3
+    verifier: Verifier = "coupled"
+
+    @classmethod
+    def parse(cls, value: str | dict[str, Any] | None) -> SpeculativeConfig | None:
+        """From JSON text or a dict. Raises ConfigError naming the key."""
+        data = _json_object("speculative_config", value)
+        if data is None:
+            return None
+        _refuse_unknown("speculative_config", data, {f.name for f in fields(cls)})
+        for key in ("method", "model"):
+            if not isinstance(data.get(key), str) or not data[key]:
+                raise ConfigError(f"speculative_config.{key}", "is required and must be a string")
+        num = data.get("num_speculative_tokens", 3)
+        if not isinstance(num, int) or isinstance(num, bool) or not 1 <= num <= 32:
+            raise ConfigError("speculative_config.num_speculative_tokens", f"must be 1 to 32, got {num!r}")
+        verifier = data.get("verifier", "coupled")
+        if verifier not in get_args(Verifier):
+            raise ConfigError("speculative_config.verifier", f"must be coupled or rejection, got {verifier!r}")
+        return cls(method=data["method"], model=data["model"], num_speculative_tokens=num, verifier=verifier)
+
+
+@dataclass(frozen=True, slots=True)
+class KVTransferConfig:
+    """`--kv-transfer-config`: transport URI of the KV pool and the control socket's bind address."""
+
+    kv_transport: str = "shm://"
+    control_bind: str = "tcp://127.0.0.1:*"
+    handoff_timeout_s: float = 60.0
+
+    @classmethod
+    def parse(cls, value: str | dict[str, Any] | None) -> KVTransferConfig:
+        data = _json_object("kv_transfer_config", value) or {}
+        _refuse_unknown("kv_transfer_config", data, {f.name for f in fields(cls)})
+        for key in ("kv_transport", "control_bind"):
+            if key in data and not isinstance(data[key], str):
+                raise ConfigError(f"kv_transfer_config.{key}", "must be a string")
+        timeout = data.get("handoff_timeout_s", 60.0)
+        if not isinstance(timeout, int | float) or isinstance(timeout, bool) or not 0 < timeout <= 3600:
+            raise ConfigError("kv_transfer_config.handoff_timeout_s", f"must be in (0, 3600], got {timeout!r}")
+        return cls(**{**data, "handoff_timeout_s": float(timeout)})
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Everything that an engine is started with. `check()` raises ConfigError naming the first bad field.
+
+    `kv_cache_memory` is in bytes over all groups; None takes 256 MiB. `max_model_len` None takes the checkpoint's.
+    """
+
+    model: str
+    role: Role = "both"
+    served_model_name: str | None = None
+    block_size: int = 16
+    max_model_len: int | None = None
+    max_num_batched_tokens: int = 2048
+    max_num_seqs: int = 64
+    dtype: str = "auto"
+    device: str = "cpu"
+    kv_cache_memory: int | None = None
+    seed: int = 0
+    enable_prefix_caching: bool = True
+    batch_invariant: bool = False
+    attention_backend: str | None = None
+    speculative_config: SpeculativeConfig | None = None
+    kv_transfer_config: KVTransferConfig = field(default_factory=KVTransferConfig)
+    ticket_key_file: str | None = None
+    engine_id: str = "engine"
+
+    def check(self) -> EngineConfig:
+        def need(ok: bool, name: str, rule: str) -> None:
+            if not ok:
+                raise ConfigError(name, f"must be {rule}, got {getattr(self, name)!r}")
+
+        need(Path(self.model).is_dir(), "model", "a directory in Hugging Face format")
+        need(self.role in get_args(Role), "role", "both, prefill or decode")
+        need(1 <= self.block_size <= 1024, "block_size", "1 to 1024")
+        need(self.max_model_len is None or self.max_model_len >= 2, "max_model_len", "at least 2")
+        need(1 <= self.max_num_seqs <= 4096, "max_num_seqs", "1 to 4096")
+        need(self.dtype in DTYPES, "dtype", f"one of {', '.join(DTYPES)}")
+        need(re.fullmatch(r"cpu|cuda(:\d+)?", self.device) is not None, "device", "cpu, cuda or cuda:N")
+        need(self.kv_cache_memory is None or self.kv_cache_memory > 0, "kv_cache_memory", "positive bytes")
+        need(0 <= self.seed < 2**63, "seed", "between 0 and 2**63 - 1")
+        need(re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", self.engine_id) is not None, "engine_id", "1-64 of A-Z a-z 0-9 _ . -")
+        rows = 1 + (self.speculative_config.num_speculative_tokens if self.speculative_config else 0)
+        need(self.max_num_batched_tokens >= rows, "max_num_batched_tokens", f"at least {rows} (one verification)")
+        if self.role != "both" and self.ticket_key_file is None:
+            raise ConfigError("ticket_key_file", f"is required with role {self.role}")
+        return self
+
+
+def _json_object(name: str, value: str | dict[str, Any] | None) -> dict[str, Any] | None:
+    if value is None:
+        return None
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise ConfigError(name, f"is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ConfigError(name, "must be a JSON object")
+    return value
+
+
+def _refuse_unknown(name: str, data: dict[str, Any], known: set[str]) -> None:
+    unknown = sorted(set(data) - known)
+    if unknown:
+        raise ConfigError(f"{name}.{unknown[0]}", f"is unknown; known: {', '.join(sorted(known))}")

@@ -1,0 +1,282 @@
+"""The engine loop: schedule, target forward, sample, draft, finalise; and where handoffs meet the pages.
+
+The order inside a step is the lifecycle rule of docs/lifecycle.md: nothing is declared final before the drafter has
+run. Everything here runs on the engine thread; other threads reach it through `post`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from baton.engine.handoff import HandoffLegs
+from baton.engine.metrics import EngineMetrics
+from baton.engine.request import Request, RequestStatus
+from baton.engine.runner import DraftRows, ModelRunner, TargetOutput
+from baton.engine.sampler import token_logprobs
+from baton.engine.scheduler import ScheduledRows, Scheduler
+from baton.engine.verifier import Verified
+from baton.wire import EngineLoad, FinishReason, TokenChunk, TokenLogprobs
+
+EmitChunk = Callable[[TokenChunk, bool], None]
+
+
+class EngineCore:
+    """`emit(chunk, last)` is called on the engine thread for every chunk; `last` ends the request's stream."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        scheduler: Scheduler,
+        legs: HandoffLegs | None,
+        eos_ids: Sequence[int],
+        max_model_len: int,
+        rejection: bool,
+        emit: EmitChunk,
+    ) -> None:
+        self.runner, self.scheduler, self.legs, self.emit = runner, scheduler, legs, emit
+        self.eos_ids = frozenset(eos_ids)
+        self.max_model_len = max_model_len
+        self.rejection = rejection
+        self.metrics = EngineMetrics()
+        self.requests: dict[str, Request] = {}
+        self._posted: deque[Callable[[], None]] = deque()
+        self._wake = threading.Condition()
+        self._stopping = False
+        if legs is not None:
+            legs.bind(self)
+
+    # ------------------------------------------------------------- other threads
+
+    def post(self, call: Callable[[], None]) -> None:
+        """Run `call` on the engine thread before its next step. Thread-safe."""
+        with self._wake:
+            self._posted.append(call)
+            self._wake.notify()
+
+    def stop(self) -> None:
+        """Make `run` return. Thread-safe."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+
+    def run(self) -> None:
+        """The loop: until `stop`, run steps while there is work and sleep while there is none."""
+        while not self._stopping:
+            self.drain()
+            if not self.step():
+                with self._wake:
+                    if not self._posted and not self._stopping:
+                        # Requests that wait for pages are looked at again at least this often, for their deadlines.
+                        self._wake.wait(0.5 if self.scheduler.has_work else None)
+
+    def drain(self) -> None:
+        """Run everything posted so far."""
+        while self._posted:
+            self._posted.popleft()()
+
+    def load(self) -> EngineLoad:
+        """A snapshot; callable from any thread."""
+        pools = list(self.scheduler.pools.values())
+        return EngineLoad(
+            num_running=len(self.scheduler.running),
+            num_waiting=len(self.scheduler.waiting) + len(self.scheduler.receive_queue),
+            num_handoffs=len(self.legs.open) if self.legs else 0,
+            kv_usage=max(pool.num_referenced / (pool.num_pages - 1) for pool in pools),
+            num_referenced_pages=sum(pool.num_referenced for pool in pools),
+            num_quarantined_pages=sum(pool.num_quarantined for pool in pools),
+            num_cached_pages=sum(pool.num_cached for pool in pools),
+        )
+
+    # ------------------------------------------------------------- requests
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Its id is not in use."""
+        self.requests[request.request_id] = request
+        self.metrics.num_prompt_tokens += request.num_prompt
+        if request.role == "decode":
+            self.scheduler.receive_queue.append(request)
+        else:
+            self.scheduler.waiting.append(request)
+        if self.legs is not None and request.role is not None:
+            self.legs.opened(request)
+
+    def abort(self, request_id: str) -> None:
+        """The client is gone. Pages that a transport may touch stay until it is proven quiet."""
+        request = self.requests.get(request_id)
+        if request is not None:
+            self.finish(request, "abort")
+
+    def finish(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
+        """End a request outside the normal flow of tokens."""
+        self._end(request, reason)
+        self.emit(TokenChunk(request_id=request.request_id, finish_reason=reason, error=error), True)
+
+    def _end(self, request: Request, reason: FinishReason) -> None:
+        self.requests.pop(request.request_id, None)
+        request.finish_reason = reason
+        was = request.status
+        self.scheduler.remove(request)
+        request.status = RequestStatus.FINISHED
+        self.metrics.num_requests[reason] += 1
+        if self.legs is not None and self.legs.keeps_pages(request, was):
+            return
+        self.scheduler.release(request)
+
+    # ------------------------------------------------------------- one step
+
+    def step(self) -> bool:
+        """One engine step. False when there was nothing to compute."""
+        if self.legs is not None:
+            self.legs.start_receives(time.time())
+        scheduled = self.scheduler.schedule()
+        if not scheduled:
+            return False
+        output = self.runner.forward(scheduled)
+        draft_rows = self._sample(scheduled, output)
+        self.runner.propose(output, draft_rows)
+        self._finalise(scheduled, draft_rows)
+        self.metrics.num_steps += 1
+        return True
+
+    def _sample(self, scheduled: Sequence[ScheduledRows], output: TargetOutput) -> list[DraftRows]:
+        """Choose tokens for the rows that need it and send them to their clients; returns the drafter's rows."""
+        sampling: list[tuple[ScheduledRows, int]] = []
+        logit_rows: list[int] = []
+        for rows in scheduled:
+            request, first = rows.request, output.row_start[rows.request]
+            if not request.is_prefilling:
+                sampling.append((rows, len(logit_rows)))
+                logit_rows += range(first, first + rows.num_rows)
+            elif rows.start + rows.num_rows == len(request.token_ids):
+                sampling.append((rows, len(logit_rows)))
+                logit_rows.append(first + rows.num_rows - 1)
+        self._choose(sampling, output, logit_rows)
+        drafter = self.runner.drafter
+        draft_rows: list[DraftRows] = []
+        for rows in scheduled:
+            request = rows.request
+            if request.is_prefilling:
+                request.num_computed = rows.start + rows.num_rows
+                proposes = request.num_computed == request.prefill_len
+            else:
+                request.num_computed = len(request.token_ids) - 1
+                proposes = True
+            if drafter is not None and request.finish_reason is None:
+                first = output.row_start[request]
+                draft_rows.append(DraftRows(request, first, rows.start, request.num_computed, proposes))
+        return draft_rows
+
+    def _choose(
+        self, sampling: Sequence[tuple[ScheduledRows, int]], output: TargetOutput, logit_rows: list[int]
+    ) -> None:
+        if not sampling:
+            return
+        logits = self.runner.logits(output, logit_rows)
+        greedy: list[int] = logits.argmax(dim=-1).tolist()
+        host: npt.NDArray[np.float32] | None = None
+        for rows, first in sampling:
+            request = rows.request
+            drafts = request.draft_ids
+            if request.sampler.plain_greedy:
+                verified = _verify_greedy(drafts, greedy, first)
+            else:
+                if host is None:
+                    host = logits.cpu().numpy()
+                verified = request.sampler.verify(host[first : first + 1 + len(drafts)], drafts, self.rejection)
+            self._append(request, verified, host, first)
+
+    def _append(
+        self, request: Request, verified: Verified, host: npt.NDArray[np.float32] | None, first_row: int
+    ) -> None:
+        num_drafts, request.draft_ids = len(request.draft_ids), []
+        kept, reason, stop_reason = self._until_stop(request, verified.token_ids)
+        logprobs: list[TokenLogprobs] | None = None
+        if request.params.logprobs is not None:
+            assert host is not None
+            num_top = request.params.logprobs
+            logprobs = [token_logprobs(host[first_row + i], token, num_top) for i, token in enumerate(kept)]
+        first_chunk = request.num_output == 0
+        request.token_ids += kept
+        request.sampler.advance(kept)
+        accepted: list[int] = []
+        if num_drafts:
+            accepted = [min(verified.num_accepted, len(kept))]
+            self.metrics.verified(num_drafts, accepted[0])
+        self.metrics.num_generation_tokens += len(kept)
+        if first_chunk:
+            self.metrics.num_cached_tokens += request.num_cached
+        request.finish_reason = reason
+        if request.role == "prefill":
+            request.first_logprobs = logprobs[0] if logprobs else None
+        chunk = TokenChunk(
+            request_id=request.request_id,
+            token_ids=kept,
+            logprobs=logprobs,
+            accepted=accepted,
+            finish_reason=reason,
+            stop_reason=stop_reason,
+            num_cached_tokens=request.num_cached,
+        )
+        self.emit(chunk, reason is not None or request.role == "prefill")
+
+    def _until_stop(
+        self, request: Request, token_ids: Sequence[int]
+    ) -> tuple[list[int], FinishReason | None, int | None]:
+        params = request.params
+        kept: list[int] = []
+        for token in token_ids:
+            kept.append(token)
+            num_output = request.num_output + len(kept)
+            if num_output >= params.min_tokens:
+                if token in self.eos_ids and not params.ignore_eos:
+                    return kept, "stop", None
+                if token in params.stop_token_ids:
+                    return kept, "stop", token
+            if num_output >= params.max_tokens or request.num_prompt + num_output >= self.max_model_len:
+                return kept, "length", None
+        return kept, None, None
+
+    def _finalise(self, scheduled: Sequence[ScheduledRows], draft_rows: Sequence[DraftRows]) -> None:
+        for drafted in draft_rows:
+            drafted.request.num_drafted = drafted.stop
+        for rows in scheduled:
+            request = rows.request
+            self._cache(request)
+            if request.role == "prefill" and self.legs is not None:
+                self.legs.prefilled(request)
+            elif request.finish_reason is not None:
+                self._end(request, request.finish_reason)
+
+    def _cache(self, request: Request) -> None:
+        for name, pool in self.scheduler.pools.items():
+            if name in request.uncached_groups:
+                continue
+            final = request.num_drafted if name == self.scheduler.draft_group else request.num_computed
+            chain = request.chains.setdefault(name, [])
+            pool.cache(request.token_ids, request.pages[name], chain, final)
+
+    def committed(self, request: Request, first_token: int, draft_ids: Sequence[int]) -> None:
+        """A decode leg has everything: its first step verifies the drafts that came with the first token."""
+        request.num_computed = len(request.token_ids)
+        request.num_drafted = request.num_computed if self.scheduler.draft_group else 0
+        request.token_ids.append(first_token)
+        request.sampler.advance([first_token])
+        request.draft_ids = list(draft_ids)
+        request.prefill_len = request.num_computed
+        self.scheduler.commit_receive(request)
+        self._cache(request)
+
+
+def _verify_greedy(draft_ids: Sequence[int], greedy: Sequence[int], first: int) -> Verified:
+    num_accepted = 0
+    for draft in draft_ids:
+        if draft != greedy[first + num_accepted]:
+            break
+        num_accepted += 1
+    return Verified(list(greedy[first : first + num_accepted + 1]), num_accepted)

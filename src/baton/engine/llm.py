@@ -1,0 +1,141 @@
+"""Offline generation in one process: `LLM.generate`, as in vLLM."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from baton.engine.build import build_engine
+from baton.engine.config import EngineConfig, SpeculativeConfig
+from baton.engine.requests import make_request
+from baton.openai.output import SampleOutput
+from baton.wire import FinishReason, GenerateRequest, SamplingParams, TokenChunk, TokenLogprobs
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One sample. `accepted` counts accepted draft tokens per verification round."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs]
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None
+    accepted: list[int]
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """All samples of one prompt."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    num_cached_tokens: int
+    outputs: list[CompletionOutput] = field(default_factory=list)
+
+
+class LLM:
+    """An engine that runs in the caller's thread. Takes `EngineConfig`'s fields; `speculative_config` may be a dict.
+
+    Raises ConfigError for an unknown or bad setting, CheckpointError for a bad checkpoint. Close it, or use it as a context manager.
+    """
+
+    def __init__(self, model: str, **settings: Any) -> None:
+        spec = settings.get("speculative_config")
+        if spec is not None and not isinstance(spec, SpeculativeConfig):
+            settings["speculative_config"] = SpeculativeConfig.parse(spec)
+        self._chunks: dict[str, list[TokenChunk]] = {}
+        self._engine = build_engine(_config(model, settings), self._emit)
+        self._ids = itertools.count()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Release the pool."""
+        self._engine.close()
+
+    def _emit(self, chunk: TokenChunk, last: bool) -> None:
+        self._chunks[chunk.request_id].append(chunk)
+
+    def generate(
+        self,
+        prompts: str | Sequence[str] | Sequence[Sequence[int]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete each prompt (text, or token ids). Results are in the order of the prompts.
+
+        Raises RequestError naming the parameter when a request is refused; then nothing has run.
+        """
+        many: list[str | Sequence[int]] = [prompts] if isinstance(prompts, str) else list(prompts)
+        if isinstance(sampling_params, Sequence):
+            params = list(sampling_params)
+        else:
+            params = [sampling_params or SamplingParams()] * len(many)
+        engine = self._engine
+        results: list[RequestOutput] = []
+        samples: list[list[SampleOutput]] = []
+        records = []
+        for prompt, one in zip(many, params, strict=True):
+            ids = engine.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+            results.append(RequestOutput(f"llm-{next(self._ids)}", ids, 0))
+            outputs = []
+            for index in range(one.n):
+                wire = GenerateRequest(
+                    request_id=f"{results[-1].request_id}-{index}",
+                    prompt_token_ids=ids,
+                    sampling_params=msgspec.structs.replace(one, n=1, sample_index=one.sample_index + index),
+                )
+                records.append(make_request(engine, wire))
+                outputs.append(SampleOutput(engine.tokenizer, wire))
+            samples.append(outputs)
+        self._chunks = {record.request_id: [] for record in records}
+        for record in records:
+            engine.core.add(record)
+        self._run(results, samples)
+        for result, outputs in zip(results, samples, strict=True):
+            result.num_cached_tokens = outputs[0].num_cached_tokens
+            for index, out in enumerate(outputs):
+                result.outputs.append(
+                    CompletionOutput(
+                        index, out.text, out.token_ids, out.logprobs, out.finish_reason, out.stop_reason, out.accepted
+                    )
+                )
+        return results
+
+    def _run(self, results: Sequence[RequestOutput], samples: Sequence[Sequence[SampleOutput]]) -> None:
+        core = self._engine.core
+        open_samples = {
+            f"{result.request_id}-{index}": sample
+            for result, outputs in zip(results, samples, strict=True)
+            for index, sample in enumerate(outputs)
+        }
+        while open_samples:
+            core.step()
+            for request_id, sample in list(open_samples.items()):
+                chunks, self._chunks[request_id] = self._chunks[request_id], []
+                for chunk in chunks:
+                    sample.push(chunk)
+                    if sample.finish_reason is not None:
+                        # A stop string may end a sample that the engine would go on with.
+                        del open_samples[request_id]
+                        core.abort(request_id)
+                        break
+
+
+def _config(model: str, settings: dict[str, Any]) -> EngineConfig:
+    from baton.errors import ConfigError
+
+    known = set(EngineConfig.__slots__)
+    for name in settings:
+        if name not in known:
+            raise ConfigError(name, f"is unknown; known: {', '.join(sorted(known))}")
+    return EngineConfig(model=model, **settings)

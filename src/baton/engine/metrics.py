@@ -1,0 +1,77 @@
+"""Plain counters of one engine, in the names that vLLM's dashboards use where one exists."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+MetricRow = tuple[str, str, str, dict[str, str], float]
+
+
+@dataclass(slots=True)
+class EngineMetrics:
+    """Written by the engine thread only; read by anyone (single values, no consistency between them)."""
+
+    num_requests: Counter[str] = field(default_factory=Counter)
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_generation_tokens: int = 0
+    num_preemptions: int = 0
+    num_steps: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    accepted_per_pos: list[int] = field(default_factory=list)
+    num_handoffs: Counter[str] = field(default_factory=Counter)
+    handoff_bytes: int = 0
+    handoff_runs: int = 0
+    handoff_failures: Counter[str] = field(default_factory=Counter)
+    gauges: dict[str, float] = field(default_factory=dict)
+
+    def verified(self, num_draft_tokens: int, num_accepted: int) -> None:
+        """Book one verification round."""
+        self.num_drafts += 1
+        self.num_draft_tokens += num_draft_tokens
+        while len(self.accepted_per_pos) < num_draft_tokens:
+            self.accepted_per_pos.append(0)
+        for position in range(num_accepted):
+            self.accepted_per_pos[position] += 1
+
+    def collect_rows(self) -> Iterator[MetricRow]:
+        """(name, type, help, labels, value) of every metric."""
+
+        def counter(name: str, text: str, value: float, **labels: str) -> MetricRow:
+            return (f"baton:{name}", "counter", text, labels, float(value))
+
+        for reason, count in sorted(self.num_requests.items()):
+            yield counter("request_success", "Finished requests by reason.", count, finished_reason=reason)
+        yield counter("prompt_tokens", "Prompt tokens of admitted requests.", self.num_prompt_tokens)
+        yield counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.", self.num_cached_tokens)
+        yield counter("generation_tokens", "Tokens generated.", self.num_generation_tokens)
+        yield counter("num_preemptions", "Requests preempted.", self.num_preemptions)
+        yield counter("engine_steps", "Engine steps run.", self.num_steps)
+        yield counter("spec_decode_num_drafts", "Verification rounds.", self.num_drafts)
+        yield counter("spec_decode_num_draft_tokens", "Draft tokens verified.", self.num_draft_tokens)
+        yield counter("spec_decode_num_accepted_tokens", "Draft tokens accepted.", sum(self.accepted_per_pos))
+        for position, count in enumerate(self.accepted_per_pos):
+            text = "Draft tokens accepted per draft position."
+            yield counter("spec_decode_num_accepted_tokens_per_pos", text, count, position=str(position))
+        for outcome, count in sorted(self.num_handoffs.items()):
+            yield counter("handoffs", "Handoffs ended, by outcome.", count, outcome=outcome)
+        for reason, count in sorted(self.handoff_failures.items()):
+            yield counter("handoff_failures", "Handoffs failed, by reason.", count, reason=reason)
+        yield counter("handoff_bytes", "KV bytes received.", self.handoff_bytes)
+        yield counter("handoff_runs", "Contiguous copies that received KV took.", self.handoff_runs)
+        for name, value in sorted(self.gauges.items()):
+            yield (f"baton:{name}", "gauge", _GAUGES[name], {}, value)
+
+
+_GAUGES = {
+    "num_requests_running": "Requests that hold pages and compute.",
+    "num_requests_waiting": "Requests that wait for pages or slots.",
+    "num_handoffs_open": "Handoffs that have not ended.",
+    "kv_cache_usage_perc": "Referenced share of the fullest group's pages, 0 to 1.",
+    "num_referenced_pages": "Pages referenced by requests, all groups.",
+    "num_quarantined_pages": "Pages not yet proven quiet, all groups.",
+    "num_cached_pages": "Unreferenced pages kept for prefix hits, all groups.",
+}

@@ -1,0 +1,33 @@
+"""Sampling noise: one Philox stream shared by drafter, verifier and every engine.
+
+Noise is a function of (seed, sample index, absolute position of the token, target-vocabulary id) and of nothing else, so
+any engine that samples position p of a request draws the same numbers. Philox4x64-10 (Salmon et al., 2011) as in NumPy:
+key = (seed, sample index), counter = (block, position, stream, 0), element v of the output belongs to token id v.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+_GUMBEL, _UNIFORM = 0, 1
+
+
+def _uniforms(seed: int, sample_index: int, position: int, stream: int, count: int) -> npt.NDArray[np.float64]:
+    bits = np.random.Philox(counter=[0, position, stream, 0], key=[seed, sample_index]).random_raw(count)
+    # 52 bits and a half: never 0 and never 1, so that both logarithms below are finite.
+    return (np.asarray(bits >> np.uint64(12), dtype=np.float64) + 0.5) * 2.0**-52
+
+
+def gumbel(seed: int, sample_index: int, position: int, vocab_size: int) -> npt.NDArray[np.float64]:
+    """Gumbel(0, 1) noise [vocab_size] for the token at `position`."""
+    out = _uniforms(seed, sample_index, position, _GUMBEL, vocab_size)
+    np.log(out, out=out)
+    np.negative(out, out=out)
+    np.log(out, out=out)
+    return np.negative(out, out=out)
+
+
+def uniform(seed: int, sample_index: int, position: int) -> float:
+    """One uniform in (0, 1) for the token at `position`, independent of its Gumbel noise (rejection verifier)."""
+    return float(_uniforms(seed, sample_index, position, _UNIFORM, 1)[0])

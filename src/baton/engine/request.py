@@ -1,0 +1,83 @@
+"""The one mutable record of a request inside an engine."""
+
+from __future__ import annotations
+
+import enum
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from baton.engine.sampler import SamplerState
+from baton.wire import FinishReason, GenerateRequest, SamplingParams, TokenLogprobs
+
+if TYPE_CHECKING:
+    from baton.handoff.ticket import Ticket
+
+
+class RequestStatus(enum.Enum):
+    WAITING = enum.auto()
+    """No pages; also after preemption."""
+    RECEIVING = enum.auto()
+    """Decode leg: destination pages are registered with the prefill side."""
+    RUNNING = enum.auto()
+    HELD = enum.auto()
+    """Prefill leg: computed; pages stay until the handoff lets them go."""
+    FINISHED = enum.auto()
+
+
+class Request:
+    """One sample of one prompt.
+
+    `token_ids` holds prompt and output. Target KV is valid for [0, num_computed), drafter KV for [0, num_drafted).
+    While decoding, `num_computed == len(token_ids) - 1`: the last token has no KV yet. A request that resumes with
+    known output (preemption, failover) prefills all tokens but the last, without sampling; its drafter then starts
+    from the last token, so that draft rounds fall exactly where they would have fallen.
+    """
+
+    def __init__(self, wire: GenerateRequest, sampler: SamplerState, ticket: Ticket | None = None) -> None:
+        self.request_id = wire.request_id
+        self.params: SamplingParams = wire.sampling_params
+        self.token_ids: list[int] = list(wire.prompt_token_ids)
+        self.num_prompt = wire.num_prompt_tokens or len(wire.prompt_token_ids)
+        self.sampler = sampler
+        self.role = wire.handoff.role if wire.handoff else None
+        self.ticket = ticket
+        self.status = RequestStatus.WAITING
+        self.finish_reason: FinishReason | None = None
+        self.num_computed = 0
+        self.num_drafted = 0
+        self.num_cached = 0
+        self.draft_ids: list[int] = []
+        self.pages: dict[str, list[int]] = {}
+        self.tables: dict[str, npt.NDArray[np.int32]] = {}
+        self.chains: dict[str, list[bytes]] = {}
+        self.uncached_groups: set[str] = set()
+        self.quarantined: dict[str, list[int]] = {}
+        self.first_logprobs: TokenLogprobs | None = None
+        self.set_prefill_length()
+
+    def set_prefill_length(self) -> None:
+        """Fix how far prefill goes from here: to the prompt's end, or to the last known token but one."""
+        self.prefill_len = len(self.token_ids) if self.num_output == 0 else len(self.token_ids) - 1
+
+    @property
+    def num_output(self) -> int:
+        return len(self.token_ids) - self.num_prompt
+
+    @property
+    def is_prefilling(self) -> bool:
+        return self.num_computed < self.prefill_len
+
+    def set_pages(self, group: str, pages: list[int]) -> None:
+        """Replace the block table of a group."""
+        self.pages[group] = pages
+        self.tables[group] = np.asarray(pages, dtype=np.int32)
+
+    def drop_pages(self) -> dict[str, list[int]]:
+        """Forget all pages and everything computed; returns the pages, which the caller releases."""
+        pages, self.pages, self.tables, self.chains = self.pages, {}, {}, {}
+        self.num_computed = self.num_drafted = 0
+        self.draft_ids = []
+        self.uncached_groups = set()
+        return pages

@@ -1,0 +1,73 @@
+"""From the wire to an engine's `Request`: every check that needs the model, in one place."""
+
+from __future__ import annotations
+
+import secrets
+import time
+
+import msgspec
+
+from baton.engine.build import Engine
+from baton.engine.request import Request
+from baton.engine.sampler import SamplerState
+from baton.errors import ProtocolError, RequestError
+from baton.handoff.ticket import Ticket, request_digest, verify
+from baton.wire import GenerateRequest
+
+
+def make_request(engine: Engine, wire: GenerateRequest) -> Request:
+    """Check a request and give it a seed where it needs one. Raises RequestError naming the parameter."""
+    info = engine.info
+    params = wire.sampling_params.check(info.vocab_size)
+    prompt = wire.prompt_token_ids
+    if not prompt:
+        raise RequestError("prompt must have at least one token", "prompt")
+    if not all(0 <= token < info.vocab_size for token in prompt):
+        raise RequestError(f"prompt token ids must be between 0 and {info.vocab_size - 1}", "prompt")
+    if len(prompt) >= info.max_model_len:
+        raise RequestError(
+            f"the prompt has {len(prompt)} tokens, but the maximum model length is {info.max_model_len} "
+            "including at least one output token",
+            "prompt",
+        )
+    num_prompt = len(prompt) if wire.num_prompt_tokens is None else wire.num_prompt_tokens
+    if not 1 <= num_prompt <= len(prompt):
+        raise RequestError("num_prompt_tokens must be between 1 and the number of tokens", "num_prompt_tokens")
+    total = min(num_prompt + params.max_tokens, info.max_model_len)
+    if not engine.core.scheduler.fits(total):
+        raise RequestError(f"{total} tokens do not fit into the KV cache of this engine", "max_tokens")
+    ticket: Ticket | None = None
+    if wire.handoff is not None:
+        ticket = _ticket(engine, wire)
+        if num_prompt != len(prompt):
+            raise RequestError("a handoff starts from the prompt alone", "num_prompt_tokens")
+    if params.seed is None:
+        if ticket is not None and params.temperature > 0.0:
+            raise RequestError("a handoff needs one seed for both legs", "seed")
+        params = msgspec.structs.replace(params, seed=secrets.randbits(63))
+        wire = msgspec.structs.replace(wire, sampling_params=params)
+    sampler = SamplerState(params, prompt[:num_prompt], info.vocab_size, info.eos_token_ids)
+    sampler.advance(prompt[num_prompt:])
+    return Request(wire, sampler, ticket)
+
+
+def _ticket(engine: Engine, wire: GenerateRequest) -> Ticket:
+    assert wire.handoff is not None
+    if engine.ticket_key is None:
+        raise RequestError("this engine takes no part in handoffs: it has no ticket key", "handoff")
+    try:
+        ticket = verify(engine.ticket_key, wire.handoff.ticket, time.time())
+    except ProtocolError as error:
+        raise RequestError(str(error), "handoff") from None
+    named = (
+        (ticket.prefill_engine, ticket.prefill_incarnation)
+        if wire.handoff.role == "prefill"
+        else (ticket.decode_engine, ticket.decode_incarnation)
+    )
+    if named != (engine.info.engine_id, engine.info.incarnation):
+        raise RequestError("the ticket names another engine", "handoff")
+    if ticket.request_digest != request_digest(wire.prompt_token_ids, wire.sampling_params):
+        raise RequestError("the ticket was signed for another request", "handoff")
+    if engine.core.legs is not None and ticket.key in engine.core.legs.open:
+        raise RequestError("the ticket is in use", "handoff")
+    return ticket

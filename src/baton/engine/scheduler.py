@@ -1,0 +1,235 @@
+"""Continuous batching with chunked prefill under a token budget, and preemption by recompute.
+
+A verification (last token and its drafts) is scheduled whole or not at all: cutting drafts under load would make
+acceptance depend on the neighbours. Prefill legs get all their pages at admission and are never preempted, because
+a transport may read pages that were declared final.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from baton.engine.request import Request, RequestStatus
+from baton.errors import CapacityError
+from baton.kv.page_pool import PagePool
+
+CopyPage = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledRows:
+    """Target rows [start, start + num_rows) of one request in one step."""
+
+    request: Request
+    start: int
+    num_rows: int
+
+
+class Scheduler:
+    """Owns the queues and the page pools (one per group). Single-threaded; mutates requests' pages and status.
+
+    `draft_group` is the pool name of the drafter's KV, or None. `copy_page(group, source, destination)` copies the bytes
+    of one page (copy-on-write of a partly shared page).
+    """
+
+    def __init__(
+        self,
+        pools: Mapping[str, PagePool],
+        draft_group: str | None,
+        num_lookahead: int,
+        max_num_batched_tokens: int,
+        max_num_seqs: int,
+        copy_page: CopyPage,
+    ) -> None:
+        self.pools = pools
+        self.draft_group = draft_group
+        self.num_lookahead = num_lookahead
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_num_seqs = max_num_seqs
+        self.copy_page = copy_page
+        self.waiting: deque[Request] = deque()
+        self.receive_queue: deque[Request] = deque()
+        self.receiving: set[Request] = set()
+        self.running: list[Request] = []
+        self.num_preemptions = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running or self.receive_queue)
+
+    def fits(self, num_tokens: int) -> bool:
+        """Whether a request of that many tokens could ever run here alone."""
+        slots = num_tokens + self.num_lookahead
+        return all(-(-slots // pool.page_size) <= pool.num_pages - 1 for pool in self.pools.values())
+
+    def schedule(self) -> list[ScheduledRows]:
+        """Rows of the next step, decodes first, then prefill chunks in order of arrival."""
+        budget = self.max_num_batched_tokens
+        scheduled: dict[Request, ScheduledRows] = {}
+        for prefilling in (False, True):
+            for request in list(self.running):
+                if request.status is not RequestStatus.RUNNING or request.is_prefilling is not prefilling:
+                    continue
+                if prefilling:
+                    num_rows = min(budget, request.prefill_len - request.num_computed)
+                else:
+                    num_rows = 1 + len(request.draft_ids)
+                if num_rows == 0 or num_rows > budget:
+                    continue
+                if not self._reserve_or_preempt(request, num_rows, scheduled):
+                    continue
+                scheduled[request] = ScheduledRows(request, request.num_computed, num_rows)
+                budget = self.max_num_batched_tokens - sum(rows.num_rows for rows in scheduled.values())
+        while self.waiting and budget > 0 and self._num_active < self.max_num_seqs:
+            request = self.waiting[0]
+            if not self._admit(request, budget):
+                break
+            self.waiting.popleft()
+            num_rows = min(budget, request.prefill_len - request.num_computed)
+            scheduled[request] = ScheduledRows(request, request.num_computed, num_rows)
+            budget -= num_rows
+        return list(scheduled.values())
+
+    @property
+    def _num_active(self) -> int:
+        return len(self.running) + len(self.receiving)
+
+    def _reserve_or_preempt(
+        self, request: Request, num_rows: int, scheduled: dict[Request, ScheduledRows]
+    ) -> bool:
+        while not self._reserve(request, request.num_computed + num_rows + self.num_lookahead):
+            victim = next((r for r in reversed(self.running) if r.role != "prefill"), None)
+            if victim is None:
+                return False
+            scheduled.pop(victim, None)
+            self.preempt(victim)
+            if victim is request:
+                return False
+        return True
+
+    def _reserve(self, request: Request, num_slots: int) -> bool:
+        """Extend every group's block table to `num_slots` token slots; all groups or none."""
+        wanted: dict[str, int] = {}
+        for name, pool in self.pools.items():
+            missing = -(-num_slots // pool.page_size) - len(request.pages.get(name, ()))
+            if missing > pool.num_available:
+                return False
+            wanted[name] = missing
+        for name, missing in wanted.items():
+            if missing > 0:
+                pages = request.pages.get(name, [])
+                grown = pages + self.pools[name].allocate(missing, pages[-1] if pages else None)
+                request.set_pages(name, grown)
+        return True
+
+    def preempt(self, request: Request) -> None:
+        """Take a running request's pages; it recomputes later, before anything that waits."""
+        self.num_preemptions += 1
+        self.running.remove(request)
+        self.release(request)
+        request.set_prefill_length()
+        request.status = RequestStatus.WAITING
+        self.waiting.appendleft(request)
+
+    def release(self, request: Request, quarantine: bool = False) -> dict[str, list[int]]:
+        """Drop the request's references to its pages and return which they were."""
+        pages = request.drop_pages()
+        for name, ids in pages.items():
+            self.pools[name].release(ids, quarantine)
+        return pages
+
+    def _admit(self, request: Request, budget: int) -> bool:
+        # One row at least is computed: it yields the logits, or the features that the drafter starts from.
+        hit = min(self._attach_prefix(request, self._common_hit(request)).values())
+        whole = request.role == "prefill"
+        num_rows = request.prefill_len - hit if whole else min(budget, request.prefill_len - hit)
+        if not self._reserve(request, hit + num_rows + self.num_lookahead):
+            self.release(request)
+            return False
+        request.num_computed = request.num_drafted = hit
+        if request.num_output == 0:
+            request.num_cached = hit
+        request.status = RequestStatus.RUNNING
+        self.running.append(request)
+        return True
+
+    def _common_hit(self, request: Request) -> dict[str, int]:
+        limit = request.prefill_len - 1
+        common = min(pool.lookup(request.token_ids, limit).num_tokens for pool in self.pools.values())
+        return dict.fromkeys(self.pools, common)
+
+    def receive_hits(self, request: Request) -> dict[str, int]:
+        """Prefix hits of a decode leg, per group: it computes nothing, so they need not agree, and the target's may be
+        the whole prompt. The drafter's last entry depends on the first token and always moves."""
+        num = request.num_prompt
+        return {
+            name: pool.lookup(request.token_ids[:num], num - (name == self.draft_group)).num_tokens
+            for name, pool in self.pools.items()
+        }
+
+    def _attach_prefix(self, request: Request, hits: Mapping[str, int]) -> dict[str, int]:
+        """Share the cached pages of each group's hit; a partly shared page is copied. Returns the hits attached.
+
+        When no page is left for a copy, the hit shrinks to whole pages.
+        """
+        attached = dict(hits)
+        for name, pool in self.pools.items():
+            found = pool.lookup(request.token_ids, hits[name])
+            num = min(found.num_tokens, hits[name])
+            whole, rest = divmod(num, pool.page_size)
+            pages = found.pages[:whole]
+            pool.share(pages)
+            if rest:
+                source = found.pages[whole]
+                pool.share([source])
+                try:
+                    copy = pool.allocate(1, pages[-1] if pages else None)
+                except CapacityError:
+                    num = whole * pool.page_size
+                else:
+                    self.copy_page(name, source, copy[0])
+                    pages = pages + copy
+                pool.release([source])
+            request.set_pages(name, pages)
+            attached[name] = num
+        return attached
+
+    def start_receive(self, request: Request) -> dict[str, int] | None:
+        """Give a decode leg its destination pages. Returns the hit per group, or None when there is no room yet."""
+        if self._num_active >= self.max_num_seqs or self.waiting:
+            return None
+        hits = self._attach_prefix(request, self.receive_hits(request))
+        if not self._reserve(request, request.num_prompt + 1 + self.num_lookahead):
+            self.release(request)
+            return None
+        request.status = RequestStatus.RECEIVING
+        self.receiving.add(request)
+        return hits
+
+    def drop_outside_window(self, request: Request, group: str, first_wanted: int) -> None:
+        """Null the pages of a sliding-window group that lie wholly before its first wanted token.
+
+        What is left of the group is no whole prefix, so none of it enters the prefix cache.
+        """
+        pages = list(request.pages[group])
+        outside = first_wanted // self.pools[group].page_size
+        self.pools[group].release(pages[:outside])
+        request.set_pages(group, [0] * outside + pages[outside:])
+        request.uncached_groups.add(group)
+
+    def commit_receive(self, request: Request) -> None:
+        """All groups are committed: the request decodes from the next step on."""
+        self.receiving.discard(request)
+        request.status = RequestStatus.RUNNING
+        self.running.append(request)
+
+    def remove(self, request: Request) -> None:
+        """Take a request out of every queue; its pages are untouched."""
+        if request in self.running:
+            self.running.remove(request)
+        for queue in (self.waiting, self.receive_queue):
+            if request in queue:
+                queue.remove(request)
+        self.receiving.discard(request)

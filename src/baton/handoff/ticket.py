@@ -1,0 +1,125 @@
+"""Tickets: the router's signed permission for one attempt of one handoff.
+
+An engine dials the peer that a ticket names, and serves KV only to the peer that a ticket names. A ticket is
+`base64url(msgpack(Ticket) + HMAC-SHA256)` without padding; it expires, and serves one attempt.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import hmac
+import os
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from baton.errors import ConfigError, ProtocolError
+from baton.handoff.messages import AttemptKey, Name, TransferId
+from baton.wire import SamplingParams
+
+TICKET_LIFE_S = 120
+MAX_TICKET_CHARS = 4096
+_KEY_BYTES = 32
+_MAC_BYTES = 32
+# Separates this use of the key from any other that may come.
+_CONTEXT = b"baton-ticket-1\0"
+
+Address = Annotated[str, Meta(min_length=1, max_length=256, pattern=r"^[a-z]+://")]
+
+
+class Ticket(msgspec.Struct, frozen=True, kw_only=True):
+    """What the router promises both engines. `expiry` is in unix seconds; `request_digest` is 32 bytes."""
+
+    transfer_id: TransferId
+    attempt: Annotated[int, Meta(ge=0, lt=1 << 31)] = 0
+    prefill_engine: Name
+    prefill_incarnation: Name
+    prefill_address: Address
+    decode_engine: Name
+    decode_incarnation: Name
+    decode_address: Address
+    mode: Literal["push", "pull"]
+    expiry: Annotated[int, Meta(ge=0, lt=1 << 62)]
+    request_digest: Annotated[bytes, Meta(min_length=32, max_length=32)]
+
+    @property
+    def key(self) -> AttemptKey:
+        """The attempt that this ticket permits."""
+        return AttemptKey(self.transfer_id, self.attempt, self.prefill_incarnation, self.decode_incarnation)
+
+
+_decoder = msgspec.msgpack.Decoder(Ticket)
+
+
+def new_transfer_id() -> bytes:
+    """128 random bits."""
+    return secrets.token_bytes(16)
+
+
+def request_digest(prompt_token_ids: Sequence[int], sampling_params: SamplingParams) -> bytes:
+    """32 bytes over the prompt and every sampling parameter: both legs must serve the same request."""
+    content = (list(prompt_token_ids), sampling_params)
+    return hashlib.sha256(msgspec.msgpack.encode(content, order="deterministic")).digest()
+
+
+def mint(key: bytes, ticket: Ticket) -> str:
+    """Sign a ticket. Equal tickets under one key give equal strings."""
+    body = msgspec.msgpack.encode(ticket)
+    signed = body + hmac.new(key, _CONTEXT + body, hashlib.sha256).digest()
+    return base64.urlsafe_b64encode(signed).rstrip(b"=").decode("ascii")
+
+
+def verify(key: bytes, text: str, now: float) -> Ticket:
+    """The ticket in `text`, whose signature holds and whose expiry is after `now` (unix seconds).
+
+    Raises `ProtocolError` that says which check failed; nothing of an unsigned ticket is looked at.
+    """
+    if len(text) > MAX_TICKET_CHARS:
+        raise ProtocolError("ticket is too long")
+    try:
+        padded = text.encode("ascii") + b"=" * (-len(text) % 4)
+        signed = base64.b64decode(padded, altchars=b"-_", validate=True)
+    except (UnicodeEncodeError, binascii.Error) as error:
+        raise ProtocolError("ticket is not base64url") from error
+    body, mac = signed[:-_MAC_BYTES], signed[-_MAC_BYTES:]
+    if not hmac.compare_digest(mac, hmac.new(key, _CONTEXT + body, hashlib.sha256).digest()):
+        raise ProtocolError("ticket signature does not match")
+    try:
+        ticket = _decoder.decode(body)
+    except msgspec.MsgspecError as error:
+        raise ProtocolError(f"ticket is malformed: {error}") from error
+    if ticket.expiry <= now:
+        raise ProtocolError("ticket has expired")
+    return ticket
+
+
+def load_or_create_key(path: str | Path) -> bytes:
+    """The 32-byte ticket key in a file; made, readable by its owner only, where there is none.
+
+    Raises `ConfigError` when the file has another length or others may read it.
+    """
+    path = Path(path)
+    fresh = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    if not path.exists():
+        descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(secrets.token_bytes(_KEY_BYTES))
+        try:
+            # Linked, not renamed: of two processes that start together the second must take the first one's key.
+            os.link(fresh, path)
+        except FileExistsError:
+            pass
+        finally:
+            fresh.unlink()
+    key = path.read_bytes()
+    if len(key) != _KEY_BYTES:
+        raise ConfigError("ticket_key_file", f"{path} must hold {_KEY_BYTES} bytes, has {len(key)}")
+    if path.stat().st_mode & 0o077:
+        raise ConfigError("ticket_key_file", f"{path} may be read by others; chmod 600 it")
+    return key

@@ -1,0 +1,219 @@
+"""Page pool of one group: reference counts, contiguous runs, quarantine, and the prefix cache.
+
+A page is in exactly one state: free, referenced (count >= 1), cached (count 0, content kept, evictable in LRU order)
+or quarantined (its request is over, but a transport may still touch it). Page 0 is the null page: never handed out.
+Allocation prefers runs of neighbouring page ids, because the planner merges neighbours into one copy. Not thread-safe:
+the engine thread owns it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from baton.errors import CapacityError
+from baton.kv.prefix import ROOT, chain_hash, page_identity
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixHit:
+    """Cached pages that hold a prefix of a token list, oldest first.
+
+    `num_tokens` entries are valid. If it is not a multiple of the page size, the last page is shared in part and must
+    be copied before anything is written behind the hit.
+    """
+
+    pages: list[int] = field(default_factory=list)
+    num_tokens: int = 0
+
+
+class PagePool:
+    """Pages 1..num_pages-1 of one group. `lookahead` is the number of tokens after a page that its KV depends on."""
+
+    def __init__(self, num_pages: int, page_size: int, lookahead: int = 0, enable_caching: bool = True) -> None:
+        if num_pages < 2:
+            raise CapacityError("a page pool needs at least one page besides the null page")
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.lookahead = lookahead
+        self.enable_caching = enable_caching
+        self._free = np.ones(num_pages, dtype=bool)
+        self._free[0] = False
+        self._num_free = num_pages - 1
+        self._refs: dict[int, int] = {}
+        self._quarantined: set[int] = set()
+        self._evictable: OrderedDict[int, None] = OrderedDict()
+        self._by_hash: dict[bytes, int] = {}
+        self._cached: dict[int, tuple[bytes, bytes, tuple[int, ...]]] = {}
+        self._children: dict[bytes, set[int]] = {}
+
+    @property
+    def num_available(self) -> int:
+        """Pages that `allocate` can hand out now (free, or cached and evictable)."""
+        return self._num_free + len(self._evictable)
+
+    @property
+    def num_referenced(self) -> int:
+        return len(self._refs)
+
+    @property
+    def num_quarantined(self) -> int:
+        return len(self._quarantined)
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._evictable)
+
+    def allocate(self, count: int, after: int | None = None) -> list[int]:
+        """Take `count` exclusive pages, as few runs as possible; continue behind page `after` where that is free.
+
+        Raises CapacityError, changing nothing, when fewer than `count` are available.
+        """
+        if count > self.num_available:
+            raise CapacityError(f"{count} pages wanted, {self.num_available} available")
+        while self._num_free < count:
+            page, _ = self._evictable.popitem(last=False)
+            self._forget(page)
+            self._set_free(page)
+        pages = self._pick(count, after)
+        self._free[pages] = False
+        self._num_free -= count
+        for page in pages:
+            self._refs[page] = 1
+        return pages
+
+    def _pick(self, count: int, after: int | None) -> list[int]:
+        picked: list[int] = []
+        if after is not None:
+            nxt = after + 1
+            while len(picked) < count and nxt < self.num_pages and self._free[nxt]:
+                picked.append(nxt)
+                nxt += 1
+        missing = count - len(picked)
+        if missing == 0:
+            return picked
+        free = self._free.copy()
+        free[picked] = False
+        edges = np.flatnonzero(np.diff(np.concatenate(([0], free.view(np.int8), [0]))))
+        starts, stops = edges[::2], edges[1::2]
+        lengths = stops - starts
+        fitting = np.flatnonzero(lengths >= missing)
+        if fitting.size:
+            # The shortest run that fits keeps long runs for long prompts.
+            best = int(fitting[np.argmin(lengths[fitting])])
+            return picked + list(range(int(starts[best]), int(starts[best]) + missing))
+        for run in np.argsort(-lengths, kind="stable"):
+            take = min(missing, int(lengths[run]))
+            picked.extend(range(int(starts[run]), int(starts[run]) + take))
+            missing -= take
+            if missing == 0:
+                break
+        return picked
+
+    def share(self, pages: Iterable[int]) -> None:
+        """Add one reference to each page; cached pages become referenced."""
+        for page in pages:
+            self._evictable.pop(page, None)
+            self._refs[page] = self._refs.get(page, 0) + 1
+
+    def release(self, pages: Iterable[int], quarantine: bool = False) -> None:
+        """Drop one reference to each page (null pages are skipped). With `quarantine`, pages whose last reference goes
+        stay out of use until `leave_quarantine`."""
+        # Tail first: a chain loses its last page before the pages that lead to it.
+        for page in reversed(list(pages)):
+            if page == 0:
+                continue
+            self._refs[page] -= 1
+            if self._refs[page]:
+                continue
+            del self._refs[page]
+            if quarantine:
+                self._forget(page)
+                self._quarantined.add(page)
+            elif page in self._cached:
+                self._evictable[page] = None
+            else:
+                self._set_free(page)
+
+    def leave_quarantine(self, pages: Iterable[int]) -> None:
+        """Pages are proven quiet: back to free."""
+        for page in pages:
+            if page in self._quarantined:
+                self._quarantined.discard(page)
+                self._set_free(page)
+
+    def _set_free(self, page: int) -> None:
+        self._free[page] = True
+        self._num_free += 1
+
+    def _forget(self, page: int) -> None:
+        entry = self._cached.pop(page, None)
+        if entry is None:
+            return
+        parent, own, _ = entry
+        del self._by_hash[own]
+        siblings = self._children[parent]
+        siblings.discard(page)
+        if not siblings:
+            del self._children[parent]
+
+    def cache(self, tokens: Sequence[int], pages: Sequence[int], chain: list[bytes], num_final: int) -> None:
+        """Enter the full, final pages of a request. `chain` holds the digests of pages entered before and is extended.
+
+        `num_final`: entries [0, num_final) of the request are final in this group.
+        """
+        if not self.enable_caching:
+            return
+        for index in range(len(chain), min(num_final // self.page_size, len(pages))):
+            identity = page_identity(tokens, index, self.page_size, self.lookahead)
+            if identity is None:
+                return
+            parent = chain[-1] if chain else ROOT
+            own = chain_hash(parent, identity)
+            chain.append(own)
+            page = pages[index]
+            if page == 0 or own in self._by_hash or page in self._cached:
+                continue
+            self._by_hash[own] = page
+            self._cached[page] = (parent, own, identity)
+            self._children.setdefault(parent, set()).add(page)
+
+    def lookup(self, tokens: Sequence[int], max_tokens: int) -> PrefixHit:
+        """Longest cached prefix of at most `max_tokens` entries, to the token: the last page may match in part."""
+        pages: list[int] = []
+        parent, index, size = ROOT, 0, self.page_size
+        while self.enable_caching and index * size < max_tokens:
+            identity = page_identity(tokens, index, size, self.lookahead)
+            page = None
+            if identity is not None:
+                own = chain_hash(parent, identity)
+                page = self._by_hash.get(own)
+            if page is None:
+                break
+            pages.append(page)
+            parent = own
+            index += 1
+        num_tokens = min(index * size, max_tokens)
+        if self.enable_caching and num_tokens == index * size and num_tokens < max_tokens:
+            rest = tuple(tokens[num_tokens : num_tokens + size + self.lookahead])
+            best, best_len = 0, 0
+            for page in sorted(self._children.get(parent, ())):
+                matched = _common_prefix(self._cached[page][2], rest) - self.lookahead
+                if matched > best_len:
+                    best, best_len = page, matched
+            if best_len > 0:
+                pages.append(best)
+                num_tokens = min(num_tokens + best_len, max_tokens)
+        return PrefixHit(pages, num_tokens)
+
+
+def _common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
+    count = 0
+    for a, b in zip(left, right, strict=False):
+        if a != b:
+            break
+        count += 1
+    return count

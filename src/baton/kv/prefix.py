@@ -1,0 +1,26 @@
+"""Prefix-cache identity of pages: a hash chain over tokens, per group.
+
+A target page's KV depends on the tokens up to its last position. A drafter page's KV depends on `lookahead` more
+(EAGLE: 1, because the entry at i is computed from token i + 1), so its identity includes them: a chain over the page's
+own tokens alone would serve another prompt's drafter KV.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Sequence
+
+ROOT = b"baton.prefix"
+
+
+def page_identity(tokens: Sequence[int], page: int, page_size: int, lookahead: int) -> tuple[int, ...] | None:
+    """Tokens that page number `page` of a request depends on beyond its parent; None while they are not all known."""
+    start = page * page_size
+    stop = start + page_size + lookahead
+    return tuple(tokens[start:stop]) if stop <= len(tokens) else None
+
+
+def chain_hash(parent: bytes, identity: Sequence[int]) -> bytes:
+    """16-byte BLAKE2b digest of the parent's digest and this page's identity tokens (as int64)."""
+    return hashlib.blake2b(parent + array("q", identity).tobytes(), digest_size=16).digest()

@@ -1,0 +1,46 @@
+"""The seam between the OpenAI API and whatever makes the tokens: one engine, or a router over many."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from baton.text import Tokenizer
+from baton.wire import GenerateRequest, TokenChunk
+
+KVMode = Literal["push", "pull"]
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What the API must know of the model behind a backend. Lengths are in tokens."""
+
+    name: str
+    tokenizer: Tokenizer
+    max_model_len: int
+    vocab_size: int
+    num_speculative_tokens: int
+
+
+class Backend(Protocol):
+    """Makes tokens for requests. All calls come from one event loop."""
+
+    @property
+    def allows_kv_mode(self) -> bool:
+        """Whether a request may choose how its KV moves."""
+        ...
+
+    def model(self) -> ServedModel:
+        """Return the model. Raises `EngineUnavailableError` while there is none."""
+        ...
+
+    def generate(
+        self, request: GenerateRequest, kv_mode: KVMode | None = None
+    ) -> AsyncGenerator[TokenChunk, None]:
+        """Yield the request's tokens; closing the generator aborts the request.
+
+        The last chunk has `finish_reason`. Raises `RequestError` or `EngineUnavailableError` from the first step when
+        the request is refused.
+        """
+        ...

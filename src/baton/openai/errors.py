@@ -1,0 +1,73 @@
+"""Baton's errors in OpenAI's shape: `{"error": {"message", "type", "param", "code"}}` with an HTTP status."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import msgspec
+
+from baton.errors import (
+    BatonError,
+    CapacityError,
+    EngineUnavailableError,
+    HandoffError,
+    IncompatiblePeerError,
+    ProtocolError,
+    RequestError,
+    UnknownModelError,
+)
+
+logger = logging.getLogger(__name__)
+
+# Reasons in an error chunk that say "not this engine, not now" instead of "this request failed".
+_UNAVAILABLE_REASONS = frozenset({"engine_unavailable", "engine_lost", "peer_lost", "shutdown"})
+
+
+@dataclass(frozen=True, slots=True)
+class ApiError:
+    """One error as a client sees it."""
+
+    status: int
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+    def body(self) -> bytes:
+        """Return the JSON body."""
+        fields = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        return msgspec.json.encode({"error": fields})
+
+
+def to_api_error(error: BaseException) -> ApiError:
+    """Map any exception; what Baton did not raise on purpose is logged and shown without its details."""
+    text = str(error)
+    if isinstance(error, UnknownModelError):
+        return ApiError(404, text, "invalid_request_error", "model", "model_not_found")
+    if isinstance(error, RequestError):
+        return ApiError(400, text, "invalid_request_error", error.param)
+    if isinstance(error, CapacityError):
+        return ApiError(400, text, "invalid_request_error", None, "capacity")
+    if isinstance(error, EngineUnavailableError):
+        return ApiError(503, text, "service_unavailable_error", None, "engine_unavailable")
+    if isinstance(error, IncompatiblePeerError):
+        return ApiError(409, text, "server_error", None, "incompatible_peer")
+    if isinstance(error, ProtocolError):
+        return ApiError(409, text, "server_error", None, "protocol_error")
+    if isinstance(error, HandoffError):
+        return ApiError(500, text, "server_error", None, error.reason)
+    if isinstance(error, BatonError):
+        return ApiError(500, text, "server_error", None, "engine_error")
+    logger.error("unexpected error while serving a request", exc_info=error)
+    return ApiError(500, "internal error", "server_error", None, "internal_error")
+
+
+def error_of_chunk(text: str | None) -> BatonError:
+    """Return the exception for a `TokenChunk.error`, which reads `"<reason>: <message>"`."""
+    reason, _, message = (text or "unknown").partition(": ")
+    if reason in _UNAVAILABLE_REASONS:
+        return EngineUnavailableError(message or reason)
+    if reason == "invalid_request":
+        return RequestError(message)
+    return HandoffError(reason, message)

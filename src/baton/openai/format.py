@@ -1,0 +1,145 @@
+"""Response bodies of the OpenAI API, streamed and whole, as plain dicts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from baton.openai.output import Delta, SampleOutput
+from baton.openai.plan import Plan
+from baton.text import Tokenizer
+from baton.wire import TokenLogprobs
+
+Json = dict[str, Any]
+
+
+def usage(plan: Plan, outputs: Sequence[SampleOutput]) -> Json:
+    """Return the `usage` object; a prompt counts once, however many choices share it."""
+    num_prompt = sum(len(prompt) for prompt in plan.prompts)
+    num_output = sum(len(output.token_ids) for output in outputs)
+    k = plan.model.num_speculative_tokens
+    accepted = sum(sum(output.accepted) for output in outputs)
+    drafted = sum(k * len(output.accepted) for output in outputs)
+    # Choices of one prompt share its cached tokens, so the first of each speaks for it.
+    per_prompt = max(1, len(outputs) // len(plan.prompts))
+    cached = sum(output.num_cached_tokens for output in outputs[::per_prompt])
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_output,
+        "total_tokens": num_prompt + num_output,
+        "prompt_tokens_details": {"cached_tokens": cached},
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": drafted - accepted,
+        },
+    }
+
+
+def whole(plan: Plan, outputs: Sequence[SampleOutput]) -> Json:
+    """Return the body of a response that is not streamed."""
+    choices = []
+    for index, output in enumerate(outputs):
+        choice = _choice(plan, index, output.token_ids, output.logprobs, 0)
+        if plan.chat:
+            choice["message"] = {"role": "assistant", "content": output.text}
+        else:
+            choice["text"] = output.text
+        choice["finish_reason"], choice["stop_reason"] = output.finish_reason, output.stop_reason
+        if plan.return_token_ids:
+            choice["spec_decode"] = _spec_decode(plan, output)
+            if not plan.chat:
+                choice["prompt_token_ids"] = plan.requests[index].prompt_token_ids
+        choices.append(choice)
+    body = _head(plan, "chat.completion" if plan.chat else "text_completion")
+    body |= {"choices": choices, "usage": usage(plan, outputs)}
+    if plan.chat and plan.return_token_ids:
+        body["prompt_token_ids"] = plan.prompts[0]
+    return body
+
+
+def streamed(
+    plan: Plan, index: int, delta: Delta, output: SampleOutput, first: bool, text_offset: int
+) -> Json:
+    """Return one event of choice `index`. `first` is its first event; `text_offset` counts characters before it."""
+    choice = _choice(plan, index, delta.token_ids, delta.logprobs, text_offset)
+    if plan.chat:
+        choice["delta"] = ({"role": "assistant"} if first else {}) | {"content": delta.text}
+    else:
+        choice["text"] = delta.text
+    choice["finish_reason"], choice["stop_reason"] = delta.finish_reason, delta.stop_reason
+    body = _head(plan, "chat.completion.chunk" if plan.chat else "text_completion")
+    body["choices"] = [choice]
+    if plan.return_token_ids:
+        if delta.finish_reason is not None:
+            choice["spec_decode"] = _spec_decode(plan, output)
+        if first and plan.chat:
+            body["prompt_token_ids"] = plan.prompts[0]
+        elif first:
+            choice["prompt_token_ids"] = plan.requests[index].prompt_token_ids
+    if plan.include_usage:
+        body["usage"] = None
+    return body
+
+
+def streamed_usage(plan: Plan, outputs: Sequence[SampleOutput]) -> Json:
+    """Return the last event of a stream with `include_usage`: usage and no choices."""
+    body = _head(plan, "chat.completion.chunk" if plan.chat else "text_completion")
+    return body | {"choices": [], "usage": usage(plan, outputs)}
+
+
+def token_text_length(tokenizer: Tokenizer, token_ids: Sequence[int]) -> int:
+    """Return the characters that `token_ids` take in `logprobs.tokens`."""
+    return sum(len(tokenizer.token_text(i)) for i in token_ids)
+
+
+def _head(plan: Plan, kind: str) -> Json:
+    return {"id": plan.id, "object": kind, "created": plan.created, "model": plan.model.name}
+
+
+def _choice(
+    plan: Plan, index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], text_offset: int
+) -> Json:
+    choice: Json = {"index": index, "logprobs": None}
+    if plan.requests[index].sampling_params.logprobs is not None:
+        if plan.chat:
+            choice["logprobs"] = _chat_logprobs(plan.model.tokenizer, token_ids, logprobs)
+        else:
+            choice["logprobs"] = _completion_logprobs(plan.model.tokenizer, token_ids, logprobs, text_offset)
+    if plan.return_token_ids:
+        choice["token_ids"] = list(token_ids)
+    return choice
+
+
+def _spec_decode(plan: Plan, output: SampleOutput) -> Json:
+    return {"accepted": output.accepted, "num_speculative_tokens": plan.model.num_speculative_tokens}
+
+
+def _completion_logprobs(
+    tokenizer: Tokenizer, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], offset: int
+) -> Json:
+    texts = [tokenizer.token_text(i) for i in token_ids]
+    offsets = []
+    for text in texts:
+        offsets.append(offset)
+        offset += len(text)
+    return {
+        "tokens": texts,
+        "token_logprobs": [entry.logprob for entry in logprobs],
+        "top_logprobs": [
+            {tokenizer.token_text(i): value for i, value in reversed(entry.top)} | {text: entry.logprob}
+            for text, entry in zip(texts, logprobs, strict=False)
+        ],
+        "text_offset": offsets,
+    }
+
+
+def _chat_logprobs(tokenizer: Tokenizer, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> Json:
+    def entry(token_id: int, logprob: float) -> Json:
+        text = tokenizer.token_text(token_id)
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+    content = [
+        entry(i, value.logprob) | {"top_logprobs": [entry(j, other) for j, other in value.top]}
+        for i, value in zip(token_ids, logprobs, strict=False)
+    ]
+    return {"content": content, "refusal": None}

@@ -1,0 +1,102 @@
+"""One choice of a response: token chunks in, text pieces with their tokens and logprobs out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from baton.openai.errors import error_of_chunk
+from baton.text import IncrementalDetokenizer, StopChecker, Tokenizer
+from baton.wire import FinishReason, GenerateRequest, TokenChunk, TokenLogprobs
+
+
+@dataclass(slots=True)
+class Delta:
+    """What one chunk added to one choice, after detokenisation and stop strings."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+
+class SampleOutput:
+    """The growing output of one `GenerateRequest`.
+
+    Totals are kept for the end: `text`, `token_ids`, `logprobs`, `accepted` (draft tokens accepted per verification
+    round), `num_cached_tokens`, `finish_reason`, `stop_reason`.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, request: GenerateRequest) -> None:
+        params = request.sampling_params
+        self._params = params
+        self._detokenizer = IncrementalDetokenizer(
+            tokenizer, request.prompt_token_ids, params.skip_special_tokens
+        )
+        self._stop = StopChecker(params.stop, params.include_stop_str_in_output)
+        self.text = ""
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.accepted: list[int] = []
+        self.num_cached_tokens = 0
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None
+
+    def push(self, chunk: TokenChunk) -> Delta:
+        """Add one chunk. After a delta with `finish_reason` nothing more may be pushed.
+
+        Raises the chunk's error, when it is one, as the `BatonError` it names.
+        """
+        if chunk.finish_reason == "error":
+            raise error_of_chunk(chunk.error)
+        if chunk.finish_reason == "abort":
+            raise error_of_chunk("shutdown: the engine aborted the request")
+        self.num_cached_tokens = max(self.num_cached_tokens, chunk.num_cached_tokens)
+        delta = Delta()
+        # A token that stops the sequence (EOS or one of stop_token_ids) is counted but not spelt.
+        hides_last = chunk.finish_reason == "stop" and not self._params.include_stop_str_in_output
+        num_used = len(chunk.token_ids)
+        for index, token_id in enumerate(chunk.token_ids):
+            delta.token_ids.append(token_id)
+            if hides_last and index == len(chunk.token_ids) - 1:
+                break
+            armed = len(self.token_ids) + len(delta.token_ids) > self._params.min_tokens
+            delta.text += self._stop.push(self._detokenizer.push(token_id), armed)
+            if self._stop.matched is not None:
+                num_used = index + 1
+                break
+        if self._stop.matched is None and chunk.finish_reason is not None:
+            delta.text += self._stop.push(self._detokenizer.flush())
+            if self._stop.matched is None:
+                delta.text += self._stop.flush()
+        if self._stop.matched is not None:
+            delta.finish_reason, delta.stop_reason = "stop", self._stop.matched
+        else:
+            delta.finish_reason, delta.stop_reason = chunk.finish_reason, chunk.stop_reason
+        if chunk.logprobs is not None:
+            delta.logprobs = list(chunk.logprobs[:num_used])
+        self.accepted += _rounds_used(chunk, num_used)
+        self._add(delta)
+        return delta
+
+    def _add(self, delta: Delta) -> None:
+        self.text += delta.text
+        self.token_ids += delta.token_ids
+        self.logprobs += delta.logprobs
+        self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+
+
+def _rounds_used(chunk: TokenChunk, num_used: int) -> list[int]:
+    """Return the rounds of `chunk` that made its first `num_used` tokens.
+
+    A chunk may carry several engine steps; a stop string in the first must not count the rounds after it, or figures
+    would depend on timing. A round makes its accepted tokens and one more; tokens of no round come first.
+    """
+    start = max(0, len(chunk.token_ids) - sum(a + 1 for a in chunk.accepted))
+    used = []
+    for accepted in chunk.accepted:
+        if start >= num_used and num_used < len(chunk.token_ids):
+            break
+        used.append(accepted)
+        start += accepted + 1
+    return used

@@ -1,0 +1,192 @@
+"""Request bodies of the OpenAI API, and their translation into `SamplingParams`.
+
+Fields that Baton does not know are ignored, as OpenAI and vLLM do. Fields it knows and cannot honour are refused by
+name, because ignoring them would change the answer. Client-made handoff fields (`kv_transfer_params`) are not declared
+here, so they go no further than the JSON decoder: a client can name no host, port or ticket.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from baton.errors import RequestError
+from baton.openai.backend import KVMode
+from baton.wire import MAX_LOGPROBS, SamplingParams
+
+_PATH = re.compile(r" - at `(key in )?\$\.?([^`]*)`\Z")
+_MISSING = re.compile(r"required field `([^`]+)`")
+
+
+class StreamOptions(msgspec.Struct, kw_only=True):
+    """`stream_options`."""
+
+    include_usage: bool | None = None
+
+
+class _Request(msgspec.Struct, kw_only=True):
+    """What completions and chat completions have in common; None is the default everywhere, as clients send null."""
+
+    model: str | None = None
+    n: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    kv_mode: KVMode | None = None
+    # Known and refused:
+    prompt_logprobs: int | None = None
+    best_of: int | None = None
+    use_beam_search: bool | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+
+
+class CompletionRequest(_Request, kw_only=True):
+    """Body of `POST /v1/completions`."""
+
+    prompt: str | list[str | int | list[int]]
+    logprobs: int | None = None
+    add_special_tokens: bool | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+
+
+class ContentPart(msgspec.Struct, kw_only=True):
+    """One part of a message; only text is served."""
+
+    type: str
+    text: str | None = None
+
+
+class Message(msgspec.Struct, kw_only=True):
+    """One chat message."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[Any] | None = None
+
+
+class ChatRequest(_Request, kw_only=True):
+    """Body of `POST /v1/chat/completions`."""
+
+    messages: list[Message]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    add_generation_prompt: bool | None = None
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    functions: list[Any] | None = None
+    function_call: Any = None
+    modalities: list[str] | None = None
+    audio: dict[str, Any] | None = None
+
+
+R = TypeVar("R", CompletionRequest, ChatRequest)
+
+
+def decode(body: bytes, kind: type[R]) -> R:
+    """Return the request in `body`. Raises `RequestError` naming the parameter that is malformed or not served."""
+    try:
+        request = msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        message = str(error)
+        path = _PATH.search(message)
+        missing = _MISSING.search(message)
+        param = path.group(2) if path else missing.group(1) if missing else None
+        raise RequestError(f"{param or 'body'}: {_PATH.sub('', message)}", param) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RequestError(f"the request body is not valid JSON: {error}") from None
+    _refuse_unserved(request)
+    return request
+
+
+def sampling_params(
+    request: CompletionRequest | ChatRequest, max_tokens: int, logprobs: int | None, vocab_size: int
+) -> SamplingParams:
+    """Return the checked parameters, with `n` and `seed` as asked. Raises `RequestError` naming the parameter."""
+    stop = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
+    stop_ids = tuple(request.stop_token_ids or ())
+    if not all(0 <= i < vocab_size for i in stop_ids):
+        raise RequestError(f"stop_token_ids must be below {vocab_size}", "stop_token_ids")
+
+    def pick(name: str, default: Any) -> Any:
+        value = getattr(request, name)
+        return default if value is None else value
+
+    return SamplingParams(
+        max_tokens=max_tokens,
+        min_tokens=pick("min_tokens", 0),
+        n=pick("n", 1),
+        temperature=pick("temperature", 1.0),
+        top_p=pick("top_p", 1.0),
+        # Any larger value means all tokens too, and must not overflow in the engine.
+        top_k=min(pick("top_k", 0), vocab_size),
+        min_p=pick("min_p", 0.0),
+        seed=request.seed,
+        presence_penalty=pick("presence_penalty", 0.0),
+        frequency_penalty=pick("frequency_penalty", 0.0),
+        repetition_penalty=pick("repetition_penalty", 1.0),
+        logit_bias=request.logit_bias or None,
+        logprobs=logprobs,
+        stop=stop,
+        stop_token_ids=stop_ids,
+        ignore_eos=pick("ignore_eos", False),
+        include_stop_str_in_output=pick("include_stop_str_in_output", False),
+        skip_special_tokens=pick("skip_special_tokens", True),
+    ).check(vocab_size)
+
+
+def chat_logprobs(request: ChatRequest) -> int | None:
+    """Return how many alternatives a chat request wants per token, None for no logprobs."""
+    top = request.top_logprobs
+    if top is not None and not request.logprobs:
+        raise RequestError("top_logprobs needs logprobs to be true", "top_logprobs")
+    if top is not None and not 0 <= top <= MAX_LOGPROBS:
+        raise RequestError(f"top_logprobs must be 0 to {MAX_LOGPROBS}, got {top}", "top_logprobs")
+    return (top or 0) if request.logprobs else None
+
+
+def _refuse_unserved(request: CompletionRequest | ChatRequest) -> None:
+    def refuse(name: str, served: object = None) -> None:
+        value = getattr(request, name, None)
+        if value is not None and value != served and value not in ([], {}):
+            raise RequestError(f"{name} is not supported", name)
+
+    for name in ("prompt_logprobs", "suffix", "structured_outputs", "tools", "functions", "audio"):
+        refuse(name)
+    for name in ("guided_json", "guided_regex", "guided_choice", "guided_grammar"):
+        refuse(name)
+    refuse("echo", False)
+    refuse("use_beam_search", False)
+    refuse("best_of", request.n if request.n is not None else 1)
+    refuse("response_format", {"type": "text"})
+    refuse("modalities", ["text"])
+    for name in ("tool_choice", "function_call"):
+        if getattr(request, name, None) not in ("none", "auto"):
+            refuse(name)
+    if request.stream_options is not None and not request.stream:
+        raise RequestError("stream_options needs stream to be true", "stream_options")

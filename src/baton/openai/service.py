@@ -1,0 +1,163 @@
+"""The OpenAI API without HTTP: request bodies in, response bodies or event streams out."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import msgspec
+
+from baton.errors import BatonError, EngineUnavailableError, RequestError
+from baton.openai import format as fmt
+from baton.openai.backend import Backend
+from baton.openai.errors import to_api_error
+from baton.openai.metrics import FrontMetrics
+from baton.openai.output import Delta, SampleOutput
+from baton.openai.plan import Plan, plan_chat, plan_completion
+from baton.openai.requests import ChatRequest, CompletionRequest, decode
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class EventStream:
+    """A response to stream as server-sent events; `events` yields whole events as bytes."""
+
+    events: AsyncGenerator[bytes, None]
+
+
+class OpenAIService:
+    """Serves the API over one backend. Everything it raises is mapped by `errors.to_api_error`."""
+
+    def __init__(self, backend: Backend, metrics: FrontMetrics) -> None:
+        self._backend = backend
+        self._metrics = metrics
+
+    def models(self) -> dict[str, object]:
+        """Return the body of `GET /v1/models`."""
+        model = self._backend.model()
+        card = {
+            "id": model.name,
+            "object": "model",
+            "created": 0,
+            "owned_by": "baton",
+            "max_model_len": model.max_model_len,
+        }
+        return {"object": "list", "data": [card]}
+
+    async def completions(self, body: bytes) -> bytes | EventStream:
+        """Answer `POST /v1/completions`."""
+        request = decode(body, CompletionRequest)
+        return await self._answer(plan_completion(request, self._backend.model()))
+
+    async def chat(self, body: bytes) -> bytes | EventStream:
+        """Answer `POST /v1/chat/completions`."""
+        request = decode(body, ChatRequest)
+        return await self._answer(plan_chat(request, self._backend.model()))
+
+    async def _answer(self, plan: Plan) -> bytes | EventStream:
+        if plan.kv_mode is not None and not self._backend.allows_kv_mode:
+            raise RequestError("kv_mode cannot be chosen by a request here", "kv_mode")
+        outputs = [SampleOutput(plan.model.tokenizer, request) for request in plan.requests]
+        if plan.stream:
+            events = self._events(plan, outputs)
+            # A refusal is known with the first event; waiting for it keeps the HTTP status honest.
+            return EventStream(_prepend(await anext(events), events))
+        async with contextlib.aclosing(self._run(plan, outputs)) as deltas:
+            async for _ in deltas:
+                pass
+        return msgspec.json.encode(fmt.whole(plan, outputs))
+
+    async def _events(self, plan: Plan, outputs: Sequence[SampleOutput]) -> AsyncGenerator[bytes, None]:
+        begun: set[int] = set()
+        offsets = [0] * len(outputs)
+        wants_tokens = plan.return_token_ids or plan.requests[0].sampling_params.logprobs is not None
+        try:
+            async with contextlib.aclosing(self._run(plan, outputs)) as deltas:
+                async for index, delta in deltas:
+                    if not (delta.text or delta.finish_reason or (wants_tokens and delta.token_ids)):
+                        continue  # all of it is held back
+                    first = index not in begun
+                    yield _event(fmt.streamed(plan, index, delta, outputs[index], first, offsets[index]))
+                    begun.add(index)
+                    if wants_tokens:
+                        offsets[index] += fmt.token_text_length(plan.model.tokenizer, delta.token_ids)
+        except BatonError as error:
+            if not begun:
+                raise
+            yield b"data: " + to_api_error(error).body() + b"\n\n"
+            return
+        if plan.include_usage:
+            yield _event(fmt.streamed_usage(plan, outputs))
+        yield b"data: [DONE]\n\n"
+
+    async def _run(
+        self, plan: Plan, outputs: Sequence[SampleOutput]
+    ) -> AsyncGenerator[tuple[int, Delta], None]:
+        """Yield (choice, delta) of every choice as they come; closing it aborts what still runs."""
+        samples = [self._sample(plan, index, output) for index, output in enumerate(outputs)]
+        if len(samples) == 1:
+            async with contextlib.aclosing(samples[0]) as deltas:
+                async for delta in deltas:
+                    yield 0, delta
+            return
+        async with contextlib.aclosing(_merge(samples)) as merged:
+            async for item in merged:
+                yield item
+
+    async def _sample(self, plan: Plan, index: int, output: SampleOutput) -> AsyncGenerator[Delta, None]:
+        request = plan.requests[index]
+        timer = self._metrics.sequence(len(request.prompt_token_ids))
+        async with contextlib.aclosing(self._backend.generate(request, plan.kv_mode)) as chunks:
+            async for chunk in chunks:
+                num_rounds = len(output.accepted)
+                delta = output.push(chunk)
+                timer.tokens(len(delta.token_ids), output.accepted[num_rounds:])
+                yield delta
+                if delta.finish_reason is not None:
+                    return
+        raise EngineUnavailableError("the engine's stream ended before the request did")
+
+
+def _event(body: dict[str, object]) -> bytes:
+    return b"data: " + msgspec.json.encode(body) + b"\n\n"
+
+
+async def _prepend(first: T, rest: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
+    async with contextlib.aclosing(rest):
+        yield first
+        async for item in rest:
+            yield item
+
+
+async def _merge(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
+    """Yield (source, item) from all sources as they come. The first error ends all; so does closing."""
+    queue: asyncio.Queue[tuple[int, T] | BaseException | None] = asyncio.Queue()
+
+    async def pump(index: int, source: AsyncGenerator[T, None]) -> None:
+        try:
+            async with contextlib.aclosing(source):
+                async for item in source:
+                    queue.put_nowait((index, item))
+            queue.put_nowait(None)
+        except Exception as error:
+            queue.put_nowait(error)
+
+    tasks = [asyncio.create_task(pump(index, source)) for index, source in enumerate(sources)]
+    try:
+        open_sources = len(tasks)
+        while open_sources:
+            item = await queue.get()
+            if item is None:
+                open_sources -= 1
+            elif isinstance(item, BaseException):
+                raise item
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,57 @@
+"""Chat templates: Jinja text that comes with a checkpoint, rendered in a sandbox.
+
+A template is code from a downloaded directory, so it gets Jinja's immutable sandbox: no attribute that starts with
+an underscore, no mutation of its arguments. Clients cannot send one.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from baton.errors import CheckpointError, RequestError
+
+
+class ChatTemplate:
+    """One compiled template. Raises `CheckpointError` when `source` is not valid Jinja."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        """`special_tokens` gives the names that templates use, such as `bos_token` and `eos_token`."""
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        # The same three helpers that transformers gives to templates; checkpoints rely on them.
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = lambda fmt: datetime.datetime.now().strftime(fmt)
+        environment.filters["tojson"] = _to_json
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateError as error:
+            raise CheckpointError(f"the chat template does not compile: {error}") from None
+        self._special_tokens = dict(special_tokens)
+
+    def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
+        """Return the prompt text of a conversation. Raises `RequestError("messages")` if the template refuses it."""
+        try:
+            return self._template.render(
+                messages=[dict(message) for message in messages],
+                add_generation_prompt=add_generation_prompt,
+                tools=None,
+                documents=None,
+                **self._special_tokens,
+            )
+        except (jinja2.TemplateError, TypeError, ValueError) as error:
+            raise RequestError(f"the chat template refuses the messages: {error}", "messages") from None
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _to_json(value: Any, indent: int | None = None) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=indent)

@@ -1,0 +1,142 @@
+"""The tokenizer of a Hugging Face directory, without `transformers`: tokenizer.json and a few JSON settings."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from baton.errors import CheckpointError, RequestError
+from baton.text.template import ChatTemplate
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
+_SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
+
+
+class Tokenizer:
+    """Text to token ids and back. Thread-safe: nothing is changed after construction."""
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        eos_token_ids: Sequence[int] = (),
+        special_tokens: Mapping[str, str] | None = None,
+        chat_template: str | None = None,
+    ) -> None:
+        self._backend = backend
+        self._template = ChatTemplate(chat_template, special_tokens or {}) if chat_template else None
+        self.eos_token_ids: tuple[int, ...] = tuple(eos_token_ids)
+        self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+        added = backend.get_added_tokens_decoder()
+        self.special_ids: frozenset[int] = frozenset(i for i, token in added.items() if token.special)
+        # Byte-fallback vocabularies spell unknown characters as tokens <0x00>..<0xFF>.
+        self.byte_values: dict[int, int] = {
+            i: int(match.group(1), 16)
+            for token, i in backend.get_vocab(with_added_tokens=False).items()
+            if (match := _BYTE_TOKEN.match(token))
+        }
+
+    @classmethod
+    def load(cls, directory: str | Path) -> Tokenizer:
+        """Load from a checkpoint directory. Raises `CheckpointError` naming the file that is missing or broken."""
+        root = Path(directory)
+        path = root / "tokenizer.json"
+        if not path.is_file():
+            raise CheckpointError(f"{path}: no such file")
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the binding raises bare Exception
+            raise CheckpointError(f"{path}: not a tokenizer: {error}") from None
+        backend.no_padding()
+        backend.no_truncation()
+        settings = _read_json(root / "tokenizer_config.json")
+        special = _special_tokens(settings, _read_json(root / "special_tokens_map.json"))
+        return cls(
+            backend,
+            eos_token_ids=_eos_token_ids(root, special, backend),
+            special_tokens=special,
+            chat_template=_chat_template(root, settings),
+        )
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Return the token ids of `text`; `add_special_tokens` lets the tokenizer add its own, such as BOS."""
+        return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Return the text of `token_ids`; bytes that are no UTF-8 become U+FFFD."""
+        return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+
+    def token_text(self, token_id: int) -> str:
+        """Return the text of one token alone, special tokens included; for logprobs."""
+        text = self.decode([token_id], skip_special_tokens=False)
+        return text or str(self._backend.id_to_token(token_id) or "")
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether the checkpoint came with a chat template."""
+        return self._template is not None
+
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
+    ) -> str:
+        """Return the prompt text of a conversation.
+
+        Raises `RequestError("messages")` when there is no template, or when it refuses the messages. Encode the
+        result with `add_special_tokens=False`: templates write BOS themselves.
+        """
+        if self._template is None:
+            raise RequestError("this model has no chat template, use /v1/completions", "messages")
+        return self._template.render(messages, add_generation_prompt)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """Return the object in `path`, or {} when there is no such file."""
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{path}: not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: not a JSON object")
+    return value
+
+
+def _special_tokens(*sources: Mapping[str, Any]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for source in sources:
+        for name in _SPECIAL_NAMES:
+            value = source.get(name)
+            if isinstance(value, dict):  # an AddedToken written as an object
+                value = value.get("content")
+            if isinstance(value, str):
+                found.setdefault(name, value)
+    return found
+
+
+def _eos_token_ids(root: Path, special: Mapping[str, str], backend: tokenizers.Tokenizer) -> list[int]:
+    """Return the ids that end a sequence: generation_config.json, then config.json, then the tokenizer's EOS."""
+    for name in ("generation_config.json", "config.json"):
+        value = _read_json(root / name).get("eos_token_id")
+        if isinstance(value, int):
+            return [value]
+        if isinstance(value, list) and value:
+            return [int(v) for v in value]
+    token_id = backend.token_to_id(special["eos_token"]) if "eos_token" in special else None
+    return [] if token_id is None else [token_id]
+
+
+def _chat_template(root: Path, settings: Mapping[str, Any]) -> str | None:
+    path = root / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    value = settings.get("chat_template")
+    if isinstance(value, list):  # several named templates: the default one
+        named = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
+        value = named.get("default")
+    return value if isinstance(value, str) else None

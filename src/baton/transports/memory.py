@@ -1,0 +1,152 @@
+"""The common part of transports whose peers' memory is mapped here, so that a copy is a `memcpy`."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from baton.errors import ProtocolError, TransportError
+from baton.transports.base import ByteArray, CopyList, Direction, Operation, Peer, check_copies
+from baton.transports.mover import Mover
+
+# A chunk takes well under a millisecond, so this is reached only when the process is stopped or swapped out.
+CANCEL_TIMEOUT_S = 10.0
+
+
+@dataclass(slots=True, eq=False)
+class MemoryPeer:
+    """A peer whose regions are mapped into this process. `regions` is emptied at disconnect."""
+
+    name: str
+    regions: list[ByteArray]
+    is_alive: Callable[[], bool]
+    is_fenced: Callable[[], bool]
+    operations: list[Operation] = field(default_factory=list)
+    connected: bool = True
+
+    @property
+    def region_sizes(self) -> list[int]:
+        """Bytes of each region."""
+        return [region.size for region in self.regions]
+
+    def alive(self) -> bool:
+        """False once the peer has closed its transport or died, or after `disconnect`."""
+        return self.connected and self.is_alive()
+
+    def fenced(self) -> bool:
+        """True only when the peer can no longer touch this side's memory."""
+        return self.is_fenced()
+
+
+class MemoryTransport:
+    """Registration, submission and cancellation over mapped memory. Subclasses allocate, describe and
+    connect.
+    """
+
+    scheme = "memory"
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._regions: list[ByteArray] | None = None
+        self._peers: list[MemoryPeer] = []
+        self._mover = Mover(f"baton-{self.scheme}")
+        self._closed = False
+
+    def allocate(self, name: str, nbytes: int) -> ByteArray:
+        """See `Transport.allocate`."""
+        raise NotImplementedError
+
+    def _describe(self, regions: list[ByteArray]) -> bytes:
+        """The descriptor of `regions`; raises `TransportError` for memory that cannot be opened to peers."""
+        raise NotImplementedError
+
+    def _map(self, descriptor: bytes) -> MemoryPeer:
+        """Map the peer of `descriptor`."""
+        raise NotImplementedError
+
+    def _release(self) -> None:
+        """Release own memory at close."""
+
+    def register(self, regions: Sequence[ByteArray]) -> bytes:
+        """See `Transport.register`."""
+        for region in regions:
+            flat = region.dtype == "uint8" and region.ndim == 1 and region.flags.c_contiguous
+            if not flat or not region.flags.writeable or region.size == 0:
+                raise TransportError("a region is a flat, contiguous, writable, non-empty uint8 array")
+        with self._lock:
+            self._need_open()
+            if self._regions is not None:
+                raise TransportError("regions are registered once per transport")
+            descriptor = self._describe(list(regions))
+            self._regions = list(regions)
+        return descriptor
+
+    def connect(self, descriptor: bytes) -> Peer:
+        """See `Transport.connect`."""
+        with self._lock:
+            self._need_open()
+            peer = self._map(descriptor)
+            self._peers.append(peer)
+        return peer
+
+    def submit(self, peer: Peer, direction: Direction, copies: CopyList, tag: str = "") -> Operation:
+        """See `Transport.submit`. Never blocks for longer than the bounds check."""
+        with self._lock:
+            self._need_open()
+            if self._regions is None:
+                raise TransportError("register own regions before copying")
+            if not isinstance(peer, MemoryPeer) or peer not in self._peers:
+                raise TransportError("not connected to this peer")
+            if not peer.alive():
+                raise TransportError(f"peer {peer.name} is gone")
+            if direction not in ("read", "write"):
+                raise ProtocolError(f"direction must be read or write, got {direction!r}")
+            own, far = self._regions, peer.regions
+            sources, dests = (own, far) if direction == "write" else (far, own)
+            check_copies(copies, [r.size for r in sources], [r.size for r in dests])
+            operation = Operation(tag)
+            peer.operations = [op for op in peer.operations if op.poll() == "pending"]
+            peer.operations.append(operation)
+            self._mover.submit(sources[copies.source_region], dests[copies.dest_region], copies, operation)
+        return operation
+
+    def cancel(self, operation: Operation) -> Literal["quiet", "unknown"]:
+        """See `Transport.cancel`. Waits for the chunk in flight; a queued operation waits for those before
+        it.
+        """
+        operation.flags[0] = 1
+        return "unknown" if operation.wait(CANCEL_TIMEOUT_S) == "pending" else "quiet"
+
+    def disconnect(self, peer: Peer) -> None:
+        """See `Transport.disconnect`."""
+        if not isinstance(peer, MemoryPeer):
+            raise TransportError("not a peer of this transport")
+        with self._lock:
+            peer.connected = False
+            if peer in self._peers:
+                self._peers.remove(peer)
+        for operation in peer.operations:
+            operation.flags[0] = 1
+        for operation in peer.operations:
+            operation.wait(CANCEL_TIMEOUT_S)
+        # The mapping goes with the last array that looks into it, so a reader elsewhere cannot be cut off.
+        peer.operations, peer.regions = [], []
+
+    def close(self) -> None:
+        """See `Transport.close`."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            peers = list(self._peers)
+        for peer in peers:
+            self.disconnect(peer)
+        self._mover.close()
+        self._release()
+        self._regions = None
+
+    def _need_open(self) -> None:
+        if self._closed:
+            raise TransportError(f"the {self.scheme} transport is closed")

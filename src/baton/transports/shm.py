@@ -1,0 +1,256 @@
+"""`shm://`: engines of one host, over POSIX shared memory. Near `memcpy` speed; no daemon, no busy polling.
+
+Each allocation is a file in /dev/shm, created exclusively with mode 0600 and named `baton-<pid>-<start time
+of the process>-<random>`. A descriptor names segments and regions in them; a peer of the same user maps them
+and copies. Names from a peer are matched strictly, so a descriptor can lead nowhere else.
+
+Fence: the peer's death, seen through a pidfd. A live peer's mapping cannot be revoked, so a peer that closed
+but lives is not fenced. Segments are unlinked at `close`, at interpreter exit, and, when their owner was
+killed, by the next transport that starts on the host. A peer must not shrink its files; its user is trusted
+as far as its memory.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+import re
+import secrets
+import select
+import stat
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from baton.errors import ProtocolError, TransportError
+from baton.transports.base import ByteArray
+from baton.transports.memory import MemoryPeer, MemoryTransport
+
+SHM_DIR = "/dev/shm"
+_NAME = re.compile(r"baton-([0-9]{1,10})-([0-9]{1,20})-[0-9a-f]{16}", re.ASCII)
+_MAX_DESCRIPTOR = 1 << 20
+
+
+class _SegmentName(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    name: str
+    nbytes: int
+
+
+class _Region(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    segment: int
+    offset: int
+    nbytes: int
+
+
+class _Descriptor(msgspec.Struct, frozen=True, tag="baton-shm-1", forbid_unknown_fields=True):
+    segments: list[_SegmentName]
+    regions: list[_Region]
+
+
+@dataclass(slots=True, eq=False)
+class _Segment:
+    """One of own segments. The open file holds a lock that tells others, across pid namespaces, we live."""
+
+    name: str
+    fd: int
+    memory: ByteArray
+
+
+def _start_time(pid: int) -> str | None:
+    """The start time of a process in clock ticks since boot (field 22 of its stat), None when there is none."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text("ascii", "replace")
+    except OSError:
+        return None
+    # The second field is the command in brackets and may hold anything.
+    return text.rpartition(")")[2].split()[19]
+
+
+def remove_stale_segments(directory: str = SHM_DIR) -> list[str]:
+    """Unlink this user's segments whose owner is dead, and return their names.
+
+    An owner is dead when no process has its pid and start time and nobody holds the segment's lock; the lock
+    covers owners in other pid namespaces, the pid covers the moment between creating a segment and locking
+    it.
+    """
+    removed = []
+    for name in sorted(os.listdir(directory)):
+        match = _NAME.fullmatch(name)
+        if match is None or _start_time(int(match[1])) == match[2]:
+            continue
+        path = os.path.join(directory, name)
+        with contextlib.suppress(OSError):  # gone meanwhile, another user's, or locked by a living owner
+            fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                if os.fstat(fd).st_uid == os.geteuid():
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    os.unlink(path)
+                    removed.append(name)
+            finally:
+                os.close(fd)
+    return removed
+
+
+def _map_file(fd: int, nbytes: int) -> ByteArray:
+    return np.frombuffer(mmap.mmap(fd, nbytes), dtype=np.uint8)
+
+
+class ShmTransport(MemoryTransport):
+    """One endpoint on this host. Regions must lie in memory from `allocate`."""
+
+    scheme = "shm"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._segments: list[_Segment] = []
+        self._owner = os.getpid()
+        remove_stale_segments()
+        _transports.add(self)
+
+    def allocate(self, name: str, nbytes: int) -> ByteArray:
+        """See `Transport.allocate`. The memory is committed here, so that a full host is an error and not a
+        crash.
+        """
+        if nbytes < 1:
+            raise TransportError(f"cannot allocate {nbytes} bytes for {name!r}")
+        with self._lock:
+            self._need_open()
+            file = f"baton-{self._owner}-{_start_time(self._owner)}-{secrets.token_hex(8)}"
+            path = os.path.join(SHM_DIR, file)
+            fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.posix_fallocate(fd, 0, nbytes)
+                segment = _Segment(file, fd, _map_file(fd, nbytes))
+            except (OSError, ValueError) as error:
+                os.unlink(path)
+                os.close(fd)
+                short = isinstance(error, OSError) and error.errno == errno.ENOSPC
+                why = f"{SHM_DIR} is full" if short else str(error)
+                raise TransportError(
+                    f"cannot allocate {nbytes} bytes of shared memory for {name!r}: {why}"
+                ) from error
+            self._segments.append(segment)
+        return segment.memory
+
+    def _describe(self, regions: list[ByteArray]) -> bytes:
+        found = []
+        for region in regions:
+            address = region.ctypes.data
+            for index, segment in enumerate(self._segments):
+                offset = address - segment.memory.ctypes.data
+                if offset >= 0 and offset + region.size <= segment.memory.size:
+                    found.append(_Region(index, offset, region.size))
+                    break
+            else:
+                raise TransportError("a region of the shm transport must lie in memory from its allocate()")
+        names = [_SegmentName(segment.name, segment.memory.size) for segment in self._segments]
+        return msgspec.msgpack.encode(_Descriptor(names, found))
+
+    def _map(self, descriptor: bytes) -> MemoryPeer:
+        if len(descriptor) > _MAX_DESCRIPTOR:
+            raise ProtocolError("the descriptor of the shm transport is too long")
+        try:
+            parsed = msgspec.msgpack.decode(descriptor, type=_Descriptor)
+        except msgspec.MsgspecError as error:
+            raise ProtocolError(f"not a descriptor of an shm transport: {error}") from error
+        owners = {_owner_of(segment.name) for segment in parsed.segments}
+        if len(owners) != 1:
+            raise ProtocolError("the segments of one shm descriptor must have one owner")
+        for region in parsed.regions:
+            inside = 0 <= region.segment < len(parsed.segments) and region.offset >= 0 and region.nbytes >= 1
+            if not inside or region.nbytes > parsed.segments[region.segment].nbytes - region.offset:
+                raise ProtocolError("a region of the shm descriptor lies outside its segment")
+        with contextlib.ExitStack() as undo:
+            files = []
+            for segment in parsed.segments:
+                fd = _open_segment(segment)
+                undo.callback(os.close, fd)
+                files.append(fd)
+            memory = [_map_file(fd, s.nbytes) for fd, s in zip(files, parsed.segments, strict=True)]
+            watch = _Watch(*owners.pop(), os.dup(files[0]))
+        return MemoryPeer(
+            name=parsed.segments[0].name,
+            regions=[memory[r.segment][r.offset : r.offset + r.nbytes] for r in parsed.regions],
+            is_alive=watch.alive,
+            is_fenced=watch.dead,
+        )
+
+    def _release(self) -> None:
+        # A forked child that exits must not take the parent's memory along.
+        for segment in self._segments:
+            if self._owner == os.getpid():
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(os.path.join(SHM_DIR, segment.name))
+            os.close(segment.fd)
+        self._segments = []
+
+
+class _Watch:
+    """Tells whether the owner of a segment lives, and whether the segment still has its name."""
+
+    def __init__(self, pid: int, start_time: str, fd: int) -> None:
+        self._fd = fd
+        self._pidfd: int | None = None
+        with contextlib.suppress(
+            OSError
+        ):  # the owner may be in another pid namespace: then only closing is seen
+            self._pidfd = os.pidfd_open(pid)
+            if _start_time(pid) != start_time:
+                os.close(self._pidfd)
+                self._pidfd = None
+        weakref.finalize(self, _close_all, (self._fd, self._pidfd))
+
+    def dead(self) -> bool:
+        if self._pidfd is None:
+            return False
+        poller = select.poll()
+        poller.register(self._pidfd, select.POLLIN)
+        return bool(poller.poll(0))
+
+    def alive(self) -> bool:
+        return os.fstat(self._fd).st_nlink > 0 and not self.dead()
+
+
+def _close_all(fds: tuple[int | None, ...]) -> None:
+    for fd in fds:
+        if fd is not None:
+            os.close(fd)
+
+
+def _owner_of(name: str) -> tuple[int, str]:
+    match = _NAME.fullmatch(name)
+    if match is None:
+        raise ProtocolError(f"not a name of a shared memory segment: {name!r}")
+    return int(match[1]), match[2]
+
+
+def _open_segment(segment: _SegmentName) -> int:
+    try:
+        fd = os.open(os.path.join(SHM_DIR, segment.name), os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        raise TransportError(f"cannot open shared memory {segment.name}: {error.strerror}") from error
+    status = os.fstat(fd)
+    private = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077
+    if not private or status.st_size != segment.nbytes or segment.nbytes < 1:
+        os.close(fd)
+        raise TransportError(
+            f"shared memory {segment.name} is not a private segment of {segment.nbytes} bytes"
+        )
+    return fd
+
+
+_transports: weakref.WeakSet[ShmTransport] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_at_exit() -> None:
+    for transport in list(_transports):
+        transport.close()

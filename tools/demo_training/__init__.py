@@ -1,0 +1,1 @@
+"""Training of the demo checkpoints: a Llama target and two EAGLE heads, from text every Python carries."""

@@ -1,0 +1,108 @@
+"""Training text: the language reference in `pydoc_data.topics` and the docstrings of the standard library.
+
+Both ship with every CPython (PSF licence), so training needs no download. Order and split are deterministic for one
+Python version.
+"""
+
+import importlib
+import inspect
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pydoc_data.topics import topics
+
+HELD_OUT_EVERY = 20
+# fmt: off
+DOCSTRING_MODULES = (
+    "abc", "argparse", "ast", "asyncio", "base64", "bisect", "calendar", "codecs", "collections",
+    "configparser", "contextlib", "copy", "csv", "dataclasses", "datetime", "decimal", "difflib", "enum",
+    "fractions", "functools", "glob", "gzip", "hashlib", "heapq", "inspect", "io", "itertools", "json",
+    "logging", "math", "multiprocessing.pool", "operator", "os", "os.path", "pathlib", "pickle", "pprint",
+    "queue", "random", "re", "secrets", "shelve", "shlex", "shutil", "signal", "socket", "sqlite3",
+    "statistics", "string", "struct", "subprocess", "sys", "tarfile", "tempfile", "textwrap", "threading",
+    "time", "traceback", "types", "typing", "unittest.case", "urllib.parse", "urllib.request", "uuid",
+    "weakref", "zipfile",
+)
+# fmt: on
+MIN_DOCSTRING, MAX_DOCSTRING = 40, 6000
+TOPIC_QUESTIONS = ("What does Python say about {}?", "Explain {}.", "Tell me about {} in Python.")
+NAME_QUESTIONS = ("What does {} do?", "Explain {}.", "What is {} for?")
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """One text with what a user could ask to get it. `questions` are full user turns."""
+
+    name: str
+    text: str
+    questions: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """`train` and `held_out` share no document; every 20th topic and every 20th docstring is held out."""
+
+    train: tuple[Document, ...]
+    held_out: tuple[Document, ...]
+
+
+def topic_documents() -> list[Document]:
+    """The reference manual's topics, by name."""
+    return [
+        Document(name, topics[name].strip(), tuple(q.format(name) for q in TOPIC_QUESTIONS))
+        for name in sorted(topics)
+    ]
+
+
+def _described(module_name: str) -> Iterator[tuple[str, str]]:
+    module = importlib.import_module(module_name)
+    yield module_name, inspect.getdoc(module) or ""
+    for name in sorted(vars(module)):
+        value = vars(module)[name]
+        if (
+            name.startswith("_")
+            or inspect.ismodule(value)
+            or not (inspect.isroutine(value) or inspect.isclass(value))
+        ):
+            continue
+        yield f"{module_name}.{name}", inspect.getdoc(value) or ""
+        if inspect.isclass(value):
+            for attribute in sorted(vars(value)):
+                if not attribute.startswith("_"):
+                    doc = getattr(vars(value)[attribute], "__doc__", None)
+                    yield (
+                        f"{module_name}.{name}.{attribute}",
+                        inspect.cleandoc(doc) if isinstance(doc, str) else "",
+                    )
+
+
+def docstring_documents(modules: Sequence[str] = DOCSTRING_MODULES) -> list[Document]:
+    """Docstrings of public functions, classes and methods, each text once, in the order of `modules`.
+
+    A module that this platform lacks is skipped.
+    """
+    documents, seen = [], set()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for module_name in modules:
+            try:
+                described = list(_described(module_name))
+            except ImportError:
+                continue
+            for name, doc in described:
+                text = doc.strip()[:MAX_DOCSTRING]
+                if len(text) < MIN_DOCSTRING or text in seen:
+                    continue
+                seen.add(text)
+                documents.append(Document(name, text, tuple(q.format(name) for q in NAME_QUESTIONS)))
+    return documents
+
+
+def load_corpus() -> Corpus:
+    """All documents, split into training and held-out text."""
+    train: list[Document] = []
+    held_out: list[Document] = []
+    for documents in (topic_documents(), docstring_documents()):
+        for index, document in enumerate(documents):
+            (held_out if index % HELD_OUT_EVERY == HELD_OUT_EVERY - 1 else train).append(document)
+    return Corpus(tuple(train), tuple(held_out))

@@ -1,0 +1,134 @@
+"""Acceptance of a draft head on held-out prompts, by the plainest loop: no cache, one request, every forward from scratch.
+
+Nothing here is shared with the unrolled training pass but the layer itself, so an error in that pass shows as low acceptance.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from .corpus import Document
+from .heads import EAGLE3, Eagle3Head, EagleHead, Head, draft_ids, look, unroll
+from .target import generate_rows
+from .vocabulary import ASSISTANT_ID, BOS_ID, EOS_ID, USER_ID
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """Counts over greedy decoding rounds. `accepted[i]`: rounds whose drafts 0..i were all accepted."""
+
+    rounds: int
+    accepted: tuple[int, ...]
+
+    @property
+    def rates(self) -> tuple[float, ...]:
+        """Acceptance per draft position, of all rounds."""
+        return tuple(count / max(1, self.rounds) for count in self.accepted)
+
+
+def load_head(directory: Path, kind: str, config: LlamaConfig) -> Head:
+    """A head from its saved files, in fp32."""
+    tensors = load_file(directory / "model.safetensors")
+    head: Head
+    if kind == EAGLE3:
+        head = Eagle3Head(config, torch.arange(len(tensors["d2t"])) + tensors["d2t"])
+    else:
+        head = EagleHead(config)
+    head.load_state_dict(tensors)
+    return head.eval()
+
+
+def _run(head: Head, embeds: Tensor, hidden: Tensor) -> Tensor:
+    """Residual streams [1, T, E] of entries under plain causal attention."""
+    mixed, residual = head.mix(embeds, hidden)
+    q, k, v = head.layer.self_attn.project(mixed, torch.arange(embeds.shape[1]))
+    return head.layer.finish(residual, F.scaled_dot_product_attention(q, k, v, is_causal=True))
+
+
+@torch.inference_mode()
+def draft(
+    head: Head, target: LlamaForCausalLM, ids: Sequence[int], features: Tensor, count: int
+) -> list[int]:
+    """Greedy drafts for the tokens after `ids`.
+
+    Args:
+        ids: all known tokens, at least two; the last one has no feature yet.
+        features: [1, len(ids) - 1, F] of the positions before the last.
+    """
+    targets = draft_ids(head, target.config.vocab_size)
+    embed = target.get_input_embeddings()
+    embeds = embed(torch.tensor([list(ids[1:])]))
+    hidden = head.combine(features)
+    drafts: list[int] = []
+    for _ in range(count):
+        stream = _run(head, embeds, hidden)[:, -1:]
+        drafts.append(int(targets[head.logits(stream, target.lm_head.weight).argmax()]))
+        embeds = torch.cat([embeds, embed(torch.tensor([[drafts[-1]]]))], 1)
+        hidden = torch.cat([hidden, stream], 1)
+    return drafts
+
+
+@torch.inference_mode()
+def acceptance(
+    head: Head, target: LlamaForCausalLM, prompts: Sequence[Sequence[int]], new_tokens: int, count: int = 3
+) -> Acceptance:
+    """Speculate greedily over each prompt's greedy continuation, up to EOS or `new_tokens`."""
+    rounds, accepted = 0, [0] * count
+    for prompt in prompts:
+        start = torch.tensor([list(prompt)])
+        text = generate_rows(target, start, new_tokens, torch.zeros(1), seed=0)
+        ids = text[0].tolist()
+        if EOS_ID in ids[len(prompt) :]:
+            ids = ids[: ids.index(EOS_ID, len(prompt)) + 1]
+        # Positions see only earlier tokens, so one forward gives the features of every round.
+        features = look(target, torch.tensor([ids]), head.kind).features
+        known = len(prompt) + 1
+        while known + count <= len(ids):
+            drafts = draft(head, target, ids[:known], features[:, : known - 1], count)
+            good = 0
+            while good < count and drafts[good] == ids[known + good]:
+                accepted[good] += 1
+                good += 1
+            rounds += 1
+            known += good + 1
+    return Acceptance(rounds, tuple(accepted))
+
+
+def held_out_prompts(documents: Sequence[Document], tokenizer: Tokenizer, count: int) -> list[list[int]]:
+    """Prompts of three forms by turns: the first 32 tokens of a document, 32 from its middle, a chat question."""
+    prompts = []
+    long_enough = [d for d in documents if len(d.text) > 400]
+    for index, document in enumerate(long_enough[:count]):
+        body = tokenizer.encode(document.text, add_special_tokens=False).ids
+        middle = len(body) // 2
+        turn = tokenizer.encode(document.questions[0], add_special_tokens=False).ids
+        prompts.append(
+            (
+                [BOS_ID, *body[:32]],
+                [BOS_ID, *body[middle : middle + 32]],
+                [BOS_ID, USER_ID, *turn, ASSISTANT_ID],
+            )[index % 3]
+        )
+    return prompts
+
+
+@torch.inference_mode()
+def agreement(head: Head, target: LlamaForCausalLM, windows: Tensor, count: int = 3) -> tuple[float, ...]:
+    """How often the argmax of draft step s equals the target's argmax on given text, int64 [n, T], per step."""
+    equal, seen = [0] * count, [0] * count
+    targets = draft_ids(head, target.config.vocab_size)
+    for rows in windows.split(8):
+        view = look(target, rows, head.kind)
+        wanted = view.logits[:, 1:].argmax(-1)
+        for step, hidden in enumerate(unroll(head, view.embeds[:, 1:], view.features[:, :-1], count)):
+            drafts = targets[head.logits(hidden, target.lm_head.weight).argmax(-1)]
+            equal[step] += int((drafts == wanted)[:, step:].sum())
+            seen[step] += wanted[:, step:].numel()
+    return tuple(e / s for e, s in zip(equal, seen, strict=True))
