@@ -1,11 +1,14 @@
 """Training text: the language reference in `pydoc_data.topics` and the docstrings of the standard library.
 
-Both ship with every CPython (PSF licence), so training needs no download. Order and split are deterministic for one
-Python version.
+Both ship with every CPython (PSF licence), so training needs no download. Order and split are deterministic
+for one Python version.
 """
 
 import importlib
 import inspect
+import json
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -59,21 +62,14 @@ def _described(module_name: str) -> Iterator[tuple[str, str]]:
     yield module_name, inspect.getdoc(module) or ""
     for name in sorted(vars(module)):
         value = vars(module)[name]
-        if (
-            name.startswith("_")
-            or inspect.ismodule(value)
-            or not (inspect.isroutine(value) or inspect.isclass(value))
-        ):
+        if name.startswith("_") or not (inspect.isroutine(value) or inspect.isclass(value)):
             continue
         yield f"{module_name}.{name}", inspect.getdoc(value) or ""
         if inspect.isclass(value):
             for attribute in sorted(vars(value)):
-                if not attribute.startswith("_"):
-                    doc = getattr(vars(value)[attribute], "__doc__", None)
-                    yield (
-                        f"{module_name}.{name}.{attribute}",
-                        inspect.cleandoc(doc) if isinstance(doc, str) else "",
-                    )
+                doc = getattr(vars(value)[attribute], "__doc__", None)
+                if not attribute.startswith("_") and isinstance(doc, str):
+                    yield f"{module_name}.{name}.{attribute}", inspect.cleandoc(doc)
 
 
 def docstring_documents(modules: Sequence[str] = DOCSTRING_MODULES) -> list[Document]:
@@ -98,11 +94,25 @@ def docstring_documents(modules: Sequence[str] = DOCSTRING_MODULES) -> list[Docu
     return documents
 
 
+def _pristine_docstrings() -> list[Document]:
+    """`docstring_documents()` of an interpreter that has imported nothing else.
+
+    Large packages patch the standard library (`transformers` adds methods to `logging.Logger`), which would
+    make the text, and with it the split, depend on what was imported before.
+    """
+    child = subprocess.run([sys.executable, "-I", __file__], check=True, capture_output=True, text=True)
+    return [Document(name, text, tuple(questions)) for name, text, questions in json.loads(child.stdout)]
+
+
 def load_corpus() -> Corpus:
     """All documents, split into training and held-out text."""
     train: list[Document] = []
     held_out: list[Document] = []
-    for documents in (topic_documents(), docstring_documents()):
+    for documents in (topic_documents(), _pristine_docstrings()):
         for index, document in enumerate(documents):
             (held_out if index % HELD_OUT_EVERY == HELD_OUT_EVERY - 1 else train).append(document)
     return Corpus(tuple(train), tuple(held_out))
+
+
+if __name__ == "__main__":
+    print(json.dumps([(d.name, d.text, d.questions) for d in docstring_documents()]))

@@ -24,8 +24,8 @@ GENERATED_LENGTH = 256
 def generate_corpus(target: LlamaForCausalLM, stream: TokenStream, batches: int, seed: int) -> Tensor:
     """Text of the target's own, which is what a head has to predict: int64 [96 * batches, 256].
 
-    Prompts are the first 8 to 64 tokens of training documents and chats; half of the rows are greedy, the others sampled
-    at temperature 0.8 or 1.
+    Prompts are the first 8 to 64 tokens of training documents and chats; half of the rows are greedy, the
+    others sampled at temperature 0.8 or 1.
     """
     rng = np.random.default_rng(seed)
     # A start needs a whole row behind it; nearly all have one.
@@ -51,7 +51,7 @@ def frequent_ids(generated: Tensor, stream: TokenStream, vocab_size: int, size: 
 
 
 def head_loss(head: Head, target: LlamaForCausalLM, ids_BT: Tensor) -> Tensor:
-    """Loss of all unrolled steps against the target's next-token distributions; a scalar in nats per token."""
+    """Loss of all unrolled steps against the target's next-token distributions: a scalar, nats per token."""
     view = look(target, ids_BT, head.kind)
     next_embeds, features = view.embeds[:, 1:], view.features[:, :-1]
     ids = draft_ids(head, target.config.vocab_size)

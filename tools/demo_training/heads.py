@@ -1,7 +1,8 @@
 """The two draft heads as training modules, with parameter names as vLLM loads them.
 
-Entry i of a head consumes the target's feature of position i and the token of position i + 1, and predicts the token of
-position i + 2. A head shares the target's token embedding; EAGLE-1 shares its output projection too.
+Entry i of a head consumes the target's feature of position i and the token of position i + 1, and predicts
+the token of position i + 2. A head shares the target's token embedding; EAGLE-1 shares its output
+projection too.
 """
 
 from dataclasses import dataclass
@@ -77,7 +78,7 @@ class MLP(nn.Module):
 
 
 class DraftLayer(nn.Module):
-    """The decoder layer of a head. EAGLE-3 normalises and joins embedding and hidden state; EAGLE-1 has no input norm."""
+    """A head's decoder layer. EAGLE-3 norms and joins embedding and hidden state; EAGLE-1 has no norm."""
 
     def __init__(self, config: LlamaConfig, kind: str) -> None:
         super().__init__()
@@ -125,7 +126,7 @@ class EagleHead(nn.Module):
 
 
 class Eagle3Head(nn.Module):
-    """EAGLE-3: `fc` joins three layers' residual streams once; own norm, and own output over a reduced vocabulary."""
+    """EAGLE-3: `fc` joins three residual streams once; own norm, own output over a reduced vocabulary."""
 
     kind = EAGLE3
 
@@ -180,7 +181,7 @@ class TargetView:
 
 @torch.no_grad()
 def look(target: nn.Module, ids_BT: Tensor, kind: str) -> TargetView:
-    """One target forward without gradients. `hidden_states[l]` of `transformers` is the stream entering layer l."""
+    """One target forward without gradients. `hidden_states[l]` of `transformers` is what enters layer l."""
     out = target(input_ids=ids_BT, output_hidden_states=True, use_cache=False)
     states = out.hidden_states
     features = torch.cat([states[layer] for layer in AUX_LAYERS], -1) if kind == EAGLE3 else states[-1]
@@ -194,9 +195,9 @@ def _shift(x: Tensor, by: int, dim: int) -> Tensor:
 def unroll(head: Head, next_embeds: Tensor, features: Tensor, steps: int) -> list[Tensor]:
     """Training-time test: the residual streams of `steps` chained draft steps at all positions at once.
 
-    At step s (from 0) the entry of position p consumes the output of step s - 1 at p - 1 and attends, as in decoding, to
-    the true-feature entries up to p - s, then to the chain that led here: the entry of step r at p - (s - r), r = 1..s.
-    Rows p < s are meaningless.
+    At step s (from 0) the entry of position p consumes the output of step s - 1 at p - 1 and attends, as in
+    decoding, to the true-feature entries up to p - s, then to the chain that led here: the entry of step r
+    at p - (s - r), r = 1..s. Rows p < s are meaningless.
 
     Args:
         next_embeds: [B, T, E], embedding of the token after each position.

@@ -1,6 +1,7 @@
-"""Acceptance of a draft head on held-out prompts, by the plainest loop: no cache, one request, every forward from scratch.
+"""Acceptance of a draft head on held-out prompts, by the plainest loop: no cache, one request at a time.
 
-Nothing here is shared with the unrolled training pass but the layer itself, so an error in that pass shows as low acceptance.
+The loop shares only the layer with the unrolled training pass, so an error in that pass shows as low
+acceptance.
 """
 
 from collections.abc import Sequence
@@ -102,7 +103,7 @@ def acceptance(
 
 
 def held_out_prompts(documents: Sequence[Document], tokenizer: Tokenizer, count: int) -> list[list[int]]:
-    """Prompts of three forms by turns: the first 32 tokens of a document, 32 from its middle, a chat question."""
+    """Prompts of three forms by turns: a document's first 32 tokens, 32 from its middle, a chat question."""
     prompts = []
     long_enough = [d for d in documents if len(d.text) > 400]
     for index, document in enumerate(long_enough[:count]):
@@ -121,7 +122,7 @@ def held_out_prompts(documents: Sequence[Document], tokenizer: Tokenizer, count:
 
 @torch.inference_mode()
 def agreement(head: Head, target: LlamaForCausalLM, windows: Tensor, count: int = 3) -> tuple[float, ...]:
-    """How often the argmax of draft step s equals the target's argmax on given text, int64 [n, T], per step."""
+    """Per draft step, how often its argmax equals the target's on given text, int64 [n, T]."""
     equal, seen = [0] * count, [0] * count
     targets = draft_ids(head, target.config.vocab_size)
     for rows in windows.split(8):

@@ -1,4 +1,4 @@
-"""The demo target: a small `LlamaForCausalLM`, trained with the reference implementation of `transformers`."""
+"""The demo target: a small `LlamaForCausalLM`, trained with the implementation of `transformers`."""
 
 import json
 import math
@@ -128,7 +128,7 @@ def held_out_loss(model: LlamaForCausalLM, stream: TokenStream, length: int = 25
 def save_target(model: LlamaForCausalLM, directory: Path) -> None:
     """Save config, bf16 safetensors and generation defaults.
 
-    The config also gets the names that releases of `transformers` before 5 read (`torch_dtype`, `rope_theta`).
+    The config also gets the names that `transformers` before version 5 reads (`torch_dtype`, `rope_theta`).
     """
     stored = LlamaForCausalLM(model.config).to(torch.bfloat16)
     stored.load_state_dict(model.state_dict())

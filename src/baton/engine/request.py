@@ -29,10 +29,11 @@ class RequestStatus(enum.Enum):
 class Request:
     """One sample of one prompt.
 
-    `token_ids` holds prompt and output. Target KV is valid for [0, num_computed), drafter KV for [0, num_drafted).
-    While decoding, `num_computed == len(token_ids) - 1`: the last token has no KV yet. A request that resumes with
-    known output (preemption, failover) prefills all tokens but the last, without sampling; its drafter then starts
-    from the last token, so that draft rounds fall exactly where they would have fallen.
+    `token_ids` holds prompt and output. Target KV is valid for [0, num_computed), drafter KV for [0,
+    num_drafted). While decoding, `num_computed == len(token_ids) - 1`: the last token has no KV yet. A
+    request that resumes with known output (preemption, failover) prefills all tokens but the last, without
+    sampling; its drafter then starts from the last token, so that draft rounds fall exactly where they
+    would have fallen.
     """
 
     def __init__(self, wire: GenerateRequest, sampler: SamplerState, ticket: Ticket | None = None) -> None:

@@ -1,8 +1,8 @@
 """Continuous batching with chunked prefill under a token budget, and preemption by recompute.
 
-A verification (last token and its drafts) is scheduled whole or not at all: cutting drafts under load would make
-acceptance depend on the neighbours. Prefill legs get all their pages at admission and are never preempted, because
-a transport may read pages that were declared final.
+A verification (last token and its drafts) is scheduled whole or not at all: cutting drafts under load would
+make acceptance depend on the neighbours. Prefill legs get all their pages at admission and are never
+preempted, because a transport may read pages that were declared final.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class ScheduledRows:
 class Scheduler:
     """Owns the queues and the page pools (one per group). Single-threaded; mutates requests' pages and status.
 
-    `draft_group` is the pool name of the drafter's KV, or None. `copy_page(group, source, destination)` copies the bytes
-    of one page (copy-on-write of a partly shared page).
+    `draft_group` is the pool name of the drafter's KV, or None. `copy_page(group, source, destination)`
+    copies the bytes of one page (copy-on-write of a partly shared page).
     """
 
     def __init__(

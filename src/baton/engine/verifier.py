@@ -1,9 +1,10 @@
 """Verification of draft tokens, as pure functions.
 
-`coupled` (default): the target's choice at each row is argmax(logits + the position's own Gumbel noise), which does not
-depend on the drafts; a draft is accepted while it equals that choice. Output is therefore the same token for token with
-speculation on or off. `rejection` (Leviathan et al., 2023, with the drafter's argmax as a point-mass proposal): accept draft d with
-probability p(d), else sample from p without d; only the distribution is preserved.
+`coupled` (default): the target's choice at each row is argmax(logits + the position's own Gumbel noise),
+which does not depend on the drafts; a draft is accepted while it equals that choice. Output is therefore
+the same token for token with speculation on or off. `rejection` (Leviathan et al., 2023, with the drafter's
+argmax as a point-mass proposal): accept draft d with probability p(d), else sample from p without d; only
+the distribution is preserved.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """D's half of one attempt as a pure state machine: events in, actions out.
 
-D registers, and is committed by COMMIT (push) or by CONFIRM after its reads (pull), never by a timeout or a count of
-its own. FINISHED says that nothing is left to decode.
+D registers, and is committed by COMMIT (push) or by CONFIRM after its reads (pull), never by a timeout or a
+count of its own. FINISHED says that nothing is left to decode.
 
-Freeing: in push P writes D's pages, so that after a failure they wait for COMMIT, FINISHED, CANCELLED, or the proof
-that P can write no more. In pull only D's own reads touch them. Whatever was never asked for is free at once.
+Freeing: in push P writes D's pages, so that after a failure they wait for COMMIT, FINISHED, CANCELLED, or
+the proof that P can write no more. In pull only D's own reads touch them. Whatever was never asked for is
+free at once.
 """
 
 from __future__ import annotations
@@ -65,8 +66,8 @@ _WANTS_PEER = (DecodePhase.REGISTERED, DecodePhase.READING, DecodePhase.READ)
 class DecodeHandoff:
     """State machine of D for one attempt.
 
-    `wanted` are the intervals `[start, stop)` D needs per group, `pages` its block tables (exclusive to this attempt
-    where wanted), `ticket` the router's signed ticket that REGISTER carries.
+    `wanted` are the intervals `[start, stop)` D needs per group, `pages` its block tables (exclusive to
+    this attempt where wanted), `ticket` the router's signed ticket that REGISTER carries.
     """
 
     def __init__(
@@ -135,7 +136,7 @@ class DecodeHandoff:
             case Cancel(_, reason, text):
                 if self.phase is DecodePhase.DONE:
                     return [Send(Ack(self.key))]
-                return self._fail(reason, text, tell=False) + self._answer()
+                return self._fail(reason, text, tell=False) or self._answer()
             case Cancelled(_, reason):
                 actions = self._fail(reason, "cancelled by the prefill side", tell=False)
                 return actions + self._settle(peer_quiet=True)
@@ -150,8 +151,8 @@ class DecodeHandoff:
                 return self._commit(message, message.num_bytes, message.num_runs)
             text = f"COMMIT does not cover groups {missing}"
             actions = self._fail("incomplete_commit", text, tell=False)
-            return actions + self._settle(peer_quiet=True) + self._answer()
-        return self._settle(peer_quiet=True) + self._answer()
+            return actions + self._settle(peer_quiet=True)
+        return self._settle(peer_quiet=True) or self._answer()
 
     def _commit(self, message: Commit | Confirm, num_bytes: int, num_runs: int) -> list[Action]:
         self._close(DecodePhase.DONE)
@@ -162,7 +163,7 @@ class DecodeHandoff:
             # After a failure P still has to hear that no read of D's is left.
             return self._repeat() if self.phase is DecodePhase.READ else self._answer()
         missing = self._missing(message.final)
-        if missing or set(message.pages) < set(self._wanted):
+        if missing or not set(self._wanted) <= set(message.pages):
             return self._fail("incomplete_commit", f"READY does not cover groups {missing or 'of REGISTER'}")
         self.phase, self._pending = DecodePhase.READING, None
         actions: list[Action] = []
@@ -180,7 +181,7 @@ class DecodeHandoff:
             self._close(DecodePhase.DONE)
             return [Send(Ack(self.key)), Notify(DecodeFinished(self.key, message.seeds))]
         # P sends FINISHED with none of its copies outstanding.
-        return self._settle(peer_quiet=True) + self._answer()
+        return self._settle(peer_quiet=True) or self._answer()
 
     # ------------------------------------------------------------ progress and end
 

@@ -1,10 +1,12 @@
 """P's half of one attempt as a pure state machine: events in, actions out.
 
-Push: P copies each newly final stretch once D has registered, COMMITs when all copies are done, and frees on ACK.
-Pull: P offers READY when its prefill is over, D reads and says READ_DONE, P CONFIRMs and frees on ACK.
+Push: P copies each newly final stretch once D has registered, COMMITs when all copies are done, and frees
+on ACK. Pull: P offers READY when its prefill is over, D reads and says READ_DONE, P CONFIRMs and frees on
+ACK.
 
-Freeing: only the issuer of copies can prove that memory is quiet. In push that is P itself; in pull P waits for ACK,
-CANCELLED, or the proof that D can read no more. A deadline alone frees nothing that D may still read.
+Freeing: only the issuer of copies can prove that memory is quiet. In push that is P itself; in pull P waits
+for ACK, CANCELLED, or the proof that D can read no more. A deadline alone frees nothing that D may still
+read.
 """
 
 from __future__ import annotations
@@ -60,8 +62,8 @@ class PrefillPhase(Enum):
 class PrefillHandoff:
     """State machine of P for one attempt. It may begin with `Opened` or with a REGISTER.
 
-    `groups` are the names of P's groups. `handle` raises `ProtocolError` for a REGISTER that contradicts them; the
-    attempt is then as before.
+    `groups` are the names of P's groups. `handle` raises `ProtocolError` for a REGISTER that contradicts
+    them; the attempt is then as before.
     """
 
     def __init__(self, key: AttemptKey, mode: Literal["push", "pull"], groups: Sequence[str]) -> None:

@@ -24,6 +24,8 @@ from baton.handoff.messages import AttemptKey, Name, TransferId
 from baton.wire import SamplingParams
 
 TICKET_LIFE_S = 120
+# Engines remember ended attempts for this long, so no ticket may outlive that memory.
+MAX_TICKET_LIFE_S = 600
 MAX_TICKET_CHARS = 4096
 _KEY_BYTES = 32
 _MAC_BYTES = 32
@@ -96,6 +98,8 @@ def verify(key: bytes, text: str, now: float) -> Ticket:
         raise ProtocolError(f"ticket is malformed: {error}") from error
     if ticket.expiry <= now:
         raise ProtocolError("ticket has expired")
+    if ticket.expiry > now + MAX_TICKET_LIFE_S:
+        raise ProtocolError(f"ticket is valid for more than {MAX_TICKET_LIFE_S} s")
     return ticket
 
 
@@ -104,22 +108,11 @@ def load_or_create_key(path: str | Path) -> bytes:
 
     Raises `ConfigError` when the file has another length or others may read it.
     """
-    path = Path(path)
-    fresh = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
-    if not path.exists():
-        descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(secrets.token_bytes(_KEY_BYTES))
-        try:
-            # Linked, not renamed: of two processes that start together the second must take the first one's key.
-            os.link(fresh, path)
-        except FileExistsError:
-            pass
-        finally:
-            fresh.unlink()
-    key = path.read_bytes()
-    if len(key) != _KEY_BYTES:
-        raise ConfigError("ticket_key_file", f"{path} must hold {_KEY_BYTES} bytes, has {len(key)}")
-    if path.stat().st_mode & 0o077:
-        raise ConfigError("ticket_key_file", f"{path} may be read by others; chmod 600 it")
-    return key
+    path = Path(path) fresh = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}") if not
+    path.exists(): descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600) with
+    os.fdopen(descriptor, "wb") as file: file.write(secrets.token_bytes(_KEY_BYTES)) try: # Linked, not
+    renamed: of two processes that start together the second must take the first one's key. os.link(fresh,
+    path) except FileExistsError: pass finally: fresh.unlink() key = path.read_bytes() if len(key) !=
+    _KEY_BYTES: raise ConfigError("ticket_key_file", f"{path} must hold {_KEY_BYTES} bytes, has {len(key)}")
+    if path.stat().st_mode & 0o077: raise ConfigError("ticket_key_file", f"{path} may be read by others;
+    chmod 600 it") return key

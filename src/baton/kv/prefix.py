@@ -1,8 +1,8 @@
 """Prefix-cache identity of pages: a hash chain over tokens, per group.
 
-A target page's KV depends on the tokens up to its last position. A drafter page's KV depends on `lookahead` more
-(EAGLE: 1, because the entry at i is computed from token i + 1), so its identity includes them: a chain over the page's
-own tokens alone would serve another prompt's drafter KV.
+A target page's KV depends on the tokens up to its last position. A drafter page's KV depends on `lookahead`
+more (EAGLE: 1, because the entry at i is computed from token i + 1), so its identity includes them: a chain
+over the page's own tokens alone would serve another prompt's drafter KV.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The OpenAI API over any source of tokens; an engine's server and the router share every line of it.
 
-`backend.Backend` is the seam: it yields `TokenChunk`s for one `GenerateRequest`. `service.OpenAIService` does the rest.
+`backend.Backend` is the seam: it yields `TokenChunk`s for one `GenerateRequest`. `service.OpenAIService` does
+the rest.
 """
 
 from baton.openai.backend import Backend, ServedModel

@@ -40,7 +40,7 @@ class Backend(Protocol):
     ) -> AsyncGenerator[TokenChunk, None]:
         """Yield the request's tokens; closing the generator aborts the request.
 
-        The last chunk has `finish_reason`. Raises `RequestError` or `EngineUnavailableError` from the first step when
-        the request is refused.
+        The last chunk has `finish_reason`. Raises `RequestError` or `EngineUnavailableError` from the first
+        step when the request is refused.
         """
         ...

@@ -60,7 +60,10 @@ def whole(plan: Plan, outputs: Sequence[SampleOutput]) -> Json:
 def streamed(
     plan: Plan, index: int, delta: Delta, output: SampleOutput, first: bool, text_offset: int
 ) -> Json:
-    """Return one event of choice `index`. `first` is its first event; `text_offset` counts characters before it."""
+    """Return one event of choice `index`.
+
+    `first` is its first event; `text_offset` counts characters before it.
+    """
     choice = _choice(plan, index, delta.token_ids, delta.logprobs, text_offset)
     if plan.chat:
         choice["delta"] = ({"role": "assistant"} if first else {}) | {"content": delta.text}

@@ -23,8 +23,8 @@ class Delta:
 class SampleOutput:
     """The growing output of one `GenerateRequest`.
 
-    Totals are kept for the end: `text`, `token_ids`, `logprobs`, `accepted` (draft tokens accepted per verification
-    round), `num_cached_tokens`, `finish_reason`, `stop_reason`.
+    Totals are kept for the end: `text`, `token_ids`, `logprobs`, `accepted` (draft tokens accepted per
+    verification round), `num_cached_tokens`, `finish_reason`, `stop_reason`.
     """
 
     def __init__(self, tokenizer: Tokenizer, request: GenerateRequest) -> None:
@@ -89,8 +89,9 @@ class SampleOutput:
 def _rounds_used(chunk: TokenChunk, num_used: int) -> list[int]:
     """Return the rounds of `chunk` that made its first `num_used` tokens.
 
-    A chunk may carry several engine steps; a stop string in the first must not count the rounds after it, or figures
-    would depend on timing. A round makes its accepted tokens and one more; tokens of no round come first.
+    A chunk may carry several engine steps; a stop string in the first must not count the rounds after it, or
+    figures would depend on timing. A round makes its accepted tokens and one more; tokens of no round come
+    first.
     """
     start = max(0, len(chunk.token_ids) - sum(a + 1 for a in chunk.accepted))
     used = []

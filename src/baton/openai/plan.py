@@ -76,7 +76,7 @@ def _plan(
     if len(prompts) * params.n > MAX_CHOICES:
         raise RequestError(f"prompts times n must be at most {MAX_CHOICES}", "n")
     plan_id = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"
-    requests = []
+    requests: list[GenerateRequest] = []
     for prompt in prompts:
         # A request without a seed gets one here, so that every leg and every retry draws the same noise.
         seed = secrets.randbits(63) if params.seed is None else params.seed
@@ -140,12 +140,12 @@ def _prompts(value: str | list[str | int | list[int]], model: ServedModel, speci
     texts = [item for item in value if isinstance(item, str)]
     if len(texts) == len(value):
         return [model.tokenizer.encode(text, special) for text in texts]
-    ids = [item for item in value if isinstance(item, int)]
-    lists = [ids] if len(ids) == len(value) else [item for item in value if isinstance(item, list)]
-    if not ids and len(lists) != len(value) or ids and len(ids) != len(value):
-        raise RequestError(
-            "prompt must be a text, texts, token ids or lists of token ids, not a mixture", "prompt"
-        )
+    if all(isinstance(item, int) for item in value):
+        lists = [[item for item in value if isinstance(item, int)]]
+    else:
+        lists = [item for item in value if isinstance(item, list)]
+        if len(lists) != len(value):
+            raise RequestError("prompt must be text(s) or (lists of) token ids, not a mixture", "prompt")
     for prompt in lists:
         if not all(0 <= i < model.vocab_size for i in prompt):
             raise RequestError(f"prompt token ids must be in [0, {model.vocab_size})", "prompt")

@@ -1,8 +1,9 @@
 """Request bodies of the OpenAI API, and their translation into `SamplingParams`.
 
-Fields that Baton does not know are ignored, as OpenAI and vLLM do. Fields it knows and cannot honour are refused by
-name, because ignoring them would change the answer. Client-made handoff fields (`kv_transfer_params`) are not declared
-here, so they go no further than the JSON decoder: a client can name no host, port or ticket.
+Fields that Baton does not know are ignored, as OpenAI and vLLM do. Fields it knows and cannot honour are
+refused by name, because ignoring them would change the answer. Client-made handoff fields
+(`kv_transfer_params`) are not declared here, so they go no further than the JSON decoder: a client can name
+no host, port or ticket.
 """
 
 from __future__ import annotations
@@ -109,7 +110,10 @@ R = TypeVar("R", CompletionRequest, ChatRequest)
 
 
 def decode(body: bytes, kind: type[R]) -> R:
-    """Return the request in `body`. Raises `RequestError` naming the parameter that is malformed or not served."""
+    """Return the request in `body`.
+
+    Raises `RequestError` naming the parameter that is malformed or not served.
+    """
     try:
         request = msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
@@ -127,7 +131,10 @@ def decode(body: bytes, kind: type[R]) -> R:
 def sampling_params(
     request: CompletionRequest | ChatRequest, max_tokens: int, logprobs: int | None, vocab_size: int
 ) -> SamplingParams:
-    """Return the checked parameters, with `n` and `seed` as asked. Raises `RequestError` naming the parameter."""
+    """Return the checked parameters, with `n` and `seed` as asked.
+
+    Raises `RequestError` naming the parameter.
+    """
     stop = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
     stop_ids = tuple(request.stop_token_ids or ())
     if not all(0 <= i < vocab_size for i in stop_ids):

@@ -1,0 +1,5 @@
+"""Public test suites for those who add parts to Baton."""
+
+from baton.testing.transport_suite import check_transport
+
+__all__ = ["check_transport"]

@@ -1,4 +1,7 @@
-"""Text in, text out: tokenizer, chat template, incremental detokenisation and stop strings. No engine, no I/O later."""
+"""Text in, text out: tokenizer, chat template, incremental detokenisation and stop strings.
+
+No engine, no I/O later.
+"""
 
 from baton.text.detokenizer import IncrementalDetokenizer
 from baton.text.stop import StopChecker

@@ -1,9 +1,9 @@
 """Token ids to text, one token at a time, never splitting a character.
 
-Decoding each token alone is wrong twice over: a character may span tokens, and some vocabularies drop a leading space
-from whatever comes first. So each step decodes a short window of tokens and emits what grew, holding back a trailing
-incomplete character. Byte-fallback tokens go through a UTF-8 decoder of their own, because such a vocabulary decodes
-a whole run of bytes differently when its last character is incomplete.
+Decoding each token alone is wrong twice over: a character may span tokens, and some vocabularies drop a
+leading space from whatever comes first. So each step decodes a short window of tokens and emits what grew,
+holding back a trailing incomplete character. Byte-fallback tokens go through a UTF-8 decoder of their own,
+because such a vocabulary decodes a whole run of bytes differently when its last character is incomplete.
 """
 
 from __future__ import annotations

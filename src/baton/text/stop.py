@@ -16,7 +16,9 @@ class StopChecker:
         self.matched: str | None = None
 
     def push(self, piece: str, armed: bool = True) -> str:
-        """Add text and return what may be shown. Sets `matched` when a stop string is complete; then stop pushing.
+        """Add text and return what may be shown.
+
+        Sets `matched` when a stop string is complete; then stop pushing.
 
         With `armed=False` (fewer than min_tokens so far) complete stop strings pass as ordinary text.
         """

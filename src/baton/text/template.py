@@ -1,7 +1,7 @@
 """Chat templates: Jinja text that comes with a checkpoint, rendered in a sandbox.
 
-A template is code from a downloaded directory, so it gets Jinja's immutable sandbox: no attribute that starts with
-an underscore, no mutation of its arguments. Clients cannot send one.
+A template is code from a downloaded directory, so it gets Jinja's immutable sandbox: no attribute that starts
+with an underscore, no mutation of its arguments. Clients cannot send one.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
 
     def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
-        """Return the prompt text of a conversation. Raises `RequestError("messages")` if the template refuses it."""
+        """Return the prompt text of a conversation.
+
+        Raises `RequestError("messages")` if the template refuses it.
+        """
         try:
             return self._template.render(
                 messages=[dict(message) for message in messages],

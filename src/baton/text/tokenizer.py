@@ -43,7 +43,10 @@ class Tokenizer:
 
     @classmethod
     def load(cls, directory: str | Path) -> Tokenizer:
-        """Load from a checkpoint directory. Raises `CheckpointError` naming the file that is missing or broken."""
+        """Load from a checkpoint directory.
+
+        Raises `CheckpointError` naming the file that is missing or broken.
+        """
         root = Path(directory)
         path = root / "tokenizer.json"
         if not path.is_file():
@@ -86,8 +89,8 @@ class Tokenizer:
     ) -> str:
         """Return the prompt text of a conversation.
 
-        Raises `RequestError("messages")` when there is no template, or when it refuses the messages. Encode the
-        result with `add_special_tokens=False`: templates write BOS themselves.
+        Raises `RequestError("messages")` when there is no template, or when it refuses the messages. Encode
+        the result with `add_special_tokens=False`: templates write BOS themselves.
         """
         if self._template is None:
             raise RequestError("this model has no chat template, use /v1/completions", "messages")

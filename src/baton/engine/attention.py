@@ -1,0 +1,87 @@
+"""One function behind which every attention kernel stands: write this step's keys and values, then attend.
+
+Shape suffixes: T rows of the step, R requests, H query heads, G key-value heads, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from baton.errors import BatonError, ConfigError
+
+
+@dataclass(slots=True)
+class AttnBatch:
+    """The rows of one forward for one KV group, ragged over R requests.
+
+    A request's rows have consecutive positions; page 0 of `page_table` is the null page, which is never
+    written.
+    """
+
+    query_start: np.ndarray  # int32 [R + 1]: rows of request r are query_start[r] .. query_start[r + 1]
+    positions: np.ndarray  # int64 [T]: absolute position of each row, which is its slot in the request's KV
+    page_table: np.ndarray  # int32 [R, max_pages]: page ids of this group, in token order
+
+
+class AttentionBackend(Protocol):
+    """A kernel. `batch_invariant`: a row's result depends on its own query and visible keys alone."""
+
+    name: str
+    batch_invariant: bool
+
+    def write_and_attend(
+        self,
+        kv: Tensor,
+        layer: int,
+        q_THD: Tensor,
+        k_TGD: Tensor,
+        v_TGD: Tensor,
+        scale: float,
+        batch: AttnBatch,
+        window: int | None,
+    ) -> Tensor:
+        """Write k and v of all rows to their slots, then attend causally; returns [T, H, D] in q's dtype.
+
+        `kv` is the group's region [pages, layers, 2, page_size, G, D]; `layer` indexes its second
+        dimension; key j is visible to the query at position i iff i - window < j <= i (no window: j <= i).
+        Raises `BatonError` for a slot in the null page or outside the page table.
+        """
+        ...
+
+
+def slot_error() -> BatonError:
+    """What a backend raises when a row's slot lies in the null page or outside the region."""
+    return BatonError("attention: a row's slot is in the null page or outside its page table")
+
+
+def _paged_cpu() -> AttentionBackend:
+    from baton.engine.attention_paged_cpu import PagedCpuBackend
+
+    return PagedCpuBackend()
+
+
+def _sdpa() -> AttentionBackend:
+    from baton.engine.attention_sdpa import SdpaBackend
+
+    return SdpaBackend()
+
+
+BACKENDS: dict[str, Callable[[], AttentionBackend]] = {"paged_cpu": _paged_cpu, "sdpa": _sdpa}
+
+
+def get_backend(name: str | None, device: torch.device | str) -> AttentionBackend:
+    """A backend by name; None picks `paged_cpu` on a CPU and `sdpa` elsewhere. Raises `ConfigError`."""
+    kind = torch.device(device).type
+    if name is None or name == "auto":
+        name = "paged_cpu" if kind == "cpu" else "sdpa"
+    if name not in BACKENDS:
+        raise ConfigError("attention_backend", f"{name!r} is unknown, expected one of {', '.join(BACKENDS)}")
+    if name == "paged_cpu" and kind != "cpu":
+        raise ConfigError("attention_backend", f"paged_cpu runs on cpu only, the device is {kind}")
+    return BACKENDS[name]()

@@ -1,0 +1,101 @@
+"""Attention by `torch.nn.functional.scaled_dot_product_attention` on any device: gathers pages, one request at a time.
+
+Simple and portable. Its results vary in the last bits with the number of queries and keys, so it is not
+batch-invariant.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from baton.engine.attention import AttnBatch, slot_error
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """Where one request's rows and visible keys lie; `mask` [rows, keys] is True where a key is visible."""
+
+    rows: slice
+    pages: Tensor
+    offsets: Tensor
+    mask: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """All of a batch's indices on the device; the same for every layer with the same window."""
+
+    batch: AttnBatch
+    pages: Tensor
+    offsets: Tensor
+    requests: list[_Request]
+
+
+class SdpaBackend:
+    """See `AttentionBackend`. Remembers the indices of the latest batch, per window, for its other layers."""
+
+    name = "sdpa"
+    batch_invariant = False
+
+    def __init__(self) -> None:
+        self._plans: dict[tuple[int | None, int], _Plan] = {}
+
+    def write_and_attend(
+        self,
+        kv: Tensor,
+        layer: int,
+        q_THD: Tensor,
+        k_TGD: Tensor,
+        v_TGD: Tensor,
+        scale: float,
+        batch: AttnBatch,
+        window: int | None,
+    ) -> Tensor:
+        key = (window, kv.shape[3])
+        plan = self._plans.get(key)
+        if plan is None or plan.batch is not batch:
+            plan = self._plans[key] = _make_plan(kv, batch, window)
+        kv[plan.pages, layer, 0, plan.offsets] = k_TGD
+        kv[plan.pages, layer, 1, plan.offsets] = v_TGD
+        out = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
+        for request in plan.requests:
+            # [1, heads, tokens, D], as SDPA wants it.
+            q = q_THD[request.rows].transpose(0, 1).unsqueeze(0)
+            k = kv[request.pages, layer, 0, request.offsets].transpose(0, 1).unsqueeze(0)
+            v = kv[request.pages, layer, 1, request.offsets].transpose(0, 1).unsqueeze(0)
+            attended = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=request.mask, scale=scale, enable_gqa=True
+            )
+            out[request.rows] = attended[0].transpose(0, 1)
+        return out
+
+
+def _make_plan(kv: Tensor, batch: AttnBatch, window: int | None) -> _Plan: page_size, device = kv.shape[3],
+kv.device counts = np.diff(batch.query_start) owner = np.repeat(np.arange(len(counts)), counts) row_pages =
+_pages(batch.page_table, owner, batch.positions, page_size) if row_pages.size and not (row_pages.min() > 0
+and row_pages.max() < kv.shape[0]): raise slot_error() requests = [] for r, (start, end) in
+enumerate(zip(batch.query_start[:-1], batch.query_start[1:], strict=True)): if start == end: continue
+positions = batch.positions[start:end] # Slots before the first visible key may never have been written:
+they are cut off, not masked, because a # NaN there would survive the mask. first = 0 if window is None else
+max(int(positions[0]) - window + 1, 0) keys = np.arange(first, int(positions[-1]) + 1) mask = keys[None, :]
+<= positions[:, None] if window is not None: mask &= keys[None, :] > positions[:, None] - window
+requests.append( _Request( rows=slice(int(start), int(end)), pages=_index(_pages(batch.page_table,
+np.full(len(keys), r), keys, page_size), device), offsets=_index(keys % page_size, device),
+mask=torch.from_numpy(mask).to(device), ) ) return _Plan(batch, _index(row_pages, device),
+_index(batch.positions % page_size, device), requests)
+
+
+def _pages(page_table: np.ndarray, owner: np.ndarray, positions: np.ndarray, page_size: int) -> np.ndarray:
+    columns = positions // page_size
+    if columns.size and columns.max() >= page_table.shape[1]:
+        raise slot_error()
+    return page_table[owner, columns]
+
+
+def _index(values: np.ndarray, device: torch.device) -> Tensor:
+    return torch.from_numpy(values.astype(np.int64)).to(device)

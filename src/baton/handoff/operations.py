@@ -1,0 +1,94 @@
+"""Copies under way: from a machine's `StartCopy` to a plan, a transport operation, and its end."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from baton.errors import BatonError
+from baton.handoff.events import CopyEnded, StartCopy
+from baton.handoff.interval import Interval
+from baton.handoff.planner import RankGeometry, plan
+from baton.transports.base import Direction, Operation, Peer, Transport
+
+log = logging.getLogger(__name__)
+Owner = TypeVar("Owner")
+
+
+@dataclass(slots=True)
+class _Running(Generic[Owner]):
+    owner: Owner
+    copy_id: int
+    operation: Operation
+    num_bytes: int
+    num_runs: int
+
+
+class Operations(Generic[Owner]):
+    """Operations outstanding, each of one owner (an attempt). Used by one thread."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._running: list[_Running[Owner]] = []
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    def start(
+        self,
+        owner: Owner,
+        copy: StartCopy,
+        peer: Peer,
+        direction: Direction,
+        source: RankGeometry,
+        dest: RankGeometry,
+        tag: str,
+    ) -> CopyEnded | None:
+        """Plan and submit one copy. Returns its end at once when there is nothing to move or it cannot start."""
+        try:
+            lists = plan([source], dest, copy.source_pages, copy.dest_pages, Interval(copy.start, copy.stop))
+            copies = lists.get(source.rank)
+            if copies is None or not len(copies):
+                return CopyEnded(copy.copy_id, ok=True)
+            operation = self._transport.submit(peer, direction, copies, tag)
+        except BatonError as error:
+            # Nothing was submitted, so nothing is outstanding.
+            return CopyEnded(copy.copy_id, ok=False, message=f"group {copy.group}: {error}")
+        self._running.append(_Running(owner, copy.copy_id, operation, copies.total, len(copies)))
+        return None
+
+    def ended(self) -> list[tuple[Owner, CopyEnded]]:
+        """Collect what has ended since the last call."""
+        out: list[tuple[Owner, CopyEnded]] = []
+        still: list[_Running[Owner]] = []
+        for run in self._running:
+            state = run.operation.poll()
+            if state == "pending":
+                still.append(run)
+            elif state == "done":
+                end = CopyEnded(run.copy_id, ok=True, num_bytes=run.num_bytes, num_runs=run.num_runs)
+                out.append((run.owner, end))
+            else:
+                message = run.operation.error or "copy failed"
+                out.append((run.owner, CopyEnded(run.copy_id, ok=False, message=message)))
+        self._running = still
+        return out
+
+    def wait(self, timeout_s: float) -> None:
+        """Sleep until the oldest operation ends or the time is over."""
+        if self._running:
+            self._running[0].operation.wait(timeout_s)
+
+    def cancel(self, owner: Owner, copy_ids: tuple[int, ...]) -> list[CopyEnded]:
+        """Stop operations; the ends of those proven quiet at once. The others end through `ended`."""
+        out: list[CopyEnded] = []
+        still: list[_Running[Owner]] = []
+        for run in self._running:
+            mine = run.owner is owner and run.copy_id in copy_ids
+            if mine and self._transport.cancel(run.operation) == "quiet":
+                out.append(CopyEnded(run.copy_id, ok=False, message="cancelled"))
+            else:
+                still.append(run)
+        self._running = still
+        return out

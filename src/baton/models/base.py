@@ -1,0 +1,97 @@
+"""The decoder every architecture here is: embeddings, pre-norm layers, final norm, LM head.
+
+An architecture is a subclass that says how to read its `config.json`; parameter names are those of Hugging
+Face.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from baton.models.config import ModelConfig, RawConfig
+from baton.models.layers import Attend, DecoderLayer, KVLayerSpec, RMSNorm
+from baton.models.linear import Build, Linear
+from baton.models.rotary import Rotary
+
+
+class Embedding(nn.Module):
+    """Token embedding: int64 [T] -> [T, E]."""
+
+    def __init__(self, vocab_size: int, hidden: int, build: Build) -> None:
+        super().__init__()
+        self.weight = build.empty(vocab_size, hidden)
+
+    def forward(self, ids_T: Tensor) -> Tensor:
+        return F.embedding(ids_T, self.weight)
+
+
+class Decoder(nn.Module):
+    """The stack between token ids and the final norm."""
+
+    def __init__(self, config: ModelConfig, build: Build) -> None:
+        super().__init__()
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, build)
+        self.layers = nn.ModuleList(DecoderLayer(config, i, build) for i in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_eps, build)
+        self.rotary = Rotary(config.rope, config.head_dim, config.max_position, build.dtype, build.device)
+
+    def forward(
+        self, input_ids_T: Tensor, positions_T: Tensor, attend: Attend, aux_layers: tuple[int, ...]
+    ) -> tuple[Tensor, list[Tensor]]:
+        x = self.embed_tokens(input_ids_T)
+        cos_sin = self.rotary.at(positions_T)
+        seen: dict[int, Tensor] = {}
+        for layer_id, layer in enumerate(self.layers):
+            if layer_id in aux_layers:
+                seen[layer_id] = x
+            x = layer(x, cos_sin, attend)
+        seen[len(self.layers)] = x
+        return self.norm(x), [seen[layer_id] for layer_id in aux_layers]
+
+
+class CausalLM(nn.Module, ABC):
+    """A target model. It knows nothing of pages or batches: `attend` does.
+
+    `kv_layers[l]` describes the cache of layer l; `max_position` is the longest context in tokens.
+    """
+
+    kv_layers: list[KVLayerSpec]
+    vocab_size: int
+    hidden_size: int
+    max_position: int
+
+    def __init__(self, config: ModelConfig, build: Build) -> None:
+        super().__init__()
+        self.config, self.build = config, build
+        self.vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
+        self.max_position = config.max_position
+        self.kv_layers = [KVLayerSpec(config.num_kv_heads, config.head_dim, w) for w in config.windows]
+        self.model = Decoder(config, build)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, build)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    @classmethod
+    @abstractmethod
+    def parse_config(cls, raw: RawConfig) -> ModelConfig:
+        """Read `config.json`. Raises `CheckpointError` naming the field that is missing or not supported."""
+
+    def forward(
+        self, input_ids_T: Tensor, positions_T: Tensor, attend: Attend, aux_layers: tuple[int, ...] = ()
+    ) -> tuple[Tensor, list[Tensor]]:
+        """One forward over T rows: int64 token ids [T] at int64 positions [T].
+
+        Returns the hidden states after the final norm [T, E] and, for each l in `aux_layers`
+        (0..num_layers), the residual stream that enters layer l [T, E] (l = num_layers: what leaves the
+        last layer, before the norm).
+        """
+        hidden, aux = self.model(input_ids_T, positions_T, attend, aux_layers)
+        return hidden, aux
+
+    def compute_logits(self, hidden_TE: Tensor) -> Tensor:
+        """Logits [T, V] in float32 of final-norm hidden states [T, E]."""
+        logits: Tensor = self.lm_head(hidden_TE)
+        return logits.float()

@@ -1,0 +1,152 @@
+"""What a `config.json` says about a decoder, read once into plain typed values.
+
+Every value that is missing, of another type or not supported is refused by a `CheckpointError` that names
+the field, so that a checkpoint which cannot be computed faithfully never starts. Defaults are those of the
+Hugging Face config classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from baton.errors import CheckpointError
+
+RawConfig = Mapping[str, Any]
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class RopeSpec:
+    """Rotary embedding: its type, base and the type's own parameters (numbers only)."""
+
+    kind: str
+    theta: float
+    params: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """The shape of a pre-norm decoder with grouped-query attention and a SwiGLU MLP.
+
+    `windows[l]` is the sliding window of layer l in tokens, or None for full attention.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_eps: float
+    max_position: int
+    rope: RopeSpec
+    windows: tuple[int | None, ...]
+    tie_word_embeddings: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+
+
+def get_int(raw: RawConfig, name: str, default: int | None = None, minimum: int = 1) -> int:
+    """The integer field `name`, at least `minimum`. Raises `CheckpointError` naming the field."""
+    value = raw.get(name)
+    if value is None:
+        value = default
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        found = "is missing" if value is None else f"is {value!r}"
+        raise CheckpointError(f"config.json: {name} {found}, expected an integer of at least {minimum}")
+    return value
+
+
+def get_float(raw: RawConfig, name: str, default: float | None = None) -> float:
+    """The positive number field `name`. Raises `CheckpointError` naming the field."""
+    value = raw.get(name)
+    if value is None:
+        value = default
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        found = "is missing" if value is None else f"is {value!r}"
+        raise CheckpointError(f"config.json: {name} {found}, expected a positive number")
+    return float(value)
+
+
+def get_bool(raw: RawConfig, name: str, default: bool = False) -> bool:
+    """The boolean field `name`; null and absence mean `default`. Raises `CheckpointError` naming the field."""
+    value = raw.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise CheckpointError(f"config.json: {name} is {value!r}, expected true or false")
+    return value
+
+
+def get_dtype(raw: RawConfig) -> torch.dtype:
+    """The dtype the weights were saved for: `dtype`, else `torch_dtype`, else float32."""
+    name = raw.get("dtype") or raw.get("torch_dtype") or "float32"
+    if name not in _DTYPES:
+        raise CheckpointError(f"config.json: dtype is {name!r}, expected one of {', '.join(_DTYPES)}")
+    return _DTYPES[name]
+
+
+def get_rope(raw: RawConfig, max_position: int) -> RopeSpec:
+    """Rotary settings in the old (`rope_theta`, `rope_scaling`) or new (`rope_parameters`) shape."""
+    section = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if not isinstance(section, Mapping):
+        raise CheckpointError(f"config.json: rope_parameters is {section!r}, expected an object")
+    kind = section.get("rope_type", section.get("type", "default"))
+    where = "rope_theta" if "rope_theta" not in section else "rope_parameters.rope_theta"
+    theta_source = section if "rope_theta" in section else raw
+    theta = get_float(theta_source, "rope_theta", 10000.0) if theta_source.get("rope_theta") != 0 else 0.0
+    if theta <= 0:
+        raise CheckpointError(f"config.json: {where} is {theta!r}, expected a positive number")
+    if get_float({**raw, **section}, "partial_rotary_factor", 1.0) != 1.0:
+        raise CheckpointError("config.json: partial_rotary_factor other than 1.0 is not supported")
+    params: dict[str, float] = {
+        name: float(value)
+        for name, value in section.items()
+        if isinstance(value, int | float) and name != "rope_theta"
+    }
+    params.setdefault("original_max_position_embeddings", float(max_position))
+    return RopeSpec(kind=str(kind), theta=theta, params=params)
+
+
+def layer_windows(raw: RawConfig, num_layers: int, max_window_layers_default: int) -> tuple[int | None, ...]:
+    """Sliding windows as Qwen configs state them: `use_sliding_window`, `layer_types` or `max_window_layers`."""
+    window = get_int(raw, "sliding_window", 4096) if get_bool(raw, "use_sliding_window") else None types =
+    raw.get("layer_types") if types is None: first = get_int(raw, "max_window_layers",
+    max_window_layers_default, minimum=0) return tuple(window if layer >= first else None for layer in
+    range(num_layers)) known = {"full_attention", "sliding_attention"} if not isinstance(types, list) or
+    len(types) != num_layers or not set(types) <= known: raise CheckpointError( f"config.json: layer_types
+    must be {num_layers} of full_attention or sliding_attention, got {types!r}" ) if window is None and
+    "sliding_attention" in types: raise CheckpointError("config.json: layer_types has sliding_attention but
+    use_sliding_window is false") return tuple(window if kind == "sliding_attention" else None for kind in
+    types)
+
+
+def decoder_fields(raw: RawConfig, max_position_default: int, head_dim_default: int | None = None) ->
+dict[str, Any]:
+    """The fields every supported decoder shares, as keyword arguments of `ModelConfig`.
+
+    `head_dim_default` is the architecture's own default; None derives it from hidden size and heads.
+    `windows` is full attention everywhere; an architecture with sliding windows replaces it.
+    """
+    activation = raw.get("hidden_act", "silu") if activation != "silu": raise CheckpointError(f"config.json:
+    hidden_act is {activation!r}, only 'silu' is supported") if raw.get("quantization_config") is not None:
+    raise CheckpointError("config.json: quantization_config is set, quantized checkpoints are not
+    supported") hidden, heads = get_int(raw, "hidden_size"), get_int(raw, "num_attention_heads") kv_heads =
+    get_int(raw, "num_key_value_heads", heads) if heads % kv_heads: raise CheckpointError( f"config.json:
+    num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}" ) head_dim = get_int(raw,
+    "head_dim", head_dim_default or max(hidden // heads, 1)) if head_dim % 2: raise
+    CheckpointError(f"config.json: head_dim is {head_dim}, rotary embedding needs an even one") max_position
+    = get_int(raw, "max_position_embeddings", max_position_default) num_layers = get_int(raw,
+    "num_hidden_layers") return { "vocab_size": get_int(raw, "vocab_size"), "hidden_size": hidden,
+    "intermediate_size": get_int(raw, "intermediate_size"), "num_layers": num_layers, "num_heads": heads,
+    "num_kv_heads": kv_heads, "head_dim": head_dim, "rms_eps": get_float(raw, "rms_norm_eps", 1e-6),
+    "max_position": max_position, "rope": get_rope(raw, max_position), "windows": (None,) * num_layers,
+    "tie_word_embeddings": get_bool(raw, "tie_word_embeddings"), }

@@ -1,0 +1,94 @@
+"""Numba building blocks whose result for one element or row depends on nothing else in the batch.
+
+PyTorch's vectorised elementwise loops finish the last few elements with scalar code whose `exp` rounds
+differently, so a row's SiLU depends on how many rows there are. The functions here are strict IEEE
+multiply-adds (no reassociation, no contraction): scalar and vector code give the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import numba
+import numpy as np
+import torch
+from llvmlite import ir
+from numba.extending import intrinsic
+from torch import Tensor
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+# exp(x) = 2^n * e^r with n = round(x / ln 2); adding _MAGIC rounds to an integer that sits in the low
+mantissa bits. _LOG2E = np.float32(1.4426950408889634) _MAGIC = np.float32(12582912.0) _LN2_HIGH =
+np.float32(0.693359375) _LN2_LOW = np.float32(-2.12194440e-4) _SMALLEST = np.float32(-87.0) _LARGEST =
+np.float32(88.0) _ONE = np.float32(1.0) # Minimax coefficients of (e^r - 1 - r) / r^2 on [-ln 2 / 2, ln 2 /
+2] (Cephes expf, Moshier 1989). _C0 = np.float32(1.9875691500e-4) _C1 = np.float32(1.3981999507e-3) _C2 =
+np.float32(8.3334519073e-3) _C3 = np.float32(4.1665795894e-2) _C4 = np.float32(1.6666665459e-1) _C5 =
+np.float32(5.0000001201e-1)
+
+
+def jit(function: F) -> F:
+    """Compile in nopython mode without the GIL, strict IEEE arithmetic, cached on disk."""
+    return cast(F, numba.njit(nogil=True, cache=True, error_model="numpy")(function))
+
+
+def jit_contract(function: F) -> F:
+    """As `jit`, and lets a multiply and an add become one fused instruction (order is still kept)."""
+    return cast(F, numba.njit(nogil=True, cache=True, error_model="numpy", fastmath={"contract"})(function))
+
+
+def _bf16_to_f32(typing_context: Any, value: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        wide = builder.shl(builder.zext(args[0], ir.IntType(32)), ir.Constant(ir.IntType(32), 16))
+        return builder.bitcast(wide, ir.FloatType())
+
+    return numba.float32(numba.uint16), generate
+
+
+def _power_of_two(typing_context: Any, value: Any) -> Any:
+    """2^n as float32 of a float32 that holds _MAGIC + n."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        word = ir.IntType(32)
+        biased = builder.add(builder.bitcast(args[0], word), ir.Constant(word, 127))
+        return builder.bitcast(builder.shl(biased, ir.Constant(word, 23)), ir.FloatType())
+
+    return numba.float32(numba.float32), generate
+
+
+bf16_to_f32: Callable[[Any], Any] = intrinsic(_bf16_to_f32)
+_exp2_of_magic: Callable[[Any], Any] = intrinsic(_power_of_two)
+
+
+@jit
+def exp32(x: Any) -> Any:
+    """e^x of a float32, relative error below 2e-7, clamped to [-87, 88]; inlined and vectorised by the caller's loop."""
+    x = min(max(x, _SMALLEST), _LARGEST)
+    shifted = x * _LOG2E + _MAGIC
+    n = shifted - _MAGIC
+    r = (x - n * _LN2_HIGH) - n * _LN2_LOW
+    poly = _C0
+    poly = poly * r + _C1
+    poly = poly * r + _C2
+    poly = poly * r + _C3
+    poly = poly * r + _C4
+    poly = poly * r + _C5
+    return (poly * (r * r) + r + _ONE) * _exp2_of_magic(shifted)
+
+
+@jit
+def _silu_mul(gate_up: Any, out: Any) -> None:
+    rows, width = out.shape
+    for t in range(rows):
+        for i in range(width):
+            gate = gate_up[t, i]
+            out[t, i] = gate / (_ONE + exp32(-gate)) * gate_up[t, width + i]
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up of [T, 2I] (gate first) on the CPU; returns [T, I] in the same dtype, computed in float32."""
+    wide = gate_up.float().contiguous()
+    out = torch.empty(wide.shape[0], wide.shape[1] // 2)
+    _silu_mul(wide.numpy(), out.numpy())
+    return out.to(gate_up.dtype)

@@ -1,0 +1,112 @@
+"""The parts of a decoder layer: RMSNorm, SwiGLU MLP, grouped-query attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from baton.models.config import ModelConfig
+from baton.models.cpu_kernels import silu_mul
+from baton.models.linear import Build, Linear, PackedLinear
+from baton.models.rotary import rotate
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayerSpec:
+    """What one attention layer keeps per token. `window`: key j is visible to query i iff i - window < j <= i."""
+
+    num_kv_heads: int
+    head_dim: int
+    window: int | None
+
+
+class Attend(Protocol):
+    """Given by the runner for one forward: writes k and v to the paged cache, then attends causally.
+
+    q [T, H, D], k and v [T, G, D] (G key-value heads), `scale` on the dot products; returns [T, H, D].
+    """
+
+    def __call__(self, layer_id: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float) -> Tensor:
+    ...
+
+
+class RMSNorm(nn.Module):
+    """Root mean square norm over the last dimension (Zhang & Sennrich, 2019), rounded exactly as Hugging Face does:
+    float32 inside, back to the input's dtype, then the weight."""
+
+    def __init__(self, size: int, eps: float, build: Build) -> None:
+        super().__init__()
+        self.weight = build.empty(size)
+        self._eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self._eps)
+        return self.weight * wide.to(x.dtype)
+
+
+class MLP(nn.Module):
+    """SwiGLU (Shazeer, 2020): down(silu(gate(x)) * up(x)), [T, E] -> [T, E]."""
+
+    def __init__(self, hidden: int, intermediate: int, bias: bool, build: Build) -> None:
+        super().__init__()
+        self.gate_up_proj = PackedLinear(
+            hidden, {"gate_proj": intermediate, "up_proj": intermediate}, build, bias
+        )
+        self.down_proj = Linear(intermediate, hidden, build, bias)
+        # Only the CPU's elementwise loops depend on the number of rows; a GPU's treat every element alike.
+        self._own_silu = build.batch_invariant and build.device.type == "cpu"
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate_up = self.gate_up_proj(x)
+        if self._own_silu:
+            return self.down_proj(silu_mul(gate_up))  # type: ignore[no-any-return]
+        gate, up = gate_up.chunk(2, dim=-1)
+        return self.down_proj(F.silu(gate) * up)  # type: ignore[no-any-return]
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary positions; the cache and the softmax are `attend`'s business.
+
+    `in_features` differs from the hidden size only in a drafter that is fed embedding and features side by
+    side.
+    """
+
+    def __init__(self, config: ModelConfig, layer_id: int, build: Build, in_features: int | None = None) ->
+    None: super().__init__() self._layer_id, self._head_dim = layer_id, config.head_dim self._heads,
+    self._kv_heads = config.num_heads, config.num_kv_heads self._scale = config.head_dim**-0.5 q_size,
+    kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim parts = {"q_proj":
+    q_size, "k_proj": kv_size, "v_proj": kv_size} self.qkv_proj = PackedLinear(in_features or
+    config.hidden_size, parts, build, config.qkv_bias) self.o_proj = Linear(q_size, config.hidden_size,
+    build, config.o_bias) self.q_norm = RMSNorm(config.head_dim, config.rms_eps, build) if config.qk_norm
+    else None self.k_norm = RMSNorm(config.head_dim, config.rms_eps, build) if config.qk_norm else None
+
+    def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        heads = self.qkv_proj(x).view(x.shape[0], self._heads + 2 * self._kv_heads, self._head_dim)
+        qk, v = heads.split((self._heads + self._kv_heads, self._kv_heads), dim=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = qk.split((self._heads, self._kv_heads), dim=1)
+            qk = torch.cat((self.q_norm(q), self.k_norm(k)), dim=1)
+        q, k = rotate(qk, *cos_sin).split((self._heads, self._kv_heads), dim=1)
+        out = attend(self._layer_id, q, k, v, self._scale)
+        return self.o_proj(out.reshape(x.shape[0], -1))  # type: ignore[no-any-return]
+
+
+class DecoderLayer(nn.Module):
+    """Pre-norm residual layer: x + attention(norm(x)), then + MLP(norm(.)). [T, E] -> [T, E]."""
+
+    def __init__(self, config: ModelConfig, layer_id: int, build: Build, input_norm: bool = True) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_eps, build) if input_norm else None
+        self.self_attn = Attention(config, layer_id, build)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_eps, build)
+        self.mlp = MLP(config.hidden_size, config.intermediate_size, config.mlp_bias, build)
+
+    def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        normed = x if self.input_layernorm is None else self.input_layernorm(x)
+        x = x + self.self_attn(normed, cos_sin, attend)
+        return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]

@@ -1,0 +1,184 @@
+"""Hugging Face checkpoint directories: config.json and safetensors, sharded or not. Never pickle.
+
+Whatever is wrong with a directory ends in one `CheckpointError` of one line that names the file, tensor or
+field.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from baton.errors import CheckpointError
+from baton.models.base import CausalLM
+from baton.models.config import RawConfig, get_dtype
+from baton.models.linear import Build, PackedLinear
+from baton.models.registry import model_class
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+# Written by other tools, without influence on any result.
+_CONFIG_NOISE = ("_name_or_path", "transformers_version", "use_cache")
+_READ_SIZE = 1 << 22
+
+Rename = Callable[[str], str | None]
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """A JSON object from a file of a checkpoint. Raises `CheckpointError` naming the file."""
+    try:
+        value = json.loads(file.read_bytes())
+    except FileNotFoundError:
+        raise CheckpointError(f"{file}: no such file") from None
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise CheckpointError(f"{file}: not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{file}: expected a JSON object, found {type(value).__name__}")
+    return value
+
+
+def read_config(path: str | Path) -> dict[str, Any]:
+    """`config.json` of the checkpoint directory `path`."""
+    directory = Path(path)
+    if not directory.is_dir():
+        raise CheckpointError(f"{directory}: no such checkpoint directory")
+    return read_json(directory / "config.json")
+
+
+def weight_files(path: str | Path) -> list[Path]:
+    """The safetensors files of a checkpoint directory, sorted by name; each of them exists."""
+    directory = Path(path)
+    index = directory / _INDEX
+    if index.is_file():
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise CheckpointError(f"{index}: weight_map is missing or empty")
+        names = sorted({str(name) for name in weight_map.values()})
+        if any(Path(name).name != name for name in names):
+            raise CheckpointError(f"{index}: weight_map names a file outside the checkpoint directory")
+    else:
+        names = [_SINGLE]
+    for name in names:
+        if not (directory / name).is_file():
+            pickled = sorted(p.name for p in directory.glob("*.bin")) if name == _SINGLE else []
+            if pickled:
+                raise CheckpointError(
+                    f"{directory / pickled[0]}: pickle checkpoints are refused, convert it to {_SINGLE}"
+                )
+            raise CheckpointError(f"{directory / name}: no such weight file")
+    return [directory / name for name in names]
+
+
+def tensor_names(path: str | Path) -> set[str]:
+    """The names of all tensors of a checkpoint directory, from the headers of its files."""
+    names: set[str] = set()
+    for file in weight_files(path):
+        with _open(file) as tensors:
+            names.update(tensors.keys())
+    return names
+
+
+def _open(file: Path) -> Any:
+    try:
+        return safe_open(file, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{file}: truncated or not a safetensors file ({error})") from None
+
+
+def weight_table(module: nn.Module) -> dict[str, Tensor]:
+    """Checkpoint name -> tensor to fill, for every parameter and buffer; packed linears appear as their parts."""
+    table: dict[str, Tensor] = {}
+    packed = {name: m for name, m in module.named_modules() if isinstance(m, PackedLinear)}
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        owner, _, kind = name.rpartition(".")
+        if owner not in packed:
+            table[name] = tensor
+            continue
+        parent, start = owner.rpartition(".")[0], 0
+        for part, rows in packed[owner].parts.items():
+            table[".".join(filter(None, (parent, part, kind)))] = tensor[start : start + rows]
+            start += rows
+    return table
+
+
+def fill(module: nn.Module, path: str | Path, rename: Rename) -> None:
+    """Copy the checkpoint's tensors into `module`, casting to its dtypes.
+
+    `rename` maps a tensor's name to the module's, or None for one to leave out. Every tensor must have a
+    place of its own shape and every place a tensor, else `CheckpointError` names it.
+    """
+    table = weight_table(module)
+    missing = set(table)
+    for file in weight_files(path):
+        with _open(file) as tensors:
+            for stored in tensors.keys():  # noqa: SIM118 - a file handle, not a dict
+                name = rename(stored)
+                if name is None:
+                    continue
+                if name not in table:
+                    raise CheckpointError(f"{file}: unexpected tensor {stored}")
+                found, wanted = tuple(tensors.get_slice(stored).get_shape()), tuple(table[name].shape)
+                if found != wanted:
+                    raise CheckpointError(
+                        f"{file}: tensor {stored} has shape {list(found)}, expected {list(wanted)}"
+                    )
+                with torch.no_grad():
+                    table[name].copy_(tensors.get_tensor(stored))
+                missing.discard(name)
+    if missing:
+        first = ", ".join(sorted(missing)[:3])
+        rest = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise CheckpointError(f"{path}: missing tensor {first}{rest}")
+
+
+def resolve_dtype(dtype: torch.dtype | str, raw: RawConfig) -> torch.dtype:
+    """`dtype` itself, by name, or for "auto" what config.json says."""
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    return get_dtype(raw if dtype == "auto" else {"dtype": dtype})
+
+
+def load_model(
+    path: str | Path,
+    dtype: torch.dtype | str = "auto",
+    device: torch.device | str = "cpu",
+    batch_invariant: bool = False,
+) -> CausalLM:
+    """Build the model of a checkpoint directory and fill it. Raises `CheckpointError` for anything wrong with it."""
+    raw = read_config(path)
+    cls = model_class(raw.get("model_type"))
+    weight_files(path)
+    config = cls.parse_config(raw)
+    model = cls(config, Build(resolve_dtype(dtype, raw), torch.device(device), batch_invariant))
+
+    def rename(name: str) -> str | None:
+        tied = name == "lm_head.weight" and config.tie_word_embeddings
+        return None if tied or name.endswith("rotary_emb.inv_freq") else name
+
+    fill(model, path, rename)
+    return model.eval()
+
+
+def fingerprint(path: str | Path) -> str:
+    """128-bit hex digest of a checkpoint's config and weights: equal where every result must be equal.
+
+    BLAKE2b over canonical JSON of the config (less fields that other tools write for the record) and the
+    bytes of each weight file. Nothing is cached: the directory may change between calls.
+    """
+    raw = {key: value for key, value in read_config(path).items() if key not in _CONFIG_NOISE}
+    digest = hashlib.blake2b(json.dumps(raw, sort_keys=True).encode(), digest_size=16)
+    for file in weight_files(path):
+        digest.update(f"\0{file.name}\0{file.stat().st_size}\0".encode())
+        with file.open("rb") as stream:
+            while chunk := stream.read(_READ_SIZE):
+                digest.update(chunk)
+    return digest.hexdigest()

@@ -1,0 +1,15 @@
+"""Qwen3 (`model_type` qwen3): RMSNorm on each query and key head, head size independent of the hidden size."""
+
+from __future__ import annotations
+
+from baton.models.base import CausalLM
+from baton.models.config import ModelConfig, RawConfig, decoder_fields, get_bool, layer_windows
+
+
+class Qwen3(CausalLM):
+    @classmethod
+    def parse_config(cls, raw: RawConfig) -> ModelConfig:
+        bias = get_bool(raw, "attention_bias")
+        fields = decoder_fields(raw, max_position_default=32768, head_dim_default=128)
+        fields["windows"] = layer_windows(raw, fields["num_layers"], max_window_layers_default=28)
+        return ModelConfig(**fields, qkv_bias=bias, o_bias=bias, qk_norm=True)

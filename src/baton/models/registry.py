@@ -1,0 +1,23 @@
+"""Architectures by `model_type`, imported only when a checkpoint asks for one."""
+
+from __future__ import annotations
+
+import importlib
+
+from baton.errors import CheckpointError
+from baton.models.base import CausalLM
+
+MODELS = {
+    "llama": "baton.models.llama:Llama",
+    "mistral": "baton.models.mistral:Mistral",
+    "qwen2": "baton.models.qwen2:Qwen2",
+    "qwen3": "baton.models.qwen3:Qwen3",
+}
+
+
+def model_class(model_type: object) -> type[CausalLM]:
+    """The class of a `model_type`. Raises `CheckpointError` naming an unknown one."""
+    if not isinstance(model_type, str) or model_type not in MODELS: raise CheckpointError(f"config.json:
+    model_type is {model_type!r}, expected one of {', '.join(MODELS)}") module, _, name =
+    MODELS[model_type].partition(":") found: type[CausalLM] = getattr(importlib.import_module(module), name)
+    return found

@@ -1,0 +1,136 @@
+"""Rotary position embedding (Su et al., 2021, https://arxiv.org/abs/2104.09864) with the usual frequency scalings.
+
+Conventions are those of Hugging Face: the head is split in two halves and rotated as (x1, x2) -> (x1 cos -
+x2 sin, x2 cos + x1 sin), products in the model's dtype. Tables are made on the host in float64 from float32
+angles, so a position's row depends neither on the table's length nor on the machine's vector width: two
+engines that grew their tables differently still agree to the bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from baton.errors import CheckpointError
+from baton.models.config import RopeSpec
+
+_FIRST_ROWS = 4096
+
+Frequencies = tuple[Tensor, float]  # inverse frequencies float32 [D/2], factor on cos and sin
+
+
+def _base(theta: float, dim: int) -> Tensor:
+    return 1.0 / (theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
+
+
+def _default(spec: RopeSpec, dim: int) -> Frequencies:
+    return _base(spec.theta, dim), 1.0
+
+
+def _linear(spec: RopeSpec, dim: int) -> Frequencies:
+    return _base(spec.theta, dim) / _need(spec, "factor"), 1.0
+
+
+def _llama3(spec: RopeSpec, dim: int) -> Frequencies:
+    """Llama 3.1: long wavelengths are divided by `factor`, short ones kept, those between blended."""
+    factor, old_length = _need(spec, "factor"), spec.params["original_max_position_embeddings"]
+    low, high = _need(spec, "low_freq_factor"), _need(spec, "high_freq_factor")
+    freq = _base(spec.theta, dim)
+    wavelength = 2 * math.pi / freq
+    blend = (old_length / wavelength - low) / (high - low)
+    blended = (1 - blend) * (freq / factor) + blend * freq
+    is_long, is_short = wavelength > old_length / low, wavelength < old_length / high
+    return torch.where(is_long, freq / factor, torch.where(is_short, freq, blended)), 1.0
+
+
+def _yarn(spec: RopeSpec, dim: int) -> Frequencies:
+    """YaRN (Peng et al., 2023, https://arxiv.org/abs/2309.00071), NTK-by-parts with the attention factor."""
+    factor, old_length = _need(spec, "factor"), spec.params["original_max_position_embeddings"]
+
+    def dimension_of(rotations: float) -> float:
+        return dim * math.log(old_length / (rotations * 2 * math.pi)) / (2 * math.log(spec.theta))
+
+    low = dimension_of(spec.params.get("beta_fast") or 32.0)
+    high = dimension_of(spec.params.get("beta_slow") or 1.0)
+    if spec.params.get("truncate", 1.0):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    span = (high - low) or 0.001
+    ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / span).clamp(0, 1)
+    freq = _base(spec.theta, dim)
+    return (freq / factor) * ramp + freq * (1 - ramp), _yarn_attention_factor(spec.params, factor)
+
+
+def _yarn_attention_factor(params: Mapping[str, float], factor: float) -> float:
+    def mscale(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    if params.get("attention_factor"):
+        return params["attention_factor"]
+    if params.get("mscale") and params.get("mscale_all_dim"):
+        return mscale(params["mscale"]) / mscale(params["mscale_all_dim"])
+    return mscale(1.0)
+
+
+_KINDS: dict[str, Callable[[RopeSpec, int], Frequencies]] = {
+    "default": _default,
+    "linear": _linear,
+    "llama3": _llama3,
+    "yarn": _yarn,
+}
+
+
+def _need(spec: RopeSpec, name: str) -> float:
+    if name not in spec.params:
+        raise CheckpointError(f"config.json: rope_parameters.{name} is missing for rope_type {spec.kind!r}")
+    return spec.params[name]
+
+
+class Rotary:
+    """cos/sin tables of one rotary embedding, grown on demand; shared by all layers of a model.
+
+    Raises `CheckpointError` for a rope type that is not supported, naming it.
+    """
+
+    def __init__(
+        self, spec: RopeSpec, head_dim: int, max_position: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        if spec.kind not in _KINDS:
+            raise CheckpointError(
+                f"config.json: rope_parameters.rope_type is {spec.kind!r}, expected one of {', '.join(_KINDS)}"
+            )
+        frequencies, self._factor = _KINDS[spec.kind](spec, head_dim)
+        self._frequencies = frequencies.numpy().astype(np.float32)
+        self._max_position, self._dtype, self._device = max_position, dtype, device
+        self._cos = self._sin = torch.empty(0)
+        self._rows = 0
+        self._grow(min(_FIRST_ROWS, max_position))
+
+    def _grow(self, rows: int) -> None:
+        angles = np.arange(rows, dtype=np.float32)[:, None] * self._frequencies[None, :]
+        wide = angles.astype(np.float64)
+
+        def table(values: np.ndarray) -> Tensor:
+            narrow = torch.from_numpy((values.astype(np.float32) * np.float32(self._factor)))
+            return narrow.to(self._dtype).to(self._device)
+
+        self._cos, self._sin, self._rows = table(np.cos(wide)), table(np.sin(wide)), rows
+
+    def at(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
+        """(cos, sin) at int64 positions [T], each [T, 1, D/2] in the model's dtype."""
+        # The largest position is only looked at while the table can be too short: it costs a sync on a GPU.
+        if self._rows < self._max_position and positions_T.numel():
+            needed = int(positions_T.max()) + 1
+            if needed > self._rows:
+                self._grow(min(max(needed, 2 * self._rows), max(self._max_position, needed)))
+        return self._cos[positions_T].unsqueeze(1), self._sin[positions_T].unsqueeze(1)
+
+
+def rotate(x_THD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate heads [T, H, D] by (cos, sin) of `Rotary.at`; returns a new contiguous tensor."""
+    first, second = x_THD.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

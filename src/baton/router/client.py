@@ -1,0 +1,107 @@
+"""HTTP client of one engine's `/inference/v1`. Every failure comes out as a Baton error."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import TypeVar
+
+import aiohttp
+import msgspec
+
+from baton.errors import BatonError, EngineUnavailableError, ProtocolError, RequestError
+from baton.wire import EngineInfo, EngineLoad, GenerateRequest, TokenChunk
+
+_ASK_TIMEOUT = aiohttp.ClientTimeout(total=3.0)
+# A leg may wait long for its turn; a dead engine shows as a closed connection, not as silence.
+_LEG_TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=3.0)
+_MAX_LINE_BYTES = 2**20
+_MAX_ASK_BYTES = 2**20
+
+T = TypeVar("T")
+
+
+def new_session() -> aiohttp.ClientSession:
+    """Return a session for `EngineClient`s: unlimited connections, no cookies, room for long lines."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=30),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        read_bufsize=_MAX_LINE_BYTES,
+        trust_env=False,
+    )
+
+
+class EngineClient:
+    """Talks to the engine at one base URL."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
+        self._session = session
+        self.url = url
+
+    async def info(self) -> EngineInfo:
+        """Return the engine's identity. Raises `EngineUnavailableError` or `ProtocolError`."""
+        return await self._ask("/inference/v1/info", EngineInfo)
+
+    async def load(self) -> EngineLoad:
+        """Return the engine's load. Raises `EngineUnavailableError` or `ProtocolError`."""
+        return await self._ask("/inference/v1/load", EngineLoad)
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
+        """Yield one leg's chunks; closing the generator closes the connection, which aborts the leg.
+
+        Raises `RequestError` (refused for good) or `EngineUnavailableError` (the engine cannot be reached,
+        does not take this attempt, or went away in mid-stream).
+        """
+        try:
+            async with self._session.post(
+                f"{self.url}/inference/v1/generate",
+                data=msgspec.json.encode(request),
+                headers={"Content-Type": "application/json"},
+                timeout=_LEG_TIMEOUT,
+                allow_redirects=False,
+            ) as response:
+                if response.status != 200:
+                    raise _refusal(self.url, response.status, await response.content.read(2**16))
+                async for line in response.content:
+                    if not line.endswith(b"\n"):
+                        raise EngineUnavailableError(f"engine {self.url} went away in mid-stream")
+                    chunk = msgspec.json.decode(line, type=TokenChunk)
+                    if chunk.finish_reason is not None:
+                        # Reading the end that follows keeps the connection for the next request.
+                        await response.content.read()
+                    yield chunk
+        except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
+            raise EngineUnavailableError(f"engine {self.url}: {_describe(error)}") from None
+        except (msgspec.DecodeError, ValueError) as error:
+            raise ProtocolError(f"engine {self.url} sent a malformed chunk: {error}") from None
+
+    async def _ask(self, path: str, kind: type[T]) -> T:
+        try:
+            async with self._session.get(
+                self.url + path, timeout=_ASK_TIMEOUT, allow_redirects=False
+            ) as response:
+                body = await response.content.read(_MAX_ASK_BYTES)
+                if response.status != 200:
+                    raise EngineUnavailableError(f"engine {self.url}: HTTP {response.status} from {path}")
+        except (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError) as error:
+            raise EngineUnavailableError(f"engine {self.url}: {_describe(error)}") from None
+        try:
+            return msgspec.json.decode(body, type=kind)
+        except msgspec.DecodeError as error:
+            raise ProtocolError(f"{self.url} is not a Baton engine: {error}") from None
+
+
+def _refusal(url: str, status: int, body: bytes) -> BatonError:
+    message, param = f"HTTP {status}", None
+    try:
+        fields = msgspec.json.decode(body, type=dict[str, dict[str, str | None]])["error"]
+        message, param = fields.get("message") or message, fields.get("param")
+    except (msgspec.DecodeError, KeyError):
+        pass  # not one of our error bodies: the status says enough
+    if status == 400:
+        return RequestError(message, param)
+    return EngineUnavailableError(f"engine {url}: {message}")
+
+
+def _describe(error: Exception) -> str:
+    return str(error) or type(error).__name__

@@ -1,0 +1,203 @@
+"""The engines behind a router: who they are, whether they answer, and who is chosen next."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+from urllib.parse import urlsplit
+
+import aiohttp
+import msgspec
+
+from baton.errors import (
+    BatonError,
+    ConfigError,
+    EngineUnavailableError,
+    IncompatiblePeerError,
+    ProtocolError,
+    RequestError,
+)
+from baton.openai import ServedModel
+from baton.router.client import EngineClient
+from baton.text import Tokenizer
+from baton.wire import EngineInfo
+
+logger = logging.getLogger(__name__)
+
+Role = Literal["both", "prefill", "decode"]
+Policy = Literal["round_robin", "least_loaded"]
+CHECK_INTERVAL_S = 1.0
+
+
+@dataclass(slots=True, eq=False)
+class Instance:
+    """One engine. `num_inflight` counts this router's legs on it; `problem` says why it is not used."""
+
+    client: EngineClient
+    role: Role
+    info: EngineInfo | None = None
+    problem: str | None = "not reached yet"
+    num_inflight: int = 0
+    order: int = 0
+
+    @property
+    def url(self) -> str:
+        """Base URL, which is also the instance's identity."""
+        return self.client.url
+
+    @property
+    def healthy(self) -> bool:
+        """Whether requests may be sent to it."""
+        return self.problem is None and self.info is not None
+
+    @contextlib.contextmanager
+    def leg(self) -> Iterator[None]:
+        """Count one leg while it runs."""
+        self.num_inflight += 1
+        try:
+            yield
+        finally:
+            self.num_inflight -= 1
+
+
+class EnginePool:
+    """The router's instances. One event loop; nothing here waits but `add`, `refresh` and `watch`."""
+
+    def __init__(
+        self, session: aiohttp.ClientSession, policy: Policy = "round_robin", tokenizer_dir: str | None = None
+    ) -> None:
+        """`tokenizer_dir` None takes the tokenizer from the engines' own checkpoint directory."""
+        self._session = session
+        self._policy = policy
+        self._tokenizer_dir = tokenizer_dir
+        self._instances: dict[str, Instance] = {}
+        self._turn = 0
+        self._model: ServedModel | None = None
+
+    @property
+    def instances(self) -> list[Instance]:
+        """All instances, in the order in which they joined."""
+        return list(self._instances.values())
+
+    def model(self) -> ServedModel:
+        """Return the model all instances serve. Raises `EngineUnavailableError` while none has been reached."""
+        if self._model is None:
+            raise EngineUnavailableError("no engine has been reached yet")
+        return self._model
+
+    async def add(self, url: str, role: Role) -> Instance:
+        """Let an engine join; one that does not answer yet is asked again by `watch`.
+
+        Raises `RequestError` for a bad URL or another role than the engine's own, `IncompatiblePeerError` for
+        another model or drafter than the other engines have.
+        """
+        url = _checked_url(url)
+        if url in self._instances:
+            raise RequestError(f"{url} is already an instance", "url")
+        instance = Instance(EngineClient(self._session, url), role)
+        try:
+            await self._identify(instance)
+        except EngineUnavailableError as error:
+            instance.problem = str(error)
+        if url in self._instances:  # it joined twice while we asked
+            raise RequestError(f"{url} is already an instance", "url")
+        self._instances[url] = instance
+        return instance
+
+    def remove(self, url: str) -> Instance:
+        """Let an engine leave: it gets no new requests, those that run end as they would have. `RequestError`."""
+        instance = self._instances.pop(_checked_url(url), None)
+        if instance is None:
+            raise RequestError(f"{url} is not an instance", "url")
+        return instance
+
+    def pick(self, role: Role, avoid: Sequence[Instance] = ()) -> Instance | None:
+        """Return the instance of `role` whose turn it is, or None; those in `avoid` only when there is no other."""
+        usable = [i for i in self._instances.values() if i.role == role and i.healthy]
+        usable = [i for i in usable if i not in avoid] or usable
+        if not usable:
+            return None
+        self._turn += 1
+        if self._policy == "least_loaded":
+            chosen = min(usable, key=lambda i: (i.num_inflight, i.order))
+        else:
+            chosen = min(usable, key=lambda i: i.order)
+        chosen.order = self._turn  # equal loads take turns
+        return chosen
+
+    async def refresh(self, instance: Instance) -> None:
+        """Ask an engine again who it is, after it failed or restarted."""
+        try:
+            await self._identify(instance)
+        except BatonError as error:
+            if instance.problem != str(error):
+                logger.warning("engine %s: %s", instance.url, error)
+            instance.problem = str(error)
+
+    async def watch(self) -> None:
+        """Refresh all instances, for ever."""
+        while True:
+            await asyncio.gather(*(self.refresh(instance) for instance in self.instances))
+            await asyncio.sleep(CHECK_INTERVAL_S)
+
+    async def _identify(self, instance: Instance) -> None:
+        info = await instance.client.info()
+        if info.role != instance.role:
+            raise RequestError(f"{instance.url} has role {info.role!r}, not {instance.role!r}", "role")
+        if instance.role != "both" and info.control_address is None:
+            raise ProtocolError(f"{instance.url} has role {info.role!r} but no control address")
+        self._check_same_model(instance, info)
+        if self._model is None:
+            directory = self._tokenizer_dir or info.model_path
+            try:
+                tokenizer = await asyncio.get_running_loop().run_in_executor(None, Tokenizer.load, directory)
+            except BatonError as error:
+                raise ConfigError("tokenizer", f"{error}; name its directory with --tokenizer") from None
+            if self._model is None:
+                self._model = ServedModel(
+                    info.model, tokenizer, info.max_model_len, info.vocab_size, info.num_speculative_tokens
+                )
+        instance.info, instance.problem = info, None
+
+    def _check_same_model(self, instance: Instance, info: EngineInfo) -> None:
+        for other in self.instances:
+            if other is instance or other.info is None or other.problem is not None:
+                continue
+            different = {
+                name: (theirs, mine)
+                for name in ("model", "vocab_size", "max_model_len", "num_speculative_tokens", "fingerprint")
+                if (theirs := getattr(other.info, name)) != (mine := getattr(info, name))
+            }
+            if "fingerprint" in different:
+                different |= _fields_of(*different.pop("fingerprint"))
+            if different:
+                raise IncompatiblePeerError(different)
+        known = self._model
+        if known is not None and (known.name, known.vocab_size) != (info.model, info.vocab_size):
+            raise IncompatiblePeerError({"model": (known.name, info.model)})
+
+
+def _fields_of(theirs: str, mine: str) -> dict[str, tuple[object, object]]:
+    """Return the fields in which two fingerprints differ, where they are JSON objects; else both whole."""
+    try:
+        first = msgspec.json.decode(theirs, type=dict[str, object])
+        second = msgspec.json.decode(mine, type=dict[str, object])
+    except msgspec.DecodeError:
+        return {"fingerprint": (theirs, mine)}
+    names = sorted(first.keys() | second.keys())
+    return {n: (first.get(n), second.get(n)) for n in names if first.get(n) != second.get(n)}
+
+
+def _checked_url(url: str) -> str:
+    try:
+        parts = urlsplit(url)
+        usable = parts.scheme in ("http", "https") and parts.hostname is not None and parts.port != 0
+    except ValueError:
+        usable = False
+    if not usable or parts.query or parts.fragment or parts.path not in ("", "/") or "@" in parts.netloc:
+        raise RequestError(f"{url!r} is not a base URL such as http://127.0.0.1:8100", "url")
+    return f"{parts.scheme}://{parts.netloc}"

@@ -1,0 +1,175 @@
+"""The aiohttp app of one engine.
+
+`POST /inference/v1/generate` takes a `GenerateRequest` as JSON and answers with one `TokenChunk` per line,
+each sent as its step ends. It speaks in token ids, because a stop string may span two engines and only the
+front door sees both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from typing import Protocol
+
+import msgspec
+from aiohttp import web
+
+from baton.errors import RequestError
+from baton.openai import FrontMetrics, OpenAIService, ServedModel
+from baton.openai.backend import KVMode
+from baton.openai.errors import to_api_error
+from baton.openai.http import add_openai_routes, json_response, new_app
+from baton.openai.metrics import Row, RowCollector
+from baton.text import Tokenizer
+from baton.wire import EngineInfo, EngineLoad, GenerateRequest, TokenChunk
+
+NDJSON = "application/x-ndjson"
+
+
+class EngineMetricRows(Protocol):
+    """An engine's own counters, as plain rows."""
+
+    def collect_rows(self) -> Iterable[Row]:
+        """Return `(name, type, help, labels, value)` rows as of now."""
+        ...
+
+
+class Engine(Protocol):
+    """What the server needs of `baton.engine.async_engine.AsyncEngine`."""
+
+    info: EngineInfo
+
+    def start(self) -> None:
+        """Load and begin to step."""
+        ...
+
+    def close(self) -> None:
+        """End all requests and free everything."""
+        ...
+
+    def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
+        """Yield chunks; closing aborts."""
+        ...
+
+    def load(self) -> EngineLoad:
+        """Return the load now."""
+        ...
+
+    def metrics(self) -> EngineMetricRows:
+        """Return the engine's counters."""
+        ...
+
+
+class EngineBackend:
+    """One engine as the backend of the OpenAI API."""
+
+    allows_kv_mode = False
+
+    def __init__(self, engine: Engine, tokenizer: Tokenizer) -> None:
+        info = engine.info
+        self._engine = engine
+        self._model = ServedModel(
+            info.model, tokenizer, info.max_model_len, info.vocab_size, info.num_speculative_tokens
+        )
+
+    def model(self) -> ServedModel:
+        """Return the engine's model. Raises `RequestError` when the engine only serves legs of handoffs."""
+        role = self._engine.info.role
+        if role != "both":
+            raise RequestError(f"this engine's role is {role!r}: send API requests to the router")
+        return self._model
+
+    async def generate(
+        self, request: GenerateRequest, kv_mode: KVMode | None = None
+    ) -> AsyncGenerator[TokenChunk, None]:
+        """Yield the engine's chunks; see `Backend.generate`."""
+        async with closing(self._engine.generate(request)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+
+def build_app(engine: Engine, tokenizer: Tokenizer) -> web.Application:
+    """Return the app of a started engine. Closing the engine is left to the caller."""
+    metrics = FrontMetrics()
+    metrics.registry.register(RowCollector(lambda: engine.metrics().collect_rows()))
+    app = new_app(metrics)
+    add_openai_routes(app, OpenAIService(EngineBackend(engine, tokenizer), metrics))
+
+    async def generate(request: web.Request) -> web.StreamResponse:
+        return await _generate(engine, metrics, request)
+
+    async def info(request: web.Request) -> web.StreamResponse:
+        return json_response(engine.info)
+
+    async def load(request: web.Request) -> web.StreamResponse:
+        return json_response(engine.load())
+
+    async def health(request: web.Request) -> web.StreamResponse:
+        engine.load()  # raises when the engine is down
+        return web.Response()
+
+    app.router.add_post("/inference/v1/generate", generate)
+    app.router.add_get("/inference/v1/info", info)
+    app.router.add_get("/inference/v1/load", load)
+    app.router.add_get("/health", health)
+    return app
+
+
+async def _generate(engine: Engine, metrics: FrontMetrics, request: web.Request) -> web.StreamResponse:
+    try:
+        wire = msgspec.json.decode(await request.read(), type=GenerateRequest)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RequestError(f"the body is not a GenerateRequest: {error}") from None
+    _check(wire, engine.info)
+    response: web.StreamResponse | None = None
+    timer = metrics.sequence(len(wire.prompt_token_ids))
+    try:
+        async with closing(engine.generate(wire)) as chunks:
+            async for chunk in chunks:
+                if response is None:
+                    # Not before the first chunk: a refusal must still be able to set the HTTP status.
+                    response = web.StreamResponse(headers={"Content-Type": NDJSON})
+                    await response.prepare(request)
+                timer.tokens(len(chunk.token_ids), chunk.accepted)
+                await response.write(msgspec.json.encode(chunk) + b"\n")
+    except ConnectionResetError:
+        raise
+    except Exception as error:
+        if response is None:
+            raise
+        api_error = to_api_error(error)
+        chunk = TokenChunk(
+            request_id=wire.request_id,
+            finish_reason="error",
+            error=f"{api_error.code or 'engine_error'}: {api_error.message}",
+        )
+        await response.write(msgspec.json.encode(chunk) + b"\n")
+    if response is None:
+        response = web.StreamResponse(headers={"Content-Type": NDJSON})
+        await response.prepare(request)
+    await response.write_eof()
+    return response
+
+
+def _check(wire: GenerateRequest, info: EngineInfo) -> None:
+    """Raise `RequestError` for what must never reach the engine; a router checks too, but is another process."""
+    ids = wire.prompt_token_ids wire.sampling_params.check(info.vocab_size) if not ids or not all(0 <= i <
+    info.vocab_size for i in ids): raise RequestError(f"prompt_token_ids must be non-empty, each in [0,
+    {info.vocab_size})", "prompt_token_ids") if wire.sampling_params.n != 1: raise RequestError("n must be 1
+    here: the front door fans out", "n") num_prompt = len(ids) if wire.num_prompt_tokens is None else
+    wire.num_prompt_tokens if not 1 <= num_prompt <= len(ids): raise RequestError("num_prompt_tokens must be
+    between 1 and the prompt's length", "num_prompt_tokens") if num_prompt + wire.sampling_params.max_tokens
+    > info.max_model_len: raise RequestError( f"prompt and max_tokens together exceed this model's context
+    of {info.max_model_len} tokens", "max_tokens", ) role = wire.handoff.role if wire.handoff is not None
+    else None if info.role != "both" and role != info.role: raise RequestError(f"this engine's role is
+    {info.role!r}, the request's is {role!r}", "handoff")
+
+
+@contextlib.asynccontextmanager
+async def closing(chunks: AsyncIterator[TokenChunk]) -> AsyncGenerator[AsyncIterator[TokenChunk], None]:
+    """Close `chunks` at the end where it can be closed, which aborts the request."""
+    try:
+        yield chunks
+    finally:
+        if isinstance(chunks, AsyncGenerator):
+            await chunks.aclose()

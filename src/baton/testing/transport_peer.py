@@ -1,0 +1,149 @@
+"""The far side of a transport under test: in this process, or in one of its own that obeys lines on stdin.
+
+    python -m baton.testing.transport_peer URI
+
+reads one JSON object a line and answers each with one line. It is passive: it allocates, registers, fills and
+reads its regions, so that what a copy did is seen by the process that owns the memory.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from baton.transports.base import ByteArray, Transport
+from baton.transports.registry import create_transport
+
+
+def pattern(nbytes: int, seed: int) -> ByteArray:
+    """Deterministic bytes `[nbytes]` uint8 that differ between seeds and between offsets."""
+    return np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
+
+
+class FarSide(Protocol):
+    """What the suite asks of the other side."""
+
+    descriptor: bytes
+
+    def fill(self, region: int, seed: int) -> None:
+        """Overwrite a region with `pattern(size, seed)`."""
+        ...
+
+    def read(self, region: int) -> ByteArray:
+        """A copy of a region as its owner sees it."""
+        ...
+
+    def close(self) -> None:
+        """Close its transport in the ordinary way. Idempotent."""
+        ...
+
+    def kill(self) -> bool:
+        """End it with no chance to clean up; False where it shares this process."""
+        ...
+
+
+class NearbyPeer:
+    """A far side in this process."""
+
+    def __init__(self, transport: Transport, sizes: Sequence[int]) -> None:
+        self._transport = transport
+        self._regions = [transport.allocate(f"region {i}", size) for i, size in enumerate(sizes)]
+        self.descriptor = transport.register(self._regions)
+
+    def fill(self, region: int, seed: int) -> None:
+        """See `FarSide.fill`."""
+        self._regions[region][:] = pattern(self._regions[region].size, seed)
+
+    def read(self, region: int) -> ByteArray:
+        """See `FarSide.read`."""
+        return self._regions[region].copy()
+
+    def close(self) -> None:
+        """See `FarSide.close`."""
+        self._transport.close()
+
+    def kill(self) -> bool:
+        """See `FarSide.kill`."""
+        return False
+
+
+class SpawnedPeer:
+    """A far side in a process of its own."""
+
+    def __init__(self, uri: str, sizes: Sequence[int]) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "baton.testing.transport_peer", uri],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            text=True,
+        )
+        self.descriptor = base64.b64decode(self._ask({"do": "open", "sizes": list(sizes)}))
+
+    def _ask(self, request: dict[str, Any]) -> str:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        if not answer:
+            raise AssertionError(f"the peer process died at {request['do']!r}")
+        return answer.strip()
+
+    def fill(self, region: int, seed: int) -> None:
+        """See `FarSide.fill`."""
+        self._ask({"do": "fill", "region": region, "seed": seed})
+
+    def read(self, region: int) -> ByteArray:
+        """See `FarSide.read`."""
+        return np.frombuffer(base64.b64decode(self._ask({"do": "read", "region": region})), dtype=np.uint8)
+
+    def close(self) -> None:
+        """See `FarSide.close`. The process lives until its transport is closed, and ends then."""
+        if self._process.poll() is None:
+            self._ask({"do": "close"})
+        self._reap()
+
+    def kill(self) -> bool:
+        """See `FarSide.kill`."""
+        self._process.kill()
+        self._reap()
+        return True
+
+    def _reap(self) -> None:
+        for stream in (self._process.stdin, self._process.stdout):
+            if stream is not None and not stream.closed:
+                stream.close()
+        self._process.wait()
+
+
+def _serve(uri: str) -> None:
+    transport = create_transport(uri)
+    peer: NearbyPeer | None = None
+    try:
+        for line in sys.stdin:
+            request = json.loads(line)
+            answer = "ok"
+            if request["do"] == "open":
+                peer = NearbyPeer(transport, request["sizes"])
+                answer = base64.b64encode(peer.descriptor).decode()
+            elif request["do"] == "close":
+                transport.close()
+            elif peer is not None and request["do"] == "fill":
+                peer.fill(request["region"], request["seed"])
+            elif peer is not None and request["do"] == "read":
+                answer = base64.b64encode(peer.read(request["region"]).tobytes()).decode()
+            print(answer, flush=True)
+    finally:
+        transport.close()
+
+
+if __name__ == "__main__":
+    _serve(sys.argv[1])

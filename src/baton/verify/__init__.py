@@ -1,0 +1,6 @@
+"""`baton verify`: proves, request by request, that a deployment answers exactly as its reference does."""
+
+from baton.verify.compare import Difference, Report, compare
+from baton.verify.observe import Case, Observed
+
+__all__ = ["Case", "Difference", "Observed", "Report", "compare"]

@@ -1,0 +1,114 @@
+"""Page pool: exclusive states, contiguous runs, and a prefix cache that never serves another prompt's drafter KV."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.errors import CapacityError
+from baton.kv.page_pool import PagePool
+
+
+def fill(pool: PagePool, tokens: list[int]) -> list[int]:
+    pages = pool.allocate(-(-len(tokens) // pool.page_size))
+    pool.cache(tokens, pages, [], len(tokens) - pool.lookahead)
+    return pages
+
+
+def test_null_page_is_never_handed_out() -> None:
+    pool = PagePool(9, 4)
+    assert sorted(pool.allocate(8)) == list(range(1, 9))
+    with pytest.raises(CapacityError):
+        pool.allocate(1)
+
+
+def test_allocation_continues_behind_the_last_page_and_prefers_runs() -> None:
+    pool = PagePool(33, 4)
+    first = pool.allocate(3)
+    second = pool.allocate(2)
+    assert pool.allocate(2, after=second[-1]) == [second[-1] + 1, second[-1] + 2]
+    pool.release(first)
+    # Three free pages at the front do not fit five: a whole run further back does.
+    pages = pool.allocate(5)
+    assert pages == list(range(pages[0], pages[0] + 5))
+
+
+def test_prefix_hit_is_exact_to_the_token() -> None:
+    pool = PagePool(17, 4)
+    tokens = list(range(100, 114))
+    pages = fill(pool, tokens)
+    hit = pool.lookup(tokens, 14)
+    assert hit.num_tokens == 12
+    assert hit.pages == pages[:3]
+    other = [*tokens[:6], 7, 7, 7, 7]
+    partial = pool.lookup(other, 10)
+    assert partial.num_tokens == 6
+    assert partial.pages == pages[:2]
+    assert pool.lookup([1, 2, 3, 4], 4).num_tokens == 0
+
+
+def test_drafter_identity_includes_the_token_after_the_page() -> None:
+    """Entry 3 of a drafter page of 4 depends on token 4: prompts that differ only there share entries 0..2."""
+    pool = PagePool(17, 4, lookahead=1)
+    fill(pool, [1, 2, 3, 4, 5, 6, 7, 8, 9])
+    assert pool.lookup([1, 2, 3, 4, 5, 6, 7, 8, 9], 8).num_tokens == 8
+    assert pool.lookup([1, 2, 3, 4, 99, 6, 7, 8, 9], 8).num_tokens == 3
+    target = PagePool(17, 4)
+    fill(target, [1, 2, 3, 4, 5, 6, 7, 8, 9])
+    assert target.lookup([1, 2, 3, 4, 99, 6, 7, 8, 9], 8).num_tokens == 4
+
+
+def test_quarantined_pages_are_not_reused_until_quiet() -> None:
+    pool = PagePool(5, 4)
+    pages = pool.allocate(4)
+    pool.release(pages, quarantine=True)
+    assert pool.num_quarantined == 4
+    with pytest.raises(CapacityError):
+        pool.allocate(1)
+    pool.leave_quarantine(pages)
+    pool.leave_quarantine(pages)
+    assert pool.num_available == 4
+
+
+def test_eviction_is_least_recently_used_and_forgets_the_hash() -> None:
+    pool = PagePool(5, 2)
+    first = fill(pool, [1, 2, 3, 4])
+    pool.release(first)
+    second = fill(pool, [5, 6, 7, 8])
+    pool.release(second)
+    pool.share(pool.lookup([5, 6], 2).pages)
+    pool.allocate(2)
+    assert pool.lookup([1, 2, 3, 4], 4).num_tokens == 0
+    assert pool.lookup([5, 6, 7, 8], 4).num_tokens == 4
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 7)), max_size=60), st.integers(0, 1))
+def test_every_page_is_in_exactly_one_state(operations: list[tuple[int, int]], lookahead: int) -> None:
+    pool = PagePool(12, 2, lookahead)
+    held: list[list[int]] = []
+    quarantined: list[list[int]] = []
+    for operation, value in operations:
+        if operation == 0 and value <= pool.num_available:
+            held.append(pool.allocate(value))
+        elif operation == 1 and held:
+            pool.release(held.pop(value % len(held)))
+        elif operation == 2 and held:
+            pages = held.pop(value % len(held))
+            alone = [p for p in pages if not any(p in other for other in held)]
+            pool.release(pages, quarantine=True)
+            quarantined.append(alone)
+        elif operation == 3 and quarantined:
+            pool.leave_quarantine(quarantined.pop())
+        elif operation == 4:
+            tokens = [value % 3] * 8
+            hit = pool.lookup(tokens, 6)
+            pool.share(hit.pages)
+            held.append(hit.pages)
+            if held[0]:
+                pool.cache(tokens, held[0], [], 2 * len(held[0]))
+        referenced = {p for pages in held for p in pages}
+        assert pool.num_referenced == len(referenced)
+        total = pool.num_referenced + pool.num_quarantined + pool.num_available
+        assert total == pool.num_pages - 1

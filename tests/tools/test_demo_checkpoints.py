@@ -1,0 +1,119 @@
+"""The committed checkpoints: files, names, shapes, and what their cards promise."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer
+
+from demo_training.corpus import load_corpus
+from demo_training.heads import EAGLE, EAGLE3
+from demo_training.measure import acceptance, held_out_prompts, load_head
+from demo_training.target import load_target
+from demo_training.vocabulary import ASSISTANT_ID, BOS_ID, USER_ID
+
+E, FFN, Q, KV, V, DRAFT_V = 256, 704, 256, 128, 2048, 1024
+
+
+def layer_shapes(prefix: str, input_size: int) -> dict[str, tuple[int, ...]]:
+    return {
+        f"{prefix}.self_attn.q_proj.weight": (Q, input_size),
+        f"{prefix}.self_attn.k_proj.weight": (KV, input_size),
+        f"{prefix}.self_attn.v_proj.weight": (KV, input_size),
+        f"{prefix}.self_attn.o_proj.weight": (E, Q),
+        f"{prefix}.mlp.gate_proj.weight": (FFN, E),
+        f"{prefix}.mlp.up_proj.weight": (FFN, E),
+        f"{prefix}.mlp.down_proj.weight": (E, FFN),
+        f"{prefix}.post_attention_layernorm.weight": (E,),
+    }
+
+
+def test_names_and_shapes_are_those_vllm_loads(models):
+    eagle3 = load_file(models / "baton-demo-eagle3" / "model.safetensors")
+    assert {name: tuple(value.shape) for name, value in eagle3.items()} == {
+        **layer_shapes("midlayer", 2 * E),
+        "midlayer.input_layernorm.weight": (E,),
+        "midlayer.hidden_norm.weight": (E,),
+        "norm.weight": (E,),
+        "fc.weight": (E, 3 * E),
+        "lm_head.weight": (DRAFT_V, E),
+        "d2t": (DRAFT_V,),
+        "t2d": (V,),
+    }
+    eagle = load_file(models / "baton-demo-eagle" / "model.safetensors")
+    assert {name: tuple(value.shape) for name, value in eagle.items()} == {
+        **layer_shapes("layers.0", E),
+        "fc.weight": (E, 2 * E),
+    }
+    kinds = {value.dtype for name, value in (eagle3 | eagle).items() if name not in ("d2t", "t2d")}
+    assert kinds == {torch.bfloat16}
+
+
+def test_draft_vocabulary_maps_agree(models):
+    tensors = load_file(models / "baton-demo-eagle3" / "model.safetensors")
+    assert tensors["d2t"].dtype == torch.int64
+    assert tensors["t2d"].dtype == torch.bool
+    ids = torch.arange(DRAFT_V) + tensors["d2t"]
+    assert torch.equal(tensors["t2d"].nonzero().flatten(), ids)
+
+
+def test_configs_name_their_architectures(models):
+    def config(name):
+        return json.loads((models / f"baton-demo-{name}" / "config.json").read_text())
+
+    target, eagle3, eagle = config("llama"), config("eagle3"), config("eagle")
+    assert target["architectures"] == ["LlamaForCausalLM"]
+    assert eagle3["architectures"] == ["LlamaForCausalLMEagle3"]
+    assert eagle["architectures"] == ["EagleLlamaForCausalLM"]
+    assert eagle3["eagle_aux_hidden_state_layer_ids"] == [1, 2, 3]
+    assert eagle3["draft_vocab_size"] == DRAFT_V
+    shared = (
+        "hidden_size",
+        "head_dim",
+        "vocab_size",
+        "rope_theta",
+        "max_position_embeddings",
+        "eos_token_id",
+    )
+    for head in (eagle3, eagle):
+        assert [head[key] for key in shared] == [target[key] for key in shared]
+
+
+def test_small_enough_to_commit_and_described(models):
+    files = [path for path in models.rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) < 16e6
+    assert {path.parent.name for path in files if path.name == "README.md"} == {
+        "baton-demo-llama",
+        "baton-demo-eagle3",
+        "baton-demo-eagle",
+    }
+
+
+def test_chat_template_renders_and_encodes_with_one_bos(models):
+    tokenizer = AutoTokenizer.from_pretrained(models / "baton-demo-llama")
+    messages = [
+        {"role": "user", "content": "Explain yield."},
+        {"role": "assistant", "content": "It yields."},
+        {"role": "user", "content": "More."},
+    ]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert text == ("<|bos|><|user|>Explain yield.<|assistant|>It yields.<|eos|><|user|>More.<|assistant|>")
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert ids[:2] == [BOS_ID, USER_ID]
+    assert ids[-1] == ASSISTANT_ID
+    assert ids.count(BOS_ID) == 1
+    assert tokenizer("plain")["input_ids"][0] == BOS_ID
+
+
+@pytest.mark.parametrize(("kind", "least"), [(EAGLE3, 0.55), (EAGLE, 0.5)])
+def test_drafts_are_accepted_on_held_out_prompts(models, kind, least):
+    target = load_target(models / "baton-demo-llama")
+    head = load_head(models / f"baton-demo-{kind}", kind, target.config)
+    tokenizer = Tokenizer.from_file(str(models / "baton-demo-llama" / "tokenizer.json"))
+    prompts = held_out_prompts(load_corpus().held_out, tokenizer, 12)
+    measured = acceptance(head, target, prompts, 48)
+    assert measured.rounds > 100
+    assert measured.rates[0] >= least
+    assert list(measured.rates) == sorted(measured.rates, reverse=True)

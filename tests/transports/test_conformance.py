@@ -1,0 +1,32 @@
+"""Every transport passes the whole public suite, and the suite finds transports that are broken."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from baton.testing import check_transport
+from baton.transports.registry import create_transport
+from baton.transports.shm import SHM_DIR
+
+
+def own_segments() -> list[str]:
+    return [name for name in os.listdir(SHM_DIR) if name.startswith(f"baton-{os.getpid()}-")]
+
+
+@pytest.mark.parametrize("uri", ["local://", "shm://", "faulty+shm://?fault=delay&delay_s=0.001"])
+def test_one_process(uri: str) -> None:
+    assert len(check_transport(lambda: create_transport(uri))) == 10
+    assert own_segments() == []
+
+
+def test_across_processes() -> None:
+    assert len(check_transport(lambda: create_transport("shm://"), spawn_uri="shm://")) == 10
+    assert own_segments() == []
+
+
+@pytest.mark.parametrize("fault", ["drop", "drop-last-page", "shift-page", "corrupt", "fail"])
+def test_broken_transport_is_found(fault: str) -> None:
+    with pytest.raises(AssertionError, match=r"^copies_exactly: "):
+        check_transport(lambda: create_transport(f"faulty+local://?fault={fault}"))
