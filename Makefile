@@ -25,7 +25,7 @@ lint: $(STAMP)
 	$(BIN)/mypy
 
 bench: $(STAMP)
-	@$(BIN)/python -m baton.bench.all
+	@OMP_NUM_THREADS=1 $(BIN)/python -m baton.bench.all
 
 train: $(STAMP)
 	$(BIN)/python tools/train_demo_models.py

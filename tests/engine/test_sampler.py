@@ -106,10 +106,17 @@ def test_logprobs_are_normalised_and_sorted() -> None:
     assert entry.logprob == dict(entry.top)[3]
 
 
-@pytest.mark.parametrize( ("name", "value"), [ ("max_tokens", -1), ("max_tokens", 0), ("temperature", -0.1),
-("temperature", float("nan")), ("top_p", 0.0), ("top_p", 1.1), ("top_k", -2), ("min_p", 2.0), ("n", 0),
-("seed", -1), ("presence_penalty", 3.0), ("frequency_penalty", -3.0), ("repetition_penalty", 0.0),
-("logprobs", 99), ("logit_bias", {99: 1.0}), ("min_tokens", 99), ("stop", ("",)), ], )  # fmt: skip def
-test_bad_parameters_are_named(name: str, value: object) -> None: with pytest.raises(RequestError) as caught:
-SamplingParams(**{name: value}).check(VOCAB)  # type: ignore[arg-type] assert caught.value.param == name
-assert name in str(caught.value)
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_tokens", -1), ("max_tokens", 0), ("temperature", -0.1), ("temperature", float("nan")), ("top_p", 0.0),
+        ("top_p", 1.1), ("top_k", -2), ("min_p", 2.0), ("n", 0), ("seed", -1), ("presence_penalty", 3.0),
+        ("frequency_penalty", -3.0), ("repetition_penalty", 0.0), ("logprobs", 99), ("logit_bias", {99: 1.0}),
+        ("min_tokens", 99), ("stop", ("",)),
+    ],
+)  # fmt: skip
+def test_bad_parameters_are_named(name: str, value: object) -> None:
+    with pytest.raises(RequestError) as caught:
+        SamplingParams(**{name: value}).check(VOCAB)  # type: ignore[arg-type]
+    assert caught.value.param == name
+    assert name in str(caught.value)

@@ -23,14 +23,17 @@ from baton.engine.attention import AttnBatch, slot_error
 from baton.errors import ConfigError
 from baton.models.cpu_kernels import bf16_to_f32, exp32, jit, jit_contract
 
-_TILE = 64 _ROW_BLOCK = 16 _ZERO = np.float32(0.0) _MINUS_INFINITY = np.float32(-np.inf) # Multiply-adds
-below which starting a second thread costs more than it saves (a few hundred microseconds of work).
+_TILE = 64
+_ROW_BLOCK = 16
+_ZERO = np.float32(0.0)
+_MINUS_INFINITY = np.float32(-np.inf)
+# Multiply-adds below which starting a second thread costs more than it saves.
 _PARALLEL_WORK = 1 << 23
 
 
 @jit
 def _write(kv: Any, layer: int, k: Any, v: Any, positions: Any, query_start: Any, page_table: Any) -> bool:
-    """Store k and v [T, G, D] in their slots. Checks every slot before it writes the first; False: one is bad."""
+    """Store k and v [T, G, D] in their slots. Checks all slots before it writes; False: one is bad."""
     page_size = kv.shape[3]
     for r in range(len(query_start) - 1):
         for row in range(query_start[r], query_start[r + 1]):
@@ -52,48 +55,39 @@ def _write(kv: Any, layer: int, k: Any, v: Any, positions: Any, query_start: Any
     return True
 
 
-@jit def _load_tile_f32(kv: Any, layer: int, head: int, pages: Any, first: int, last: int, keys: Any,
-values: Any) -> bool:
-    """Tokens [first, last) of one tile: keys [D, 64] transposed, values [64, D]. False: a page id is out of range."""
-    page_size, size = kv.shape[3], kv.shape[5]
-    token = first
-    while token < last:
-        column = token // page_size
-        page = pages[column]
-        if page < 0 or page >= kv.shape[0]:
-            return False
-        start = column * page_size
-        end = min(start + page_size, last)
-        while token < end:
-            lane = token % _TILE
-            for d in range(size):
-                keys[d, lane] = kv[page, layer, 0, token - start, head, d]
-            for d in range(size):
-                values[lane, d] = kv[page, layer, 1, token - start, head, d]
-            token += 1
-    return True
+@jit
+def _keep(value: Any) -> Any:
+    return value
 
 
-@jit def _load_tile_bf16(kv: Any, layer: int, head: int, pages: Any, first: int, last: int, keys: Any,
-values: Any) -> bool:
-    """As `_load_tile_f32` from bfloat16 bits; widening is exact."""
-    page_size, size = kv.shape[3], kv.shape[5]
-    token = first
-    while token < last:
-        column = token // page_size
-        page = pages[column]
-        if page < 0 or page >= kv.shape[0]:
-            return False
-        start = column * page_size
-        end = min(start + page_size, last)
-        while token < end:
-            lane = token % _TILE
-            for d in range(size):
-                keys[d, lane] = bf16_to_f32(kv[page, layer, 0, token - start, head, d])
-            for d in range(size):
-                values[lane, d] = bf16_to_f32(kv[page, layer, 1, token - start, head, d])
-            token += 1
-    return True
+def _loader(widen: Any) -> Any:
+    @jit
+    def load_tile(
+        kv: Any, layer: int, head: int, pages: Any, first: int, last: int, keys: Any, values: Any
+    ) -> bool:
+        """Tokens [first, last) of one tile as float32: keys [D, 64] transposed, values [64, D].
+
+        `widen` turns a stored element into float32, exactly. False: a page id is out of range.
+        """
+        page_size, size = kv.shape[3], kv.shape[5]
+        token = first
+        while token < last:
+            column = token // page_size
+            page = pages[column]
+            if page < 0 or page >= kv.shape[0]:
+                return False
+            start = column * page_size
+            end = min(start + page_size, last)
+            while token < end:
+                lane = token % _TILE
+                for d in range(size):
+                    keys[d, lane] = widen(kv[page, layer, 0, token - start, head, d])
+                for d in range(size):
+                    values[lane, d] = widen(kv[page, layer, 1, token - start, head, d])
+                token += 1
+        return True
+
+    return load_tile
 
 
 @jit_contract
@@ -117,7 +111,7 @@ def _scores(query: Any, keys: Any, scale: Any, scores: Any) -> None:
 
 @jit
 def _softmax_step(scores: Any, first: int, last: int, maximum: Any, total: Any, fold: Any) -> Any:
-    """Turn scores of the visible lanes [first, last) into weights; returns (maximum, total, rescale of the past)."""
+    """Scores of visible lanes [first, last) become weights; returns (maximum, total, rescale of the past)."""
     peak = maximum
     for j in range(first, last):
         peak = max(peak, scores[j])
@@ -169,7 +163,7 @@ def _attend_with(load_tile: Any) -> Any:
         first_head: int,
         last_head: int,
     ) -> bool:
-        """Fill out [T, H, D] for key-value heads [first_head, last_head). window 0: none. False: a bad page id."""
+        """Fill out [T, H, D] for KV heads [first_head, last_head). window 0: none. False: a bad page id."""
         size, group = kv.shape[5], query.shape[1] // kv.shape[4]
         keys, values = np.zeros((size, _TILE), np.float32), np.zeros((_TILE, size), np.float32)
         scores, fold = np.empty(_TILE, np.float32), np.empty(_TILE, np.float32)
@@ -216,8 +210,8 @@ def _attend_with(load_tile: Any) -> Any:
     return attend
 
 
-_attend_f32 = _attend_with(_load_tile_f32)
-_attend_bf16 = _attend_with(_load_tile_bf16)
+_attend_f32 = _attend_with(_loader(_keep))
+_attend_bf16 = _attend_with(_loader(bf16_to_f32))
 
 
 class PagedCpuBackend:
@@ -265,7 +259,8 @@ class PagedCpuBackend:
             edges = [heads * i // parts for i in range(parts + 1)]
             pool = self._threads(parts)
             jobs = [pool.submit(attend, *arguments, edges[i], edges[i + 1]) for i in range(parts)]
-            fine = all([job.result() for job in jobs])
+            # Every job is waited for, also after one has failed: they write into `out`.
+            fine = False not in [job.result() for job in jobs]
         if not fine:
             raise slot_error()
         return out.to(q_THD.dtype)

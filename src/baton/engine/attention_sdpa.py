@@ -1,4 +1,4 @@
-"""Attention by `torch.nn.functional.scaled_dot_product_attention` on any device: gathers pages, one request at a time.
+"""Attention by PyTorch's `scaled_dot_product_attention` on any device: gathers pages, request by request.
 
 Simple and portable. Its results vary in the last bits with the number of queries and keys, so it is not
 batch-invariant.
@@ -75,19 +75,34 @@ class SdpaBackend:
         return out
 
 
-def _make_plan(kv: Tensor, batch: AttnBatch, window: int | None) -> _Plan: page_size, device = kv.shape[3],
-kv.device counts = np.diff(batch.query_start) owner = np.repeat(np.arange(len(counts)), counts) row_pages =
-_pages(batch.page_table, owner, batch.positions, page_size) if row_pages.size and not (row_pages.min() > 0
-and row_pages.max() < kv.shape[0]): raise slot_error() requests = [] for r, (start, end) in
-enumerate(zip(batch.query_start[:-1], batch.query_start[1:], strict=True)): if start == end: continue
-positions = batch.positions[start:end] # Slots before the first visible key may never have been written:
-they are cut off, not masked, because a # NaN there would survive the mask. first = 0 if window is None else
-max(int(positions[0]) - window + 1, 0) keys = np.arange(first, int(positions[-1]) + 1) mask = keys[None, :]
-<= positions[:, None] if window is not None: mask &= keys[None, :] > positions[:, None] - window
-requests.append( _Request( rows=slice(int(start), int(end)), pages=_index(_pages(batch.page_table,
-np.full(len(keys), r), keys, page_size), device), offsets=_index(keys % page_size, device),
-mask=torch.from_numpy(mask).to(device), ) ) return _Plan(batch, _index(row_pages, device),
-_index(batch.positions % page_size, device), requests)
+def _make_plan(kv: Tensor, batch: AttnBatch, window: int | None) -> _Plan:
+    page_size, device = kv.shape[3], kv.device
+    counts = np.diff(batch.query_start)
+    owner = np.repeat(np.arange(len(counts)), counts)
+    row_pages = _pages(batch.page_table, owner, batch.positions, page_size)
+    if row_pages.size and not (row_pages.min() > 0 and row_pages.max() < kv.shape[0]):
+        raise slot_error()
+    requests = []
+    for r, (start, end) in enumerate(zip(batch.query_start[:-1], batch.query_start[1:], strict=True)):
+        if start == end:
+            continue
+        positions = batch.positions[start:end]
+        # Slots before the first visible key may never have been written: they are cut off, not masked,
+        # because a NaN there would survive the mask.
+        first = 0 if window is None else max(int(positions[0]) - window + 1, 0)
+        keys = np.arange(first, int(positions[-1]) + 1)
+        mask = keys[None, :] <= positions[:, None]
+        if window is not None:
+            mask &= keys[None, :] > positions[:, None] - window
+        requests.append(
+            _Request(
+                rows=slice(int(start), int(end)),
+                pages=_index(_pages(batch.page_table, np.full(len(keys), r), keys, page_size), device),
+                offsets=_index(keys % page_size, device),
+                mask=torch.from_numpy(mask).to(device),
+            )
+        )
+    return _Plan(batch, _index(row_pages, device), _index(batch.positions % page_size, device), requests)
 
 
 def _pages(page_table: np.ndarray, owner: np.ndarray, positions: np.ndarray, page_size: int) -> np.ndarray:

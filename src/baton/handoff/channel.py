@@ -8,6 +8,7 @@ dropped.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import secrets
 import socket
@@ -77,10 +78,8 @@ class Channel:
 
     def wake(self) -> None:
         """Make `receive` return. Any thread; never blocks."""
-        try:
+        with contextlib.suppress(OSError):  # a full pipe wakes as well; a closed one has nobody to wake
             self._wake_in.send(b"\0")
-        except OSError:
-            pass  # a full pipe wakes as well; a closed one has nobody to wake
 
     # ------------------------------------------------------------ connections
 
@@ -128,7 +127,7 @@ class Channel:
     # ------------------------------------------------------------ receiving
 
     def receive(self, timeout_s: float) -> list[tuple[Connection, Message]]:
-        """Wait up to `timeout_s` seconds for messages, or for `wake`. Malformed frames are counted and dropped."""
+        """Wait up to `timeout_s` seconds for messages or for `wake`. Malformed frames are only counted."""
         out: list[tuple[Connection, Message]] = []
         for ready, _ in self._poller.poll(max(0, round(timeout_s * 1000))):
             if ready == self._wake_out.fileno():
@@ -150,11 +149,9 @@ class Channel:
         return out
 
     def _drain_wake(self) -> None:
-        try:
+        with contextlib.suppress(BlockingIOError):
             while self._wake_out.recv(4096):
                 pass
-        except OSError:
-            pass
 
     def _accept(self, parts: list[bytes]) -> tuple[Connection, Message] | None:
         if len(parts) != 2:

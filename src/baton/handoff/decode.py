@@ -87,6 +87,7 @@ class DecodeHandoff:
         self._pages = {group: list(table) for group, table in pages.items()}
         # P learns D's pages only where it has to write them.
         tables = self._pages if mode == "push" else {}
+        self._farewell: AttemptMessage | None = None
         self._pending: AttemptMessage | None = Register(key, ticket=ticket, wanted=self._wanted, pages=tables)
 
     @property
@@ -100,6 +101,9 @@ class DecodeHandoff:
             case PeerReady():
                 if self.phase is DecodePhase.WAITING:
                     self.phase = DecodePhase.REGISTERED
+                if self._farewell is not None:
+                    farewell, self._farewell = self._farewell, None
+                    return [Send(farewell)]
                 return self._repeat()
             case Received(message):
                 return self._receive(message)
@@ -204,7 +208,9 @@ class DecodeHandoff:
             return []
         asked = self.phase in _WANTS_PEER
         self.phase, self.reason = DecodePhase.CLOSING, reason
-        self._pending = Cancel(self.key, reason, message[:2000]) if asked else None
+        cancel = Cancel(self.key, reason, message[:2000])
+        # Never asked, P may still be holding pages for this attempt: it is told when it can be.
+        self._pending, self._farewell = (cancel, None) if asked else (None, cancel)
         actions: list[Action] = [Notify(DecodeFailed(self.key, reason, message))] if notify else []
         if tell and self._pending is not None:
             actions.append(Send(self._pending))

@@ -80,7 +80,9 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class PeerLost:
-    """The peer cannot be talked to. `fenced`: proven unable to touch memory any more (its death, or its own word)."""
+    """The peer cannot be talked to. `fenced`: it is proven to touch no memory of ours any more, by its death
+    or by its own word.
+    """
 
     reason: str
     message: str

@@ -1,7 +1,7 @@
 """What must be equal on two engines before KV may go from one to the other.
 
-A fingerprint is a flat `{field: value}` of strings, so that a difference is named field by field. Page size, page
-count and byte layout are not in it: the planner translates between those.
+A fingerprint is a flat `{field: value}` of strings, so that a difference is named field by field. Page size,
+page count and byte layout are not in it: the planner translates between those.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ def compare(here: Mapping[str, str], peer: Mapping[str, str]) -> None:
     """Raise `IncompatiblePeerError` naming every field that differs or that one side lacks."""
     names = sorted(set(here) | set(peer))
     pairs = {name: (here.get(name, _ABSENT), peer.get(name, _ABSENT)) for name in names}
-    differing: dict[str, tuple[object, object]] = {name: pair for name, pair in pairs.items() if len(set(pair)) > 1}
+    differing: dict[str, tuple[object, object]] = {
+        name: pair for name, pair in pairs.items() if len(set(pair)) > 1
+    }
     if differing:
         raise IncompatiblePeerError(differing)
 

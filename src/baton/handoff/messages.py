@@ -1,11 +1,11 @@
 """Control messages between a prefill engine (P) and a decode engine (D), and how they become bytes.
 
-A frame is one msgpack array `[version, session, sequence, kind, body]`. `kind` selects a size limit and a typed
-decoder in an explicit table; anything that is not in the table, too long, or of the wrong shape raises
+A frame is one msgpack array `[version, session, sequence, kind, body]`. `kind` selects a size limit and a
+typed decoder in an explicit table; anything that is not in the table, too long, or of the wrong shape raises
 `ProtocolError`. Decoding never runs code chosen by the peer.
 
-KV is addressed by token interval `[start, stop)` and block table (page id of token t at index t // page_size);
-request ids do not occur: only an `AttemptKey` matches.
+KV is addressed by token interval `[start, stop)` and block table (page id of token t at index
+t // page_size); request ids do not occur: only an `AttemptKey` matches.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ Intervals = Annotated[dict[Name, tuple[Position, Position]], Meta(max_length=MAX
 class AttemptKey(msgspec.Struct, frozen=True, array_like=True):
     """Identity of one attempt to hand one request over. Nothing else is ever matched on.
 
-    `transfer_id` is 128 random bits from the router; the incarnations name the two processes (a restarted engine
-    has another one), so that a message for a dead process can never reach its successor's state.
+    `transfer_id` is 128 random bits from the router; the incarnations name the two processes (a restarted
+    engine has another one), so that a message for a dead process can never reach its successor's state.
     """
 
     transfer_id: TransferId
@@ -56,8 +56,8 @@ class AttemptKey(msgspec.Struct, frozen=True, array_like=True):
 class Seeds(msgspec.Struct, frozen=True):
     """What lets D start with a verification instead of recomputing the last prompt token.
 
-    `first_token` is the token sampled at position n (n prompt tokens), `first_logprobs` its logprobs where asked
-    for, `draft_token_ids` the drafter's guesses for positions n+1 and on.
+    `first_token` is the token sampled at position n (n prompt tokens), `first_logprobs` its logprobs where
+    asked for, `draft_token_ids` the drafter's guesses for positions n+1 and on.
     """
 
     first_token: Token
@@ -191,8 +191,8 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True):
     """What surrounds each body: protocol version, session of the connection, position in that session."""
 
     version: int
-    session: Annotated[int, Meta(ge=0, lt=1 << 63)]
-    sequence: Annotated[int, Meta(ge=1, lt=1 << 63)]
+    session: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+    sequence: Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
     kind: Annotated[str, Meta(max_length=32)]
     body: msgspec.Raw
 
@@ -245,7 +245,9 @@ def check_table(group: str, pages: list[int], start: int, stop: int, page_size: 
         return
     last = (stop - 1) // page_size
     if last >= len(pages):
-        raise ProtocolError(f"group {group!r}: token {stop - 1} is in page index {last}, table has {len(pages)}")
+        raise ProtocolError(
+            f"group {group!r}: token {stop - 1} is in page index {last}, table has {len(pages)}"
+        )
     used = pages[start // page_size : last + 1]
     if min(used) < 1 or max(used) >= num_pages:
         raise ProtocolError(f"group {group!r}: a page id is outside [1, {num_pages})")

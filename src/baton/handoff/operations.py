@@ -45,7 +45,7 @@ class Operations(Generic[Owner]):
         dest: RankGeometry,
         tag: str,
     ) -> CopyEnded | None:
-        """Plan and submit one copy. Returns its end at once when there is nothing to move or it cannot start."""
+        """Plan and submit one copy; its end at once when there is nothing to move or it cannot start."""
         try:
             lists = plan([source], dest, copy.source_pages, copy.dest_pages, Interval(copy.start, copy.stop))
             copies = lists.get(source.rank)

@@ -108,11 +108,22 @@ def load_or_create_key(path: str | Path) -> bytes:
 
     Raises `ConfigError` when the file has another length or others may read it.
     """
-    path = Path(path) fresh = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}") if not
-    path.exists(): descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600) with
-    os.fdopen(descriptor, "wb") as file: file.write(secrets.token_bytes(_KEY_BYTES)) try: # Linked, not
-    renamed: of two processes that start together the second must take the first one's key. os.link(fresh,
-    path) except FileExistsError: pass finally: fresh.unlink() key = path.read_bytes() if len(key) !=
-    _KEY_BYTES: raise ConfigError("ticket_key_file", f"{path} must hold {_KEY_BYTES} bytes, has {len(key)}")
-    if path.stat().st_mode & 0o077: raise ConfigError("ticket_key_file", f"{path} may be read by others;
-    chmod 600 it") return key
+    path = Path(path)
+    fresh = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    if not path.exists():
+        descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(secrets.token_bytes(_KEY_BYTES))
+        try:
+            # Linked, not renamed: of two processes that start together the second must take the first's key.
+            os.link(fresh, path)
+        except FileExistsError:
+            pass
+        finally:
+            fresh.unlink()
+    key = path.read_bytes()
+    if len(key) != _KEY_BYTES:
+        raise ConfigError("ticket_key_file", f"{path} must hold {_KEY_BYTES} bytes, has {len(key)}")
+    if path.stat().st_mode & 0o077:
+        raise ConfigError("ticket_key_file", f"{path} may be read by others; chmod 600 it")
+    return key

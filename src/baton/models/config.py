@@ -77,7 +77,7 @@ def get_float(raw: RawConfig, name: str, default: float | None = None) -> float:
 
 
 def get_bool(raw: RawConfig, name: str, default: bool = False) -> bool:
-    """The boolean field `name`; null and absence mean `default`. Raises `CheckpointError` naming the field."""
+    """The boolean field `name`; null and absence mean `default`. Raises `CheckpointError`."""
     value = raw.get(name)
     if value is None:
         return default
@@ -100,11 +100,7 @@ def get_rope(raw: RawConfig, max_position: int) -> RopeSpec:
     if not isinstance(section, Mapping):
         raise CheckpointError(f"config.json: rope_parameters is {section!r}, expected an object")
     kind = section.get("rope_type", section.get("type", "default"))
-    where = "rope_theta" if "rope_theta" not in section else "rope_parameters.rope_theta"
-    theta_source = section if "rope_theta" in section else raw
-    theta = get_float(theta_source, "rope_theta", 10000.0) if theta_source.get("rope_theta") != 0 else 0.0
-    if theta <= 0:
-        raise CheckpointError(f"config.json: {where} is {theta!r}, expected a positive number")
+    theta = get_float(section if "rope_theta" in section else raw, "rope_theta", 10000.0)
     if get_float({**raw, **section}, "partial_rotary_factor", 1.0) != 1.0:
         raise CheckpointError("config.json: partial_rotary_factor other than 1.0 is not supported")
     params: dict[str, float] = {
@@ -117,36 +113,57 @@ def get_rope(raw: RawConfig, max_position: int) -> RopeSpec:
 
 
 def layer_windows(raw: RawConfig, num_layers: int, max_window_layers_default: int) -> tuple[int | None, ...]:
-    """Sliding windows as Qwen configs state them: `use_sliding_window`, `layer_types` or `max_window_layers`."""
-    window = get_int(raw, "sliding_window", 4096) if get_bool(raw, "use_sliding_window") else None types =
-    raw.get("layer_types") if types is None: first = get_int(raw, "max_window_layers",
-    max_window_layers_default, minimum=0) return tuple(window if layer >= first else None for layer in
-    range(num_layers)) known = {"full_attention", "sliding_attention"} if not isinstance(types, list) or
-    len(types) != num_layers or not set(types) <= known: raise CheckpointError( f"config.json: layer_types
-    must be {num_layers} of full_attention or sliding_attention, got {types!r}" ) if window is None and
-    "sliding_attention" in types: raise CheckpointError("config.json: layer_types has sliding_attention but
-    use_sliding_window is false") return tuple(window if kind == "sliding_attention" else None for kind in
-    types)
+    """Sliding windows as Qwen states them: `use_sliding_window`, `layer_types` or `max_window_layers`."""
+    window = get_int(raw, "sliding_window", 4096) if get_bool(raw, "use_sliding_window") else None
+    types = raw.get("layer_types")
+    if types is None:
+        first = get_int(raw, "max_window_layers", max_window_layers_default, minimum=0)
+        return tuple(window if layer >= first else None for layer in range(num_layers))
+    known = ("full_attention", "sliding_attention")
+    if not isinstance(types, list) or len(types) != num_layers or any(kind not in known for kind in types):
+        raise CheckpointError(
+            f"config.json: layer_types must be {num_layers} of {' or '.join(known)}, got {types!r}"
+        )
+    if window is None and "sliding_attention" in types:
+        raise CheckpointError("config.json: layer_types has sliding_attention, use_sliding_window is false")
+    return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 
-def decoder_fields(raw: RawConfig, max_position_default: int, head_dim_default: int | None = None) ->
-dict[str, Any]:
+def decoder_fields(
+    raw: RawConfig, max_position_default: int, head_dim_default: int | None = None
+) -> dict[str, Any]:
     """The fields every supported decoder shares, as keyword arguments of `ModelConfig`.
 
     `head_dim_default` is the architecture's own default; None derives it from hidden size and heads.
     `windows` is full attention everywhere; an architecture with sliding windows replaces it.
     """
-    activation = raw.get("hidden_act", "silu") if activation != "silu": raise CheckpointError(f"config.json:
-    hidden_act is {activation!r}, only 'silu' is supported") if raw.get("quantization_config") is not None:
-    raise CheckpointError("config.json: quantization_config is set, quantized checkpoints are not
-    supported") hidden, heads = get_int(raw, "hidden_size"), get_int(raw, "num_attention_heads") kv_heads =
-    get_int(raw, "num_key_value_heads", heads) if heads % kv_heads: raise CheckpointError( f"config.json:
-    num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}" ) head_dim = get_int(raw,
-    "head_dim", head_dim_default or max(hidden // heads, 1)) if head_dim % 2: raise
-    CheckpointError(f"config.json: head_dim is {head_dim}, rotary embedding needs an even one") max_position
-    = get_int(raw, "max_position_embeddings", max_position_default) num_layers = get_int(raw,
-    "num_hidden_layers") return { "vocab_size": get_int(raw, "vocab_size"), "hidden_size": hidden,
-    "intermediate_size": get_int(raw, "intermediate_size"), "num_layers": num_layers, "num_heads": heads,
-    "num_kv_heads": kv_heads, "head_dim": head_dim, "rms_eps": get_float(raw, "rms_norm_eps", 1e-6),
-    "max_position": max_position, "rope": get_rope(raw, max_position), "windows": (None,) * num_layers,
-    "tie_word_embeddings": get_bool(raw, "tie_word_embeddings"), }
+    activation = raw.get("hidden_act", "silu")
+    if activation != "silu":
+        raise CheckpointError(f"config.json: hidden_act is {activation!r}, only 'silu' is supported")
+    if raw.get("quantization_config") is not None:
+        raise CheckpointError("config.json: quantization_config is set, quantized weights are not supported")
+    hidden, heads = get_int(raw, "hidden_size"), get_int(raw, "num_attention_heads")
+    kv_heads = get_int(raw, "num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise CheckpointError(
+            f"config.json: num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}"
+        )
+    head_dim = get_int(raw, "head_dim", head_dim_default or max(hidden // heads, 1))
+    if head_dim % 2:
+        raise CheckpointError(f"config.json: head_dim is {head_dim}, rotary embedding needs an even one")
+    max_position = get_int(raw, "max_position_embeddings", max_position_default)
+    num_layers = get_int(raw, "num_hidden_layers")
+    return {
+        "vocab_size": get_int(raw, "vocab_size"),
+        "hidden_size": hidden,
+        "intermediate_size": get_int(raw, "intermediate_size"),
+        "num_layers": num_layers,
+        "num_heads": heads,
+        "num_kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "rms_eps": get_float(raw, "rms_norm_eps", 1e-6),
+        "max_position": max_position,
+        "rope": get_rope(raw, max_position),
+        "windows": (None,) * num_layers,
+        "tie_word_embeddings": get_bool(raw, "tie_word_embeddings"),
+    }

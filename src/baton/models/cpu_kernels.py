@@ -13,19 +13,28 @@ from typing import Any, TypeVar, cast
 import numba
 import numpy as np
 import torch
-from llvmlite import ir
+from llvmlite import ir  # type: ignore[import-untyped]
 from numba.extending import intrinsic
 from torch import Tensor
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-# exp(x) = 2^n * e^r with n = round(x / ln 2); adding _MAGIC rounds to an integer that sits in the low
-mantissa bits. _LOG2E = np.float32(1.4426950408889634) _MAGIC = np.float32(12582912.0) _LN2_HIGH =
-np.float32(0.693359375) _LN2_LOW = np.float32(-2.12194440e-4) _SMALLEST = np.float32(-87.0) _LARGEST =
-np.float32(88.0) _ONE = np.float32(1.0) # Minimax coefficients of (e^r - 1 - r) / r^2 on [-ln 2 / 2, ln 2 /
-2] (Cephes expf, Moshier 1989). _C0 = np.float32(1.9875691500e-4) _C1 = np.float32(1.3981999507e-3) _C2 =
-np.float32(8.3334519073e-3) _C3 = np.float32(4.1665795894e-2) _C4 = np.float32(1.6666665459e-1) _C5 =
-np.float32(5.0000001201e-1)
+# exp(x) = 2^n * e^r with n = round(x / ln 2). Adding _MAGIC rounds to an integer, which then sits in the low
+# mantissa bits.
+_LOG2E = np.float32(1.4426950408889634)
+_MAGIC = np.float32(12582912.0)
+_LN2_HIGH = np.float32(0.693359375)
+_LN2_LOW = np.float32(-2.12194440e-4)
+_SMALLEST = np.float32(-87.0)
+_LARGEST = np.float32(88.0)
+_ONE = np.float32(1.0)
+# Minimax coefficients of (e^r - 1 - r) / r^2 on [-ln 2 / 2, ln 2 / 2] (Cephes expf, Moshier 1989).
+_C0 = np.float32(1.9875691500e-4)
+_C1 = np.float32(1.3981999507e-3)
+_C2 = np.float32(8.3334519073e-3)
+_C3 = np.float32(4.1665795894e-2)
+_C4 = np.float32(1.6666665459e-1)
+_C5 = np.float32(5.0000001201e-1)
 
 
 def jit(function: F) -> F:
@@ -63,7 +72,7 @@ _exp2_of_magic: Callable[[Any], Any] = intrinsic(_power_of_two)
 
 @jit
 def exp32(x: Any) -> Any:
-    """e^x of a float32, relative error below 2e-7, clamped to [-87, 88]; inlined and vectorised by the caller's loop."""
+    """e^x of a float32, relative error below 2e-7, x clamped to [-87, 88]; vectorised in a caller's loop."""
     x = min(max(x, _SMALLEST), _LARGEST)
     shifted = x * _LOG2E + _MAGIC
     n = shifted - _MAGIC
@@ -87,7 +96,7 @@ def _silu_mul(gate_up: Any, out: Any) -> None:
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up of [T, 2I] (gate first) on the CPU; returns [T, I] in the same dtype, computed in float32."""
+    """silu(gate) * up of a CPU tensor [T, 2I], gate first: [T, I] in its dtype, computed in float32."""
     wide = gate_up.float().contiguous()
     out = torch.empty(wide.shape[0], wide.shape[1] // 2)
     _silu_mul(wide.numpy(), out.numpy())

@@ -17,7 +17,10 @@ from baton.models.rotary import rotate
 
 @dataclass(frozen=True, slots=True)
 class KVLayerSpec:
-    """What one attention layer keeps per token. `window`: key j is visible to query i iff i - window < j <= i."""
+    """What one attention layer keeps per token.
+
+    `window`: key j is visible to query i iff i - window < j <= i; None: full attention.
+    """
 
     num_kv_heads: int
     head_dim: int
@@ -30,13 +33,16 @@ class Attend(Protocol):
     q [T, H, D], k and v [T, G, D] (G key-value heads), `scale` on the dot products; returns [T, H, D].
     """
 
-    def __call__(self, layer_id: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float) -> Tensor:
-    ...
+    def __call__(
+        self, layer_id: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float
+    ) -> Tensor: ...
 
 
 class RMSNorm(nn.Module):
-    """Root mean square norm over the last dimension (Zhang & Sennrich, 2019), rounded exactly as Hugging Face does:
-    float32 inside, back to the input's dtype, then the weight."""
+    """Root mean square norm over the last dimension (Zhang & Sennrich, 2019).
+
+    Rounded exactly as Hugging Face does: float32 inside, back to the input's dtype, then the weight.
+    """
 
     def __init__(self, size: int, eps: float, build: Build) -> None:
         super().__init__()
@@ -76,14 +82,19 @@ class Attention(nn.Module):
     side.
     """
 
-    def __init__(self, config: ModelConfig, layer_id: int, build: Build, in_features: int | None = None) ->
-    None: super().__init__() self._layer_id, self._head_dim = layer_id, config.head_dim self._heads,
-    self._kv_heads = config.num_heads, config.num_kv_heads self._scale = config.head_dim**-0.5 q_size,
-    kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim parts = {"q_proj":
-    q_size, "k_proj": kv_size, "v_proj": kv_size} self.qkv_proj = PackedLinear(in_features or
-    config.hidden_size, parts, build, config.qkv_bias) self.o_proj = Linear(q_size, config.hidden_size,
-    build, config.o_bias) self.q_norm = RMSNorm(config.head_dim, config.rms_eps, build) if config.qk_norm
-    else None self.k_norm = RMSNorm(config.head_dim, config.rms_eps, build) if config.qk_norm else None
+    def __init__(
+        self, config: ModelConfig, layer_id: int, build: Build, in_features: int | None = None
+    ) -> None:
+        super().__init__()
+        self._layer_id, self._head_dim = layer_id, config.head_dim
+        self._heads, self._kv_heads = config.num_heads, config.num_kv_heads
+        self._scale = config.head_dim**-0.5
+        q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
+        self.qkv_proj = PackedLinear(in_features or config.hidden_size, parts, build, config.qkv_bias)
+        self.o_proj = Linear(q_size, config.hidden_size, build, config.o_bias)
+        self.q_norm = RMSNorm(config.head_dim, config.rms_eps, build) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, config.rms_eps, build) if config.qk_norm else None
 
     def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
         heads = self.qkv_proj(x).view(x.shape[0], self._heads + 2 * self._kv_heads, self._head_dim)

@@ -24,7 +24,7 @@ _BIG_PROBE = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """How the tensors of a model are made: their dtype, their device, and whether rows must be batch-invariant."""
+    """How the tensors of a model are made: dtype, device, and whether rows must be batch-invariant."""
 
     dtype: torch.dtype
     device: torch.device
@@ -39,8 +39,10 @@ def _in_blocks(x: Tensor, weight: Tensor, height: int) -> Tensor:
     return torch.cat([F.linear(block, weight) for block in x.split(height)])
 
 
-@functools.cache def block_heights(rows: int, columns: int, dtype: torch.dtype, device: torch.device,
-threads: int) -> tuple[int, ...]:
+@functools.cache
+def block_heights(
+    rows: int, columns: int, dtype: torch.dtype, device: torch.device, threads: int
+) -> tuple[int, ...]:
     """Block heights, tallest first, that give every row the same bits for a weight [rows, columns].
 
     `threads` is part of the key because the library's choice may depend on it. Falls back to single rows,

@@ -95,7 +95,7 @@ def _open(file: Path) -> Any:
 
 
 def weight_table(module: nn.Module) -> dict[str, Tensor]:
-    """Checkpoint name -> tensor to fill, for every parameter and buffer; packed linears appear as their parts."""
+    """Checkpoint name -> tensor to fill, for all parameters and buffers; packed linears as their parts."""
     table: dict[str, Tensor] = {}
     packed = {name: m for name, m in module.named_modules() if isinstance(m, PackedLinear)}
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
@@ -153,7 +153,10 @@ def load_model(
     device: torch.device | str = "cpu",
     batch_invariant: bool = False,
 ) -> CausalLM:
-    """Build the model of a checkpoint directory and fill it. Raises `CheckpointError` for anything wrong with it."""
+    """Build the model of a checkpoint directory and fill it. Raises `CheckpointError`.
+
+    `dtype` is a torch dtype, its name, or "auto" for the checkpoint's own.
+    """
     raw = read_config(path)
     cls = model_class(raw.get("model_type"))
     weight_files(path)

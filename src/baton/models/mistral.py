@@ -1,4 +1,4 @@
-"""Mistral (`model_type` mistral): one sliding window for all layers, or none when `sliding_window` is null."""
+"""Mistral (`model_type` mistral): one sliding window for all layers; `sliding_window` null: none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5 (`model_type` qwen2): biases on q, k and v; sliding windows on the upper layers where asked for."""
+"""Qwen2 and Qwen2.5 (`model_type` qwen2): biases on q, k and v; optional windows on the upper layers."""
 
 from __future__ import annotations
 

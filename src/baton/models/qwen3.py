@@ -1,4 +1,4 @@
-"""Qwen3 (`model_type` qwen3): RMSNorm on each query and key head, head size independent of the hidden size."""
+"""Qwen3 (`model_type` qwen3): RMSNorm on each query and key head; head size of its own."""
 
 from __future__ import annotations
 

@@ -17,7 +17,9 @@ MODELS = {
 
 def model_class(model_type: object) -> type[CausalLM]:
     """The class of a `model_type`. Raises `CheckpointError` naming an unknown one."""
-    if not isinstance(model_type, str) or model_type not in MODELS: raise CheckpointError(f"config.json:
-    model_type is {model_type!r}, expected one of {', '.join(MODELS)}") module, _, name =
-    MODELS[model_type].partition(":") found: type[CausalLM] = getattr(importlib.import_module(module), name)
+    if not isinstance(model_type, str) or model_type not in MODELS:
+        known = ", ".join(MODELS)
+        raise CheckpointError(f"config.json: model_type is {model_type!r}, expected one of {known}")
+    module, _, name = MODELS[model_type].partition(":")
+    found: type[CausalLM] = getattr(importlib.import_module(module), name)
     return found

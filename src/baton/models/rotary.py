@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al., 2021, https://arxiv.org/abs/2104.09864) with the usual frequency scalings.
+"""Rotary position embedding (Su et al., 2021, arXiv:2104.09864) with the usual frequency scalings.
 
 Conventions are those of Hugging Face: the head is split in two halves and rotated as (x1, x2) -> (x1 cos -
 x2 sin, x2 cos + x1 sin), products in the model's dtype. Tables are made on the host in float64 from float32
@@ -100,8 +100,9 @@ class Rotary:
         self, spec: RopeSpec, head_dim: int, max_position: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         if spec.kind not in _KINDS:
+            known = ", ".join(_KINDS)
             raise CheckpointError(
-                f"config.json: rope_parameters.rope_type is {spec.kind!r}, expected one of {', '.join(_KINDS)}"
+                f"config.json: rope_parameters.rope_type is {spec.kind!r}, expected one of {known}"
             )
         frequencies, self._factor = _KINDS[spec.kind](spec, head_dim)
         self._frequencies = frequencies.numpy().astype(np.float32)
@@ -115,7 +116,7 @@ class Rotary:
         wide = angles.astype(np.float64)
 
         def table(values: np.ndarray) -> Tensor:
-            narrow = torch.from_numpy((values.astype(np.float32) * np.float32(self._factor)))
+            narrow = torch.from_numpy(values.astype(np.float32) * np.float32(self._factor))
             return narrow.to(self._dtype).to(self._device)
 
         self._cos, self._sin, self._rows = table(np.cos(wide)), table(np.sin(wide)), rows

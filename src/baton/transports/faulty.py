@@ -120,7 +120,8 @@ class FaultyTransport:
             if hit:
                 self._seen += 1
                 hit = (self._seen - 1) % self._spec.every == 0
-            if not hit or self._closed or len(copies) == 0:
+            # What the wrapped transport refuses, it refuses in its own words.
+            if not hit or self._closed or not peer.alive() or len(copies) == 0:
                 return self._inner.submit(peer, direction, copies, tag)
             own, far = self._sizes, peer.region_sizes
             check_copies(copies, *((own, far) if direction == "write" else (far, own)))

@@ -1,0 +1,34 @@
+"""`make bench`: every ratio of the README in one run, as a table. Run it on an idle machine."""
+
+from __future__ import annotations
+
+import os
+import platform
+
+from baton.bench import engine, serve, transport
+
+MODEL = "models/baton-demo-llama"
+SPECULATIVE = {"method": "eagle3", "model": "models/baton-demo-eagle3", "num_speculative_tokens": 3}
+
+
+def main() -> None:
+    print(f"{platform.machine()}, {os.cpu_count()} cores, OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS')}")
+    for mode in ("push", "pull"):
+        figures = serve.measure(MODEL, SPECULATIVE, mode=mode)
+        low, high = figures.ttft_ratio_quartiles
+        print(
+            f"TTFT P/D ({mode}) over single, 512 tokens: {figures.ttft_ratio:.3f} (quartiles {low:.3f} to {high:.3f}, "
+            f"{figures.num_pairs} pairs; {figures.pd_ttft_ms:.1f} over {figures.single_ttft_ms:.1f} ms)",
+            flush=True,
+        )
+    for name, value in transport.run().items():
+        print(f"{name}: {value}", flush=True)
+    for batch in (1, 8):
+        ratio, step, bare = engine.step_over_forward(MODEL, batch)
+        print(f"engine step over bare forward, batch {batch}: {ratio:.3f} ({step:.2f} over {bare:.2f} ms)", flush=True)
+    ratio, fast, slow = engine.speculative_over_plain(MODEL, SPECULATIVE)
+    print(f"speculative over plain decode: {ratio:.3f} ({fast:.0f} over {slow:.0f} tokens/s)")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""Engine step time over the bare model forward, and speculative over plain decode speed. Ratios of medians in one run."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from baton.engine.attention import AttnBatch
+from baton.engine.llm import LLM
+from baton.verify.observe import make_cases
+from baton.wire import GenerateRequest, SamplingParams
+
+STEPS = 60
+ROUNDS = 5
+
+
+def step_over_forward(model: str, batch: int) -> tuple[float, float, float]:
+    """(ratio, engine step ms, bare forward ms) of plain greedy decode at `batch`, context of about 128 tokens.
+
+    The bare forward is the same model on the same rows, pages and attention kernel, argmax of its logits included, without
+    scheduling, sampling, block tables, output or cache bookkeeping. Steps of both alternate, so that drift hits both.
+    """
+    import numpy as np
+
+    from baton.engine.requests import make_request
+
+    with LLM(model, max_num_seqs=batch) as llm:
+        engine = llm._engine
+        core, runner = engine.core, engine.core.runner
+        params = SamplingParams(max_tokens=4 * STEPS, temperature=0.0, ignore_eos=True)
+        cases = make_cases(engine.tokenizer, [128 + i for i in range(batch)], params)
+        for index, case in enumerate(cases):
+            wire = GenerateRequest(
+                request_id=str(index), prompt_token_ids=list(case.prompt_token_ids), sampling_params=params
+            )
+            llm._chunks[str(index)] = []
+            core.add(make_request(engine, wire))
+        while any(r.is_prefilling for r in core.scheduler.running) or len(core.scheduler.running) < batch:
+            core.step()
+        group = runner._target_groups[0]
+        running = list(core.scheduler.running)
+
+        def bare() -> Callable[[], None]:
+            """Inputs of the next step, prepared outside the timing."""
+            positions = [r.num_computed for r in running]
+            tables = [r.tables[group.name] for r in running]
+            table = np.zeros((batch, max(t.size for t in tables)), dtype=np.int32)
+            for row, ids in enumerate(tables):
+                table[row, : ids.size] = ids
+            attn = AttnBatch(
+                query_start=np.arange(batch + 1, dtype=np.int32),
+                positions=np.asarray(positions, dtype=np.int64),
+                page_table=table,
+            )
+            ids_T = torch.tensor([r.token_ids[-1] for r in running])
+            positions_T = torch.tensor(positions)
+            kv = runner.kv[group.name]
+
+            def attend(layer: int, q: Any, k: Any, v: Any, scale: float) -> Any:
+                return runner.backend.write_and_attend(kv, layer, q, k, v, scale, attn, group.window)
+
+            def run() -> None:
+                with torch.inference_mode():
+                    hidden, _ = runner.model(ids_T, positions_T, attend)
+                    runner.model.compute_logits(hidden).argmax(dim=-1).tolist()
+
+            return run
+
+        step_s, bare_s = [], []
+        for _ in range(STEPS):
+            forward = bare()
+            # The engine's step needs a slot that may be on a page the step itself allocates; one more row fits.
+            if all(r.num_computed % group.page_size for r in running):
+                started = time.perf_counter()
+                forward()
+                bare_s.append(time.perf_counter() - started)
+            started = time.perf_counter()
+            core.step()
+            step_s.append(time.perf_counter() - started)
+    step, plain = statistics.median(step_s) * 1e3, statistics.median(bare_s) * 1e3
+    return step / plain, step, plain
+
+
+def speculative_over_plain(model: str, speculative_config: dict[str, Any]) -> tuple[float, float, float]:
+    """(ratio, speculative, plain) tokens per second of greedy decode at batch 1, medians of alternating rounds."""
+    params = SamplingParams(max_tokens=128, temperature=0.0, ignore_eos=True)
+    with (
+        LLM(model, enable_prefix_caching=False) as plain,
+        LLM(model, enable_prefix_caching=False, speculative_config=speculative_config) as speculative,
+    ):
+        cases = make_cases(plain._engine.tokenizer, [64] * (ROUNDS * 4), params)
+        rates: dict[str, list[float]] = {"plain": [], "speculative": []}
+        for warm_up, case in enumerate([cases[0], *cases]):
+            for name, llm in (("plain", plain), ("speculative", speculative)):
+                started = time.perf_counter()
+                result = llm.generate([list(case.prompt_token_ids)], params)[0]
+                if warm_up:
+                    rates[name].append(len(result.outputs[0].token_ids) / (time.perf_counter() - started))
+    fast, slow = statistics.median(rates["speculative"]), statistics.median(rates["plain"])
+    return fast / slow, fast, slow

@@ -1,0 +1,176 @@
+"""The handoff agent of one engine: one thread that runs its machines, and thread-safe calls for the engine.
+
+The thread sleeps in ZeroMQ's poll; engine calls wake it through a socket pair. While copies are outstanding it
+sleeps on the oldest of them for a millisecond at a time, which ends as soon as the copy does.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from baton.errors import ProtocolError
+from baton.handoff import events as ev
+from baton.handoff.channel import Channel
+from baton.handoff.messages import AttemptKey, Seeds
+from baton.handoff.planner import RankGeometry
+from baton.handoff.runner import AgentConfig, HandoffRunner, Timers
+from baton.handoff.ticket import Ticket
+from baton.transports.base import Transport
+
+__all__ = ["AgentConfig", "HandoffAgent", "Timers"]
+
+log = logging.getLogger(__name__)
+_COPY_WAIT_S = 0.001
+
+
+class HandoffAgent:
+    """Hands requests over to, and takes them over from, other engines.
+
+    `geometries` describe this engine's groups in the regions that `descriptor` (of `transport.register`)
+    opens. `on_event` is called on the agent's thread and should return soon. The owner closes the transport
+    after the agent.
+
+    Per opened prefill exactly one `PrefillReleased` comes. Per opened decode exactly one of
+    `DecodeCommitted`, `DecodeFinished` and `DecodeReleased` comes, a `DecodeFailed` before the last one unless
+    the engine itself aborted. Pages belong to the agent from the open call until that event.
+
+    Raises `ConfigError` when `config.bind` cannot be bound.
+    """
+
+    def __init__(
+        self,
+        config: AgentConfig,
+        geometries: Mapping[str, RankGeometry],
+        transport: Transport,
+        descriptor: bytes,
+        on_event: Callable[[ev.HandoffEvent], None],
+    ) -> None:
+        self.config = config
+        self._channel = Channel(config.bind)
+        self.address = self._channel.address
+        self._runner = HandoffRunner(config, geometries, transport, descriptor, self._channel, on_event)
+        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="baton-handoff", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Give up on what is open, wait a bounded time for copies, tell the peers, and stop. Idempotent."""
+        if self._closing:
+            return
+        self._closing = True
+        self._channel.wake()
+        if self._thread.ident is not None:
+            self._thread.join()
+        else:
+            self._channel.close()
+
+    # ------------------------------------------------------------ the engine's calls, from any thread
+
+    def open_prefill(self, ticket: Ticket) -> None:
+        """Take P's leg of a verified ticket.
+
+        Raises `ProtocolError` when the ticket names another engine.
+        """
+        self._need(ticket.prefill_engine, ticket.prefill_incarnation)
+        self._call(lambda: self._runner.open_prefill(ticket))
+
+    def declare_final(
+        self, key: AttemptKey, prompt_len: int, pages: dict[str, list[int]], final: dict[str, int]
+    ) -> None:
+        """Tokens `[0, final)` of each group will not change any more; `pages` are the block tables so far."""
+        tables = {group: list(table) for group, table in pages.items()}
+        event = ev.Declared(prompt_len, tables, dict(final))
+        self._call(lambda: self._runner.to_prefill(key, event))
+
+    def finish_prefill(self, key: AttemptKey, seeds: Seeds, finished: bool) -> None:
+        """The drafter has run with the first token: every group is final up to the prompt's end.
+
+        The tables of the last `declare_final` must reach that far. `finished`: that token ended the request.
+        """
+        self._call(lambda: self._runner.to_prefill(key, ev.Sampled(seeds, finished)))
+
+    def open_decode(
+        self,
+        ticket: Ticket,
+        prompt_len: int,
+        wanted: dict[str, tuple[int, int]],
+        pages: dict[str, list[int]],
+    ) -> None:
+        """Take D's leg of a verified ticket: per group the interval wanted, and the block table it goes to.
+
+        Raises `ProtocolError` when the ticket names another engine or an interval goes beyond the prompt.
+        """
+        self._need(ticket.decode_engine, ticket.decode_incarnation)
+        beyond = [group for group, (_, stop) in wanted.items() if stop > prompt_len]
+        if beyond:
+            raise ProtocolError(f"groups {beyond} are wanted beyond the prompt's {prompt_len} tokens")
+        tables = {group: list(table) for group, table in pages.items()}
+        self._call(lambda: self._runner.open_decode(ticket, dict(wanted), tables))
+
+    def abort(self, key: AttemptKey, reason: str) -> None:
+        """Give up on an attempt, on either side, at any moment. The pages stay the agent's until released."""
+        self._call(lambda: self._runner.abort(key, reason))
+
+    def stats(self) -> dict[str, Any]:
+        """Figures since the start: `handoffs` committed, `finished` by the first token, `bytes`, `runs`,
+        `runs_per_handoff`, `failures` by reason, `outstanding` and `quarantined` attempts now, `rejected` and
+        `malformed` messages. In pull, bytes and runs are counted by D.
+        """
+        return self._runner.stats()
+
+    def _need(self, engine_id: str, incarnation: str) -> None:
+        if (engine_id, incarnation) != (self.config.engine_id, self.config.incarnation):
+            raise ProtocolError("the ticket names another engine")
+
+    def _call(self, call: Callable[[], None]) -> None:
+        self._calls.put(call)
+        self._channel.wake()
+
+    # ------------------------------------------------------------ the thread
+
+    def _run(self) -> None:
+        while not self._closing:
+            self._step()
+        self._step()  # calls that came before the close
+        self._runner.abort_all("engine_closed")
+        until = time.monotonic() + self.config.timers.close
+        while len(self._runner.operations) and time.monotonic() < until:
+            self._step()
+        self._runner.say_bye("engine_closed")
+        self._channel.close()
+
+    def _step(self) -> None:
+        """Wait for something, and deal with all of it. No error of one attempt ends the thread."""
+        try:
+            wait = self._runner.on_time()
+            if len(self._runner.operations):
+                self._runner.operations.wait(_COPY_WAIT_S)
+                wait = 0.0
+            elif self._closing:
+                wait = 0.0
+            for connection, message in self._channel.receive(wait):
+                self._runner.on_message(connection, message)
+            self._drain_calls()
+            self._runner.poll_copies()
+        except Exception:
+            log.exception("handoff agent: unexpected error")
+
+    def _drain_calls(self) -> None:
+        while True:
+            try:
+                call = self._calls.get_nowait()
+            except queue.Empty:
+                return
+            try:
+                call()
+            except Exception:
+                log.exception("handoff agent: a call of the engine failed")

@@ -1,0 +1,201 @@
+"""What only shared memory has: files with names and modes, owners that die, descriptors from strangers."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from baton.errors import ProtocolError, TransportError
+from baton.transports import shm
+from baton.transports.base import CopyList
+from baton.transports.shm import SHM_DIR, ShmTransport, remove_stale_segments
+
+
+@pytest.fixture
+def transport() -> Iterator[ShmTransport]:
+    made = ShmTransport()
+    yield made
+    made.close()
+
+
+def segments(pid: int) -> list[str]:
+    return sorted(name for name in os.listdir(SHM_DIR) if name.startswith(f"baton-{pid}-"))
+
+
+def test_segment_files_are_private_and_unlinked(transport: ShmTransport) -> None:
+    transport.allocate("pool", 5000)
+    (name,) = segments(os.getpid())
+    status = os.stat(os.path.join(SHM_DIR, name))
+    assert stat.S_IMODE(status.st_mode) == 0o600
+    assert status.st_size == 5000
+    transport.close()
+    assert segments(os.getpid()) == []
+
+
+def test_memory_outlives_close_for_its_readers(transport: ShmTransport) -> None:
+    region = transport.allocate("pool", 4096)
+    transport.close()
+    region[:] = 7
+    assert bool((region == 7).all())
+
+
+def test_too_much_memory_is_an_error(transport: ShmTransport) -> None:
+    with pytest.raises(TransportError, match=r"'pool'.*(is full|too large|memory)"):
+        transport.allocate("pool", 1 << 60)
+    assert segments(os.getpid()) == []
+
+
+def test_regions_must_be_own_memory(transport: ShmTransport) -> None:
+    with pytest.raises(TransportError, match="must lie in memory from its allocate"):
+        transport.register([np.zeros(16, dtype=np.uint8)])
+    pool = transport.allocate("pool", 4096)
+    for bad in (pool.view(np.uint16), pool[::2], pool[:0], pool.reshape(2, -1)):
+        with pytest.raises(TransportError, match="flat, contiguous"):
+            transport.register([bad])  # type: ignore[list-item]
+    transport.register([pool[64:128], pool[:64]])
+
+
+def test_regions_may_be_parts_of_one_segment(transport: ShmTransport) -> None:
+    pool = transport.allocate("pool", 4096)
+    peer = transport.connect(transport.register([pool[:100], pool[1000:1200]]))
+    assert list(peer.region_sizes) == [100, 200]
+    pool[:100] = 3
+    at = np.array([5], dtype=np.int64)
+    assert transport.submit(peer, "write", CopyList(0, 1, at, at * 2, at)).wait(30) == "done"
+    assert pool[1010:1015].tolist() == [3] * 5
+    assert int(pool[100:].sum()) == 15
+
+
+_SCRIPT = """
+import os, sys
+from baton.transports.shm import ShmTransport
+transport = ShmTransport()
+transport.allocate("pool", 4096)
+print("ready", flush=True)
+if sys.argv[1] == "wait":
+    sys.stdin.read()
+if sys.argv[1] == "fork":
+    child = os.fork()
+    if child == 0:
+        transport.close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    print(len([n for n in os.listdir("/dev/shm") if n.startswith(f"baton-{os.getpid()}-")]), flush=True)
+"""
+
+
+def start(mode: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", _SCRIPT, mode],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_segments_of_a_killed_owner_are_removed_at_start_up() -> None:
+    with start("wait") as owner:
+        assert owner.stdout is not None
+        assert owner.stdout.readline() == "ready\n"
+        assert remove_stale_segments() == []
+        left = segments(owner.pid)
+        assert len(left) == 1
+        owner.kill()
+        owner.wait()
+        assert segments(owner.pid) == left
+    ShmTransport().close()
+    assert segments(owner.pid) == []
+
+
+def test_exit_unlinks_and_a_forked_child_does_not() -> None:
+    with start("exit") as owner:
+        owner.communicate(timeout=60)
+    assert owner.returncode == 0
+    assert segments(owner.pid) == []
+    with start("fork") as owner:
+        out, _ = owner.communicate(timeout=60)
+    assert out == "ready\n1\n"
+    assert segments(owner.pid) == []
+
+
+def test_stale_removal_spares_everything_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dead = "baton-4194399-123-0123456789abcdef"
+    recycled = f"baton-{os.getpid()}-1-0123456789abcdef"
+    alive = f"baton-{os.getpid()}-{shm._start_time(os.getpid())}-0123456789abcdef"
+    others = [
+        "baton-1-2-xyz",
+        "baton-4194399-123-0123456789abcdef.bak",
+        "psm_1234",
+        "xbaton-1-2-0123456789abcdef",
+    ]
+    target = tmp_path / "target"
+    target.write_bytes(b"x")
+    for name in (dead, recycled, alive, *others):
+        (tmp_path / name).write_bytes(b"x")
+    link = tmp_path / "baton-4194398-123-0123456789abcdef"
+    link.symlink_to(target)
+    assert remove_stale_segments(str(tmp_path)) == sorted([dead, recycled])
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([alive, *others, "target", link.name])
+
+
+def forge(name: str, nbytes: int, regions: list[list[int]]) -> bytes:
+    return msgspec.msgpack.encode(
+        {"type": "baton-shm-1", "segments": [[name, nbytes]], "regions": regions},
+    )
+
+
+@pytest.mark.parametrize(
+    "name", ["../etc/passwd", "baton-1-1-../../x", "", "baton-1-2-0123456789ABCDEF", "x\0y"]
+)
+def test_strange_names_are_refused(transport: ShmTransport, name: str) -> None:
+    with pytest.raises(ProtocolError, match="not a name of a shared memory segment"):
+        transport.connect(forge(name, 4096, [[0, 0, 16]]))
+
+
+@pytest.mark.parametrize(
+    "region", [[1, 0, 16], [-1, 0, 16], [0, -1, 16], [0, 4090, 16], [0, 0, 0], [0, 2**62, 2**62]]
+)
+def test_regions_outside_their_segment_are_refused(transport: ShmTransport, region: list[int]) -> None:
+    transport.allocate("pool", 4096)
+    (name,) = segments(os.getpid())
+    with pytest.raises(ProtocolError, match="outside its segment"):
+        transport.connect(forge(name, 4096, [region]))
+
+
+def test_wrong_size_mode_or_kind_is_refused(transport: ShmTransport) -> None:
+    transport.allocate("pool", 4096)
+    (name,) = segments(os.getpid())
+    path = os.path.join(SHM_DIR, name)
+    with pytest.raises(TransportError, match="no private file of 8192 bytes"):
+        transport.connect(forge(name, 8192, [[0, 0, 16]]))
+    os.chmod(path, 0o644)
+    with pytest.raises(TransportError, match="no private file"):
+        transport.connect(forge(name, 4096, [[0, 0, 16]]))
+    with pytest.raises(TransportError, match="cannot open shared memory"):
+        transport.connect(forge("baton-1-2-0123456789abcdef", 4096, [[0, 0, 16]]))
+    link = os.path.join(SHM_DIR, f"{name[:-4]}beef")
+    os.symlink(path, link)
+    try:
+        with pytest.raises(TransportError, match="cannot open shared memory"):
+            transport.connect(forge(os.path.basename(link), 4096, [[0, 0, 16]]))
+    finally:
+        os.unlink(link)
+
+
+def test_connections_leave_no_open_files(transport: ShmTransport) -> None:
+    pool = transport.allocate("pool", 4096)
+    descriptor = transport.register([pool])
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(20):
+        transport.disconnect(transport.connect(descriptor))
+        with pytest.raises(TransportError):
+            transport.connect(descriptor.replace(b"\xcd\x10\x00", b"\xcd\x20\x00"))
+    assert len(os.listdir("/proc/self/fd")) == before
