@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -258,7 +259,7 @@ class PagedCpuBackend:
         else:
             edges = [heads * i // parts for i in range(parts + 1)]
             pool = self._threads(parts)
-            jobs = [pool.submit(attend, *arguments, edges[i], edges[i + 1]) for i in range(parts)]
+            jobs = [pool.submit(partial(attend, *arguments, edges[i], edges[i + 1])) for i in range(parts)]
             # Every job is waited for, also after one has failed: they write into `out`.
             fine = False not in [job.result() for job in jobs]
         if not fine:

@@ -109,7 +109,8 @@ def _pages(page_table: np.ndarray, owner: np.ndarray, positions: np.ndarray, pag
     columns = positions // page_size
     if columns.size and columns.max() >= page_table.shape[1]:
         raise slot_error()
-    return page_table[owner, columns]
+    pages: np.ndarray = page_table[owner, columns]
+    return pages
 
 
 def _index(values: np.ndarray, device: torch.device) -> Tensor:

@@ -65,7 +65,7 @@ class GroupSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             raise ProtocolError(
                 f"group {self.name!r}: layer_ids must name {self.num_layers} different layers"
             )
-        if (self.kind == "sliding_window") != (self.window is not None) or (self.window or 1) < 1:
+        if (self.kind == "sliding_window") != (self.window is not None) or self.window in range(-(1 << 62), 1):
             raise ProtocolError(
                 f"group {self.name!r}: a window of at least 1 goes with kind sliding_window only"
             )

@@ -66,8 +66,8 @@ def _power_of_two(typing_context: Any, value: Any) -> Any:
     return numba.float32(numba.float32), generate
 
 
-bf16_to_f32: Callable[[Any], Any] = intrinsic(_bf16_to_f32)
-_exp2_of_magic: Callable[[Any], Any] = intrinsic(_power_of_two)
+bf16_to_f32 = cast(Callable[[Any], Any], intrinsic(_bf16_to_f32))
+_exp2_of_magic = cast(Callable[[Any], Any], intrinsic(_power_of_two))
 
 
 @jit

@@ -98,11 +98,11 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
         heads = self.qkv_proj(x).view(x.shape[0], self._heads + 2 * self._kv_heads, self._head_dim)
-        qk, v = heads.split((self._heads + self._kv_heads, self._kv_heads), dim=1)
+        qk, v = torch.split(heads, [self._heads + self._kv_heads, self._kv_heads], dim=1)
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = qk.split((self._heads, self._kv_heads), dim=1)
+            q, k = torch.split(qk, [self._heads, self._kv_heads], dim=1)
             qk = torch.cat((self.q_norm(q), self.k_norm(k)), dim=1)
-        q, k = rotate(qk, *cos_sin).split((self._heads, self._kv_heads), dim=1)
+        q, k = torch.split(rotate(qk, *cos_sin), [self._heads, self._kv_heads], dim=1)
         out = attend(self._layer_id, q, k, v, self._scale)
         return self.o_proj(out.reshape(x.shape[0], -1))  # type: ignore[no-any-return]
 

@@ -36,7 +36,7 @@ class Build:
 
 
 def _in_blocks(x: Tensor, weight: Tensor, height: int) -> Tensor:
-    return torch.cat([F.linear(block, weight) for block in x.split(height)])
+    return torch.cat([F.linear(block, weight) for block in torch.split(x, height)])
 
 
 @functools.cache

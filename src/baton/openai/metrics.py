@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -13,7 +12,7 @@ from prometheus_client.registry import Collector
 _TTFT_BUCKETS_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5.0, 10.0, 30.0)
 _ITL_BUCKETS_S = (0.001, 0.002, 0.004, 0.008, 0.015, 0.03, 0.06, 0.12, 0.25, 0.5, 1.0, 2.5)
 
-Row = tuple[str, Literal["counter", "gauge"], str, Mapping[str, str], float]
+Row = tuple[str, str, str, Mapping[str, str], float]  # type is "counter" or "gauge"
 
 
 class FrontMetrics:
@@ -22,32 +21,34 @@ class FrontMetrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self._requests = Counter(
-            "baton_requests",
+            "baton:http_requests",
             "Requests by endpoint and HTTP status.",
             ["endpoint", "status"],
             registry=self.registry,
         )
         self._prompt_tokens = Counter(
-            "baton_prompt_tokens", "Prompt tokens received.", registry=self.registry
+            "baton:front_prompt_tokens", "Prompt tokens received.", registry=self.registry
         )
-        self._output_tokens = Counter("baton_output_tokens", "Tokens generated.", registry=self.registry)
+        self._output_tokens = Counter(
+            "baton:front_output_tokens", "Tokens generated.", registry=self.registry
+        )
         self._ttft = Histogram(
-            "baton_time_to_first_token_seconds",
+            "baton:time_to_first_token_seconds",
             "From the arrival of a request to its first token.",
             registry=self.registry,
             buckets=_TTFT_BUCKETS_S,
         )
         self._itl = Histogram(
-            "baton_inter_token_seconds",
+            "baton:inter_token_latency_seconds",
             "Between tokens of one sequence; tokens of one step share its time evenly.",
             registry=self.registry,
             buckets=_ITL_BUCKETS_S,
         )
         self._rounds = Counter(
-            "baton_verification_rounds", "Verification rounds of delivered tokens.", registry=self.registry
+            "baton:front_spec_rounds", "Verification rounds of delivered tokens.", registry=self.registry
         )
         self._accepted = Counter(
-            "baton_accepted_tokens",
+            "baton:front_spec_accepted_per_pos",
             "Rounds in which the draft at this position was accepted.",
             ["position"],
             registry=self.registry,
@@ -76,7 +77,7 @@ class FrontMetrics:
         self._output_tokens.inc(num_tokens)
         for count in accepted:
             self._rounds.inc()
-            for position in range(1, count + 1):
+            for position in range(count):
                 self._accepted.labels(str(position)).inc()
 
 
@@ -103,13 +104,13 @@ class SequenceTimer:
 
 
 class RowCollector(Collector):
-    """Shows plain counters kept elsewhere: each scrape reads `(name, type, help, labels, value)` rows afresh."""
+    """Shows plain counters kept elsewhere: each scrape reads `(name, type, help, labels, value)` rows."""
 
     def __init__(self, rows: Callable[[], Iterable[Row]]) -> None:
         self._rows = rows
 
     def describe(self) -> Iterator[Metric]:
-        """Return nothing: the names are known only when rows are read, which must not happen at registration."""
+        """Return nothing: names are known only when rows are read, not at registration."""
         return iter(())
 
     def collect(self) -> Iterator[Metric]:

@@ -28,7 +28,7 @@ class StreamOptions(msgspec.Struct, kw_only=True):
 
 
 class _Request(msgspec.Struct, kw_only=True):
-    """What completions and chat completions have in common; None is the default everywhere, as clients send null."""
+    """What both kinds of completions have in common; None is the default, as clients send null."""
 
     model: str | None = None
     n: int | None = None

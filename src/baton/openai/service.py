@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import msgspec
 
-from baton.errors import BatonError, EngineUnavailableError, RequestError
+from baton.errors import EngineUnavailableError, RequestError
 from baton.openai import format as fmt
 from baton.openai.backend import Backend
 from baton.openai.errors import to_api_error
@@ -85,7 +85,7 @@ class OpenAIService:
                     begun.add(index)
                     if wants_tokens:
                         offsets[index] += fmt.token_text_length(plan.model.tokenizer, delta.token_ids)
-        except BatonError as error:
+        except Exception as error:
             if not begun:
                 raise
             yield b"data: " + to_api_error(error).body() + b"\n\n"

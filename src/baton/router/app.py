@@ -23,7 +23,7 @@ from baton.wire import EngineLoad
 
 
 class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """How a router is started. URLs are engines' base URLs; `tokenizer` None takes the engines' checkpoint."""
+    """How a router starts. URLs are engines' base URLs; `tokenizer` None takes the engines' checkpoint."""
 
     prefill: tuple[str, ...] = ()
     decode: tuple[str, ...] = ()
@@ -152,11 +152,20 @@ def _describe(instance: Instance, load: EngineLoad | None) -> dict[str, object]:
     }
 
 
-def _rows(backend: RouterBackend) -> Iterator[Row]: for outcome in backend.OUTCOMES: count =
-backend.handoffs[outcome] yield "baton:router_handoffs", "counter", "Handoffs by outcome.", {"outcome":
-outcome}, count for reason, count in sorted(backend.failures.items()): yield
-"baton:router_handoff_failures", "counter", "Failed handoffs by reason.", {"reason": reason}, count yield
-"baton:router_handoffs_active", "gauge", "Handoffs that run.", {}, backend.num_active_handoffs for instance
-in backend.pool.instances: labels = {"url": instance.url, "role": instance.role} yield
-"baton:router_engine_up", "gauge", "Whether an engine takes requests.", labels, instance.healthy yield
-"baton:router_engine_inflight", "gauge", "Legs on an engine.", labels, instance.num_inflight
+def _rows(backend: RouterBackend) -> Iterator[Row]:
+    for outcome in backend.OUTCOMES:
+        count = backend.handoffs[outcome]
+        yield "baton:router_handoffs", "counter", "Handoffs by outcome.", {"outcome": outcome}, count
+    for reason, count in sorted(backend.failures.items()):
+        yield (
+            "baton:router_handoff_failures",
+            "counter",
+            "Failed handoffs by reason.",
+            {"reason": reason},
+            count,
+        )
+    yield "baton:router_handoffs_active", "gauge", "Handoffs that run.", {}, backend.num_active_handoffs
+    for instance in backend.pool.instances:
+        labels = {"url": instance.url, "role": instance.role}
+        yield "baton:router_engine_up", "gauge", "Whether an engine takes requests.", labels, instance.healthy
+        yield "baton:router_engine_inflight", "gauge", "Legs on an engine.", labels, instance.num_inflight

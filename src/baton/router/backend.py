@@ -55,12 +55,25 @@ class RouterBackend:
         self, request: GenerateRequest, kv_mode: KVMode | None = None
     ) -> AsyncGenerator[TokenChunk, None]:
         """Yield the request's chunks; see `Backend.generate`."""
-        tried: list[Instance] = [] for attempt in range(1, MAX_ATTEMPTS + 1): chosen = self._choose(tried)
-        answered = False try: async with contextlib.aclosing(self._run(request, chosen, kv_mode or
-        self._kv_mode)) as chunks: async for chunk in chunks: answered = True yield chunk return except
-        (EngineUnavailableError, ProtocolError) as error: for instance in chosen: await
-        self.pool.refresh(instance) if answered or attempt == MAX_ATTEMPTS: raise logger.warning("attempt %d
-        failed, trying again: %s", attempt, error) tried += chosen
+        tried: list[Instance] = []
+        for attempt in range(1, MAX_ATTEMPTS + 1):
+            chosen = self._choose(tried)
+            answered = False
+            try:
+                async with contextlib.aclosing(
+                    self._run(request, chosen, kv_mode or self._kv_mode)
+                ) as chunks:
+                    async for chunk in chunks:
+                        answered = True
+                        yield chunk
+                return
+            except (EngineUnavailableError, ProtocolError) as error:
+                for instance in chosen:
+                    await self.pool.refresh(instance)
+                if answered or attempt == MAX_ATTEMPTS:
+                    raise
+                logger.warning("attempt %d failed, trying again: %s", attempt, error)
+                tried += chosen
 
     def ready(self) -> bool:
         """Whether a request could be taken now."""
@@ -140,7 +153,7 @@ class RouterBackend:
         return tickets.mint(self._ticket_key, ticket)
 
     def _drain(self, leg: AsyncGenerator[TokenChunk, None]) -> None:
-        """Read a leg to its end in the background, for a while: it ends by itself, and closing it would abort it."""
+        """Read a leg to its end in the background: it ends by itself, and closing it would abort it."""
 
         async def drain() -> None:
             async with contextlib.aclosing(leg):

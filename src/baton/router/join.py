@@ -27,23 +27,55 @@ async def join_legs(
     engine is told by its peer and ends the leg itself. Raises what a leg raised; an error of the decode leg
     before the first token is raised at once, because nothing would come after that token.
     """
-    items: asyncio.Queue[tuple[Leg, _Item]] = asyncio.Queue() tasks: dict[Leg, asyncio.Task[None]] = {
-    "prefill": asyncio.create_task(_pump("prefill", prefill, items)), "decode":
-    asyncio.create_task(_pump("decode", decode, items)), } early: list[TokenChunk] = []  # of the decode
-    leg, while the first token is awaited seeded = decode_ended = drained = False try: while True: leg, item
-    = await items.get() if isinstance(item, BaseException): if leg == "prefill" and seeded: continue  # the
-    decode engine notices by itself whether it misses anything raise item if leg == "prefill": if item is
-    None: if not seeded: raise EngineUnavailableError("the prefill leg ended without a token") continue if
-    item.token_ids: seeded = True if item.finish_reason in ("stop", "length"): drained = True yield item,
-    "prefill" if item.finish_reason is not None: return if seeded: for chunk in early: yield chunk, "decode"
-    if chunk.finish_reason is not None: return early.clear() if decode_ended: raise
-    EngineUnavailableError("the decode leg ended before the request did") elif item is None: decode_ended =
-    True if seeded: raise EngineUnavailableError("the decode leg ended before the request did") elif
-    item.finish_reason == "error": yield item, "decode" return elif seeded: yield item, "decode" if
-    item.finish_reason is not None: return else: early.append(item) finally: tasks["prefill"].cancel() if
-    drained: drain(_rest(tasks["decode"], items, decode_ended)) else: tasks["decode"].cancel() await
-    asyncio.gather(*(tasks[leg] for leg in tasks if not (drained and leg == "decode")),
-    return_exceptions=True)
+    items: asyncio.Queue[tuple[Leg, _Item]] = asyncio.Queue()
+    tasks: dict[Leg, asyncio.Task[None]] = {
+        "prefill": asyncio.create_task(_pump("prefill", prefill, items)),
+        "decode": asyncio.create_task(_pump("decode", decode, items)),
+    }
+    early: list[TokenChunk] = []  # of the decode leg, while the first token is awaited
+    seeded = decode_ended = drained = False
+    try:
+        while True:
+            leg, item = await items.get()
+            if isinstance(item, BaseException):
+                if leg == "prefill" and seeded:
+                    continue  # the decode engine notices by itself whether it misses anything
+                raise item
+            if leg == "prefill":
+                if item is None:
+                    if not seeded:
+                        raise EngineUnavailableError("the prefill leg ended without a token")
+                    continue
+                seeded = seeded or bool(item.token_ids)
+                drained = item.finish_reason in ("stop", "length")
+                yield item, "prefill"
+                if item.finish_reason is not None:
+                    return
+                if seeded:
+                    for chunk in early:
+                        yield chunk, "decode"
+                        if chunk.finish_reason is not None:
+                            return
+                    early.clear()
+            elif item is None:
+                decode_ended = True
+            elif seeded or item.finish_reason == "error":
+                yield item, "decode"
+                if item.finish_reason is not None:
+                    return
+            else:
+                early.append(item)
+            if seeded and decode_ended:
+                raise EngineUnavailableError("the decode leg ended before the request did")
+    finally:
+        ending = [tasks["prefill"]]
+        if drained:
+            drain(_rest(tasks["decode"], items, decode_ended))
+        else:
+            ending.append(tasks["decode"])
+        for task in ending:
+            task.cancel()
+        await asyncio.gather(*ending, return_exceptions=True)
 
 
 async def _pump(leg: Leg, chunks: Chunks, items: asyncio.Queue[tuple[Leg, _Item]]) -> None:

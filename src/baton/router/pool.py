@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -84,10 +85,11 @@ class EnginePool:
         return list(self._instances.values())
 
     def model(self) -> ServedModel:
-        """Return the model all instances serve. Raises `EngineUnavailableError` while none has been reached."""
+        """Return the served model. Raises `EngineUnavailableError` while none has been reached."""
         if self._model is None:
             raise EngineUnavailableError("no engine has been reached yet")
-        return self._model
+        limits = [i.info.max_model_len for i in self._instances.values() if i.info is not None]
+        return dataclasses.replace(self._model, max_model_len=min([self._model.max_model_len, *limits]))
 
     async def add(self, url: str, role: Role) -> Instance:
         """Let an engine join; one that does not answer yet is asked again by `watch`.
@@ -109,14 +111,14 @@ class EnginePool:
         return instance
 
     def remove(self, url: str) -> Instance:
-        """Let an engine leave: it gets no new requests, those that run end as they would have. `RequestError`."""
+        """Let an engine leave: no new requests, those that run end normally. `RequestError` if unknown."""
         instance = self._instances.pop(_checked_url(url), None)
         if instance is None:
             raise RequestError(f"{url} is not an instance", "url")
         return instance
 
     def pick(self, role: Role, avoid: Sequence[Instance] = ()) -> Instance | None:
-        """Return the instance of `role` whose turn it is, or None; those in `avoid` only when there is no other."""
+        """Return the instance of `role` whose turn it is, or None; one in `avoid` only for want of another."""
         usable = [i for i in self._instances.values() if i.role == role and i.healthy]
         usable = [i for i in usable if i not in avoid] or usable
         if not usable:
@@ -169,7 +171,7 @@ class EnginePool:
                 continue
             different = {
                 name: (theirs, mine)
-                for name in ("model", "vocab_size", "max_model_len", "num_speculative_tokens", "fingerprint")
+                for name in ("model", "vocab_size", "num_speculative_tokens", "fingerprint")
                 if (theirs := getattr(other.info, name)) != (mine := getattr(info, name))
             }
             if "fingerprint" in different:

@@ -37,7 +37,10 @@ class EngineMetricRows(Protocol):
 class Engine(Protocol):
     """What the server needs of `baton.engine.async_engine.AsyncEngine`."""
 
-    info: EngineInfo
+    @property
+    def info(self) -> EngineInfo:
+        """What a router must know."""
+        ...
 
     def start(self) -> None:
         """Load and begin to step."""
@@ -152,17 +155,12 @@ async def _generate(engine: Engine, metrics: FrontMetrics, request: web.Request)
 
 
 def _check(wire: GenerateRequest, info: EngineInfo) -> None:
-    """Raise `RequestError` for what must never reach the engine; a router checks too, but is another process."""
-    ids = wire.prompt_token_ids wire.sampling_params.check(info.vocab_size) if not ids or not all(0 <= i <
-    info.vocab_size for i in ids): raise RequestError(f"prompt_token_ids must be non-empty, each in [0,
-    {info.vocab_size})", "prompt_token_ids") if wire.sampling_params.n != 1: raise RequestError("n must be 1
-    here: the front door fans out", "n") num_prompt = len(ids) if wire.num_prompt_tokens is None else
-    wire.num_prompt_tokens if not 1 <= num_prompt <= len(ids): raise RequestError("num_prompt_tokens must be
-    between 1 and the prompt's length", "num_prompt_tokens") if num_prompt + wire.sampling_params.max_tokens
-    > info.max_model_len: raise RequestError( f"prompt and max_tokens together exceed this model's context
-    of {info.max_model_len} tokens", "max_tokens", ) role = wire.handoff.role if wire.handoff is not None
-    else None if info.role != "both" and role != info.role: raise RequestError(f"this engine's role is
-    {info.role!r}, the request's is {role!r}", "handoff")
+    """Raise `RequestError` for what this door does not serve; the engine checks the rest."""
+    if wire.sampling_params.n != 1:
+        raise RequestError("n must be 1 here: the front door fans out", "n")
+    role = wire.handoff.role if wire.handoff is not None else None
+    if info.role != "both" and role != info.role:
+        raise RequestError(f"this engine's role is {info.role!r}, the request's is {role!r}", "handoff")
 
 
 @contextlib.asynccontextmanager

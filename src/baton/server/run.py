@@ -1,4 +1,4 @@
-"""The life of one engine process: bind, load, serve, end. Nothing slow comes before the port is known to be free."""
+"""The life of one engine process: load, serve, end. Its port was bound before anything slow begins."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stop strings over a stream of text pieces: a match may span pieces, and none of it may be shown too early."""
+"""Stop strings over a stream of text: a match may span pieces, and none of it may be shown too early."""
 
 from __future__ import annotations
 

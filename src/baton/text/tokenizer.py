@@ -1,4 +1,4 @@
-"""The tokenizer of a Hugging Face directory, without `transformers`: tokenizer.json and a few JSON settings."""
+"""The tokenizer of a Hugging Face directory, without `transformers`: tokenizer.json and a few settings."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Tokenizer:
         )
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of `text`; `add_special_tokens` lets the tokenizer add its own, such as BOS."""
+        """Return the ids of `text`; `add_special_tokens` lets the tokenizer add its own, such as BOS."""
         return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -123,7 +123,7 @@ def _special_tokens(*sources: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _eos_token_ids(root: Path, special: Mapping[str, str], backend: tokenizers.Tokenizer) -> list[int]:
-    """Return the ids that end a sequence: generation_config.json, then config.json, then the tokenizer's EOS."""
+    """Return the ids that end a sequence: generation_config.json, config.json, or the tokenizer's EOS."""
     for name in ("generation_config.json", "config.json"):
         value = _read_json(root / name).get("eos_token_id")
         if isinstance(value, int):

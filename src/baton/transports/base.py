@@ -140,7 +140,7 @@ class Transport(Protocol):
 
 
 def check_copies(copies: CopyList, source_sizes: Sequence[int], dest_sizes: Sequence[int]) -> None:
-    """Raise `ProtocolError` unless every run lies inside its region on both sides. Cost: a few numpy passes."""
+    """Raise `ProtocolError` unless every run lies inside its region on both sides. A few numpy passes."""
     columns = (copies.source_offset, copies.dest_offset, copies.nbytes)
     for column in columns:
         if column.dtype != np.int64 or column.ndim != 1 or column.size != copies.nbytes.size:

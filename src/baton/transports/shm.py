@@ -64,7 +64,7 @@ class _Segment:
 
 
 def _start_time(pid: int) -> str | None:
-    """The start time of a process in clock ticks since boot (field 22 of its stat), None when there is none."""
+    """The start of a process in clock ticks since boot (field 22 of its stat); None when it is gone."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text("ascii", "replace")
     except OSError:
@@ -241,9 +241,7 @@ def _open_segment(segment: _SegmentName) -> int:
     private = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077
     if not private or status.st_size != segment.nbytes or segment.nbytes < 1:
         os.close(fd)
-        raise TransportError(
-            f"shared memory {segment.name} is not a private segment of {segment.nbytes} bytes"
-        )
+        raise TransportError(f"shared memory {segment.name} is no private file of {segment.nbytes} bytes")
     return fd
 
 

@@ -1,0 +1,57 @@
+"""EAGLE (Li et al., 2024, arXiv:2401.15077): one decoder layer that continues the target's last hidden state.
+
+As vLLM computes it: fc(cat(embedding of x_{i+1}, hidden_i)), then layers of which the first has no input
+norm, and no final norm. The residual stream is both what the LM head reads and what the next step is fed.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from baton.drafters.base import Drafter, expect_target_size, fill_drafter, head_tensors
+from baton.errors import CheckpointError
+from baton.models.base import CausalLM
+from baton.models.config import ModelConfig, RawConfig
+from baton.models.layers import Attend, DecoderLayer
+from baton.models.linear import Build, Linear
+
+
+class Eagle(Drafter):
+    """See the module's docstring. `fc.bias` is used where a checkpoint has one."""
+
+    aux_layers = ()
+
+    def __init__(self, config: ModelConfig, target: CausalLM, names: set[str], build: Build) -> None:
+        super().__init__(config, target, names, build)
+        hidden = config.hidden_size
+        self.feature_size = hidden
+        self.fc = Linear(2 * hidden, hidden, build, bias="fc.bias" in names)
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, i, build, input_norm=i > 0) for i in range(config.num_layers)
+        )
+        if "lm_head.weight" in names:
+            self.add_head(hidden, config.vocab_size, build)
+
+    @classmethod
+    def load(cls, path: str, raw: RawConfig, config: ModelConfig, target: CausalLM, build: Build) -> Eagle:
+        """Build and fill the head of a checkpoint directory. Raises `CheckpointError`."""
+        if raw.get("add_para_norm"):
+            raise CheckpointError("drafter: config.json: add_para_norm is not supported")
+        expect_target_size(config.hidden_size, target)
+        drafter = cls(config, target, head_tensors(path), build)
+        # Some heads were saved with the input norm that their first layer does not use.
+        fill_drafter(drafter, path, frozenset({"layers.0.input_layernorm.weight"}))
+        return drafter
+
+    def combine(self, hidden_TE: Tensor, aux: list[Tensor]) -> Tensor:
+        return hidden_TE
+
+    def forward(
+        self, next_ids_T: Tensor, features_TF: Tensor, positions_T: Tensor, attend: Attend, first: bool
+    ) -> tuple[Tensor, Tensor]:
+        x = self.fc(torch.cat((self._embed(next_ids_T), features_TF), dim=-1))
+        cos_sin = self.rotary.at(positions_T)
+        for layer in self.layers:
+            x = layer(x, cos_sin, attend)
+        return x, x

@@ -1,0 +1,124 @@
+"""EAGLE-3 (Li et al., 2025, arXiv:2503.01840): one layer over features of three depths of the target.
+
+As vLLM computes it: the features are residual streams entering three target layers, side by side, brought to
+the hidden size by `fc`. The first layer attends over cat(input_layernorm(embedding of x_{i+1}),
+hidden_norm(h)); its residual is h, or the normed h with `norm_before_residual`. The final norm feeds the LM
+head; the stream before it feeds the next draft step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from baton.drafters.base import Drafter, expect_target_size, fill_drafter, head_tensors, target_ids
+from baton.errors import CheckpointError
+from baton.models.base import CausalLM
+from baton.models.config import ModelConfig, RawConfig, get_bool, get_int
+from baton.models.layers import MLP, Attend, Attention, DecoderLayer, RMSNorm
+from baton.models.linear import Build, Linear
+
+
+class FusionLayer(nn.Module):
+    """The first layer: takes embedding and hidden state [T, E] each, returns the residual stream [T, E]."""
+
+    def __init__(self, config: ModelConfig, norm_before_residual: bool, build: Build) -> None:
+        super().__init__()
+        self._norm_before_residual = norm_before_residual
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_eps, build)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_eps, build)
+        self.self_attn = Attention(config, 0, build, in_features=2 * config.hidden_size)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_eps, build)
+        self.mlp = MLP(config.hidden_size, config.intermediate_size, config.mlp_bias, build)
+
+    def forward(
+        self, embeds: Tensor, hidden: Tensor, cos_sin: tuple[Tensor, Tensor], attend: Attend
+    ) -> Tensor:
+        normed = self.hidden_norm(hidden)
+        residual = normed if self._norm_before_residual else hidden
+        joined = torch.cat((self.input_layernorm(embeds), normed), dim=-1)
+        x = residual + self.self_attn(joined, cos_sin, attend)
+        return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
+
+
+class Eagle3(Drafter):
+    """See the module's docstring. `d2t` int64 [draft_vocab] is optional, as in the published heads."""
+
+    def __init__(
+        self, config: ModelConfig, raw: RawConfig, target: CausalLM, names: set[str], build: Build
+    ) -> None:
+        super().__init__(config, target, names, build)
+        hidden = config.hidden_size
+        self.aux_layers = aux_layer_ids(raw, len(target.kv_layers))
+        self.feature_size = target.hidden_size * (len(self.aux_layers) or 1)
+        self.fc = (
+            Linear(self.feature_size, hidden, build, bias="fc.bias" in names) if self.aux_layers else None
+        )
+        first = FusionLayer(config, get_bool(raw, "norm_before_residual"), build)
+        self.layers = nn.ModuleList(
+            [first, *(DecoderLayer(config, i, build) for i in range(1, config.num_layers))]
+        )
+        self.norm = RMSNorm(hidden, config.rms_eps, build)
+        draft_vocab = get_int(raw, "draft_vocab_size", config.vocab_size)
+        if "lm_head.weight" in names:
+            self.add_head(hidden, draft_vocab, build)
+        elif draft_vocab != target.vocab_size or hidden != target.hidden_size:
+            raise CheckpointError(
+                f"drafter: no lm_head.weight, and the target's ({target.vocab_size} x {target.hidden_size}) "
+                f"does not fit draft_vocab_size {draft_vocab} and hidden_size {hidden}"
+            )
+        if "d2t" in names:
+            self.register_buffer("d2t", torch.empty(draft_vocab, dtype=torch.int64, device=build.device))
+        elif draft_vocab != target.vocab_size:
+            raise CheckpointError(
+                f"drafter: draft_vocab_size is {draft_vocab}, the target's vocab_size {target.vocab_size}, "
+                "and there is no tensor d2t"
+            )
+
+    @classmethod
+    def load(cls, path: str, raw: RawConfig, config: ModelConfig, target: CausalLM, build: Build) -> Eagle3:
+        """Build and fill the head of a checkpoint directory. Raises `CheckpointError`."""
+        expect_target_size(get_int(raw, "target_hidden_size", config.hidden_size), target)
+        names = head_tensors(path)
+        drafter = cls(config, raw, target, names, build)
+        # t2d only says which target ids have a draft id, which d2t already tells.
+        fill_drafter(drafter, path, frozenset({"t2d"} if drafter.fc is not None else {"t2d", "fc.weight"}))
+        if "d2t" in names:
+            drafter.draft_to_target = target_ids(drafter.get_buffer("d2t"), target.vocab_size)
+        return drafter
+
+    def combine(self, hidden_TE: Tensor, aux: list[Tensor]) -> Tensor:
+        return torch.cat(aux, dim=-1) if self.aux_layers else hidden_TE
+
+    def forward(
+        self, next_ids_T: Tensor, features_TF: Tensor, positions_T: Tensor, attend: Attend, first: bool
+    ) -> tuple[Tensor, Tensor]:
+        x = self.fc(features_TF) if first and self.fc is not None else features_TF
+        cos_sin = self.rotary.at(positions_T)
+        x = self.layers[0](self._embed(next_ids_T), x, cos_sin, attend)
+        for layer in self.layers[1:]:
+            x = layer(x, cos_sin, attend)
+        return self.norm(x), x
+
+
+def aux_layer_ids(raw: RawConfig, num_layers: int) -> tuple[int, ...]:
+    """Target layers that feed the head, ascending: from the config, else vLLM's default (2, L // 2, L - 3).
+
+    Empty when `eagle_config.use_aux_hidden_state` is false. Raises `CheckpointError` for ids out of range.
+    """
+    nested = raw.get("eagle_config") or {}
+    if not isinstance(nested, Mapping):
+        raise CheckpointError(f"drafter: config.json: eagle_config is {nested!r}, expected an object")
+    if not get_bool(nested, "use_aux_hidden_state", True):
+        return ()
+    key = "eagle_aux_hidden_state_layer_ids"
+    ids = raw.get(key) or nested.get(key) or [2, num_layers // 2, num_layers - 3]
+    valid = isinstance(ids, list | tuple) and all(isinstance(i, int) and 0 <= i <= num_layers for i in ids)
+    # Features lie side by side in layer order, so one layer cannot appear twice.
+    if not valid or len(set(ids)) != len(ids):
+        raise CheckpointError(
+            f"drafter: config.json: {key} is {ids!r}, expected distinct layers in 0..{num_layers}"
+        )
+    return tuple(sorted(ids))

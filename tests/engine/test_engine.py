@@ -1,0 +1,139 @@
+"""One engine: whatever the batch, chunks, page size, cache, preemption or speculation, the tokens are the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from baton import LLM, SamplingParams
+from baton.errors import CheckpointError, ConfigError, RequestError
+from baton.verify.observe import make_cases
+
+TARGET = "models/baton-demo-llama"
+EAGLE3 = {"method": "eagle3", "model": "models/baton-demo-eagle3", "num_speculative_tokens": 3}
+EAGLE = {"method": "eagle", "model": "models/baton-demo-eagle", "num_speculative_tokens": 3}
+PAGE_BYTES = 16 * 2 * 4 * 32 * 2 * 5
+
+
+def run(prompts: list[list[int]], params: SamplingParams, **settings: Any) -> list[tuple[list[int], list[int]]]:
+    with LLM(TARGET, batch_invariant=True, **settings) as llm:
+        results = llm.generate(prompts, params)
+        load = llm._engine.core.load()
+        assert load.num_referenced_pages == 0
+        assert load.num_quarantined_pages == 0
+        return [(r.outputs[0].token_ids, r.outputs[0].accepted) for r in results]
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    with LLM(TARGET) as llm:
+        cases = make_cases(llm._engine.tokenizer, [1, 2, 15, 16, 17, 31, 32, 33, 90], SamplingParams())
+    return [list(case.prompt_token_ids) for case in cases]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_speculation_changes_no_token(prompts: list[list[int]], temperature: float) -> None:
+    params = SamplingParams(max_tokens=24, temperature=temperature, seed=11)
+    plain = run(prompts, params)
+    for spec in (EAGLE3, EAGLE):
+        speculative = run(prompts, params, speculative_config=spec)
+        assert [tokens for tokens, _ in speculative] == [tokens for tokens, _ in plain]
+        rounds = [a for _, accepted in speculative for a in accepted]
+        assert sum(rounds) > 0
+        assert max(rounds) <= 3
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"max_num_batched_tokens": 48},
+        {"max_num_batched_tokens": 7},
+        {"block_size": 7},
+        {"max_num_seqs": 1},
+        {"enable_prefix_caching": False},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_tokens_and_acceptance_do_not_depend_on_scheduling(
+    prompts: list[list[int]], settings: dict[str, Any], temperature: float
+) -> None:
+    params = SamplingParams(max_tokens=20, temperature=temperature, seed=3)
+    expected = run(prompts, params, speculative_config=EAGLE3)
+    assert run(prompts, params, speculative_config=EAGLE3, **settings) == expected
+
+
+def test_preemption_by_recompute_changes_nothing(prompts: list[list[int]]) -> None:
+    params = SamplingParams(max_tokens=60, temperature=0.7, seed=3, ignore_eos=True, presence_penalty=0.5)
+    many = (prompts * 2)[:12]
+    expected = run(many, params, speculative_config=EAGLE3)
+    settings = {"speculative_config": EAGLE3, "kv_cache_memory": 24 * PAGE_BYTES}
+    with LLM(TARGET, batch_invariant=True, **settings) as llm:
+        results = llm.generate(many, params)
+        assert llm._engine.core.scheduler.num_preemptions > 0
+        assert [(r.outputs[0].token_ids, r.outputs[0].accepted) for r in results] == expected
+
+
+def test_prefix_cache_hits_change_nothing(prompts: list[list[int]]) -> None:
+    params = SamplingParams(max_tokens=12, temperature=0.0)
+    long = prompts[-1]
+    extended = [long[:k] + [5, 6, 7] for k in (15, 16, 17, 40)] + [long[:33], long]
+    expected = run(extended, params, speculative_config=EAGLE3, enable_prefix_caching=False)
+    with LLM(TARGET, batch_invariant=True, speculative_config=EAGLE3) as llm:
+        llm.generate([long], params)
+        results = llm.generate(extended, params)
+        assert [r.num_cached_tokens for r in results] == [14, 15, 16, 39, 32, 89]
+        assert [(r.outputs[0].token_ids, r.outputs[0].accepted) for r in results] == expected
+
+
+def test_samples_of_one_prompt_differ_and_repeat(prompts: list[list[int]]) -> None:
+    params = SamplingParams(max_tokens=12, temperature=1.0, n=3, seed=1)
+    with LLM(TARGET, batch_invariant=True) as llm:
+        first = [o.token_ids for o in llm.generate([prompts[4]], params)[0].outputs]
+        again = [o.token_ids for o in llm.generate([prompts[4]], params)[0].outputs]
+    assert first == again
+    assert len({tuple(tokens) for tokens in first}) == 3
+
+
+def test_stop_conditions(prompts: list[list[int]]) -> None:
+    with LLM(TARGET, speculative_config=EAGLE3, batch_invariant=True) as llm:
+        free = llm.generate([prompts[5]], SamplingParams(max_tokens=24, temperature=0.0))[0].outputs[0]
+        token = free.token_ids[9]
+        cut = free.token_ids.index(token) + 1
+        params = SamplingParams(max_tokens=24, temperature=0.0, stop_token_ids=(token,))
+        stopped = llm.generate([prompts[5]], params)[0].outputs[0]
+        assert stopped.token_ids == free.token_ids[:cut]
+        assert (stopped.finish_reason, stopped.stop_reason) == ("stop", token)
+        for length in (1, 2, 5):
+            short = llm.generate([prompts[5]], SamplingParams(max_tokens=length, temperature=0.0))[0].outputs[0]
+            assert short.token_ids == free.token_ids[:length]
+            assert short.finish_reason == "length"
+        word = free.text[10:14]
+        params = SamplingParams(max_tokens=24, temperature=0.0, stop=(word,))
+        by_text = llm.generate([prompts[5]], params)[0].outputs[0]
+        assert by_text.text == free.text[: free.text.index(word)]
+        assert llm._engine.core.load().num_referenced_pages == 0
+
+
+def test_refusals_name_the_cause(prompts: list[list[int]]) -> None:
+    with pytest.raises(ConfigError, match="max_sequences: is unknown"):
+        LLM(TARGET, max_sequences=3)
+    with pytest.raises(ConfigError, match="num_speculative_tokens"):
+        LLM(TARGET, speculative_config={**EAGLE3, "num_speculative_tokens": 0})
+    with pytest.raises(ConfigError, match=r"speculative_config\.modle"):
+        LLM(TARGET, speculative_config={**EAGLE3, "modle": "x"})
+    with pytest.raises(ConfigError, match="model"):
+        LLM("models/none")
+    with pytest.raises(CheckpointError):
+        LLM("tests")
+    with LLM(TARGET, max_model_len=64, kv_cache_memory=3 * PAGE_BYTES) as llm:
+        for ids, params, name in (
+            ([1] * 64, SamplingParams(), "prompt"),
+            ([], SamplingParams(), "prompt"),
+            ([999999], SamplingParams(), "prompt"),
+            ([1] * 20, SamplingParams(max_tokens=40), "max_tokens"),
+        ):
+            with pytest.raises(RequestError) as caught:
+                llm.generate([ids], params)
+            assert caught.value.param == name

@@ -1,0 +1,320 @@
+"""The planner against a naive oracle, byte by byte: every wanted byte exactly once, nothing else ever."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.errors import IncompatiblePeerError, ProtocolError
+from baton.handoff.interval import Interval
+from baton.handoff.planner import RankGeometry, plan, senders
+from baton.kv.geometry import (
+    BLOCK_MAJOR_HND,
+    BLOCK_MAJOR_NHD,
+    LAYER_MAJOR_HND,
+    LAYER_MAJOR_NHD,
+    Axis,
+    CopyList,
+    Geometry,
+    GroupSpec,
+)
+
+ORDERS = [
+    BLOCK_MAJOR_NHD,
+    BLOCK_MAJOR_HND,
+    LAYER_MAJOR_NHD,
+    LAYER_MAJOR_HND,
+    ("layer", "page", "half", "element", "head", "token"),
+]
+
+
+def make(
+    layers: tuple[int, ...] = (0, 1),
+    heads: tuple[int, int] = (0, 2),
+    *,
+    pages: int = 12,
+    page_size: int = 4,
+    order: tuple[Axis, ...] = BLOCK_MAJOR_NHD,
+    kind: Any = "full",
+    head_dim: int = 2,
+    region: int = 0,
+    base: int = 0,
+) -> Geometry:
+    spec = GroupSpec(
+        name="g",
+        owner="target",
+        kind=kind,
+        num_layers=len(layers),
+        num_kv_heads=heads[1] - heads[0],
+        head_dim=head_dim,
+        page_size=page_size,
+        dtype="bfloat16",
+        window=None,
+        layer_ids=layers,
+    )
+    return Geometry.from_order(spec, pages, order, region=region, first_head=heads[0], base=base)
+
+
+def ranks(*geometries: Geometry) -> list[RankGeometry]:
+    return [RankGeometry(rank=i, geometry=g) for i, g in enumerate(geometries)]
+
+
+def addresses(geometry: Geometry, table: list[int], tokens: range) -> dict[tuple[int, ...], int]:
+    """(layer id, half, token, head id, byte of the row) -> byte offset, straight from the definition."""
+    out = {}
+    for layer_index, layer in enumerate(geometry.layer_ids):
+        for half in range(geometry.num_halves):
+            for t in tokens:
+                for head in range(geometry.num_heads):
+                    for byte in range(geometry.head_dim * geometry.itemsize):
+                        element, rest = divmod(byte, geometry.itemsize)
+                        at = geometry.base + table[t // geometry.page_size] * geometry.page_stride
+                        at += layer_index * geometry.layer_stride + half * geometry.half_stride
+                        at += t % geometry.page_size * geometry.token_stride
+                        at += head * geometry.head_stride + element * geometry.element_stride + rest
+                        out[layer, half, t, geometry.first_head + head, byte] = at
+    return out
+
+
+def check_against_oracle(
+    sources: list[RankGeometry], dest: RankGeometry, here: list[int], there: list[int], tokens: Interval
+) -> dict[int, CopyList]:
+    planned = plan(sources, dest, here, there, tokens)
+    wanted = addresses(dest.geometry, there, range(tokens.start, tokens.stop))
+    of_dest = {offset: key for key, offset in wanted.items()}
+    have = {s.rank: addresses(s.geometry, here, range(tokens.start, tokens.stop)) for s in sources}
+    written: dict[int, int] = {}
+    for rank, copies in planned.items():
+        assert len(copies) > 0
+        assert (copies.nbytes > 0).all()
+        assert (np.diff(copies.dest_offset) > 0).all()
+        joined = (copies.source_offset[1:] == copies.source_offset[:-1] + copies.nbytes[:-1]) & (
+            copies.dest_offset[1:] == copies.dest_offset[:-1] + copies.nbytes[:-1]
+        )
+        assert not joined.any(), "two neighbours could have been one run"
+        for s, d, n in zip(copies.source_offset, copies.dest_offset, copies.nbytes, strict=True):
+            for i in range(int(n)):
+                assert int(d) + i not in written, "written twice"
+                written[int(d) + i] = rank
+                assert have[rank][of_dest[int(d) + i]] == int(s) + i
+    assert set(written) == set(of_dest)
+    return planned
+
+
+@dataclass(slots=True)
+class Case:
+    sources: list[RankGeometry]
+    dests: list[RankGeometry]
+    here: list[int]
+    there: list[int]
+    tokens: Interval
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    num_layers, num_heads = draw(st.integers(1, 3)), draw(st.sampled_from([1, 2, 4]))
+    kind = draw(st.sampled_from(["full", "mla"])) if num_heads == 1 else "full"
+
+    def side() -> list[RankGeometry]:
+        tp, pp = draw(st.sampled_from([1, 2, 4])), draw(st.integers(1, num_layers))
+        order, page_size = draw(st.sampled_from(ORDERS)), draw(st.integers(1, 5))
+        cuts = [round(i * num_layers / pp) for i in range(pp + 1)]
+        made = []
+        for stage in range(pp):
+            for shard in range(tp):
+                width = max(num_heads // tp, 1)
+                head = shard * num_heads // tp if tp <= num_heads else shard // (tp // num_heads)
+                layers = tuple(range(cuts[stage], cuts[stage + 1]))
+                made.append(
+                    make(layers, (head, head + width), order=order, page_size=page_size, kind=kind, base=4)
+                )
+        return ranks(*made)
+
+    sources, dests = side(), side()
+    start = draw(st.integers(0, 12))
+    tokens = Interval(start, start + draw(st.integers(1, 9)))
+
+    def table(page_size: int) -> list[int]:
+        first, count = tokens.start // page_size, -(-tokens.stop // page_size)
+        pages = draw(st.permutations(range(1, count - first + 3)))[: count - first]
+        return [0] * first + pages
+
+    here, there = (table(side[0].geometry.page_size) for side in (sources, dests))
+    grow = max(*here, *there) + 1
+
+    def fit(side: list[RankGeometry], pages: int) -> list[RankGeometry]:
+        order = draw(st.sampled_from(ORDERS))
+        out = []
+        for each in side:
+            g = each.geometry
+            size = make(
+                g.layer_ids,
+                (g.first_head, g.last_head),
+                order=order,
+                page_size=g.page_size,
+                kind=kind,
+                base=4,
+                pages=pages,
+            )
+            out.append(RankGeometry(rank=each.rank, geometry=size))
+        return out
+
+    return Case(fit(sources, grow + 1), fit(dests, grow), here, there, tokens)
+
+
+@settings(max_examples=120, deadline=None, derandomize=True)
+@given(cases())
+def test_every_wanted_byte_exactly_once(case: Case) -> None:
+    for dest in case.dests:
+        planned = check_against_oracle(case.sources, dest, case.here, case.there, case.tokens)
+        assert tuple(planned) == senders(case.sources, dest)
+
+
+def test_contiguous_pages_are_one_run() -> None:
+    whole = ranks(make(pages=20))
+    planned = plan(whole, whole[0], range(3, 11), range(8, 16), Interval(0, 32))
+    assert planned[0].nbytes.tolist() == [8 * whole[0].geometry.page_stride]
+
+
+def test_runs_of_a_fragmented_plan_are_pages() -> None:
+    whole = ranks(make(pages=40))
+    planned = plan(whole, whole[0], range(1, 39, 2), range(1, 20), Interval(0, 76))
+    assert planned[0].nbytes.tolist() == [whole[0].geometry.page_stride] * 19
+
+
+def test_a_prefix_hit_in_the_middle_of_a_page_and_a_lookahead_page() -> None:
+    # 8 tokens fill two pages exactly; the allocator's third page is lookahead and must stay untouched.
+    whole = ranks(make(), make())[:1]
+    planned = check_against_oracle(whole, whole[0], [5, 6, 7], [9, 2, 4], Interval(3, 8))
+    page = whole[0].geometry.page_stride
+    assert {int(at) // page for at in planned[0].dest_offset} == {9, 2}
+
+
+def test_one_replica_sends_and_senders_are_spread() -> None:
+    # Eight source ranks share two heads, four replicas each.
+    sources = ranks(*[make(heads=(i // 4, i // 4 + 1)) for i in range(8)])
+    for dest_tp in (1, 2, 8):
+        got = []
+        for rank in range(dest_tp):
+            heads = (0, 2) if dest_tp == 1 else (rank * 2 // dest_tp, rank * 2 // dest_tp + 1)
+            got.append(senders(sources, RankGeometry(rank=rank, geometry=make(heads=heads))))
+        assert (
+            got
+            == {
+                1: [(0, 4)],
+                2: [(0,), (5,)],
+                8: [(i,) for i in range(8)],
+            }[dest_tp]
+        )
+
+
+def test_latents_come_from_one_rank_each() -> None:
+    sources = ranks(*[make(heads=(0, 1), kind="mla") for _ in range(4)])
+    for rank in range(6):
+        dest = RankGeometry(rank=rank, geometry=make(heads=(0, 1), kind="mla"))
+        assert senders(sources, dest) == (rank % 4,)
+
+
+def test_pipeline_stages_by_layer_id() -> None:
+    sources = ranks(make((0, 1)), make((2, 3, 4)))
+    dest = RankGeometry(rank=3, geometry=make((1, 2)))
+    planned = check_against_oracle(sources, dest, [3, 4], [7, 1], Interval(1, 7))
+    assert set(planned) == {0, 1}
+    assert senders(sources, RankGeometry(rank=0, geometry=make((2, 4)))) == (1,)
+
+
+def test_layers_in_another_order() -> None:
+    sources = ranks(make((5, 3, 4)))
+    check_against_oracle(sources, RankGeometry(rank=0, geometry=make((3, 4, 5))), [3], [7], Interval(1, 3))
+
+
+def tiled(**options: Any) -> Geometry:
+    geometry = make(page_size=8, order=BLOCK_MAJOR_HND, **options)
+    return msgspec.structs.replace(geometry, tile=4).check()
+
+
+def test_tiles_are_copied_whole() -> None:
+    whole = ranks(tiled())
+    planned = plan(whole, whole[0], [3, 5], [2, 9], Interval(5, 9))
+    plain = make(page_size=8, order=BLOCK_MAJOR_HND)
+    want = addresses(plain, [2, 9], range(4, 12))
+    got = set()
+    for d, n in zip(planned[0].dest_offset, planned[0].nbytes, strict=True):
+        got |= set(range(int(d), int(d + n)))
+    assert got == set(want.values())
+
+
+def test_a_state_slot_moves_whole() -> None:
+    def state(pages: int) -> Geometry:
+        return make(heads=(0, 1), kind="state", page_size=1, head_dim=40, pages=pages)
+
+    planned = plan(ranks(state(5)), ranks(state(9))[0], [4], [7], Interval(0, 1))
+    stride = state(5).page_stride
+    assert planned[0].source_offset.tolist() == [4 * stride]
+    assert planned[0].dest_offset.tolist() == [7 * stride]
+    assert planned[0].nbytes.tolist() == [stride]
+
+
+def test_regions_are_named() -> None:
+    planned = plan(ranks(make(region=3)), ranks(make(region=5))[0], [1], [1], Interval(0, 2))
+    assert (planned[0].source_region, planned[0].dest_region) == (3, 5)
+
+
+def test_nothing_wanted_plans_nothing() -> None:
+    whole = ranks(make())
+    assert plan(whole, whole[0], [], [], Interval(7, 7)) == {}
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "message"),
+    [
+        ([1, 2], [1, 0], "null page in the destination"),
+        ([0, 2], [1, 2], "null page in the source"),
+        ([1, -1], [1, 2], "page -1 in the source"),
+        ([1, 2], [1, 12], "destination page 12 of 12"),
+        ([1, 12], [1, 2], "source page 12 of 12"),
+        ([1, 2], [1], "destination block table ends"),
+        ([], [1, 2], "source block table ends"),
+        ([1, 2], [3, 3], "named twice"),
+        ([1.5, 2], [1, 2], "list of page ids"),
+        ([[1], [2]], [1, 2], "list of page ids"),
+    ],
+)
+def test_bad_page_ids_are_refused(here: Any, there: Any, message: str) -> None:
+    whole = ranks(make())
+    with pytest.raises(ProtocolError, match=message):
+        plan(whole, whole[0], here, there, Interval(2, 6))
+
+
+def test_pages_outside_the_interval_may_be_null() -> None:
+    whole = ranks(make())
+    check_against_oracle(whole, whole[0], [0, 0, 4, 0], [0, 0, 4], Interval(8, 11))
+
+
+def test_incompatible_layouts_are_named() -> None:
+    with pytest.raises(IncompatiblePeerError, match="head_dim: here 2, peer 4") as caught:
+        senders(ranks(make()), RankGeometry(rank=0, geometry=make(head_dim=4)))
+    assert set(caught.value.fields) == {"head_dim"}
+    with pytest.raises(IncompatiblePeerError, match="tile"):
+        senders(ranks(tiled()), RankGeometry(rank=0, geometry=make(page_size=8)))
+
+
+@pytest.mark.parametrize(
+    ("sources", "message"),
+    [
+        ([], "no source rank"),
+        (ranks(make((0,))), "nobody holds layer 1 head 0"),
+        (ranks(make(heads=(0, 1))), "nobody holds layer 0 head 1"),
+        (ranks(make(), make(page_size=2)), "one block table"),
+        (ranks(make()) * 2, "must differ"),
+    ],
+)
+def test_bad_topologies_are_refused(sources: list[RankGeometry], message: str) -> None:
+    with pytest.raises(ProtocolError, match=message):
+        senders(sources, RankGeometry(rank=0, geometry=make()))
