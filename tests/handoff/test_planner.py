@@ -318,3 +318,15 @@ def test_incompatible_layouts_are_named() -> None:
 def test_bad_topologies_are_refused(sources: list[RankGeometry], message: str) -> None:
     with pytest.raises(ProtocolError, match=message):
         senders(sources, RankGeometry(rank=0, geometry=make()))
+
+
+def test_a_hostile_interval_sizes_nothing() -> None:
+    whole = ranks(make())
+    with pytest.raises(ProtocolError, match="source block table ends"):
+        plan(whole, whole[0], [1], [1], Interval(0, 1 << 60))
+
+
+def test_one_long_plan_of_ragged_pages() -> None:
+    sources, dests = ranks(make(page_size=16, pages=400)), ranks(make(page_size=7, pages=900))
+    here, there = np.random.default_rng(1).permutation(399) + 1, np.random.default_rng(2).permutation(899) + 1
+    check_against_oracle(sources, dests[0], here.tolist(), there.tolist(), Interval(5, 3000))

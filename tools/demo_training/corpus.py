@@ -15,18 +15,23 @@ from dataclasses import dataclass
 from pydoc_data.topics import topics
 
 HELD_OUT_EVERY = 20
-# fmt: off
 DOCSTRING_MODULES = (
-    "abc", "argparse", "ast", "asyncio", "base64", "bisect", "calendar", "codecs", "collections",
-    "configparser", "contextlib", "copy", "csv", "dataclasses", "datetime", "decimal", "difflib", "enum",
-    "fractions", "functools", "glob", "gzip", "hashlib", "heapq", "inspect", "io", "itertools", "json",
-    "logging", "math", "multiprocessing.pool", "operator", "os", "os.path", "pathlib", "pickle", "pprint",
-    "queue", "random", "re", "secrets", "shelve", "shlex", "shutil", "signal", "socket", "sqlite3",
-    "statistics", "string", "struct", "subprocess", "sys", "tarfile", "tempfile", "textwrap", "threading",
-    "time", "traceback", "types", "typing", "unittest.case", "urllib.parse", "urllib.request", "uuid",
-    "weakref", "zipfile",
+    *("bisect", "collections", "contextlib", "copy", "csv", "dataclasses", "datetime", "enum", "fractions"),
+    *(
+        "functools",
+        "glob",
+        "heapq",
+        "io",
+        "itertools",
+        "json",
+        "logging",
+        "math",
+        "operator",
+        "os",
+        "os.path",
+    ),
+    *("pathlib", "random", "re", "shutil", "statistics", "string", "subprocess", "textwrap", "time"),
 )
-# fmt: on
 MIN_DOCSTRING, MAX_DOCSTRING = 40, 6000
 TOPIC_QUESTIONS = ("What does Python say about {}?", "Explain {}.", "Tell me about {} in Python.")
 NAME_QUESTIONS = ("What does {} do?", "Explain {}.", "What is {} for?")

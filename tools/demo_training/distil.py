@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from .heads import AUX_LAYERS, EAGLE, EAGLE3, Head, draft_ids, look, unroll
-from .target import TokenStream, cosine_rate, generate_rows
+from .target import TokenStream, cosine_rate, descend, generate_rows, make_optimizers, set_rate
 from .vocabulary import write_json
 
 DRAFT_STEPS = 3
@@ -91,15 +91,10 @@ def train_head(
     """
     rng = np.random.default_rng(seed)
     target.requires_grad_(False)
-    decayed = [p for p in head.parameters() if p.dim() == 2]
-    plain = [p for p in head.parameters() if p.dim() != 2]
-    optimizer = torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": 0.05}, {"params": plain, "weight_decay": 0.0}], betas=(0.9, 0.95)
-    )
+    optimizers = make_optimizers(head)
     began = time.monotonic()
     for step in range(steps):
-        for group in optimizer.param_groups:
-            group["lr"] = cosine_rate(step, steps, peak_rate, warmup=min(30, steps))
+        set_rate(optimizers, cosine_rate(step, steps, peak_rate, warmup=min(30, steps)))
         if step % 12 == 11:
             batch = stream.batch(rng, 3, 1024)
         else:
@@ -107,10 +102,7 @@ def train_head(
             batch = torch.cat([own, stream.batch(rng, 4, GENERATED_LENGTH)])
         with torch.autocast("cpu", torch.bfloat16):
             loss = head_loss(head, target, batch)
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
-        optimizer.step()
+        descend(head, optimizers, loss)
         if step % 50 == 0 or step == steps - 1:
             print(
                 f"{head.kind} step {step}/{steps} loss {loss.item():.3f} {time.monotonic() - began:.0f} s",

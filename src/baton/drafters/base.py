@@ -118,7 +118,7 @@ def target_ids(offsets: Tensor, target_vocab: int) -> Tensor:
 
 
 def expect_target_size(found: int, target: CausalLM) -> None:
-    """Raise `CheckpointError` naming both numbers when a head was made for a target of another hidden size."""
+    """Raise `CheckpointError` naming both numbers when a head was made for another hidden size."""
     if found != target.hidden_size:
         raise CheckpointError(
             f"drafter: made for a target of hidden_size {found}, the target's is {target.hidden_size}"

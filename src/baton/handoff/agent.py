@@ -1,7 +1,7 @@
 """The handoff agent of one engine: one thread that runs its machines, and thread-safe calls for the engine.
 
-The thread sleeps in ZeroMQ's poll; engine calls wake it through a socket pair. While copies are outstanding it
-sleeps on the oldest of them for a millisecond at a time, which ends as soon as the copy does.
+The thread sleeps in ZeroMQ's poll; engine calls wake it through a socket pair. While copies are outstanding
+it sleeps on the oldest of them for a millisecond at a time, which ends as soon as the copy does.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from typing import Any
 from baton.errors import ProtocolError
 from baton.handoff import events as ev
 from baton.handoff.channel import Channel
+from baton.handoff.links import AgentConfig, Timers
 from baton.handoff.messages import AttemptKey, Seeds
 from baton.handoff.planner import RankGeometry
-from baton.handoff.runner import AgentConfig, HandoffRunner, Timers
+from baton.handoff.runner import HandoffRunner
 from baton.handoff.ticket import Ticket
 from baton.transports.base import Transport
 
@@ -36,8 +37,8 @@ class HandoffAgent:
     after the agent.
 
     Per opened prefill exactly one `PrefillReleased` comes. Per opened decode exactly one of
-    `DecodeCommitted`, `DecodeFinished` and `DecodeReleased` comes, a `DecodeFailed` before the last one unless
-    the engine itself aborted. Pages belong to the agent from the open call until that event.
+    `DecodeCommitted`, `DecodeFinished` and `DecodeReleased` comes, a `DecodeFailed` before the last one
+    unless the engine itself aborted. Pages belong to the agent from the open call until that event.
 
     Raises `ConfigError` when `config.bind` cannot be bound.
     """
@@ -145,7 +146,7 @@ class HandoffAgent:
         until = time.monotonic() + self.config.timers.close
         while len(self._runner.operations) and time.monotonic() < until:
             self._step()
-        self._runner.say_bye("engine_closed")
+        self._runner.links.say_bye("engine_closed", quiet=len(self._runner.operations) == 0)
         self._channel.close()
 
     def _step(self) -> None:

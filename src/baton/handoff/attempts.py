@@ -1,38 +1,22 @@
-"""What the agent keeps per peer and per attempt."""
+"""What the agent keeps per attempt, and its figures."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections import Counter
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
-from baton.handoff.channel import Connection
-from baton.handoff.decode import DecodeHandoff
-from baton.handoff.messages import AttemptKey, Hello
-from baton.handoff.prefill import PrefillHandoff
+from baton.handoff import events as ev
+from baton.handoff.decode import DecodeHandoff, DecodePhase
+from baton.handoff.events import CopyLedger
+from baton.handoff.links import Link
+from baton.handoff.messages import AttemptKey
+from baton.handoff.prefill import PrefillHandoff, PrefillPhase
 from baton.transports.base import Peer
 
 # Ended attempts are kept as tombstones; beyond this many the oldest go.
 MAX_TOMBSTONES = 1 << 16
-
-
-@dataclass(slots=True, eq=False)
-class Link:
-    """One peer engine: the session with it, what it said in HELLO, and the transport's end.
-
-    `refusal` is `(reason, message)` when its HELLO came but no KV may be exchanged with it.
-    """
-
-    connection: Connection
-    hello: Hello | None = None
-    peer: Peer | None = None
-    refusal: tuple[str, str] | None = None
-    next_hello: float = 0.0
-
-    @property
-    def ready(self) -> bool:
-        """True when attempts may use it."""
-        return self.hello is not None and self.refusal is None
 
 
 @dataclass(slots=True, eq=False)
@@ -43,7 +27,16 @@ class PrefillAttempt:
     deadline: float
     link: Link | None = None
     expired: bool = False
-    counted: bool = False
+
+    @property
+    def peer(self) -> Peer | None:
+        """D's transport end, once D has spoken."""
+        return None if self.link is None else self.link.peer
+
+    @property
+    def closing(self) -> bool:
+        """Failed, and not proven quiet."""
+        return self.machine.phase is PrefillPhase.CLOSING
 
 
 @dataclass(slots=True, eq=False)
@@ -58,35 +51,96 @@ class DecodeAttempt:
     peer: Peer | None = None
     expired: bool = False
 
+    @property
+    def closing(self) -> bool:
+        """Failed, and not proven quiet."""
+        return self.machine.phase is DecodePhase.CLOSING
+
 
 AttemptT = TypeVar("AttemptT", PrefillAttempt, DecodeAttempt)
 
 
-@dataclass(slots=True)
 class Book(Generic[AttemptT]):
-    """Attempts of one side by key, live ones and tombstones, in order of creation."""
+    """Attempts of one side by key: live ones, and tombstones in the order in which they ended."""
 
-    entries: dict[AttemptKey, AttemptT] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self.live: dict[AttemptKey, AttemptT] = {}
+        self.ended: dict[AttemptKey, AttemptT] = {}
+        self._transfers: dict[bytes, set[AttemptKey]] = {}
 
     def get(self, key: AttemptKey) -> AttemptT | None:
         """The attempt, live or ended."""
-        return self.entries.get(key)
+        return self.live.get(key) or self.ended.get(key)
 
     def add(self, key: AttemptKey, attempt: AttemptT) -> AttemptT:
-        """Keep a new attempt; makes room among the tombstones when there are too many."""
-        if len(self.entries) >= MAX_TOMBSTONES:
-            ended = [old for old, entry in self.entries.items() if entry.machine.closed]
-            for old in ended[: MAX_TOMBSTONES // 8]:
-                del self.entries[old]
-        self.entries[key] = attempt
+        """Keep a new attempt."""
+        self.live[key] = attempt
+        self._transfers.setdefault(key.transfer_id, set()).add(key)
         return attempt
 
-    def live(self) -> Iterator[AttemptT]:
-        """Attempts that are not closed."""
-        return (attempt for attempt in list(self.entries.values()) if not attempt.machine.closed)
+    def same_transfer(self, key: AttemptKey) -> set[AttemptKey]:
+        """Keys of all known attempts of the same transfer."""
+        return self._transfers.get(key.transfer_id, set())
+
+    def settle(self, key: AttemptKey) -> None:
+        """Make an attempt that has closed a tombstone."""
+        attempt = self.live.get(key)
+        if attempt is not None and attempt.machine.closed:
+            self.ended[key] = self.live.pop(key)
+            if len(self.ended) > MAX_TOMBSTONES:
+                self._drop(next(iter(self.ended)))
 
     def forget(self, before: float) -> None:
         """Drop tombstones whose ticket expired before `before` (monotonic seconds)."""
-        old = [key for key, entry in self.entries.items() if entry.machine.closed and entry.deadline < before]
-        for key in old:
-            del self.entries[key]
+        for key in [key for key, attempt in self.ended.items() if attempt.deadline < before]:
+            self._drop(key)
+
+    def _drop(self, key: AttemptKey) -> None:
+        del self.ended[key]
+        keys = self._transfers[key.transfer_id]
+        keys.discard(key)
+        if not keys:
+            del self._transfers[key.transfer_id]
+
+
+@dataclass(slots=True)
+class Figures:
+    """Counts since the start. Any thread may read them."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    failures: Counter[str] = field(default_factory=Counter)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def count(self, name: str) -> None:
+        """One more."""
+        with self._lock:
+            self.counts[name] += 1
+
+    def note(self, event: ev.HandoffEvent, copies: CopyLedger) -> None:
+        """Book how an attempt ended. P's copies are in `copies`; D's committed ones come with the event."""
+        with self._lock:
+            match event:
+                case ev.DecodeCommitted(_, _, num_bytes, num_runs):
+                    self._committed(num_bytes, num_runs)
+                case ev.PrefillReleased(_, "committed"):
+                    self._committed(copies.num_bytes, copies.num_runs)
+                case ev.DecodeFinished() | ev.PrefillReleased(_, "finished"):
+                    self.counts["finished"] += 1
+                case ev.DecodeFailed(_, reason, _) | ev.PrefillReleased(_, reason):
+                    self.failures[reason] += 1
+                case ev.DecodeReleased():
+                    pass  # its failure was booked, or the engine gave up by itself
+
+    def _committed(self, num_bytes: int, num_runs: int) -> None:
+        self.counts["handoffs"] += 1
+        self.counts["bytes"] += num_bytes
+        self.counts["runs"] += num_runs
+
+    def snapshot(self) -> dict[str, Any]:
+        """`handoffs`, `finished`, `bytes`, `runs`, `runs_per_handoff`, `failures` by reason, `rejected`."""
+        with self._lock:
+            names = ("handoffs", "finished", "bytes", "runs", "rejected")
+            figures: dict[str, Any] = {name: self.counts[name] for name in names}
+            figures["failures"] = dict(self.failures)
+        figures["runs_per_handoff"] = figures["runs"] / max(1, figures["handoffs"])
+        return figures

@@ -199,6 +199,8 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True):
 
 _envelope = msgspec.msgpack.Decoder(Envelope)
 _encoder = msgspec.msgpack.Encoder()
+# ValueError covers text that is not UTF-8, which msgspec does not wrap.
+_MALFORMED = (msgspec.MsgspecError, ValueError, RecursionError)
 M = TypeVar("M", bound=Message)
 
 
@@ -217,7 +219,7 @@ def decode(frame: bytes) -> tuple[int, int, Message]:
         raise ProtocolError(f"frame of {len(frame)} bytes is over the limit of {MAX_FRAME}")
     try:
         envelope = _envelope.decode(frame)
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except _MALFORMED as error:
         raise ProtocolError(f"malformed frame: {error}") from error
     if envelope.version != PROTOCOL_VERSION:
         raise ProtocolError(f"protocol version {envelope.version} is not supported (here {PROTOCOL_VERSION})")
@@ -229,7 +231,7 @@ def decode(frame: bytes) -> tuple[int, int, Message]:
         raise ProtocolError(f"{envelope.kind} of {len(body)} bytes is over its limit of {limit}")
     try:
         message: Message = decoder.decode(body)
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except _MALFORMED as error:
         raise ProtocolError(f"malformed {envelope.kind}: {error}") from error
     return envelope.session, envelope.sequence, message
 

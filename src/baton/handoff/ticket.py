@@ -94,7 +94,7 @@ def verify(key: bytes, text: str, now: float) -> Ticket:
         raise ProtocolError("ticket signature does not match")
     try:
         ticket = _decoder.decode(body)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, ValueError) as error:
         raise ProtocolError(f"ticket is malformed: {error}") from error
     if ticket.expiry <= now:
         raise ProtocolError("ticket has expired")

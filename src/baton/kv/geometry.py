@@ -33,6 +33,7 @@ NULL_PAGE = 0
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "uint8": 1}
 # Offsets are int64 sums of a few products; staying far below 2**63 makes overflow impossible.
 _MAX_BYTES = 1 << 60
+_MAX_COUNT = 1 << 16
 
 
 class GroupSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -65,7 +66,8 @@ class GroupSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             raise ProtocolError(
                 f"group {self.name!r}: layer_ids must name {self.num_layers} different layers"
             )
-        if (self.kind == "sliding_window") != (self.window is not None) or self.window in range(-(1 << 62), 1):
+        windowed = self.kind == "sliding_window"
+        if windowed != (self.window is not None) or (self.window is not None and self.window < 1):
             raise ProtocolError(
                 f"group {self.name!r}: a window of at least 1 goes with kind sliding_window only"
             )
@@ -148,6 +150,10 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         )
         need(min(counts) >= 1 and self.tile >= 1, "every count must be at least 1")
         need(self.num_halves <= 2, "num_halves must be 1 or 2")
+        # Planning sizes arrays by these, and they may be a peer's.
+        sparse = self.head_dim if self.element_stride != ITEMSIZE.get(self.dtype) else 1
+        most = max(self.num_layers, self.num_heads, self.page_size, sparse)
+        need(most <= _MAX_COUNT, f"a count is above {_MAX_COUNT}")
         need(self.dtype in ITEMSIZE, f"unknown dtype {self.dtype!r}")
         need(self.page_size % self.tile == 0, "page_size must be a multiple of tile")
         need(self.region >= 0 and self.base >= 0 and self.first_head >= 0, "indices must not be negative")

@@ -69,10 +69,9 @@ def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x [T, K] times weight [N, K] transposed, plus bias [N]: [T, N], each row independent of all others."""
     heights = block_heights(*weight.shape, weight.dtype, weight.device, torch.get_num_threads())
     total = x.shape[0]
+    if total == 0:
+        return x.new_empty(0, weight.shape[0])
     smallest = heights[-1]
-    if total == smallest:
-        out = F.linear(x, weight)
-        return out if bias is None else out + bias
     missing = -total % smallest
     if missing:
         x = torch.cat((x, x.new_zeros(missing, x.shape[1])))

@@ -28,7 +28,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     prefill: tuple[str, ...] = ()
     decode: tuple[str, ...] = ()
     both: tuple[str, ...] = ()
-    ticket_key: bytes
+    ticket_key: bytes | None = None
     kv_mode: KVMode = "push"
     allow_mode_override: bool = False
     policy: Policy = "round_robin"

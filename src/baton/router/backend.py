@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator
 import msgspec
 
 from baton.errors import BatonError, EngineUnavailableError, ProtocolError
-from baton.handoff import ticket as tickets
+from baton.handoff.ticket import TICKET_LIFE_S, Ticket, mint, new_transfer_id, request_digest
 from baton.openai import ServedModel
 from baton.openai.backend import KVMode
 from baton.router.join import join_legs
@@ -36,7 +36,11 @@ class RouterBackend:
     OUTCOMES = ("started", "completed", "finished_early", "aborted", "failed")
 
     def __init__(
-        self, pool: EnginePool, ticket_key: bytes, kv_mode: KVMode = "push", allow_mode_override: bool = False
+        self,
+        pool: EnginePool,
+        ticket_key: bytes | None,
+        kv_mode: KVMode = "push",
+        allow_mode_override: bool = False,
     ) -> None:
         self.pool = pool
         self.allows_kv_mode = allow_mode_override
@@ -136,10 +140,12 @@ class RouterBackend:
 
     def _mint(self, request: GenerateRequest, prefill: Instance, decode: Instance, kv_mode: KVMode) -> str:
         p, d = prefill.info, decode.info
+        if self._ticket_key is None:
+            raise EngineUnavailableError("the router has no ticket key, and so cannot hand off")
         if p is None or d is None or p.control_address is None or d.control_address is None:
             raise EngineUnavailableError("an engine of the pair is not known any more")
-        ticket = tickets.Ticket(
-            transfer_id=tickets.new_transfer_id(),
+        ticket = Ticket(
+            transfer_id=new_transfer_id(),
             prefill_engine=p.engine_id,
             prefill_incarnation=p.incarnation,
             prefill_address=p.control_address,
@@ -147,10 +153,10 @@ class RouterBackend:
             decode_incarnation=d.incarnation,
             decode_address=d.control_address,
             mode=kv_mode,
-            expiry=int(time.time()) + tickets.TICKET_LIFE_S,
-            request_digest=tickets.request_digest(request.prompt_token_ids, request.sampling_params),
+            expiry=int(time.time()) + TICKET_LIFE_S,
+            request_digest=request_digest(request.prompt_token_ids, request.sampling_params),
         )
-        return tickets.mint(self._ticket_key, ticket)
+        return mint(self._ticket_key, ticket)
 
     def _drain(self, leg: AsyncGenerator[TokenChunk, None]) -> None:
         """Read a leg to its end in the background: it ends by itself, and closing it would abort it."""

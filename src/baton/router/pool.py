@@ -118,7 +118,7 @@ class EnginePool:
         return instance
 
     def pick(self, role: Role, avoid: Sequence[Instance] = ()) -> Instance | None:
-        """Return the instance of `role` whose turn it is, or None; one in `avoid` only for want of another."""
+        """Return the instance of `role` whose turn it is, or None; `avoid` only for want of another."""
         usable = [i for i in self._instances.values() if i.role == role and i.healthy]
         usable = [i for i in usable if i not in avoid] or usable
         if not usable:

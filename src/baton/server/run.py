@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import signal
 import socket
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import NoReturn
 
 from baton.openai.http import serve, url_of
 from baton.server.app import Engine, build_app
 from baton.text import Tokenizer
+
+_CLOSE_LIMIT_S = 8.0
 
 
 def run_engine(
@@ -22,22 +27,31 @@ def run_engine(
 ) -> None:
     """Serve one engine until SIGINT or SIGTERM, then close it.
 
-    `make_engine` may take long; a signal meanwhile ends the process, with the engine closed if it exists.
-    `on_ready` is called with the engine and its URL when requests are served. Ends with what `make_engine`
-    raises.
+    `make_engine` may take long; a signal meanwhile ends the process. `on_ready` is called with the engine and
+    its URL when requests are served. Raises what `make_engine` raises.
     """
-    previous = signal.signal(signal.SIGTERM, _exit_on_signal)
-    engine: Engine | None = None
-    try:
+    with ending_on_sigterm():
         engine = make_engine()
-        engine.start()
-        started = engine
-        app = build_app(engine, tokenizer)
-        asyncio.run(serve(app, listener, lambda: on_ready(started, url_of(listener))))
-    finally:
-        listener.close()
-        if engine is not None:
+        try:
+            engine.start()
+            app = build_app(engine, tokenizer)
+            asyncio.run(serve(app, listener, lambda: on_ready(engine, url_of(listener))))
+        finally:
+            # One that was told to end must not stay because an engine thread hangs.
+            timer = threading.Timer(_CLOSE_LIMIT_S, os._exit, [1])
+            timer.daemon = True
+            timer.start()
             engine.close()
+            timer.cancel()
+
+
+@contextlib.contextmanager
+def ending_on_sigterm() -> Iterator[None]:
+    """Turn SIGTERM into `SystemExit`, so that `finally` clauses run. Main thread only."""
+    previous = signal.signal(signal.SIGTERM, _exit_on_signal)
+    try:
+        yield
+    finally:
         signal.signal(signal.SIGTERM, previous)
 
 

@@ -1,0 +1,35 @@
+"""The `baton` command. What Baton raises on purpose ends it with one line on stderr."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+import typer
+
+from baton import cli_generate, cli_serve
+from baton.errors import BatonError, ConfigError, RequestError
+
+app = typer.Typer(
+    name="baton",
+    help="Prefill/decode disaggregated serving with lossless speculative decoding.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+cli_serve.register(app)
+cli_generate.register(app)
+
+
+def main() -> None:
+    """Run the command line. Exit status: 2 for a bad setting or request, 1 for another error of Baton's."""
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    try:
+        app()
+    except BatonError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(2 if isinstance(error, ConfigError | RequestError) else 1) from None
+
+
+if __name__ == "__main__":
+    main()

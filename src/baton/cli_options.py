@@ -1,0 +1,96 @@
+"""Engine flags, declared once for every command that starts engines. Names follow vLLM's."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from baton.engine.config import EngineConfig, KVTransferConfig, Role, SpeculativeConfig
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """The engine flags as given. Field names are the flags' names."""
+
+    served_model_name: Annotated[
+        str | None, typer.Option(help="Name in the API; default: the directory's.")
+    ] = None
+    speculative_config: Annotated[
+        str | None, typer.Option(help='JSON: {"method", "model", "num_speculative_tokens", "verifier"}.')
+    ] = None
+    kv_transfer_config: Annotated[str | None, typer.Option(help='JSON: {"kv_transport": "shm://", ...}.')] = (
+        None
+    )
+    block_size: Annotated[int, typer.Option(help="Tokens per KV page.")] = 16
+    max_model_len: Annotated[int | None, typer.Option(help="Longest sequence; default: the model's.")] = None
+    max_num_batched_tokens: Annotated[int, typer.Option(help="Token budget of one step.")] = 2048
+    max_num_seqs: Annotated[int, typer.Option(help="Most sequences in one step.")] = 64
+    dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto"
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu"
+    attention_backend: Annotated[str | None, typer.Option(help="Default: the best for the device.")] = None
+    kv_cache_memory: Annotated[int | None, typer.Option(help="Bytes of KV cache.")] = None
+    seed: Annotated[int, typer.Option(help="Seed of the engine.")] = 0
+    enable_prefix_caching: Annotated[bool, typer.Option(help="Reuse KV of equal prefixes.")] = True
+    batch_invariant: Annotated[bool, typer.Option(help="Same bits in every batch, at a cost.")] = False
+
+    def to_config(
+        self, model: str, role: Role = "both", engine_id: str = "engine", ticket_key_file: str | None = None
+    ) -> EngineConfig:
+        """Return the checked configuration. Raises `ConfigError` naming the first bad field."""
+        settings: dict[str, Any] = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        settings["speculative_config"] = SpeculativeConfig.parse(self.speculative_config)
+        settings["kv_transfer_config"] = KVTransferConfig.parse(self.kv_transfer_config)
+        return EngineConfig(
+            model=model, role=role, engine_id=engine_id, ticket_key_file=ticket_key_file, **settings
+        ).check()
+
+    def to_flags(self) -> list[str]:
+        """Return the flags that give these options; for child processes."""
+        flags: list[str] = []
+        for option in dataclasses.fields(self):
+            value = getattr(self, option.name)
+            name = option.name.replace("_", "-")
+            if isinstance(value, bool):
+                flags.append(f"--{name}" if value else f"--no-{name}")
+            elif value is not None:
+                flags += [f"--{name}", str(value)]
+        return flags
+
+
+def with_engine_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Replace a command's parameter `options: EngineOptions` by one option per engine flag."""
+    hints = get_type_hints(command, include_extras=True)
+    option_hints = get_type_hints(EngineOptions, include_extras=True)
+    names = [option.name for option in dataclasses.fields(EngineOptions)]
+    own = [
+        p.replace(annotation=hints[name])
+        for name, p in inspect.signature(command).parameters.items()
+        if name != "options"
+    ]
+    added = [
+        inspect.Parameter(
+            option.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=option.default,
+            annotation=option_hints[option.name],
+        )
+        for option in dataclasses.fields(EngineOptions)
+    ]
+
+    @functools.wraps(command)
+    def run(**arguments: Any) -> None:
+        options = EngineOptions(**{name: arguments.pop(name) for name in names})
+        command(options=options, **arguments)
+
+    parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own] + added
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {p.name: p.annotation for p in parameters}
+    # Its annotations are already values; the original's are text, which typer would evaluate again.
+    del run.__wrapped__
+    return run

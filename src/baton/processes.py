@@ -1,0 +1,256 @@
+"""A whole deployment as child processes of this one: engines, and a router in front of them.
+
+Each child reports through a pipe: lines of JSON, `{"progress": text}` while it starts and `{"ready": url}`
+when it serves. The end of the pipe before that means that it failed; its log says why. Children ask the
+kernel to be signalled when their parent dies, and the parent ends them in `close`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import selectors
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+from baton.errors import ConfigError, EngineUnavailableError
+from baton.handoff.ticket import load_or_create_key
+
+START_TIMEOUT_S = 300.0
+END_TIMEOUT_S = 10.0
+_PR_SET_PDEATHSIG = 1
+BATON = (sys.executable, "-m", "baton.cli")
+
+
+@dataclass(slots=True)
+class _Child:
+    name: str
+    process: subprocess.Popen[bytes]
+    pipe: int
+    log: Path
+    pending: bytes = b""
+    url: str | None = None
+
+
+@dataclass(slots=True)
+class _Urls:
+    prefill: list[str] = field(default_factory=list)
+    decode: list[str] = field(default_factory=list)
+    both: list[str] = field(default_factory=list)
+
+
+class Deployment:
+    """Engines of one model, and unless `router` is False a router, running when the constructor returns.
+
+    `url` is the router's, or the first engine's without one. Ports are free ones, but for `port`, the
+    router's. Raises `EngineUnavailableError` with the child's own error line when one does not start; then
+    none is left. Create it on a thread that outlives it: on Linux the parent is the thread, not the process.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        prefill: int = 1,
+        decode: int = 1,
+        both: int = 0,
+        engine_flags: Sequence[str] = (),
+        router_flags: Sequence[str] = (),
+        port: int = 0,
+        router: bool = True,
+        show_progress: bool = False,
+        command: Sequence[str] | None = None,
+    ) -> None:
+        if min(prefill, decode, both) < 0 or (prefill == 0) != (decode == 0) or prefill + both == 0:
+            raise ConfigError("prefill", "there must be engines of both roles, or engines of role both")
+        self._command = tuple(BATON if command is None else command)
+        self._show_progress = show_progress
+        self._children: list[_Child] = []
+        # mkdtemp makes the directory for its owner only: the ticket key is in it.
+        self._directory = Path(tempfile.mkdtemp(prefix="baton-"))
+        self.ticket_key_file = str(self._directory / "ticket.key")
+        try:
+            load_or_create_key(self.ticket_key_file)
+            roles = ["prefill"] * prefill + ["decode"] * decode + ["both"] * both
+            for number, role in enumerate(roles):
+                name = f"{role}-{roles[:number].count(role)}"
+                flags = ["--role", role, "--engine-id", name, "--port", "0", *engine_flags]
+                if role != "both":
+                    flags += ["--ticket-key-file", self.ticket_key_file]
+                self._spawn(name, ["serve", model, *flags])
+            self._await_ready()
+            self._urls = _Urls()
+            for child, role in zip(self._children, roles, strict=True):
+                getattr(self._urls, role).append(child.url)
+            self.url = self.engine_urls[0]
+            if router:
+                self._spawn("router", ["router", *self._router_flags(port), *router_flags])
+                self._await_ready()
+                self.url = self._children[-1].url or ""
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def prefill_urls(self) -> list[str]:
+        """Base URLs of the prefill engines."""
+        return list(self._urls.prefill)
+
+    @property
+    def decode_urls(self) -> list[str]:
+        """Base URLs of the decode engines."""
+        return list(self._urls.decode)
+
+    @property
+    def both_urls(self) -> list[str]:
+        """Base URLs of the engines that do both."""
+        return list(self._urls.both)
+
+    @property
+    def engine_urls(self) -> list[str]:
+        """Base URLs of all engines: prefill, decode, both."""
+        return self.prefill_urls + self.decode_urls + self.both_urls
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Process id by name: `prefill-0`, ..., `decode-0`, ..., `both-0`, ..., `router`."""
+        return {child.name: child.process.pid for child in self._children}
+
+    def ended(self) -> dict[str, str]:
+        """Return the children that have ended, with the last line each wrote."""
+        return {c.name: _last_line(c) for c in self._children if c.process.poll() is not None}
+
+    def close(self) -> None:
+        """End every child, by SIGTERM and then by SIGKILL, and delete their files. Idempotent."""
+        children = self._children[::-1]  # the router first, so that it sends nothing to engines that end
+        for child in children:
+            if child.process.poll() is None:
+                child.process.terminate()
+        deadline = time.monotonic() + END_TIMEOUT_S
+        for child in children:
+            try:
+                child.process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                child.process.kill()
+                child.process.wait()
+            if child.pipe >= 0:
+                os.close(child.pipe)
+                child.pipe = -1
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def __enter__(self) -> Deployment:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _router_flags(self, port: int) -> list[str]:
+        flags = ["--port", str(port), "--ticket-key-file", self.ticket_key_file]
+        for role in ("prefill", "decode", "both"):
+            for url in getattr(self._urls, role):
+                flags += [f"--{role}", url]
+        return flags
+
+    def _spawn(self, name: str, arguments: Sequence[str]) -> None:
+        read, write = os.pipe()
+        log = self._directory / f"{name}.log"
+        try:
+            with log.open("wb") as output:
+                process = subprocess.Popen(
+                    [*self._command, *arguments, "--ready-fd", str(write)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    pass_fds=(write,),
+                    # Ctrl-C reaches this process alone, which then ends its children in order.
+                    start_new_session=True,
+                )
+        except BaseException:
+            os.close(read)
+            raise
+        finally:
+            os.close(write)
+        self._children.append(_Child(name, process, read, log))
+
+    def _await_ready(self) -> None:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        with selectors.DefaultSelector() as selector:
+            waiting = [child for child in self._children if child.url is None]
+            for child in waiting:
+                selector.register(child.pipe, selectors.EVENT_READ, child)
+            while any(child.url is None for child in waiting):
+                events = selector.select(max(0.0, deadline - time.monotonic()))
+                if not events:
+                    names = ", ".join(child.name for child in waiting if child.url is None)
+                    raise EngineUnavailableError(f"{names} did not start within {START_TIMEOUT_S:.0f} s")
+                for key, _ in events:
+                    self._read_reports(key.data)
+                    if key.data.url is not None:
+                        selector.unregister(key.fileobj)
+
+    def _read_reports(self, child: _Child) -> None:
+        data = os.read(child.pipe, 65536)
+        if not data:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.process.wait(2.0)
+            raise EngineUnavailableError(f"{child.name} did not start: {_last_line(child)}")
+        *lines, child.pending = (child.pending + data).split(b"\n")
+        for line in lines:
+            report = json.loads(line)
+            child.url = report.get("ready", child.url)
+            if self._show_progress:
+                text = report.get("progress") or f"ready at {child.url}"
+                print(f"  {child.name}: {text}", file=sys.stderr, flush=True)
+
+
+class Reporter:
+    """A child's end of its pipe; without a pipe, progress goes to stderr. Made once, before anything slow."""
+
+    def __init__(self, ready_fd: int | None) -> None:
+        self._fd = ready_fd
+        if ready_fd is not None:
+            os.set_inheritable(ready_fd, False)
+            _die_with_parent()
+
+    def progress(self, text: str) -> None:
+        """Tell what start-up does now."""
+        if self._fd is None:
+            print(text, file=sys.stderr, flush=True)
+        else:
+            self._write({"progress": text})
+
+    def ready(self, url: str) -> None:
+        """Tell that requests are served at `url`."""
+        if self._fd is not None:
+            self._write({"ready": url})
+
+    def _write(self, report: dict[str, str]) -> None:
+        assert self._fd is not None
+        os.write(self._fd, json.dumps(report).encode() + b"\n")
+
+
+def _die_with_parent() -> None:
+    """Have the kernel send this process SIGTERM when its parent dies. Linux only."""
+    if sys.platform != "linux":
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    prctl: Callable[..., int] = libc.prctl
+    prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
+
+
+def _last_line(child: _Child) -> str:
+    lines = child.log.read_text(errors="replace").strip().splitlines() if child.log.exists() else []
+    if not lines:
+        return f"it ended with status {child.process.returncode}"
+    return lines[-1].removeprefix("error: ")

@@ -1,0 +1,424 @@
+"""Two agents in one process: real sockets, real transports, real bytes."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Iterator
+
+import msgspec
+import numpy as np
+import pytest
+import zmq
+
+from baton.errors import ProtocolError
+from baton.handoff.agent import AgentConfig, HandoffAgent, Timers
+from baton.handoff.events import (
+    DecodeCommitted,
+    DecodeFailed,
+    DecodeFinished,
+    DecodeReleased,
+    HandoffEvent,
+    PrefillReleased,
+)
+from baton.handoff.messages import Cancel, Hello, Register, Seeds, encode
+from baton.handoff.planner import RankGeometry
+from baton.handoff.ticket import Ticket, mint, new_transfer_id
+from baton.kv.geometry import Geometry, GroupSpec
+from baton.transports.registry import create_transport
+
+KEY = b"k" * 32
+SEEDS = Seeds(first_token=5, draft_token_ids=[6, 7, 8])
+NUM_PAGES = 64
+GROUPS = {"target": 2, "draft": 1}  # layers
+HEADS, DIM = 2, 4
+TIMERS = Timers(retry=0.05, check=0.02, close=2.0)
+
+
+class Node:
+    """One engine without a model: pools, an agent, and the agent's events."""
+
+    def __init__(self, name: str, scheme: str = "local://", page_size: int = 4, **config: object) -> None:
+        self.name, self.page_size = name, page_size
+        self.transport = create_transport(scheme)
+        self.geometries: dict[str, RankGeometry] = {}
+        self.pools: dict[str, np.ndarray] = {}
+        regions = []
+        for index, (group, layers) in enumerate(GROUPS.items()):
+            spec = GroupSpec(
+                name=group,
+                owner="draft" if group == "draft" else "target",
+                kind="full",
+                num_layers=layers,
+                num_kv_heads=HEADS,
+                head_dim=DIM,
+                page_size=page_size,
+                dtype="float32",
+                window=None,
+                layer_ids=tuple(range(layers)),
+            )
+            geometry = Geometry.block_major(spec, NUM_PAGES, region=index)
+            region = self.transport.allocate(group, geometry.region_bytes)
+            regions.append(region)
+            shape = (NUM_PAGES, layers, 2, page_size, HEADS, DIM)
+            self.pools[group] = region.view(np.float32).reshape(shape)
+            self.geometries[group] = RankGeometry(rank=0, geometry=geometry)
+        self.events: queue.Queue[HandoffEvent] = queue.Queue()
+        defaults: dict[str, object] = {"ticket_key": KEY, "timers": TIMERS, "fingerprint": {"model": "m"}}
+        settings = AgentConfig(name, f"{name}-1", **{**defaults, **config})  # type: ignore[arg-type]
+        self.descriptor = self.transport.register(regions)
+        self.agent = HandoffAgent(
+            settings, self.geometries, self.transport, self.descriptor, self.events.put
+        )
+        self.agent.start()
+
+    def next(self, kind: type[HandoffEvent]) -> HandoffEvent:
+        event = self.events.get(timeout=10)
+        assert isinstance(event, kind), event
+        return event
+
+    def pages(self, first: int, tokens: int) -> dict[str, list[int]]:
+        count = -(-tokens // self.page_size)
+        # Scattered, so that a shifted or reordered table cannot pass.
+        return {
+            group: [first + 2 * (count - 1 - i) + shift for i in range(count)] for shift, group in enumerate(GROUPS)
+        }
+
+    def tokens(self, group: str, pages: list[int], start: int, stop: int) -> np.ndarray:
+        """[tokens, layers, 2, heads, dim]"""
+        pool = self.pools[group]
+        where = [(pages[t // self.page_size], t % self.page_size) for t in range(start, stop)]
+        return np.stack([pool[page, :, :, slot] for page, slot in where])
+
+    def fill(self, pages: dict[str, list[int]], tokens: int, salt: float) -> None:
+        for shift, (group, table) in enumerate(pages.items()):
+            for t in range(tokens):
+                view = self.pools[group][table[t // self.page_size], :, :, t % self.page_size]
+                view[:] = salt + shift * 1000 + t + np.arange(view.size).reshape(view.shape) / 1024
+
+    def close(self) -> None:
+        self.agent.close()
+        self.transport.close()
+
+
+class Pair:
+    def __init__(self) -> None:
+        self.nodes: list[Node] = []
+
+    def node(self, name: str, scheme: str = "local://", page_size: int = 4, **config: object) -> Node:
+        self.nodes.append(Node(name, scheme, page_size, **config))
+        return self.nodes[-1]
+
+    def both(self, scheme: str = "local://", p_size: int = 4, d_size: int = 4) -> tuple[Node, Node]:
+        return self.node("P", scheme, p_size), self.node("D", scheme, d_size)
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    made = Pair()
+    yield made
+    for node in made.nodes:
+        node.close()
+
+
+def ticket_for(p: Node, d: Node, mode: str, life: float = 60, **changes: object) -> Ticket:
+    fields: dict[str, object] = {
+        "transfer_id": new_transfer_id(),
+        "prefill_engine": p.name,
+        "prefill_incarnation": f"{p.name}-1",
+        "prefill_address": p.agent.address,
+        "decode_engine": d.name,
+        "decode_incarnation": f"{d.name}-1",
+        "decode_address": d.agent.address,
+        "mode": mode,
+        "expiry": int(time.time() + life),
+        "request_digest": bytes(32),
+    }
+    return Ticket(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def settle(*nodes: Node) -> None:
+    """Wait until nothing is open any more."""
+    until = time.monotonic() + 10
+    while any(node.agent.stats()["outstanding"] for node in nodes):
+        assert time.monotonic() < until, [node.agent.stats() for node in nodes]
+        time.sleep(0.005)
+
+
+def hand_over(p: Node, d: Node, mode: str, n: int, when: str, hit: int = 0, salt: float = 0.0) -> None:
+    """One whole handoff, REGISTER coming `when` relative to the prefill; checks every byte of both sides."""
+    ticket = ticket_for(p, d, mode)
+    key = ticket.key
+    source, dest = p.pages(1, n), d.pages(3, n)
+    p.fill(source, n, salt + 0.5)
+    for pool in d.pools.values():
+        pool[:] = -1
+    wanted = {"target": (min(hit, n), n), "draft": (min(hit, n - 1), n)}
+
+    def register() -> None:
+        d.agent.open_decode(ticket, n, wanted, dest)
+
+    if when == "before":
+        register()
+    p.agent.open_prefill(ticket)
+    half = n // 2
+    p.agent.declare_final(key, n, source, {"target": half, "draft": max(0, half - 1)})
+    if when == "during":
+        register()
+    p.agent.declare_final(key, n, source, {"target": n, "draft": n - 1})
+    p.agent.finish_prefill(key, SEEDS, False)
+    if when == "after":
+        register()
+    committed = d.next(DecodeCommitted)
+    assert isinstance(committed, DecodeCommitted)
+    assert (committed.key, committed.seeds) == (key, SEEDS)
+    assert p.next(PrefillReleased) == PrefillReleased(key, "committed")
+    moved = 0
+    for group, (start, stop) in wanted.items():
+        if start < stop:
+            got = d.tokens(group, dest[group], start, stop)
+            want = p.tokens(group, source[group], start, stop)
+            np.testing.assert_array_equal(got, want)
+            moved += want.nbytes
+        touched = int((d.pools[group] != -1).sum())
+        assert touched == (stop - start) * GROUPS[group] * 2 * HEADS * DIM
+    assert committed.num_bytes == moved
+    settle(p, d)
+
+
+@pytest.mark.parametrize("mode", ["push", "pull"])
+@pytest.mark.parametrize("when", ["before", "during", "after"])
+def test_handoff_moves_exactly_the_wanted_bytes(pair: Pair, mode: str, when: str) -> None:
+    p, d = pair.both()
+    for n in (1, 2, 4, 8, 11, 33):
+        for hit in (0, 3, n):
+            hand_over(p, d, mode, n, when, hit, salt=n)
+    stats = d.agent.stats()
+    assert stats["handoffs"] == 18 and stats["failures"] == {} and stats["bytes"] > 0
+    assert stats["runs_per_handoff"] == stats["runs"] / 18
+
+
+@pytest.mark.parametrize("mode", ["push", "pull"])
+def test_unequal_page_sizes_over_shared_memory(pair: Pair, mode: str) -> None:
+    p, d = pair.both("shm://", 4, 7)
+    for n in (3, 28, 29):
+        hand_over(p, d, mode, n, "during", hit=2)
+
+
+@pytest.mark.parametrize("mode", ["push", "pull"])
+@pytest.mark.parametrize("early", [True, False])
+def test_first_token_ends_the_request(pair: Pair, mode: str, early: bool) -> None:
+    p, d = pair.both()
+    ticket = ticket_for(p, d, mode)
+    source, dest = p.pages(1, 8), d.pages(3, 8)
+    if early:
+        d.agent.open_decode(ticket, 8, {"target": (0, 8), "draft": (0, 8)}, dest)
+    p.agent.open_prefill(ticket)
+    p.agent.declare_final(ticket.key, 8, source, {"target": 8, "draft": 7})
+    p.agent.finish_prefill(ticket.key, SEEDS, True)
+    assert p.next(PrefillReleased) == PrefillReleased(ticket.key, "finished")
+    if not early:
+        d.agent.open_decode(ticket, 8, {"target": (0, 8), "draft": (0, 8)}, dest)
+    assert d.next(DecodeFinished) == DecodeFinished(ticket.key, SEEDS)
+    settle(p, d)
+
+
+@pytest.mark.parametrize("mode", ["push", "pull"])
+@pytest.mark.parametrize("side", ["P", "D"])
+@pytest.mark.parametrize("when", ["opened", "registered", "declared", "sampled"])
+def test_abort_from_either_side_releases_both_once(pair: Pair, mode: str, side: str, when: str) -> None:
+    p, d = pair.both()
+    ticket = ticket_for(p, d, mode)
+    key, n = ticket.key, 16
+    wanted, source, dest = {"target": (0, n), "draft": (0, n)}, p.pages(1, n), d.pages(3, n)
+    steps = {
+        "opened": lambda: p.agent.open_prefill(ticket),
+        "registered": lambda: d.agent.open_decode(ticket, n, wanted, dest),
+        "declared": lambda: p.agent.declare_final(key, n, source, {"target": n, "draft": n - 1}),
+        "sampled": lambda: p.agent.finish_prefill(key, SEEDS, False),
+    }
+    aborter = p if side == "P" else d
+    for name, step in steps.items():
+        step()
+        if name == when:
+            aborter.agent.abort(key, "client_gone")
+    settle(p, d)
+    p_events = [p.events.get(timeout=5)]
+    d_events = []
+    while not any(isinstance(event, DecodeCommitted | DecodeReleased) for event in d_events):
+        d_events.append(d.events.get(timeout=5))
+    settle(p, d)
+    assert p.events.empty() and d.events.empty()
+    assert isinstance(p_events[0], PrefillReleased)
+    if isinstance(d_events[-1], DecodeCommitted):
+        # The abort came after the commit, or before D was opened at all.
+        assert p_events[0].outcome in ("committed", "client_gone")
+    else:
+        assert p_events[0].outcome == "client_gone"
+    if side == "P" and isinstance(d_events[-1], DecodeReleased):
+        assert isinstance(d_events[0], DecodeFailed) and d_events[0].reason == "client_gone"
+    assert p.agent.stats()["quarantined"] == d.agent.stats()["quarantined"] == 0
+
+
+def test_d_gives_up_before_p_is_opened(pair: Pair) -> None:
+    p, d = pair.both()
+    ticket = ticket_for(p, d, "push")
+    d.agent.open_decode(ticket, 8, {}, {})
+    d.agent.abort(ticket.key, "client_gone")
+    d.next(DecodeReleased)
+    time.sleep(0.05)
+    p.agent.open_prefill(ticket)
+    assert p.next(PrefillReleased) == PrefillReleased(ticket.key, "client_gone")
+    settle(p, d)
+
+
+@pytest.mark.parametrize("mode", ["push", "pull"])
+def test_a_peer_that_never_joins_ends_in_a_named_timeout(pair: Pair, mode: str) -> None:
+    p, d = pair.both()
+    alone = ticket_for(p, d, mode, expiry=int(time.time()) + 1)
+    p.agent.open_prefill(alone)
+    p.agent.declare_final(alone.key, 4, p.pages(1, 4), {"target": 4, "draft": 3})
+    p.agent.finish_prefill(alone.key, SEEDS, False)
+    assert p.next(PrefillReleased) == PrefillReleased(alone.key, "handoff_timeout")
+    other = ticket_for(p, d, mode, expiry=int(time.time()) + 1)
+    d.agent.open_decode(other, 4, {"target": (0, 4), "draft": (0, 4)}, d.pages(1, 4))
+    failed = d.next(DecodeFailed)
+    assert isinstance(failed, DecodeFailed) and failed.reason == "handoff_timeout"
+    d.next(DecodeReleased)
+    settle(p, d)
+
+
+def test_an_address_where_nobody_listens(pair: Pair) -> None:
+    p, d = pair.both()
+    ticket = ticket_for(p, d, "push", expiry=int(time.time()) + 1, prefill_address="tcp://127.0.0.1:9")
+    d.agent.open_decode(ticket, 4, {"target": (0, 4), "draft": (0, 4)}, d.pages(1, 4))
+    failed = d.next(DecodeFailed)
+    assert isinstance(failed, DecodeFailed) and failed.reason == "handoff_timeout"
+    d.next(DecodeReleased)
+
+
+def test_incompatible_engines_are_refused_field_by_field(pair: Pair) -> None:
+    p = pair.node("P", fingerprint={"model": "m", "drafter": "e3"})
+    d = pair.node("D", fingerprint={"model": "x", "drafter": "e3"})
+    ticket = ticket_for(p, d, "push")
+    d.agent.open_decode(ticket, 4, {"target": (0, 4), "draft": (0, 4)}, d.pages(1, 4))
+    failed = d.next(DecodeFailed)
+    assert isinstance(failed, DecodeFailed) and failed.reason == "incompatible_peer"
+    assert "model: here 'x', peer 'm'" in failed.message and "drafter" not in failed.message
+    d.next(DecodeReleased)
+    settle(d)
+
+
+@pytest.mark.parametrize("fault", ["key", "other_engine"])
+def test_a_bad_ticket_is_refused(pair: Pair, fault: str) -> None:
+    p = pair.node("P")
+    d = pair.node("D", ticket_key=b"x" * 32 if fault == "key" else KEY)
+    changes = {"prefill_engine": "Q"} if fault == "other_engine" else {}
+    ticket = ticket_for(p, d, "push", **changes)
+    d.agent.open_decode(ticket, 4, {"target": (0, 4), "draft": (0, 4)}, d.pages(1, 4))
+    failed = d.next(DecodeFailed)
+    assert isinstance(failed, DecodeFailed) and failed.reason == "register_refused"
+    assert ("signature" if fault == "key" else "another prefill engine") in failed.message
+    d.next(DecodeReleased)
+    assert p.agent.stats()["rejected"] >= 1
+    settle(p, d)
+
+
+def test_a_ticket_of_another_engine_is_not_opened(pair: Pair) -> None:
+    p, d = pair.both()
+    ticket = ticket_for(p, d, "push")
+    with pytest.raises(ProtocolError, match="another engine"):
+        d.agent.open_prefill(ticket)
+    with pytest.raises(ProtocolError, match="another engine"):
+        p.agent.open_decode(ticket, 4, {}, {})
+    with pytest.raises(ProtocolError, match="beyond"):
+        d.agent.open_decode(ticket, 4, {"target": (0, 5)}, {})
+
+
+def test_pages_out_of_range_are_refused(pair: Pair) -> None:
+    p, d = pair.both()
+    for bad in ([NUM_PAGES], [0], [3, 3], []):
+        ticket = ticket_for(p, d, "push")
+        p.agent.open_prefill(ticket)
+        d.agent.open_decode(ticket, 8, {"target": (0, 4 * max(1, len(bad))), "draft": (0, 4)}, {"target": bad, "draft": [1]})
+        failed = d.next(DecodeFailed)
+        assert isinstance(failed, DecodeFailed) and "target" in failed.message
+        d.next(DecodeReleased)
+        p.next(PrefillReleased)
+    settle(p, d)
+    hand_over(p, d, "push", 9, "during")
+
+
+def test_a_later_attempt_supersedes_the_earlier(pair: Pair) -> None:
+    p, d = pair.both()
+    other = pair.node("E")
+    first = ticket_for(p, d, "pull")
+    again = msgspec.structs.replace(
+        first, attempt=1, decode_engine="E", decode_incarnation="E-1", decode_address=other.agent.address
+    )
+    wanted = {"target": (0, 8), "draft": (0, 8)}
+    p.agent.open_prefill(first)
+    d.agent.open_decode(first, 8, wanted, d.pages(1, 8))
+    until = time.monotonic() + 5
+    while not d.agent.stats()["outstanding"] and time.monotonic() < until:
+        time.sleep(0.005)
+    p.agent.open_prefill(again)
+    assert p.next(PrefillReleased) == PrefillReleased(first.key, "superseded")
+    source = p.pages(1, 8)
+    p.fill(source, 8, 3.0)
+    p.agent.declare_final(again.key, 8, source, {"target": 8, "draft": 7})
+    p.agent.finish_prefill(again.key, SEEDS, False)
+    other.agent.open_decode(again, 8, wanted, other.pages(1, 8))
+    other.next(DecodeCommitted)
+    assert p.next(PrefillReleased) == PrefillReleased(again.key, "committed")
+    d.next(DecodeFailed)
+    d.next(DecodeReleased)
+    settle(p, d, other)
+
+
+@pytest.mark.parametrize("mode", ["push", "pull"])
+@pytest.mark.parametrize("dies", ["P", "D"])
+def test_closing_one_engine_frees_the_other(pair: Pair, mode: str, dies: str) -> None:
+    p, d = pair.both()
+    ticket = ticket_for(p, d, mode)
+    p.agent.open_prefill(ticket)
+    d.agent.open_decode(ticket, 8, {"target": (0, 8), "draft": (0, 8)}, d.pages(1, 8))
+    p.agent.declare_final(ticket.key, 8, p.pages(1, 8), {"target": 4, "draft": 3})
+    time.sleep(0.05)
+    (p if dies == "P" else d).close()
+    if dies == "P":
+        d.next(DecodeFailed)
+        d.next(DecodeReleased)
+        settle(d)
+    else:
+        p.next(PrefillReleased)
+        settle(p)
+
+
+def test_garbage_never_stops_the_agent(pair: Pair) -> None:
+    p, d = pair.both()
+    context = zmq.Context()
+    sock = context.socket(zmq.DEALER)
+    sock.connect(p.agent.address)
+    hello = Hello("D", "D-1", {}, {}, b"")
+    ticket = ticket_for(p, d, "push")
+    frames = [
+        b"",
+        b"\xc1" * 100,
+        b"\x80\x04\x95",
+        encode(Cancel(ticket.key, "x"), 7, 1),
+        encode(hello, 7, 1),
+        encode(Register(ticket.key, ticket=mint(KEY, ticket), wanted={}, pages={}), 7, 2),
+        encode(hello, 7, 1),
+    ]
+    for frame in frames:
+        sock.send(frame)
+    sock.send_multipart([b"a", b"b"])
+    until = time.monotonic() + 5
+    while p.agent.stats()["malformed"] < 4 and time.monotonic() < until:
+        time.sleep(0.005)
+    stats = p.agent.stats()
+    assert stats["malformed"] == 4 and stats["rejected"] >= 1
+    sock.close(0)
+    context.term()
+    hand_over(p, d, "push", 9, "during")

@@ -1,0 +1,172 @@
+"""Every message survives the wire; nothing malformed, oversized or unknown gets through."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.errors import ProtocolError
+from baton.handoff.fingerprint import compare, digest, geometry_fields
+from baton.handoff.messages import (
+    DECODERS,
+    MAX_FRAME,
+    PROTOCOL_VERSION,
+    Ack,
+    AttemptKey,
+    Bye,
+    Cancel,
+    Cancelled,
+    Commit,
+    Confirm,
+    Envelope,
+    Finished,
+    Hello,
+    Message,
+    Nack,
+    ReadDone,
+    Ready,
+    Register,
+    Seeds,
+    check_table,
+    decode,
+    encode,
+    kind_of,
+)
+from baton.handoff.planner import RankGeometry
+from baton.kv.geometry import Geometry, GroupSpec
+from baton.wire import TokenLogprobs
+
+KEY = AttemptKey(b"0123456789abcdef", 2, "p-1", "d-1")
+SEEDS = Seeds(7, TokenLogprobs(-0.5, [(7, -0.5), (9, -1.25)]), [1, 2, 3])
+
+
+def rank(page_size: int = 16, dtype: str = "bfloat16") -> RankGeometry:
+    spec = GroupSpec(
+        name="target",
+        owner="target",
+        kind="sliding_window",
+        num_layers=2,
+        num_kv_heads=2,
+        head_dim=8,
+        page_size=page_size,
+        dtype=dtype,
+        window=9,
+        layer_ids=(0, 1),
+    )
+    return RankGeometry(rank=0, geometry=Geometry.block_major(spec, 8))
+
+
+MESSAGES: list[Message] = [
+    Hello("P", "p-1", {"model": "m"}, {"target": rank()}, b"descriptor"),
+    Bye("closing", True),
+    Register(KEY, ticket="t", wanted={"target": (3, 9)}, pages={"target": [4, 2]}),
+    Ready(KEY, final={"target": 9}, pages={"target": [1]}),
+    ReadDone(KEY),
+    Confirm(KEY, SEEDS),
+    Commit(KEY, final={"target": 9}, seeds=SEEDS, num_bytes=100, num_runs=2),
+    Finished(KEY, SEEDS),
+    Ack(KEY),
+    Nack(KEY, "no", "text"),
+    Cancel(KEY, "no", "text"),
+    Cancelled(KEY, "no"),
+]
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=kind_of)
+def test_round_trip(message: Message) -> None:
+    assert decode(encode(message, 3, 4)) == (3, 4, message)
+
+
+def test_the_table_holds_exactly_the_messages() -> None:
+    assert sorted(DECODERS) == sorted(kind_of(message) for message in MESSAGES)
+
+
+@given(st.binary(max_size=200))
+def test_random_bytes_are_refused(frame: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        decode(frame)
+
+
+@given(st.sampled_from(MESSAGES), st.data())
+def test_a_damaged_frame_is_refused_or_is_another_valid_message(message: Message, data: st.DataObject) -> None:
+    frame = bytearray(encode(message, 1, 1))
+    at = data.draw(st.integers(0, len(frame) - 1))
+    frame[at] = data.draw(st.integers(0, 255))
+    try:
+        decode(bytes(frame[: data.draw(st.integers(at + 1, len(frame)))]))
+    except ProtocolError:
+        pass
+
+
+def envelope(kind: str, body: bytes, version: int = PROTOCOL_VERSION, sequence: int = 1) -> bytes:
+    return msgspec.msgpack.encode(Envelope(version, 1, sequence, kind, msgspec.Raw(body)))
+
+
+def test_what_is_wrong_is_named() -> None:
+    body = msgspec.msgpack.encode(Ack(KEY))
+    for frame, text in (
+        (envelope("ACK", body, version=9), "version 9"),
+        (envelope("EXEC", body), "unknown message kind 'EXEC'"),
+        (envelope("CANCEL", body), "malformed CANCEL"),
+        (envelope("ACK", body, sequence=0), "malformed frame"),
+        (envelope("ACK", msgspec.msgpack.encode("x" * 9000)), "over its limit"),
+        (bytes(MAX_FRAME + 1), "over the limit"),
+        (b"\x91" * 5000, "malformed"),
+    ):
+        with pytest.raises(ProtocolError, match=text):
+            decode(frame)
+
+
+def test_values_are_bounded() -> None:
+    bad: list[Message] = [
+        Ack(AttemptKey(b"short", 0, "p", "d")),
+        Ack(AttemptKey(b"0" * 16, -1, "p", "d")),
+        Register(KEY, ticket="t", wanted={"g": (-1, 2)}, pages={}),
+        Register(KEY, ticket="t", wanted={f"g{i}": (0, 1) for i in range(65)}, pages={}),
+        Ready(KEY, final={}, pages={"g": [-1]}),
+        Finished(KEY, Seeds(-1)),
+        Finished(KEY, Seeds(1, None, [0] * 257)),
+    ]
+    for message in bad:
+        with pytest.raises(ProtocolError, match="malformed"):
+            decode(encode(message, 1, 1))
+    with pytest.raises(ProtocolError, match="over its limit"):
+        encode(Cancel(KEY, "x", "y" * 9000), 1, 1)
+
+
+def test_a_geometry_that_describes_no_memory_is_refused() -> None:
+    geometry = msgspec.structs.replace(rank().geometry, region_bytes=10)
+    hello = Hello("P", "p", {}, {"target": RankGeometry(rank=0, geometry=geometry)}, b"")
+    _, _, message = decode(encode(hello, 1, 1))
+    assert isinstance(message, Hello)
+    with pytest.raises(ProtocolError, match="outside the region"):
+        message.geometries["target"].geometry.check()
+
+
+def test_tables_are_checked() -> None:
+    check_table("g", [1, 2, 3], 0, 12, 4, 4)
+    check_table("g", [0, 2, 3], 4, 12, 4, 4)
+    check_table("g", [], 5, 5, 4, 4)
+    for pages, start, stop in (
+        ([1, 2], 0, 9),
+        ([0, 2], 0, 8),
+        ([1, 4], 0, 8),
+        ([1, -1], 0, 8),
+        ([2, 2], 0, 8),
+        ([1], 3, 2),
+    ):
+        with pytest.raises(ProtocolError, match="'g'"):
+            check_table("g", pages, start, stop, 4, 4)
+
+
+def test_fingerprints_name_each_difference() -> None:
+    here = {"model": "a", **geometry_fields({"target": rank(16)})}
+    compare(here, {"model": "a", **geometry_fields({"target": rank(7)})})
+    with pytest.raises(ProtocolError) as error:
+        compare(here, {"draft": "x", **geometry_fields({"target": rank(16, "float32")})})
+    text = str(error.value)
+    assert "model: here 'a', peer 'absent'" in text and "draft: here 'absent'" in text
+    assert "group.target.dtype: here 'bfloat16', peer 'float32'" in text and "layer_ids" not in text
+    assert digest(here) == digest(dict(reversed(here.items()))) != digest({**here, "model": "b"})

@@ -1,0 +1,96 @@
+"""Tickets: what is signed, what is refused, and the key file."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.errors import ConfigError, ProtocolError
+from baton.handoff.messages import AttemptKey
+from baton.handoff.ticket import Ticket, load_or_create_key, mint, new_transfer_id, request_digest, verify
+from baton.wire import SamplingParams
+
+KEY = b"k" * 32
+TICKET = Ticket(
+    transfer_id=b"0123456789abcdef",
+    attempt=1,
+    prefill_engine="P",
+    prefill_incarnation="p-1",
+    prefill_address="tcp://127.0.0.1:1234",
+    decode_engine="D",
+    decode_incarnation="d-1",
+    decode_address="tcp://127.0.0.1:1235",
+    mode="push",
+    expiry=1000,
+    request_digest=bytes(32),
+)
+
+
+def test_round_trip() -> None:
+    text = mint(KEY, TICKET)
+    assert text == mint(KEY, TICKET) and text.isascii() and "=" not in text
+    assert verify(KEY, text, now=900.0) == TICKET
+    assert TICKET.key == AttemptKey(b"0123456789abcdef", 1, "p-1", "d-1")
+    assert str(TICKET.key) == b"0123456789abcdef".hex() + "/1"
+
+
+@pytest.mark.parametrize(
+    ("text", "now", "what"),
+    [
+        (mint(b"x" * 32, TICKET), 900.0, "signature"),
+        (mint(KEY, TICKET), 1000.0, "expired"),
+        (mint(KEY, TICKET), 100.0, "more than"),
+        ("", 900.0, "signature"),
+        ("a" * 5000, 900.0, "too long"),
+        ("***", 900.0, "base64url"),
+        ("é", 900.0, "base64url"),
+        (mint(KEY, msgspec.structs.replace(TICKET, transfer_id=b"short")), 900.0, "malformed"),
+        (mint(KEY, msgspec.structs.replace(TICKET, prefill_address="localhost")), 900.0, "malformed"),
+    ],
+)
+def test_refusals_are_named(text: str, now: float, what: str) -> None:
+    with pytest.raises(ProtocolError, match=what):
+        verify(KEY, text, now)
+
+
+@given(st.integers(0, 10_000), st.sampled_from("ABab01-_"))
+def test_no_changed_character_passes(position: int, character: str) -> None:
+    text = mint(KEY, TICKET)
+    position %= len(text)
+    changed = text[:position] + character + text[position + 1 :]
+    try:
+        # The last character may carry unused bits, so that two texts can be one ticket.
+        assert verify(KEY, changed, 900.0) == TICKET
+        assert changed == text or position == len(text) - 1
+    except ProtocolError:
+        assert changed != text
+
+
+def test_digest_covers_prompt_and_parameters() -> None:
+    base = request_digest([1, 2], SamplingParams())
+    assert base == request_digest((1, 2), SamplingParams()) and len(base) == 32
+    assert base != request_digest([1, 3], SamplingParams())
+    assert base != request_digest([1, 2], SamplingParams(seed=1))
+    assert request_digest([1], SamplingParams(logit_bias={1: 0.5, 2: 1.0})) == request_digest(
+        [1], SamplingParams(logit_bias={2: 1.0, 1: 0.5})
+    )
+    assert len({new_transfer_id() for _ in range(100)}) == 100
+
+
+def test_key_file(tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    key = load_or_create_key(path)
+    assert len(key) == 32 and load_or_create_key(str(path)) == key
+    assert path.stat().st_mode & 0o777 == 0o600 and os.listdir(tmp_path) == ["key"]
+    path.chmod(0o644)
+    with pytest.raises(ConfigError, match="chmod"):
+        load_or_create_key(path)
+    path.chmod(0o600)
+    path.write_bytes(b"short")
+    with pytest.raises(ConfigError, match="32 bytes"):
+        load_or_create_key(path)

@@ -1,0 +1,189 @@
+"""Every defect of a checkpoint directory ends in one line that names it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from baton.errors import CheckpointError
+from baton.models import fingerprint, load_model, read_config
+from baton.models.loader import weight_table
+
+
+@pytest.fixture
+def path(checkpoint: Any, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(checkpoint("llama"), tmp_path / "model"))
+
+
+def refused(path: Path, *words: str) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        load_model(path)
+    message = str(caught.value)
+    assert "\n" not in message
+    for word in words:
+        assert word in message, message
+
+
+def edit_config(path: Path, **fields: Any) -> None:
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, **fields}))
+
+
+def edit_weights(path: Path, **changes: torch.Tensor | None) -> None:
+    tensors = {**load_file(path / "model.safetensors"), **changes}
+    kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    save_file(kept, path / "model.safetensors")
+
+
+def shard(path: Path) -> None:
+    tensors = load_file(path / "model.safetensors")
+    names, weight_map = sorted(tensors), {}
+    for part in range(2):
+        file = f"model-{part + 1:05}-of-00002.safetensors"
+        save_file({name: tensors[name] for name in names[part::2]}, path / file)
+        weight_map.update(dict.fromkeys(names[part::2], file))
+    (path / "model.safetensors").unlink()
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def test_missing_directory(tmp_path: Path) -> None:
+    refused(tmp_path / "nowhere", "nowhere", "no such checkpoint directory")
+
+
+def test_missing_config(path: Path) -> None:
+    (path / "config.json").unlink()
+    refused(path, "config.json", "no such file")
+
+
+@pytest.mark.parametrize("content", [b"{", b"\xff\xfe", b"[1]"])
+def test_config_that_is_no_json_object(path: Path, content: bytes) -> None:
+    (path / "config.json").write_bytes(content)
+    refused(path, "config.json", "JSON")
+
+
+def test_missing_weight_file(path: Path) -> None:
+    (path / "model.safetensors").unlink()
+    refused(path, "model.safetensors", "no such weight file")
+
+
+def test_pickled_weights_are_refused_by_name(path: Path) -> None:
+    (path / "model.safetensors").rename(path / "pytorch_model.bin")
+    refused(path, "pytorch_model.bin", "pickle")
+
+
+@pytest.mark.parametrize("keep", [0, 5, 200, 0.5, 0.999])
+def test_truncated_weight_file(path: Path, keep: float) -> None:
+    file = path / "model.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(content[: int(keep * len(content)) if 0 < keep < 1 else int(keep)])
+    refused(path, "model.safetensors", "truncated")
+
+
+def test_missing_tensor(path: Path) -> None:
+    edit_weights(path, **{"model.layers.1.self_attn.k_proj.weight": None})
+    refused(path, "missing tensor model.layers.1.self_attn.k_proj.weight")
+
+
+def test_many_missing_tensors_are_counted(path: Path) -> None:
+    save_file({"model.norm.weight": torch.ones(64)}, path / "model.safetensors")
+    refused(path, "missing tensor", "and 26 more")
+
+
+def test_unexpected_tensor(path: Path) -> None:
+    edit_weights(path, **{"model.layers.9.mlp.up_proj.weight": torch.ones(2, 2)})
+    refused(path, "unexpected tensor model.layers.9.mlp.up_proj.weight")
+
+
+def test_wrong_shape(path: Path) -> None:
+    edit_weights(path, **{"model.embed_tokens.weight": torch.ones(260, 32)})
+    refused(path, "model.embed_tokens.weight", "[260, 32]", "[260, 64]")
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"model_type": "gpt_neox"}, ["model_type", "gpt_neox", "llama"]),
+        ({"hidden_size": None}, ["hidden_size", "missing"]),
+        ({"num_hidden_layers": "three"}, ["num_hidden_layers", "'three'"]),
+        ({"vocab_size": True}, ["vocab_size", "True"]),
+        ({"rms_norm_eps": -1}, ["rms_norm_eps", "-1"]),
+        ({"num_key_value_heads": 3}, ["num_attention_heads 4", "num_key_value_heads 3"]),
+        ({"head_dim": 15}, ["head_dim", "15"]),
+        ({"hidden_act": "gelu"}, ["hidden_act", "gelu"]),
+        ({"tie_word_embeddings": "yes"}, ["tie_word_embeddings", "yes"]),
+        ({"torch_dtype": "int8"}, ["dtype", "int8"]),
+        ({"rope_theta": 0}, ["rope_theta", "0"]),
+        ({"rope_scaling": {"rope_type": "longrope"}}, ["rope_type", "longrope", "llama3"]),
+        ({"rope_scaling": {"rope_type": "linear"}}, ["factor", "linear"]),
+        ({"rope_scaling": [1]}, ["rope_parameters", "[1]"]),
+        ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor"]),
+        ({"quantization_config": {"quant_method": "fp8"}}, ["quantization_config"]),
+        ({"model_type": "mistral", "layer_types": ["full_attention"] * 3}, ["layer_types", "mistral"]),
+        ({"model_type": "qwen2", "layer_types": ["chunked_attention"] * 3}, ["layer_types"]),
+        ({"model_type": "qwen2", "layer_types": ["sliding_attention"] * 3}, ["use_sliding_window"]),
+    ],
+)
+def test_config_fields_are_named(path: Path, fields: dict[str, Any], words: list[str]) -> None:
+    edit_config(path, **fields)
+    refused(path, "config.json", *words)
+
+
+def test_sharded_equals_single(path: Path) -> None:
+    single = {name: tensor.clone() for name, tensor in weight_table(load_model(path)).items()}
+    shard(path)
+    sharded = weight_table(load_model(path))
+    assert single.keys() == sharded.keys()
+    assert all(torch.equal(single[name], sharded[name]) for name in single)
+
+
+def test_missing_shard_and_bad_index(path: Path) -> None:
+    shard(path)
+    (path / "model-00002-of-00002.safetensors").unlink()
+    refused(path, "model-00002-of-00002.safetensors", "no such weight file")
+    index = path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"x": "../escape.safetensors"}}))
+    refused(path, "outside the checkpoint directory")
+    index.write_text("{}")
+    refused(path, "weight_map")
+
+
+def test_tied_head_is_one_tensor_and_a_stored_copy_is_ignored(checkpoint: Any, tmp_path: Path) -> None:
+    tied = Path(shutil.copytree(checkpoint("qwen3", tie_word_embeddings=True), tmp_path / "tied"))
+    edit_weights(tied, **{"lm_head.weight": torch.zeros(1, 1)})
+    model = load_model(tied)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_dtype_argument(path: Path) -> None:
+    assert load_model(path).build.dtype is torch.float32
+    assert load_model(path, "bfloat16").build.dtype is torch.bfloat16
+    edit_config(path, torch_dtype=None, dtype="bfloat16")
+    assert load_model(path).build.dtype is torch.bfloat16
+    with pytest.raises(CheckpointError, match="int4"):
+        load_model(path, "int4")
+
+
+def test_packed_linears_keep_their_parts_apart(path: Path) -> None:
+    stored, table = load_file(path / "model.safetensors"), weight_table(load_model(path))
+    assert stored.keys() == table.keys()
+    assert all(torch.equal(stored[name], table[name]) for name in stored)
+
+
+def test_fingerprint_follows_weights_and_config(path: Path) -> None:
+    first = fingerprint(path)
+    assert len(first) == 32
+    edit_config(path, transformers_version="9.9")
+    assert fingerprint(path) == first
+    edit_config(path, rope_theta=20000.0)
+    second = fingerprint(path)
+    weights = load_file(path / "model.safetensors")
+    weights["model.norm.weight"][0] += 1
+    edit_weights(path, **weights)
+    assert len({first, second, fingerprint(path)}) == 3
+    assert read_config(path)["rope_theta"] == 20000.0

@@ -1,0 +1,61 @@
+"""`baton` with a fake engine instead of the real one: what `Deployment` starts in tests of processes."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+import types
+from pathlib import Path
+from typing import Any
+
+import fake_serving
+from fake_serving import FakeEngine
+
+from baton import cli, processes
+from baton.engine.config import EngineConfig
+from baton.handoff import ticket as tickets
+
+
+def engine_of(config: EngineConfig, progress: Any) -> FakeEngine:
+    """Stands in for `AsyncEngine`. The served model name says how to misbehave."""
+    progress("loading nothing")
+    if config.served_model_name == "crash":
+        raise RuntimeError("boom at start")
+    if config.served_model_name == "slow":
+        time.sleep(60)
+    if config.ticket_key_file is not None:
+        fake_serving.KEY = tickets.load_or_create_key(config.ticket_key_file)
+    engine = FakeEngine(Path(config.model), role=config.role, handed=Handed())
+    if config.served_model_name == "stuck":
+        engine.close = lambda: time.sleep(60)  # type: ignore[method-assign]
+    return engine
+
+
+class Handed(dict[bytes, "asyncio.Future[str]"]):
+    """The two engines are two processes here: the decode leg believes that every handoff arrives."""
+
+    def setdefault(self, key: bytes, default: Any = None) -> Any:
+        """Return a future that is done already."""
+        future: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        future.set_result("handed over")
+        return _Settable(future)
+
+
+class _Settable:
+    def __init__(self, future: asyncio.Future[str]) -> None:
+        self._future = future
+
+    def __await__(self) -> Any:
+        return self._future.__await__()
+
+    def set_result(self, value: str) -> None:
+        """It has its result."""
+
+
+if __name__ == "__main__":
+    module = types.ModuleType("baton.engine.async_engine")
+    module.AsyncEngine = engine_of  # type: ignore[attr-defined]
+    sys.modules["baton.engine.async_engine"] = module
+    processes.BATON = (sys.executable, __file__)
+    cli.main()

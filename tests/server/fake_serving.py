@@ -1,0 +1,218 @@
+"""A deterministic engine, a tokenizer directory and a way to serve apps, for tests above the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from pathlib import Path
+
+import tokenizers
+from aiohttp import web
+from tokenizers import decoders, models, pre_tokenizers
+
+from baton.errors import EngineUnavailableError, ProtocolError, RequestError
+from baton.handoff import ticket as tickets
+from baton.openai.http import bind, url_of
+from baton.wire import EngineInfo, EngineLoad, GenerateRequest, TokenChunk, TokenLogprobs
+
+KEY = b"k" * 32
+MAX_MODEL_LEN = 256
+K = 3
+# Every byte is a token, so a character beyond ASCII spans tokens; EOS comes last.
+TEXT = "The quick brown fox, l'été dernier, said 你好 to the lazy dog. "
+EOS = 257
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+    "{% if messages[0].role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+)
+
+
+def write_tokenizer(directory: Path) -> Path:
+    """Write a byte-level tokenizer with `<bos>` 256 and `<eos>` 257, and a chat template."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = tokenizers.Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<bos>", "<eos>"])
+    directory.mkdir(parents=True, exist_ok=True)
+    backend.save(str(directory / "tokenizer.json"))
+    settings = {"bos_token": "<bos>", "eos_token": {"content": "<eos>"}, "chat_template": TEMPLATE}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+    (directory / "config.json").write_text(json.dumps({"eos_token_id": EOS}))
+    return directory
+
+
+class FakeMetrics:
+    """Rows as the real engine gives them."""
+
+    def collect_rows(self) -> Iterator[tuple[str, str, str, dict[str, str], float]]:
+        yield "baton:fake_steps", "counter", "Steps.", {"kind": "all"}, 3.0
+        yield "baton:fake_pages", "gauge", "Pages.", {}, 7.0
+
+
+class FakeEngine:
+    """Continues every prompt with TEXT over and over, one sample index further each, `accept` drafts a step.
+
+    The first token comes alone, as after a prefill. A prefill leg ends after it and hands the rest to the
+    decode leg of the same transfer, through `handed`, which both engines of a test share. `fail` names how it
+    misbehaves.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        role: str = "both",
+        handed: dict[bytes, asyncio.Future[str]] | None = None,
+        length: int | None = None,
+        accept: int = 2,
+        step_s: float = 0.0,
+        fail: str | None = None,
+        fingerprint: str = '{"weights": "a"}',
+        model: str = "fake",
+    ) -> None:
+        self.info = EngineInfo(
+            engine_id=f"{role}-engine",
+            incarnation="1",
+            role=role,  # type: ignore[arg-type]
+            model=model,
+            model_path=str(directory),
+            max_model_len=MAX_MODEL_LEN,
+            vocab_size=258,
+            eos_token_ids=[EOS],
+            control_address=None if role == "both" else "tcp://127.0.0.1:1",
+            fingerprint=fingerprint,
+            num_speculative_tokens=K,
+            batch_invariant=True,
+        )
+        backend = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+        self.tokens: list[int] = backend.encode(TEXT).ids
+        self.handed = {} if handed is None else handed
+        self.length, self.accept, self.step_s, self.fail = length, accept, step_s, fail
+        self.requests: list[GenerateRequest] = []
+        self.outcomes: Counter[str] = Counter()
+        self.running = 0
+
+    def start(self) -> None:
+        """Nothing to load."""
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+    def metrics(self) -> FakeMetrics:
+        """Return fixed rows."""
+        return FakeMetrics()
+
+    def load(self) -> EngineLoad:
+        """Return a load with the running requests."""
+        return EngineLoad(
+            num_running=self.running,
+            num_waiting=0,
+            num_handoffs=0,
+            kv_usage=0.0,
+            num_referenced_pages=0,
+            num_quarantined_pages=0,
+            num_cached_pages=0,
+        )
+
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
+        """Refuse at once, or return the stream."""
+        self.requests.append(request)
+        if self.fail == "down":
+            raise EngineUnavailableError("the engine is down")
+        if self.fail == "refuse":
+            raise RequestError("the engine refuses", "seed")
+        return self._counted(request)
+
+    async def _counted(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
+        self.running += 1
+        outcome = "aborted"
+        try:
+            async for chunk in self._stream(request):
+                if chunk.finish_reason is not None:
+                    outcome = chunk.finish_reason
+                yield chunk
+            if outcome == "aborted":
+                outcome = "handed over"
+        finally:
+            self.running -= 1
+            self.outcomes[outcome] += 1
+
+    async def _stream(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
+        params, name = request.sampling_params, request.request_id
+        first = params.sample_index
+        endless = self.tokens * 20
+        output = endless[first : first + params.max_tokens]
+        reason = "length"
+        if self.length is not None and self.length <= params.max_tokens and not params.ignore_eos:
+            output, reason = [*output[: self.length - 1], EOS], "stop"
+        role, start = "both", 0
+        if request.handoff is not None:
+            role = request.handoff.role
+            ticket = tickets.verify(KEY, request.handoff.ticket, time.time())
+            if ticket.request_digest != tickets.request_digest(request.prompt_token_ids, params):
+                raise ProtocolError("another request's ticket")
+            future = self.handed.setdefault(ticket.transfer_id, asyncio.get_running_loop().create_future())
+        if role == "decode":
+            if self.fail == "handoff":
+                yield TokenChunk(request_id=name, finish_reason="error", error="handoff_timeout: no commit")
+                return
+            if await future == "finished":
+                yield TokenChunk(request_id=name, finish_reason="abort")
+                return
+            yield TokenChunk(request_id=name)  # its first chunk may be empty
+            start = 1
+        while start < len(output):
+            count = 1 if start == 0 else self.accept + 1
+            tokens = output[start : start + count]
+            start += len(tokens)
+            ends = start >= len(output)
+            hands_over = role == "prefill" and not ends
+            yield TokenChunk(
+                request_id=name,
+                token_ids=tokens,
+                logprobs=None if params.logprobs is None else [_logprobs(t, params.logprobs) for t in tokens],
+                accepted=[self.accept] if count > 1 else [],
+                finish_reason=reason if ends else None,  # type: ignore[arg-type]
+                num_cached_tokens=1,
+            )
+            if role == "prefill":
+                await asyncio.sleep(self.step_s)
+                future.set_result("handed over" if hands_over else "finished")
+                return
+            if self.fail == "mid-stream" and start > 8:
+                raise RuntimeError("a bug")
+            await asyncio.sleep(self.step_s)
+
+
+def _logprobs(token: int, num: int) -> TokenLogprobs:
+    top = [(token, -0.5), ((token + 1) % 256, -1.5), ((token + 2) % 256, -2.5)]
+    return TokenLogprobs(logprob=-0.5, top=top[:num])
+
+
+@contextlib.asynccontextmanager
+async def served(app: web.Application) -> AsyncIterator[str]:
+    """Serve an app on a free port as Baton does; yields its base URL."""
+    listener: socket.socket = bind("127.0.0.1", 0)
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.5)
+    await runner.setup()
+    await web.SockSite(runner, listener).start()
+    try:
+        yield url_of(listener)
+    finally:
+        await runner.cleanup()
+
+
+async def until(condition: object) -> None:
+    """Wait until a callable is true; fails after five seconds."""
+    assert callable(condition)
+    for _ in range(500):
+        if condition():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("it never became true")

@@ -1,0 +1,69 @@
+"""The command line refuses bad input with one clear line."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+from fake_serving import write_tokenizer
+
+from baton import cli
+
+
+def test_bad_input_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = str(write_tokenizer(tmp_path / "model"))
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        cases = [
+            (["serve", directory, "--port", port], f"port: {port} on 127.0.0.1 is already in use"),
+            (["up", directory, "--port", port], f"port: {port} on 127.0.0.1 is already in use"),
+            (["serve", str(tmp_path / "none"), "--port", "0"], "model: must be a directory"),
+            (["serve", str(tmp_path), "--port", "0"], "tokenizer.json: no such file"),
+            (["serve", directory, "--port", "0", "--role", "prefill"], "ticket_key_file: is required"),
+            (
+                ["serve", directory, "--port", "0", "--speculative-config", "{"],
+                "speculative_config: is not JSON",
+            ),
+            (["router", "--port", "0", "--prefill", "http://127.0.0.1:1"], "ticket_key_file: is required"),
+            (["router", "--port", "0", "--both", "nonsense"], "'nonsense' is not a base URL"),
+            (["generate", str(tmp_path / "none"), "hi"], "model: must be a directory"),
+        ]
+        for arguments, message in cases:
+            monkeypatch.setattr(sys, "argv", ["baton", *arguments])
+            with pytest.raises(SystemExit) as ended:
+                cli.main()
+            assert ended.value.code in (1, 2), arguments
+            stderr = capsys.readouterr().err
+            assert stderr.count("error: ") == 1, stderr
+            assert message in stderr
+            assert len(stderr.splitlines()) == 1, stderr
+
+
+def test_unknown_flag_and_help(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("TERMINAL_WIDTH", "200")
+    monkeypatch.setattr(sys, "argv", ["baton", "serve", "somewhere", "--tensor-paralel-size", "2"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 2
+    assert "No such option" in capsys.readouterr().err
+    flags: dict[str, list[str]] = {
+        "serve": ["--speculative-config", "--no-enable-prefix-caching", "--kv-transfer-config", "--role"],
+        "up": ["--prefill", "--decode", "--block-size", "--kv-mode"],
+        "router": ["--prefill", "--ticket-key-file", "--allow-mode-override"],
+        "generate": ["--chat", "--max-tokens", "--dtype"],
+    }
+    for command, names in flags.items():
+        monkeypatch.setattr(sys, "argv", ["baton", command, "--help"])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        assert ended.value.code == 0
+        text = capsys.readouterr().out
+        assert all(name in text for name in names), text
+        assert "--ready-fd" not in text
