@@ -39,8 +39,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--output", type=Path, default=Path("models"), help="directory of the three checkpoints"
     )
-    parser.add_argument("--target-steps", type=int, default=1000)
-    parser.add_argument("--head-steps", type=int, default=700)
+    parser.add_argument("--target-steps", type=int, default=800)
+    parser.add_argument("--head-steps", type=int, default=400)
     parser.add_argument(
         "--generated-batches", type=int, default=16, help="batches of 96 rows of the target's text"
     )

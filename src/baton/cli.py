@@ -9,6 +9,7 @@ import typer
 
 from baton import cli_generate, cli_serve
 from baton.errors import BatonError, ConfigError, RequestError
+from baton.verify.cli import verify_command
 
 app = typer.Typer(
     name="baton",
@@ -19,6 +20,7 @@ app = typer.Typer(
 )
 cli_serve.register(app)
 cli_generate.register(app)
+app.command("verify")(verify_command)
 
 
 def main() -> None:

@@ -67,9 +67,7 @@ class Node:
         defaults: dict[str, object] = {"ticket_key": KEY, "timers": TIMERS, "fingerprint": {"model": "m"}}
         settings = AgentConfig(name, f"{name}-1", **{**defaults, **config})  # type: ignore[arg-type]
         self.descriptor = self.transport.register(regions)
-        self.agent = HandoffAgent(
-            settings, self.geometries, self.transport, self.descriptor, self.events.put
-        )
+        self.agent = HandoffAgent(settings, self.geometries, self.transport, self.descriptor, self.events.put)
         self.agent.start()
 
     def next(self, kind: type[HandoffEvent]) -> HandoffEvent:
@@ -81,7 +79,8 @@ class Node:
         count = -(-tokens // self.page_size)
         # Scattered, so that a shifted or reordered table cannot pass.
         return {
-            group: [first + 2 * (count - 1 - i) + shift for i in range(count)] for shift, group in enumerate(GROUPS)
+            group: [first + 2 * (count - 1 - i) + shift for i in range(count)]
+            for shift, group in enumerate(GROUPS)
         }
 
     def tokens(self, group: str, pages: list[int], start: int, stop: int) -> np.ndarray:
@@ -340,7 +339,9 @@ def test_pages_out_of_range_are_refused(pair: Pair) -> None:
     for bad in ([NUM_PAGES], [0], [3, 3], []):
         ticket = ticket_for(p, d, "push")
         p.agent.open_prefill(ticket)
-        d.agent.open_decode(ticket, 8, {"target": (0, 4 * max(1, len(bad))), "draft": (0, 4)}, {"target": bad, "draft": [1]})
+        d.agent.open_decode(
+            ticket, 8, {"target": (0, 4 * max(1, len(bad))), "draft": (0, 4)}, {"target": bad, "draft": [1]}
+        )
         failed = d.next(DecodeFailed)
         assert isinstance(failed, DecodeFailed) and "target" in failed.message
         d.next(DecodeReleased)

@@ -77,7 +77,13 @@ def test_push_commits_on_commit_alone() -> None:
     assert d.closed
     for late in (COMMIT, Cancel(KEY, "late"), Finished(KEY, SEEDS)):
         assert d.handle(Received(late)) == [Send(Ack(KEY))]
-    for nothing in (Received(Cancelled(KEY, "late")), Deadline(), Abort("late"), Tick(), PeerLost("x", "", True)):
+    for nothing in (
+        Received(Cancelled(KEY, "late")),
+        Deadline(),
+        Abort("late"),
+        Tick(),
+        PeerLost("x", "", True),
+    ):
         assert d.handle(nothing) == []
 
 

@@ -171,7 +171,9 @@ class World:
 
     def choices(self) -> list[str]:
         out = ["p_step"] * 2 + ["tick"]
-        out += ["to_p"] * 3 * bool(self.to_p) + ["to_d"] * 3 * bool(self.to_d) + ["copy"] * 4 * bool(self.copies)
+        out += (
+            ["to_p"] * 3 * bool(self.to_p) + ["to_d"] * 3 * bool(self.to_d) + ["copy"] * 4 * bool(self.copies)
+        )
         return out + ["ready"] * (not self.peer_ready)
 
     def run(self) -> None:
@@ -214,7 +216,11 @@ class World:
         assert self.p_free and self.d_free
         kinds = [type(event) for event in self.events]
         assert kinds.count(PrefillReleased) == 1
-        ends = [event for event in self.events if isinstance(event, DecodeCommitted | DecodeFinished | DecodeReleased)]
+        ends = [
+            event
+            for event in self.events
+            if isinstance(event, DecodeCommitted | DecodeFinished | DecodeReleased)
+        ]
         assert len(ends) == 1 and kinds.count(DecodeFailed) <= 1
         if kinds.count(DecodeFailed):
             assert isinstance(ends[0], DecodeReleased)

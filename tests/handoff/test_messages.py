@@ -90,7 +90,9 @@ def test_random_bytes_are_refused(frame: bytes) -> None:
 
 
 @given(st.sampled_from(MESSAGES), st.data())
-def test_a_damaged_frame_is_refused_or_is_another_valid_message(message: Message, data: st.DataObject) -> None:
+def test_a_damaged_frame_is_refused_or_is_another_valid_message(
+    message: Message, data: st.DataObject
+) -> None:
     frame = bytearray(encode(message, 1, 1))
     at = data.draw(st.integers(0, len(frame) - 1))
     frame[at] = data.draw(st.integers(0, 255))

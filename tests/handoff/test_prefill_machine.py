@@ -66,10 +66,16 @@ def intervals(actions: list[Action]) -> list[tuple[str, int, int]]:
 def test_push_copies_each_final_stretch_once_and_commits_after_the_last() -> None:
     p, actions = machine("push", REGISTER)
     assert actions == []
-    assert intervals(p.handle(Declared(8, TABLES, {"target": 4, "draft": 3}))) == [("draft", 0, 3), ("target", 2, 4)]
+    assert intervals(p.handle(Declared(8, TABLES, {"target": 4, "draft": 3}))) == [
+        ("draft", 0, 3),
+        ("target", 2, 4),
+    ]
     first = p.handle(ALL)
     assert intervals(first) == [("draft", 3, 7), ("target", 4, 8)]
-    assert isinstance(first[0], StartCopy) and (first[0].source_pages, first[0].dest_pages) == ([5, 6], [3, 4])
+    assert isinstance(first[0], StartCopy) and (first[0].source_pages, first[0].dest_pages) == (
+        [5, 6],
+        [3, 4],
+    )
     assert p.handle(ALL) == []
     for copy_id in range(4):
         assert p.handle(CopyEnded(copy_id, ok=True, num_bytes=10, num_runs=1)) == []
@@ -100,7 +106,9 @@ def test_pull_offers_once_prefilled_and_confirms_only_what_was_offered() -> None
     assert p.handle(Sampled(SEEDS, False)) == [Send(ready)] == p.handle(Tick())
     assert p.handle(Received(Ack(KEY))) == []
     confirm = [Send(Confirm(KEY, SEEDS))]
-    assert p.handle(Received(ReadDone(KEY))) == confirm == p.handle(Received(ReadDone(KEY))) == p.handle(Tick())
+    assert (
+        p.handle(Received(ReadDone(KEY))) == confirm == p.handle(Received(ReadDone(KEY))) == p.handle(Tick())
+    )
     assert p.handle(Received(Ack(KEY))) == [released("committed")]
 
 

@@ -10,4 +10,5 @@ def test_small_rounds() -> None:
     assert {"shm_32k_over_memcpy", "shm_4k_over_memcpy"} <= set(copies)
     assert min(copies.values()) > 0
     planning = measure_planning(runs=640, rounds=1)
-    assert (planning["plan_pages_runs"], planning["plan_layers_runs"]) == (640, 640)
+    # Shuffled pages are neighbours on both sides now and then, and then they are one run.
+    assert 600 < min(planning["plan_pages_runs"], planning["plan_layers_runs"]) <= 640

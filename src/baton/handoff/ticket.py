@@ -66,7 +66,8 @@ def new_transfer_id() -> bytes:
 
 def request_digest(prompt_token_ids: Sequence[int], sampling_params: SamplingParams) -> bytes:
     """32 bytes over the prompt and every sampling parameter: both legs must serve the same request."""
-    content = (list(prompt_token_ids), sampling_params)
+    # Integer keys become text, since only text keys can be put in order.
+    content = (list(prompt_token_ids), msgspec.to_builtins(sampling_params, str_keys=True))
     return hashlib.sha256(msgspec.msgpack.encode(content, order="deterministic")).digest()
 
 
