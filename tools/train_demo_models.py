@@ -33,22 +33,15 @@ PROMPTS, NEW_TOKENS = 60, 96
 
 def arguments() -> argparse.Namespace:
     """Command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--output", type=Path, default=Path("models"), help="directory of the three checkpoints"
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=Path("models"), help="directory of the three checkpoints")
     parser.add_argument("--target-steps", type=int, default=800)
     parser.add_argument("--head-steps", type=int, default=400)
-    parser.add_argument(
-        "--generated-batches", type=int, default=16, help="batches of 96 rows of the target's text"
-    )
+    parser.add_argument("--generated-batches", type=int, default=16, help="batches of 96 rows of the target's text")
+    parser.add_argument("--heads", nargs="*", choices=(EAGLE3, EAGLE), default=(EAGLE3, EAGLE))
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--skip-target", action="store_true", help="keep the target that is there, train the heads"
-    )
+    parser.add_argument("--skip-target", action="store_true", help="keep the target that is there, train the heads")
     return parser.parse_args()
 
 
@@ -87,9 +80,7 @@ def main() -> None:
         torch.manual_seed(args.seed)
         head: Head
         if kind == EAGLE3:
-            head = Eagle3Head(
-                target.config, frequent_ids(generated, stream, target.config.vocab_size, DRAFT_VOCAB)
-            )
+            head = Eagle3Head(target.config, frequent_ids(generated, stream, target.config.vocab_size, DRAFT_VOCAB))
         else:
             head = EagleHead(target.config)
         began = time.monotonic()

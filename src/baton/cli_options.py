@@ -18,15 +18,11 @@ from baton.engine.config import EngineConfig, KVTransferConfig, Role, Speculativ
 class EngineOptions:
     """The engine flags as given. Field names are the flags' names."""
 
-    served_model_name: Annotated[
-        str | None, typer.Option(help="Name in the API; default: the directory's.")
-    ] = None
+    served_model_name: Annotated[str | None, typer.Option(help="Name in the API; default: the directory's.")] = None
     speculative_config: Annotated[
         str | None, typer.Option(help='JSON: {"method", "model", "num_speculative_tokens", "verifier"}.')
     ] = None
-    kv_transfer_config: Annotated[str | None, typer.Option(help='JSON: {"kv_transport": "shm://", ...}.')] = (
-        None
-    )
+    kv_transfer_config: Annotated[str | None, typer.Option(help='JSON: {"kv_transport": "shm://", ...}.')] = None
     block_size: Annotated[int, typer.Option(help="Tokens per KV page.")] = 16
     max_model_len: Annotated[int | None, typer.Option(help="Longest sequence; default: the model's.")] = None
     max_num_batched_tokens: Annotated[int, typer.Option(help="Token budget of one step.")] = 2048

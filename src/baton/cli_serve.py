@@ -35,9 +35,7 @@ EngineUrls = Annotated[list[str] | None, typer.Option(metavar="URL", help="Repea
 def serve_command(
     options: EngineOptions,
     model: Annotated[str, typer.Argument(help="Checkpoint directory in Hugging Face format.")],
-    role: Annotated[
-        Role, typer.Option(help="both serves the API; prefill and decode serve a router.")
-    ] = "both",
+    role: Annotated[Role, typer.Option(help="both serves the API; prefill and decode serve a router.")] = "both",
     host: Host = "127.0.0.1",
     port: Port = 8000,
     ticket_key_file: KeyFile = None,
@@ -121,9 +119,7 @@ def up_command(
     with contextlib.closing(listener), ending_on_sigterm():
         # Checked here too, so that a bad flag is one line instead of one per engine.
         options.to_config(model)
-        print(
-            f"starting {prefill} prefill and {decode} decode engines of {model}", file=sys.stderr, flush=True
-        )
+        print(f"starting {prefill} prefill and {decode} decode engines of {model}", file=sys.stderr, flush=True)
         deployment = Deployment(
             model, prefill, decode, engine_flags=options.to_flags(), router=False, show_progress=True
         )
@@ -140,9 +136,7 @@ def up_command(
             )
 
             def on_ready(url: str) -> None:
-                print(
-                    f"ready: {url}/v1   (status: {url}/status, Ctrl-C ends all)", file=sys.stderr, flush=True
-                )
+                print(f"ready: {url}/v1   (status: {url}/status, Ctrl-C ends all)", file=sys.stderr, flush=True)
 
             asyncio.run(_serve_router(config, listener, on_ready, deployment))
             print("ending all processes", file=sys.stderr, flush=True)

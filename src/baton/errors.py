@@ -1,16 +1,16 @@
 """The one error tree of Baton.
 
-    BatonError
-    ├── ConfigError          a setting is unknown or has a bad value; names the field
-    ├── CheckpointError      a checkpoint file is missing, truncated or of another shape
-    ├── RequestError         a client's request is malformed; names the parameter (HTTP 4xx)
-    │   └── UnknownModelError
-    ├── EngineUnavailableError   an engine is down or refuses work (HTTP 503)
-    ├── CapacityError        pages or slots that can never fit were asked for
-    ├── ProtocolError        a peer sent a message that is malformed or out of bounds
-    │   └── IncompatiblePeerError   P and D differ in a field that must be equal
-    ├── HandoffError         a handoff ended without commit; carries the reason
-    └── TransportError       a transport could not copy, connect or register
+BatonError
+├── ConfigError          a setting is unknown or has a bad value; names the field
+├── CheckpointError      a checkpoint file is missing, truncated or of another shape
+├── RequestError         a client's request is malformed; names the parameter (HTTP 4xx)
+│   └── UnknownModelError
+├── EngineUnavailableError   an engine is down or refuses work (HTTP 503)
+├── CapacityError        pages or slots that can never fit were asked for
+├── ProtocolError        a peer sent a message that is malformed or out of bounds
+│   └── IncompatiblePeerError   P and D differ in a field that must be equal
+├── HandoffError         a handoff ended without commit; carries the reason
+└── TransportError       a transport could not copy, connect or register
 """
 
 from __future__ import annotations

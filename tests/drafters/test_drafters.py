@@ -45,8 +45,7 @@ def norm(x: Tensor, weight: Tensor) -> Tensor:
 def attention(weights: dict[str, Tensor], x: Tensor) -> Tensor:
     """Causal attention of a whole sequence with rotary positions 0.., written out."""
     heads = {
-        part: F.linear(x, weights[f"self_attn.{part}_proj.weight"]).view(len(x), -1, SIZE).double()
-        for part in "qkv"
+        part: F.linear(x, weights[f"self_attn.{part}_proj.weight"]).view(len(x), -1, SIZE).double() for part in "qkv"
     }
     frequency = 10000.0 ** (-torch.arange(0, SIZE, 2).double() / SIZE)
     turn = torch.polar(torch.ones(1).double(), torch.arange(len(x)).double()[:, None] * frequency)[:, None]
@@ -88,9 +87,7 @@ def run(
 
 def inputs(width: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return torch.randint(0, 260, (TOKENS,), generator=generator), torch.randn(
-        TOKENS, width, generator=generator
-    )
+    return torch.randint(0, 260, (TOKENS,), generator=generator), torch.randn(TOKENS, width, generator=generator)
 
 
 def test_eagle_follows_its_equations(tmp_path: Path, target_path: Path, target: CausalLM) -> None:
@@ -120,9 +117,7 @@ def test_eagle_follows_its_equations(tmp_path: Path, target_path: Path, target: 
 def test_eagle3_follows_its_equations(
     tmp_path: Path, target_path: Path, target: CausalLM, norm_before_residual: bool, first: bool
 ) -> None:
-    path = head(
-        tmp_path, target_path, "eagle3", norm_before_residual=norm_before_residual, draft_vocab_size=100
-    )
+    path = head(tmp_path, target_path, "eagle3", norm_before_residual=norm_before_residual, draft_vocab_size=100)
     weights = load_file(path / "model.safetensors")
     drafter = load_drafter("eagle3", path, target)
     ids, features = inputs(192 if first else 64)
@@ -142,9 +137,7 @@ def test_eagle3_follows_its_equations(
     torch.testing.assert_close(logits, F.linear(out, weights["lm_head.weight"]))
 
 
-def test_reduced_vocabulary_maps_offsets_to_target_ids(
-    tmp_path: Path, target_path: Path, target: CausalLM
-) -> None:
+def test_reduced_vocabulary_maps_offsets_to_target_ids(tmp_path: Path, target_path: Path, target: CausalLM) -> None:
     path = head(tmp_path, target_path, "eagle3", draft_vocab_size=100)
     weights = load_file(path / "model.safetensors")
     drafter = load_drafter("eagle3", path, target)
@@ -173,9 +166,7 @@ def test_eagle3_features_are_the_target_streams_side_by_side(
 
 @pytest.mark.parametrize("method", ["eagle", "eagle3"])
 @torch.inference_mode()
-def test_rows_of_a_batch_invariant_drafter_are_equal_to_the_bit(
-    tmp_path: Path, target_path: Path, method: str
-) -> None:
+def test_rows_of_a_batch_invariant_drafter_are_equal_to_the_bit(tmp_path: Path, target_path: Path, method: str) -> None:
     target = load_model(target_path, batch_invariant=True)
     drafter = load_drafter(method, head(tmp_path, target_path, method), target, batch_invariant=True)
     ids, features = inputs(drafter.feature_size)
@@ -197,9 +188,7 @@ def test_default_auxiliary_layers() -> None:
             aux_layer_ids(raw, layers)
 
 
-def edit(
-    path: Path, config: dict[str, Any] | None = None, tensors: dict[str, Tensor | None] | None = None
-) -> None:
+def edit(path: Path, config: dict[str, Any] | None = None, tensors: dict[str, Tensor | None] | None = None) -> None:
     raw = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**raw, **(config or {})}))
     merged = {**load_file(path / "model.safetensors"), **(tensors or {})}
@@ -208,9 +197,7 @@ def edit(
 
 
 @pytest.mark.parametrize("method", ["eagle", "eagle3"])
-def test_own_embedding_and_other_names(
-    tmp_path: Path, target_path: Path, target: CausalLM, method: str
-) -> None:
+def test_own_embedding_and_other_names(tmp_path: Path, target_path: Path, target: CausalLM, method: str) -> None:
     path = head(tmp_path, target_path, method)
     own = torch.randn(260, 64, generator=torch.Generator().manual_seed(4))
     ids, features = inputs(load_drafter(method, path, target).feature_size)
@@ -219,18 +206,14 @@ def test_own_embedding_and_other_names(
     assert torch.equal(drafter._embed(ids), own[ids])
     expected = run(drafter, ids, features, [TOKENS])
     stored = load_file(path / "model.safetensors")
-    renamed = {
-        "model." + n.replace("midlayer.", "layers.0."): w for n, w in stored.items() if "lm_head" not in n
-    }
+    renamed = {"model." + n.replace("midlayer.", "layers.0."): w for n, w in stored.items() if "lm_head" not in n}
     save_file({**renamed, **{n: w for n, w in stored.items() if "lm_head" in n}}, path / "model.safetensors")
     again = run(load_drafter(method, path, target), ids, features, [TOKENS])
     assert torch.equal(again[0], expected[0])
 
 
 @pytest.mark.parametrize("method", ["eagle", "eagle3"])
-def test_head_for_another_hidden_size(
-    tmp_path: Path, target_path: Path, checkpoint: Any, method: str
-) -> None:
+def test_head_for_another_hidden_size(tmp_path: Path, target_path: Path, checkpoint: Any, method: str) -> None:
     wide = load_model(checkpoint("llama", hidden_size=96))
     with pytest.raises(CheckpointError, match=r"64.* 96"):
         load_drafter(method, head(tmp_path, target_path, method), wide)
@@ -243,9 +226,7 @@ def test_head_for_another_vocabulary(tmp_path: Path, target_path: Path, checkpoi
         load_drafter(method, head(tmp_path, target_path, method), other)
 
 
-def test_narrow_head_with_an_embedding_of_its_own(
-    tmp_path: Path, target_path: Path, target: CausalLM
-) -> None:
+def test_narrow_head_with_an_embedding_of_its_own(tmp_path: Path, target_path: Path, target: CausalLM) -> None:
     """A head may be narrower than its target when it says so and brings embedding and LM head."""
     path = head(tmp_path, target_path, "eagle3", draft_vocab_size=100)
     edit(path, {"target_hidden_size": 64, "hidden_size": 32})

@@ -40,9 +40,7 @@ def naive(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> 
 class Pool:
     """Pages of several requests in one region that is NaN until written."""
 
-    def __init__(
-        self, groups: int, size: int, page_size: int, lengths: list[int], dtype: torch.dtype
-    ) -> None:
+    def __init__(self, groups: int, size: int, page_size: int, lengths: list[int], dtype: torch.dtype) -> None:
         self.page_size = page_size
         per_request = max(-(-n // page_size) for n in lengths)
         pages = per_request * len(lengths)
@@ -58,9 +56,7 @@ class Pool:
 
 @pytest.mark.parametrize("name", sorted(BACKENDS))
 @pytest.mark.parametrize("window", [None, 1, 7, 64, 100])
-@pytest.mark.parametrize(
-    ("heads", "groups", "size", "page_size"), [(4, 2, 16, 16), (6, 1, 20, 7), (3, 3, 10, 1)]
-)
+@pytest.mark.parametrize(("heads", "groups", "size", "page_size"), [(4, 2, 16, 16), (6, 1, 20, 7), (3, 3, 10, 1)])
 def test_equals_the_reference(
     name: str, window: int | None, heads: int, groups: int, size: int, page_size: int
 ) -> None:
@@ -85,9 +81,7 @@ def test_equals_the_reference(
 def test_bfloat16(name: str) -> None:
     q, k, v = (tensor.bfloat16() for tensor in random_qkv(90, 4, 2, 32, seed=2))
     pool = Pool(2, 32, 16, [90], torch.bfloat16)
-    out = get_backend(name, "cpu").write_and_attend(
-        pool.kv, LAYER, q, k, v, 0.2, pool.batch({0: (0, 90)}), None
-    )
+    out = get_backend(name, "cpu").write_and_attend(pool.kv, LAYER, q, k, v, 0.2, pool.batch({0: (0, 90)}), None)
     assert out.dtype is torch.bfloat16
     torch.testing.assert_close(out.double(), naive(q, k, v, 0.2, None), rtol=1e-2, atol=2e-2)
     page, slot = int(pool.table[0, 2]), 35 - 32
@@ -120,9 +114,7 @@ def test_paged_rows_are_equal_to_the_bit(dtype: torch.dtype, window: int | None,
         for spans in schedule:
             q, k, v = (torch.cat([data[r][part][a:b] for r, (a, b) in spans.items()]) for part in range(3))
             rows = backend.write_and_attend(pool.kv, LAYER, q, k, v, 0.25, pool.batch(spans), window)
-            for (r, (a, b)), part in zip(
-                spans.items(), rows.split([b - a for a, b in spans.values()]), strict=True
-            ):
+            for (r, (a, b)), part in zip(spans.items(), rows.split([b - a for a, b in spans.values()]), strict=True):
                 out[r][a:b] = part
         return out
 
@@ -149,9 +141,7 @@ def test_threads_change_no_bit() -> None:
         torch.set_num_threads(threads)
         pool = Pool(2, 64, 16, [600], torch.float32)
         backend = get_backend("paged_cpu", "cpu")
-        results.append(
-            backend.write_and_attend(pool.kv, LAYER, q, k, v, 0.1, pool.batch({0: (0, 600)}), None)
-        )
+        results.append(backend.write_and_attend(pool.kv, LAYER, q, k, v, 0.1, pool.batch({0: (0, 600)}), None))
         assert (backend._pool is not None) == (threads == 2)  # type: ignore[attr-defined]
     torch.set_num_threads(1)
     assert torch.equal(results[0], results[1])
@@ -208,6 +198,4 @@ def test_paged_cpu_refuses_float16() -> None:
     q, k, v = (t.half() for t in random_qkv(2, 2, 1, 8, seed=8))
     pool = Pool(1, 8, 4, [2], torch.float16)
     with pytest.raises(ConfigError, match="float16"):
-        get_backend("paged_cpu", "cpu").write_and_attend(
-            pool.kv, LAYER, q, k, v, 1.0, pool.batch({0: (0, 2)}), None
-        )
+        get_backend("paged_cpu", "cpu").write_and_attend(pool.kv, LAYER, q, k, v, 1.0, pool.batch({0: (0, 2)}), None)

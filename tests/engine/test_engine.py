@@ -78,7 +78,7 @@ def test_preemption_by_recompute_changes_nothing(prompts: list[list[int]]) -> No
 def test_prefix_cache_hits_change_nothing(prompts: list[list[int]]) -> None:
     params = SamplingParams(max_tokens=12, temperature=0.0)
     long = prompts[-1]
-    extended = [long[:k] + [5, 6, 7] for k in (15, 16, 17, 40)] + [long[:33], long]
+    extended = [[*long[:k], 5, 6, 7] for k in (15, 16, 17, 40)] + [long[:33], long]
     expected = run(extended, params, speculative_config=EAGLE3, enable_prefix_caching=False)
     with LLM(TARGET, batch_invariant=True, speculative_config=EAGLE3) as llm:
         llm.generate([long], params)

@@ -1,4 +1,4 @@
-"""Sampling: the coupled verifier changes nothing, rejection preserves the distribution, every parameter does its work."""
+"""Sampling: the coupled verifier changes nothing, rejection preserves the distribution, parameters do their work."""
 
 from __future__ import annotations
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import queue
 import time
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 
 import msgspec
 import numpy as np
@@ -79,8 +81,7 @@ class Node:
         count = -(-tokens // self.page_size)
         # Scattered, so that a shifted or reordered table cannot pass.
         return {
-            group: [first + 2 * (count - 1 - i) + shift for i in range(count)]
-            for shift, group in enumerate(GROUPS)
+            group: [first + 2 * (count - 1 - i) + shift for i in range(count)] for shift, group in enumerate(GROUPS)
         }
 
     def tokens(self, group: str, pages: list[int], start: int, stop: int) -> np.ndarray:
@@ -193,7 +194,9 @@ def test_handoff_moves_exactly_the_wanted_bytes(pair: Pair, mode: str, when: str
         for hit in (0, 3, n):
             hand_over(p, d, mode, n, when, hit, salt=n)
     stats = d.agent.stats()
-    assert stats["handoffs"] == 18 and stats["failures"] == {} and stats["bytes"] > 0
+    assert stats["handoffs"] == 18
+    assert stats["failures"] == {}
+    assert stats["bytes"] > 0
     assert stats["runs_per_handoff"] == stats["runs"] / 18
 
 
@@ -247,7 +250,8 @@ def test_abort_from_either_side_releases_both_once(pair: Pair, mode: str, side: 
     while not any(isinstance(event, DecodeCommitted | DecodeReleased) for event in d_events):
         d_events.append(d.events.get(timeout=5))
     settle(p, d)
-    assert p.events.empty() and d.events.empty()
+    assert p.events.empty()
+    assert d.events.empty()
     assert isinstance(p_events[0], PrefillReleased)
     if isinstance(d_events[-1], DecodeCommitted):
         # The abort came after the commit, or before D was opened at all.
@@ -255,7 +259,8 @@ def test_abort_from_either_side_releases_both_once(pair: Pair, mode: str, side: 
     else:
         assert p_events[0].outcome == "client_gone"
     if side == "P" and isinstance(d_events[-1], DecodeReleased):
-        assert isinstance(d_events[0], DecodeFailed) and d_events[0].reason == "client_gone"
+        assert isinstance(d_events[0], DecodeFailed)
+        assert d_events[0].reason == "client_gone"
     assert p.agent.stats()["quarantined"] == d.agent.stats()["quarantined"] == 0
 
 
@@ -282,7 +287,8 @@ def test_a_peer_that_never_joins_ends_in_a_named_timeout(pair: Pair, mode: str) 
     other = ticket_for(p, d, mode, expiry=int(time.time()) + 1)
     d.agent.open_decode(other, 4, {"target": (0, 4), "draft": (0, 4)}, d.pages(1, 4))
     failed = d.next(DecodeFailed)
-    assert isinstance(failed, DecodeFailed) and failed.reason == "handoff_timeout"
+    assert isinstance(failed, DecodeFailed)
+    assert failed.reason == "handoff_timeout"
     d.next(DecodeReleased)
     settle(p, d)
 
@@ -292,7 +298,8 @@ def test_an_address_where_nobody_listens(pair: Pair) -> None:
     ticket = ticket_for(p, d, "push", expiry=int(time.time()) + 1, prefill_address="tcp://127.0.0.1:9")
     d.agent.open_decode(ticket, 4, {"target": (0, 4), "draft": (0, 4)}, d.pages(1, 4))
     failed = d.next(DecodeFailed)
-    assert isinstance(failed, DecodeFailed) and failed.reason == "handoff_timeout"
+    assert isinstance(failed, DecodeFailed)
+    assert failed.reason == "handoff_timeout"
     d.next(DecodeReleased)
 
 
@@ -302,8 +309,10 @@ def test_incompatible_engines_are_refused_field_by_field(pair: Pair) -> None:
     ticket = ticket_for(p, d, "push")
     d.agent.open_decode(ticket, 4, {"target": (0, 4), "draft": (0, 4)}, d.pages(1, 4))
     failed = d.next(DecodeFailed)
-    assert isinstance(failed, DecodeFailed) and failed.reason == "incompatible_peer"
-    assert "model: here 'x', peer 'm'" in failed.message and "drafter" not in failed.message
+    assert isinstance(failed, DecodeFailed)
+    assert failed.reason == "incompatible_peer"
+    assert "model: here 'x', peer 'm'" in failed.message
+    assert "drafter" not in failed.message
     d.next(DecodeReleased)
     settle(d)
 
@@ -316,7 +325,8 @@ def test_a_bad_ticket_is_refused(pair: Pair, fault: str) -> None:
     ticket = ticket_for(p, d, "push", **changes)
     d.agent.open_decode(ticket, 4, {"target": (0, 4), "draft": (0, 4)}, d.pages(1, 4))
     failed = d.next(DecodeFailed)
-    assert isinstance(failed, DecodeFailed) and failed.reason == "register_refused"
+    assert isinstance(failed, DecodeFailed)
+    assert failed.reason == "register_refused"
     assert ("signature" if fault == "key" else "another prefill engine") in failed.message
     d.next(DecodeReleased)
     assert p.agent.stats()["rejected"] >= 1
@@ -343,7 +353,8 @@ def test_pages_out_of_range_are_refused(pair: Pair) -> None:
             ticket, 8, {"target": (0, 4 * max(1, len(bad))), "draft": (0, 4)}, {"target": bad, "draft": [1]}
         )
         failed = d.next(DecodeFailed)
-        assert isinstance(failed, DecodeFailed) and "target" in failed.message
+        assert isinstance(failed, DecodeFailed)
+        assert "target" in failed.message
         d.next(DecodeReleased)
         p.next(PrefillReleased)
     settle(p, d)
@@ -396,6 +407,41 @@ def test_closing_one_engine_frees_the_other(pair: Pair, mode: str, dies: str) ->
         settle(p)
 
 
+def serve_prefill(pipe: Connection) -> None:
+    """A P in a process of its own, which registers nothing but its presence."""
+    node = Node("P", "shm://")
+    pipe.send(node.agent.address)
+    node.agent.open_prefill(pipe.recv())
+    pipe.recv()
+
+
+@pytest.mark.parametrize("mode", ["push", "pull"])
+def test_a_killed_peer_is_noticed_and_fenced(pair: Pair, mode: str) -> None:
+    here, there = multiprocessing.Pipe()
+    child = multiprocessing.get_context("spawn").Process(target=serve_prefill, args=(there,), daemon=True)
+    child.start()
+    try:
+        d = pair.node("D", "shm://")
+        address = here.recv() if here.poll(30) else pytest.fail("the child did not start")
+        fields = {"prefill_engine": "P", "prefill_incarnation": "P-1", "prefill_address": address}
+        ticket = ticket_for(d, d, mode, **fields)
+        here.send(ticket)
+        d.agent.open_decode(ticket, 8, {"target": (0, 8), "draft": (0, 8)}, d.pages(1, 8))
+        until = time.monotonic() + 5
+        while not d.agent.stats()["sessions"]:
+            assert time.monotonic() < until
+            time.sleep(0.005)
+        child.kill()
+        failed = d.next(DecodeFailed)
+        assert isinstance(failed, DecodeFailed)
+        assert failed.reason == "peer_lost"
+        d.next(DecodeReleased)
+        settle(d)
+    finally:
+        child.kill()
+        child.join(10)
+
+
 def test_garbage_never_stops_the_agent(pair: Pair) -> None:
     p, d = pair.both()
     context = zmq.Context()
@@ -419,7 +465,8 @@ def test_garbage_never_stops_the_agent(pair: Pair) -> None:
     while p.agent.stats()["malformed"] < 4 and time.monotonic() < until:
         time.sleep(0.005)
     stats = p.agent.stats()
-    assert stats["malformed"] == 4 and stats["rejected"] >= 1
+    assert stats["malformed"] == 4
+    assert stats["rejected"] >= 1
     sock.close(0)
     context.term()
     hand_over(p, d, "push", 9, "during")

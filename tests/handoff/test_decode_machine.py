@@ -91,7 +91,8 @@ def test_push_commits_on_commit_alone() -> None:
 def test_a_commit_with_a_group_missing_or_short_is_no_commit(final: dict[str, int]) -> None:
     d, _ = machine()
     actions = d.handle(Received(Commit(KEY, final=final, seeds=SEEDS)))
-    assert isinstance(actions[0], Notify) and isinstance(actions[0].event, DecodeFailed)
+    assert isinstance(actions[0], Notify)
+    assert isinstance(actions[0].event, DecodeFailed)
     assert actions[0].event.reason == "incomplete_commit"
     assert actions[1:] == [Send(Cancelled(KEY, "incomplete_commit")), RELEASED]
     assert d.handle(Received(COMMIT)) == [Send(Cancelled(KEY, "incomplete_commit"))]
@@ -163,7 +164,8 @@ def test_nack_proves_nothing_about_memory() -> None:
 def test_finished_ends_without_kv(mode: Literal["push", "pull"]) -> None:
     d, actions = machine(mode, Received(Finished(KEY, SEEDS)))
     assert actions == [Send(Ack(KEY)), Notify(DecodeFinished(KEY, SEEDS))]
-    assert d.closed and d.handle(Received(Finished(KEY, SEEDS))) == [Send(Ack(KEY))]
+    assert d.closed
+    assert d.handle(Received(Finished(KEY, SEEDS))) == [Send(Ack(KEY))]
 
 
 def test_cancel_from_p_fails_the_request_at_once_but_frees_only_when_quiet() -> None:

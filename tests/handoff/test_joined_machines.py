@@ -1,8 +1,8 @@
 """Both machines joined by a hostile network and modelled memory, over seeded random schedules.
 
-Messages are delayed, reordered, dropped and duplicated; copies proceed token by token and may fail; either engine
-gives up at any moment. Whatever happens: no copy touches a page that was freed, a commit means that every wanted
-token holds its final value, and in the end everything was freed exactly once.
+Messages are delayed, reordered, dropped and duplicated; copies proceed token by token and may fail; either
+engine gives up at any moment. Whatever happens: no copy touches a page that was freed, a commit means that
+every wanted token holds its final value, and in the end everything was freed exactly once.
 """
 
 from __future__ import annotations
@@ -113,7 +113,8 @@ class World:
                 assert not self.d_free
                 self.d_free = True
             case DecodeCommitted():
-                assert not self.d_free and not self.copies
+                assert not self.d_free
+                assert not self.copies
                 self.d_free = True  # the engine's own: no copy may write it any more
                 for group, (start, stop) in self.wanted.items():
                     for t in range(start, stop):
@@ -171,9 +172,7 @@ class World:
 
     def choices(self) -> list[str]:
         out = ["p_step"] * 2 + ["tick"]
-        out += (
-            ["to_p"] * 3 * bool(self.to_p) + ["to_d"] * 3 * bool(self.to_d) + ["copy"] * 4 * bool(self.copies)
-        )
+        out += ["to_p"] * 3 * bool(self.to_p) + ["to_d"] * 3 * bool(self.to_d) + ["copy"] * 4 * bool(self.copies)
         return out + ["ready"] * (not self.peer_ready)
 
     def run(self) -> None:
@@ -212,16 +211,16 @@ class World:
                 self.feed_d(PeerReady())
 
     def check_end(self) -> None:
-        assert self.p.closed and self.d.closed and not self.copies
-        assert self.p_free and self.d_free
+        assert self.p.closed
+        assert self.d.closed
+        assert not self.copies
+        assert self.p_free
+        assert self.d_free
         kinds = [type(event) for event in self.events]
         assert kinds.count(PrefillReleased) == 1
-        ends = [
-            event
-            for event in self.events
-            if isinstance(event, DecodeCommitted | DecodeFinished | DecodeReleased)
-        ]
-        assert len(ends) == 1 and kinds.count(DecodeFailed) <= 1
+        ends = [event for event in self.events if isinstance(event, DecodeCommitted | DecodeFinished | DecodeReleased)]
+        assert len(ends) == 1
+        assert kinds.count(DecodeFailed) <= 1
         if kinds.count(DecodeFailed):
             assert isinstance(ends[0], DecodeReleased)
 

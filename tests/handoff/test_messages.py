@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -90,16 +92,12 @@ def test_random_bytes_are_refused(frame: bytes) -> None:
 
 
 @given(st.sampled_from(MESSAGES), st.data())
-def test_a_damaged_frame_is_refused_or_is_another_valid_message(
-    message: Message, data: st.DataObject
-) -> None:
+def test_a_damaged_frame_is_refused_or_is_another_valid_message(message: Message, data: st.DataObject) -> None:
     frame = bytearray(encode(message, 1, 1))
     at = data.draw(st.integers(0, len(frame) - 1))
     frame[at] = data.draw(st.integers(0, 255))
-    try:
+    with contextlib.suppress(ProtocolError):
         decode(bytes(frame[: data.draw(st.integers(at + 1, len(frame)))]))
-    except ProtocolError:
-        pass
 
 
 def envelope(kind: str, body: bytes, version: int = PROTOCOL_VERSION, sequence: int = 1) -> bytes:
@@ -169,6 +167,8 @@ def test_fingerprints_name_each_difference() -> None:
     with pytest.raises(ProtocolError) as error:
         compare(here, {"draft": "x", **geometry_fields({"target": rank(16, "float32")})})
     text = str(error.value)
-    assert "model: here 'a', peer 'absent'" in text and "draft: here 'absent'" in text
-    assert "group.target.dtype: here 'bfloat16', peer 'float32'" in text and "layer_ids" not in text
+    assert "model: here 'a', peer 'absent'" in text
+    assert "draft: here 'absent'" in text
+    assert "group.target.dtype: here 'bfloat16', peer 'float32'" in text
+    assert "layer_ids" not in text
     assert digest(here) == digest(dict(reversed(here.items()))) != digest({**here, "model": "b"})

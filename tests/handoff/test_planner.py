@@ -131,9 +131,7 @@ def cases(draw: st.DrawFn) -> Case:
                 width = max(num_heads // tp, 1)
                 head = shard * num_heads // tp if tp <= num_heads else shard // (tp // num_heads)
                 layers = tuple(range(cuts[stage], cuts[stage + 1]))
-                made.append(
-                    make(layers, (head, head + width), order=order, page_size=page_size, kind=kind, base=4)
-                )
+                made.append(make(layers, (head, head + width), order=order, page_size=page_size, kind=kind, base=4))
         return ranks(*made)
 
     sources, dests = side(), side()

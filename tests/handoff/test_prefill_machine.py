@@ -72,7 +72,8 @@ def test_push_copies_each_final_stretch_once_and_commits_after_the_last() -> Non
     ]
     first = p.handle(ALL)
     assert intervals(first) == [("draft", 3, 7), ("target", 4, 8)]
-    assert isinstance(first[0], StartCopy) and (first[0].source_pages, first[0].dest_pages) == (
+    assert isinstance(first[0], StartCopy)
+    assert (first[0].source_pages, first[0].dest_pages) == (
         [5, 6],
         [3, 4],
     )
@@ -86,7 +87,8 @@ def test_push_copies_each_final_stretch_once_and_commits_after_the_last() -> Non
     assert p.handle(last) == []
     assert p.handle(Tick()) == [Send(commit)] == p.handle(REGISTER)
     assert p.handle(Received(Ack(KEY))) == [released("committed")]
-    assert p.closed and p.handle(Received(Ack(KEY))) == [] == p.handle(Tick()) == p.handle(Deadline())
+    assert p.closed
+    assert p.handle(Received(Ack(KEY))) == [] == p.handle(Tick()) == p.handle(Deadline())
 
 
 @pytest.mark.parametrize("order", ["before", "after"])
@@ -95,8 +97,10 @@ def test_register_may_come_before_the_engine_opens_or_after_it_is_done(order: st
     rest = [Opened(), ALL, Sampled(SEEDS, False)]
     events = [REGISTER, *rest] if order == "before" else [*rest, REGISTER]
     copies = [interval for event in events for interval in intervals(p.handle(event))]
-    assert sorted(copies)[0][:2] == ("draft", 0) and max(stop for _, _, stop in copies) == 8
-    assert not p.closed and not p.released
+    assert sorted(copies)[0][:2] == ("draft", 0)
+    assert max(stop for _, _, stop in copies) == 8
+    assert not p.closed
+    assert not p.released
 
 
 def test_pull_offers_once_prefilled_and_confirms_only_what_was_offered() -> None:
@@ -106,9 +110,7 @@ def test_pull_offers_once_prefilled_and_confirms_only_what_was_offered() -> None
     assert p.handle(Sampled(SEEDS, False)) == [Send(ready)] == p.handle(Tick())
     assert p.handle(Received(Ack(KEY))) == []
     confirm = [Send(Confirm(KEY, SEEDS))]
-    assert (
-        p.handle(Received(ReadDone(KEY))) == confirm == p.handle(Received(ReadDone(KEY))) == p.handle(Tick())
-    )
+    assert p.handle(Received(ReadDone(KEY))) == confirm == p.handle(Received(ReadDone(KEY))) == p.handle(Tick())
     assert p.handle(Received(Ack(KEY))) == [released("committed")]
 
 
@@ -160,7 +162,8 @@ def test_finished_frees_p_at_once_and_tells_d_when_it_comes() -> None:
     assert actions == [released("finished")]
     finished = [Send(Finished(KEY, SEEDS))]
     assert p.handle(REGISTER) == finished == p.handle(Tick())
-    assert p.handle(Received(Ack(KEY))) == [] and p.closed
+    assert p.handle(Received(Ack(KEY))) == []
+    assert p.closed
 
 
 def test_finished_waits_for_copies_under_way() -> None:
@@ -190,4 +193,5 @@ def test_a_register_of_other_groups_is_refused_and_changes_nothing() -> None:
     for wanted, pages in (({"target": (0, 8)}, DEST), ({"target": (0, 8), "draft": (0, 8)}, {"target": [1]})):
         with pytest.raises(ProtocolError):
             p.handle(Received(Register(KEY, ticket="t", wanted=wanted, pages=pages)))
-    assert not p.registered and p.handle(REGISTER) == []
+    assert not p.registered
+    assert p.handle(REGISTER) == []

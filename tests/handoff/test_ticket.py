@@ -33,7 +33,9 @@ TICKET = Ticket(
 
 def test_round_trip() -> None:
     text = mint(KEY, TICKET)
-    assert text == mint(KEY, TICKET) and text.isascii() and "=" not in text
+    assert text == mint(KEY, TICKET)
+    assert text.isascii()
+    assert "=" not in text
     assert verify(KEY, text, now=900.0) == TICKET
     assert TICKET.key == AttemptKey(b"0123456789abcdef", 1, "p-1", "d-1")
     assert str(TICKET.key) == b"0123456789abcdef".hex() + "/1"
@@ -73,7 +75,8 @@ def test_no_changed_character_passes(position: int, character: str) -> None:
 
 def test_digest_covers_prompt_and_parameters() -> None:
     base = request_digest([1, 2], SamplingParams())
-    assert base == request_digest((1, 2), SamplingParams()) and len(base) == 32
+    assert base == request_digest((1, 2), SamplingParams())
+    assert len(base) == 32
     assert base != request_digest([1, 3], SamplingParams())
     assert base != request_digest([1, 2], SamplingParams(seed=1))
     assert request_digest([1], SamplingParams(logit_bias={1: 0.5, 2: 1.0})) == request_digest(
@@ -85,8 +88,10 @@ def test_digest_covers_prompt_and_parameters() -> None:
 def test_key_file(tmp_path: Path) -> None:
     path = tmp_path / "key"
     key = load_or_create_key(path)
-    assert len(key) == 32 and load_or_create_key(str(path)) == key
-    assert path.stat().st_mode & 0o777 == 0o600 and os.listdir(tmp_path) == ["key"]
+    assert len(key) == 32
+    assert load_or_create_key(str(path)) == key
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert os.listdir(tmp_path) == ["key"]
     path.chmod(0o644)
     with pytest.raises(ConfigError, match="chmod"):
         load_or_create_key(path)

@@ -136,7 +136,4 @@ def test_tokenizer_of_a_made_checkpoint_round_trips(checkpoint: Any) -> None:
     ids = tokenizer.encode(text, add_special_tokens=False)
     assert len(ids) == len(text.encode())
     assert tokenizer.decode(ids) == text
-    assert (
-        tokenizer.eos_token_id
-        == json.loads((checkpoint("llama") / "config.json").read_text())["eos_token_id"]
-    )
+    assert tokenizer.eos_token_id == json.loads((checkpoint("llama") / "config.json").read_text())["eos_token_id"]

@@ -17,9 +17,7 @@ from baton.testing.paged import PagedSequence
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("inputs", "outputs"), [(64, 128), (100, 72), (176, 64)])
-def test_linear_rows_do_not_depend_on_the_number_of_rows(
-    dtype: torch.dtype, inputs: int, outputs: int
-) -> None:
+def test_linear_rows_do_not_depend_on_the_number_of_rows(dtype: torch.dtype, inputs: int, outputs: int) -> None:
     generator = torch.Generator().manual_seed(3)
     layer = Linear(inputs, outputs, Build(dtype, torch.device("cpu"), batch_invariant=True), bias=True)
     assert layer.bias is not None
@@ -54,9 +52,7 @@ def test_silu_mul_is_accurate_and_invariant() -> None:
     for row in range(64):
         assert torch.equal(silu_mul(x[row : row + 1])[0], whole[row])
     extreme = torch.tensor([[-200.0, -90.0, 0.0, 90.0, 200.0] + [1.0] * 5])
-    torch.testing.assert_close(
-        silu_mul(extreme), torch.nn.functional.silu(extreme[:, :5]), rtol=1e-6, atol=1e-30
-    )
+    torch.testing.assert_close(silu_mul(extreme), torch.nn.functional.silu(extreme[:, :5]), rtol=1e-6, atol=1e-30)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

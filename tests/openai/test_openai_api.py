@@ -34,9 +34,7 @@ class Endpoint:
         self.tokenizer = Tokenizer.load(engine.info.model_path)
         self.app = build_app(engine, self.tokenizer)
 
-    async def post(
-        self, session: aiohttp.ClientSession, path: str, body: Any, url: str
-    ) -> tuple[int, dict[str, Any]]:
+    async def post(self, session: aiohttp.ClientSession, path: str, body: Any, url: str) -> tuple[int, dict[str, Any]]:
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         async with session.post(url + path, data=data) as response:
             return response.status, await response.json()
@@ -82,9 +80,7 @@ async def test_streamed_completion_with_usage(directory: Path) -> None:
             model="fake", prompt="Say:", max_tokens=50, stream=True, stream_options={"include_usage": True}
         )
         events = [event async for event in stream]
-        assert "".join(e.choices[0].text for e in events[:-1]) == endpoint.tokenizer.decode(
-            endpoint.engine.tokens[:50]
-        )
+        assert "".join(e.choices[0].text for e in events[:-1]) == endpoint.tokenizer.decode(endpoint.engine.tokens[:50])
         assert "\N{REPLACEMENT CHARACTER}" not in events[5].choices[0].text
         assert [e.choices[0].finish_reason for e in events[:-1]] == [None] * (len(events) - 2) + ["length"]
         assert events[-1].choices == []
@@ -103,9 +99,7 @@ async def test_chat_streaming_and_not(directory: Path) -> None:
                 "content": [{"type": "text", "text": "Who "}, {"type": "text", "text": "runs?"}],
             },
         ]
-        answer = await client.chat.completions.create(
-            model="fake", messages=messages, logprobs=True, top_logprobs=1
-        )
+        answer = await client.chat.completions.create(model="fake", messages=messages, logprobs=True, top_logprobs=1)
         assert answer.choices[0].message.content == TEXT[:9], "EOS is counted, not spelt"
         assert answer.choices[0].finish_reason == "stop"
         assert answer.usage is not None
@@ -258,9 +252,7 @@ async def test_bad_requests_are_refused_by_name(directory: Path, session: aiohtt
             assert (status, error["param"]) == (400, param), (body, answer)
             assert error["type"] == "invalid_request_error"
             assert param.split("[")[0] in error["message"] or path.startswith("chat"), answer
-        status, answer = await endpoint.post(
-            session, "/v1/completions", {"model": "fake", "prompt": "a" * 400}, url
-        )
+        status, answer = await endpoint.post(session, "/v1/completions", {"model": "fake", "prompt": "a" * 400}, url)
         assert str(MAX_MODEL_LEN) in answer["error"]["message"], "the limit is named"
     assert endpoint.engine.requests == []
 

@@ -186,9 +186,7 @@ async def test_engines_that_are_down(directory: Path) -> None:
     dead = bind("127.0.0.1", 0)
     dead_url = url_of(dead)
     dead.close()
-    app = await build_app(
-        RouterConfig(prefill=(dead_url,), decode=(), ticket_key=KEY, tokenizer=str(directory))
-    )
+    app = await build_app(RouterConfig(prefill=(dead_url,), decode=(), ticket_key=KEY, tokenizer=str(directory)))
     async with served(app) as url, aiohttp.ClientSession() as session:
         status, answer = await complete(session, url)
         assert (status, answer["error"]["code"]) == (503, "engine_unavailable")

@@ -94,9 +94,7 @@ def test_special_tokens_are_hidden_unless_asked_for(byte_level: Tokenizer) -> No
     stops=st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=3),
     cuts=st.lists(st.integers(0, 20), max_size=6),
 )
-def test_stop_strings_do_not_depend_on_where_the_text_is_cut(
-    text: str, stops: list[str], cuts: list[int]
-) -> None:
+def test_stop_strings_do_not_depend_on_where_the_text_is_cut(text: str, stops: list[str], cuts: list[int]) -> None:
     checker = StopChecker(stops)
     shown = ""
     edges = sorted({0, len(text), *(c for c in cuts if c < len(text))})

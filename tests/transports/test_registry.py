@@ -50,9 +50,7 @@ def test_refusals_name_the_cause(uri: str, message: str) -> None:
 
 def test_entry_point_of_another_package(monkeypatch: pytest.MonkeyPatch) -> None:
     point = EntryPoint("mine", f"{__name__}:make_mine", registry.__name__)
-    monkeypatch.setattr(
-        registry, "entry_points", lambda group: [point] if group == "baton.transports" else []
-    )
+    monkeypatch.setattr(registry, "entry_points", lambda group: [point] if group == "baton.transports" else [])
     transport = create_transport("mine://?speed=fast")
     assert isinstance(transport, LocalTransport)
     transport.close()

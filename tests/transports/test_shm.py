@@ -152,17 +152,13 @@ def forge(name: str, nbytes: int, regions: list[list[int]]) -> bytes:
     )
 
 
-@pytest.mark.parametrize(
-    "name", ["../etc/passwd", "baton-1-1-../../x", "", "baton-1-2-0123456789ABCDEF", "x\0y"]
-)
+@pytest.mark.parametrize("name", ["../etc/passwd", "baton-1-1-../../x", "", "baton-1-2-0123456789ABCDEF", "x\0y"])
 def test_strange_names_are_refused(transport: ShmTransport, name: str) -> None:
     with pytest.raises(ProtocolError, match="not a name of a shared memory segment"):
         transport.connect(forge(name, 4096, [[0, 0, 16]]))
 
 
-@pytest.mark.parametrize(
-    "region", [[1, 0, 16], [-1, 0, 16], [0, -1, 16], [0, 4090, 16], [0, 0, 0], [0, 2**62, 2**62]]
-)
+@pytest.mark.parametrize("region", [[1, 0, 16], [-1, 0, 16], [0, -1, 16], [0, 4090, 16], [0, 0, 0], [0, 2**62, 2**62]])
 def test_regions_outside_their_segment_are_refused(transport: ShmTransport, region: list[int]) -> None:
     transport.allocate("pool", 4096)
     (name,) = segments(os.getpid())

@@ -57,8 +57,7 @@ class Corpus:
 def topic_documents() -> list[Document]:
     """The reference manual's topics, by name."""
     return [
-        Document(name, topics[name].strip(), tuple(q.format(name) for q in TOPIC_QUESTIONS))
-        for name in sorted(topics)
+        Document(name, topics[name].strip(), tuple(q.format(name) for q in TOPIC_QUESTIONS)) for name in sorted(topics)
     ]
 
 

@@ -69,9 +69,7 @@ def head_loss(head: Head, target: LlamaForCausalLM, ids_BT: Tensor) -> Tensor:
         exact = F.nll_loss(logp.flatten(0, 1), hard[:, step:].flatten(), ignore_index=-1)
         loss = HARD_WEIGHT * exact + (1 - HARD_WEIGHT) * distilled
         if head.kind == EAGLE:
-            loss = loss + FEATURE_WEIGHT * F.smooth_l1_loss(
-                hidden[:, step:].float(), view.features[:, 1:][:, step:]
-            )
+            loss = loss + FEATURE_WEIGHT * F.smooth_l1_loss(hidden[:, step:].float(), view.features[:, 1:][:, step:])
         total = total + STEP_DECAY**step * loss
     return total
 

@@ -54,9 +54,7 @@ def _run(head: Head, embeds: Tensor, hidden: Tensor) -> Tensor:
 
 
 @torch.inference_mode()
-def draft(
-    head: Head, target: LlamaForCausalLM, ids: Sequence[int], features: Tensor, count: int
-) -> list[int]:
+def draft(head: Head, target: LlamaForCausalLM, ids: Sequence[int], features: Tensor, count: int) -> list[int]:
     """Greedy drafts for the tokens after `ids`.
 
     Args:

@@ -142,8 +142,7 @@ def train_target(stream: TokenStream, steps: int, seed: int, peak_rate: float = 
 def held_out_loss(model: LlamaForCausalLM, stream: TokenStream, length: int = 256) -> float:
     """Mean cross-entropy in nats per token over the stream's windows."""
     losses = [
-        model(input_ids=rows, labels=rows, use_cache=False).loss.item()
-        for rows in stream.windows(length).split(16)
+        model(input_ids=rows, labels=rows, use_cache=False).loss.item() for rows in stream.windows(length).split(16)
     ]
     return float(np.mean(losses))
 
@@ -172,9 +171,7 @@ def load_target(directory: Path) -> LlamaForCausalLM:
 
 
 @torch.inference_mode()
-def generate_rows(
-    model: LlamaForCausalLM, prompts: Tensor, new_tokens: int, temperatures: Tensor, seed: int
-) -> Tensor:
+def generate_rows(model: LlamaForCausalLM, prompts: Tensor, new_tokens: int, temperatures: Tensor, seed: int) -> Tensor:
     """Continue equally long prompts.
 
     Args:

@@ -69,9 +69,7 @@ def save_tokenizer(tokenizer: Tokenizer, directory: Path, max_length: int) -> No
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(directory / "tokenizer.json"))
     write_json(directory / "tokenizer_config.json", config)
-    write_json(
-        directory / "special_tokens_map.json", {**names, "additional_special_tokens": [USER, ASSISTANT]}
-    )
+    write_json(directory / "special_tokens_map.json", {**names, "additional_special_tokens": [USER, ASSISTANT]})
 
 
 def write_json(path: Path, value: object) -> None:

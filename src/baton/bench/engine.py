@@ -1,4 +1,4 @@
-"""Engine step time over the bare model forward, and speculative over plain decode speed. Ratios of medians in one run."""
+"""Engine step time over the bare model forward, and speculative over plain decode speed. Ratios of medians."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ ROUNDS = 5
 def step_over_forward(model: str, batch: int) -> tuple[float, float, float]:
     """(ratio, engine step ms, bare forward ms) of plain greedy decode at `batch`, context of about 128 tokens.
 
-    The bare forward is the same model on the same rows, pages and attention kernel, argmax of its logits included, without
-    scheduling, sampling, block tables, output or cache bookkeeping. Steps of both alternate, so that drift hits both.
+    The bare forward is the same model on the same rows, pages and attention kernel, argmax of its logits included,
+    without scheduling, sampling, block tables, output or cache bookkeeping. Steps of both alternate, so that drift hits both.
     """
     import numpy as np
 

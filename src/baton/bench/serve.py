@@ -44,9 +44,7 @@ def measure(
         flags += ["--speculative-config", json.dumps(speculative_config)]
     with (
         Deployment(model, prefill=0, decode=0, both=1, engine_flags=flags) as single,
-        Deployment(
-            model, prefill=1, decode=1, engine_flags=flags, router_flags=["--kv-mode", mode]
-        ) as split,
+        Deployment(model, prefill=1, decode=1, engine_flags=flags, router_flags=["--kv-mode", mode]) as split,
     ):
         return asyncio.run(_measure(model, single.url, split.url, prompt_tokens, num_pairs, max_tokens))
 

@@ -53,9 +53,7 @@ class Drafter(nn.Module, ABC):
                 "and the drafter has no embed_tokens.weight of its own"
             )
         if config.vocab_size != target.vocab_size:
-            raise CheckpointError(
-                f"drafter: vocab_size is {config.vocab_size}, the target's is {target.vocab_size}"
-            )
+            raise CheckpointError(f"drafter: vocab_size is {config.vocab_size}, the target's is {target.vocab_size}")
 
     def add_head(self, hidden_size: int, draft_vocab: int, build: Build) -> None:
         """Give the drafter an LM head of its own."""

@@ -27,9 +27,7 @@ class Eagle(Drafter):
         hidden = config.hidden_size
         self.feature_size = hidden
         self.fc = Linear(2 * hidden, hidden, build, bias="fc.bias" in names)
-        self.layers = nn.ModuleList(
-            DecoderLayer(config, i, build, input_norm=i > 0) for i in range(config.num_layers)
-        )
+        self.layers = nn.ModuleList(DecoderLayer(config, i, build, input_norm=i > 0) for i in range(config.num_layers))
         if "lm_head.weight" in names:
             self.add_head(hidden, config.vocab_size, build)
 

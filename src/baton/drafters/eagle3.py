@@ -33,9 +33,7 @@ class FusionLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_eps, build)
         self.mlp = MLP(config.hidden_size, config.intermediate_size, config.mlp_bias, build)
 
-    def forward(
-        self, embeds: Tensor, hidden: Tensor, cos_sin: tuple[Tensor, Tensor], attend: Attend
-    ) -> Tensor:
+    def forward(self, embeds: Tensor, hidden: Tensor, cos_sin: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
         normed = self.hidden_norm(hidden)
         residual = normed if self._norm_before_residual else hidden
         joined = torch.cat((self.input_layernorm(embeds), normed), dim=-1)
@@ -46,20 +44,14 @@ class FusionLayer(nn.Module):
 class Eagle3(Drafter):
     """See the module's docstring. `d2t` int64 [draft_vocab] is optional, as in the published heads."""
 
-    def __init__(
-        self, config: ModelConfig, raw: RawConfig, target: CausalLM, names: set[str], build: Build
-    ) -> None:
+    def __init__(self, config: ModelConfig, raw: RawConfig, target: CausalLM, names: set[str], build: Build) -> None:
         super().__init__(config, target, names, build)
         hidden = config.hidden_size
         self.aux_layers = aux_layer_ids(raw, len(target.kv_layers))
         self.feature_size = target.hidden_size * (len(self.aux_layers) or 1)
-        self.fc = (
-            Linear(self.feature_size, hidden, build, bias="fc.bias" in names) if self.aux_layers else None
-        )
+        self.fc = Linear(self.feature_size, hidden, build, bias="fc.bias" in names) if self.aux_layers else None
         first = FusionLayer(config, get_bool(raw, "norm_before_residual"), build)
-        self.layers = nn.ModuleList(
-            [first, *(DecoderLayer(config, i, build) for i in range(1, config.num_layers))]
-        )
+        self.layers = nn.ModuleList([first, *(DecoderLayer(config, i, build) for i in range(1, config.num_layers))])
         self.norm = RMSNorm(hidden, config.rms_eps, build)
         draft_vocab = get_int(raw, "draft_vocab_size", config.vocab_size)
         if "lm_head.weight" in names:
@@ -118,7 +110,5 @@ def aux_layer_ids(raw: RawConfig, num_layers: int) -> tuple[int, ...]:
     valid = isinstance(ids, list | tuple) and all(isinstance(i, int) and 0 <= i <= num_layers for i in ids)
     # Features lie side by side in layer order, so one layer cannot appear twice.
     if not valid or len(set(ids)) != len(ids):
-        raise CheckpointError(
-            f"drafter: config.json: {key} is {ids!r}, expected distinct layers in 0..{num_layers}"
-        )
+        raise CheckpointError(f"drafter: config.json: {key} is {ids!r}, expected distinct layers in 0..{num_layers}")
     return tuple(sorted(ids))

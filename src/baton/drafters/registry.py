@@ -27,9 +27,7 @@ _HEAD_TYPES = ("eagle", "eagle3", None)
 class DrafterLoader(Protocol):
     """What a registered class offers."""
 
-    def load(
-        self, path: str, raw: RawConfig, config: ModelConfig, target: CausalLM, build: Build
-    ) -> Drafter: ...
+    def load(self, path: str, raw: RawConfig, config: ModelConfig, target: CausalLM, build: Build) -> Drafter: ...
 
 
 def load_drafter(
@@ -46,16 +44,12 @@ def load_drafter(
     wrong with the head's directory or a head that was made for another target.
     """
     if method not in DRAFTERS:
-        raise ConfigError(
-            "speculative_config.method", f"{method!r} is unknown, expected one of {', '.join(DRAFTERS)}"
-        )
+        raise ConfigError("speculative_config.method", f"{method!r} is unknown, expected one of {', '.join(DRAFTERS)}")
     raw = read_config(path)
     model_type = raw.get("model_type")
     config = model_class("llama" if model_type in _HEAD_TYPES else model_type).parse_config(raw)
     chosen = target.build.dtype if dtype == "auto" else resolve_dtype(dtype, raw)
     module, _, name = DRAFTERS[method].partition(":")
     loader: DrafterLoader = getattr(importlib.import_module(module), name)
-    drafter = loader.load(
-        str(path), raw, config, target, Build(chosen, torch.device(device), batch_invariant)
-    )
+    drafter = loader.load(str(path), raw, config, target, Build(chosen, torch.device(device), batch_invariant))
     return drafter.eval()

@@ -54,9 +54,7 @@ def _keep(value: Any) -> Any:
 
 def _loader(widen: Any) -> Any:
     @jit
-    def load_tile(
-        kv: Any, layer: int, head: int, pages: Any, first: int, last: int, keys: Any, values: Any
-    ) -> bool:
+    def load_tile(kv: Any, layer: int, head: int, pages: Any, first: int, last: int, keys: Any, values: Any) -> bool:
         """Tokens [first, last) of one tile as float32: keys [D, 64] transposed, values [64, D].
 
         `widen` turns a stored element into float32, exactly. False: a page id is out of range.
@@ -92,9 +90,9 @@ def _scores(query: Any, keys: Any, scale: Any, scores: Any) -> None:
     for d in range(0, whole, 4):
         q0, q1, q2, q3 = query[d] * scale, query[d + 1] * scale, query[d + 2] * scale, query[d + 3] * scale
         for j in range(_TILE):
-            scores[j] = (
-                ((scores[j] + q0 * keys[d, j]) + q1 * keys[d + 1, j]) + q2 * keys[d + 2, j]
-            ) + q3 * keys[d + 3, j]
+            scores[j] = (((scores[j] + q0 * keys[d, j]) + q1 * keys[d + 1, j]) + q2 * keys[d + 2, j]) + q3 * keys[
+                d + 3, j
+            ]
     for d in range(whole, size):
         q0 = query[d] * scale
         for j in range(_TILE):
@@ -131,9 +129,9 @@ def _accumulate(weights: Any, values: Any, first: int, last: int, rescale: Any, 
     for j in range(first, whole, 4):
         w0, w1, w2, w3 = weights[j], weights[j + 1], weights[j + 2], weights[j + 3]
         for d in range(size):
-            out[d] = (
-                ((out[d] + w0 * values[j, d]) + w1 * values[j + 1, d]) + w2 * values[j + 2, d]
-            ) + w3 * values[j + 3, d]
+            out[d] = (((out[d] + w0 * values[j, d]) + w1 * values[j + 1, d]) + w2 * values[j + 2, d]) + w3 * values[
+                j + 3, d
+            ]
     for j in range(whole, last):
         w0 = weights[j]
         for d in range(size):

@@ -68,9 +68,7 @@ class SdpaBackend:
             q = q_THD[request.rows].transpose(0, 1).unsqueeze(0)
             k = kv[request.pages, layer, 0, request.offsets].transpose(0, 1).unsqueeze(0)
             v = kv[request.pages, layer, 1, request.offsets].transpose(0, 1).unsqueeze(0)
-            attended = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=request.mask, scale=scale, enable_gqa=True
-            )
+            attended = F.scaled_dot_product_attention(q, k, v, attn_mask=request.mask, scale=scale, enable_gqa=True)
             out[request.rows] = attended[0].transpose(0, 1)
         return out
 

@@ -1,4 +1,4 @@
-"""Puts one engine together: checkpoint, drafter, groups, pages, and for P/D roles the transport and the handoff agent."""
+"""Puts one engine together: checkpoint, drafter, groups, pages; for handoffs the transport and the agent."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ from baton.handoff.planner import RankGeometry
 from baton.handoff.ticket import load_or_create_key
 from baton.kv.geometry import Geometry, GroupSpec, Kind, Owner
 from baton.kv.page_pool import PagePool
-from baton.models.base import CausalLM, KVLayerSpec
+from baton.models.base import CausalLM
+from baton.models.layers import KVLayerSpec
 from baton.models.loader import fingerprint, load_model, read_config
 from baton.text import Tokenizer
 from baton.transports.base import Transport
@@ -42,7 +43,7 @@ DRAFT_LOOKAHEAD = 1
 
 @dataclass(slots=True)
 class Engine:
-    """A ready engine. `agent`, `transport` and `ticket_key` are None without handoffs. Close once, from the owner's thread."""
+    """A ready engine. `agent`, `transport` and `ticket_key` are None without handoffs."""
 
     info: EngineInfo
     core: EngineCore
@@ -61,9 +62,7 @@ class Engine:
             self.transport.close()
 
 
-def build_engine(
-    config: EngineConfig, emit: EmitChunk, progress: Callable[[str], None] = lambda text: None
-) -> Engine:
+def build_engine(config: EngineConfig, emit: EmitChunk, progress: Callable[[str], None] = lambda text: None) -> Engine:
     """Raises ConfigError, CheckpointError or TransportError with one clear line. `progress` gets start-up steps."""
     config.check()
     device = torch.device(config.device)
@@ -174,7 +173,7 @@ def _groups(layers: Sequence[KVLayerSpec], owner: Owner, page_size: int, dtype: 
         by_spec.setdefault(layer, []).append(layer_id)
     if owner == "draft" and len(by_spec) > 1:
         raise ConfigError("speculative_config.model", "a drafter's layers must share one attention geometry")
-    groups = []
+    groups: list[GroupSpec] = []
     for layer, ids in by_spec.items():
         kind: Kind = "full" if layer.window is None else "sliding_window"
         groups.append(
@@ -226,7 +225,9 @@ def _fingerprint(
         "model.type": str(hf_config.get("model_type")),
         "model.dtype": dtype,
         "model.weights": fingerprint(config.model),
-        "model.rope": repr((hf_config.get("rope_theta"), hf_config.get("rope_scaling"), hf_config.get("rope_parameters"))),
+        "model.rope": repr(
+            (hf_config.get("rope_theta"), hf_config.get("rope_scaling"), hf_config.get("rope_parameters"))
+        ),
         "model.tokenizer": _tokenizer_hash(Path(config.model)),
         "sampler.version": SAMPLER_VERSION,
         "sampler.batch_invariant": str(config.batch_invariant),

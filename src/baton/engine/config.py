@@ -105,7 +105,9 @@ class EngineConfig:
         need(re.fullmatch(r"cpu|cuda(:\d+)?", self.device) is not None, "device", "cpu, cuda or cuda:N")
         need(self.kv_cache_memory is None or self.kv_cache_memory > 0, "kv_cache_memory", "positive bytes")
         need(0 <= self.seed < 2**63, "seed", "between 0 and 2**63 - 1")
-        need(re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", self.engine_id) is not None, "engine_id", "1-64 of A-Z a-z 0-9 _ . -")
+        need(
+            re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", self.engine_id) is not None, "engine_id", "1-64 of A-Z a-z 0-9 _ . -"
+        )
         rows = 1 + (self.speculative_config.num_speculative_tokens if self.speculative_config else 0)
         need(self.max_num_batched_tokens >= rows, "max_num_batched_tokens", f"at least {rows} (one verification)")
         if self.role != "both" and self.ticket_key_file is None:

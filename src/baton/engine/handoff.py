@@ -73,7 +73,7 @@ class HandoffLegs:
             self.agent.open_prefill(request.ticket)
 
     def start_receives(self, now: float) -> None:
-        """Register decode legs for which there is room, in order of arrival. `now` is in unix seconds, as ticket expiries."""
+        """Register decode legs for which there is room, in order of arrival. `now`: unix seconds, as expiries."""
         scheduler = self.core.scheduler
         while scheduler.receive_queue:
             request = scheduler.receive_queue[0]
@@ -88,9 +88,7 @@ class HandoffLegs:
             scheduler.receive_queue.popleft()
             intervals: dict[str, tuple[int, int]] = {}
             for group in self.groups:
-                interval = wanted(
-                    group.kind, group.window, request.num_prompt, hits[group.name], owner=group.owner
-                )
+                interval = wanted(group.kind, group.window, request.num_prompt, hits[group.name], owner=group.owner)
                 intervals[group.name] = (interval.start, interval.stop)
                 if group.kind == "sliding_window" and interval.start > hits[group.name]:
                     scheduler.drop_outside_window(request, group.name, interval.start)

@@ -42,7 +42,8 @@ class RequestOutput:
 class LLM:
     """An engine that runs in the caller's thread. Takes `EngineConfig`'s fields; `speculative_config` may be a dict.
 
-    Raises ConfigError for an unknown or bad setting, CheckpointError for a bad checkpoint. Close it, or use it as a context manager.
+    Raises ConfigError for an unknown or bad setting, CheckpointError for a bad checkpoint.
+    Close it, or use it as a context manager.
     """
 
     def __init__(self, model: str, **settings: Any) -> None:

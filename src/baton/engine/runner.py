@@ -1,6 +1,6 @@
 """Runs target and drafter over the scheduled rows. Knows tensors and pages, not queues, clients or handoffs.
 
-One step is `forward` (target), then `propose` (drafter), in this order; sampling lies between them and belongs to the core.
+One step is `forward` (target), then `propose` (drafter); sampling lies between them and belongs to the core.
 Shapes: T rows of the step, R requests, E hidden size, V vocabulary, H query heads, G KV heads, D head size.
 """
 
@@ -25,7 +25,7 @@ from baton.models.base import CausalLM
 
 @dataclass(frozen=True, slots=True)
 class TargetOutput:
-    """`hidden_TE` after the final norm; `features_TF` what the drafter consumes; `row_start` each request's first row."""
+    """`hidden_TE` after the final norm; `features_TF` for the drafter; `row_start`: each request's first row."""
 
     hidden_TE: Tensor
     features_TF: Tensor | None
@@ -34,7 +34,7 @@ class TargetOutput:
 
 @dataclass(frozen=True, slots=True)
 class DraftRows:
-    """Drafter rows [start, stop) of a request, whose features are rows `first_row`.. of the step; `propose`: draft k tokens."""
+    """Drafter rows [start, stop) of a request; their features are rows `first_row`.. of the step. `propose`: draft k."""
 
     request: Request
     first_row: int
@@ -59,7 +59,7 @@ class _Attend:
 
 
 class ModelRunner:
-    """`kv[group]` is the group's region [num_pages, num_layers, 2, page_size, G, D]. Page contents are its only mutable state."""
+    """`kv[group]` is the group's region [num_pages, num_layers, 2, page_size, G, D]; its pages are the mutable state."""
 
     def __init__(
         self,
@@ -152,9 +152,7 @@ class ModelRunner:
         features = output.features_TF
         if len(picked) != features.shape[0]:
             features = features[self._ids(picked)]
-        attend = _Attend(
-            self, self._draft_layers, self._batches(self._draft_groups, requests, query_start, positions)
-        )
+        attend = _Attend(self, self._draft_layers, self._batches(self._draft_groups, requests, query_start, positions))
         out_TE, feedback_TE = drafter(self._ids(ids), features, self._ids(positions), attend, True)
         drafting = [i for i, r in enumerate(rows) if r.propose]
         if not drafting:
@@ -171,9 +169,7 @@ class ModelRunner:
             if step + 1 == self.num_speculative_tokens:
                 return
             positions = [slot + step for slot in slots]
-            attend = _Attend(
-                self, self._draft_layers, self._batches(self._draft_groups, requests, starts, positions)
-            )
+            attend = _Attend(self, self._draft_layers, self._batches(self._draft_groups, requests, starts, positions))
             ids = [request.draft_ids[-1] for request in requests]
             out_RE, feedback_RE = drafter(self._ids(ids), feedback_RE, self._ids(positions), attend, False)
 

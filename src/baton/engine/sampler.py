@@ -1,7 +1,7 @@
 """Choice of tokens from target logits, row by row in NumPy, so that a row never depends on what else is in the batch.
 
-Order of processing (as in vLLM): logit_bias, min_tokens, penalties, temperature, min_p, top_k, top_p, noise. Logprobs are those of the raw
-logits. Penalties at a draft row see the drafts before it.
+Order of processing (as in vLLM): logit_bias, min_tokens, penalties, temperature, min_p, top_k, top_p, noise.
+Logprobs are those of the raw logits. Penalties at a draft row see the drafts before it.
 """
 
 from __future__ import annotations
@@ -32,9 +32,7 @@ class SamplerState:
         stop_ids = [*params.stop_token_ids] if params.ignore_eos else [*eos_ids, *params.stop_token_ids]
         self._min_tokens_ids = [i for i in stop_ids if i < vocab_size]
         self._penalised = (
-            params.presence_penalty != 0.0
-            or params.frequency_penalty != 0.0
-            or params.repetition_penalty != 1.0
+            params.presence_penalty != 0.0 or params.frequency_penalty != 0.0 or params.repetition_penalty != 1.0
         )
         if self._penalised:
             self._counts = np.zeros(vocab_size, dtype=np.int64)
@@ -96,7 +94,7 @@ class SamplerState:
         scores -= params.presence_penalty * (counts > 0)
 
     def verify(self, logits_RV: npt.NDArray[np.float32], draft_ids: Sequence[int], rejection: bool) -> Verified:
-        """Verify drafts against target logits [1 + num_drafts, V]; without drafts this is plain sampling of one token."""
+        """Verify drafts against target logits [1 + num_drafts, V]; without drafts: plain sampling."""
         if rejection and draft_ids and self.params.temperature > 0.0:
             seed = self.params.seed
             assert seed is not None
@@ -134,5 +132,5 @@ def token_logprobs(logits: Row, token: int, num_top: int) -> TokenLogprobs:
     wide = logits.astype(np.float64)
     wide -= wide.max()
     wide -= np.log(np.exp(wide).sum())
-    top = np.argsort(-wide, kind="stable")[:num_top] if num_top else []
+    top: npt.NDArray[np.int64] | list[int] = np.argsort(-wide, kind="stable")[:num_top] if num_top else []
     return TokenLogprobs(float(wide[token]), [(int(i), float(wide[i])) for i in top])

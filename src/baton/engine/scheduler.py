@@ -96,9 +96,7 @@ class Scheduler:
     def _num_active(self) -> int:
         return len(self.running) + len(self.receiving)
 
-    def _reserve_or_preempt(
-        self, request: Request, num_rows: int, scheduled: dict[Request, ScheduledRows]
-    ) -> bool:
+    def _reserve_or_preempt(self, request: Request, num_rows: int, scheduled: dict[Request, ScheduledRows]) -> bool:
         while not self._reserve(request, request.num_computed + num_rows + self.num_lookahead):
             victim = next((r for r in reversed(self.running) if r.role != "prefill"), None)
             if victim is None:

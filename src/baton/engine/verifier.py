@@ -27,7 +27,7 @@ class Verified:
 
 
 def verify_coupled(draft_ids: Sequence[int], choose: Callable[[int], int]) -> Verified:
-    """`choose(j)` is the target's token at row j, after the drafts before it. Called for rows up to the first mismatch."""
+    """`choose(j)` is the target's token at row j, after the drafts before it; called up to the first mismatch."""
     token_ids: list[int] = []
     for row, draft in enumerate(draft_ids):
         token = choose(row)
@@ -44,7 +44,7 @@ def verify_rejection(
     uniform: Callable[[int], float],
     noise: Callable[[int], Scores],
 ) -> Verified:
-    """`scores(j)`: processed target logits [V] of row j (-inf where masked); `uniform(j)` and `noise(j)`: its random draws."""
+    """`scores(j)`: processed target logits [V] of row j (-inf where masked); `uniform(j)`, `noise(j)`: its draws."""
     token_ids: list[int] = []
     for row, draft in enumerate(draft_ids):
         row_scores = scores(row)
@@ -62,4 +62,5 @@ def verify_rejection(
 
 def _softmax(scores: Scores) -> Scores:
     weights: Scores = np.exp(scores - scores.max())
-    return weights / weights.sum()
+    weights /= weights.sum()
+    return weights

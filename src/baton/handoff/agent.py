@@ -123,8 +123,8 @@ class HandoffAgent:
 
     def stats(self) -> dict[str, Any]:
         """Figures since the start: `handoffs` committed, `finished` by the first token, `bytes`, `runs`,
-        `runs_per_handoff`, `failures` by reason, `outstanding` and `quarantined` attempts now, `rejected` and
-        `malformed` messages. In pull, bytes and runs are counted by D.
+        `runs_per_handoff`, `failures` by reason, `outstanding` and `quarantined` attempts and ready
+        `sessions` now, `rejected` and `malformed` messages. In pull, bytes and runs are counted by D.
         """
         return self._runner.stats()
 

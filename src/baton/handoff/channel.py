@@ -181,9 +181,7 @@ class Channel:
             return None
         return self._in_order(connection, sequence, message)
 
-    def _in_order(
-        self, connection: Connection, sequence: int, message: Message
-    ) -> tuple[Connection, Message] | None:
+    def _in_order(self, connection: Connection, sequence: int, message: Message) -> tuple[Connection, Message] | None:
         if sequence <= connection.received:
             return None
         connection.received = sequence

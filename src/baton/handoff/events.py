@@ -89,9 +89,7 @@ class PeerLost:
     fenced: bool
 
 
-MachineEvent = (
-    Opened | Declared | Sampled | PeerReady | Received | CopyEnded | Abort | Deadline | Tick | PeerLost
-)
+MachineEvent = Opened | Declared | Sampled | PeerReady | Received | CopyEnded | Abort | Deadline | Tick | PeerLost
 
 # ---------------------------------------------------------------- actions out of a machine
 

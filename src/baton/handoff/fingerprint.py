@@ -35,9 +35,7 @@ def compare(here: Mapping[str, str], peer: Mapping[str, str]) -> None:
     """Raise `IncompatiblePeerError` naming every field that differs or that one side lacks."""
     names = sorted(set(here) | set(peer))
     pairs = {name: (here.get(name, _ABSENT), peer.get(name, _ABSENT)) for name in names}
-    differing: dict[str, tuple[object, object]] = {
-        name: pair for name, pair in pairs.items() if len(set(pair)) > 1
-    }
+    differing: dict[str, tuple[object, object]] = {name: pair for name, pair in pairs.items() if len(set(pair)) > 1}
     if differing:
         raise IncompatiblePeerError(differing)
 

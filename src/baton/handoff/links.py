@@ -88,6 +88,11 @@ class Links:
         self._fields = {**config.fingerprint, **geometry_fields(geometries)}
         self._retired: list[Peer] = []
 
+    @property
+    def num_ready(self) -> int:
+        """Peers with which KV can be exchanged now. Any thread."""
+        return sum(link.ready for link in [*self.clients.values(), *self.servers.values()])
+
     # ------------------------------------------------------------ D's side: engines we dialled
 
     def server(self, ticket: Ticket) -> Link:
@@ -141,11 +146,7 @@ class Links:
         moved: tuple[Link, Link] | None = None
         if connection not in self.clients:
             link = Link(connection)
-            same = (
-                old
-                for old in self.clients.values()
-                if old.hello and old.hello.incarnation == hello.incarnation
-            )
+            same = (old for old in self.clients.values() if old.hello and old.hello.incarnation == hello.incarnation)
             old = next(same, None)
             if old is not None and old.hello is not None and old.hello.descriptor == hello.descriptor:
                 # Its copies go on: only the session is new.

@@ -247,9 +247,7 @@ def check_table(group: str, pages: list[int], start: int, stop: int, page_size: 
         return
     last = (stop - 1) // page_size
     if last >= len(pages):
-        raise ProtocolError(
-            f"group {group!r}: token {stop - 1} is in page index {last}, table has {len(pages)}"
-        )
+        raise ProtocolError(f"group {group!r}: token {stop - 1} is in page index {last}, table has {len(pages)}")
     used = pages[start // page_size : last + 1]
     if min(used) < 1 or max(used) >= num_pages:
         raise ProtocolError(f"group {group!r}: a page id is outside [1, {num_pages})")

@@ -126,9 +126,7 @@ def _segments(
         return _Segments(source_page, source_token, dest_page, dest_token, length)
     # Unique keys: the default sort, several times faster than a stable one, is deterministic.
     order = np.argsort(key)
-    out = _Segments(
-        source_page[order], source_token[order], dest_page[order], dest_token[order], length[order]
-    )
+    out = _Segments(source_page[order], source_token[order], dest_page[order], dest_token[order], length[order])
     # Entries of one page are neighbours now; those of two table entries must not be.
     twice = out.dest_page[1:] == out.dest_page[:-1]
     if not isinstance(dest_index, slice):

@@ -63,9 +63,7 @@ class HandoffRunner:
         self._supersede(ticket.key)
         self._feed(attempt, ev.Opened())
 
-    def open_decode(
-        self, ticket: Ticket, wanted: dict[str, tuple[int, int]], pages: dict[str, list[int]]
-    ) -> None:
+    def open_decode(self, ticket: Ticket, wanted: dict[str, tuple[int, int]], pages: dict[str, list[int]]) -> None:
         """The engine took D's leg and has destination pages."""
         if self.decodes.get(ticket.key) is not None:
             log.warning("attempt %s is open already", ticket.key)
@@ -339,5 +337,6 @@ class HandoffRunner:
             **self.figures.snapshot(),
             "outstanding": len(live),
             "quarantined": sum(attempt.closing for attempt in live),
+            "sessions": self.links.num_ready,
             "malformed": self.channel.malformed,
         }

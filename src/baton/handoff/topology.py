@@ -75,9 +75,7 @@ def assign(sources: tuple[RankGeometry, ...], dest: RankGeometry) -> dict[int, t
     replicas = holds.sum(axis=0)
     if not replicas.all():
         layer, head = (int(i) for i in np.argwhere(replicas == 0)[0])
-        raise ProtocolError(
-            f"group {to.group!r}: nobody holds layer {to.layer_ids[layer]} head {to.first_head + head}"
-        )
+        raise ProtocolError(f"group {to.group!r}: nobody holds layer {to.layer_ids[layer]} head {to.first_head + head}")
     turn = dest.rank % replicas
     chosen = np.argmax(np.cumsum(holds, axis=0) == turn + 1, axis=0)
     out: dict[int, tuple[Box, ...]] = {}

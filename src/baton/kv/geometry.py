@@ -63,14 +63,10 @@ class GroupSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         if self.dtype not in ITEMSIZE:
             raise ProtocolError(f"group {self.name!r}: unknown dtype {self.dtype!r}")
         if len(self.layer_ids) != self.num_layers or len(set(self.layer_ids)) != self.num_layers:
-            raise ProtocolError(
-                f"group {self.name!r}: layer_ids must name {self.num_layers} different layers"
-            )
+            raise ProtocolError(f"group {self.name!r}: layer_ids must name {self.num_layers} different layers")
         windowed = self.kind == "sliding_window"
         if windowed != (self.window is not None) or (self.window is not None and self.window < 1):
-            raise ProtocolError(
-                f"group {self.name!r}: a window of at least 1 goes with kind sliding_window only"
-            )
+            raise ProtocolError(f"group {self.name!r}: a window of at least 1 goes with kind sliding_window only")
         if self.kind == "state" and self.page_size != 1:
             raise ProtocolError(f"group {self.name!r}: a state slot has no token axis, its page_size is 1")
 
@@ -226,9 +222,7 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         ).check()
 
     @classmethod
-    def block_major(
-        cls, spec: GroupSpec, num_pages: int, *, region: int = 0, first_head: int = 0
-    ) -> Geometry:
+    def block_major(cls, spec: GroupSpec, num_pages: int, *, region: int = 0, first_head: int = 0) -> Geometry:
         """Baton's own pool: `[num_pages, num_layers, 2, page_size, num_kv_heads, head_dim]`, one region."""
         return cls.from_order(spec, num_pages, BLOCK_MAJOR_NHD, region=region, first_head=first_head)
 

@@ -104,9 +104,7 @@ def get_rope(raw: RawConfig, max_position: int) -> RopeSpec:
     if get_float({**raw, **section}, "partial_rotary_factor", 1.0) != 1.0:
         raise CheckpointError("config.json: partial_rotary_factor other than 1.0 is not supported")
     params: dict[str, float] = {
-        name: float(value)
-        for name, value in section.items()
-        if isinstance(value, int | float) and name != "rope_theta"
+        name: float(value) for name, value in section.items() if isinstance(value, int | float) and name != "rope_theta"
     }
     params.setdefault("original_max_position_embeddings", float(max_position))
     return RopeSpec(kind=str(kind), theta=theta, params=params)
@@ -121,17 +119,13 @@ def layer_windows(raw: RawConfig, num_layers: int, max_window_layers_default: in
         return tuple(window if layer >= first else None for layer in range(num_layers))
     known = ("full_attention", "sliding_attention")
     if not isinstance(types, list) or len(types) != num_layers or any(kind not in known for kind in types):
-        raise CheckpointError(
-            f"config.json: layer_types must be {num_layers} of {' or '.join(known)}, got {types!r}"
-        )
+        raise CheckpointError(f"config.json: layer_types must be {num_layers} of {' or '.join(known)}, got {types!r}")
     if window is None and "sliding_attention" in types:
         raise CheckpointError("config.json: layer_types has sliding_attention, use_sliding_window is false")
     return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 
-def decoder_fields(
-    raw: RawConfig, max_position_default: int, head_dim_default: int | None = None
-) -> dict[str, Any]:
+def decoder_fields(raw: RawConfig, max_position_default: int, head_dim_default: int | None = None) -> dict[str, Any]:
     """The fields every supported decoder shares, as keyword arguments of `ModelConfig`.
 
     `head_dim_default` is the architecture's own default; None derives it from hidden size and heads.

@@ -33,9 +33,7 @@ class Attend(Protocol):
     q [T, H, D], k and v [T, G, D] (G key-value heads), `scale` on the dot products; returns [T, H, D].
     """
 
-    def __call__(
-        self, layer_id: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float
-    ) -> Tensor: ...
+    def __call__(self, layer_id: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float) -> Tensor: ...
 
 
 class RMSNorm(nn.Module):
@@ -60,9 +58,7 @@ class MLP(nn.Module):
 
     def __init__(self, hidden: int, intermediate: int, bias: bool, build: Build) -> None:
         super().__init__()
-        self.gate_up_proj = PackedLinear(
-            hidden, {"gate_proj": intermediate, "up_proj": intermediate}, build, bias
-        )
+        self.gate_up_proj = PackedLinear(hidden, {"gate_proj": intermediate, "up_proj": intermediate}, build, bias)
         self.down_proj = Linear(intermediate, hidden, build, bias)
         # Only the CPU's elementwise loops depend on the number of rows; a GPU's treat every element alike.
         self._own_silu = build.batch_invariant and build.device.type == "cpu"
@@ -82,9 +78,7 @@ class Attention(nn.Module):
     side.
     """
 
-    def __init__(
-        self, config: ModelConfig, layer_id: int, build: Build, in_features: int | None = None
-    ) -> None:
+    def __init__(self, config: ModelConfig, layer_id: int, build: Build, in_features: int | None = None) -> None:
         super().__init__()
         self._layer_id, self._head_dim = layer_id, config.head_dim
         self._heads, self._kv_heads = config.num_heads, config.num_kv_heads

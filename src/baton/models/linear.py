@@ -40,9 +40,7 @@ def _in_blocks(x: Tensor, weight: Tensor, height: int) -> Tensor:
 
 
 @functools.cache
-def block_heights(
-    rows: int, columns: int, dtype: torch.dtype, device: torch.device, threads: int
-) -> tuple[int, ...]:
+def block_heights(rows: int, columns: int, dtype: torch.dtype, device: torch.device, threads: int) -> tuple[int, ...]:
     """Block heights, tallest first, that give every row the same bits for a weight [rows, columns].
 
     `threads` is part of the key because the library's choice may depend on it. Falls back to single rows,

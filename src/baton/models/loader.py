@@ -128,9 +128,7 @@ def fill(module: nn.Module, path: str | Path, rename: Rename) -> None:
                     raise CheckpointError(f"{file}: unexpected tensor {stored}")
                 found, wanted = tuple(tensors.get_slice(stored).get_shape()), tuple(table[name].shape)
                 if found != wanted:
-                    raise CheckpointError(
-                        f"{file}: tensor {stored} has shape {list(found)}, expected {list(wanted)}"
-                    )
+                    raise CheckpointError(f"{file}: tensor {stored} has shape {list(found)}, expected {list(wanted)}")
                 with torch.no_grad():
                     table[name].copy_(tensors.get_tensor(stored))
                 missing.discard(name)

@@ -101,9 +101,7 @@ class Rotary:
     ) -> None:
         if spec.kind not in _KINDS:
             known = ", ".join(_KINDS)
-            raise CheckpointError(
-                f"config.json: rope_parameters.rope_type is {spec.kind!r}, expected one of {known}"
-            )
+            raise CheckpointError(f"config.json: rope_parameters.rope_type is {spec.kind!r}, expected one of {known}")
         frequencies, self._factor = _KINDS[spec.kind](spec, head_dim)
         self._frequencies = frequencies.numpy().astype(np.float32)
         self._max_position, self._dtype, self._device = max_position, dtype, device

@@ -35,9 +35,7 @@ class Backend(Protocol):
         """Return the model. Raises `EngineUnavailableError` while there is none."""
         ...
 
-    def generate(
-        self, request: GenerateRequest, kv_mode: KVMode | None = None
-    ) -> AsyncGenerator[TokenChunk, None]:
+    def generate(self, request: GenerateRequest, kv_mode: KVMode | None = None) -> AsyncGenerator[TokenChunk, None]:
         """Yield the request's tokens; closing the generator aborts the request.
 
         The last chunk has `finish_reason`. Raises `RequestError` or `EngineUnavailableError` from the first

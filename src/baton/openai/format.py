@@ -57,9 +57,7 @@ def whole(plan: Plan, outputs: Sequence[SampleOutput]) -> Json:
     return body
 
 
-def streamed(
-    plan: Plan, index: int, delta: Delta, output: SampleOutput, first: bool, text_offset: int
-) -> Json:
+def streamed(plan: Plan, index: int, delta: Delta, output: SampleOutput, first: bool, text_offset: int) -> Json:
     """Return one event of choice `index`.
 
     `first` is its first event; `text_offset` counts characters before it.

@@ -26,12 +26,8 @@ class FrontMetrics:
             ["endpoint", "status"],
             registry=self.registry,
         )
-        self._prompt_tokens = Counter(
-            "baton:front_prompt_tokens", "Prompt tokens received.", registry=self.registry
-        )
-        self._output_tokens = Counter(
-            "baton:front_output_tokens", "Tokens generated.", registry=self.registry
-        )
+        self._prompt_tokens = Counter("baton:front_prompt_tokens", "Prompt tokens received.", registry=self.registry)
+        self._output_tokens = Counter("baton:front_output_tokens", "Tokens generated.", registry=self.registry)
         self._ttft = Histogram(
             "baton:time_to_first_token_seconds",
             "From the arrival of a request to its first token.",

@@ -30,9 +30,7 @@ class SampleOutput:
     def __init__(self, tokenizer: Tokenizer, request: GenerateRequest) -> None:
         params = request.sampling_params
         self._params = params
-        self._detokenizer = IncrementalDetokenizer(
-            tokenizer, request.prompt_token_ids, params.skip_special_tokens
-        )
+        self._detokenizer = IncrementalDetokenizer(tokenizer, request.prompt_token_ids, params.skip_special_tokens)
         self._stop = StopChecker(params.stop, params.include_stop_str_in_output)
         self.text = ""
         self.token_ids: list[int] = []

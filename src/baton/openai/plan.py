@@ -83,9 +83,7 @@ def _plan(
         for index in range(params.n):
             own = msgspec.structs.replace(params, n=1, sample_index=index, seed=seed)
             requests.append(
-                GenerateRequest(
-                    request_id=f"{plan_id}-{len(requests)}", prompt_token_ids=prompt, sampling_params=own
-                )
+                GenerateRequest(request_id=f"{plan_id}-{len(requests)}", prompt_token_ids=prompt, sampling_params=own)
             )
     options = request.stream_options
     return Plan(
@@ -104,9 +102,7 @@ def _plan(
 
 def _check_model(asked: str | None, model: ServedModel) -> None:
     if asked is not None and asked != model.name:
-        raise UnknownModelError(
-            f"the model {asked!r} does not exist; this endpoint serves {model.name!r}", "model"
-        )
+        raise UnknownModelError(f"the model {asked!r} does not exist; this endpoint serves {model.name!r}", "model")
 
 
 def _check_lengths(

@@ -94,9 +94,7 @@ class OpenAIService:
             yield _event(fmt.streamed_usage(plan, outputs))
         yield b"data: [DONE]\n\n"
 
-    async def _run(
-        self, plan: Plan, outputs: Sequence[SampleOutput]
-    ) -> AsyncGenerator[tuple[int, Delta], None]:
+    async def _run(self, plan: Plan, outputs: Sequence[SampleOutput]) -> AsyncGenerator[tuple[int, Delta], None]:
         """Yield (choice, delta) of every choice as they come; closing it aborts what still runs."""
         samples = [self._sample(plan, index, output) for index, output in enumerate(outputs)]
         if len(samples) == 1:

@@ -64,9 +64,7 @@ class RouterBackend:
             chosen = self._choose(tried)
             answered = False
             try:
-                async with contextlib.aclosing(
-                    self._run(request, chosen, kv_mode or self._kv_mode)
-                ) as chunks:
+                async with contextlib.aclosing(self._run(request, chosen, kv_mode or self._kv_mode)) as chunks:
                     async for chunk in chunks:
                         answered = True
                         yield chunk

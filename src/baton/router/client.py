@@ -77,9 +77,7 @@ class EngineClient:
 
     async def _ask(self, path: str, kind: type[T]) -> T:
         try:
-            async with self._session.get(
-                self.url + path, timeout=_ASK_TIMEOUT, allow_redirects=False
-            ) as response:
+            async with self._session.get(self.url + path, timeout=_ASK_TIMEOUT, allow_redirects=False) as response:
                 body = await response.content.read(_MAX_ASK_BYTES)
                 if response.status != 200:
                     raise EngineUnavailableError(f"engine {self.url}: HTTP {response.status} from {path}")

@@ -106,11 +106,7 @@ def make_drafter(
         raw["architectures"] = ["EagleLlamaForCausalLM"]
     config = model_class("llama").parse_config(raw)
     build = Build(get_dtype(raw), torch.device("cpu"))
-    head = (
-        Eagle3(config, raw, target, names, build)
-        if method == "eagle3"
-        else Eagle(config, target, names, build)
-    )
+    head = Eagle3(config, raw, target, names, build) if method == "eagle3" else Eagle(config, target, names, build)
     weights = {
         name.replace("layers.0.", "midlayer.") if method == "eagle3" else name: tensor
         for name, tensor in _random_weights(head, seed + 1).items()
@@ -184,6 +180,4 @@ def _write_tokenizer(directory: Path, vocab_size: int) -> None:
             "chat_template": CHAT_TEMPLATE,
         },
     )
-    _write_json(
-        directory / "generation_config.json", {"bos_token_id": NUM_BYTES, "eos_token_id": NUM_BYTES + 1}
-    )
+    _write_json(directory / "generation_config.json", {"bos_token_id": NUM_BYTES, "eos_token_id": NUM_BYTES + 1})

@@ -44,6 +44,4 @@ class PagedSequence:
 
     def __call__(self, layer_id: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float) -> Tensor:
         window = self._layers[layer_id].window
-        return self._backend.write_and_attend(
-            self.kv, layer_id, q_THD, k_TGD, v_TGD, scale, self._batch, window
-        )
+        return self._backend.write_and_attend(self.kv, layer_id, q_THD, k_TGD, v_TGD, scale, self._batch, window)

@@ -38,11 +38,7 @@ class _Bench:
     def far(self, sizes: Sequence[int] = SIZES) -> Iterator[FarSide]:
         """A far side, its regions filled with seeds 100, 101, ..."""
         side: FarSide
-        side = (
-            NearbyPeer(self.factory(), sizes)
-            if self.spawn_uri is None
-            else SpawnedPeer(self.spawn_uri, sizes)
-        )
+        side = NearbyPeer(self.factory(), sizes) if self.spawn_uri is None else SpawnedPeer(self.spawn_uri, sizes)
         try:
             for i in range(len(sizes)):
                 side.fill(i, 100 + i)
@@ -120,9 +116,7 @@ def _check_copies_exactly(bench: _Bench) -> None:
         for copies in cases:
             before = far.read(copies.dest_region)
             operation = bench.run(peer, "write", copies)
-            _need(
-                operation.poll() == "done" and operation.error is None, f"a write is done ({operation.error})"
-            )
+            _need(operation.poll() == "done" and operation.error is None, f"a write is done ({operation.error})")
             after = _applied(before, bench.regions[copies.source_region], copies)
             _need(np.array_equal(far.read(copies.dest_region), after), "a write changes just its bytes")
             source, before = far.read(copies.source_region), bench.regions[copies.dest_region].copy()

@@ -20,9 +20,7 @@ _CONTEXT_TOKENS = 6  # enough that the window starts before any character that t
 class IncrementalDetokenizer:
     """The text of one growing sequence."""
 
-    def __init__(
-        self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), skip_special_tokens: bool = True
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), skip_special_tokens: bool = True) -> None:
         """`prompt_ids` is context: its text is never emitted, but decides how the first token is spelt."""
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens

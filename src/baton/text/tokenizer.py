@@ -84,9 +84,7 @@ class Tokenizer:
         """Whether the checkpoint came with a chat template."""
         return self._template is not None
 
-    def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
-    ) -> str:
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
         """Return the prompt text of a conversation.
 
         Raises `RequestError("messages")` when there is no template, or when it refuses the messages. Encode

@@ -51,9 +51,7 @@ _signature = types.int64(
     types.int64, types.int64, _column, _column, _column, types.int64, types.Array(types.int64, 1, "C")
 )
 # Compiled when this module is imported (from the cache after the first time), never during a transfer.
-_compiled = cast(
-    "Callable[..., int]", numba.njit(_signature, nogil=True, cache=True, boundscheck=False)(_copy_runs)
-)
+_compiled = cast("Callable[..., int]", numba.njit(_signature, nogil=True, cache=True, boundscheck=False)(_copy_runs))
 
 
 def copy_runs(source: ByteArray, dest: ByteArray, copies: CopyList, flags: Int64Array) -> int:

@@ -134,9 +134,7 @@ class ShmTransport(MemoryTransport):
                 os.close(fd)
                 short = isinstance(error, OSError) and error.errno == errno.ENOSPC
                 why = f"{SHM_DIR} is full" if short else str(error)
-                raise TransportError(
-                    f"cannot allocate {nbytes} bytes of shared memory for {name!r}: {why}"
-                ) from error
+                raise TransportError(f"cannot allocate {nbytes} bytes of shared memory for {name!r}: {why}") from error
             self._segments.append(segment)
         return segment.memory
 
@@ -199,9 +197,7 @@ class _Watch:
     def __init__(self, pid: int, start_time: str, fd: int) -> None:
         self._fd = fd
         self._pidfd: int | None = None
-        with contextlib.suppress(
-            OSError
-        ):  # the owner may be in another pid namespace: then only closing is seen
+        with contextlib.suppress(OSError):  # the owner may be in another pid namespace: then only closing is seen
             self._pidfd = os.pidfd_open(pid)
             if _start_time(pid) != start_time:
                 os.close(self._pidfd)

@@ -59,9 +59,7 @@ def observe_in_process(settings: dict[str, Any], cases: Sequence[Case]) -> list[
     from baton.engine.llm import LLM
 
     with LLM(**settings) as llm:
-        results = llm.generate(
-            [list(case.prompt_token_ids) for case in cases], [case.params for case in cases]
-        )
+        results = llm.generate([list(case.prompt_token_ids) for case in cases], [case.params for case in cases])
     spec = settings.get("speculative_config") or {}
     observed = []
     for result in results:
@@ -98,9 +96,7 @@ async def observe_url(
         return list(await asyncio.gather(*(one(case) for case in cases)))
 
 
-async def _complete(
-    session: aiohttp.ClientSession, url: str, model: str, case: Case, kv_mode: str | None
-) -> Observed:
+async def _complete(session: aiohttp.ClientSession, url: str, model: str, case: Case, kv_mode: str | None) -> Observed:
     params = case.params
     body: dict[str, Any] = {
         "model": model,
