@@ -15,7 +15,7 @@ from torch import nn
 from demo_training.cards import Run, write_head_card, write_target_card
 from demo_training.corpus import load_corpus
 from demo_training.distil import frequent_ids, generate_corpus, save_head, train_head
-from demo_training.heads import EAGLE3, Eagle3Head, EagleHead, Head
+from demo_training.heads import EAGLE, EAGLE3, Eagle3Head, EagleHead, Head
 from demo_training.measure import acceptance, agreement, held_out_prompts, load_head
 from demo_training.target import (
     MAX_POSITION,

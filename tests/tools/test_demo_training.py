@@ -176,7 +176,7 @@ def test_a_short_training_lowers_the_loss(kind, target, stream):
         first = head_loss(head, target, batch).item()
     train_head(head, target, stream, generated, steps=14, seed=0, peak_rate=2e-2)
     with torch.no_grad():
-        assert head_loss(head, target, batch).item() < 0.95 * first
+        assert head_loss(head, target, batch).item() < first - 0.25
     assert all(torch.equal(value, before[name]) for name, value in target.state_dict().items())
 
 

@@ -101,21 +101,21 @@ def acceptance(
 
 
 def held_out_prompts(documents: Sequence[Document], tokenizer: Tokenizer, count: int) -> list[list[int]]:
-    """Prompts of three forms by turns: a document's first 32 tokens, 32 from its middle, a chat question."""
+    """At most `count` prompts: of each document of some length its first 32 tokens, 32 from its middle, and a
+    chat question."""
     prompts = []
-    long_enough = [d for d in documents if len(d.text) > 400]
-    for index, document in enumerate(long_enough[:count]):
+    for document in documents:
+        if len(document.text) < 150:
+            continue
         body = tokenizer.encode(document.text, add_special_tokens=False).ids
         middle = len(body) // 2
         turn = tokenizer.encode(document.questions[0], add_special_tokens=False).ids
-        prompts.append(
-            (
-                [BOS_ID, *body[:32]],
-                [BOS_ID, *body[middle : middle + 32]],
-                [BOS_ID, USER_ID, *turn, ASSISTANT_ID],
-            )[index % 3]
-        )
-    return prompts
+        prompts += [
+            [BOS_ID, *body[:32]],
+            [BOS_ID, *body[middle : middle + 32]],
+            [BOS_ID, USER_ID, *turn, ASSISTANT_ID],
+        ]
+    return prompts[:count]
 
 
 @torch.inference_mode()

@@ -22,7 +22,7 @@ def step_over_forward(model: str, batch: int) -> tuple[float, float, float]:
     """(ratio, engine step ms, bare forward ms) of plain greedy decode at `batch`, context of about 128 tokens.
 
     The bare forward is the same model on the same rows, pages and attention kernel, argmax of its logits included,
-    without scheduling, sampling, block tables, output or cache bookkeeping. Steps of both alternate, so that drift hits both.
+    without scheduling, sampling, block tables, output or cache bookkeeping. Steps of both alternate.
     """
     import numpy as np
 

@@ -136,7 +136,8 @@ def build_engine(config: EngineConfig, emit: EmitChunk, progress: Callable[[str]
             transport.register(regions),
             lambda event: core.post(lambda: core.legs.handle(event) if core.legs else None),
         )
-        legs = HandoffLegs(agent, groups, model.vocab_size, num_lookahead)
+        alter_seeds = getattr(transport, "alter_seeds", None)
+        legs = HandoffLegs(agent, groups, model.vocab_size, num_lookahead, alter_seeds)
     rejection = spec is not None and spec.verifier == "rejection"
     core = EngineCore(runner, scheduler, legs, tokenizer.eos_token_ids, max_model_len, rejection, emit)
     if agent is not None:

@@ -6,7 +6,7 @@ Runs on the engine thread; the agent's events are posted to it. A leg's pages ar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from baton.engine.request import Request, RequestStatus
@@ -48,8 +48,17 @@ class Agent(Protocol):
 class HandoffLegs:
     """Open legs of one engine by attempt."""
 
-    def __init__(self, agent: Agent, groups: Sequence[GroupSpec], vocab_size: int, num_drafts: int) -> None:
+    def __init__(
+        self,
+        agent: Agent,
+        groups: Sequence[GroupSpec],
+        vocab_size: int,
+        num_drafts: int,
+        alter_seeds: Callable[[Seeds], Seeds] | None = None,
+    ) -> None:
+        """`alter_seeds` is the seam at which the `faulty` transport breaks seeds on purpose."""
         self.agent = agent
+        self.alter_seeds = alter_seeds
         self.groups = groups
         self.vocab_size = vocab_size
         self.num_drafts = num_drafts
@@ -111,6 +120,8 @@ class HandoffLegs:
             first_logprobs=request.first_logprobs,
             draft_token_ids=list(request.draft_ids),
         )
+        if self.alter_seeds is not None:
+            seeds = self.alter_seeds(seeds)
         self.core.requests.pop(request.request_id, None)
         self.core.scheduler.remove(request)
         request.status = RequestStatus.HELD

@@ -1,8 +1,9 @@
 """Sampling noise: one Philox stream shared by drafter, verifier and every engine.
 
-Noise is a function of (seed, sample index, absolute position of the token, target-vocabulary id) and of nothing
-else, so any engine that samples position p of a request draws the same numbers. Philox4x64-10 (Salmon et al., 2011) as in NumPy:
-key = (seed, sample index), counter = (block, position, stream, 0), element v of the output belongs to token id v.
+Noise is a function of (seed, sample index, absolute position of the token, target-vocabulary id) and of nothing else,
+so any engine that samples position p of a request draws the same numbers. Philox4x64-10 (Salmon et al., 2011) as in
+NumPy: key = (seed, sample index), counter = (block, position, stream, 0), element v of the output belongs to token id
+v.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class TargetOutput:
 
 @dataclass(frozen=True, slots=True)
 class DraftRows:
-    """Drafter rows [start, stop) of a request; their features are rows `first_row`.. of the step. `propose`: draft k."""
+    """Drafter rows [start, stop) of a request; their features are the step's rows `first_row`... `propose`: draft k."""
 
     request: Request
     first_row: int
@@ -59,7 +59,7 @@ class _Attend:
 
 
 class ModelRunner:
-    """`kv[group]` is the group's region [num_pages, num_layers, 2, page_size, G, D]; its pages are the mutable state."""
+    """`kv[group]` is the group's region [num_pages, num_layers, 2, page_size, G, D]; pages are the mutable state."""
 
     def __init__(
         self,

@@ -17,6 +17,7 @@ options go to the wrapped transport.
 | `delay` | starts `delay_s` late |
 | `reorder` | runs after the next submission, if that comes within `delay_s` |
 | `duplicate` | is copied twice |
+| `stale-seed` | copies are sound; the seeds handed over are those of the request before (`alter_seeds`) |
 """
 
 from __future__ import annotations
@@ -30,11 +31,21 @@ import msgspec
 import numpy as np
 
 from baton.errors import BatonError, ConfigError
+from baton.handoff.messages import Seeds
 from baton.transports.base import ByteArray, CopyList, Direction, Operation, Peer, Transport, check_copies
 from baton.transports.memory import CANCEL_TIMEOUT_S, MemoryPeer
 
 Fault = Literal[
-    "drop", "drop-draft", "drop-last-page", "shift-page", "corrupt", "fail", "delay", "reorder", "duplicate"
+    "drop",
+    "drop-draft",
+    "drop-last-page",
+    "shift-page",
+    "corrupt",
+    "fail",
+    "delay",
+    "reorder",
+    "duplicate",
+    "stale-seed",
 ]
 DRAFT_REGION = 1
 
@@ -90,6 +101,7 @@ class FaultyTransport:
         self._lock = threading.Lock()
         self._pending: list[_FaultyOperation] = []
         self._jobs: queue.SimpleQueue[_FaultyOperation | None] = queue.SimpleQueue()
+        self._last_seeds: Seeds | None = None
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="baton-faulty", daemon=True)
         self._thread.start()
@@ -98,6 +110,11 @@ class FaultyTransport:
     def scheme(self) -> str:
         """`faulty+` and the wrapped transport's scheme."""
         return f"faulty+{self._inner.scheme}"
+
+    def alter_seeds(self, seeds: Seeds) -> Seeds:
+        """What the engine hands over in place of `seeds`: with `stale-seed` those of the call before."""
+        last, self._last_seeds = self._last_seeds, seeds
+        return last if last is not None and self._spec.fault == "stale-seed" else seeds
 
     def allocate(self, name: str, nbytes: int) -> ByteArray:
         """See `Transport.allocate`."""
