@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -152,7 +153,7 @@ def build_engine(config: EngineConfig, emit: EmitChunk, progress: Callable[[str]
         vocab_size=model.vocab_size,
         eos_token_ids=list(tokenizer.eos_token_ids),
         control_address=agent.address if agent else None,
-        fingerprint=hashlib.sha256(repr(sorted(facts.items())).encode()).hexdigest()[:16],
+        fingerprint=json.dumps(facts, sort_keys=True),
         num_speculative_tokens=num_lookahead,
         batch_invariant=config.batch_invariant,
     )

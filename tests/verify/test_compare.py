@@ -1,0 +1,80 @@
+"""Comparison says what differs first, and where; equal answers are equal."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from baton.errors import ConfigError
+from baton.verify import Case, Observed, compare
+from baton.verify.cli import parse_lengths, parse_modes
+from baton.verify.compare import acceptance
+from baton.verify.report import format_reports
+from baton.wire import SamplingParams
+
+CASE = Case((1, 2, 3), SamplingParams())
+ANSWER = Observed(
+    token_ids=(5, 6, 7, 8, 9),
+    logprobs=(-0.1, -0.2, -0.3, -0.4, -0.5),
+    finish_reason="length",
+    num_prompt_tokens=3,
+    num_completion_tokens=5,
+    accepted=(1, 0, 0),
+    num_speculative_tokens=2,
+)
+
+
+def first_difference(other: Observed) -> str:
+    report = compare("push", [CASE], [ANSWER], [other])
+    assert report.num_identical == 1 - len(report.differences)
+    return str(report.differences[0]) if report.differences else ""
+
+
+def test_equal_answers_are_identical() -> None:
+    assert first_difference(ANSWER) == ""
+    assert first_difference(replace(ANSWER, accepted=None)) == ""
+    assert first_difference(replace(ANSWER, accepted=(), num_speculative_tokens=0)) == ""
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"token_ids": (5, 6, 1, 8, 9)}, "token 2: expected 7, got 1 (draft round 0, draft position 2)"),
+        ({"token_ids": (4, 6, 7, 8, 9)}, "token 0: expected 5, got 4 (first token)"),
+        ({"token_ids": (5, 6, 7, 8)}, "5 tokens expected, got 4"),
+        ({"logprobs": (-0.1, -0.2, -0.3, -0.4, math.nan)}, "logprob of token 4"),
+        ({"logprobs": (-0.1,)}, "5 logprobs expected, got 1"),
+        ({"finish_reason": "stop"}, "finish_reason: expected length, got stop"),
+        ({"num_prompt_tokens": 4}, "num_prompt_tokens"),
+        ({"accepted": (1, 1, 0)}, "acceptance of round 1 (from token 3): expected 0 drafts, got 1: draft position 1"),
+        ({"accepted": (1, 0)}, "3 draft rounds expected, got 2"),
+        ({"error": "HTTP 500: boom"}, "no answer from the candidate: HTTP 500: boom"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_the_first_difference_is_named(change: dict[str, object], expected: str) -> None:
+    found = first_difference(replace(ANSWER, **change))  # type: ignore[arg-type]
+    assert found.startswith("request 0 (prompt of 3 tokens): ")
+    assert expected in found
+
+
+def test_acceptance_is_per_position() -> None:
+    assert acceptance([ANSWER, replace(ANSWER, accepted=(2,))]) == [0.5, 0.25]
+    assert acceptance([replace(ANSWER, accepted=())]) == []
+
+
+def test_report_ends_in_the_count() -> None:
+    text = format_reports([compare("push", [CASE] * 7, [ANSWER] * 7, [replace(ANSWER, token_ids=(1,))] * 7)])
+    assert text.splitlines()[-1] == "identical: 0/7"
+    assert "and 2 more" in text
+
+
+def test_options_are_checked() -> None:
+    assert parse_lengths("1-3,9") == [1, 2, 3, 9]
+    for bad in ("", "0-3", "5-1", "a"):
+        with pytest.raises(ConfigError, match="lengths"):
+            parse_lengths(bad)
+    with pytest.raises(ConfigError, match="modes"):
+        parse_modes("push,sideways")
