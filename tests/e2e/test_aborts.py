@@ -1,0 +1,176 @@
+"""Clients that go away at any moment leave no page, no handoff and no memory behind, on either engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import aiohttp
+import pytest
+
+from baton.processes import Deployment
+
+MODEL = "models/baton-demo-llama"
+# So few pages that aborted requests fill the pool many times: one lost page in ten would stop the test. They are
+# also soon all touched, so that growth of the processes is not the pool's.
+KV_BYTES = 32 * 2**20
+FLAGS = ["--batch-invariant", "--max-num-batched-tokens", "64", "--kv-cache-memory", str(KV_BYTES)]
+NUM_ABORTS = 100
+MAX_CONCURRENT = 8
+PREFILL_TOKENS = 600  # ten steps of 64 tokens: long enough to be left in the middle
+DRAIN_LIMIT_S = 20.0
+MAX_GROWTH_BYTES = 64 * 2**20
+IDLE = ("num_running", "num_waiting", "num_handoffs", "num_referenced_pages", "num_quarantined_pages")
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """One request to leave: after `chunks` events, or where that is None, `delay_s` after it was sent."""
+
+    prompt: list[int]
+    delay_s: float
+    chunks: int | None
+
+    def body(self) -> dict[str, object]:
+        return {
+            "prompt": self.prompt,
+            "max_tokens": 400,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            "stream": True,
+        }
+
+
+def make_aborts(seed: int) -> list[Abort]:
+    """A third in prefill, a third in decode, a third at any time."""
+    rng = random.Random(seed)
+    aborts = []
+    for number in range(NUM_ABORTS):
+        kind = number % 3
+        length = PREFILL_TOKENS if kind == 0 else rng.randint(1, 80)
+        prompt = [rng.randrange(3, 2048) for _ in range(length)]
+        aborts.append(Abort(prompt, rng.uniform(0.0, 0.06), rng.randint(1, 12) if kind == 1 else None))
+    rng.shuffle(aborts)
+    return aborts
+
+
+async def send_and_leave(session: aiohttp.ClientSession, url: str, abort: Abort) -> Literal["prefill", "decode"]:
+    """Return what the client last saw of the request: nothing yet, or tokens."""
+    num_events = 0
+
+    async def read() -> None:
+        nonlocal num_events
+        async with session.post(f"{url}/v1/completions", json=abort.body()) as response:
+            assert response.status == 200, await response.text()
+            async for line in response.content:
+                assert b'"error"' not in line, line
+                num_events += line.startswith(b"data: ")
+                if abort.chunks is not None and num_events >= abort.chunks:
+                    response.close()  # the connection too, without reading on
+                    return
+            raise AssertionError("the request ended before the client left")
+
+    with contextlib.suppress(asyncio.TimeoutError):
+        await asyncio.wait_for(read(), abort.delay_s if abort.chunks is None else 60.0)
+    return "decode" if num_events else "prefill"
+
+
+async def complete(session: aiohttp.ClientSession, url: str, prompt: list[int]) -> list[int]:
+    body = {
+        "prompt": prompt,
+        "max_tokens": 24,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+    async with session.post(f"{url}/v1/completions", json=body) as response:
+        assert response.status == 200, await response.text()
+        tokens: list[int] = (await response.json())["choices"][0]["token_ids"]
+    assert len(tokens) == 24
+    return tokens
+
+
+async def get(session: aiohttp.ClientSession, url: str) -> dict[str, Any]:
+    async with session.get(url) as response:
+        assert response.status == 200, await response.text()
+        value: dict[str, Any] = await response.json()
+        return value
+
+
+async def await_idle(session: aiohttp.ClientSession, deployment: Deployment) -> None:
+    """Wait until no engine holds anything for any request."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + DRAIN_LIMIT_S
+    while True:
+        loads = {url: await get(session, f"{url}/inference/v1/load") for url in deployment.engine_urls}
+        if not any(load[name] for load in loads.values() for name in IDLE):
+            return
+        assert loop.time() < deadline, f"still held: {loads}"
+        await asyncio.sleep(0.05)
+
+
+def resident_bytes(pid: int) -> int:
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmRSS:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError(f"process {pid} has no memory: it has ended")
+
+
+def expected_prompts() -> list[list[int]]:
+    rng = random.Random(5)
+    return [[rng.randrange(3, 2048) for _ in range(length)] for length in (1, 16, 47, 130, PREFILL_TOKENS)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["push", "pull"])
+async def test_aborted_requests_leave_nothing(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    prompts = expected_prompts()
+    rng = random.Random(9)
+    connector = aiohttp.TCPConnector(limit=0)
+    with Deployment(MODEL, prefill=1, decode=1, engine_flags=FLAGS, router_flags=["--kv-mode", mode]) as deployment:
+        async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=90)) as session:
+            url = deployment.url
+            before = [await complete(session, url, prompt) for prompt in prompts]
+            # The pool's pages are touched, and every buffer has its size, before memory is looked at.
+            for _ in range(4):
+                warm_up = [[rng.randrange(3, 2048) for _ in range(PREFILL_TOKENS)] for _ in range(MAX_CONCURRENT)]
+                await asyncio.gather(*(complete(session, url, prompt) for prompt in warm_up))
+            await await_idle(session, deployment)
+            handoffs_before = (await get(session, f"{url}/status"))["handoffs"]
+            pids = deployment.pids
+            resident = {name: resident_bytes(pid) for name, pid in pids.items()}
+
+            slots = asyncio.Semaphore(MAX_CONCURRENT)
+
+            async def one(abort: Abort) -> Literal["prefill", "decode"]:
+                async with slots:
+                    return await send_and_leave(session, url, abort)
+
+            left_in = Counter(await asyncio.gather(*(one(abort) for abort in make_aborts(seed=17))))
+            await await_idle(session, deployment)
+
+            # The requests were really left, in both phases, and none failed or ran to its end.
+            assert left_in.total() == NUM_ABORTS
+            assert min(left_in["prefill"], left_in["decode"]) >= NUM_ABORTS // 5, left_in
+            status = await get(session, f"{url}/status")
+            handoffs = {k: status["handoffs"][k] - handoffs_before[k] for k in handoffs_before if k != "failures"}
+            assert status["handoffs"]["failures"] == {}, handoffs
+            assert handoffs["active"] == handoffs["failed"] == handoffs["completed"] == 0, handoffs
+            assert handoffs["aborted"] == handoffs["started"] >= NUM_ABORTS // 2, handoffs
+            assert all(engine["healthy"] and engine["num_inflight"] == 0 for engine in status["engines"])
+
+            assert deployment.ended() == {}
+            assert deployment.pids == pids
+            after = [await complete(session, url, prompt) for prompt in prompts]
+            assert after == before
+            await await_idle(session, deployment)
+            growth = {name: resident_bytes(pid) - resident[name] for name, pid in pids.items()}
+            assert max(growth.values()) < MAX_GROWTH_BYTES, growth
+            print(f"{mode}: {dict(left_in)} {handoffs} growth {growth}")
