@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-import openai
 import pytest
+
+import openai
 
 MODEL_PATH = "models/baton-demo-llama"
 MODEL = "baton-demo-llama"

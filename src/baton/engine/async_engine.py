@@ -106,7 +106,8 @@ class AsyncEngine:
                     ended = True
                     raise EngineUnavailableError(self._dead or "the engine stopped")
                 chunk, ended = delivery
-                yield chunk
+                if chunk.token_ids or chunk.finish_reason is not None:
+                    yield chunk  # the end of a prefill leg says nothing more
         finally:
             self._streams.pop(request.request_id, None)
             if not ended:

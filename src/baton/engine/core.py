@@ -109,7 +109,12 @@ class EngineCore:
     def abort(self, request_id: str) -> None:
         """The client is gone. Pages that a transport may touch stay until it is proven quiet."""
         request = self.requests.get(request_id)
-        if request is not None:
+        if request is None:
+            return
+        if request.status is RequestStatus.HELD:
+            assert self.legs is not None
+            self.legs.abandon(request)
+        else:
             self.finish(request, "abort")
 
     def finish(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
@@ -223,7 +228,8 @@ class EngineCore:
             stop_reason=stop_reason,
             num_cached_tokens=request.num_cached,
         )
-        self.emit(chunk, reason is not None or request.role == "prefill")
+        # A prefill leg's stream stays open until its pages are free: its end is how a client that left is noticed.
+        self.emit(chunk, reason is not None)
 
     def _until_stop(
         self, request: Request, token_ids: Sequence[int]

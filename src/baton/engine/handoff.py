@@ -22,6 +22,7 @@ from baton.handoff.interval import wanted
 from baton.handoff.messages import AttemptKey, Seeds
 from baton.handoff.ticket import Ticket
 from baton.kv.geometry import GroupSpec
+from baton.wire import TokenChunk
 
 if TYPE_CHECKING:
     from baton.engine.core import EngineCore
@@ -122,7 +123,8 @@ class HandoffLegs:
         )
         if self.alter_seeds is not None:
             seeds = self.alter_seeds(seeds)
-        self.core.requests.pop(request.request_id, None)
+        if request.finish_reason is not None:
+            self.core.requests.pop(request.request_id, None)
         self.core.scheduler.remove(request)
         request.status = RequestStatus.HELD
         self.core.metrics.num_requests[request.finish_reason or "handoff"] += 1
@@ -143,6 +145,14 @@ class HandoffLegs:
         if request.role == "decode":
             self._quarantine(request)
         return True
+
+    def abandon(self, request: Request) -> None:
+        """The client of a computed prefill leg is gone. D may never have heard of the attempt, and then only this
+        ends it before its ticket does."""
+        assert request.ticket is not None
+        self.core.requests.pop(request.request_id, None)
+        request.finish_reason = "abort"
+        self.agent.abort(request.ticket.key, "aborted")
 
     def _quarantine(self, request: Request) -> None:
         request.quarantined = self.core.scheduler.release(request, quarantine=True)
@@ -165,6 +175,9 @@ class HandoffLegs:
                 self.core.finish(request, "error", f"handoff_failed: {event.outcome}")
             else:
                 self.core.scheduler.release(request)
+                if request.status is RequestStatus.HELD and request.finish_reason is None:
+                    self.core.requests.pop(request.request_id, None)
+                    self.core.emit(TokenChunk(request_id=request.request_id), True)
         elif isinstance(event, DecodeCommitted):
             metrics.num_handoffs["committed"] += 1
             metrics.handoff_bytes += event.num_bytes

@@ -24,7 +24,8 @@ async def join_legs(
     """Yield (chunk, leg it came from) until a chunk with `finish_reason`.
 
     Closing it closes both legs. When the first token is the last, the decode leg is handed to `drain`: its
-    engine is told by its peer and ends the leg itself. Raises what a leg raised; an error of the decode leg
+    engine is told by its peer and ends the leg itself; so is the prefill leg when the decode leg ended well,
+    as its engine ends it once its pages are free. Raises what a leg raised; an error of the decode leg
     before the first token is raised at once, because nothing would come after that token.
     """
     items: asyncio.Queue[tuple[Leg, _Item]] = asyncio.Queue()
@@ -33,7 +34,8 @@ async def join_legs(
         "decode": asyncio.create_task(_pump("decode", decode, items)),
     }
     early: list[TokenChunk] = []  # of the decode leg, while the first token is awaited
-    seeded = decode_ended = drained = False
+    seeded = prefill_ended = decode_ended = False
+    drained: Leg | None = None
     try:
         while True:
             leg, item = await items.get()
@@ -45,14 +47,16 @@ async def join_legs(
                 if item is None:
                     if not seeded:
                         raise EngineUnavailableError("the prefill leg ended without a token")
+                    prefill_ended = True
                     continue
                 seeded = seeded or bool(item.token_ids)
-                drained = item.finish_reason in ("stop", "length")
+                drained = "decode" if item.finish_reason in ("stop", "length") else None
                 yield item, "prefill"
                 if item.finish_reason is not None:
                     return
                 if seeded:
                     for chunk in early:
+                        drained = _ends_well(chunk)
                         yield chunk, "decode"
                         if chunk.finish_reason is not None:
                             return
@@ -60,6 +64,7 @@ async def join_legs(
             elif item is None:
                 decode_ended = True
             elif seeded or item.finish_reason == "error":
+                drained = _ends_well(item)
                 yield item, "decode"
                 if item.finish_reason is not None:
                     return
@@ -68,11 +73,10 @@ async def join_legs(
             if seeded and decode_ended:
                 raise EngineUnavailableError("the decode leg ended before the request did")
     finally:
-        ending = [tasks["prefill"]]
-        if drained:
-            drain(_rest(tasks["decode"], items, decode_ended))
-        else:
-            ending.append(tasks["decode"])
+        if drained is not None:
+            ended = prefill_ended if drained == "prefill" else decode_ended
+            drain(_rest(drained, tasks[drained], items, ended))
+        ending = [task for leg, task in tasks.items() if leg != drained]
         for task in ending:
             task.cancel()
         await asyncio.gather(*ending, return_exceptions=True)
@@ -90,12 +94,17 @@ async def _pump(leg: Leg, chunks: Chunks, items: asyncio.Queue[tuple[Leg, _Item]
         items.put_nowait((leg, error))
 
 
-async def _rest(task: asyncio.Task[None], items: asyncio.Queue[tuple[Leg, _Item]], ended: bool) -> Chunks:
-    """Yield what the decode leg still says; closing it closes the leg."""
+def _ends_well(chunk: TokenChunk) -> Leg | None:
+    """Return the leg to drain after this chunk of the decode leg."""
+    return "prefill" if chunk.finish_reason in ("stop", "length") else None
+
+
+async def _rest(which: Leg, task: asyncio.Task[None], items: asyncio.Queue[tuple[Leg, _Item]], ended: bool) -> Chunks:
+    """Yield what a leg still says; closing it closes the leg."""
     try:
         while not ended:
             leg, item = await items.get()
-            if leg == "decode":
+            if leg == which:
                 if not isinstance(item, TokenChunk):
                     return
                 yield item
