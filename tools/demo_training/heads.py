@@ -174,8 +174,8 @@ def draft_ids(head: Head, vocab_size: int) -> Tensor:
 def start_from_target(head: Head, target: nn.Module) -> None:
     """Begin with the target's last layer, final norm and output rows: the head then speaks the target's language.
 
-    The joint projections begin as sums: EAGLE-3's `fc` passes the last auxiliary state, its attention reads the embedding
-    weakly; EAGLE-1's `fc` adds embedding and feature.
+    The joint projections begin as sums: EAGLE-3's `fc` passes the last auxiliary state, its attention reads the
+    embedding weakly; EAGLE-1's `fc` adds embedding and feature.
     """
     size = target.config.hidden_size
     source, layer = target.model.layers[-1], head.layer
