@@ -231,6 +231,7 @@ def shared_memory_of(pids: set[int]) -> set[str]:
     return {name for name in names if int(name.split("-")[1]) in pids}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("while_serving", [False, True], ids=["idle", "while serving"])
 def test_interrupt_ends_everything(tmp_path: Path, while_serving: bool) -> None:
     path = tmp_path / "log"

@@ -6,9 +6,9 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from leftovers import orphaned_segments
 
 TARGET = "models/baton-demo-llama"
 EAGLE3 = {"method": "eagle3", "model": "models/baton-demo-eagle3", "num_speculative_tokens": 3}
@@ -23,7 +23,7 @@ def verify(*flags: str, lengths: str = LENGTHS, speculation: bool = True) -> sub
         command += ["--speculative-config", json.dumps(EAGLE3)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     result = subprocess.run(command, capture_output=True, text=True, timeout=170, env=environment, check=False)
-    assert not list(Path("/dev/shm").glob("baton-*")), "shared memory was left behind"
+    assert not orphaned_segments()
     return result
 
 

@@ -50,7 +50,7 @@ def frequent_ids(generated: Tensor, stream: TokenStream, vocab_size: int, size: 
     return torch.from_numpy(np.sort(np.argsort(-counts, kind="stable")[:size]).astype(np.int64))
 
 
-def head_loss(head: Head, target: LlamaForCausalLM, ids_BT: Tensor) -> Tensor:
+def head_loss(head: Head, target: LlamaForCausalLM, ids_BT: Tensor, unrolled: int = DRAFT_STEPS) -> Tensor:
     """Loss of all unrolled steps against the target's next-token distributions: a scalar, nats per token."""
     view = look(target, ids_BT, head.kind)
     next_embeds, features = view.embeds[:, 1:], view.features[:, :-1]
@@ -62,7 +62,7 @@ def head_loss(head: Head, target: LlamaForCausalLM, ids_BT: Tensor) -> Tensor:
     hard = inverse[wanted.argmax(-1)]
     soft = wanted.softmax(-1)[..., ids]
     total = torch.zeros(())
-    for step, hidden in enumerate(unroll(head, next_embeds, features, DRAFT_STEPS)):
+    for step, hidden in enumerate(unroll(head, next_embeds, features, unrolled)):
         logp = head.logits(hidden, target.lm_head.weight)[:, step:].float().log_softmax(-1)
         distilled = -(soft[:, step:] * logp).sum(-1).mean()
         # An argmax outside the draft vocabulary cannot be learnt.
