@@ -15,7 +15,7 @@ from torch import nn
 from demo_training.cards import Run, write_head_card, write_target_card
 from demo_training.corpus import load_corpus
 from demo_training.distil import frequent_ids, generate_corpus, save_head, train_head
-from demo_training.heads import EAGLE, EAGLE3, Eagle3Head, EagleHead, Head
+from demo_training.heads import EAGLE, EAGLE3, Eagle3Head, EagleHead, Head, start_from_target
 from demo_training.measure import acceptance, agreement, held_out_prompts, load_head
 from demo_training.target import (
     MAX_POSITION,
@@ -35,8 +35,8 @@ def arguments() -> argparse.Namespace:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("models"), help="directory of the three checkpoints")
-    parser.add_argument("--target-steps", type=int, default=800)
-    parser.add_argument("--head-steps", type=int, default=400)
+    parser.add_argument("--target-steps", type=int, default=900)
+    parser.add_argument("--head-steps", type=int, default=800)
     parser.add_argument("--generated-batches", type=int, default=16, help="batches of 96 rows of the target's text")
     parser.add_argument("--heads", nargs="*", choices=(EAGLE3, EAGLE), default=(EAGLE3, EAGLE))
     parser.add_argument("--threads", type=int, default=2)
@@ -83,6 +83,7 @@ def main() -> None:
             head = Eagle3Head(target.config, frequent_ids(generated, stream, target.config.vocab_size, DRAFT_VOCAB))
         else:
             head = EagleHead(target.config)
+        start_from_target(head, target)
         began = time.monotonic()
         train_head(head, target, stream, generated, args.head_steps, args.seed)
         run = Run(args.head_steps, time.monotonic() - began, parameters(head), args.threads, args.seed)

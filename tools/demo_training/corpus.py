@@ -1,37 +1,29 @@
-"""Training text: the language reference in `pydoc_data.topics` and the docstrings of the standard library.
+"""Training text: the language reference in `pydoc_data.topics` and every docstring of the standard library.
 
 Both ship with every CPython (PSF licence), so training needs no download. Order and split are deterministic
 for one Python version.
 """
 
+import ast
 import importlib
 import inspect
 import json
 import subprocess
 import sys
+import sysconfig
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from pydoc_data.topics import topics
 
 HELD_OUT_EVERY = 20
-DOCSTRING_MODULES = (
-    *("bisect", "collections", "contextlib", "copy", "csv", "dataclasses", "datetime", "enum", "fractions"),
-    *(
-        "functools",
-        "glob",
-        "heapq",
-        "io",
-        "itertools",
-        "json",
-        "logging",
-        "math",
-        "operator",
-        "os",
-        "os.path",
-    ),
-    *("pathlib", "random", "re", "shutil", "statistics", "string", "subprocess", "textwrap", "time"),
+# Their docstrings are in C, so in no source file.
+BUILT_IN_MODULES = (
+    *("array", "binascii", "builtins", "cmath", "errno", "fcntl", "itertools", "marshal", "math", "mmap", "operator"),
+    *("os", "posix", "pwd", "resource", "select", "sys", "termios", "time", "unicodedata", "zlib"),
 )
+SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "pydoc_data"})
 MIN_DOCSTRING, MAX_DOCSTRING = 40, 6000
 TOPIC_QUESTIONS = ("What does Python say about {}?", "Explain {}.", "Tell me about {} in Python.")
 NAME_QUESTIONS = ("What does {} do?", "Explain {}.", "What is {} for?")
@@ -76,25 +68,47 @@ def _described(module_name: str) -> Iterator[tuple[str, str]]:
                     yield f"{module_name}.{name}.{attribute}", inspect.cleandoc(doc)
 
 
-def docstring_documents(modules: Sequence[str] = DOCSTRING_MODULES) -> list[Document]:
-    """Docstrings of public functions, classes and methods, each text once, in the order of `modules`.
+def _in_source(path: Path, prefix: str) -> Iterator[tuple[str, str]]:
+    """(dotted name, docstring) of everything a source file defines, in its order."""
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError):
+        return
 
-    A module that this platform lacks is skipped.
-    """
+    def walk(node: ast.AST, name: str) -> Iterator[tuple[str, str]]:
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield name, ast.get_docstring(node) or ""
+        for child in ast.iter_child_nodes(node):
+            own = getattr(child, "name", None)
+            yield from walk(child, f"{name}.{own}" if isinstance(own, str) else name)
+
+    yield from walk(tree, prefix)
+
+
+def _all_described() -> Iterator[tuple[str, str]]:
+    root = Path(sysconfig.get_path("stdlib"))
+    for path in sorted(root.rglob("*.py")):
+        parts = path.relative_to(root).with_suffix("").parts
+        if not SKIPPED_FOLDERS.intersection(parts):
+            yield from _in_source(path, ".".join(p for p in parts if p != "__init__"))
+    for module_name in BUILT_IN_MODULES:
+        try:
+            yield from _described(module_name)
+        except ImportError:  # A module that this platform lacks.
+            continue
+
+
+def docstring_documents() -> list[Document]:
+    """Docstrings of modules, classes and functions of the standard library, each text once."""
     documents, seen = [], set()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for module_name in modules:
-            try:
-                described = list(_described(module_name))
-            except ImportError:
+        for name, doc in _all_described():
+            text = doc.strip()[:MAX_DOCSTRING]
+            if len(text) < MIN_DOCSTRING or text in seen:
                 continue
-            for name, doc in described:
-                text = doc.strip()[:MAX_DOCSTRING]
-                if len(text) < MIN_DOCSTRING or text in seen:
-                    continue
-                seen.add(text)
-                documents.append(Document(name, text, tuple(q.format(name) for q in NAME_QUESTIONS)))
+            seen.add(text)
+            documents.append(Document(name, text, tuple(q.format(name) for q in NAME_QUESTIONS)))
     return documents
 
 

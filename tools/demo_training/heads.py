@@ -170,6 +170,36 @@ def draft_ids(head: Head, vocab_size: int) -> Tensor:
     return torch.arange(vocab_size)
 
 
+@torch.no_grad()
+def start_from_target(head: Head, target: nn.Module) -> None:
+    """Begin with the target's last layer, final norm and output rows: the head then speaks the target's language.
+
+    The joint projections begin as sums: EAGLE-3's `fc` passes the last auxiliary state, its attention reads the
+    embedding weakly; EAGLE-1's `fc` adds embedding and feature.
+    """
+    size = target.config.hidden_size
+    source, layer = target.model.layers[-1], head.layer
+    layer.mlp.load_state_dict(source.mlp.state_dict())
+    layer.post_attention_layernorm.weight.copy_(source.post_attention_layernorm.weight)
+    layer.self_attn.o_proj.weight.copy_(source.self_attn.o_proj.weight)
+    for name in ("q_proj", "k_proj", "v_proj"):
+        ours, theirs = getattr(layer.self_attn, name).weight, getattr(source.self_attn, name).weight
+        ours[:, -size:].copy_(theirs)
+        if ours.shape[1] > size:
+            ours[:, :size].mul_(0.5)
+    eye = torch.eye(size)
+    if isinstance(head, Eagle3Head):
+        layer.hidden_norm.weight.copy_(source.input_layernorm.weight)
+        head.norm.weight.copy_(target.model.norm.weight)
+        head.lm_head.weight.copy_(target.lm_head.weight[draft_ids(head, target.config.vocab_size)])
+        head.fc.weight.mul_(0.2)
+        head.fc.weight[:, -size:] += eye
+    else:
+        head.fc.weight.mul_(0.2)
+        head.fc.weight[:, :size] += eye
+        head.fc.weight[:, size:] += 0.5 * eye
+
+
 @dataclass(slots=True)
 class TargetView:
     """What a head may see of the target for token rows [B, T]."""
@@ -186,26 +216,6 @@ def look(target: nn.Module, ids_BT: Tensor, kind: str) -> TargetView:
     states = out.hidden_states
     features = torch.cat([states[layer] for layer in AUX_LAYERS], -1) if kind == EAGLE3 else states[-1]
     return TargetView(target.get_input_embeddings()(ids_BT), features.float(), out.logits.float())
-
-
-@torch.no_grad()
-def balance(head: Head, target: nn.Module, ids_BT: Tensor) -> None:
-    """Scale `fc` so that each of its inputs, and its output, begins with the size of one.
-
-    Residual streams grow with depth and embeddings are small: without this one input drowns the others, or the residual
-    drowns what the layer adds to it. EAGLE-3's output projection begins as the target's.
-    """
-    view = look(target, ids_BT, head.kind)
-    size = target.config.hidden_size
-    inputs = view.features if head.kind == EAGLE3 else torch.cat([view.embeds, view.features], -1)
-    parts = inputs.shape[-1] // size
-    nn.init.normal_(head.fc.weight, std=(parts * size) ** -0.5)
-    for part in range(parts):
-        columns = slice(part * size, (part + 1) * size)
-        head.fc.weight[:, columns] /= inputs[..., columns].square().mean().sqrt()
-    if isinstance(head, Eagle3Head):
-        head.norm.weight.copy_(target.model.norm.weight)
-        head.lm_head.weight.copy_(target.lm_head.weight[draft_ids(head, target.config.vocab_size)])
 
 
 def _shift(x: Tensor, by: int, dim: int) -> Tensor:

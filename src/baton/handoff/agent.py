@@ -16,6 +16,7 @@ from typing import Any
 from baton.errors import ProtocolError
 from baton.handoff import events as ev
 from baton.handoff.channel import Channel
+from baton.handoff.environment import SystemClock
 from baton.handoff.links import AgentConfig, Timers
 from baton.handoff.messages import AttemptKey, Seeds
 from baton.handoff.planner import RankGeometry
@@ -54,7 +55,7 @@ class HandoffAgent:
         self.config = config
         self._channel = Channel(config.bind)
         self.address = self._channel.address
-        self._runner = HandoffRunner(config, geometries, transport, descriptor, self._channel, on_event)
+        self._runner = HandoffRunner(config, geometries, transport, descriptor, self._channel, on_event, SystemClock())
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="baton-handoff", daemon=True)

@@ -12,12 +12,12 @@ import contextlib
 import logging
 import secrets
 import socket
-from dataclasses import dataclass
 from typing import Any
 
 import zmq
 
 from baton.errors import ConfigError, ProtocolError
+from baton.handoff.environment import Connection
 from baton.handoff.messages import MAX_FRAME, Bye, Hello, Message, decode, encode
 
 log = logging.getLogger(__name__)
@@ -29,18 +29,6 @@ _LAST_SEQUENCE = (1 << 63) - 1
 
 # pyzmq's sockets are generic over sync and async; only the plain ones are used here.
 Socket = Any
-
-
-@dataclass(slots=True, eq=False)
-class Connection:
-    """One session. `identity` is set where the peer dialled us, `address` where we dialled."""
-
-    session: int
-    socket: Socket
-    identity: bytes | None = None
-    address: str = ""
-    sent: int = 0
-    received: int = 0
 
 
 class Channel:

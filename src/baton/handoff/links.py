@@ -7,12 +7,11 @@ that the first copy finds it warm and an unfit peer is refused before any reques
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from baton.errors import BatonError, IncompatiblePeerError, ProtocolError
-from baton.handoff.channel import Channel, Connection
+from baton.handoff.environment import Clock, Connection, ControlChannel
 from baton.handoff.fingerprint import compare, geometry_fields
 from baton.handoff.messages import Bye, Hello, Register, check_table
 from baton.handoff.planner import RankGeometry
@@ -75,13 +74,15 @@ class Links:
         geometries: Mapping[str, RankGeometry],
         transport: Transport,
         descriptor: bytes,
-        channel: Channel,
+        channel: ControlChannel,
+        clock: Clock,
     ) -> None:
         self.clients: dict[Connection, Link] = {}  # engines that dialled us, to decode
         self.servers: dict[str, Link] = {}  # engines we dialled, by address, to decode from
         self._config = config
         self._transport = transport
         self._channel = channel
+        self._clock = clock
         self._hello = Hello(
             config.engine_id, config.incarnation, dict(config.fingerprint), dict(geometries), descriptor
         )
@@ -115,7 +116,7 @@ class Links:
         return link
 
     def _say_hello(self, link: Link) -> None:
-        link.next_hello = time.monotonic() + self._config.timers.retry
+        link.next_hello = self._clock.monotonic() + self._config.timers.retry
         self._channel.send(link.connection, self._hello)
 
     def repeat_hello(self, now: float) -> None:
@@ -165,7 +166,7 @@ class Links:
         config, hello = self._config, link.hello
         if hello is None or link.refusal is not None:
             raise ProtocolError(link.refusal[1] if link.refusal else "a session begins with HELLO")
-        ticket = verify(config.ticket_key, message.ticket, time.time())
+        ticket = verify(config.ticket_key, message.ticket, self._clock.time())
         if ticket.key != message.key:
             raise ProtocolError("the ticket is for another attempt")
         if (ticket.prefill_engine, ticket.prefill_incarnation) != (config.engine_id, config.incarnation):

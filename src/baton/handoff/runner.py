@@ -6,7 +6,6 @@ All methods but `stats` are for one thread; `agent.py` provides it.
 from __future__ import annotations
 
 import logging
-import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
@@ -14,8 +13,8 @@ from typing import Any, Literal
 from baton.errors import ProtocolError
 from baton.handoff import events as ev
 from baton.handoff.attempts import Book, DecodeAttempt, Figures, PrefillAttempt
-from baton.handoff.channel import Channel, Connection
 from baton.handoff.decode import DecodeHandoff
+from baton.handoff.environment import Clock, Connection, ControlChannel
 from baton.handoff.links import AgentConfig, Link, Links
 from baton.handoff.messages import AttemptKey, AttemptMessage, Bye, Cancel, Hello, Message, Nack, Register
 from baton.handoff.operations import Operations
@@ -37,14 +36,16 @@ class HandoffRunner:
         geometries: Mapping[str, RankGeometry],
         transport: Transport,
         descriptor: bytes,
-        channel: Channel,
+        channel: ControlChannel,
         on_event: Callable[[ev.HandoffEvent], None],
+        clock: Clock,
     ) -> None:
         self.config = config
         self.geometries = dict(geometries)
         self.channel = channel
         self.on_event = on_event
-        self.links = Links(config, geometries, transport, descriptor, channel)
+        self.clock = clock
+        self.links = Links(config, geometries, transport, descriptor, channel, clock)
         self.operations: Operations[Attempt] = Operations(transport)
         self.prefills: Book[PrefillAttempt] = Book()
         self.decodes: Book[DecodeAttempt] = Book()
@@ -94,7 +95,7 @@ class HandoffRunner:
             self._feed(attempt, ev.Abort(reason, "the engine is closing"))
 
     def _deadline(self, ticket: Ticket) -> float:
-        return time.monotonic() + min(ticket.expiry - time.time(), MAX_TICKET_LIFE_S)
+        return self.clock.monotonic() + min(ticket.expiry - self.clock.time(), MAX_TICKET_LIFE_S)
 
     def _live(self) -> list[Attempt]:
         return [*self.prefills.live.values(), *self.decodes.live.values()]
@@ -202,7 +203,7 @@ class HandoffRunner:
             if not isinstance(message, Cancel):
                 raise ProtocolError("message for an attempt that is not open here")
             # A tombstone: the REGISTER that may come after it must start nothing.
-            attempt = self._prefill(key, "push", time.monotonic() + MAX_TICKET_LIFE_S)
+            attempt = self._prefill(key, "push", self.clock.monotonic() + MAX_TICKET_LIFE_S)
         attempt.link = link
         self._feed(attempt, ev.Received(message))
 
@@ -299,7 +300,7 @@ class HandoffRunner:
 
     def on_time(self) -> float:
         """Do what is due; returns the seconds after which it must be called again."""
-        now, timers = time.monotonic(), self.config.timers
+        now, timers = self.clock.monotonic(), self.config.timers
         if now >= self._next_check:
             self._next_check = now + timers.check
             self._check_peers()

@@ -1,0 +1,66 @@
+"""The time and the sockets that the handoff's runner sees, so that a simulator can stand in for both."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from baton.handoff.messages import Message
+
+
+class Clock(Protocol):
+    """A process's clocks, in seconds."""
+
+    def monotonic(self) -> float:
+        """Never goes back; of no meaning to another process."""
+        ...
+
+    def time(self) -> float:
+        """Unix time, to judge a ticket's expiry by."""
+        ...
+
+
+class SystemClock:
+    """The machine's own clocks."""
+
+    def monotonic(self) -> float:
+        """See `Clock`."""
+        return time.monotonic()
+
+    def time(self) -> float:
+        """See `Clock`."""
+        return time.time()
+
+
+@dataclass(slots=True, eq=False)
+class Connection:
+    """One session. `identity` is set where the peer dialled us, `address` where we dialled."""
+
+    session: int
+    socket: Any
+    identity: bytes | None = None
+    address: str = ""
+    sent: int = 0
+    received: int = 0
+
+
+class ControlChannel(Protocol):
+    """What the runner needs of `baton.handoff.channel.Channel`."""
+
+    @property
+    def malformed(self) -> int:
+        """Frames that were dropped because they could not be read."""
+        ...
+
+    def dial(self, address: str) -> Connection:
+        """Open a session. Raises `ProtocolError` for an address that cannot be dialled."""
+        ...
+
+    def drop(self, connection: Connection) -> None:
+        """Forget a session."""
+        ...
+
+    def send(self, connection: Connection, message: Message) -> None:
+        """Send or lose, never block. Raises `ProtocolError` for a message over its size limit."""
+        ...
