@@ -37,7 +37,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, default=Path("models"), help="directory of the three checkpoints")
     parser.add_argument("--target-steps", type=int, default=900)
     parser.add_argument("--head-steps", type=int, default=800)
-    parser.add_argument("--generated-batches", type=int, default=16, help="batches of 96 rows of the target's text")
+    parser.add_argument("--generated-batches", type=int, default=10, help="batches of 96 rows of the target's text")
     parser.add_argument("--heads", nargs="*", choices=(EAGLE3, EAGLE), default=(EAGLE3, EAGLE))
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)

@@ -20,6 +20,8 @@ from .heads import EAGLE3, Eagle3Head, EagleHead, Head, draft_ids, look, unroll
 from .target import generate_rows
 from .vocabulary import ASSISTANT_ID, BOS_ID, EOS_ID, USER_ID
 
+MIN_PROMPT_TEXT = 150  # characters
+
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
@@ -101,12 +103,13 @@ def acceptance(
 
 
 def held_out_prompts(documents: Sequence[Document], tokenizer: Tokenizer, count: int) -> list[list[int]]:
-    """At most `count` prompts: of each document of some length its first 32 tokens, 32 from its middle, and a
-    chat question."""
+    """`count` prompts, three of each of `count // 3` documents spread evenly over those of some length: its first
+    32 tokens, 32 from its middle, and a chat question.
+    """
+    long = [document for document in documents if len(document.text) >= MIN_PROMPT_TEXT]
+    chosen = long[:: max(1, len(long) // (count // 3))][: count // 3]
     prompts = []
-    for document in documents:
-        if len(document.text) < 150:
-            continue
+    for document in chosen:
         body = tokenizer.encode(document.text, add_special_tokens=False).ids
         middle = len(body) // 2
         turn = tokenizer.encode(document.questions[0], add_special_tokens=False).ids
@@ -115,7 +118,7 @@ def held_out_prompts(documents: Sequence[Document], tokenizer: Tokenizer, count:
             [BOS_ID, *body[middle : middle + 32]],
             [BOS_ID, USER_ID, *turn, ASSISTANT_ID],
         ]
-    return prompts[:count]
+    return prompts
 
 
 @torch.inference_mode()

@@ -78,7 +78,7 @@ async def _run(url: str, decode_url: str, cases: list[Case], show: bool) -> tupl
     async with aiohttp.ClientSession() as session:
         if show:
             await _show_answer(session, url)
-        bytes_before = await scrape(session, decode_url, "baton:handoff_runs")
+        runs_before = await scrape(session, decode_url, "baton:handoff_runs")
         handoffs_before = await scrape(session, decode_url, "baton:handoffs")
         answers = []
         for case in cases:
@@ -89,7 +89,7 @@ async def _run(url: str, decode_url: str, cases: list[Case], show: bool) -> tupl
                 "seed": 0,
             }
             answers.append(await stream_completion(session, url, body))
-        runs = await scrape(session, decode_url, "baton:handoff_runs") - bytes_before
+        runs = await scrape(session, decode_url, "baton:handoff_runs") - runs_before
         handoffs = await scrape(session, decode_url, "baton:handoffs") - handoffs_before
     return answers, runs / max(handoffs, 1.0)
 

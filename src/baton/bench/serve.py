@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,14 +38,20 @@ def measure(
     num_pairs: int = 30,
     mode: str = "push",
     max_tokens: int = 32,
+    split_flags: Sequence[str] = (),
 ) -> ServeFigures:
-    """Both deployments run side by side behind a router each; only one of them is asked at a time."""
+    """Both deployments run side by side behind a router each; only one of them is asked at a time.
+
+    `split_flags` are further flags of the P/D engines alone.
+    """
     flags = ["--no-enable-prefix-caching"]
     if speculative_config is not None:
         flags += ["--speculative-config", json.dumps(speculative_config)]
     with (
         Deployment(model, prefill=0, decode=0, both=1, engine_flags=flags) as single,
-        Deployment(model, prefill=1, decode=1, engine_flags=flags, router_flags=["--kv-mode", mode]) as split,
+        Deployment(
+            model, prefill=1, decode=1, engine_flags=[*flags, *split_flags], router_flags=["--kv-mode", mode]
+        ) as split,
     ):
         return asyncio.run(_measure(model, single.url, split.url, prompt_tokens, num_pairs, max_tokens))
 
