@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint bench train clean
+.PHONY: demo test lint bench simulate train clean
 
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -26,6 +26,9 @@ lint: $(STAMP)
 
 bench: $(STAMP)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m baton.bench.all
+
+simulate: $(STAMP)
+	@$(BIN)/python -m baton.testing.simulator --seeds 20000 --first-seed 0
 
 train: $(STAMP)
 	$(BIN)/python tools/train_demo_models.py

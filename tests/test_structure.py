@@ -26,7 +26,19 @@ ALLOWED: dict[str, set[str]] = {
     "router": {"openai", "text", "handoff"},
 }
 # Finer than packages: the pure part of the handoff knows no transport, a transport knows no protocol.
-PURE = {"messages", "ticket", "events", "prefill", "decode", "interval", "planner", "fingerprint"}
+PURE = {
+    "messages",
+    "ticket",
+    "events",
+    "prefill",
+    "decode",
+    "copies",
+    "proofs",
+    "digest",
+    "interval",
+    "planner",
+    "fingerprint",
+}
 ROUTER_SEES = {"baton.handoff.ticket"}
 
 

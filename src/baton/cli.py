@@ -7,7 +7,8 @@ import sys
 
 import typer
 
-from baton import cli_generate, cli_serve
+from baton import cli_generate, cli_keys, cli_serve
+from baton.bench.cli import app as bench_app
 from baton.errors import BatonError, ConfigError, RequestError
 from baton.verify.cli import verify_command
 
@@ -20,7 +21,9 @@ app = typer.Typer(
 )
 cli_serve.register(app)
 cli_generate.register(app)
+cli_keys.register(app)
 app.command("verify")(verify_command)
+app.add_typer(bench_app, name="bench")
 
 
 def main() -> None:

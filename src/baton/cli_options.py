@@ -11,7 +11,8 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from baton.engine.config import EngineConfig, KVTransferConfig, Role, SpeculativeConfig
+from baton.engine.config import EngineConfig, Integrity, KVTransferConfig, Role, SpeculativeConfig
+from baton.wire import Recovery
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,16 +35,23 @@ class EngineOptions:
     seed: Annotated[int, typer.Option(help="Seed of the engine.")] = 0
     enable_prefix_caching: Annotated[bool, typer.Option(help="Reuse KV of equal prefixes.")] = True
     batch_invariant: Annotated[bool, typer.Option(help="Same bits in every batch, at a cost.")] = False
+    recovery: Annotated[Recovery, typer.Option(help="Last rung that a failed handoff may take.")] = "full"
+    integrity: Annotated[Integrity, typer.Option(help="Digests of moved bytes, checked before they are used.")] = "off"
 
     def to_config(
-        self, model: str, role: Role = "both", engine_id: str = "engine", ticket_key_file: str | None = None
+        self,
+        model: str,
+        role: Role = "both",
+        engine_id: str = "engine",
+        ticket_key_file: str | None = None,
+        keys: str | None = None,
     ) -> EngineConfig:
         """Return the checked configuration. Raises `ConfigError` naming the first bad field."""
         settings: dict[str, Any] = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         settings["speculative_config"] = SpeculativeConfig.parse(self.speculative_config)
         settings["kv_transfer_config"] = KVTransferConfig.parse(self.kv_transfer_config)
         return EngineConfig(
-            model=model, role=role, engine_id=engine_id, ticket_key_file=ticket_key_file, **settings
+            model=model, role=role, engine_id=engine_id, ticket_key_file=ticket_key_file, keys=keys, **settings
         ).check()
 
     def to_flags(self) -> list[str]:

@@ -16,6 +16,7 @@ from baton.engine.config import KVMode, Role
 from baton.errors import ConfigError
 from baton.openai.http import bind, serve, url_of
 from baton.processes import Deployment, Reporter
+from baton.wire import Recovery
 
 if TYPE_CHECKING:
     from baton.router import RouterConfig
@@ -24,10 +25,12 @@ Host = Annotated[str, typer.Option(help="Address to listen on; loopback unless y
 Port = Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")]
 ReadyFd = Annotated[int | None, typer.Option(hidden=True)]
 KeyFile = Annotated[str | None, typer.Option(help="32 random bytes shared by router and engines.")]
+Keys = Annotated[str | None, typer.Option(metavar="DIR", help="Key directory of `baton keys`, ticket key included.")]
 KvMode = Annotated[KVMode, typer.Option(help="Who issues the copies: prefill (push) or decode (pull).")]
 Policy = Annotated[Literal["round_robin", "least_loaded"], typer.Option(help="How engines are chosen.")]
 AllowMode = Annotated[bool, typer.Option(help="Let a request choose by its field kv_mode.")]
 TokenizerDir = Annotated[str | None, typer.Option(help="Default: the engines' own checkpoint.")]
+LastRung = Annotated[Recovery, typer.Option(help="How far the router goes for a request whose engines failed.")]
 EngineUrls = Annotated[list[str] | None, typer.Option(metavar="URL", help="Repeat, or separate by commas.")]
 
 
@@ -39,6 +42,7 @@ def serve_command(
     host: Host = "127.0.0.1",
     port: Port = 8000,
     ticket_key_file: KeyFile = None,
+    keys: Keys = None,
     engine_id: Annotated[str | None, typer.Option(help="Default: role and port.")] = None,
     ready_fd: ReadyFd = None,
 ) -> None:
@@ -47,7 +51,7 @@ def serve_command(
     listener = bind(host, port)
     with contextlib.closing(listener):
         name = engine_id or f"{role}-{listener.getsockname()[1]}"
-        config = options.to_config(model, role, name, ticket_key_file)
+        config = options.to_config(model, role, name, ticket_key_file, keys)
         from baton.text import Tokenizer
 
         tokenizer = Tokenizer.load(model)
@@ -71,14 +75,20 @@ def router_command(
     host: Host = "127.0.0.1",
     port: Port = 8000,
     ticket_key_file: KeyFile = None,
+    keys: Keys = None,
     kv_mode: KvMode = "push",
     policy: Policy = "round_robin",
     allow_mode_override: AllowMode = False,
     tokenizer: TokenizerDir = None,
+    recovery: LastRung = "full",
     ready_fd: ReadyFd = None,
 ) -> None:
     """The front door over engines that run already; more may join by POST /instances/add."""
+    from baton.handoff import keys as key_files
+
     reporter = Reporter(ready_fd)
+    if ticket_key_file is None and keys is not None:
+        ticket_key_file = str(key_files.ticket_key_file(keys))
     config = _router_config(
         _split(prefill),
         _split(decode),
@@ -88,6 +98,7 @@ def router_command(
         policy,
         allow_mode_override,
         tokenizer,
+        recovery,
     )
     listener = bind(host, port)
 
@@ -133,6 +144,7 @@ def up_command(
                 policy,
                 allow_mode_override,
                 model,
+                options.recovery,
             )
 
             def on_ready(url: str) -> None:
@@ -151,6 +163,7 @@ def _router_config(
     policy: Literal["round_robin", "least_loaded"],
     allow_mode_override: bool,
     tokenizer: str | None,
+    recovery: Recovery,
 ) -> RouterConfig:
     from baton.handoff.ticket import load_or_create_key
     from baton.router import RouterConfig
@@ -166,6 +179,7 @@ def _router_config(
         allow_mode_override=allow_mode_override,
         policy=policy,
         tokenizer=tokenizer,
+        recovery=recovery,
     )
 
 

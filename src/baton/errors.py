@@ -4,11 +4,14 @@ BatonError
 ├── ConfigError          a setting is unknown or has a bad value; names the field
 ├── CheckpointError      a checkpoint file is missing, truncated or of another shape
 ├── RequestError         a client's request is malformed; names the parameter (HTTP 4xx)
-│   └── UnknownModelError
+│   ├── UnknownModelError
+│   └── ForbiddenError   the request claims what only the router may decide (HTTP 403)
 ├── EngineUnavailableError   an engine is down or refuses work (HTTP 503)
+│   └── EngineLostError      an engine went away with a request that it had taken
 ├── CapacityError        pages or slots that can never fit were asked for
 ├── ProtocolError        a peer sent a message that is malformed or out of bounds
-│   └── IncompatiblePeerError   P and D differ in a field that must be equal
+│   ├── IncompatiblePeerError   P and D differ in a field that must be equal
+│   └── WrongEngineError     a good ticket is for another engine, or for this one before it was restarted
 ├── HandoffError         a handoff ended without commit; carries the reason
 └── TransportError       a transport could not copy, connect or register
 """
@@ -44,8 +47,16 @@ class UnknownModelError(RequestError):
     """The request names a model that is not served here (HTTP 404)."""
 
 
+class ForbiddenError(RequestError):
+    """The request names a host, a transfer or a ticket that the router has not signed for it (HTTP 403)."""
+
+
 class EngineUnavailableError(BatonError):
     """No engine can take the request now (HTTP 503)."""
+
+
+class EngineLostError(EngineUnavailableError):
+    """An engine that may have taken a request went away: its connection broke, or its lease ended."""
 
 
 class CapacityError(BatonError):
@@ -63,6 +74,10 @@ class IncompatiblePeerError(ProtocolError):
         listed = "; ".join(f"{name}: here {here!r}, peer {there!r}" for name, (here, there) in fields.items())
         super().__init__(f"incompatible peer: {listed}")
         self.fields = fields
+
+
+class WrongEngineError(ProtocolError):
+    """A ticket with a good signature names another engine, or this one before it was restarted (HTTP 409)."""
 
 
 class HandoffError(BatonError):

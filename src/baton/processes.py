@@ -24,7 +24,8 @@ from pathlib import Path
 from types import TracebackType
 
 from baton.errors import ConfigError, EngineUnavailableError
-from baton.handoff.ticket import load_or_create_key
+from baton.handoff.keys import make_keys, ticket_key_file
+from baton.transports.shm import remove_stale_segments
 
 START_TIMEOUT_S = 300.0
 END_TIMEOUT_S = 10.0
@@ -35,6 +36,7 @@ BATON = (sys.executable, "-m", "baton.cli")
 @dataclass(slots=True)
 class _Child:
     name: str
+    arguments: list[str]
     process: subprocess.Popen[bytes]
     pipe: int
     log: Path
@@ -75,26 +77,27 @@ class Deployment:
         self._command = tuple(BATON if command is None else command)
         self._show_progress = show_progress
         self._children: list[_Child] = []
-        # mkdtemp makes the directory for its owner only: the ticket key is in it.
+        # mkdtemp makes the directory for its owner only.
         self._directory = Path(tempfile.mkdtemp(prefix="baton-"))
-        self.ticket_key_file = str(self._directory / "ticket.key")
+        keys = self._directory / "keys"
         try:
-            load_or_create_key(self.ticket_key_file)
             roles = ["prefill"] * prefill + ["decode"] * decode + ["both"] * both
-            for number, role in enumerate(roles):
-                name = f"{role}-{roles[:number].count(role)}"
+            names = [f"{role}-{roles[:number].count(role)}" for number, role in enumerate(roles)]
+            make_keys(keys, names)
+            self.ticket_key_file = str(ticket_key_file(keys))
+            for name, role in zip(names, roles, strict=True):
                 flags = ["--role", role, "--engine-id", name, "--port", "0", *engine_flags]
                 if role != "both":
-                    flags += ["--ticket-key-file", self.ticket_key_file]
-                self._spawn(name, ["serve", model, *flags])
-            self._await_ready()
+                    flags += ["--keys", str(keys)]
+                self._children.append(self._spawn(name, ["serve", model, *flags]))
+            self._await_ready(self._children)
             self._urls = _Urls()
             for child, role in zip(self._children, roles, strict=True):
                 getattr(self._urls, role).append(child.url)
             self.url = self.engine_urls[0]
             if router:
-                self._spawn("router", ["router", *self._router_flags(port), *router_flags])
-                self._await_ready()
+                self._children.append(self._spawn("router", ["router", *self._router_flags(port), *router_flags]))
+                self._await_ready(self._children[-1:])
                 self.url = self._children[-1].url or ""
         except BaseException:
             self.close()
@@ -129,12 +132,51 @@ class Deployment:
         """Return the children that have ended, with the last line each wrote."""
         return {c.name: _last_line(c) for c in self._children if c.process.poll() is not None}
 
+    def kill(self, name: str) -> None:
+        """End a child by SIGKILL, also one that is stopped, and wait until it is gone."""
+        child = self._child(name)
+        child.process.kill()
+        child.process.wait()
+
+    def stop(self, name: str) -> None:
+        """Halt a child by SIGSTOP: it keeps its memory and sockets, and does nothing until `cont`."""
+        self._child(name).process.send_signal(signal.SIGSTOP)
+
+    def cont(self, name: str) -> None:
+        """Let a child go on that `stop` halted."""
+        self._child(name).process.send_signal(signal.SIGCONT)
+
+    def restart(self, name: str, wait: bool = True) -> None:
+        """Start a child anew at the port it had; one that still runs is killed first.
+
+        With `wait` it runs when this returns, else `await_ready` tells. Raises `EngineUnavailableError` with the
+        child's own error line when it does not start.
+        """
+        self.kill(name)
+        old = self._child(name)
+        if old.pipe >= 0:
+            os.close(old.pipe)
+        arguments = list(old.arguments)
+        if old.url is not None:
+            arguments[arguments.index("--port") + 1] = old.url.rpartition(":")[2]
+        self._children[self._children.index(old)] = self._spawn(name, arguments)
+        if wait:
+            self.await_ready(name)
+
+    def await_ready(self, name: str) -> None:
+        """Wait for a child that `restart` has started. Blocks; may be called on another thread."""
+        self._await_ready([self._child(name)])
+
+    def _child(self, name: str) -> _Child:
+        return next(child for child in self._children if child.name == name)
+
     def close(self) -> None:
         """End every child, by SIGTERM and then by SIGKILL, and delete their files. Idempotent."""
         children = self._children[::-1]  # the router first, so that it sends nothing to engines that end
         for child in children:
             if child.process.poll() is None:
                 child.process.terminate()
+                child.process.send_signal(signal.SIGCONT)  # one that is halted could not end
         deadline = time.monotonic() + END_TIMEOUT_S
         for child in children:
             try:
@@ -145,6 +187,8 @@ class Deployment:
             if child.pipe >= 0:
                 os.close(child.pipe)
                 child.pipe = -1
+        # What a killed engine could not unlink, when none is left that would notice.
+        remove_stale_segments()
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def __enter__(self) -> Deployment:
@@ -162,11 +206,11 @@ class Deployment:
                 flags += [f"--{role}", url]
         return flags
 
-    def _spawn(self, name: str, arguments: Sequence[str]) -> None:
+    def _spawn(self, name: str, arguments: list[str]) -> _Child:
         read, write = os.pipe()
         log = self._directory / f"{name}.log"
         try:
-            with log.open("wb") as output:
+            with log.open("ab") as output:
                 process = subprocess.Popen(
                     [*self._command, *arguments, "--ready-fd", str(write)],
                     stdin=subprocess.DEVNULL,
@@ -181,12 +225,12 @@ class Deployment:
             raise
         finally:
             os.close(write)
-        self._children.append(_Child(name, process, read, log))
+        return _Child(name, arguments, process, read, log)
 
-    def _await_ready(self) -> None:
+    def _await_ready(self, children: Sequence[_Child]) -> None:
         deadline = time.monotonic() + START_TIMEOUT_S
         with selectors.DefaultSelector() as selector:
-            waiting = [child for child in self._children if child.url is None]
+            waiting = [child for child in children if child.url is None]
             for child in waiting:
                 selector.register(child.pipe, selectors.EVENT_READ, child)
             while any(child.url is None for child in waiting):

@@ -6,7 +6,7 @@ The legs between router and engines carry token ids, never text: only the front 
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
@@ -14,6 +14,13 @@ from baton.errors import RequestError
 
 MAX_LOGPROBS = 20
 FinishReason = Literal["stop", "length", "abort", "error"]
+Recovery = Literal["none", "retry", "source", "recompute", "full"]
+RECOVERIES: tuple[Recovery, ...] = get_args(Recovery)
+
+
+def recovers(recovery: Recovery, rung: Recovery) -> bool:
+    """Whether `--recovery` allows a rung of the ladder: each value allows the rungs up to its own."""
+    return RECOVERIES.index(recovery) >= RECOVERIES.index(rung)
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -109,18 +116,22 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
 class TokenChunk(msgspec.Struct, frozen=True, kw_only=True):
     """What one engine step adds to one request. The stream ends with the chunk that has `finish_reason` set.
 
-    `accepted` holds, per verification round that ended in this chunk, how many draft tokens were accepted.
-    `error` is set only with `finish_reason == "error"` and is `"<reason>: <message>"`.
+    `position` is the output index of the first of `token_ids` (0: the first token after the client's prompt); None
+    without tokens. `accepted` holds, per verification round that ended in this chunk, how many draft tokens were
+    accepted. `error` is set only with `finish_reason == "error"` and is `"<reason>: <message>"`; `recoverable` says
+    that the request may succeed elsewhere, from the tokens known so far.
     """
 
     request_id: str
     token_ids: list[int] = []
+    position: int | None = None
     logprobs: list[TokenLogprobs] | None = None
     accepted: list[int] = []
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
     num_cached_tokens: int = 0
     error: str | None = None
+    recoverable: bool = False
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,8 +1,9 @@
 """Both machines joined by a hostile network and modelled memory, over seeded random schedules.
 
-Messages are delayed, reordered, dropped and duplicated; copies proceed token by token and may fail; either
-engine gives up at any moment. Whatever happens: no copy touches a page that was freed, a commit means that
-every wanted token holds its final value, and in the end everything was freed exactly once.
+Messages are delayed, reordered, dropped and duplicated; copies proceed token by token, may fail, and may write
+wrong values, which only digests can find; checks of digests take their time; either engine gives up at any
+moment. Whatever happens: no copy touches a page that was freed, a commit means that every wanted token holds its
+final value, and in the end everything was freed exactly once.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import random
 from typing import Literal
 
 import pytest
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,15 +20,22 @@ from baton.handoff.decode import DecodeHandoff
 from baton.handoff.events import (
     Abort,
     Action,
+    BadPiece,
     CancelCopies,
+    CheckDigests,
+    ComputeDigests,
     CopyEnded,
     Deadline,
     Declared,
     DecodeCommitted,
     DecodeFailed,
     DecodeFinished,
+    DecodeProgress,
     DecodeReleased,
+    DigestsChecked,
+    DigestsComputed,
     HandoffEvent,
+    Integrity,
     MachineEvent,
     Notify,
     Opened,
@@ -39,7 +48,7 @@ from baton.handoff.events import (
     StartCopy,
     Tick,
 )
-from baton.handoff.messages import AttemptKey, AttemptMessage, Seeds
+from baton.handoff.messages import AttemptKey, AttemptMessage, PieceDigest, Seeds
 from baton.handoff.prefill import PrefillHandoff
 
 KEY = AttemptKey(b"0" * 16, 0, "p", "d")
@@ -48,12 +57,23 @@ GROUPS = ("draft", "target")
 
 
 class World:
-    """One attempt. `faults` is the chance that a message is lost or doubled, or that a copy fails."""
+    """One attempt. `faults` is the chance that a message is lost or doubled, or that a copy fails; with
+    `corruption`, that a copied token is wrong.
+    """
 
-    def __init__(self, seed: int, mode: Literal["push", "pull"], faults: float, aborts: bool) -> None:
+    def __init__(
+        self,
+        seed: int,
+        mode: Literal["push", "pull"],
+        faults: float,
+        aborts: bool,
+        corruption: bool = False,
+        integrity: Integrity = "off",
+    ) -> None:
         self.random = random.Random(seed)
         self.faults, self.aborts = faults, aborts
         self.mode = mode
+        self.corruption = corruption
         self.n = self.random.randint(1, 9)
         self.p_size, self.d_size = self.random.randint(1, 4), self.random.randint(1, 4)
         hit = self.random.randint(0, self.n)
@@ -63,8 +83,10 @@ class World:
         self.p_memory: dict[tuple[str, int, int], int] = {}
         self.d_memory: dict[tuple[str, int, int], int] = {}
         self.p_free = self.d_free = False
-        self.p = PrefillHandoff(KEY, mode, GROUPS)
-        self.d = DecodeHandoff(KEY, mode, "t", self.wanted, self.d_pages)
+        self.p = PrefillHandoff(KEY, mode, GROUPS, integrity=integrity)
+        self.d = DecodeHandoff(KEY, mode, "t", self.wanted, self.d_pages, integrity=integrity)
+        self.proven: dict[str, int] = {}
+        self.checks: list[CheckDigests] = []
         self.to_p: list[AttemptMessage] = []
         self.to_d: list[AttemptMessage] = []
         self.copies: dict[int, tuple[StartCopy, list[int]]] = {}
@@ -98,8 +120,36 @@ class World:
                     for copy_id in copy_ids:
                         if copy_id in self.copies and self.random.random() < 0.5:
                             self.end_copy(copy_id, ok=False)
+                case ComputeDigests(group, spans, pages):
+                    found = [self.digest(group, s, pages, self.p_memory, self.p_size) for s in spans]
+                    self.feed_p(DigestsComputed(group, found))
+                case CheckDigests():
+                    self.checks.append(action)
                 case Notify(event):
                     self.note(event)
+
+    def digest(
+        self, group: str, span: tuple[int, int], pages: list[int], memory: dict[tuple[str, int, int], int], size: int
+    ) -> PieceDigest:
+        values = [memory.get((group, pages[t // size], t % size)) for t in range(*span)]
+        return PieceDigest(*span, xxhash.xxh3_64_digest(repr((group, span, values)).encode()))
+
+    def check(self) -> None:
+        """One check of digests comes to its end; what it says is of now."""
+        action = self.checks.pop(self.random.randrange(len(self.checks)))
+        bad = [
+            BadPiece(group, piece.start, piece.stop, (0,))
+            for group, pieces in action.digests.items()
+            for piece in pieces
+            if piece != self.digest(group, (piece.start, piece.stop), action.pages[group], self.d_memory, self.d_size)
+        ]
+        self.feed_d(DigestsChecked(action.check_id, tuple(bad)))
+
+    def holds(self, ends: dict[str, int]) -> None:
+        for group, end in ends.items():
+            for t in range(self.wanted[group][0], end):
+                page = self.d_pages[group][t // self.d_size]
+                assert self.d_memory[group, page, t % self.d_size] == t, (group, t)
 
     def note(self, event: HandoffEvent) -> None:
         self.events.append(event)
@@ -109,17 +159,20 @@ class World:
                 self.p_free = True
                 if self.mode == "push":
                     assert not self.copies
+            case DecodeProgress(_, proven):
+                assert all(proven.get(group, 0) >= end for group, end in self.proven.items())
+                self.proven = proven
+                self.holds(proven)
             case DecodeReleased() | DecodeFinished():
                 assert not self.d_free
                 self.d_free = True
+                if isinstance(event, DecodeReleased):
+                    self.holds(self.proven)
             case DecodeCommitted():
                 assert not self.d_free
                 assert not self.copies
                 self.d_free = True  # the engine's own: no copy may write it any more
-                for group, (start, stop) in self.wanted.items():
-                    for t in range(start, stop):
-                        page = self.d_pages[group][t // self.d_size]
-                        assert self.d_memory[group, page, t % self.d_size] == t, (group, t)
+                self.holds({group: stop for group, (_, stop) in self.wanted.items()})
 
     def p_step(self) -> None:
         """The next step of P's prefill, one token each; the drafter's last entry comes with the seed."""
@@ -153,6 +206,8 @@ class World:
             assert not self.p_free, "a copy reads a page that was freed"
         t = left.pop(self.random.randrange(len(left)))
         value = self.p_memory[copy.group, copy.source_pages[t // self.p_size], t % self.p_size]
+        if self.corruption and self.random.random() < 0.1:
+            value = -1
         self.d_memory[copy.group, copy.dest_pages[t // self.d_size], t % self.d_size] = value
 
     def end_copy(self, copy_id: int, ok: bool) -> None:
@@ -173,7 +228,7 @@ class World:
     def choices(self) -> list[str]:
         out = ["p_step"] * 2 + ["tick"]
         out += ["to_p"] * 3 * bool(self.to_p) + ["to_d"] * 3 * bool(self.to_d) + ["copy"] * 4 * bool(self.copies)
-        return out + ["ready"] * (not self.peer_ready)
+        return out + ["ready"] * (not self.peer_ready) + ["check"] * 2 * bool(self.checks)
 
     def run(self) -> None:
         for _ in range(self.random.randint(5, 120)):
@@ -206,6 +261,8 @@ class World:
                     self.end_copy(copy_id, ok=False)
                 else:
                     self.move(copy_id)
+            case "check":
+                self.check()
             case "ready":
                 self.peer_ready = True
                 self.feed_d(PeerReady())
@@ -234,6 +291,31 @@ def test_random_schedules(seed: int, mode: Literal["push", "pull"], faults: floa
     if not faults and not aborts:
         outcome = "finished" if world.finished else "committed"
         assert PrefillReleased(KEY, outcome) in world.events
+
+
+@settings(max_examples=400, deadline=None, derandomize=True)
+@given(st.integers(0, 2**32), st.sampled_from(["push", "pull"]), st.sampled_from([0.0, 0.2]), st.booleans())
+def test_random_schedules_with_wrong_bytes(
+    seed: int, mode: Literal["push", "pull"], faults: float, aborts: bool
+) -> None:
+    world = World(seed, mode, faults, aborts, corruption=True, integrity="full")
+    world.run()
+    world.check_end()
+    if not faults and not aborts:
+        ends = [event.outcome for event in world.events if isinstance(event, PrefillReleased)]
+        assert ends[0] in ("finished", "committed", "integrity_failed")
+
+
+def test_wrong_bytes_pass_where_nobody_looks() -> None:
+    def passes(seed: int) -> bool:
+        world = World(seed, "push", 0.0, False, corruption=True)
+        try:
+            world.run()
+        except AssertionError:
+            return False
+        return True
+
+    assert not all(passes(seed) for seed in range(50))
 
 
 @pytest.mark.parametrize("mode", ["push", "pull"])

@@ -27,9 +27,13 @@ from baton.handoff.messages import (
     Hello,
     Message,
     Nack,
+    PieceDigest,
+    Progress,
     ReadDone,
     Ready,
     Register,
+    Renew,
+    Repair,
     Seeds,
     check_table,
     decode,
@@ -41,6 +45,7 @@ from baton.kv.geometry import Geometry, GroupSpec
 from baton.wire import TokenLogprobs
 
 KEY = AttemptKey(b"0123456789abcdef", 2, "p-1", "d-1")
+DIGESTS = {"target": [PieceDigest(3, 9, b"x" * 16)]}
 SEEDS = Seeds(7, TokenLogprobs(-0.5, [(7, -0.5), (9, -1.25)]), [1, 2, 3])
 
 
@@ -67,7 +72,10 @@ MESSAGES: list[Message] = [
     Ready(KEY, final={"target": 9}, pages={"target": [1]}),
     ReadDone(KEY),
     Confirm(KEY, SEEDS),
-    Commit(KEY, final={"target": 9}, seeds=SEEDS, num_bytes=100, num_runs=2),
+    Commit(KEY, final={"target": 9}, seeds=SEEDS, num_bytes=100, num_runs=2, round=1, digests=DIGESTS),
+    Progress(KEY, DIGESTS),
+    Repair(KEY, 1, {"target": [(3, 9)]}),
+    Renew(5.0, 17, echo=True),
     Finished(KEY, SEEDS),
     Ack(KEY),
     Nack(KEY, "no", "text"),
@@ -128,6 +136,22 @@ def test_values_are_bounded() -> None:
         Ready(KEY, final={}, pages={"g": [-1]}),
         Finished(KEY, Seeds(-1)),
         Finished(KEY, Seeds(1, None, [0] * 257)),
+        Renew(0.0, 1),
+        Renew(601.0, 1),
+        Renew(float("nan"), 1),
+        Renew(5.0, -1),
+        Repair(KEY, 0, {}),
+        Repair(KEY, 17, {}),
+        Repair(KEY, 1, {"target": [(-1, 2)]}),
+        Repair(KEY, 1, {"target": [(i, i + 1) for i in range(257)]}),
+        Repair(KEY, 1, {f"g{i}": [] for i in range(65)}),
+        Commit(KEY, final={}, seeds=SEEDS, round=17),
+        Commit(KEY, final={}, seeds=SEEDS, seeds_digest=bytes(9)),
+        Confirm(KEY, SEEDS, seeds_digest=bytes(9)),
+        Progress(KEY, {"target": [PieceDigest(3, (1 << 24) + 1, b"x" * 8)]}),
+        Progress(KEY, {"target": [PieceDigest(3, 4, b"")]}),
+        Progress(KEY, {"target": [PieceDigest(3, 4, bytes(8 * 1025))]}),
+        Ready(KEY, final={}, pages={}, digests={f"g{i}": [] for i in range(65)}),
     ]
     for message in bad:
         with pytest.raises(ProtocolError, match="malformed"):

@@ -7,13 +7,17 @@ from typing import Literal
 import pytest
 
 from baton.errors import ProtocolError
+from baton.handoff.digest import seeds_digest
 from baton.handoff.events import (
     Abort,
     Action,
     CancelCopies,
+    ComputeDigests,
     CopyEnded,
+    Count,
     Deadline,
     Declared,
+    DigestsComputed,
     Notify,
     Opened,
     PeerLost,
@@ -32,9 +36,12 @@ from baton.handoff.messages import (
     Commit,
     Confirm,
     Finished,
+    PieceDigest,
+    Progress,
     ReadDone,
     Ready,
     Register,
+    Repair,
     Seeds,
 )
 from baton.handoff.prefill import PrefillHandoff
@@ -173,8 +180,26 @@ def test_finished_waits_for_copies_under_way() -> None:
     assert p.handle(CopyEnded(1, ok=True)) == [released("finished"), Send(Finished(KEY, SEEDS))]
 
 
-def test_a_failed_copy_ends_the_attempt() -> None:
+def test_a_failed_copy_is_issued_again_within_bounds() -> None:
     p, _ = machine("push", REGISTER, ALL)
+    assert p.handle(CopyEnded(1, ok=False)) == [Count("retries"), StartCopy(2, "target", 2, 8, [1, 2], [8, 9])]
+    assert p.handle(CopyEnded(1, ok=False)) == []
+    assert p.handle(CopyEnded(0, ok=True)) == []
+    assert p.handle(CopyEnded(2, ok=False)) == [Count("retries"), StartCopy(3, "target", 2, 8, [1, 2], [8, 9])]
+    # COMMIT waits for the copy that took the failed one's place.
+    assert p.handle(Sampled(SEEDS, False)) == [StartCopy(4, "draft", 7, 8, [5, 6], [3, 4])]
+    assert p.handle(CopyEnded(4, ok=True)) == []
+    assert isinstance(p.handle(CopyEnded(3, ok=True))[0], Send)
+    p, _ = machine("push", REGISTER, ALL)
+    for copy_id in (0, 2, 3):
+        assert p.handle(CopyEnded(copy_id, ok=False))[0] == Count("retries")
+    assert p.handle(CopyEnded(4, ok=False, message="disk"))[0] == Send(Cancel(KEY, "transfer_failed", "disk"))
+
+
+def test_a_failed_copy_without_retries_ends_the_attempt() -> None:
+    p = PrefillHandoff(KEY, "push", ["target", "draft"], max_retries=0)
+    for event in (Opened(), REGISTER, ALL):
+        p.handle(event)
     assert p.handle(CopyEnded(0, ok=False, message="disk")) == [
         Send(Cancel(KEY, "transfer_failed", "disk")),
         CancelCopies((1,)),
@@ -195,3 +220,121 @@ def test_a_register_of_other_groups_is_refused_and_changes_nothing() -> None:
             p.handle(Received(Register(KEY, ticket="t", wanted=wanted, pages=pages)))
     assert not p.registered
     assert p.handle(REGISTER) == []
+
+
+# ---------------------------------------------------------------- repair and digests
+
+
+def committed(max_retries: int = 2) -> PrefillHandoff:
+    """A P whose copies are done and whose COMMIT is out."""
+    p = PrefillHandoff(KEY, "push", ["target", "draft"], max_retries)
+    for event in (Opened(), REGISTER, ALL, Sampled(SEEDS, False)):
+        p.handle(event)
+    for copy_id in range(3):
+        p.handle(CopyEnded(copy_id, ok=True))
+    return p
+
+
+def commit(round_: int) -> Send:
+    final = {"target": 8, "draft": 8}
+    return Send(Commit(KEY, final=final, seeds=SEEDS, round=round_))
+
+
+def repair(round_: int, **bad: list[tuple[int, int]]) -> Received:
+    return Received(Repair(KEY, round_, bad))
+
+
+def test_repair_copies_exactly_what_was_bad_and_commits_the_next_round() -> None:
+    p = committed()
+    assert p.handle(Tick()) == [commit(0)]
+    actions = p.handle(repair(1, target=[(2, 3), (5, 8)], draft=[(0, 1)]))
+    assert actions[0] == Count("repairs")
+    assert intervals(actions) == [("draft", 0, 1), ("target", 2, 3), ("target", 5, 8)]
+    # Neither a copy of the REPAIR nor an ACK of the COMMIT before it says anything now.
+    assert p.handle(repair(1, target=[(2, 3)])) == [] == p.handle(Received(Ack(KEY))) == p.handle(Tick())
+    assert p.handle(CopyEnded(3, ok=True)) == []
+    assert p.handle(CopyEnded(4, ok=False))[0] == Count("retries")
+    assert p.handle(CopyEnded(5, ok=True)) == []
+    assert p.handle(CopyEnded(6, ok=True)) == [commit(1)]
+    assert p.handle(repair(1, target=[(2, 3)])) == [commit(1)]
+    assert p.handle(Received(Ack(KEY))) == [released("committed")]
+
+
+def test_repair_of_the_seeds_alone_needs_no_copy() -> None:
+    assert committed().handle(repair(1)) == [Count("repairs"), commit(1)]
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [{"target": [(2, 4), (3, 5)]}, {"target": [(1, 3)]}, {"target": [(7, 9)]}, {"target": [(3, 3)]}, {"x": [(0, 1)]}],
+)
+def test_repair_of_what_was_not_wanted_is_refused(bad: dict[str, list[tuple[int, int]]]) -> None:
+    p = committed()
+    with pytest.raises(ProtocolError):
+        p.handle(repair(1, **bad))
+    with pytest.raises(ProtocolError):
+        p.handle(repair(2, target=[(2, 3)]))
+    assert p.handle(Tick()) == [commit(0)]
+
+
+def test_repair_after_the_end_starts_nothing() -> None:
+    p = committed()
+    assert p.handle(Received(Cancel(KEY, "gone")))[-1] == released("gone")
+    assert p.handle(repair(1, target=[(2, 3)])) == []
+    p, _ = machine("push", REGISTER, ALL)
+    assert p.handle(repair(1, target=[(2, 3)])) == []
+    p = committed()
+    p.handle(repair(1, target=[(2, 3)]))
+    assert p.handle(Received(Cancel(KEY, "gone"))) == [CancelCopies((3,))]
+    assert p.handle(CopyEnded(3, ok=False)) == [Send(Cancelled(KEY, "gone")), released("gone")]
+
+
+def test_repairs_are_bounded() -> None:
+    p = committed(max_retries=1)
+    assert p.handle(repair(1))[-1] == commit(1)
+    assert p.handle(repair(2))[-1] == released("integrity_failed")
+
+
+def guarded(mode: Literal["push", "pull"]) -> PrefillHandoff:
+    p = PrefillHandoff(KEY, mode, ["target", "draft"], integrity="full")
+    for event in (Opened(), REGISTER):
+        p.handle(event)
+    return p
+
+
+DRAFT, TARGET = PieceDigest(0, 7, b"d" * 8), PieceDigest(2, 8, b"t" * 8)
+LAST = PieceDigest(7, 8, b"e" * 8)
+
+
+def test_push_tells_digests_with_each_copy_and_commits_when_all_are_known() -> None:
+    p = guarded("push")
+    assert p.handle(ALL) == [
+        StartCopy(0, "draft", 0, 7, [5, 6], [3, 4]),
+        ComputeDigests("draft", ((0, 7),), [5, 6]),
+        StartCopy(1, "target", 2, 8, [1, 2], [8, 9]),
+        ComputeDigests("target", ((2, 8),), [1, 2]),
+    ]
+    p.handle(DigestsComputed("draft", [DRAFT]))
+    assert p.handle(CopyEnded(0, ok=True)) == [Send(Progress(KEY, {"draft": [DRAFT]}))]
+    assert p.handle(CopyEnded(1, ok=True)) == []
+    p.handle(Sampled(SEEDS, False))
+    p.handle(DigestsComputed("draft", [LAST]))
+    assert p.handle(CopyEnded(2, ok=True)) == [Send(Progress(KEY, {"draft": [LAST]}))]
+    (sent,) = p.handle(DigestsComputed("target", [TARGET]))
+    assert isinstance(sent, Send)
+    assert isinstance(sent.message, Commit)
+    assert sent.message.digests == {"draft": [DRAFT, LAST], "target": [TARGET]}
+    assert sent.message.seeds_digest == seeds_digest(KEY, SEEDS)
+
+
+def test_pull_is_ready_when_all_digests_are_known() -> None:
+    p = guarded("pull")
+    p.handle(ALL)
+    p.handle(DigestsComputed("draft", [DRAFT]))
+    assert p.handle(Sampled(SEEDS, False)) == [ComputeDigests("draft", ((7, 8),), [5, 6])]
+    assert p.handle(DigestsComputed("target", [TARGET])) == []
+    (sent,) = p.handle(DigestsComputed("draft", [LAST]))
+    assert isinstance(sent, Send)
+    assert isinstance(sent.message, Ready)
+    assert sent.message.digests == {"draft": [DRAFT, LAST], "target": [TARGET]}
+    assert p.handle(Received(ReadDone(KEY))) == [Send(Confirm(KEY, SEEDS, seeds_digest(KEY, SEEDS)))]

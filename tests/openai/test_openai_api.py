@@ -186,7 +186,7 @@ async def test_prompt_in_token_ids_and_stop_string_kept(directory: Path) -> None
             prompt=[[1, 2, 3], [4]],
             stop="brown",
             max_tokens=60,
-            extra_body={"include_stop_str_in_output": True, "kv_transfer_params": {"host": "evil"}},
+            extra_body={"include_stop_str_in_output": True, "kv_transfer_params": None},
         )
         assert [c.text for c in answer.choices] == [TEXT[: TEXT.index("brown") + 5]] * 2
         assert [r.prompt_token_ids for r in endpoint.engine.requests] == [[1, 2, 3], [4]]

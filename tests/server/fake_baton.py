@@ -24,8 +24,8 @@ def engine_of(config: EngineConfig, progress: Any) -> FakeEngine:
         raise RuntimeError("boom at start")
     if config.served_model_name == "slow":
         time.sleep(60)
-    if config.ticket_key_file is not None:
-        fake_serving.KEY = tickets.load_or_create_key(config.ticket_key_file)
+    if config.ticket_key_path is not None:
+        fake_serving.KEY = tickets.load_or_create_key(config.ticket_key_path)
     engine = FakeEngine(Path(config.model), role=config.role, handed=Handed())
     if config.served_model_name == "stuck":
         engine.close = lambda: time.sleep(60)  # type: ignore[method-assign]

@@ -60,8 +60,9 @@ class FakeEngine:
     """Continues every prompt with TEXT over and over, one sample index further each, `accept` drafts a step.
 
     The first token comes alone, as after a prefill. A prefill leg ends after it and hands the rest to the
-    decode leg of the same transfer, through `handed`, which both engines of a test share. `fail` names how it
-    misbehaves.
+    decode leg of the same transfer, through `handed`, which both engines of a test share; the decode leg says that
+    token too. A resumed request goes on behind its known tokens. `fail` names how it misbehaves, `fail_after` the
+    number of output tokens after which a decode leg does so.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class FakeEngine:
         accept: int = 2,
         step_s: float = 0.0,
         fail: str | None = None,
+        fail_after: int = 8,
         fingerprint: str = '{"weights": "a"}',
         model: str = "fake",
     ) -> None:
@@ -93,7 +95,7 @@ class FakeEngine:
         backend = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
         self.tokens: list[int] = backend.encode(TEXT).ids
         self.handed = {} if handed is None else handed
-        self.length, self.accept, self.step_s, self.fail = length, accept, step_s, fail
+        self.length, self.accept, self.step_s, self.fail, self.fail_after = length, accept, step_s, fail, fail_after
         self.requests: list[GenerateRequest] = []
         self.outcomes: Counter[str] = Counter()
         self.running = 0
@@ -151,7 +153,9 @@ class FakeEngine:
         reason = "length"
         if self.length is not None and self.length <= params.max_tokens and not params.ignore_eos:
             output, reason = [*output[: self.length - 1], EOS], "stop"
-        role, start = "both", 0
+        known = len(request.prompt_token_ids) - (request.num_prompt_tokens or len(request.prompt_token_ids))
+        assert request.prompt_token_ids[len(request.prompt_token_ids) - known :] == output[:known]
+        role, start = "both", known
         if request.handoff is not None:
             role = request.handoff.role
             ticket = tickets.verify(KEY, request.handoff.ticket, time.time())
@@ -162,20 +166,28 @@ class FakeEngine:
             if self.fail == "handoff":
                 yield TokenChunk(request_id=name, finish_reason="error", error="handoff_timeout: no commit")
                 return
-            if await future == "finished":
-                yield TokenChunk(request_id=name, finish_reason="abort")
+            if self.fail == "recoverable":
+                self.fail = None
+                yield TokenChunk(request_id=name, finish_reason="error", error="lease_expired: P", recoverable=True)
                 return
+            await future
             yield TokenChunk(request_id=name)  # its first chunk may be empty
-            start = 1
+        elif role == "prefill" and self.fail == "lost":
+            raise ConnectionResetError
+        elif role == "prefill" and known:
+            await asyncio.sleep(self.step_s)
+            future.set_result("handed over")
+            return
         while start < len(output):
             count = 1 if start == 0 else self.accept + 1
-            tokens = output[start : start + count]
+            tokens, position = output[start : start + count], start
             start += len(tokens)
             ends = start >= len(output)
             hands_over = role == "prefill" and not ends
             yield TokenChunk(
                 request_id=name,
-                token_ids=tokens,
+                token_ids=[t ^ 1 for t in tokens] if self.fail == "wrong" and role == "decode" else tokens,
+                position=position,
                 logprobs=None if params.logprobs is None else [_logprobs(t, params.logprobs) for t in tokens],
                 accepted=[self.accept] if count > 1 else [],
                 finish_reason=reason if ends else None,  # type: ignore[arg-type]
@@ -185,8 +197,14 @@ class FakeEngine:
                 await asyncio.sleep(self.step_s)
                 future.set_result("handed over" if hands_over else "finished")
                 return
-            if self.fail == "mid-stream" and start > 8:
+            if start > self.fail_after and self.fail == "mid-stream":
                 raise RuntimeError("a bug")
+            if start > self.fail_after and self.fail in ("lost", "dies"):
+                self.fail = "down" if self.fail == "dies" else "lost"
+                raise ConnectionResetError
+            if start > self.fail_after and self.fail == "reports":
+                yield TokenChunk(request_id=name, finish_reason="error", error="no_room: full", recoverable=True)
+                return
             await asyncio.sleep(self.step_s)
 
 

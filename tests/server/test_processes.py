@@ -69,6 +69,31 @@ def test_deployment_serves_and_leaves_nothing(directory: str) -> None:
     deployment.close()
 
 
+def test_children_are_halted_killed_and_started_again(directory: str) -> None:
+    with Deployment(directory, prefill=1, decode=1, command=FAKE) as deployment:
+        before, urls = deployment.pids, deployment.engine_urls
+        deployment.stop("decode-0")
+        with pytest.raises(TimeoutError):
+            urllib.request.urlopen(f"{urls[1]}/inference/v1/info", timeout=0.5)
+        deployment.cont("decode-0")
+        assert ask(f"{urls[1]}/inference/v1/info")["role"] == "decode"
+        deployment.stop("decode-0")
+        deployment.kill("decode-0")  # also while it is halted
+        wait_gone(before["decode-0"])
+        deployment.restart("decode-0")
+        deployment.restart("router", wait=False)  # while it runs
+        deployment.await_ready("router")
+        assert deployment.engine_urls == urls
+        pids = deployment.pids
+        assert pids["prefill-0"] == before["prefill-0"]
+        assert len({*pids.values(), *before.values()}) == 5
+        wait_gone(before["router"])
+        assert ask(f"{urls[1]}/inference/v1/info")["role"] == "decode"
+        assert ask(f"{deployment.url}/v1/completions", {"prompt": "a", "max_tokens": 12})["choices"][0]["text"]
+        deployment.stop("prefill-0")  # one that is halted ends too
+    wait_gone(*pids.values())
+
+
 def test_a_child_that_fails_ends_all_and_is_quoted(directory: str) -> None:
     with pytest.raises(EngineUnavailableError, match="did not start: RuntimeError: boom at start"):
         Deployment(directory, engine_flags=["--served-model-name", "crash"], command=FAKE)

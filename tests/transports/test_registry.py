@@ -31,7 +31,7 @@ def test_known_schemes(uri: str, scheme: str) -> None:
         ("shm", "expected scheme"),
         ("shm:", "expected scheme"),
         ("shm://host", "expected scheme"),
-        ("tcp://", "unknown transport 'tcp'; known: local, shm"),
+        ("tcp://", "unknown transport 'tcp'; known: file, local, mooncake, nixl, shm"),
         ("shm://?threads=2", "shm has no option 'threads'"),
         ("shm://?a=1&a=2", "given twice"),
         ("slow+shm://", "unknown wrapper 'slow'"),

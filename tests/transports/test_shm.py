@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import base64
+import contextlib
 import os
+import resource
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +18,7 @@ import numpy as np
 import pytest
 
 from baton.errors import ProtocolError, TransportError
+from baton.testing.transport_peer import SpawnedPeer
 from baton.transports import shm
 from baton.transports.base import CopyList
 from baton.transports.shm import SHM_DIR, ShmTransport, remove_stale_segments
@@ -152,7 +157,19 @@ def forge(name: str, nbytes: int, regions: list[list[int]]) -> bytes:
     )
 
 
-@pytest.mark.parametrize("name", ["../etc/passwd", "baton-1-1-../../x", "", "baton-1-2-0123456789ABCDEF", "x\0y"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../etc/passwd",
+        "baton-1-1-../../x",
+        "",
+        "baton-1-2-0123456789ABCDEF",
+        "x\0y",
+        "baton-1-2-0123456789abcdef\n",
+        "psm_0123456",
+        "baton-4294967296-2-0123456789abcdef",
+    ],
+)
 def test_strange_names_are_refused(transport: ShmTransport, name: str) -> None:
     with pytest.raises(ProtocolError, match="not a name of a shared memory segment"):
         transport.connect(forge(name, 4096, [[0, 0, 16]]))
@@ -162,7 +179,7 @@ def test_strange_names_are_refused(transport: ShmTransport, name: str) -> None:
 def test_regions_outside_their_segment_are_refused(transport: ShmTransport, region: list[int]) -> None:
     transport.allocate("pool", 4096)
     (name,) = segments(os.getpid())
-    with pytest.raises(ProtocolError, match="outside its segment"):
+    with pytest.raises(ProtocolError, match=r"outside its segment|not a descriptor"):
         transport.connect(forge(name, 4096, [region]))
 
 
@@ -186,6 +203,85 @@ def test_wrong_size_mode_or_kind_is_refused(transport: ShmTransport) -> None:
         os.unlink(link)
 
 
+def test_one_descriptor_costs_few_files(transport: ShmTransport) -> None:
+    transport.allocate("pool", 4096)
+    (name,) = segments(os.getpid())
+    before = len(os.listdir("/proc/self/fd"))
+    twice = {"type": "baton-shm-1", "segments": [[name, 4096]] * 2, "regions": []}
+    with pytest.raises(ProtocolError, match="and differ"):
+        transport.connect(msgspec.msgpack.encode(twice))
+    for count in (0, 65):
+        many = {**twice, "segments": [[f"{name[:-4]}{i:04x}", 4096] for i in range(count)]}
+        with pytest.raises(ProtocolError, match="not a descriptor"):
+            transport.connect(msgspec.msgpack.encode(many))
+    with pytest.raises(ProtocolError, match="not a descriptor"):
+        transport.connect(b"\x82\xa4type\xa1\xff")
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_process_that_may_open_no_more_files_says_so(transport: ShmTransport) -> None:
+    transport.register([transport.allocate("pool", 4096)])
+    (name,) = segments(os.getpid())
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(int(fd) for fd in os.listdir("/proc/self/fd"))
+    spare = os.dup(0)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 2, limits[1]))
+    try:
+        held = []
+        with contextlib.suppress(OSError):
+            while True:
+                held.append(os.dup(0))
+        os.close(spare)  # room for the segment's file, and not for its mapping
+        with pytest.raises(TransportError, match=r"cannot (map|open) shared memory"):
+            transport.connect(forge(name, 4096, [[0, 0, 16]]))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for fd in held:
+            os.close(fd)
+
+
+_SURVIVOR = """
+import base64, os, sys, time
+from baton.transports.shm import ShmTransport
+transport = ShmTransport()
+transport.register([transport.allocate("pool", 4096)])
+print("ready", flush=True)
+peer = transport.connect(base64.b64decode(sys.stdin.readline()))
+print("connected", flush=True)
+while not peer.fenced():
+    time.sleep(0.01)
+transport.disconnect(peer)
+print("disconnected", flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_segments_of_a_killed_owner_are_removed_by_its_peer() -> None:
+    owner = SpawnedPeer("shm://", [4096, 100])
+    pid = owner._process.pid
+    with subprocess.Popen(
+        [sys.executable, "-c", _SURVIVOR], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as peer:
+        assert peer.stdin is not None
+        assert peer.stdout is not None
+        try:
+            assert peer.stdout.readline() == "ready\n"
+            peer.stdin.write(base64.b64encode(owner.descriptor).decode() + "\n")
+            peer.stdin.flush()
+            assert peer.stdout.readline() == "connected\n"
+            left = segments(pid)
+            assert len(left) == 2
+            owner.kill()
+            assert peer.stdout.readline() == "disconnected\n"
+            assert segments(pid) == []
+            # Of the survivor, which lives, nothing was touched.
+            assert len(segments(peer.pid)) == 1
+        finally:
+            owner.kill()
+            peer.communicate("\n", timeout=30)
+    assert segments(peer.pid) == []
+
+
 def test_connections_leave_no_open_files(transport: ShmTransport) -> None:
     pool = transport.allocate("pool", 4096)
     descriptor = transport.register([pool])
@@ -195,3 +291,27 @@ def test_connections_leave_no_open_files(transport: ShmTransport) -> None:
         with pytest.raises(TransportError):
             transport.connect(descriptor.replace(b"\xcd\x10\x00", b"\xcd\x20\x00"))
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_disconnected_peer_holds_no_file_and_its_death_is_still_seen(transport: ShmTransport) -> None:
+    transport.register([transport.allocate("pool", 4096)])
+    owner = SpawnedPeer("shm://", [4096])
+    try:
+        before = len(os.listdir("/proc/self/fd"))
+        peers = [transport.connect(owner.descriptor) for _ in range(3)]
+        for peer in peers:
+            transport.disconnect(peer)
+        assert len(os.listdir("/proc/self/fd")) == before
+        assert not any(peer.alive() or peer.fenced() for peer in peers)
+        last = transport.connect(owner.descriptor)
+        # Killed, and not reaped yet: its memory is gone, which is what counts.
+        owner._process.kill()
+        while not last.fenced():
+            time.sleep(0.01)
+        transport.disconnect(last)
+        assert last.fenced()
+        assert segments(owner._process.pid) == []
+        owner.kill()
+        assert all(peer.fenced() and not peer.alive() for peer in [*peers, last])
+    finally:
+        owner.kill()

@@ -11,16 +11,21 @@ MODEL = "models/baton-demo-llama"
 SPECULATIVE = {"method": "eagle3", "model": "models/baton-demo-eagle3", "num_speculative_tokens": 3}
 
 
+def _ratio(figures: serve.ServeFigures) -> str:
+    low, high = figures.ttft_ratio_quartiles
+    return (
+        f"{figures.ttft_ratio:.3f} (quartiles {low:.3f} to {high:.3f}, {figures.num_pairs} pairs; "
+        f"{figures.ttft_ms:.1f} over {figures.reference_ttft_ms:.1f} ms)"
+    )
+
+
 def main() -> None:
     print(f"{platform.machine()}, {os.cpu_count()} cores, OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS')}")
     for mode in ("push", "pull"):
         figures = serve.measure(MODEL, SPECULATIVE, mode=mode)
-        low, high = figures.ttft_ratio_quartiles
-        print(
-            f"TTFT P/D ({mode}) over single, 512 tokens: {figures.ttft_ratio:.3f} (quartiles {low:.3f} to {high:.3f}, "
-            f"{figures.num_pairs} pairs; {figures.pd_ttft_ms:.1f} over {figures.single_ttft_ms:.1f} ms)",
-            flush=True,
-        )
+        print(f"TTFT P/D ({mode}) over single, 512 tokens: {_ratio(figures)}", flush=True)
+    figures = serve.integrity_cost(MODEL, SPECULATIVE)
+    print(f"TTFT P/D (push) integrity full over off, 2,048 tokens: {_ratio(figures)}", flush=True)
     for name, value in transport.run().items():
         print(f"{name}: {value}", flush=True)
     for batch in (1, 8):

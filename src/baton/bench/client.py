@@ -19,6 +19,7 @@ class Streamed:
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     ttft_s: float = 0.0
@@ -50,6 +51,8 @@ async def stream_completion(session: aiohttp.ClientSession, url: str, body: dict
                     result.times_s.append(time.perf_counter() - started)
                     result.token_ids += choice["token_ids"]
                 result.text += choice["text"]
+                if choice.get("logprobs"):
+                    result.logprobs += choice["logprobs"]["token_logprobs"]
                 result.finish_reason = choice["finish_reason"] or result.finish_reason
                 if choice.get("spec_decode"):
                     result.accepted = choice["spec_decode"]["accepted"]
@@ -57,9 +60,10 @@ async def stream_completion(session: aiohttp.ClientSession, url: str, body: dict
     return result
 
 
-async def scrape(session: aiohttp.ClientSession, url: str, name: str) -> float:
-    """Sum of a metric's samples in `GET {url}/metrics`; 0.0 when there is none."""
+async def scrape(session: aiohttp.ClientSession, url: str, name: str, **labels: str) -> float:
+    """Sum of a metric's samples that have these labels, in `GET {url}/metrics`; 0.0 when there is none."""
     async with session.get(f"{url}/metrics") as response:
         text = await response.text()
-    pattern = re.compile(rf"^{re.escape(name)}(?:_total)?(?:{{[^}}]*}})? ([0-9.e+-]+)$", re.MULTILINE)
-    return sum(float(value) for value in pattern.findall(text))
+    pattern = re.compile(rf"^{re.escape(name)}(?:_total)?({{[^}}]*}})? ([0-9.e+-]+)$", re.MULTILINE)
+    wanted = [f'{label}="{value}"' for label, value in labels.items()]
+    return sum(float(value) for given, value in pattern.findall(text) if all(label in given for label in wanted))

@@ -1,9 +1,10 @@
-"""TTFT of a P/D deployment over that of one engine, requests of both alternating in one run."""
+"""TTFT and decode speed of one deployment over another's, requests of both alternating in one run."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,18 +18,24 @@ from baton.text import Tokenizer
 from baton.verify.observe import make_cases, served_model
 from baton.wire import SamplingParams
 
+WARM_UP = 3
+BREAK_S = 0.05
+
 
 @dataclass(frozen=True, slots=True)
 class ServeFigures:
-    """Medians in milliseconds; `ttft_ratio` is the median of pairwise ratios, with its quartiles."""
+    """Medians in milliseconds. `ttft_ratio` is the median of pairwise ratios, candidate over reference, with its
+    quartiles; `ttft_ratio_interval` is the 95 % interval of their geometric mean.
+    """
 
     num_pairs: int
-    single_ttft_ms: float
-    pd_ttft_ms: float
+    reference_ttft_ms: float
+    ttft_ms: float
     ttft_ratio: float
     ttft_ratio_quartiles: tuple[float, float]
-    single_tokens_per_s: float
-    pd_tokens_per_s: float
+    ttft_ratio_interval: tuple[float, float]
+    reference_tokens_per_s: float
+    tokens_per_s: float
 
 
 def measure(
@@ -38,32 +45,57 @@ def measure(
     num_pairs: int = 30,
     mode: str = "push",
     max_tokens: int = 32,
-    split_flags: Sequence[str] = (),
+    engine_flags: Sequence[str] = (),
 ) -> ServeFigures:
-    """Both deployments run side by side behind a router each; only one of them is asked at a time.
+    """P/D over one engine. `engine_flags` are further flags of the P/D engines alone."""
+    flags = _flags(speculative_config)
+    with (
+        Deployment(model, prefill=0, decode=0, both=1, engine_flags=flags) as single,
+        Deployment(model, engine_flags=[*flags, *engine_flags], router_flags=["--kv-mode", mode]) as split,
+    ):
+        return alternate(model, single.url, split.url, prompt_tokens, num_pairs, max_tokens)
 
-    `split_flags` are further flags of the P/D engines alone.
-    """
+
+def integrity_cost(
+    model: str,
+    speculative_config: dict[str, Any] | None,
+    prompt_tokens: int = 2048,
+    num_pairs: int = 30,
+    mode: str = "push",
+    max_tokens: int = 8,
+) -> ServeFigures:
+    """P/D with `--integrity full` over P/D with it off."""
+    flags = _flags(speculative_config)
+    router = ["--kv-mode", mode]
+    with (
+        Deployment(model, engine_flags=[*flags, "--integrity", "off"], router_flags=router) as off,
+        Deployment(model, engine_flags=[*flags, "--integrity", "full"], router_flags=router) as full,
+    ):
+        return alternate(model, off.url, full.url, prompt_tokens, num_pairs, max_tokens)
+
+
+def alternate(
+    model: str, reference: str, candidate: str, prompt_tokens: int, num_pairs: int, max_tokens: int
+) -> ServeFigures:
+    """Ask two deployments that run already, by URL, one at a time and in turns."""
+    return asyncio.run(_measure(model, reference, candidate, prompt_tokens, num_pairs, max_tokens))
+
+
+def _flags(speculative_config: dict[str, Any] | None) -> list[str]:
     flags = ["--no-enable-prefix-caching"]
     if speculative_config is not None:
         flags += ["--speculative-config", json.dumps(speculative_config)]
-    with (
-        Deployment(model, prefill=0, decode=0, both=1, engine_flags=flags) as single,
-        Deployment(
-            model, prefill=1, decode=1, engine_flags=[*flags, *split_flags], router_flags=["--kv-mode", mode]
-        ) as split,
-    ):
-        return asyncio.run(_measure(model, single.url, split.url, prompt_tokens, num_pairs, max_tokens))
+    return flags
 
 
 async def _measure(
-    model: str, single: str, split: str, prompt_tokens: int, num_pairs: int, max_tokens: int
+    model: str, reference: str, candidate: str, prompt_tokens: int, num_pairs: int, max_tokens: int
 ) -> ServeFigures:
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
-    cases = make_cases(Tokenizer.load(model), [prompt_tokens] * (num_pairs + 3), params)
-    name = await served_model(single)
-    ttft: dict[str, list[float]] = {single: [], split: []}
-    speed: dict[str, list[float]] = {single: [], split: []}
+    cases = make_cases(Tokenizer.load(model), [prompt_tokens] * (num_pairs + WARM_UP), params)
+    name = await served_model(reference)
+    ttft: dict[str, list[float]] = {reference: [], candidate: []}
+    speed: dict[str, list[float]] = {reference: [], candidate: []}
     async with aiohttp.ClientSession() as session:
         for index, case in enumerate(cases):
             body = {
@@ -74,19 +106,27 @@ async def _measure(
                 "ignore_eos": True,
             }
             # Alternating which side goes first keeps drift and cache effects out of the ratio.
-            for url in (single, split) if index % 2 else (split, single):
+            for url in (reference, candidate) if index % 2 else (candidate, reference):
                 answer = await stream_completion(session, url, body)
-                if index >= 3:
+                if index >= WARM_UP:
                     ttft[url].append(answer.ttft_s)
                     speed[url].append(answer.tokens_per_s)
-                await asyncio.sleep(0.05)
-    ratios = sorted(b / a for a, b in zip(ttft[single], ttft[split], strict=True))
+                await asyncio.sleep(BREAK_S)
+    ratios = sorted(b / a for a, b in zip(ttft[reference], ttft[candidate], strict=True))
     return ServeFigures(
         num_pairs,
-        statistics.median(ttft[single]) * 1e3,
-        statistics.median(ttft[split]) * 1e3,
+        statistics.median(ttft[reference]) * 1e3,
+        statistics.median(ttft[candidate]) * 1e3,
         statistics.median(ratios),
         (ratios[len(ratios) // 4], ratios[3 * len(ratios) // 4]),
-        statistics.median(speed[single]),
-        statistics.median(speed[split]),
+        interval(ratios),
+        statistics.median(speed[reference]),
+        statistics.median(speed[candidate]),
     )
+
+
+def interval(ratios: Sequence[float]) -> tuple[float, float]:
+    """95 % interval of the geometric mean, by the normal approximation of the mean of logarithms."""
+    logs = [math.log(ratio) for ratio in ratios]
+    mean, half = statistics.fmean(logs), 1.96 * statistics.stdev(logs) / math.sqrt(len(logs))
+    return math.exp(mean - half), math.exp(mean + half)

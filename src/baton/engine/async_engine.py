@@ -12,7 +12,7 @@ from baton.engine.config import EngineConfig
 from baton.engine.metrics import EngineMetrics
 from baton.engine.requests import make_request
 from baton.errors import EngineUnavailableError, RequestError
-from baton.wire import EngineInfo, EngineLoad, GenerateRequest, TokenChunk
+from baton.wire import EngineInfo, EngineLoad, GenerateRequest, SamplingParams, TokenChunk
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +43,8 @@ class AsyncEngine:
     def __init__(self, config: EngineConfig, progress: Callable[[str], None] = lambda text: None) -> None:
         self._streams: dict[str, _Stream] = {}
         self._engine = build_engine(config, self._emit, progress)
+        progress("running a first request")
+        self._warm_up()
         self._thread = threading.Thread(target=self._run, name="baton-engine", daemon=True)
         self._dead: str | None = None
 
@@ -66,14 +68,25 @@ class AsyncEngine:
         self._fail_streams()
 
     def load(self) -> EngineLoad:
-        """A snapshot of load and pages."""
+        """A snapshot of load and pages. Raises EngineUnavailableError when the engine thread has ended."""
+        if self._dead is not None:
+            raise EngineUnavailableError(self._dead)
         return self._engine.core.load()
 
     def metrics(self) -> EngineMetrics:
         """The engine's counters, gauges refreshed."""
         metrics = self._engine.core.metrics
-        load = self.load()
+        load = self._engine.core.load()
         metrics.num_preemptions = self._engine.core.scheduler.num_preemptions
+        if self._engine.agent is not None:
+            stats = self._engine.agent.stats()
+            metrics.recoveries["retry"] = stats["retries"] + stats["repairs"]
+            metrics.num_bad_pieces, metrics.num_lost_leases = stats["bad_pieces"], stats["lost_leases"]
+        agent, redeemer = self._engine.agent, self._engine.redeemer
+        if agent is not None and redeemer is not None:
+            stats = agent.stats()
+            names = {"connection": "refused", "malformed": "malformed", "message": "rejected", "session": "evicted"}
+            metrics.refused = {kind: stats[name] for kind, name in names.items()} | {"ticket": redeemer.refused}
         metrics.gauges = {
             "num_requests_running": load.num_running,
             "num_requests_waiting": load.num_waiting,
@@ -113,6 +126,18 @@ class AsyncEngine:
             if not ended:
                 core.post(lambda: core.abort(request.request_id))
 
+    def _warm_up(self) -> None:
+        """Run a small request: what is compiled on first use would else hold up a client, and the leases of peers."""
+        core = self._engine.core
+        params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
+        wire = GenerateRequest(request_id="warm-up", prompt_token_ids=[0], sampling_params=params)
+        if not core.scheduler.fits(3):
+            return
+        core.add(make_request(self._engine, wire))
+        while core.requests:
+            core.step()
+        core.metrics = EngineMetrics()
+
     def _emit(self, chunk: TokenChunk, last: bool) -> None:
         stream = self._streams.get(chunk.request_id)
         if stream is not None:
@@ -125,6 +150,9 @@ class AsyncEngine:
             logger.exception("the engine thread died")
             self._dead = f"the engine failed: {type(error).__name__}"
             self._fail_streams()
+            if self._engine.agent is not None:
+                # Its thread lives and would go on telling peers that all is well.
+                self._engine.agent.close()
 
     def _fail_streams(self) -> None:
         for stream in list(self._streams.values()):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from baton.engine.attention import AttnBatch, slot_error
-from baton.engine.attention_paged_kernels import attend_bf16, attend_f32, write
+from baton.engine.attention_paged_kernels import attend, write
 from baton.errors import ConfigError
 
 # Multiply-adds below which starting a second thread costs more than it saves.
@@ -58,7 +58,6 @@ class PagedCpuBackend:
         query = q_THD.float().contiguous().numpy()
         out = torch.empty(q_THD.shape, dtype=torch.float32)
         arguments = (region, layer, query, out.numpy(), *where, np.float32(scale), window or 0)
-        attend = attend_bf16 if narrow else attend_f32
         heads = kv.shape[4]
         parts = self._parts(batch, query.size, heads)
         if parts == 1:

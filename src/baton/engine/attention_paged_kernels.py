@@ -5,6 +5,8 @@ one row and head the sequence of floating-point operations depends on its positi
 size, on nothing else: not on the other rows, not on the chunk it came in, not on page size or page order.
 Rows are blocked only to share the loaded tile.
 
+Every kernel is a plain function of its module: what closes over another kernel would be compiled anew by each process.
+
 Keys of a tile are transposed while they are loaded, so that scores of 64 keys are 64 independent lanes and
 the sum over the head size runs in order.
 """
@@ -15,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from baton.models.cpu_kernels import bf16_to_f32, exp32, jit, jit_contract
+from baton.models.cpu_kernels import exp32, jit, jit_contract, to_f32
 
 _TILE = 64
 _ROW_BLOCK = 16
@@ -48,36 +50,25 @@ def write(kv: Any, layer: int, k: Any, v: Any, positions: Any, query_start: Any,
 
 
 @jit
-def _keep(value: Any) -> Any:
-    return value
-
-
-def _loader(widen: Any) -> Any:
-    @jit
-    def load_tile(kv: Any, layer: int, head: int, pages: Any, first: int, last: int, keys: Any, values: Any) -> bool:
-        """Tokens [first, last) of one tile as float32: keys [D, 64] transposed, values [64, D].
-
-        `widen` turns a stored element into float32, exactly. False: a page id is out of range.
-        """
-        page_size, size = kv.shape[3], kv.shape[5]
-        token = first
-        while token < last:
-            column = token // page_size
-            page = pages[column]
-            if page < 0 or page >= kv.shape[0]:
-                return False
-            start = column * page_size
-            end = min(start + page_size, last)
-            while token < end:
-                lane = token % _TILE
-                for d in range(size):
-                    keys[d, lane] = widen(kv[page, layer, 0, token - start, head, d])
-                for d in range(size):
-                    values[lane, d] = widen(kv[page, layer, 1, token - start, head, d])
-                token += 1
-        return True
-
-    return load_tile
+def _load_tile(kv: Any, layer: int, head: int, pages: Any, first: int, last: int, keys: Any, values: Any) -> bool:
+    """Tokens [first, last) of one tile as float32: keys [D, 64] transposed, values [64, D]. False: a bad page id."""
+    page_size, size = kv.shape[3], kv.shape[5]
+    token = first
+    while token < last:
+        column = token // page_size
+        page = pages[column]
+        if page < 0 or page >= kv.shape[0]:
+            return False
+        start = column * page_size
+        end = min(start + page_size, last)
+        while token < end:
+            lane = token % _TILE
+            for d in range(size):
+                keys[d, lane] = to_f32(kv[page, layer, 0, token - start, head, d])
+            for d in range(size):
+                values[lane, d] = to_f32(kv[page, layer, 1, token - start, head, d])
+            token += 1
+    return True
 
 
 @jit_contract
@@ -138,67 +129,60 @@ def _accumulate(weights: Any, values: Any, first: int, last: int, rescale: Any, 
             out[d] = out[d] + w0 * values[j, d]
 
 
-def _attend_with(load_tile: Any) -> Any:
-    @jit
-    def attend(
-        kv: Any,
-        layer: int,
-        query: Any,
-        out: Any,
-        positions: Any,
-        query_start: Any,
-        page_table: Any,
-        scale: Any,
-        window: int,
-        first_head: int,
-        last_head: int,
-    ) -> bool:
-        """Fill out [T, H, D] for KV heads [first_head, last_head). window 0: none. False: a bad page id."""
-        size, group = kv.shape[5], query.shape[1] // kv.shape[4]
-        keys, values = np.zeros((size, _TILE), np.float32), np.zeros((_TILE, size), np.float32)
-        scores, fold = np.empty(_TILE, np.float32), np.empty(_TILE, np.float32)
-        maxima = np.empty((_ROW_BLOCK, group), np.float32)
-        totals = np.empty((_ROW_BLOCK, group), np.float32)
-        for r in range(len(query_start) - 1):
-            for start in range(query_start[r], query_start[r + 1], _ROW_BLOCK):
-                end = min(start + _ROW_BLOCK, query_start[r + 1])
-                limit = positions[end - 1] + 1
-                oldest = max(positions[start] - window + 1, 0) if window > 0 else 0
-                if (limit - 1) // kv.shape[3] >= page_table.shape[1]:
-                    return False
-                for head in range(first_head, last_head):
-                    maxima[:] = _MINUS_INFINITY
-                    totals[:] = _ZERO
+@jit
+def attend(
+    kv: Any,
+    layer: int,
+    query: Any,
+    out: Any,
+    positions: Any,
+    query_start: Any,
+    page_table: Any,
+    scale: Any,
+    window: int,
+    first_head: int,
+    last_head: int,
+) -> bool:
+    """Fill out [T, H, D] for KV heads [first_head, last_head). window 0: none. False: a bad page id."""
+    size, group = kv.shape[5], query.shape[1] // kv.shape[4]
+    keys, values = np.zeros((size, _TILE), np.float32), np.zeros((_TILE, size), np.float32)
+    scores, fold = np.empty(_TILE, np.float32), np.empty(_TILE, np.float32)
+    maxima = np.empty((_ROW_BLOCK, group), np.float32)
+    totals = np.empty((_ROW_BLOCK, group), np.float32)
+    for r in range(len(query_start) - 1):
+        for start in range(query_start[r], query_start[r + 1], _ROW_BLOCK):
+            end = min(start + _ROW_BLOCK, query_start[r + 1])
+            limit = positions[end - 1] + 1
+            oldest = max(positions[start] - window + 1, 0) if window > 0 else 0
+            if (limit - 1) // kv.shape[3] >= page_table.shape[1]:
+                return False
+            for head in range(first_head, last_head):
+                maxima[:] = _MINUS_INFINITY
+                totals[:] = _ZERO
+                for row in range(start, end):
+                    out[row, head * group : (head + 1) * group] = _ZERO
+                for base in range(oldest // _TILE * _TILE, limit, _TILE):
+                    begin, stop = max(base, oldest), min(base + _TILE, limit)
+                    if not _load_tile(kv, layer, head, page_table[r], begin, stop, keys, values):
+                        return False
                     for row in range(start, end):
-                        out[row, head * group : (head + 1) * group] = _ZERO
-                    for base in range(oldest // _TILE * _TILE, limit, _TILE):
-                        begin, stop = max(base, oldest), min(base + _TILE, limit)
-                        if not load_tile(kv, layer, head, page_table[r], begin, stop, keys, values):
-                            return False
-                        for row in range(start, end):
-                            position = positions[row]
-                            low = max(position - window + 1 - base, 0) if window > 0 else 0
-                            high = min(position + 1 - base, _TILE)
-                            if low >= high:
-                                continue
-                            for g in range(group):
-                                h = head * group + g
-                                _scores(query[row, h], keys, scale, scores)
-                                peak, total, rescale = _softmax_step(
-                                    scores, low, high, maxima[row - start, g], totals[row - start, g], fold
-                                )
-                                maxima[row - start, g] = peak
-                                totals[row - start, g] = total
-                                _accumulate(scores, values, low, high, rescale, out[row, h])
-                    for row in range(start, end):
+                        position = positions[row]
+                        low = max(position - window + 1 - base, 0) if window > 0 else 0
+                        high = min(position + 1 - base, _TILE)
+                        if low >= high:
+                            continue
                         for g in range(group):
-                            total = totals[row - start, g]
-                            for d in range(size):
-                                out[row, head * group + g, d] = out[row, head * group + g, d] / total
-        return True
-
-    return attend
-
-
-attend_f32 = _attend_with(_loader(_keep))
-attend_bf16 = _attend_with(_loader(bf16_to_f32))
+                            h = head * group + g
+                            _scores(query[row, h], keys, scale, scores)
+                            peak, total, rescale = _softmax_step(
+                                scores, low, high, maxima[row - start, g], totals[row - start, g], fold
+                            )
+                            maxima[row - start, g] = peak
+                            totals[row - start, g] = total
+                            _accumulate(scores, values, low, high, rescale, out[row, h])
+                for row in range(start, end):
+                    for g in range(group):
+                        total = totals[row - start, g]
+                        for d in range(size):
+                            out[row, head * group + g, d] = out[row, head * group + g, d] / total
+    return True

@@ -23,8 +23,11 @@ from baton.engine.runner import ModelRunner
 from baton.engine.scheduler import Scheduler
 from baton.errors import ConfigError
 from baton.handoff.agent import AgentConfig, HandoffAgent
+from baton.handoff.config import DEFAULT_MAX_RETRIES
+from baton.handoff.digest import MemoryDigester
+from baton.handoff.keys import KeyRing
 from baton.handoff.planner import RankGeometry
-from baton.handoff.ticket import load_or_create_key
+from baton.handoff.ticket import Redeemer, load_or_create_key
 from baton.kv.geometry import Geometry, GroupSpec, Kind, Owner
 from baton.kv.page_pool import PagePool
 from baton.models.base import CausalLM
@@ -44,14 +47,14 @@ DRAFT_LOOKAHEAD = 1
 
 @dataclass(slots=True)
 class Engine:
-    """A ready engine. `agent`, `transport` and `ticket_key` are None without handoffs."""
+    """A ready engine. `agent`, `transport` and `redeemer` are None without handoffs."""
 
     info: EngineInfo
     core: EngineCore
     tokenizer: Tokenizer
     agent: HandoffAgent | None
     transport: Transport | None
-    ticket_key: bytes | None
+    redeemer: Redeemer | None
 
     def close(self) -> None:
         """End the agent's thread and give the pool's memory back."""
@@ -66,6 +69,7 @@ class Engine:
 def build_engine(config: EngineConfig, emit: EmitChunk, progress: Callable[[str], None] = lambda text: None) -> Engine:
     """Raises ConfigError, CheckpointError or TransportError with one clear line. `progress` gets start-up steps."""
     config.check()
+    keys = KeyRing(config.keys, config.engine_id) if config.keys else None
     device = torch.device(config.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device", "cuda is not available here")
@@ -90,7 +94,7 @@ def build_engine(config: EngineConfig, emit: EmitChunk, progress: Callable[[str]
         raise ConfigError("kv_cache_memory", f"must hold at least 2 pages of {page_bytes} bytes")
     progress(f"allocating {num_pages} pages of {config.block_size} tokens, {page_bytes * num_pages >> 20} MiB")
 
-    ticket_key = load_or_create_key(config.ticket_key_file) if config.ticket_key_file else None
+    ticket_key = load_or_create_key(config.ticket_key_path) if config.ticket_key_path else None
     transport = create_transport(config.kv_transfer_config.kv_transport) if ticket_key else None
     regions, kv = _allocate(groups, num_pages, transport, device)
     backend = get_backend(config.attention_backend, config.device)
@@ -131,14 +135,18 @@ def build_engine(config: EngineConfig, emit: EmitChunk, progress: Callable[[str]
                 bind=config.kv_transfer_config.control_bind,
                 fingerprint=facts,
                 ticket_key=ticket_key,
+                keys=keys,
+                integrity=config.integrity,
+                max_retries=0 if config.recovery == "none" else DEFAULT_MAX_RETRIES,
             ),
             geometries,
             transport,
             transport.register(regions),
             lambda event: core.post(lambda: core.legs.handle(event) if core.legs else None),
+            None if config.integrity == "off" else MemoryDigester(geometries, regions),
         )
         alter_seeds = getattr(transport, "alter_seeds", None)
-        legs = HandoffLegs(agent, groups, model.vocab_size, num_lookahead, alter_seeds)
+        legs = HandoffLegs(agent, groups, model.vocab_size, num_lookahead, config.recovery, alter_seeds)
     rejection = spec is not None and spec.verifier == "rejection"
     core = EngineCore(runner, scheduler, legs, tokenizer.eos_token_ids, max_model_len, rejection, emit)
     if agent is not None:
@@ -157,7 +165,8 @@ def build_engine(config: EngineConfig, emit: EmitChunk, progress: Callable[[str]
         num_speculative_tokens=num_lookahead,
         batch_invariant=config.batch_invariant,
     )
-    return Engine(info, core, tokenizer, agent, transport, ticket_key)
+    redeemer = Redeemer(ticket_key, config.engine_id, incarnation) if ticket_key else None
+    return Engine(info, core, tokenizer, agent, transport, redeemer)
 
 
 def _max_model_len(config: EngineConfig, model: CausalLM) -> int:

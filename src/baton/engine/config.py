@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from baton.errors import ConfigError
+from baton.handoff.keys import check_bind, ticket_key_file
+from baton.wire import Recovery
 
 Role = Literal["both", "prefill", "decode"]
 Verifier = Literal["coupled", "rejection"]
 KVMode = Literal["push", "pull"]
+Integrity = Literal["off", "sampled", "full"]
 DTYPES = ("auto", "float32", "bfloat16")
 
 
@@ -70,6 +73,8 @@ class EngineConfig:
     """Everything that an engine is started with. `check()` raises ConfigError naming the first bad field.
 
     `kv_cache_memory` is in bytes over all groups; None takes 256 MiB. `max_model_len` None takes the checkpoint's.
+    `keys` is a key directory, which holds the ticket key too; without one the control socket stays on loopback.
+    `recovery` is the last rung that a failed handoff may take, `integrity` how many digests guard its bytes.
     """
 
     model: str
@@ -89,7 +94,10 @@ class EngineConfig:
     speculative_config: SpeculativeConfig | None = None
     kv_transfer_config: KVTransferConfig = field(default_factory=KVTransferConfig)
     ticket_key_file: str | None = None
+    keys: str | None = None
     engine_id: str = "engine"
+    recovery: Recovery = "full"
+    integrity: Integrity = "off"
 
     def check(self) -> EngineConfig:
         def need(ok: bool, name: str, rule: str) -> None:
@@ -101,6 +109,8 @@ class EngineConfig:
         need(1 <= self.block_size <= 1024, "block_size", "1 to 1024")
         need(self.max_model_len is None or self.max_model_len >= 2, "max_model_len", "at least 2")
         need(1 <= self.max_num_seqs <= 4096, "max_num_seqs", "1 to 4096")
+        need(self.recovery in get_args(Recovery), "recovery", f"one of {', '.join(get_args(Recovery))}")
+        need(self.integrity in get_args(Integrity), "integrity", f"one of {', '.join(get_args(Integrity))}")
         need(self.dtype in DTYPES, "dtype", f"one of {', '.join(DTYPES)}")
         need(re.fullmatch(r"cpu|cuda(:\d+)?", self.device) is not None, "device", "cpu, cuda or cuda:N")
         need(self.kv_cache_memory is None or self.kv_cache_memory > 0, "kv_cache_memory", "positive bytes")
@@ -110,9 +120,17 @@ class EngineConfig:
         )
         rows = 1 + (self.speculative_config.num_speculative_tokens if self.speculative_config else 0)
         need(self.max_num_batched_tokens >= rows, "max_num_batched_tokens", f"at least {rows} (one verification)")
-        if self.role != "both" and self.ticket_key_file is None:
-            raise ConfigError("ticket_key_file", f"is required with role {self.role}")
+        if self.role != "both" and self.ticket_key_path is None:
+            raise ConfigError("ticket_key_file", f"is required with role {self.role}, or a key directory with --keys")
+        check_bind(self.kv_transfer_config.control_bind, self.keys is not None)
         return self
+
+    @property
+    def ticket_key_path(self) -> Path | None:
+        """The file of the ticket key: the one that is named, else the key directory's."""
+        if self.ticket_key_file is not None:
+            return Path(self.ticket_key_file)
+        return None if self.keys is None else ticket_key_file(self.keys)
 
 
 def _json_object(name: str, value: str | dict[str, Any] | None) -> dict[str, Any] | None:
@@ -121,7 +139,7 @@ def _json_object(name: str, value: str | dict[str, Any] | None) -> dict[str, Any
     if isinstance(value, str):
         try:
             value = json.loads(value)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(name, f"is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise ConfigError(name, "must be a JSON object")

@@ -20,7 +20,9 @@ from baton.engine.request import Request, RequestStatus
 from baton.engine.runner import DraftRows, ModelRunner, TargetOutput
 from baton.engine.sampler import token_logprobs
 from baton.engine.scheduler import ScheduledRows, Scheduler
-from baton.engine.verifier import Verified
+from baton.engine.stopping import until_stop
+from baton.engine.verifier import Verified, verify_greedy
+from baton.handoff.messages import Seeds
 from baton.wire import EngineLoad, FinishReason, TokenChunk, TokenLogprobs
 
 EmitChunk = Callable[[TokenChunk, bool], None]
@@ -117,10 +119,13 @@ class EngineCore:
         else:
             self.finish(request, "abort")
 
-    def finish(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
+    def finish(
+        self, request: Request, reason: FinishReason, error: str | None = None, recoverable: bool = False
+    ) -> None:
         """End a request outside the normal flow of tokens."""
         self._end(request, reason)
-        self.emit(TokenChunk(request_id=request.request_id, finish_reason=reason, error=error), True)
+        chunk = TokenChunk(request_id=request.request_id, finish_reason=reason, error=error, recoverable=recoverable)
+        self.emit(chunk, True)
 
     def _end(self, request: Request, reason: FinishReason) -> None:
         self.requests.pop(request.request_id, None)
@@ -189,7 +194,7 @@ class EngineCore:
             request = rows.request
             drafts = request.draft_ids
             if request.sampler.plain_greedy:
-                verified = _verify_greedy(drafts, greedy, first)
+                verified = verify_greedy(drafts, greedy, first)
             else:
                 if host is None:
                     host = logits.cpu().numpy()
@@ -200,13 +205,13 @@ class EngineCore:
         self, request: Request, verified: Verified, host: npt.NDArray[np.float32] | None, first_row: int
     ) -> None:
         num_drafts, request.draft_ids = len(request.draft_ids), []
-        kept, reason, stop_reason = self._until_stop(request, verified.token_ids)
+        kept, reason, stop_reason = until_stop(request, verified.token_ids, self.eos_ids, self.max_model_len)
         logprobs: list[TokenLogprobs] | None = None
         if request.params.logprobs is not None:
             assert host is not None
             num_top = request.params.logprobs
             logprobs = [token_logprobs(host[first_row + i], token, num_top) for i, token in enumerate(kept)]
-        first_chunk = request.num_output == 0
+        position = request.num_output
         request.token_ids += kept
         request.sampler.advance(kept)
         accepted: list[int] = []
@@ -214,7 +219,7 @@ class EngineCore:
             accepted = [min(verified.num_accepted, len(kept))]
             self.metrics.verified(num_drafts, accepted[0])
         self.metrics.num_generation_tokens += len(kept)
-        if first_chunk:
+        if position == 0:
             self.metrics.num_cached_tokens += request.num_cached
         request.finish_reason = reason
         if request.role == "prefill":
@@ -222,6 +227,7 @@ class EngineCore:
         chunk = TokenChunk(
             request_id=request.request_id,
             token_ids=kept,
+            position=position,
             logprobs=logprobs,
             accepted=accepted,
             finish_reason=reason,
@@ -230,23 +236,6 @@ class EngineCore:
         )
         # A prefill leg's stream stays open until its pages are free: its end is how a client that left is noticed.
         self.emit(chunk, reason is not None)
-
-    def _until_stop(
-        self, request: Request, token_ids: Sequence[int]
-    ) -> tuple[list[int], FinishReason | None, int | None]:
-        params = request.params
-        kept: list[int] = []
-        for token in token_ids:
-            kept.append(token)
-            num_output = request.num_output + len(kept)
-            if num_output >= params.min_tokens:
-                if token in self.eos_ids and not params.ignore_eos:
-                    return kept, "stop", None
-                if token in params.stop_token_ids:
-                    return kept, "stop", token
-            if num_output >= params.max_tokens or request.num_prompt + num_output >= self.max_model_len:
-                return kept, "length", None
-        return kept, None, None
 
     def _finalise(self, scheduled: Sequence[ScheduledRows], draft_rows: Sequence[DraftRows]) -> None:
         for drafted in draft_rows:
@@ -267,22 +256,35 @@ class EngineCore:
             chain = request.chains.setdefault(name, [])
             pool.cache(request.token_ids, request.pages[name], chain, final)
 
-    def committed(self, request: Request, first_token: int, draft_ids: Sequence[int]) -> None:
+    def committed(self, request: Request, seeds: Seeds) -> None:
         """A decode leg has everything: its first step verifies the drafts that came with the first token."""
-        request.num_computed = len(request.token_ids)
+        request.num_computed = request.prefill_len
         request.num_drafted = request.num_computed if self.scheduler.draft_group else 0
-        request.token_ids.append(first_token)
-        request.sampler.advance([first_token])
-        request.draft_ids = list(draft_ids)
-        request.prefill_len = request.num_computed
+        if request.num_output == 0:
+            self._emit_seed(request, seeds, None, None)
+            request.token_ids.append(seeds.first_token)
+            request.sampler.advance([seeds.first_token])
+        request.draft_ids = list(seeds.draft_token_ids)
         self.scheduler.commit_receive(request)
         self._cache(request)
 
+    def finished_elsewhere(self, request: Request, seeds: Seeds) -> None:
+        """A decode leg has nothing to decode: the first token ended its request on the prefill side."""
+        _, reason, stop_reason = until_stop(request, [seeds.first_token], self.eos_ids, self.max_model_len)
+        assert reason is not None
+        self._end(request, reason)
+        self._emit_seed(request, seeds, reason, stop_reason)
 
-def _verify_greedy(draft_ids: Sequence[int], greedy: Sequence[int], first: int) -> Verified:
-    num_accepted = 0
-    for draft in draft_ids:
-        if draft != greedy[first + num_accepted]:
-            break
-        num_accepted += 1
-    return Verified(list(greedy[first : first + num_accepted + 1]), num_accepted)
+    def _emit_seed(self, request: Request, seeds: Seeds, reason: FinishReason | None, stop_reason: int | None) -> None:
+        """Send the first token from here too: the prefill side may have died between its handoff and its client."""
+        logprobs = [seeds.first_logprobs] if seeds.first_logprobs is not None else None
+        chunk = TokenChunk(
+            request_id=request.request_id,
+            token_ids=[seeds.first_token],
+            position=0,
+            logprobs=logprobs,
+            finish_reason=reason,
+            stop_reason=stop_reason,
+            num_cached_tokens=request.num_cached,
+        )
+        self.emit(chunk, reason is not None)

@@ -1,19 +1,23 @@
 """Where an engine's requests meet the handoff agent: legs, destination pages, and who may free what.
 
 Runs on the engine thread; the agent's events are posted to it. A leg's pages are released exactly once: P's on
-`PrefillReleased`, D's with its request after commit, or on `DecodeReleased` after a failure.
+`PrefillReleased`, D's with its request after commit, or on `DecodeReleased` after a failure. A request of D whose
+handoff failed need not wait for that: it goes on with other pages.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from baton.engine.request import Request, RequestStatus
+from baton.engine.stopping import until_stop
 from baton.handoff.events import (
     DecodeCommitted,
     DecodeFailed,
     DecodeFinished,
+    DecodeProgress,
     DecodeReleased,
     HandoffEvent,
     PrefillReleased,
@@ -22,7 +26,7 @@ from baton.handoff.interval import wanted
 from baton.handoff.messages import AttemptKey, Seeds
 from baton.handoff.ticket import Ticket
 from baton.kv.geometry import GroupSpec
-from baton.wire import TokenChunk
+from baton.wire import Recovery, TokenChunk, recovers
 
 if TYPE_CHECKING:
     from baton.engine.core import EngineCore
@@ -46,6 +50,21 @@ class Agent(Protocol):
     def abort(self, key: AttemptKey, reason: str) -> None: ...
 
 
+@dataclass(slots=True, eq=False)
+class Leg:
+    """One open attempt. `attached`: what becomes of the request still depends on it.
+
+    On D: `first_wanted` is, per group, the first token that P may write; `proven` the end of those that digests have
+    shown to be final; `quarantined` the pages that the request has given up, as block tables (null: not among them).
+    """
+
+    request: Request
+    attached: bool = True
+    first_wanted: dict[str, int] = field(default_factory=dict)
+    proven: dict[str, int] = field(default_factory=dict)
+    quarantined: dict[str, list[int]] = field(default_factory=dict)
+
+
 class HandoffLegs:
     """Open legs of one engine by attempt."""
 
@@ -55,6 +74,7 @@ class HandoffLegs:
         groups: Sequence[GroupSpec],
         vocab_size: int,
         num_drafts: int,
+        recovery: Recovery,
         alter_seeds: Callable[[Seeds], Seeds] | None = None,
     ) -> None:
         """`alter_seeds` is the seam at which the `faulty` transport breaks seeds on purpose."""
@@ -63,7 +83,9 @@ class HandoffLegs:
         self.groups = groups
         self.vocab_size = vocab_size
         self.num_drafts = num_drafts
-        self.open: dict[AttemptKey, Request] = {}
+        self.recovery = recovery
+        self.open: dict[AttemptKey, Leg] = {}
+        self._recomputing: dict[Request, Ticket] = {}
         self._core: EngineCore | None = None
 
     def bind(self, core: EngineCore) -> None:
@@ -78,19 +100,20 @@ class HandoffLegs:
     def opened(self, request: Request) -> None:
         """A leg arrived. A prefill leg is announced at once, so that an early REGISTER finds it."""
         assert request.ticket is not None
-        self.open[request.ticket.key] = request
+        self.open[request.ticket.key] = Leg(request)
         if request.role == "prefill":
             self.agent.open_prefill(request.ticket)
 
     def start_receives(self, now: float) -> None:
         """Register decode legs for which there is room, in order of arrival. `now`: unix seconds, as expiries."""
         scheduler = self.core.scheduler
+        self._expire_recomputing(now)
         while scheduler.receive_queue:
             request = scheduler.receive_queue[0]
             ticket = request.ticket
             assert ticket is not None
             if now >= ticket.expiry:
-                self.core.finish(request, "error", "handoff_timeout: no pages came free in time")
+                self.core.finish(request, "error", "handoff_timeout: no pages came free in time", recoverable=True)
                 continue
             hits = scheduler.start_receive(request)
             if hits is None:
@@ -98,23 +121,33 @@ class HandoffLegs:
             scheduler.receive_queue.popleft()
             intervals: dict[str, tuple[int, int]] = {}
             for group in self.groups:
-                interval = wanted(group.kind, group.window, request.num_prompt, hits[group.name], owner=group.owner)
+                interval = wanted(group.kind, group.window, request.prefill_len, hits[group.name], owner=group.owner)
                 intervals[group.name] = (interval.start, interval.stop)
+                self.open[ticket.key].first_wanted[group.name] = interval.start
                 if group.kind == "sliding_window" and interval.start > hits[group.name]:
                     scheduler.drop_outside_window(request, group.name, interval.start)
             request.num_cached = min(hits.values())
-            self.agent.open_decode(ticket, request.num_prompt, intervals, dict(request.pages))
+            self.agent.open_decode(ticket, request.prefill_len, intervals, dict(request.pages))
+
+    def _expire_recomputing(self, now: float) -> None:
+        """A request that finds no room for its recomputation before its ticket expires may succeed elsewhere."""
+        for request, ticket in list(self._recomputing.items()):
+            if request.status is not RequestStatus.WAITING:
+                del self._recomputing[request]
+            elif now >= ticket.expiry:
+                del self._recomputing[request]
+                self.core.finish(request, "error", "no_room: no pages came free to recompute", recoverable=True)
 
     def prefilled(self, request: Request) -> None:
         """After the drafter ran: declare what became final; with the last chunk, hand over the seeds."""
         assert request.ticket is not None
-        key, n = request.ticket.key, request.num_prompt
+        key, n = request.ticket.key, request.prefill_len
         final = {
             group.name: min(request.num_drafted, n - 1) if group.owner == "draft" else min(request.num_computed, n)
             for group in self.groups
         }
         self.agent.declare_final(key, n, dict(request.pages), final)
-        if request.num_output == 0:
+        if request.is_prefilling:
             return
         seeds = Seeds(
             first_token=request.token_ids[n],
@@ -132,18 +165,16 @@ class HandoffLegs:
 
     def keeps_pages(self, request: Request, was: RequestStatus) -> bool:
         """A request ended early: whether the agent must first prove its pages quiet (it is told to give up)."""
-        if request.ticket is None or request.ticket.key not in self.open:
+        leg = self.open.get(request.ticket.key) if request.ticket is not None else None
+        if leg is None or not leg.attached:
             return False
-        key = request.ticket.key
+        assert request.ticket is not None
+        if request.role == "decode" and was is RequestStatus.WAITING:
+            # P may already hold pages for it; without a word from here it would until the ticket expires.
+            self.agent.open_decode(request.ticket, request.prefill_len, {}, {})
+        self.agent.abort(request.ticket.key, "aborted" if request.finish_reason == "abort" else "failed")
         if request.role == "decode":
-            if was is RequestStatus.RUNNING:
-                return False
-            if was is RequestStatus.WAITING:
-                # P may already hold pages for it; without a word from here it would until the ticket expires.
-                self.agent.open_decode(request.ticket, request.num_prompt, {}, {})
-        self.agent.abort(key, "aborted" if request.finish_reason == "abort" else "failed")
-        if request.role == "decode":
-            self._quarantine(request)
+            self._quarantine(leg)
         return True
 
     def abandon(self, request: Request) -> None:
@@ -154,21 +185,24 @@ class HandoffLegs:
         request.finish_reason = "abort"
         self.agent.abort(request.ticket.key, "aborted")
 
-    def _quarantine(self, request: Request) -> None:
-        request.quarantined = self.core.scheduler.release(request, quarantine=True)
-
     def handle(self, event: HandoffEvent) -> None:
         """An event of the agent, on the engine thread."""
-        request = self.open.get(event.key)
-        if request is None:
+        leg = self.open.get(event.key)
+        if leg is None:
             return
-        metrics = self.core.metrics
-        if isinstance(event, DecodeFailed):
-            metrics.handoff_failures[event.reason] += 1
-            if request.status is RequestStatus.RECEIVING:
-                self.core.finish(request, "error", f"{event.reason}: {event.message}")
-            return
-        del self.open[event.key]
+        if isinstance(event, DecodeProgress):
+            for name, stop in event.proven.items():
+                leg.proven[name] = max(stop, leg.proven.get(name, 0))
+        elif isinstance(event, DecodeFailed):
+            self.core.metrics.handoff_failures[event.reason] += 1
+            if self._receives(leg):
+                self._failed(leg, f"{event.reason}: {event.message}", event.recoverable)
+        else:
+            del self.open[event.key]
+            self._ended(leg, event)
+
+    def _ended(self, leg: Leg, event: PrefillReleased | DecodeCommitted | DecodeFinished | DecodeReleased) -> None:
+        request, metrics = leg.request, self.core.metrics
         if isinstance(event, PrefillReleased):
             metrics.num_handoffs[event.outcome] += 1
             if request.status in (RequestStatus.WAITING, RequestStatus.RUNNING):
@@ -182,28 +216,75 @@ class HandoffLegs:
             metrics.num_handoffs["committed"] += 1
             metrics.handoff_bytes += event.num_bytes
             metrics.handoff_runs += event.num_runs
-            self._commit(request, event.seeds)
+            if self._receives(leg):
+                self._take(leg, event.seeds, finished=False)
+            else:
+                # Aborted here while the commit was on its way: everything is in place, so the pages are quiet.
+                self._leave_quarantine(leg)
         elif isinstance(event, DecodeFinished):
             metrics.num_handoffs["finished"] += 1
-            if request.status is RequestStatus.RECEIVING:
-                self.core.finish(request, "stop")
-            self._leave_quarantine(request)
+            if self._receives(leg):
+                self._take(leg, event.seeds, finished=True)
+            self._leave_quarantine(leg)
         elif isinstance(event, DecodeReleased):
             metrics.num_handoffs["released"] += 1
-            self._leave_quarantine(request)
+            self._leave_quarantine(leg)
 
-    def _commit(self, request: Request, seeds: Seeds) -> None:
-        if request.status is not RequestStatus.RECEIVING:
-            # Aborted here while the commit was on its way: everything is in place, so the pages are quiet.
-            self._leave_quarantine(request)
-            return
+    def _receives(self, leg: Leg) -> bool:
+        return leg.attached and leg.request.status is RequestStatus.RECEIVING
+
+    def _take(self, leg: Leg, seeds: Seeds, finished: bool) -> None:
+        """Go on from the seeds, or end with them; the pages are quiet."""
+        request = leg.request
+        fault = self._fault(request, seeds, finished)
+        if fault is not None:
+            self.core.metrics.handoff_failures["bad_seeds"] += 1
+            self._failed(leg, f"bad_seeds: {fault}", recoverable=True)
+        elif finished:
+            self.core.finished_elsewhere(request, seeds)
+        else:
+            self.core.committed(request, seeds)
+
+    def _fault(self, request: Request, seeds: Seeds, finished: bool) -> str | None:
+        """What is wrong with the seeds, if anything."""
         ids = [seeds.first_token, *seeds.draft_token_ids]
         if not all(0 <= i < self.vocab_size for i in ids) or len(seeds.draft_token_ids) > self.num_drafts:
-            self.core.finish(request, "error", "bad_seeds: token ids out of range or too many drafts")
-            return
-        self.core.committed(request, seeds.first_token, seeds.draft_token_ids)
+            return "token ids out of range or too many drafts"
+        if request.num_output > 0 and seeds.first_token != request.token_ids[request.prefill_len]:
+            return "the first token is not the last one known"
+        if request.num_output == 0 and request.params.logprobs is not None and seeds.first_logprobs is None:
+            return "logprobs are missing"
+        ends = until_stop(request, [seeds.first_token], self.core.eos_ids, self.core.max_model_len)[1] is not None
+        if request.num_output == 0 and finished is not ends:
+            return f"the first token ends the request: {ends}, the peer says {finished}"
+        return None
 
-    def _leave_quarantine(self, request: Request) -> None:
-        for name, pages in request.quarantined.items():
-            self.core.scheduler.pools[name].leave_quarantine(pages)
-        request.quarantined = {}
+    def _failed(self, leg: Leg, error: str, recoverable: bool) -> None:
+        """A decode leg will get no commit: its request recomputes here where that is allowed, else it ends."""
+        request, scheduler = leg.request, self.core.scheduler
+        if not (recoverable and recovers(self.recovery, "recompute")):
+            self.core.finish(request, "error", error, recoverable)
+            return
+        assert request.ticket is not None
+        self.core.metrics.recoveries["recompute"] += 1
+        if request.ticket.key in self.open:
+            self._quarantine(leg)
+        else:
+            scheduler.release(request)
+        leg.attached = False
+        scheduler.recompute(request)
+        self._recomputing[request] = request.ticket
+
+    def _quarantine(self, leg: Leg) -> None:
+        """The request lets go of its pages, but P may still write them."""
+        for name in leg.request.uncached_groups:
+            leg.proven[name] = 0
+        leg.quarantined = self.core.scheduler.quarantine(leg.request, leg.first_wanted)
+
+    def _leave_quarantine(self, leg: Leg) -> None:
+        """The pages are quiet. Those with proven bytes stay, as a prefix from which a recomputation may start."""
+        for name, pages in leg.quarantined.items():
+            pool = self.core.scheduler.pools[name]
+            pool.cache(leg.request.token_ids, pages, [], leg.proven.get(name, 0))
+            pool.leave_quarantine(pages)
+        leg.quarantined = {}

@@ -26,6 +26,10 @@ class EngineMetrics:
     handoff_bytes: int = 0
     handoff_runs: int = 0
     handoff_failures: Counter[str] = field(default_factory=Counter)
+    recoveries: Counter[str] = field(default_factory=Counter)
+    num_bad_pieces: int = 0
+    num_lost_leases: int = 0
+    refused: dict[str, int] = field(default_factory=dict)
     gauges: dict[str, float] = field(default_factory=dict)
 
     def verified(self, num_draft_tokens: int, num_accepted: int) -> None:
@@ -60,6 +64,12 @@ class EngineMetrics:
             yield counter("handoffs", "Handoffs ended, by outcome.", count, outcome=outcome)
         for reason, count in sorted(self.handoff_failures.items()):
             yield counter("handoff_failures", "Handoffs failed, by reason.", count, reason=reason)
+        for rung, count in sorted(self.recoveries.items()):
+            yield counter("recoveries", "Recoveries begun, by rung of the ladder.", count, rung=rung)
+        for kind, count in sorted(self.refused.items()):
+            yield counter("handoff_refused", "Connections, messages and tickets refused, by kind.", count, kind=kind)
+        yield counter("integrity_bad_pieces", "Pieces of KV that did not match their digest.", self.num_bad_pieces)
+        yield counter("lost_leases", "Peers that were silent for longer than their lease.", self.num_lost_leases)
         yield counter("handoff_bytes", "KV bytes received.", self.handoff_bytes)
         yield counter("handoff_runs", "Contiguous copies that received KV took.", self.handoff_runs)
         for name, value in sorted(self.gauges.items()):

@@ -33,7 +33,7 @@ class Request:
     num_drafted). While decoding, `num_computed == len(token_ids) - 1`: the last token has no KV yet. A
     request that resumes with known output (preemption, failover) prefills all tokens but the last, without
     sampling; its drafter then starts from the last token, so that draft rounds fall exactly where they
-    would have fallen.
+    would have fallen. The same tokens, `[0, prefill_len)`, are what a handoff moves.
     """
 
     def __init__(self, wire: GenerateRequest, sampler: SamplerState, ticket: Ticket | None = None) -> None:
@@ -54,7 +54,6 @@ class Request:
         self.tables: dict[str, npt.NDArray[np.int32]] = {}
         self.chains: dict[str, list[bytes]] = {}
         self.uncached_groups: set[str] = set()
-        self.quarantined: dict[str, list[int]] = {}
         self.first_logprobs: TokenLogprobs | None = None
         self.set_prefill_length()
 

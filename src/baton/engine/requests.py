@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 
@@ -10,13 +11,20 @@ import msgspec
 from baton.engine.build import Engine
 from baton.engine.request import Request
 from baton.engine.sampler import SamplerState
-from baton.errors import ProtocolError, RequestError
-from baton.handoff.ticket import Ticket, request_digest, verify
+from baton.errors import ForbiddenError, ProtocolError, RequestError, WrongEngineError
+from baton.handoff.log_limit import LogLimit
+from baton.handoff.ticket import Ticket, request_digest
 from baton.wire import GenerateRequest
+
+log = logging.getLogger(__name__)
+log.addFilter(LogLimit())
 
 
 def make_request(engine: Engine, wire: GenerateRequest) -> Request:
-    """Check a request and give it a seed where it needs one. Raises RequestError naming the parameter."""
+    """Check a request and give it a seed where it needs one.
+
+    Raises RequestError naming the parameter, WrongEngineError where its ticket is for another engine.
+    """
     info = engine.info
     params = wire.sampling_params.check(info.vocab_size)
     prompt = wire.prompt_token_ids
@@ -33,14 +41,14 @@ def make_request(engine: Engine, wire: GenerateRequest) -> Request:
     num_prompt = len(prompt) if wire.num_prompt_tokens is None else wire.num_prompt_tokens
     if not 1 <= num_prompt <= len(prompt):
         raise RequestError("num_prompt_tokens must be between 1 and the number of tokens", "num_prompt_tokens")
+    if len(prompt) - num_prompt >= params.max_tokens:
+        raise RequestError("the known tokens leave nothing to generate", "num_prompt_tokens")
     total = min(num_prompt + params.max_tokens, info.max_model_len)
     if not engine.core.scheduler.fits(total):
         raise RequestError(f"{total} tokens do not fit into the KV cache of this engine", "max_tokens")
     ticket: Ticket | None = None
     if wire.handoff is not None:
         ticket = _ticket(engine, wire)
-        if num_prompt != len(prompt):
-            raise RequestError("a handoff starts from the prompt alone", "num_prompt_tokens")
     if params.seed is None:
         if ticket is not None and params.temperature > 0.0:
             raise RequestError("a handoff needs one seed for both legs", "seed")
@@ -53,21 +61,14 @@ def make_request(engine: Engine, wire: GenerateRequest) -> Request:
 
 def _ticket(engine: Engine, wire: GenerateRequest) -> Ticket:
     assert wire.handoff is not None
-    if engine.ticket_key is None:
+    if engine.redeemer is None:
         raise RequestError("this engine takes no part in handoffs: it has no ticket key", "handoff")
+    digest = request_digest(wire.prompt_token_ids, wire.sampling_params)
     try:
-        ticket = verify(engine.ticket_key, wire.handoff.ticket, time.time())
+        return engine.redeemer.redeem(wire.handoff.ticket, wire.handoff.role, digest, time.time())
     except ProtocolError as error:
-        raise RequestError(str(error), "handoff") from None
-    named = (
-        (ticket.prefill_engine, ticket.prefill_incarnation)
-        if wire.handoff.role == "prefill"
-        else (ticket.decode_engine, ticket.decode_incarnation)
-    )
-    if named != (engine.info.engine_id, engine.info.incarnation):
-        raise RequestError("the ticket names another engine", "handoff")
-    if ticket.request_digest != request_digest(wire.prompt_token_ids, wire.sampling_params):
-        raise RequestError("the ticket was signed for another request", "handoff")
-    if engine.core.legs is not None and ticket.key in engine.core.legs.open:
-        raise RequestError("the ticket is in use", "handoff")
-    return ticket
+        log.warning("refused the ticket of a request: %s", error)
+        if isinstance(error, WrongEngineError):
+            # Not the request's fault: a router has yet to hear that this engine was restarted.
+            raise
+        raise ForbiddenError(str(error), "handoff") from None

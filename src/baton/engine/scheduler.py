@@ -127,16 +127,34 @@ class Scheduler:
         self.num_preemptions += 1
         self.running.remove(request)
         self.release(request)
+        self._recompute_first(request)
+
+    def recompute(self, request: Request) -> None:
+        """A decode leg that has given up its pages computes its prompt itself, before anything that waits."""
+        self.receiving.discard(request)
+        self._recompute_first(request)
+
+    def _recompute_first(self, request: Request) -> None:
         request.set_prefill_length()
         request.status = RequestStatus.WAITING
         self.waiting.appendleft(request)
 
-    def release(self, request: Request, quarantine: bool = False) -> dict[str, list[int]]:
-        """Drop the request's references to its pages and return which they were."""
-        pages = request.drop_pages()
-        for name, ids in pages.items():
-            self.pools[name].release(ids, quarantine)
-        return pages
+    def release(self, request: Request) -> None:
+        """Drop the request's references to its pages."""
+        for name, ids in request.drop_pages().items():
+            self.pools[name].release(ids)
+
+    def quarantine(self, request: Request, first_wanted: Mapping[str, int]) -> dict[str, list[int]]:
+        """Drop the request's references; pages from that of token `first_wanted[group]` on, which a peer may still
+        write, stay out of use. Returns those, as block tables in which all others are null."""
+        held: dict[str, list[int]] = {}
+        for name, ids in request.drop_pages().items():
+            pool = self.pools[name]
+            num_shared = first_wanted[name] // pool.page_size
+            pool.release(ids[num_shared:], quarantine=True)
+            pool.release(ids[:num_shared])
+            held[name] = [0] * num_shared + ids[num_shared:]
+        return held
 
     def _admit(self, request: Request, budget: int) -> bool:
         # One row at least is computed: it yields the logits, or the features that the drafter starts from.
@@ -160,8 +178,8 @@ class Scheduler:
 
     def receive_hits(self, request: Request) -> dict[str, int]:
         """Prefix hits of a decode leg, per group: it computes nothing, so they need not agree, and the target's may be
-        the whole prompt. The drafter's last entry depends on the first token and always moves."""
-        num = request.num_prompt
+        all of it. The drafter's last entry depends on the first token to decode from and always moves."""
+        num = request.prefill_len
         return {
             name: pool.lookup(request.token_ids[:num], num - (name == self.draft_group)).num_tokens
             for name, pool in self.pools.items()
@@ -199,7 +217,7 @@ class Scheduler:
         if self._num_active >= self.max_num_seqs or self.waiting:
             return None
         hits = self._attach_prefix(request, self.receive_hits(request))
-        if not self._reserve(request, request.num_prompt + 1 + self.num_lookahead):
+        if not self._reserve(request, request.prefill_len + 1 + self.num_lookahead):
             self.release(request)
             return None
         request.status = RequestStatus.RECEIVING

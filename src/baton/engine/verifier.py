@@ -38,6 +38,16 @@ def verify_coupled(draft_ids: Sequence[int], choose: Callable[[int], int]) -> Ve
     return Verified(token_ids, len(draft_ids))
 
 
+def verify_greedy(draft_ids: Sequence[int], best: Sequence[int], first: int) -> Verified:
+    """`verify_coupled` where the target's tokens are known: those from `best[first]` on."""
+    num_accepted = 0
+    for draft in draft_ids:
+        if draft != best[first + num_accepted]:
+            break
+        num_accepted += 1
+    return Verified(list(best[first : first + num_accepted + 1]), num_accepted)
+
+
 def verify_rejection(
     draft_ids: Sequence[int],
     scores: Callable[[int], Scores],

@@ -13,11 +13,12 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from baton.errors import ProtocolError
+from baton.errors import ConfigError, ProtocolError
 from baton.handoff import events as ev
 from baton.handoff.channel import Channel
+from baton.handoff.config import AgentConfig, Timers
+from baton.handoff.digest import Digester
 from baton.handoff.environment import SystemClock
-from baton.handoff.links import AgentConfig, Timers
 from baton.handoff.messages import AttemptKey, Seeds
 from baton.handoff.planner import RankGeometry
 from baton.handoff.runner import HandoffRunner
@@ -34,14 +35,14 @@ class HandoffAgent:
     """Hands requests over to, and takes them over from, other engines.
 
     `geometries` describe this engine's groups in the regions that `descriptor` (of `transport.register`)
-    opens. `on_event` is called on the agent's thread and should return soon. The owner closes the transport
-    after the agent.
+    opens. `on_event` is called on the agent's thread and should return soon. `digester` is needed unless
+    `config.integrity` is off. The owner closes the transport after the agent.
 
     Per opened prefill exactly one `PrefillReleased` comes. Per opened decode exactly one of
     `DecodeCommitted`, `DecodeFinished` and `DecodeReleased` comes, a `DecodeFailed` before the last one
     unless the engine itself aborted. Pages belong to the agent from the open call until that event.
 
-    Raises `ConfigError` when `config.bind` cannot be bound.
+    Raises `ConfigError` when `config.bind` cannot be bound, or a digester is missing.
     """
 
     def __init__(
@@ -51,11 +52,16 @@ class HandoffAgent:
         transport: Transport,
         descriptor: bytes,
         on_event: Callable[[ev.HandoffEvent], None],
+        digester: Digester | None = None,
     ) -> None:
+        if digester is None and config.integrity != "off":
+            raise ConfigError("integrity", f"{config.integrity!r} needs a digester")
         self.config = config
-        self._channel = Channel(config.bind)
+        self._channel = Channel(config.bind, config.keys)
         self.address = self._channel.address
-        self._runner = HandoffRunner(config, geometries, transport, descriptor, self._channel, on_event, SystemClock())
+        self._runner = HandoffRunner(
+            config, geometries, transport, descriptor, self._channel, on_event, SystemClock(), digester
+        )
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="baton-handoff", daemon=True)
@@ -124,10 +130,14 @@ class HandoffAgent:
 
     def stats(self) -> dict[str, Any]:
         """Figures since the start: `handoffs` committed, `finished` by the first token, `bytes`, `runs`,
-        `runs_per_handoff`, `failures` by reason, `outstanding` and `quarantined` attempts and ready
-        `sessions` now, `rejected` and `malformed` messages. In pull, bytes and runs are counted by D.
+        `runs_per_handoff`, `failures` by reason, `retries` of copies, `repairs` (rounds) and
+        `bad_pieces`, `lost_leases`; now: `outstanding` and `quarantined` attempts, `unknown` copies (cancelled, and
+        not proven quiet), ready `sessions`; `rejected` and `malformed` messages of all `frames` that came,
+        connections `refused`, sessions `evicted` by newer ones. In pull, bytes and runs are counted by D.
         """
-        return self._runner.stats()
+        channel = self._channel
+        own = {"frames": channel.frames, "refused": channel.refused, "evicted": channel.evicted}
+        return {**self._runner.stats(), **own}
 
     def _need(self, engine_id: str, incarnation: str) -> None:
         if (engine_id, incarnation) != (self.config.engine_id, self.config.incarnation):
@@ -154,11 +164,12 @@ class HandoffAgent:
         """Wait for something, and deal with all of it. No error of one attempt ends the thread."""
         try:
             wait = self._runner.on_time()
-            if len(self._runner.operations):
-                self._runner.operations.wait(_COPY_WAIT_S)
+            operations = self._runner.operations
+            if len(operations) > operations.num_unknown:
+                operations.wait(_COPY_WAIT_S)
                 wait = 0.0
             elif self._closing:
-                wait = 0.0
+                wait = _COPY_WAIT_S
             for connection, message in self._channel.receive(wait):
                 self._runner.on_message(connection, message)
             self._drain_calls()

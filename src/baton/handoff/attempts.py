@@ -4,34 +4,65 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from baton.handoff import events as ev
+from baton.handoff.copies import CopyLedger
 from baton.handoff.decode import DecodeHandoff, DecodePhase
-from baton.handoff.events import CopyLedger
 from baton.handoff.links import Link
 from baton.handoff.messages import AttemptKey
+from baton.handoff.planner import RankGeometry
 from baton.handoff.prefill import PrefillHandoff, PrefillPhase
 from baton.transports.base import Peer
 
 # Ended attempts are kept as tombstones; beyond this many the oldest go.
 MAX_TOMBSTONES = 1 << 16
+# Handoffs committed, or ended by the first token; what was moved; messages refused; copies issued again; rounds of
+# repair; pieces that did not match their digests; peers whose lease ended.
+COUNTED = ("handoffs", "finished", "bytes", "runs", "rejected", "retries", "repairs", "bad_pieces", "lost_leases")
 
 
 @dataclass(slots=True, eq=False)
-class PrefillAttempt:
-    """P's half of one attempt. `deadline` is the time (monotonic seconds) at which its ticket expires."""
+class _Attempt:
+    """Common part. `deadline` is the time (monotonic seconds) at which the ticket expires.
 
-    machine: PrefillHandoff
+    `peers` are the transport's ends of all sessions in which pages could have been exchanged: copies use the last,
+    and all of them must be fenced. `far` are that engine's geometries. `next_tick` is when the last message is
+    repeated, `gap` how long after that again.
+    """
+
     deadline: float
-    link: Link | None = None
+    peers: list[Peer] = field(default_factory=list)
+    far: Mapping[str, RankGeometry] = field(default_factory=dict)
     expired: bool = False
+    next_tick: float = 0.0
+    gap: float = 0.0
+
+    def meet(self, link: Link) -> None:
+        """The peer's HELLO of a session is known."""
+        if link.hello is not None and link.peer is not None and link.peer not in self.peers:
+            self.peers.append(link.peer)
+            self.far = link.hello.geometries
 
     @property
     def peer(self) -> Peer | None:
-        """D's transport end, once D has spoken."""
-        return None if self.link is None else self.link.peer
+        """The transport's end of the last session."""
+        return self.peers[-1] if self.peers else None
+
+    @property
+    def fenced(self) -> bool:
+        """True when the peer is proven to touch no memory of ours any more."""
+        return bool(self.peers) and all(peer.fenced() for peer in self.peers)
+
+
+@dataclass(slots=True, eq=False)
+class PrefillAttempt(_Attempt):
+    """P's half of one attempt. `link` is the session from which D spoke last."""
+
+    machine: PrefillHandoff = field(kw_only=True)
+    link: Link | None = None
 
     @property
     def closing(self) -> bool:
@@ -40,16 +71,11 @@ class PrefillAttempt:
 
 
 @dataclass(slots=True, eq=False)
-class DecodeAttempt:
-    """D's half of one attempt. `peer` is P's transport end that REGISTER opened D's pages to: it is the one
-    whose fence counts.
-    """
+class DecodeAttempt(_Attempt):
+    """D's half of one attempt. `address` is P's."""
 
-    machine: DecodeHandoff
-    deadline: float
-    link: Link
-    peer: Peer | None = None
-    expired: bool = False
+    machine: DecodeHandoff = field(kw_only=True)
+    address: str = field(kw_only=True)
 
     @property
     def closing(self) -> bool:
@@ -111,10 +137,10 @@ class Figures:
     failures: Counter[str] = field(default_factory=Counter)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def count(self, name: str) -> None:
-        """One more."""
+    def count(self, name: str, by: int = 1) -> None:
+        """So many more."""
         with self._lock:
-            self.counts[name] += 1
+            self.counts[name] += by
 
     def note(self, event: ev.HandoffEvent, copies: CopyLedger) -> None:
         """Book how an attempt ended. P's copies are in `copies`; D's committed ones come with the event."""
@@ -128,7 +154,7 @@ class Figures:
                     self.counts["finished"] += 1
                 case ev.DecodeFailed(_, reason, _) | ev.PrefillReleased(_, reason):
                     self.failures[reason] += 1
-                case ev.DecodeReleased():
+                case ev.DecodeReleased() | ev.DecodeProgress():
                     pass  # its failure was booked, or the engine gave up by itself
 
     def _committed(self, num_bytes: int, num_runs: int) -> None:
@@ -137,10 +163,9 @@ class Figures:
         self.counts["runs"] += num_runs
 
     def snapshot(self) -> dict[str, Any]:
-        """`handoffs`, `finished`, `bytes`, `runs`, `runs_per_handoff`, `failures` by reason, `rejected`."""
+        """The counts in `COUNTED`, `runs_per_handoff`, and `failures` by reason."""
         with self._lock:
-            names = ("handoffs", "finished", "bytes", "runs", "rejected")
-            figures: dict[str, Any] = {name: self.counts[name] for name in names}
+            figures: dict[str, Any] = {name: self.counts[name] for name in COUNTED}
             figures["failures"] = dict(self.failures)
         figures["runs_per_handoff"] = figures["runs"] / max(1, figures["handoffs"])
         return figures

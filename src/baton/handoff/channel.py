@@ -1,9 +1,12 @@
-"""Control connections of one engine over ZeroMQ: sockets, sessions, sequence numbers. Knows no attempt.
+"""Control connections of one engine over ZeroMQ: sockets, keys, sessions, sequence numbers. Knows no attempt.
 
 Each engine binds one ROUTER. An engine that decodes dials the ROUTER of the one that prefills with a
 DEALER, and both directions of that pair use this connection. The dialling side draws a random session
 number per connection; a frame of another session, or one whose sequence number is not above the last, is
 dropped.
+
+With keys both sides authenticate each other by CURVE, and the address reads `curve://ENGINE@host:port`: it names
+the engine whose public key the dialling side demands. HELLO must come from the engine whose key it is.
 """
 
 from __future__ import annotations
@@ -12,56 +15,83 @@ import contextlib
 import logging
 import secrets
 import socket
+from collections.abc import Iterator
 from typing import Any
 
 import zmq
 
 from baton.errors import ConfigError, ProtocolError
 from baton.handoff.environment import Connection
+from baton.handoff.gate import Gate
+from baton.handoff.keys import KeyRing, check_bind, is_local
+from baton.handoff.log_limit import LogLimit
 from baton.handoff.messages import MAX_FRAME, Bye, Hello, Message, decode, encode
 
 log = logging.getLogger(__name__)
+log.addFilter(LogLimit())
 
 MAX_SESSIONS = 1024
+# Sessions through which no valid ticket has come: the oldest makes room for the next.
+MAX_UNPROVEN = 128
 _BURST = 256
+# Frames that wait in one connection before its sender is held back.
+_QUEUE = 128
 # BYE ends a session whatever the receiver has counted so far.
 _LAST_SEQUENCE = (1 << 63) - 1
+_RECONNECT_MS = (100, 2000)
 
 # pyzmq's sockets are generic over sync and async; only the plain ones are used here.
 Socket = Any
 
 
 class Channel:
-    """All connections of one engine. Used by one thread, but for `wake`.
+    """All connections of one engine. Used by one thread, but for `wake` and the counters.
 
-    Raises `ConfigError` when the address cannot be bound.
+    `frames` counts what came, `malformed` what could not be read, `dropped` what could not be sent, `evicted` the
+    sessions closed to make room, `refused` the connections that were not let in.
+
+    Raises `ConfigError` when the address cannot be bound, or would be open to strangers without keys.
     """
 
-    def __init__(self, bind: str) -> None:
+    def __init__(self, bind: str, keys: KeyRing | None = None) -> None:
+        check_bind(bind, keys is not None)
+        self._keys = keys
         self._context: zmq.Context[Any] = zmq.Context()
         self._router = self._socket(zmq.ROUTER)
+        self._gate = Gate(self._context, self._router, keys)
         try:
             self._router.bind(bind)
         except zmq.ZMQError as error:
+            self._gate.close()
             self._router.close()
             self._context.term()
             raise ConfigError("handoff_address", f"cannot bind {bind}: {error}") from error
-        self.address = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
+        endpoint = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.address = endpoint if keys is None else endpoint.replace("tcp://", f"curve://{keys.engine_id}@", 1)
         self._wake_in, self._wake_out = socket.socketpair()
         self._wake_in.setblocking(False)
         self._wake_out.setblocking(False)
         self._poller = zmq.Poller()
-        self._poller.register(self._router, zmq.POLLIN)
-        self._poller.register(self._wake_out, zmq.POLLIN)
+        for readable in (self._router, self._wake_out, *self._gate.sockets):
+            self._poller.register(readable, zmq.POLLIN)
         self._accepted: dict[bytes, Connection] = {}
+        self._unproven: dict[bytes, Connection] = {}
         self._dialled: dict[Socket, Connection] = {}
+        self.frames = 0
         self.malformed = 0
         self.dropped = 0
+        self.evicted = 0
+
+    @property
+    def refused(self) -> int:
+        """Connections that were not let in."""
+        return self._gate.refused
 
     def _socket(self, kind: int) -> Socket:
         sock = self._context.socket(kind)
         sock.setsockopt(zmq.LINGER, 200)
         sock.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)
+        sock.setsockopt(zmq.RCVHWM, _QUEUE)
         return sock
 
     def wake(self) -> None:
@@ -74,24 +104,52 @@ class Channel:
     def dial(self, address: str) -> Connection:
         """A new session with the engine at `address`. Connecting goes on in the background.
 
-        Raises `ProtocolError` for an address that ZeroMQ cannot parse.
+        Raises `ProtocolError` for an address that cannot be dialled, or not with the keys that are here.
         """
+        engine, endpoint, key = self._whom(address)
         sock = self._socket(zmq.DEALER)
         try:
-            sock.connect(address)
+            sock.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS[0])
+            sock.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MS[1])
+            if self._keys is not None:
+                sock.setsockopt(zmq.CURVE_SERVERKEY, key)
+                sock.setsockopt(zmq.CURVE_PUBLICKEY, self._keys.public)
+                sock.setsockopt(zmq.CURVE_SECRETKEY, self._keys.secret)
+            sock.connect(endpoint)
         except zmq.ZMQError as error:
             sock.close()
             raise ProtocolError(f"cannot dial {address!r}: {error}") from error
-        connection = Connection(secrets.randbits(62), sock, address=address)
+        connection = Connection(secrets.randbits(62), sock, address=address, engine=engine)
         self._dialled[sock] = connection
         self._poller.register(sock, zmq.POLLIN)
         return connection
+
+    def _whom(self, address: str) -> tuple[str | None, str, bytes]:
+        """`(engine, ZeroMQ endpoint, its public key)`; no key is sent to, or awaited from, an engine that has none."""
+        named = address.removeprefix("curve://")
+        if self._keys is None:
+            if named != address:
+                raise ProtocolError(f"the engine at {address!r} asks for keys, and none are configured here")
+            if not is_local(address):
+                raise ProtocolError(f"{address!r} is on another host, which takes keys")
+            return None, address, b""
+        engine, at, host = named.partition("@")
+        if named == address or not at:
+            raise ProtocolError(f"the engine at {address!r} has no keys")
+        try:
+            key = self._keys.public_of(engine)
+        except ConfigError as error:
+            raise ProtocolError(str(error)) from error
+        if key is None:
+            raise ProtocolError(f"engine {engine!r} is not among the authorised keys")
+        return engine, f"tcp://{host}", key
 
     def drop(self, connection: Connection) -> None:
         """Forget a session; a dialled one is disconnected."""
         if connection.identity is not None:
             if self._accepted.get(connection.identity) is connection:
                 del self._accepted[connection.identity]
+                self._unproven.pop(connection.identity, None)
         elif self._dialled.pop(connection.socket, None) is not None:
             self._poller.unregister(connection.socket)
             connection.socket.close()
@@ -114,71 +172,108 @@ class Channel:
 
     # ------------------------------------------------------------ receiving
 
-    def receive(self, timeout_s: float) -> list[tuple[Connection, Message]]:
-        """Wait up to `timeout_s` seconds for messages or for `wake`. Malformed frames are only counted."""
-        out: list[tuple[Connection, Message]] = []
+    def receive(self, timeout_s: float) -> Iterator[tuple[Connection, Message]]:
+        """Wait up to `timeout_s` seconds for messages or for `wake`. Malformed frames are only counted.
+
+        A session that was closed to make room, or replaced by its peer, ends with a BYE of this side's making. Each
+        frame is read when the message before it has been dealt with, so that nobody who has just shown a ticket
+        is closed as a stranger.
+        """
         for ready, _ in self._poller.poll(max(0, round(timeout_s * 1000))):
             if ready == self._wake_out.fileno():
                 self._drain_wake()
+            elif ready in self._gate.sockets:
+                self._gate.serve(ready)
+            else:
+                yield from self._read(ready)
+
+    def _read(self, ready: Socket) -> Iterator[tuple[Connection, Message]]:
+        accepted = ready is self._router
+        for _ in range(_BURST):  # one loud peer must not keep the others waiting
+            try:
+                # Only a frame object tells whose key it came with.
+                parts = ready.recv_multipart(zmq.NOBLOCK, copy=not accepted or self._keys is None)
+            except zmq.ZMQError:
+                return
+            self.frames += 1
+            try:
+                found = self._accept(parts) if accepted else self._answered(ready, parts)
+            except ProtocolError as error:
+                self.malformed += 1
+                log.warning("dropped a message: %s", error)
                 continue
-            for _ in range(_BURST):  # one loud peer must not keep the others waiting
-                try:
-                    parts = ready.recv_multipart(zmq.NOBLOCK)
-                except zmq.ZMQError:
-                    break
-                try:
-                    found = self._accept(parts) if ready is self._router else self._answered(ready, parts)
-                except ProtocolError as error:
-                    self.malformed += 1
-                    log.warning("dropped a message: %s", error)
-                    continue
-                if found is not None:
-                    out.append(found)
-        return out
+            yield from found
 
     def _drain_wake(self) -> None:
         with contextlib.suppress(BlockingIOError):
             while self._wake_out.recv(4096):
                 pass
 
-    def _accept(self, parts: list[bytes]) -> tuple[Connection, Message] | None:
+    def _accept(self, parts: list[Any]) -> list[tuple[Connection, Message]]:
         if len(parts) != 2:
             raise ProtocolError(f"{len(parts)} frame parts where 2 are due")
+        engine: str | None = None
+        if self._keys is not None:
+            engine = parts[1].get("User-Id")
+            parts = [part.bytes for part in parts]
         identity, frame = parts
         session, sequence, message = decode(frame)
         connection = self._accepted.get(identity)
-        if connection is None or connection.session != session:
+        ended: list[tuple[Connection, Message]] = []
+        if connection is None or connection.session != session or connection.engine != engine:
             if not isinstance(message, Hello):
                 if not isinstance(message, Bye):
                     bye = encode(Bye("unknown_session"), session, _LAST_SEQUENCE)
                     self._transmit(self._router, identity, bye)
-                return None
-            if connection is None and len(self._accepted) >= MAX_SESSIONS:
-                raise ProtocolError("too many sessions")
-            connection = self._accepted[identity] = Connection(session, self._router, identity)
-        return self._in_order(connection, sequence, message)
+                return []
+            if engine is not None and message.engine_id != engine:
+                raise ProtocolError(f"HELLO of engine {message.engine_id!r} came with the key of {engine!r}")
+            ended = [(old, Bye("replaced")) for old in self._make_room(identity)]
+            connection = Connection(session, self._router, identity, engine=engine)
+            self._accepted[identity] = self._unproven[identity] = connection
+        return ended + self._in_order(connection, sequence, message)
 
-    def _answered(self, sock: Socket, parts: list[bytes]) -> tuple[Connection, Message] | None:
+    def _make_room(self, identity: bytes) -> list[Connection]:
+        """Forget the sessions that a new one of this peer replaces or displaces."""
+        gone = [connection for connection in [self._accepted.get(identity)] if connection is not None]
+        if not gone and self._is_full():
+            self._unproven = {key: other for key, other in self._unproven.items() if not other.proven}
+            if self._is_full():
+                if not self._unproven:
+                    raise ProtocolError("too many sessions")
+                gone.append(next(iter(self._unproven.values())))
+                self.evicted += 1
+        for connection in gone:
+            self.drop(connection)
+        return gone
+
+    def _is_full(self) -> bool:
+        return len(self._unproven) >= MAX_UNPROVEN or len(self._accepted) >= MAX_SESSIONS
+
+    def _answered(self, sock: Socket, parts: list[bytes]) -> list[tuple[Connection, Message]]:
         connection = self._dialled.get(sock)
         if connection is None:
-            return None
+            return []
         if len(parts) != 1:
             raise ProtocolError(f"{len(parts)} frame parts where 1 is due")
         session, sequence, message = decode(parts[0])
         if session != connection.session:
-            return None
+            return []
+        if isinstance(message, Hello) and connection.engine not in (None, message.engine_id):
+            raise ProtocolError(f"HELLO of engine {message.engine_id!r} came with the key of {connection.engine!r}")
         return self._in_order(connection, sequence, message)
 
-    def _in_order(self, connection: Connection, sequence: int, message: Message) -> tuple[Connection, Message] | None:
+    def _in_order(self, connection: Connection, sequence: int, message: Message) -> list[tuple[Connection, Message]]:
         if sequence <= connection.received:
-            return None
+            return []
         connection.received = sequence
-        return connection, message
+        return [(connection, message)]
 
     def close(self) -> None:
         """Close all sockets; what was sent gets a moment to leave."""
         for sock in list(self._dialled):
             sock.close()
+        self._gate.close()
         self._router.close()
         self._context.term()
         self._wake_in.close()

@@ -22,7 +22,10 @@ class Clock(Protocol):
 
 
 class SystemClock:
-    """The machine's own clocks."""
+    """The machine's own clocks. Unix time never goes back: a ticket that has expired stays expired."""
+
+    def __init__(self) -> None:
+        self._latest = 0.0
 
     def monotonic(self) -> float:
         """See `Clock`."""
@@ -30,12 +33,17 @@ class SystemClock:
 
     def time(self) -> float:
         """See `Clock`."""
-        return time.time()
+        self._latest = max(self._latest, time.time())
+        return self._latest
 
 
 @dataclass(slots=True, eq=False)
 class Connection:
-    """One session. `identity` is set where the peer dialled us, `address` where we dialled."""
+    """One session. `identity` is set where the peer dialled us, `address` where we dialled.
+
+    `engine` is the engine id that the peer's key belongs to, None without keys. `proven`: a valid ticket came
+    through it, so that it is not closed to make room for a stranger.
+    """
 
     session: int
     socket: Any
@@ -43,6 +51,8 @@ class Connection:
     address: str = ""
     sent: int = 0
     received: int = 0
+    engine: str | None = None
+    proven: bool = False
 
 
 class ControlChannel(Protocol):

@@ -5,9 +5,25 @@ Machines know no clock, socket or thread: time reaches them as `Tick` and `Deadl
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Literal
 
-from baton.handoff.messages import AttemptKey, AttemptMessage, Seeds
+from baton.handoff.messages import AttemptKey, AttemptMessage, PieceDigest, Seeds
+
+Integrity = Literal["off", "sampled", "full"]  # how much of the KV is digested
+Digests = dict[str, list[PieceDigest]]  # by group, in token order
+Span = tuple[int, int]  # tokens [start, stop)
+
+
+@dataclass(frozen=True, slots=True)
+class BadPiece:
+    """Tokens `[start, stop)` of a group whose bytes do not match their digests in `layers` (the model's ids)."""
+
+    group: str
+    start: int
+    stop: int
+    layers: tuple[int, ...]
+
 
 # ---------------------------------------------------------------- events into a machine
 
@@ -61,8 +77,32 @@ class CopyEnded:
 
 
 @dataclass(frozen=True, slots=True)
+class DigestsComputed:
+    """P: the answer to `ComputeDigests`, in token order."""
+
+    group: str
+    pieces: list[PieceDigest]
+
+
+@dataclass(frozen=True, slots=True)
+class DigestsChecked:
+    """D: the answer to `CheckDigests`: the pieces that do not match."""
+
+    check_id: int
+    bad: tuple[BadPiece, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """This side cannot go on with the attempt; its engine did not ask for that, and is told."""
+
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
 class Abort:
-    """This side gives up."""
+    """This side's engine gives up."""
 
     reason: str
     message: str = ""
@@ -89,7 +129,21 @@ class PeerLost:
     fenced: bool
 
 
-MachineEvent = Opened | Declared | Sampled | PeerReady | Received | CopyEnded | Abort | Deadline | Tick | PeerLost
+MachineEvent = (
+    Opened
+    | Declared
+    | Sampled
+    | PeerReady
+    | Received
+    | CopyEnded
+    | DigestsComputed
+    | DigestsChecked
+    | Fault
+    | Abort
+    | Deadline
+    | Tick
+    | PeerLost
+)
 
 # ---------------------------------------------------------------- actions out of a machine
 
@@ -121,13 +175,39 @@ class CancelCopies:
 
 
 @dataclass(frozen=True, slots=True)
+class ComputeDigests:
+    """P: digest these spans of a group; answer with one `DigestsComputed`."""
+
+    group: str
+    spans: tuple[Span, ...]
+    pages: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class CheckDigests:
+    """D: compare the destination pages with P's digests; answer with one `DigestsChecked(check_id)`."""
+
+    check_id: int
+    digests: Digests
+    pages: dict[str, list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """Book a figure: `retries` (copies issued again), `repairs` (rounds), `bad_pieces`."""
+
+    name: str
+    by: int = 1
+
+
+@dataclass(frozen=True, slots=True)
 class Notify:
     """Tell the engine."""
 
     event: HandoffEvent
 
 
-Action = Send | StartCopy | CancelCopies | Notify
+Action = Send | StartCopy | CancelCopies | ComputeDigests | CheckDigests | Count | Notify
 
 # ---------------------------------------------------------------- events for the engine
 
@@ -163,11 +243,25 @@ class DecodeFinished:
 
 @dataclass(frozen=True, slots=True)
 class DecodeFailed:
-    """The request must end in an error. Its pages may still be written: they are NOT free yet."""
+    """No KV will come of this attempt. Its pages may still be written: they are NOT free yet.
+
+    `recoverable`: nothing but the KV is lost, so that computing it elsewhere answers the request.
+    """
 
     key: AttemptKey
     reason: str
     message: str
+    recoverable: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeProgress:
+    """Per group, tokens from the start of the wanted interval up to `proven` hold their final bytes, checked
+    against P's digests. Never goes back; nothing of it is lost by a later failure.
+    """
+
+    key: AttemptKey
+    proven: dict[str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,34 +271,8 @@ class DecodeReleased:
     key: AttemptKey
 
 
-HandoffEvent = PrefillReleased | DecodeCommitted | DecodeFinished | DecodeFailed | DecodeReleased
+HandoffEvent = PrefillReleased | DecodeCommitted | DecodeFinished | DecodeFailed | DecodeProgress | DecodeReleased
 
-
-@dataclass(slots=True)
-class CopyLedger:
-    """Operations of one attempt: ids handed out, those outstanding, and what was moved."""
-
-    next_id: int = 0
-    outstanding: set[int] = field(default_factory=set)
-    num_bytes: int = 0
-    num_runs: int = 0
-
-    def start(self) -> int:
-        """A new outstanding operation's id."""
-        copy_id = self.next_id
-        self.next_id += 1
-        self.outstanding.add(copy_id)
-        return copy_id
-
-    def end(self, event: CopyEnded) -> bool:
-        """Book an end; False when it was booked before."""
-        if event.copy_id not in self.outstanding:
-            return False
-        self.outstanding.discard(event.copy_id)
-        self.num_bytes += event.num_bytes
-        self.num_runs += event.num_runs
-        return True
-
-    def cancel(self) -> list[Action]:
-        """Actions that stop what is outstanding."""
-        return [CancelCopies(tuple(sorted(self.outstanding)))] if self.outstanding else []
+# Failures after which computing the KV anew would not help: the request is over, or was never allowed. An engine's own
+# abort is no failure that it would be told of; P's may be of P's leg alone.
+FINAL_REASONS = frozenset({"handoff_timeout", "incompatible_peer", "not_final", "register_refused", "superseded"})

@@ -8,49 +8,34 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from baton.errors import BatonError, IncompatiblePeerError, ProtocolError
+from baton.handoff.config import AgentConfig
 from baton.handoff.environment import Clock, Connection, ControlChannel
+from baton.handoff.events import DecodeCommitted, DecodeFailed, HandoffEvent
 from baton.handoff.fingerprint import compare, geometry_fields
-from baton.handoff.messages import Bye, Hello, Register, check_table
+from baton.handoff.log_limit import LogLimit
+from baton.handoff.messages import Bye, Hello, Register, Renew, check_table
 from baton.handoff.planner import RankGeometry
-from baton.handoff.ticket import Ticket, verify
+from baton.handoff.ticket import MAX_TICKET_LIFE_S, Ticket, verify
 from baton.transports.base import Peer, Transport
 
 log = logging.getLogger(__name__)
+log.addFilter(LogLimit())
 
-
-@dataclass(frozen=True, slots=True)
-class Timers:
-    """Durations in seconds. None of them frees memory: they repeat messages and end waits with an error."""
-
-    retry: float = 1.0  # an unanswered message is repeated
-    check: float = 0.1  # deadlines and the life of peers are looked at
-    close: float = 5.0  # closing waits at most this long for copies to end
-
-
-@dataclass(frozen=True, slots=True)
-class AgentConfig:
-    """Who this engine is on the control channel.
-
-    `incarnation` differs for each process; `fingerprint` holds the fields that must be equal on both engines
-    (model, drafter, tokenizer, ...), geometry is added to it; `ticket_key` is the router's.
-    """
-
-    engine_id: str
-    incarnation: str
-    bind: str = "tcp://127.0.0.1:*"
-    fingerprint: Mapping[str, str] = field(default_factory=dict)
-    ticket_key: bytes = b""
-    timers: Timers = field(default_factory=Timers)
+# So many handoffs in a row that needed repair take a peer out of rotation, until its process is another.
+UNHEALTHY_REPAIRS = 3
+MAX_SUSPECTS = 1024
 
 
 @dataclass(slots=True, eq=False)
 class Link:
     """One peer engine: the session with it, what it said in HELLO, and the transport's end.
 
-    `refusal` is `(reason, message)` when its HELLO came but no KV may be exchanged with it.
+    `refusal` is `(reason, message)` when its HELLO came but no KV may be exchanged with it. The peer is held for
+    alive for `lease` seconds after it was `heard` last (monotonic seconds). `was` is the transport's end of the session
+    before, whose process may come back `until` then with attempts of that time. `round_trip` is measured, in seconds.
     """
 
     connection: Connection
@@ -58,11 +43,25 @@ class Link:
     peer: Peer | None = None
     refusal: tuple[str, str] | None = None
     next_hello: float = 0.0
+    was: Peer | None = None
+    until: float = 0.0
+    heard: float = 0.0
+    lease: float = 0.0
+    round_trip: float | None = None
+    nonce: int = 0
+    asked: float = 0.0
 
     @property
     def ready(self) -> bool:
         """True when attempts may use it."""
         return self.hello is not None and self.refusal is None
+
+    def is_same(self, other: Link) -> bool:
+        """True when both lead to the same process with the same memory, by the same key."""
+        # All of HELLO, lest a stranger who says half of it has a refusal wait for the engine itself.
+        return (
+            self.hello is not None and self.hello == other.hello and self.connection.engine == other.connection.engine
+        )
 
 
 class Links:
@@ -83,16 +82,16 @@ class Links:
         self._transport = transport
         self._channel = channel
         self._clock = clock
-        self._hello = Hello(
-            config.engine_id, config.incarnation, dict(config.fingerprint), dict(geometries), descriptor
-        )
-        self._fields = {**config.fingerprint, **geometry_fields(geometries)}
+        facts = {**config.fingerprint, "handoff.integrity": config.integrity}
+        self._hello = Hello(config.engine_id, config.incarnation, facts, dict(geometries), descriptor)
+        self._fields = {**facts, **geometry_fields(geometries)}
+        self._repaired: dict[str, int] = {}  # by incarnation: handoffs in a row that needed repair
         self._retired: list[Peer] = []
 
     @property
     def num_ready(self) -> int:
         """Peers with which KV can be exchanged now. Any thread."""
-        return sum(link.ready for link in [*self.clients.values(), *self.servers.values()])
+        return sum(link.ready for link in self._all())
 
     # ------------------------------------------------------------ D's side: engines we dialled
 
@@ -109,11 +108,18 @@ class Links:
                 link = None
         return link if link is not None else self.dial(ticket.prefill_address)
 
-    def dial(self, address: str) -> Link:
-        """A new link, whose HELLO is on its way."""
-        link = self.servers[address] = Link(self._channel.dial(address))
+    def dial(self, address: str, lost: Link | None = None) -> Link:
+        """A new link, whose HELLO is on its way; `lost` is the one whose place it takes."""
+        link = self.servers[address] = self._link(self._channel.dial(address))
+        if lost is not None and lost.hello is not None:
+            link.was, link.until = lost.peer, self._clock.monotonic() + MAX_TICKET_LIFE_S
+        elif lost is not None:
+            link.was, link.until = lost.was, lost.until
         self._say_hello(link)
         return link
+
+    def _link(self, connection: Connection) -> Link:
+        return Link(connection, heard=self._clock.monotonic(), lease=self._config.timers.lease)
 
     def _say_hello(self, link: Link) -> None:
         link.next_hello = self._clock.monotonic() + self._config.timers.retry
@@ -126,13 +132,18 @@ class Links:
                 self._say_hello(link)
 
     def greet(self, link: Link, hello: Hello) -> None:
-        """Take a peer's HELLO: compare, and connect the transport."""
+        """Take a peer's HELLO: compare, and connect the transport.
+
+        A stranger's descriptor leads nowhere yet: without keys, who dialled us first shows a ticket.
+        """
         link.hello = hello
         try:
             for rank in hello.geometries.values():
                 rank.geometry.check()
             compare(self._fields, {**hello.fingerprint, **geometry_fields(hello.geometries)})
-            link.peer = self._transport.connect(hello.descriptor)
+            known = link.connection.engine is not None or link.connection.proven
+            if link.connection.identity is None or known:
+                self._connect(link, hello)
         except IncompatiblePeerError as error:
             link.refusal = ("incompatible_peer", str(error))
         except BatonError as error:
@@ -140,26 +151,35 @@ class Links:
         if link.refusal is not None:
             log.warning("no handoff with engine %s: %s", hello.engine_id, link.refusal[1])
 
+    def _connect(self, link: Link, hello: Hello) -> None:
+        try:
+            link.peer = self._transport.connect(hello.descriptor)
+        except BatonError as error:
+            link.refusal = ("unreachable_peer", str(error))
+
+    def admit(self, link: Link) -> None:
+        """Take a client for more than a stranger: it has shown a ticket, now or in a session before."""
+        link.connection.proven = True
+        if link.hello is not None and link.peer is None and link.refusal is None:
+            self._connect(link, link.hello)
+
     # ------------------------------------------------------------ P's side: engines that dialled us
 
-    def client_hello(self, connection: Connection, hello: Hello) -> tuple[Link, Link] | None:
-        """Answer a HELLO. `(old link, new link)` when a process that is known came in a new session."""
-        moved: tuple[Link, Link] | None = None
-        if connection not in self.clients:
-            link = Link(connection)
-            same = (old for old in self.clients.values() if old.hello and old.hello.incarnation == hello.incarnation)
-            old = next(same, None)
-            if old is not None and old.hello is not None and old.hello.descriptor == hello.descriptor:
-                # Its copies go on: only the session is new.
-                link.hello, link.peer, link.refusal = old.hello, old.peer, old.refusal
-                self._channel.drop(old.connection)
-                del self.clients[old.connection]
-                moved = (old, link)
-            else:
-                self.greet(link, hello)
+    def client_hello(self, connection: Connection, hello: Hello) -> Link:
+        """Answer a HELLO, and return the link it opened; the first one of a session counts."""
+        link = self.clients.get(connection)
+        if link is None:
+            link = self._link(connection)
+            link.hello = hello
+            for old in [old for old in self.clients.values() if old.is_same(link)]:
+                # Its attempts go on in the new session. The old connection of the transport may be broken at the other
+                # end already, so there is a new one too.
+                connection.proven = connection.proven or old.connection.proven
+                self.hang_up(old)
+            self.greet(link, hello)
             self.clients[connection] = link
         self._channel.send(connection, self._hello)
-        return moved
+        return link
 
     def check_register(self, link: Link, message: Register) -> Ticket:
         """The ticket of a REGISTER that this link's peer may send, else `ProtocolError` that says why not."""
@@ -180,7 +200,68 @@ class Links:
             if ticket.mode == "push":
                 size, count = rank.geometry.page_size, rank.geometry.num_pages
                 check_table(group, message.pages.get(group, []), start, stop, size, count)
+        self.admit(link)
+        if link.refusal is not None:
+            raise ProtocolError(link.refusal[1])
         return ticket
+
+    # ------------------------------------------------------------ life and health
+
+    def _all(self) -> list[Link]:
+        return [*self.clients.values(), *self.servers.values()]
+
+    def renew(self, now: float) -> None:
+        """Say on each session, when it is due, that this engine lives; `now` in monotonic seconds."""
+        timers = self._config.timers
+        for link in self._all():
+            if link.ready and now >= link.asked + timers.renew:
+                link.nonce, link.asked = link.nonce + 1, now
+                self._channel.send(link.connection, Renew(timers.lease, link.nonce))
+
+    def renewed(self, link: Link, message: Renew) -> None:
+        """Take a RENEW: answer it, or learn the round trip from its echo."""
+        if link.connection.identity is None or link.connection.proven:
+            # A stranger's word holds no session open.
+            link.lease = message.lease
+        if not message.echo:
+            self._channel.send(link.connection, Renew(self._config.timers.lease, message.nonce, echo=True))
+        elif message.nonce == link.nonce:
+            sample = self._clock.monotonic() - link.asked
+            link.round_trip = sample if link.round_trip is None else (3 * link.round_trip + sample) / 4
+
+    def may_return(self, link: Link) -> bool:
+        """True where a process that was talked to may still live, and wait for a word about attempts of that time.
+
+        No attempt outlives `MAX_TICKET_LIFE_S`, unless its engine was paused that long.
+        """
+        if link.hello is not None:
+            return link.peer is not None and not link.peer.fenced()
+        return link.was is not None and not link.was.fenced() and self._clock.monotonic() < link.until
+
+    def forgive(self, now: float) -> None:
+        """This process was paused, so that it cannot tell who was silent: all leases begin anew."""
+        for link in self._all():
+            link.heard = now
+
+    def expired(self, now: float) -> list[Link]:
+        """Links whose peer was silent for its lease."""
+        return [link for link in self._all() if now - link.heard > link.lease]
+
+    def note_health(self, event: HandoffEvent, repaired: bool) -> None:
+        """Book how a handoff to this engine ended; `repaired`: it needed repair."""
+        failed = isinstance(event, DecodeFailed) and event.reason == "integrity_failed"
+        if failed or (repaired and isinstance(event, DecodeCommitted)):
+            incarnation = event.key.prefill_incarnation
+            self._repaired[incarnation] = self._repaired.pop(incarnation, 0) + 1
+            if len(self._repaired) > MAX_SUSPECTS:
+                del self._repaired[next(iter(self._repaired))]
+        elif isinstance(event, DecodeCommitted):
+            self._repaired.pop(event.key.prefill_incarnation, None)
+
+    def unhealthy(self, incarnation: str) -> str:
+        """Why no further handoff is taken from an engine process, or an empty string."""
+        count = self._repaired.get(incarnation, 0)
+        return f"{count} handoffs in a row needed repair" if count >= UNHEALTHY_REPAIRS else ""
 
     # ------------------------------------------------------------ ends
 
@@ -190,19 +271,25 @@ class Links:
         self.clients.pop(link.connection, None)
         if self.servers.get(link.connection.address) is link:
             del self.servers[link.connection.address]
-        if link.peer is not None:
+        if link.peer is None:
+            return
+        if link.connection.identity is not None and not link.connection.proven:
+            # A stranger, who had no attempt: a flood of them must not pile up mappings until the next sweep.
+            self._transport.disconnect(link.peer)
+        else:
             self._retired.append(link.peer)
 
-    def sweep(self, used: list[Peer | None]) -> None:
-        """Drop links whose peer is dead, and disconnect ends that no attempt uses."""
-        for link in [*self.clients.values(), *self.servers.values()]:
-            if link.peer is not None and not link.peer.alive():
-                self.hang_up(link)
-        for peer in [peer for peer in self._retired if not any(peer is other for other in used)]:
+    def dead(self) -> list[Link]:
+        """Links whose transport's end is dead."""
+        return [link for link in self._all() if link.peer is not None and not link.peer.alive()]
+
+    def sweep(self, used: list[Peer]) -> None:
+        """Disconnect ends that no attempt uses or that are fenced, which stops what is left of their copies."""
+        for peer in [peer for peer in self._retired if peer.fenced() or not any(peer is other for other in used)]:
             self._retired.remove(peer)
             self._transport.disconnect(peer)
 
     def say_bye(self, reason: str, quiet: bool) -> None:
         """End all sessions; `quiet` tells the peers that our copies have ended."""
-        for link in [*self.clients.values(), *self.servers.values()]:
+        for link in self._all():
             self._channel.send(link.connection, Bye(reason, quiet))

@@ -19,15 +19,25 @@ from baton.errors import ProtocolError
 from baton.handoff.planner import RankGeometry
 from baton.wire import TokenLogprobs
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_GROUPS = 64
 MAX_PAGES = 1 << 20
 MAX_TOKENS = 1 << 24
 MAX_DRAFTS = 256
+# A digest covers at most this many tokens, and never tokens on both sides of a multiple of it.
+PIECE_TOKENS = 64
+MAX_PIECES = MAX_TOKENS // PIECE_TOKENS
+MAX_LAYERS = 1024
+DIGEST_BYTES = 8
+MAX_ROUNDS = 16
+# Each of them is a copy of its own.
+MAX_REPAIRS = 256
+MAX_LEASE_S = 600.0
 
 TransferId = Annotated[bytes, Meta(min_length=16, max_length=16)]
-Name = Annotated[str, Meta(min_length=1, max_length=128)]
-Reason = Annotated[str, Meta(max_length=64)]
+# Printable ASCII: names and reasons end up in logs and metrics.
+Name = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[ -~]*\Z")]
+Reason = Annotated[str, Meta(max_length=64, pattern=r"^[ -~]*\Z")]
 Text = Annotated[str, Meta(max_length=2048)]
 Token = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
@@ -35,6 +45,9 @@ Position = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
 PageIds = Annotated[list[Annotated[int, Meta(ge=0, lt=1 << 31)]], Meta(max_length=MAX_PAGES)]
 PageTables = Annotated[dict[Name, PageIds], Meta(max_length=MAX_GROUPS)]
 Intervals = Annotated[dict[Name, tuple[Position, Position]], Meta(max_length=MAX_GROUPS)]
+Round = Annotated[int, Meta(ge=0, le=MAX_ROUNDS)]
+Spans = Annotated[list[tuple[Position, Position]], Meta(max_length=MAX_REPAIRS)]
+SeedsDigest = Annotated[bytes, Meta(max_length=DIGEST_BYTES)]
 
 
 class AttemptKey(msgspec.Struct, frozen=True, array_like=True):
@@ -65,6 +78,19 @@ class Seeds(msgspec.Struct, frozen=True):
     draft_token_ids: Annotated[list[Token], Meta(max_length=MAX_DRAFTS)] = []
 
 
+class PieceDigest(msgspec.Struct, frozen=True, array_like=True):
+    """Digests of tokens `[start, stop)` of one group, at most `PIECE_TOKENS` of them and never across a multiple
+    of it: `DIGEST_BYTES` per layer, in the order of the geometry's layers.
+    """
+
+    start: Position
+    stop: Position
+    layers: Annotated[bytes, Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES * MAX_LAYERS)]
+
+
+Digests = Annotated[dict[Name, Annotated[list[PieceDigest], Meta(max_length=MAX_PIECES)]], Meta(max_length=MAX_GROUPS)]
+
+
 class Message(msgspec.Struct, frozen=True, tag_field="kind"):
     """Base of all messages."""
 
@@ -86,6 +112,18 @@ class Bye(Message, frozen=True, tag="BYE"):
     quiet: bool = False
 
 
+class Renew(Message, frozen=True, tag="RENEW"):
+    """Keeps a session alive: the sender may be held for alive for `lease` seconds after this arrives.
+
+    The receiver sends the same `nonce` back with `echo` set, which measures the round trip; an echo renews
+    the other direction.
+    """
+
+    lease: Annotated[float, Meta(gt=0, le=MAX_LEASE_S)]
+    nonce: Count
+    echo: bool = False
+
+
 class AttemptMessage(Message, frozen=True):
     """Base of the messages that belong to one attempt."""
 
@@ -101,10 +139,14 @@ class Register(AttemptMessage, frozen=True, tag="REGISTER"):
 
 
 class Ready(AttemptMessage, frozen=True, tag="READY"):
-    """P to D, pull: P's block tables, and per group the end of the final interval `[0, final)`."""
+    """P to D, pull: P's block tables, and per group the end of the final interval `[0, final)`.
+
+    `digests` cover what D wants of it; empty with integrity off.
+    """
 
     final: Annotated[dict[Name, Position], Meta(max_length=MAX_GROUPS)]
     pages: PageTables
+    digests: Digests = {}
 
 
 class ReadDone(AttemptMessage, frozen=True, tag="READ_DONE"):
@@ -112,18 +154,48 @@ class ReadDone(AttemptMessage, frozen=True, tag="READ_DONE"):
 
 
 class Confirm(AttemptMessage, frozen=True, tag="CONFIRM"):
-    """P to D, pull: the pages were this attempt's until READ_DONE came, so what was read is good."""
+    """P to D, pull: the pages were this attempt's until READ_DONE came, so what was read is good.
+
+    `seeds_digest` is empty with integrity off.
+    """
 
     seeds: Seeds
+    seeds_digest: SeedsDigest = b""
+
+
+class Progress(AttemptMessage, frozen=True, tag="PROGRESS"):
+    """P to D, push: the pieces that `digests` cover are copied and visible. D can check them while P prefills on.
+
+    Never repeated: COMMIT brings the digests again.
+    """
+
+    digests: Digests
 
 
 class Commit(AttemptMessage, frozen=True, tag="COMMIT"):
-    """P to D, push: every copy is done and visible. `final` as in READY; the counts are for metrics."""
+    """P to D, push: every copy is done and visible. `final` as in READY; the counts are for metrics.
+
+    `round` counts the REPAIRs that P has carried out: D takes a COMMIT of the round that it waits for, and no
+    other. `digests` and `seeds_digest` are empty with integrity off.
+    """
 
     final: Annotated[dict[Name, Position], Meta(max_length=MAX_GROUPS)]
     seeds: Seeds
     num_bytes: Count = 0
     num_runs: Count = 0
+    round: Round = 0
+    digests: Digests = {}
+    seeds_digest: SeedsDigest = b""
+
+
+class Repair(AttemptMessage, frozen=True, tag="REPAIR"):
+    """D to P, push: these tokens, in order, did not match their digests; where there are none, the seeds did not.
+
+    P copies them again and sends COMMIT of this `round`, which is one above that of the COMMIT in question.
+    """
+
+    round: Annotated[int, Meta(ge=1, le=MAX_ROUNDS)]
+    bad: Annotated[dict[Name, Spans], Meta(max_length=MAX_GROUPS)]
 
 
 class Finished(AttemptMessage, frozen=True, tag="FINISHED"):
@@ -161,11 +233,14 @@ _TABLES = 8 * 1024 * 1024
 _LIMITS: dict[type[Message], int] = {
     Hello: 1024 * 1024,
     Bye: _SMALL,
+    Renew: 256,
     Register: _TABLES,
     Ready: _TABLES,
     ReadDone: _SMALL,
     Confirm: _SMALL,
-    Commit: 64 * 1024,
+    Progress: _TABLES,
+    Commit: _TABLES,
+    Repair: 256 * 1024,
     Finished: _SMALL,
     Ack: _SMALL,
     Nack: _SMALL,

@@ -23,6 +23,9 @@ class _Running(Generic[Owner]):
     operation: Operation
     num_bytes: int
     num_runs: int
+    peer: Peer
+    direction: Direction
+    unknown: bool = False  # cancelled, and not proven quiet
 
 
 class Operations(Generic[Owner]):
@@ -34,6 +37,11 @@ class Operations(Generic[Owner]):
 
     def __len__(self) -> int:
         return len(self._running)
+
+    @property
+    def num_unknown(self) -> int:
+        """Operations that were cancelled and are not proven quiet: their pages wait for a fence. Any thread."""
+        return sum(run.unknown for run in self._running)
 
     def start(
         self,
@@ -55,16 +63,22 @@ class Operations(Generic[Owner]):
         except BatonError as error:
             # Nothing was submitted, so nothing is outstanding.
             return CopyEnded(copy.copy_id, ok=False, message=f"group {copy.group}: {error}")
-        self._running.append(_Running(owner, copy.copy_id, operation, copies.total, len(copies)))
+        self._running.append(_Running(owner, copy.copy_id, operation, copies.total, len(copies), peer, direction))
         return None
 
     def ended(self) -> list[tuple[Owner, CopyEnded]]:
-        """Collect what has ended since the last call."""
+        """Collect what has ended since the last call.
+
+        A write of unknown state ends, at the latest, with its peer's fence: its bytes go nowhere any more. A read
+        does not, since it is this side that goes on writing its pages.
+        """
         out: list[tuple[Owner, CopyEnded]] = []
         still: list[_Running[Owner]] = []
         for run in self._running:
             state = run.operation.poll()
-            if state == "pending":
+            if state == "pending" and run.unknown and run.direction == "write" and run.peer.fenced():
+                out.append((run.owner, CopyEnded(run.copy_id, ok=False, message="the peer is fenced")))
+            elif state == "pending":
                 still.append(run)
             elif state == "done":
                 end = CopyEnded(run.copy_id, ok=True, num_bytes=run.num_bytes, num_runs=run.num_runs)
@@ -76,9 +90,10 @@ class Operations(Generic[Owner]):
         return out
 
     def wait(self, timeout_s: float) -> None:
-        """Sleep until the oldest operation ends or the time is over."""
-        if self._running:
-            self._running[0].operation.wait(timeout_s)
+        """Sleep until the oldest operation that was not cancelled ends, or the time is over."""
+        run = next((run for run in self._running if not run.unknown), None)
+        if run is not None:
+            run.operation.wait(timeout_s)
 
     def cancel(self, owner: Owner, copy_ids: tuple[int, ...]) -> list[CopyEnded]:
         """Stop operations; the ends of those proven quiet at once. The others end through `ended`."""
@@ -88,7 +103,8 @@ class Operations(Generic[Owner]):
             mine = run.owner is owner and run.copy_id in copy_ids
             if mine and self._transport.cancel(run.operation) == "quiet":
                 out.append(CopyEnded(run.copy_id, ok=False, message="cancelled"))
-            else:
-                still.append(run)
+                continue
+            run.unknown = run.unknown or mine
+            still.append(run)
         self._running = still
         return out

@@ -1,7 +1,8 @@
 """Tickets: the router's signed permission for one attempt of one handoff.
 
 An engine dials the peer that a ticket names, and serves KV only to the peer that a ticket names. A ticket is
-`base64url(msgpack(Ticket) + HMAC-SHA256)` without padding; it expires, and serves one attempt.
+`base64url(msgpack(Ticket) + HMAC-SHA256)` without padding; it expires, and serves one attempt: `Redeemer` sees to
+that where requests come in, the tombstones of attempts where REGISTER does.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from baton.errors import ConfigError, ProtocolError
+from baton.errors import ConfigError, ProtocolError, WrongEngineError
 from baton.handoff.messages import AttemptKey, Name, TransferId
 from baton.wire import SamplingParams
 
@@ -102,6 +103,46 @@ def verify(key: bytes, text: str, now: float) -> Ticket:
     if ticket.expiry > now + MAX_TICKET_LIFE_S:
         raise ProtocolError(f"ticket is valid for more than {MAX_TICKET_LIFE_S} s")
     return ticket
+
+
+class Redeemer:
+    """One engine's judge of the tickets that come with requests: each is served once per leg. For one thread.
+
+    `refused` counts those that were not served. Used tickets are remembered until they expire, and time never goes
+    back here, so that a clock that is set back revives none.
+    """
+
+    def __init__(self, key: bytes, engine_id: str, incarnation: str) -> None:
+        self.refused = 0
+        self._key = key
+        self._self = (engine_id, incarnation)
+        self._used: dict[tuple[str, AttemptKey], int] = {}
+        self._now = 0.0
+
+    def redeem(self, text: str, role: Literal["prefill", "decode"], digest: bytes, now: float) -> Ticket:
+        """The ticket in `text`, if this engine may serve its leg `role` of the request with `digest` now.
+
+        Raises `ProtocolError` that says why not.
+        """
+        self._now = max(self._now, now)
+        # Tickets live 600 s at most and come in order of time, so this lets go of each soon after its end.
+        while self._used and next(iter(self._used.values())) <= self._now:
+            del self._used[next(iter(self._used))]
+        try:
+            ticket = verify(self._key, text, self._now)
+            prefill = (ticket.prefill_engine, ticket.prefill_incarnation)
+            decode = (ticket.decode_engine, ticket.decode_incarnation)
+            if (prefill if role == "prefill" else decode) != self._self:
+                raise WrongEngineError("the ticket names another engine")
+            if not hmac.compare_digest(ticket.request_digest, digest):
+                raise ProtocolError("the ticket was signed for another request")
+            if (role, ticket.key) in self._used:
+                raise ProtocolError("the ticket was used before")
+        except ProtocolError:
+            self.refused += 1
+            raise
+        self._used[role, ticket.key] = ticket.expiry
+        return ticket
 
 
 def load_or_create_key(path: str | Path) -> bytes:

@@ -139,11 +139,14 @@ class PagePool:
                 self._set_free(page)
 
     def leave_quarantine(self, pages: Iterable[int]) -> None:
-        """Pages are proven quiet: back to free."""
+        """Pages are proven quiet: back to free, or to the prefix cache if they were entered there meanwhile."""
         for page in pages:
             if page in self._quarantined:
                 self._quarantined.discard(page)
-                self._set_free(page)
+                if page in self._cached:
+                    self._evictable[page] = None
+                else:
+                    self._set_free(page)
 
     def _set_free(self, page: int) -> None:
         self._free[page] = True

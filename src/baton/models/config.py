@@ -17,6 +17,10 @@ from baton.errors import CheckpointError
 
 RawConfig = Mapping[str, Any]
 
+# No model comes near these; they keep a hostile file from sizing loops and tensors.
+MAX_SIZE = 1 << 31
+MAX_LAYERS = 4096
+
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -54,14 +58,16 @@ class ModelConfig:
     qk_norm: bool = False
 
 
-def get_int(raw: RawConfig, name: str, default: int | None = None, minimum: int = 1) -> int:
-    """The integer field `name`, at least `minimum`. Raises `CheckpointError` naming the field."""
+def get_int(raw: RawConfig, name: str, default: int | None = None, minimum: int = 1, maximum: int = MAX_SIZE) -> int:
+    """The integer field `name`, `minimum` to `maximum`. Raises `CheckpointError` naming the field."""
     value = raw.get(name)
     if value is None:
         value = default
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
         found = "is missing" if value is None else f"is {value!r}"
         raise CheckpointError(f"config.json: {name} {found}, expected an integer of at least {minimum}")
+    if value > maximum:
+        raise CheckpointError(f"config.json: {name} is over {maximum}")
     return value
 
 
@@ -146,7 +152,7 @@ def decoder_fields(raw: RawConfig, max_position_default: int, head_dim_default: 
     if head_dim % 2:
         raise CheckpointError(f"config.json: head_dim is {head_dim}, rotary embedding needs an even one")
     max_position = get_int(raw, "max_position_embeddings", max_position_default)
-    num_layers = get_int(raw, "num_hidden_layers")
+    num_layers = get_int(raw, "num_hidden_layers", maximum=MAX_LAYERS)
     return {
         "vocab_size": get_int(raw, "vocab_size"),
         "hidden_size": hidden,

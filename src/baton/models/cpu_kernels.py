@@ -47,7 +47,11 @@ def jit_contract(function: F) -> F:
     return cast(F, numba.njit(nogil=True, cache=True, error_model="numpy", fastmath={"contract"})(function))
 
 
-def _bf16_to_f32(typing_context: Any, value: Any) -> Any:
+def _to_f32(typing_context: Any, value: Any) -> Any:
+    """A float32 as it is, the bits of a bfloat16 (uint16) widened exactly."""
+    if value == numba.float32:
+        return numba.float32(numba.float32), lambda context, builder, signature, args: args[0]
+
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         wide = builder.shl(builder.zext(args[0], ir.IntType(32)), ir.Constant(ir.IntType(32), 16))
         return builder.bitcast(wide, ir.FloatType())
@@ -66,7 +70,7 @@ def _power_of_two(typing_context: Any, value: Any) -> Any:
     return numba.float32(numba.float32), generate
 
 
-bf16_to_f32 = cast(Callable[[Any], Any], intrinsic(_bf16_to_f32))
+to_f32 = cast(Callable[[Any], Any], intrinsic(_to_f32))
 _exp2_of_magic = cast(Callable[[Any], Any], intrinsic(_power_of_two))
 
 

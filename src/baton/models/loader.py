@@ -39,7 +39,7 @@ def read_json(file: Path) -> dict[str, Any]:
         raise CheckpointError(f"{file}: no such file") from None
     except OSError as error:
         raise CheckpointError(f"{file}: cannot be read: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file}: not valid JSON: {error}") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{file}: expected a JSON object, found {type(value).__name__}")
@@ -63,7 +63,7 @@ def weight_files(path: str | Path) -> list[Path]:
         if not isinstance(weight_map, dict) or not weight_map:
             raise CheckpointError(f"{index}: weight_map is missing or empty")
         names = sorted({str(name) for name in weight_map.values()})
-        if any(Path(name).name != name for name in names):
+        if any(Path(name).name != name or name == ".." for name in names):
             raise CheckpointError(f"{index}: weight_map names a file outside the checkpoint directory")
     else:
         names = [_SINGLE]
@@ -159,7 +159,11 @@ def load_model(
     cls = model_class(raw.get("model_type"))
     weight_files(path)
     config = cls.parse_config(raw)
-    model = cls(config, Build(resolve_dtype(dtype, raw), torch.device(device), batch_invariant))
+    try:
+        model = cls(config, Build(resolve_dtype(dtype, raw), torch.device(device), batch_invariant))
+    except (RuntimeError, MemoryError) as error:
+        why = str(error).partition("\n")[0]
+        raise CheckpointError(f"{path}: the model that config.json describes cannot be allocated: {why}") from None
 
     def rename(name: str) -> str | None:
         tied = name == "lm_head.weight" and config.tie_word_embeddings

@@ -11,6 +11,7 @@ from baton.errors import (
     BatonError,
     CapacityError,
     EngineUnavailableError,
+    ForbiddenError,
     HandoffError,
     IncompatiblePeerError,
     ProtocolError,
@@ -45,6 +46,8 @@ def to_api_error(error: BaseException) -> ApiError:
     text = str(error)
     if isinstance(error, UnknownModelError):
         return ApiError(404, text, "invalid_request_error", "model", "model_not_found")
+    if isinstance(error, ForbiddenError):
+        return ApiError(403, text, "permission_error", error.param, "forbidden")
     if isinstance(error, RequestError):
         return ApiError(400, text, "invalid_request_error", error.param)
     if isinstance(error, CapacityError):

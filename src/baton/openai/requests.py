@@ -1,24 +1,37 @@
 """Request bodies of the OpenAI API, and their translation into `SamplingParams`.
 
 Fields that Baton does not know are ignored, as OpenAI and vLLM do. Fields it knows and cannot honour are
-refused by name, because ignoring them would change the answer. Client-made handoff fields
-(`kv_transfer_params`) are not declared here, so they go no further than the JSON decoder: a client can name
-no host, port or ticket.
+refused by name, because ignoring them would change the answer. Fields by which other servers let a client steer a
+handoff (a host, a port, a transfer) are refused and logged: only the router decides where KV goes.
 """
 
 from __future__ import annotations
 
+import logging
 import re
 from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from baton.errors import RequestError
+from baton.errors import ForbiddenError, RequestError
 from baton.openai.backend import KVMode
 from baton.wire import MAX_LOGPROBS, SamplingParams
 
+log = logging.getLogger(__name__)
+
 _PATH = re.compile(r" - at `(key in )?\$\.?([^`]*)`\Z")
 _MISSING = re.compile(r"required field `([^`]+)`")
+_FORBIDDEN = (
+    "kv_transfer_params",
+    "disaggregated_params",
+    "bootstrap_host",
+    "bootstrap_port",
+    "bootstrap_room",
+    "remote_host",
+    "remote_port",
+    "handoff",
+    "ticket",
+)
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -62,6 +75,16 @@ class _Request(msgspec.Struct, kw_only=True):
     guided_regex: Any = None
     guided_choice: Any = None
     guided_grammar: Any = None
+    # Never a client's to say:
+    kv_transfer_params: Any = None
+    disaggregated_params: Any = None
+    bootstrap_host: Any = None
+    bootstrap_port: Any = None
+    bootstrap_room: Any = None
+    remote_host: Any = None
+    remote_port: Any = None
+    handoff: Any = None
+    ticket: Any = None
 
 
 class CompletionRequest(_Request, kw_only=True):
@@ -183,6 +206,10 @@ def _refuse_unserved(request: CompletionRequest | ChatRequest) -> None:
         if value is not None and value != served and value not in ([], {}):
             raise RequestError(f"{name} is not supported", name)
 
+    for name in _FORBIDDEN:
+        if getattr(request, name) is not None:
+            log.warning("refused a client's request that sets %s", name)
+            raise ForbiddenError(f"{name} is not a client's to set: the router decides where KV goes", name)
     for name in ("prompt_logprobs", "suffix", "structured_outputs", "tools", "functions", "audio"):
         refuse(name)
     for name in ("guided_json", "guided_regex", "guided_choice", "guided_grammar"):

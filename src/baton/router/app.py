@@ -19,7 +19,8 @@ from baton.openai.metrics import Row, RowCollector
 from baton.router.backend import RouterBackend
 from baton.router.client import new_session
 from baton.router.pool import EnginePool, Instance, Policy, Role
-from baton.wire import EngineLoad
+from baton.router.timers import RouterTimers
+from baton.wire import EngineLoad, Recovery
 
 
 class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,6 +34,8 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     allow_mode_override: bool = False
     policy: Policy = "round_robin"
     tokenizer: str | None = None
+    recovery: Recovery = "full"
+    timers: RouterTimers = RouterTimers()
 
 
 class _AddInstance(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -53,8 +56,8 @@ async def build_app(config: RouterConfig) -> web.Application:
     Raises `RequestError` for a bad URL or role, `IncompatiblePeerError` when engines serve different models.
     """
     session = new_session()
-    pool = EnginePool(session, config.policy, config.tokenizer)
-    backend = RouterBackend(pool, config.ticket_key, config.kv_mode, config.allow_mode_override)
+    pool = EnginePool(session, config.policy, config.tokenizer, config.timers)
+    backend = RouterBackend(pool, config.ticket_key, config.kv_mode, config.allow_mode_override, config.recovery)
     roles: tuple[tuple[Role, tuple[str, ...]], ...] = (
         ("prefill", config.prefill),
         ("decode", config.decode),
@@ -137,6 +140,7 @@ async def _status(backend: RouterBackend) -> dict[str, object]:
             **{name: backend.handoffs[name] for name in backend.OUTCOMES},
             "failures": dict(backend.failures),
         },
+        "recoveries": dict(backend.recoveries),
     }
 
 
@@ -164,6 +168,8 @@ def _rows(backend: RouterBackend) -> Iterator[Row]:
             {"reason": reason},
             count,
         )
+    for rung, count in sorted(backend.recoveries.items()):
+        yield "baton:router_recoveries", "counter", "Requests sent again, by rung.", {"rung": rung}, count
     yield "baton:router_handoffs_active", "gauge", "Handoffs that run.", {}, backend.num_active_handoffs
     for instance in backend.pool.instances:
         labels = {"url": instance.url, "role": instance.role}

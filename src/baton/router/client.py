@@ -9,12 +9,10 @@ from typing import TypeVar
 import aiohttp
 import msgspec
 
-from baton.errors import BatonError, EngineUnavailableError, ProtocolError, RequestError
+from baton.errors import BatonError, EngineLostError, EngineUnavailableError, ProtocolError, RequestError
+from baton.router.timers import RouterTimers
 from baton.wire import EngineInfo, EngineLoad, GenerateRequest, TokenChunk
 
-_ASK_TIMEOUT = aiohttp.ClientTimeout(total=3.0)
-# A leg may wait long for its turn; a dead engine shows as a closed connection, not as silence.
-_LEG_TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=3.0)
 _MAX_LINE_BYTES = 2**20
 _MAX_ASK_BYTES = 2**20
 
@@ -34,12 +32,19 @@ def new_session() -> aiohttp.ClientSession:
 class EngineClient:
     """Talks to the engine at one base URL."""
 
-    def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
+    def __init__(self, session: aiohttp.ClientSession, url: str, timers: RouterTimers) -> None:
         self._session = session
         self.url = url
+        self._ask_timeout = aiohttp.ClientTimeout(total=timers.answer)
+        # A leg may wait long for its turn: whether its engine lives is seen from its answers to other questions.
+        self._leg_timeout = aiohttp.ClientTimeout(total=None, sock_connect=timers.connect)
 
     async def info(self) -> EngineInfo:
-        """Return the engine's identity. Raises `EngineUnavailableError` or `ProtocolError`."""
+        """Return the engine's identity.
+
+        Raises `EngineLostError` when the engine is silent, `EngineUnavailableError` when it is not there,
+        `ProtocolError` when it is something else.
+        """
         return await self._ask("/inference/v1/info", EngineInfo)
 
     async def load(self) -> EngineLoad:
@@ -49,39 +54,43 @@ class EngineClient:
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
         """Yield one leg's chunks; closing the generator closes the connection, which aborts the leg.
 
-        Raises `RequestError` (refused for good) or `EngineUnavailableError` (the engine cannot be reached,
-        does not take this attempt, or went away in mid-stream).
+        Raises `RequestError` (refused for good), `EngineUnavailableError` (the engine cannot be reached, or does not
+        take this attempt), `EngineLostError` (it may have taken it, and went away) or `ProtocolError`.
         """
         try:
             async with self._session.post(
                 f"{self.url}/inference/v1/generate",
                 data=msgspec.json.encode(request),
                 headers={"Content-Type": "application/json"},
-                timeout=_LEG_TIMEOUT,
+                timeout=self._leg_timeout,
                 allow_redirects=False,
             ) as response:
                 if response.status != 200:
                     raise _refusal(self.url, response.status, await response.content.read(2**16))
                 async for line in response.content:
                     if not line.endswith(b"\n"):
-                        raise EngineUnavailableError(f"engine {self.url} went away in mid-stream")
+                        raise EngineLostError(f"engine {self.url} went away in mid-stream")
                     chunk = msgspec.json.decode(line, type=TokenChunk)
                     if chunk.finish_reason is not None:
                         # Reading the end that follows keeps the connection for the next request.
                         await response.content.read()
                     yield chunk
-        except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             raise EngineUnavailableError(f"engine {self.url}: {_describe(error)}") from None
+        except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
+            raise EngineLostError(f"engine {self.url}: {_describe(error)}") from None
         except (msgspec.DecodeError, ValueError) as error:
             raise ProtocolError(f"engine {self.url} sent a malformed chunk: {error}") from None
 
     async def _ask(self, path: str, kind: type[T]) -> T:
         try:
-            async with self._session.get(self.url + path, timeout=_ASK_TIMEOUT, allow_redirects=False) as response:
+            async with self._session.get(self.url + path, timeout=self._ask_timeout, allow_redirects=False) as response:
                 body = await response.content.read(_MAX_ASK_BYTES)
                 if response.status != 200:
                     raise EngineUnavailableError(f"engine {self.url}: HTTP {response.status} from {path}")
-        except (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError) as error:
+        except asyncio.TimeoutError:
+            raise EngineLostError(f"engine {self.url} does not answer") from None
+        except (aiohttp.ClientError, OSError, ValueError) as error:
             raise EngineUnavailableError(f"engine {self.url}: {_describe(error)}") from None
         try:
             return msgspec.json.decode(body, type=kind)

@@ -1,88 +1,138 @@
-"""Two legs, one stream: the prefill leg's first token at once, then the decode leg's tokens.
+"""Many legs, one stream: tokens are joined by their position, so that none is lost, sent twice or changed.
 
-The decode leg runs from the start, and may answer before the prefill leg does; what it says is kept until
-the first token went out. It never repeats that token.
+The legs of a handoff run side by side. The prefill leg says the first token; the decode leg says it too, once it holds
+the KV, and all that follow. Whichever comes first goes to the client. A later attempt goes on where the client's stream
+stands.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Literal
 
-from baton.errors import EngineUnavailableError
-from baton.wire import TokenChunk
+import msgspec
+
+from baton.errors import BatonError, EngineLostError, HandoffError, ProtocolError
+from baton.wire import GenerateRequest, TokenChunk
 
 Leg = Literal["prefill", "decode"]
 Chunks = AsyncGenerator[TokenChunk, None]
-_Item = TokenChunk | BaseException | None  # None: the stream ended
+Items = asyncio.Queue["tuple[Leg, TokenChunk | BaseException | None]"]  # None: the leg ended
+
+
+class LegFailed(Exception):
+    """A leg without which its attempt cannot go on has failed with `error`. `reported`: its engine is well and said
+    so itself, with the reason."""
+
+    def __init__(self, leg: Leg, error: BatonError, reported: bool = False) -> None:
+        super().__init__(str(error))
+        self.leg = leg
+        self.error = error
+        self.reported = reported
+
+
+class Joined:
+    """One request as its client sees it, over all attempts."""
+
+    def __init__(self, request: GenerateRequest) -> None:
+        self.request = request
+        self.token_ids: list[int] = []
+
+    def push(self, chunk: TokenChunk) -> TokenChunk | None:
+        """The part of a leg's chunk that the client does not have yet, None when there is none.
+
+        Raises `HandoffError` (`token_mismatch`) when engines disagree on a token that was sent, `ProtocolError` when
+        tokens are missing before the chunk.
+        """
+        if not chunk.token_ids:
+            return chunk if chunk.finish_reason is not None else None
+        start, known = chunk.position, len(self.token_ids)
+        if start is None or not 0 <= start <= known:
+            raise ProtocolError(f"tokens came for position {start}, but position {known} is next")
+        for position, (sent, said) in enumerate(zip(self.token_ids[start:], chunk.token_ids, strict=False), start):
+            if sent != said:
+                raise HandoffError("token_mismatch", f"output token {position} was {sent}, now it is {said}")
+        num_known = known - start
+        if num_known >= len(chunk.token_ids):
+            if chunk.finish_reason is None:
+                return None
+            return msgspec.structs.replace(chunk, token_ids=[], position=None, logprobs=None, accepted=[])
+        if num_known:
+            logprobs = None if chunk.logprobs is None else chunk.logprobs[num_known:]
+            tokens = chunk.token_ids[num_known:]
+            chunk = msgspec.structs.replace(chunk, token_ids=tokens, position=known, logprobs=logprobs)
+        self.token_ids += chunk.token_ids
+        return chunk
+
+    def rest(self, attempt: int) -> GenerateRequest:
+        """The request for what is still missing. Engines may hold earlier attempts, so each has an id of its own."""
+        if attempt == 0:
+            return self.request
+        return msgspec.structs.replace(
+            self.request,
+            request_id=f"{self.request.request_id}.{attempt}",
+            prompt_token_ids=self.request.prompt_token_ids + self.token_ids,
+            num_prompt_tokens=len(self.request.prompt_token_ids),
+        )
 
 
 async def join_legs(
-    prefill: Chunks, decode: Chunks, drain: Callable[[Chunks], None]
+    legs: Mapping[Leg, Chunks], items: Items, drain: Callable[[Chunks], None]
 ) -> AsyncGenerator[tuple[TokenChunk, Leg], None]:
-    """Yield (chunk, leg it came from) until a chunk with `finish_reason`.
+    """Yield (chunk, leg it came from) until a chunk with `finish_reason`; without a prefill leg, of the other alone.
 
-    Closing it closes both legs. When the first token is the last, the decode leg is handed to `drain`: its
-    engine is told by its peer and ends the leg itself; so is the prefill leg when the decode leg ended well,
-    as its engine ends it once its pages are free. Raises what a leg raised; an error of the decode leg
-    before the first token is raised at once, because nothing would come after that token.
+    Closing it closes the legs. Into `items` others may put that a leg is lost. When the prefill leg ended the request,
+    the decode leg is handed to `drain`: its engine is told by its peer and ends the leg itself; so is the prefill leg
+    when the decode leg ended well, as its engine ends it once its pages are free.
+
+    Raises `LegFailed` when the decode leg is lost, or no engine took the prefill leg. A prefill leg that fails later is
+    no matter: the decode engine notices whether it misses anything, and recovers or says so.
     """
-    items: asyncio.Queue[tuple[Leg, _Item]] = asyncio.Queue()
-    tasks: dict[Leg, asyncio.Task[None]] = {
-        "prefill": asyncio.create_task(_pump("prefill", prefill, items)),
-        "decode": asyncio.create_task(_pump("decode", decode, items)),
-    }
-    early: list[TokenChunk] = []  # of the decode leg, while the first token is awaited
-    seeded = prefill_ended = decode_ended = False
+    tasks = {leg: asyncio.create_task(_pump(leg, chunks, items)) for leg, chunks in legs.items()}
+    ended: set[Leg] = set()
     drained: Leg | None = None
+    decoding = False
     try:
         while True:
             leg, item = await items.get()
-            if isinstance(item, BaseException):
-                if leg == "prefill" and seeded:
-                    continue  # the decode engine notices by itself whether it misses anything
-                raise item
             if leg == "prefill":
-                if item is None:
-                    if not seeded:
-                        raise EngineUnavailableError("the prefill leg ended without a token")
-                    prefill_ended = True
-                    continue
-                seeded = seeded or bool(item.token_ids)
-                drained = "decode" if item.finish_reason in ("stop", "length") else None
-                yield item, "prefill"
+                if isinstance(item, TokenChunk):
+                    if item.finish_reason in ("stop", "length"):
+                        drained = "decode"
+                    if item.finish_reason in (None, "stop", "length"):
+                        yield item, leg
+                    if drained is not None:
+                        return
+                elif item is None:
+                    ended.add(leg)
+                elif not isinstance(item, BatonError):
+                    raise item
+                elif not decoding and not isinstance(item, EngineLostError):
+                    raise LegFailed(leg, item)
+            elif isinstance(item, TokenChunk):
+                decoding = True
+                if item.finish_reason in ("stop", "length") and "prefill" in legs:
+                    drained = "prefill"
+                yield item, leg
                 if item.finish_reason is not None:
                     return
-                if seeded:
-                    for chunk in early:
-                        drained = _ends_well(chunk)
-                        yield chunk, "decode"
-                        if chunk.finish_reason is not None:
-                            return
-                    early.clear()
             elif item is None:
-                decode_ended = True
-            elif seeded or item.finish_reason == "error":
-                drained = _ends_well(item)
-                yield item, "decode"
-                if item.finish_reason is not None:
-                    return
+                raise LegFailed(leg, EngineLostError("the leg ended before the request did"))
+            elif isinstance(item, BatonError):
+                raise LegFailed(leg, item)
             else:
-                early.append(item)
-            if seeded and decode_ended:
-                raise EngineUnavailableError("the decode leg ended before the request did")
+                raise item
     finally:
         if drained is not None:
-            ended = prefill_ended if drained == "prefill" else decode_ended
-            drain(_rest(drained, tasks[drained], items, ended))
+            drain(_rest(drained, tasks[drained], items, drained in ended))
         ending = [task for leg, task in tasks.items() if leg != drained]
         for task in ending:
             task.cancel()
         await asyncio.gather(*ending, return_exceptions=True)
 
 
-async def _pump(leg: Leg, chunks: Chunks, items: asyncio.Queue[tuple[Leg, _Item]]) -> None:
+async def _pump(leg: Leg, chunks: Chunks, items: Items) -> None:
     try:
         try:
             async for chunk in chunks:
@@ -94,12 +144,7 @@ async def _pump(leg: Leg, chunks: Chunks, items: asyncio.Queue[tuple[Leg, _Item]
         items.put_nowait((leg, error))
 
 
-def _ends_well(chunk: TokenChunk) -> Leg | None:
-    """Return the leg to drain after this chunk of the decode leg."""
-    return "prefill" if chunk.finish_reason in ("stop", "length") else None
-
-
-async def _rest(which: Leg, task: asyncio.Task[None], items: asyncio.Queue[tuple[Leg, _Item]], ended: bool) -> Chunks:
+async def _rest(which: Leg, task: asyncio.Task[None], items: Items, ended: bool) -> Chunks:
     """Yield what a leg still says; closing it closes the leg."""
     try:
         while not ended:

@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 from urllib.parse import urlsplit
 
@@ -17,6 +18,7 @@ import msgspec
 from baton.errors import (
     BatonError,
     ConfigError,
+    EngineLostError,
     EngineUnavailableError,
     IncompatiblePeerError,
     ProtocolError,
@@ -24,6 +26,7 @@ from baton.errors import (
 )
 from baton.openai import ServedModel
 from baton.router.client import EngineClient
+from baton.router.timers import RouterTimers
 from baton.text import Tokenizer
 from baton.wire import EngineInfo
 
@@ -31,12 +34,16 @@ logger = logging.getLogger(__name__)
 
 Role = Literal["both", "prefill", "decode"]
 Policy = Literal["round_robin", "least_loaded"]
-CHECK_INTERVAL_S = 1.0
+OnLost = Callable[[EngineLostError], None]
 
 
 @dataclass(slots=True, eq=False)
 class Instance:
-    """One engine. `num_inflight` counts this router's legs on it; `problem` says why it is not used."""
+    """One engine. `num_inflight` counts this router's legs on it; `problem` says why it is not used.
+
+    `answered`: when it last answered, in monotonic seconds; `num_silent`: questions unanswered since. `evicted`: its
+    lease has ended, and its legs were told so.
+    """
 
     client: EngineClient
     role: Role
@@ -44,6 +51,10 @@ class Instance:
     problem: str | None = "not reached yet"
     num_inflight: int = 0
     order: int = 0
+    answered: float = 0.0
+    num_silent: int = 0
+    evicted: bool = False
+    _on_lost: list[OnLost] = field(default_factory=list)
 
     @property
     def url(self) -> str:
@@ -55,29 +66,48 @@ class Instance:
         """Whether requests may be sent to it."""
         return self.problem is None and self.info is not None
 
+    @property
+    def suspected(self) -> bool:
+        """Whether it is silent, but not for long enough to give it up."""
+        return self.info is not None and self.num_silent > 0 and not self.evicted
+
     @contextlib.contextmanager
-    def leg(self) -> Iterator[None]:
-        """Count one leg while it runs."""
+    def leg(self, on_lost: OnLost) -> Iterator[None]:
+        """Count one leg while it runs; `on_lost` is called when the engine is given up."""
         self.num_inflight += 1
+        self._on_lost.append(on_lost)
         try:
             yield
         finally:
             self.num_inflight -= 1
+            self._on_lost.remove(on_lost)
+
+    def evict(self, error: EngineLostError) -> None:
+        """Give the engine up: nothing it holds is waited for any more."""
+        self.evicted = True
+        for on_lost in list(self._on_lost):
+            on_lost(error)
 
 
 class EnginePool:
     """The router's instances. One event loop; nothing here waits but `add`, `refresh` and `watch`."""
 
     def __init__(
-        self, session: aiohttp.ClientSession, policy: Policy = "round_robin", tokenizer_dir: str | None = None
+        self,
+        session: aiohttp.ClientSession,
+        policy: Policy = "round_robin",
+        tokenizer_dir: str | None = None,
+        timers: RouterTimers | None = None,
     ) -> None:
         """`tokenizer_dir` None takes the tokenizer from the engines' own checkpoint directory."""
+        self.timers = timers or RouterTimers()
         self._session = session
         self._policy = policy
         self._tokenizer_dir = tokenizer_dir
         self._instances: dict[str, Instance] = {}
         self._turn = 0
         self._model: ServedModel | None = None
+        self._asking: dict[Instance, asyncio.Task[None]] = {}
 
     @property
     def instances(self) -> list[Instance]:
@@ -100,7 +130,7 @@ class EnginePool:
         url = _checked_url(url)
         if url in self._instances:
             raise RequestError(f"{url} is already an instance", "url")
-        instance = Instance(EngineClient(self._session, url), role)
+        instance = Instance(EngineClient(self._session, url, self.timers), role)
         try:
             await self._identify(instance)
         except EngineUnavailableError as error:
@@ -118,8 +148,10 @@ class EnginePool:
         return instance
 
     def pick(self, role: Role, avoid: Sequence[Instance] = ()) -> Instance | None:
-        """Return the instance of `role` whose turn it is, or None; `avoid` only for want of another."""
-        usable = [i for i in self._instances.values() if i.role == role and i.healthy]
+        """Return the instance of `role` whose turn it is, or None; those of `avoid`, and then those that were silent
+        when last asked, only for want of another."""
+        mine = [i for i in self._instances.values() if i.role == role]
+        usable = [i for i in mine if i.healthy] or [i for i in mine if i.suspected]
         usable = [i for i in usable if i not in avoid] or usable
         if not usable:
             return None
@@ -133,18 +165,45 @@ class EnginePool:
 
     async def refresh(self, instance: Instance) -> None:
         """Ask an engine again who it is, after it failed or restarted."""
+        await asyncio.shield(self._ask(instance))
+
+    async def watch(self) -> None:
+        """Refresh all instances, for ever. One that is silent does not keep the others waiting."""
+        try:
+            while True:
+                for instance in self.instances:
+                    self._ask(instance)
+                await asyncio.sleep(self.timers.check)
+        finally:
+            asking = list(self._asking.values())
+            for task in asking:
+                task.cancel()
+            await asyncio.gather(*asking, return_exceptions=True)
+
+    def _ask(self, instance: Instance) -> asyncio.Task[None]:
+        """The question that is under way to an engine, or a new one."""
+        task = self._asking.get(instance)
+        if task is None:
+            task = self._asking[instance] = asyncio.create_task(self._check(instance))
+            task.add_done_callback(lambda _: self._asking.pop(instance, None))
+        return task
+
+    async def _check(self, instance: Instance) -> None:
         try:
             await self._identify(instance)
         except BatonError as error:
             if instance.problem != str(error):
                 logger.warning("engine %s: %s", instance.url, error)
             instance.problem = str(error)
-
-    async def watch(self) -> None:
-        """Refresh all instances, for ever."""
-        while True:
-            await asyncio.gather(*(self.refresh(instance) for instance in self.instances))
-            await asyncio.sleep(CHECK_INTERVAL_S)
+            if not isinstance(error, EngineLostError):
+                instance.num_silent = 0
+                return
+            instance.num_silent += 1
+            silent_s = time.monotonic() - instance.answered
+            # Two questions: of one alone, it may be this process that did not run.
+            if instance.num_silent > 1 and silent_s >= self.timers.lease and not instance.evicted:
+                logger.warning("engine %s is given up after %.1f s", instance.url, silent_s)
+                instance.evict(EngineLostError(f"engine {instance.url} has not answered for {silent_s:.1f} s"))
 
     async def _identify(self, instance: Instance) -> None:
         info = await instance.client.info()
@@ -164,6 +223,7 @@ class EnginePool:
                     info.model, tokenizer, info.max_model_len, info.vocab_size, info.num_speculative_tokens
                 )
         instance.info, instance.problem = info, None
+        instance.answered, instance.num_silent, instance.evicted = time.monotonic(), 0, False
 
     def _check_same_model(self, instance: Instance, info: EngineInfo) -> None:
         for other in self.instances:

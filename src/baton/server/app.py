@@ -102,6 +102,7 @@ def build_app(engine: Engine, tokenizer: Tokenizer) -> web.Application:
         return await _generate(engine, metrics, request)
 
     async def info(request: web.Request) -> web.StreamResponse:
+        engine.load()  # raises when the engine is down, so that a router sends it nothing
         return json_response(engine.info)
 
     async def load(request: web.Request) -> web.StreamResponse:

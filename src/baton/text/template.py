@@ -48,7 +48,15 @@ class ChatTemplate:
                 documents=None,
                 **self._special_tokens,
             )
-        except (jinja2.TemplateError, TypeError, ValueError) as error:
+        except (
+            jinja2.TemplateError,
+            ArithmeticError,
+            LookupError,
+            MemoryError,
+            RecursionError,
+            TypeError,
+            ValueError,
+        ) as error:
             raise RequestError(f"the chat template refuses the messages: {error}", "messages") from None
 
 

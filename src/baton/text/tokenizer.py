@@ -101,7 +101,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: not JSON: {error}") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: not a JSON object")
@@ -124,10 +124,12 @@ def _eos_token_ids(root: Path, special: Mapping[str, str], backend: tokenizers.T
     """Return the ids that end a sequence: generation_config.json, config.json, or the tokenizer's EOS."""
     for name in ("generation_config.json", "config.json"):
         value = _read_json(root / name).get("eos_token_id")
-        if isinstance(value, int):
-            return [value]
-        if isinstance(value, list) and value:
-            return [int(v) for v in value]
+        if value is None or value == []:
+            continue
+        ids = value if isinstance(value, list) else [value]
+        if not all(isinstance(v, int) and v >= 0 for v in ids):
+            raise CheckpointError(f"{root / name}: eos_token_id is {value!r}, expected token ids")
+        return ids
     token_id = backend.token_to_id(special["eos_token"]) if "eos_token" in special else None
     return [] if token_id is None else [token_id]
 

@@ -131,7 +131,7 @@ class Transport(Protocol):
         ...
 
     def disconnect(self, peer: Peer) -> None:
-        """Stop the peer's operations and let go of its memory. Idempotent."""
+        """Stop the peer's operations, which then end as failed, and let go of its memory. Idempotent."""
         ...
 
     def close(self) -> None:

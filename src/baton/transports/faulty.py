@@ -96,7 +96,7 @@ class FaultyTransport:
         self._inner = inner
         self._spec = spec
         self._region = DRAFT_REGION if spec.fault == "drop-draft" and spec.region is None else spec.region
-        self._sizes: list[int] = []
+        self._regions: list[ByteArray] = []
         self._seen = 0
         self._lock = threading.Lock()
         self._pending: list[_FaultyOperation] = []
@@ -123,7 +123,7 @@ class FaultyTransport:
     def register(self, regions: Sequence[ByteArray]) -> bytes:
         """See `Transport.register`."""
         descriptor = self._inner.register(regions)
-        self._sizes = [region.size for region in regions]
+        self._regions = list(regions)
         return descriptor
 
     def connect(self, descriptor: bytes) -> Peer:
@@ -140,7 +140,7 @@ class FaultyTransport:
             # What the wrapped transport refuses, it refuses in its own words.
             if not hit or self._closed or not peer.alive() or len(copies) == 0:
                 return self._inner.submit(peer, direction, copies, tag)
-            own, far = self._sizes, peer.region_sizes
+            own, far = [region.size for region in self._regions], peer.region_sizes
             check_copies(copies, *((own, far) if direction == "write" else (far, own)))
             if self._spec.fault in ("drop", "drop-draft", "drop-last-page", "shift-page"):
                 return self._inner.submit(peer, direction, _change(copies, self._spec), tag)
@@ -228,8 +228,8 @@ class FaultyTransport:
 
     def _invert(self, operation: _FaultyOperation) -> str | None:
         copies, peer = operation.copies, operation.peer
-        if not isinstance(peer, MemoryPeer) or operation.direction != "write":
-            return "corrupt needs writes over mapped memory"
+        if not isinstance(peer, MemoryPeer):
+            return "corrupt needs mapped memory"
         run = int(np.argmax(copies.nbytes))
         count = min(self._spec.nbytes, int(copies.nbytes[run]))
         # Ending with the run's last byte, which holds sign and exponent of a little-endian float.
@@ -237,7 +237,8 @@ class FaultyTransport:
         with operation.guard:
             if operation.flags[0]:
                 return "cancelled"
-            peer.regions[copies.dest_region][stop - count : stop] ^= 0xFF
+            dests = peer.regions if operation.direction == "write" else self._regions
+            dests[copies.dest_region][stop - count : stop] ^= 0xFF
         return None
 
 

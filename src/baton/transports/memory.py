@@ -23,6 +23,7 @@ class MemoryPeer:
     regions: list[ByteArray]
     is_alive: Callable[[], bool]
     is_fenced: Callable[[], bool]
+    on_disconnect: Callable[[], None] = lambda: None
     operations: list[Operation] = field(default_factory=list)
     connected: bool = True
 
@@ -133,6 +134,7 @@ class MemoryTransport:
             operation.wait(CANCEL_TIMEOUT_S)
         # The mapping goes with the last array that looks into it, so a reader elsewhere cannot be cut off.
         peer.operations, peer.regions = [], []
+        peer.on_disconnect()
 
     def close(self) -> None:
         """See `Transport.close`."""

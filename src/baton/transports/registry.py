@@ -32,7 +32,31 @@ def _shm(query: dict[str, str]) -> Transport:
     return ShmTransport()
 
 
-_BUILT_IN: dict[str, Factory] = {"local": _local, "shm": _shm}
+def _nixl(query: dict[str, str]) -> Transport:
+    from baton.transports.nixl import create
+
+    return create(query)
+
+
+def _mooncake(query: dict[str, str]) -> Transport:
+    from baton.transports.mooncake import create
+
+    return create(query)
+
+
+def _file(query: dict[str, str]) -> Transport:
+    from baton.transports.file import create
+
+    return create(query)
+
+
+_BUILT_IN: dict[str, Factory] = {
+    "local": _local,
+    "shm": _shm,
+    "nixl": _nixl,
+    "mooncake": _mooncake,
+    "file": _file,
+}
 
 
 def _refuse(scheme: str, query: dict[str, str]) -> None:

@@ -6,8 +6,8 @@ and copies. Names from a peer are matched strictly, so a descriptor can lead now
 
 Fence: the peer's death, seen through a pidfd. A live peer's mapping cannot be revoked, so a peer that closed
 but lives is not fenced. Segments are unlinked at `close`, at interpreter exit, and, when their owner was
-killed, by the next transport that starts on the host. A peer must not shrink its files; its user is trusted
-as far as its memory.
+killed, by the peer that disconnects from it and by the next transport that starts on the host. A peer must not
+shrink its files; its user is trusted as far as its memory.
 """
 
 from __future__ import annotations
@@ -25,33 +25,41 @@ import stat
 import weakref
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 import numpy as np
+from msgspec import Meta
 
 from baton.errors import ProtocolError, TransportError
-from baton.transports.base import ByteArray
+from baton.transports.base import ByteArray, Peer
 from baton.transports.memory import MemoryPeer, MemoryTransport
 
 SHM_DIR = "/dev/shm"
 _NAME = re.compile(r"baton-([0-9]{1,10})-([0-9]{1,20})-[0-9a-f]{16}", re.ASCII)
-_MAX_DESCRIPTOR = 1 << 20
+_PID_LIMIT = 1 << 31
+_MAX_DESCRIPTOR = 1 << 16
+# Each segment costs a mapping and, in Python, an open file.
+_MAX_SEGMENTS = 64
+_MAX_REGIONS = 1024
+
+_Bytes = Annotated[int, Meta(ge=0, lt=1 << 60)]
 
 
 class _SegmentName(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    name: str
-    nbytes: int
+    name: Annotated[str, Meta(max_length=64)]
+    nbytes: _Bytes
 
 
 class _Region(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    segment: int
-    offset: int
-    nbytes: int
+    segment: Annotated[int, Meta(ge=0, lt=_MAX_SEGMENTS)]
+    offset: _Bytes
+    nbytes: _Bytes
 
 
 class _Descriptor(msgspec.Struct, frozen=True, tag="baton-shm-1", forbid_unknown_fields=True):
-    segments: list[_SegmentName]
-    regions: list[_Region]
+    segments: Annotated[list[_SegmentName], Meta(min_length=1, max_length=_MAX_SEGMENTS)]
+    regions: Annotated[list[_Region], Meta(max_length=_MAX_REGIONS)]
 
 
 @dataclass(slots=True, eq=False)
@@ -63,27 +71,38 @@ class _Segment:
     memory: ByteArray
 
 
-def _start_time(pid: int) -> str | None:
-    """The start of a process in clock ticks since boot (field 22 of its stat); None when it is gone."""
+def _stat(pid: int) -> tuple[str, str] | None:
+    """`(state, start)` of a process, its start in clock ticks since boot; None when it is gone."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text("ascii", "replace")
     except OSError:
         return None
     # The second field is the command in brackets and may hold anything.
-    return text.rpartition(")")[2].split()[19]
+    fields = text.rpartition(")")[2].split()
+    return fields[0], fields[19]
+
+
+def _start_time(pid: int) -> str | None:
+    found = _stat(pid)
+    return None if found is None else found[1]
+
+
+def _runs(pid: int, start_time: str) -> bool:
+    found = _stat(pid)
+    return found is not None and found[1] == start_time and found[0] not in ("Z", "X")
 
 
 def remove_stale_segments(directory: str = SHM_DIR) -> list[str]:
     """Unlink this user's segments whose owner is dead, and return their names.
 
-    An owner is dead when no process has its pid and start time and nobody holds the segment's lock; the lock
-    covers owners in other pid namespaces, the pid covers the moment between creating a segment and locking
-    it.
+    An owner is dead when no process has its pid and start time, or one that nobody has reaped, and nobody holds
+    the segment's lock; the lock covers owners in other pid namespaces, the pid covers the moment between creating
+    a segment and locking it.
     """
     removed = []
     for name in sorted(os.listdir(directory)):
         match = _NAME.fullmatch(name)
-        if match is None or _start_time(int(match[1])) == match[2]:
+        if match is None or _runs(int(match[1]), match[2]):
             continue
         path = os.path.join(directory, name)
         with contextlib.suppress(OSError):  # gone meanwhile, another user's, or locked by a living owner
@@ -157,29 +176,39 @@ class ShmTransport(MemoryTransport):
             raise ProtocolError("the descriptor of the shm transport is too long")
         try:
             parsed = msgspec.msgpack.decode(descriptor, type=_Descriptor)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise ProtocolError(f"not a descriptor of an shm transport: {error}") from error
         owners = {_owner_of(segment.name) for segment in parsed.segments}
-        if len(owners) != 1:
-            raise ProtocolError("the segments of one shm descriptor must have one owner")
+        if len(owners) != 1 or len({segment.name for segment in parsed.segments}) != len(parsed.segments):
+            raise ProtocolError("the segments of one shm descriptor must have one owner, and differ")
         for region in parsed.regions:
-            inside = 0 <= region.segment < len(parsed.segments) and region.offset >= 0 and region.nbytes >= 1
+            inside = region.segment < len(parsed.segments) and region.nbytes >= 1
             if not inside or region.nbytes > parsed.segments[region.segment].nbytes - region.offset:
                 raise ProtocolError("a region of the shm descriptor lies outside its segment")
-        with contextlib.ExitStack() as undo:
-            files = []
-            for segment in parsed.segments:
-                fd = _open_segment(segment)
-                undo.callback(os.close, fd)
-                files.append(fd)
-            memory = [_map_file(fd, s.nbytes) for fd, s in zip(files, parsed.segments, strict=True)]
-            watch = _Watch(*owners.pop(), os.dup(files[0]))
+        try:
+            with contextlib.ExitStack() as undo:
+                files = []
+                for segment in parsed.segments:
+                    fd = _open_segment(segment)
+                    undo.callback(os.close, fd)
+                    files.append(fd)
+                memory = [_map_file(fd, s.nbytes) for fd, s in zip(files, parsed.segments, strict=True)]
+                watch = _Watch(*owners.pop(), os.dup(files[0]))
+        except (OSError, ValueError) as error:
+            raise TransportError(f"cannot map shared memory {parsed.segments[0].name}: {error}") from error
         return MemoryPeer(
             name=parsed.segments[0].name,
             regions=[memory[r.segment][r.offset : r.offset + r.nbytes] for r in parsed.regions],
             is_alive=watch.alive,
             is_fenced=watch.dead,
+            on_disconnect=watch.close,
         )
+
+    def disconnect(self, peer: Peer) -> None:
+        """See `Transport.disconnect`. A dead peer's segments are unlinked: it cannot do so any more."""
+        super().disconnect(peer)
+        if peer.fenced():
+            remove_stale_segments()
 
     def _release(self) -> None:
         # A forked child that exits must not take the parent's memory along.
@@ -196,23 +225,32 @@ class _Watch:
 
     def __init__(self, pid: int, start_time: str, fd: int) -> None:
         self._fd = fd
+        self._owner = pid, start_time
+        self._was_dead = False
         self._pidfd: int | None = None
         with contextlib.suppress(OSError):  # the owner may be in another pid namespace: then only closing is seen
             self._pidfd = os.pidfd_open(pid)
             if _start_time(pid) != start_time:
                 os.close(self._pidfd)
                 self._pidfd = None
-        weakref.finalize(self, _close_all, (self._fd, self._pidfd))
+        self._close = weakref.finalize(self, _close_all, (self._fd, self._pidfd))
 
     def dead(self) -> bool:
-        if self._pidfd is None:
-            return False
+        if self._pidfd is None or self._was_dead:
+            return self._was_dead
+        if not self._close.alive:
+            return _start_time(self._owner[0]) != self._owner[1]
         poller = select.poll()
         poller.register(self._pidfd, select.POLLIN)
         return bool(poller.poll(0))
 
     def alive(self) -> bool:
-        return os.fstat(self._fd).st_nlink > 0 and not self.dead()
+        return self._close.alive and os.fstat(self._fd).st_nlink > 0 and not self.dead()
+
+    def close(self) -> None:
+        """Hold no file any more. A death is still seen, if later: once the process has been reaped."""
+        self._was_dead = self.dead()
+        self._close()
 
 
 def _close_all(fds: tuple[int | None, ...]) -> None:
@@ -223,7 +261,7 @@ def _close_all(fds: tuple[int | None, ...]) -> None:
 
 def _owner_of(name: str) -> tuple[int, str]:
     match = _NAME.fullmatch(name)
-    if match is None:
+    if match is None or int(match[1]) >= _PID_LIMIT:
         raise ProtocolError(f"not a name of a shared memory segment: {name!r}")
     return int(match[1]), match[2]
 

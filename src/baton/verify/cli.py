@@ -153,7 +153,8 @@ def _engine_flags(
         flags += ["--speculative-config", speculative_config]
     if kv_cache_memory is not None:
         flags += ["--kv-cache-memory", str(kv_cache_memory)]
-    return [*flags, "--kv-transfer-config", json.dumps({"kv_transport": kv_transport})]
+    # A handoff that fails must show: recomputed on the decode engine, it would give the same answer.
+    return [*flags, "--recovery", "none", "--kv-transfer-config", json.dumps({"kv_transport": kv_transport})]
 
 
 def _verify_deployment(
@@ -175,7 +176,11 @@ def _verify_deployment(
         # A fresh deployment per mode: the second mode would else find the first one's pages in its prefix cache.
         say(f"{mode}: starting {prefill} prefill and {decode} decode engines")
         with Deployment(
-            model, prefill=prefill, decode=decode, engine_flags=flags, router_flags=["--kv-mode", mode]
+            model,
+            prefill=prefill,
+            decode=decode,
+            engine_flags=flags,
+            router_flags=["--kv-mode", mode, "--recovery", "none"],
         ) as deployment:
             name = asyncio.run(served_model(deployment.url))
             have = asyncio.run(observe_url(deployment.url, name, cases, concurrency))

@@ -1,0 +1,38 @@
+"""Log lines that a peer can cause: few per second, and on one line whatever text the peer chose."""
+
+from __future__ import annotations
+
+import logging
+
+LINES_PER_SECOND = 20
+
+
+class LogLimit(logging.Filter):
+    """Lets `lines` records a second through; the next one after a pause says how many were left out.
+
+    Counters, not log lines, tell how often something happened: a peer that floods a listener must not fill its
+    disk as well.
+    """
+
+    def __init__(self, lines: int = LINES_PER_SECOND) -> None:
+        super().__init__()
+        self._lines = lines
+        self._second = 0
+        self._passed = 0
+        self._left_out = 0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """See `logging.Filter.filter`."""
+        second = int(record.created)
+        if second != self._second:
+            self._second, self._passed = second, 0
+        if self._passed >= self._lines:
+            self._left_out += 1
+            return False
+        self._passed += 1
+        text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in record.getMessage())
+        if self._left_out:
+            text += f" (and {self._left_out} more that were not logged)"
+            self._left_out = 0
+        record.msg, record.args = text, None
+        return True

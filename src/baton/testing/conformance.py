@@ -1,0 +1,72 @@
+"""`python -m baton.testing.conformance [URI ...]`: the conformance suite over transports, as a table.
+
+Without arguments: every transport that comes with Baton, the `file` store included. Each far side runs in a
+process of its own, except with `local://`. A transport that this machine cannot run is a column of dashes, and
+the reason a line below the table. Exits 1 when a check failed.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+
+from baton.errors import ConfigError
+from baton.testing.store_suite import check_store
+from baton.testing.transport_suite import check_names, check_transport
+from baton.transports.registry import create_transport
+from baton.transports.store import FileStore
+
+
+def measure(uri: str) -> tuple[dict[str, str], list[str]]:
+    """Seconds per check of one transport, or `FAILED`; and lines that say why a check failed or none ran."""
+    scheme = uri.partition(":")[0]
+    try:
+        create_transport(uri).close()
+    except ConfigError as error:
+        return {}, [f"{scheme}: not run: {error}"]
+    spawn_uri = None if scheme.endswith("local") else uri
+    cells, notes = {}, []
+    for name in check_names():
+        start = time.perf_counter()
+        try:
+            check_transport(lambda: create_transport(uri), spawn_uri=spawn_uri, only=[name])
+            cells[name] = f"{time.perf_counter() - start:.1f} s"
+        except AssertionError as error:
+            cells[name] = "FAILED"
+            notes.append(f"{scheme}: {error}")
+    return cells, notes
+
+
+def table(columns: dict[str, dict[str, str]]) -> str:
+    """Rows of checks, columns of transports."""
+    names = check_names()
+    width = max(len(name) for name in names)
+    lines = [" ".join([f"{'check':{width}}", *(f"{scheme:>9}" for scheme in columns)])]
+    lines += [
+        " ".join([f"{name:{width}}", *(f"{cells.get(name, '-'):>9}" for cells in columns.values())]) for name in names
+    ]
+    totals = [f"{sum(cell != 'FAILED' for cell in cells.values())}/{len(names)}" for cells in columns.values()]
+    return "\n".join([*lines, " ".join([f"{'passed':{width}}", *(f"{total:>9}" for total in totals)])])
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the table; the exit status."""
+    with tempfile.TemporaryDirectory(prefix="baton-conformance-") as directory:
+        built_in = ["local://", "shm://", "nixl://", "mooncake://", f"file://?path={directory}/store"]
+        columns, notes = {}, []
+        for uri in arguments or built_in:
+            print(f"{uri} ...", file=sys.stderr, flush=True)
+            columns[uri.partition(":")[0]], more = measure(uri)
+            notes += more
+    try:
+        notes.append(f"the store of file: {len(check_store(FileStore))} checks passed")
+    except AssertionError as error:
+        notes.append(f"the store of file: FAILED {error}")
+    print("\n".join([table(columns), *notes]))
+    return int(any("FAILED" in cells.values() for cells in columns.values()) or "FAILED" in notes[-1])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

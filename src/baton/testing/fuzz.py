@@ -1,0 +1,357 @@
+"""Attack a live handoff agent with broken control messages while it hands requests over.
+
+    python -m baton.testing.fuzz --messages 1000000
+
+Two engines without models, P and D, hand requests over and compare every byte, in this process. Other processes
+dial both and send what `baton.testing.mutation` makes: each kind of message with fields changed, cut, of other types or
+huge, replays, spent tickets, foreign attempts, sessions opened and left by the hundred. With `--keys` the attackers are
+an engine with an authorised key; without, anyone on this host.
+
+Every handoff must be served, and memory, open files and threads must not grow.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import multiprocessing
+import os
+import queue
+import random
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import zmq
+
+from baton.handoff.agent import AgentConfig, HandoffAgent
+from baton.handoff.config import Timers
+from baton.handoff.events import DecodeCommitted, HandoffEvent
+from baton.handoff.keys import KeyRing, make_keys
+from baton.handoff.messages import AttemptKey, Hello, Seeds
+from baton.handoff.planner import RankGeometry
+from baton.handoff.ticket import Ticket, mint, new_transfer_id
+from baton.kv.geometry import Geometry, GroupSpec
+from baton.testing.mutation import FrameMaker
+from baton.transports.registry import create_transport
+
+ATTACKER = "X"
+HANDOFF_LIMIT_S = 30.0
+_GROUPS = ("target", "draft")
+_NUM_PAGES, _PAGE_SIZE, _TOKENS = 64, 4, 38
+_SEEDS = Seeds(first_token=5, draft_token_ids=[6, 7])
+_SPENT = 64  # tickets of past handoffs that the attackers know
+# Those stay valid for the whole attack; of the others the tombstones must go while it lasts.
+_LONG_LIFE_S, _SHORT_LIFE_S = 600, 15
+_FRAMES_PER_SESSION, _SESSIONS_PER_SOCKET = 30, 40
+
+
+class Node:
+    """One engine without a model: pools, an agent, and the agent's events."""
+
+    def __init__(self, name: str, ticket_key: bytes, keys: KeyRing | None) -> None:
+        self.name, self.incarnation = name, f"{name}-{os.urandom(4).hex()}"
+        self.transport = create_transport("shm://")
+        self.pools: dict[str, np.ndarray] = {}
+        geometries: dict[str, RankGeometry] = {}
+        for index, group in enumerate(_GROUPS):
+            spec = GroupSpec(
+                name=group,
+                owner="draft" if group == "draft" else "target",
+                kind="full",
+                num_layers=2,
+                num_kv_heads=2,
+                head_dim=8,
+                page_size=_PAGE_SIZE,
+                dtype="float32",
+                window=None,
+                layer_ids=(0, 1),
+            )
+            geometry = Geometry.block_major(spec, _NUM_PAGES, region=index)
+            self.pools[group] = self.transport.allocate(group, geometry.region_bytes)
+            geometries[group] = RankGeometry(rank=0, geometry=geometry)
+        descriptor = self.transport.register(list(self.pools.values()))
+        self.events: queue.Queue[HandoffEvent] = queue.Queue()
+        facts = {"model": "m"}
+        timers = Timers(retry=0.2, renew=0.5, lease=3.0)
+        config = AgentConfig(name, self.incarnation, fingerprint=facts, ticket_key=ticket_key, keys=keys, timers=timers)
+        facts = {**facts, "handoff.integrity": config.integrity}
+        self.hello = Hello(name, self.incarnation, facts, geometries, descriptor)
+        self.agent = HandoffAgent(config, geometries, self.transport, descriptor, self.events.put)
+        self.agent.start()
+
+    def rows(self, group: str, pages: list[int]) -> np.ndarray:
+        """The bytes of pages, `[pages, bytes of a page]`."""
+        return self.pools[group].reshape(_NUM_PAGES, -1)[pages]
+
+    def close(self) -> None:
+        """End the agent and give the memory back."""
+        self.agent.close()
+        self.pools.clear()
+        self.transport.close()
+
+
+class Traffic:
+    """Legitimate handoffs from P to D, one after the other, push and pull by turns."""
+
+    def __init__(self, p: Node, d: Node, ticket_key: bytes) -> None:
+        self.p, self.d = p, d
+        self.spent: list[tuple[AttemptKey, str]] = []
+        self.served = 0
+        self.slowest_s = 0.0
+        self._key = ticket_key
+        self._rng = np.random.default_rng(0)
+
+    def serve_one(self) -> None:
+        """One handoff. Raises `AssertionError` when it fails, takes too long or a byte differs."""
+        p, d, began = self.p, self.d, time.monotonic()
+        ticket = Ticket(
+            transfer_id=new_transfer_id(),
+            prefill_engine=p.name,
+            prefill_incarnation=p.incarnation,
+            prefill_address=p.agent.address,
+            decode_engine=d.name,
+            decode_incarnation=d.incarnation,
+            decode_address=d.agent.address,
+            mode="pull" if self.served % 2 else "push",
+            expiry=int(time.time()) + (_LONG_LIFE_S if self.served < _SPENT else _SHORT_LIFE_S),
+            request_digest=bytes(32),
+        )
+        count = -(-_TOKENS // _PAGE_SIZE)
+        tables = [{g: self._rng.permutation(np.arange(1, _NUM_PAGES))[:count].tolist() for g in _GROUPS} for _ in "pd"]
+        for group in _GROUPS:
+            size = p.pools[group].size // _NUM_PAGES
+            p.pools[group].reshape(_NUM_PAGES, -1)[tables[0][group]] = self._rng.integers(
+                0, 256, (count, size), np.uint8
+            )
+        d.agent.open_decode(ticket, _TOKENS, dict.fromkeys(_GROUPS, (0, _TOKENS)), tables[1])
+        p.agent.open_prefill(ticket)
+        p.agent.declare_final(ticket.key, _TOKENS, tables[0], {"target": _TOKENS, "draft": _TOKENS - 1})
+        p.agent.finish_prefill(ticket.key, _SEEDS, False)
+        for node in (d, p):
+            try:
+                event = node.events.get(timeout=HANDOFF_LIMIT_S)
+            except queue.Empty:
+                raise AssertionError(f"no handoff within {HANDOFF_LIMIT_S} s: {node.agent.stats()}") from None
+            assert event.key == ticket.key, event
+            assert node is p or isinstance(event, DecodeCommitted), event
+            assert getattr(event, "outcome", "committed") == "committed", event
+        for group in _GROUPS:
+            want, got = p.rows(group, tables[0][group]), d.rows(group, tables[1][group])
+            # The last page holds tokens that nobody wanted.
+            assert np.array_equal(want[:-1], got[:-1]), f"other bytes in group {group}"
+        self.served += 1
+        self.slowest_s = max(self.slowest_s, time.monotonic() - began)
+        self.spent = [*self.spent[-_SPENT + 1 :], (ticket.key, mint(self._key, ticket))]
+
+
+@dataclass(frozen=True, slots=True)
+class Attack:
+    """What one attacking process is told."""
+
+    seed: int
+    messages: int
+    addresses: tuple[str, ...]
+    hellos: tuple[bytes, ...]  # of P and D, as msgpack
+    spent: tuple[tuple[tuple[bytes, int, str, str], str], ...]
+    keys: str | None
+
+
+def attack(order: Attack) -> None:
+    """Send the messages; the body of an attacking process."""
+    rng = random.Random(order.seed)
+    transport = create_transport("shm://")
+    own = transport.register([transport.allocate("own", 1 << 20), transport.allocate("own", 1 << 20)])
+    victims = [msgspec.msgpack.decode(hello, type=Hello) for hello in order.hellos]
+    keys = [AttemptKey(*key) for key, _ in order.spent]
+    # Transfers that nobody has begun, between the same engines.
+    keys += [msgspec.structs.replace(key, transfer_id=rng.randbytes(16)) for key in keys]
+    context = zmq.Context()
+    ring = None if order.keys is None else KeyRing(order.keys, ATTACKER)
+    left = order.messages
+    while left > 0:
+        address = rng.choice(order.addresses)
+        sock = context.socket(zmq.DEALER)
+        sock.setsockopt(zmq.LINGER, 60_000)
+        if ring is not None:
+            engine, _, host = address.removeprefix("curve://").partition("@")
+            sock.curve_serverkey = ring.public_of(engine)
+            sock.curve_publickey, sock.curve_secretkey = ring.public, ring.secret
+            address = f"tcp://{host}"
+        sock.connect(address)
+        for _ in range(_SESSIONS_PER_SOCKET):
+            # Under its own name, or another's; with memory of its own, or what it heard another has.
+            as_whom = rng.choice(victims)
+            hello = msgspec.structs.replace(as_whom, descriptor=rng.choice((own, own, rng.randbytes(20))))
+            if ring is not None or rng.random() < 0.5:
+                hello = msgspec.structs.replace(hello, engine_id=ATTACKER, incarnation=f"{ATTACKER}-{rng.random()}")
+            mine = [msgspec.structs.replace(key, decode_incarnation=hello.incarnation) for key in keys[::8]]
+            maker = FrameMaker(rng, hello, keys + mine, [ticket for _, ticket in order.spent])
+            for number in range(min(left, _FRAMES_PER_SESSION)):
+                sock.send_multipart(maker.open() if number == 0 else maker.next())
+                left -= 1
+            while sock.poll(0):
+                sock.recv_multipart()
+        sock.close()
+    context.term()
+    transport.close()
+
+
+@dataclass(slots=True)
+class Usage:
+    """What this process holds: resident bytes, open files, threads."""
+
+    rss: int = field(default_factory=lambda: _resident_bytes())
+    files: int = field(default_factory=lambda: len(os.listdir("/proc/self/fd")))
+    threads: int = field(default_factory=lambda: len(os.listdir("/proc/self/task")))
+
+    def __str__(self) -> str:
+        return f"{self.rss / 2**20:.0f} MiB, {self.files} files, {self.threads} threads"
+
+
+def _resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Figures of one run."""
+
+    sent: int
+    received: int
+    seconds: float
+    served: int
+    slowest_s: float
+    before: Usage
+    after: Usage
+    stats: dict[str, object]
+    faults: list[str]
+
+
+def run(messages: int, seed: int = 0, processes: int = 2, with_keys: bool = False) -> Report:
+    """Attack, and report. `faults` of the report is empty when everything held."""
+    with tempfile.TemporaryDirectory(prefix="baton-fuzz-") as directory:
+        keys = str(Path(directory) / "keys") if with_keys else None
+        if keys is not None:
+            make_keys(keys, ["P", "D", ATTACKER])
+        ticket_key = os.urandom(32)
+        p, d = (Node(name, ticket_key, None if keys is None else KeyRing(keys, name)) for name in ("P", "D"))
+        try:
+            return _run(Traffic(p, d, ticket_key), messages, seed, processes, keys)
+        finally:
+            d.close()
+            p.close()
+
+
+def _run(traffic: Traffic, messages: int, seed: int, processes: int, keys: str | None) -> Report:
+    nodes = (traffic.p, traffic.d)
+    for _ in range(_SPENT):
+        traffic.serve_one()
+    spent = tuple((msgspec.structs.astuple(key), ticket) for key, ticket in traffic.spent)
+    hellos = tuple(msgspec.msgpack.encode(node.hello) for node in nodes)
+    addresses = (traffic.p.agent.address,) * 3 + (traffic.d.agent.address,)
+
+    def wave(number: int, count: int) -> None:
+        shares = [count // processes + (index < count % processes) for index in range(processes)]
+        orders = [
+            Attack(seed * 1000 + number * 100 + i, n, addresses, hellos, spent, keys) for i, n in enumerate(shares)
+        ]
+        _attack_all(orders, traffic)
+
+    # What a first attack leaves behind is the measure for the second.
+    warm_up = messages // 5
+    began = time.monotonic()
+    wave(0, warm_up)
+    seconds = time.monotonic() - began
+    faults = _settle(traffic)
+    before, began = Usage(), time.monotonic()
+    wave(1, messages - warm_up)
+    seconds += time.monotonic() - began
+    faults += _settle(traffic)
+    after = Usage()
+    stats = {node.name: node.agent.stats() for node in nodes}
+    received = sum(stats[node.name]["frames"] for node in nodes)
+    faults += _growth(before, after)
+    if received < messages:
+        faults.append(f"{messages} messages were sent, {received} came")
+    return Report(messages, received, seconds, traffic.served, traffic.slowest_s, before, after, dict(stats), faults)
+
+
+def _attack_all(orders: Sequence[Attack], traffic: Traffic) -> None:
+    """Run attackers to their end, handing over meanwhile."""
+    spawn = multiprocessing.get_context("spawn")
+    children: list[SpawnProcess] = [spawn.Process(target=attack, args=(o,), daemon=True) for o in orders if o.messages]
+    for child in children:
+        child.start()
+    try:
+        while any(child.is_alive() for child in children):
+            traffic.serve_one()
+            time.sleep(0.005)
+        codes = [child.exitcode for child in children]
+        assert not any(codes), f"an attacker ended with {codes}"
+    finally:
+        for child in children:
+            child.kill()
+            child.join()
+
+
+def _settle(traffic: Traffic) -> list[str]:
+    """Wait until no attempt is open and the attackers' sessions have ended, then hand over once more."""
+    nodes, limit = (traffic.p, traffic.d), time.monotonic() + HANDOFF_LIMIT_S
+    open_things: dict[str, int] = {}
+    while time.monotonic() < limit:
+        stats = {node.name: node.agent.stats() for node in nodes}
+        # P and D keep their session with each other.
+        open_things = {name: s["outstanding"] + s["quarantined"] + s["sessions"] - 1 for name, s in stats.items()}
+        if not any(open_things.values()):
+            break
+        time.sleep(0.05)
+    traffic.serve_one()
+    return [f"{name} still has {count} attempts or sessions open" for name, count in open_things.items() if count]
+
+
+def _growth(before: Usage, after: Usage) -> list[str]:
+    faults = []
+    if after.rss - before.rss > 32 << 20:
+        faults.append(f"memory grew by {(after.rss - before.rss) >> 20} MiB")
+    if after.files > before.files + 8:
+        faults.append(f"open files grew from {before.files} to {after.files}")
+    if after.threads > before.threads:
+        faults.append(f"threads grew from {before.threads} to {after.threads}")
+    if not any(thread.name == "baton-handoff" for thread in threading.enumerate()):
+        faults.append("the agents' threads have ended")
+    return faults
+
+
+def main() -> int:
+    """The command line; 0 when everything held."""
+    parser = argparse.ArgumentParser(prog="python -m baton.testing.fuzz", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--messages", type=int, default=1_000_000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--processes", type=int, default=2, help="attacking processes")
+    parser.add_argument("--keys", action="store_true", help="CURVE on, the attackers hold an authorised key")
+    arguments = parser.parse_args()
+    logging.getLogger("baton").setLevel(logging.CRITICAL)
+    report = run(arguments.messages, arguments.seed, arguments.processes, arguments.keys)
+    rate = report.received / report.seconds
+    print(f"messages   {report.sent} sent, {report.received} received in {report.seconds:.0f} s ({rate:.0f}/s)")
+    print(f"handoffs   {report.served} served, slowest {report.slowest_s * 1000:.0f} ms")
+    print(f"before     {report.before}")
+    print(f"after      {report.after}")
+    for name, stats in report.stats.items():
+        print(f"{name:<10} {stats}")
+    for fault in report.faults:
+        print(f"FAULT      {fault}")
+    return 1 if report.faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

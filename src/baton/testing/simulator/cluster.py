@@ -1,0 +1,163 @@
+"""The modelled deployment: engines that come and go, the router, what connects them, and faults that strike."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from baton.errors import ProtocolError
+from baton.handoff.messages import AttemptKey, Register, Seeds
+from baton.handoff.ticket import verify
+from baton.testing.simulator.decode_engine import DecodeEngine
+from baton.testing.simulator.engine import EngineModel, Leg
+from baton.testing.simulator.network import Network
+from baton.testing.simulator.prefill_engine import PrefillEngine
+from baton.testing.simulator.process import Process, Role
+from baton.testing.simulator.router import Router, Stream
+from baton.testing.simulator.transport import Fabric
+from baton.testing.simulator.world import World
+
+
+class Cluster:
+    """Everything of one simulated deployment. `processes` are the living incarnations by engine name."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.rungs: Counter[str] = Counter()
+        self.seeds: dict[str, Seeds] = {}  # what each prefill handed over, by attempt
+        self.tickets: list[str] = []  # all that the router signed
+        self.network = Network(world)
+        self.fabric = Fabric(world)
+        self.router = Router(self)
+        self.processes: dict[str, Process] = {}
+        self.by_uid: dict[str, Process] = {}
+        self._names: dict[str, Role] = {f"P{i}": "prefill" for i in range(world.settings.num_prefill)}
+        self._names |= {f"D{i}": "decode" for i in range(world.settings.num_decode)}
+        for name in self._names:
+            self.router.joined(self.start(name))
+
+    def engine_type(self, role: Role) -> type[EngineModel]:
+        """The model of an engine of a role."""
+        return PrefillEngine if role == "prefill" else DecodeEngine
+
+    def start(self, name: str) -> Process:
+        """A new incarnation of an engine, at its old address."""
+        generation = sum(process.name == name for process in self.by_uid.values())
+        process = Process(self, name, self._names[name], f"sim://{name}", generation)
+        self.processes[name] = self.by_uid[process.uid] = process
+        process.start()
+        return process
+
+    def post_leg(self, stream: Stream, ticket: str, known: int) -> None:
+        """The router's HTTP request for one leg arrives at an engine."""
+        process = stream.process
+        if process.dead or process.leaving:
+            stream.cut(0.0, 0.01)
+            return
+        process.post(lambda: self._take_leg(stream, ticket, known))
+
+    def _take_leg(self, stream: Stream, text: str, known: int) -> None:
+        process, request = stream.process, stream.request
+        if not stream.open:
+            return
+        try:
+            ticket = verify(process.config.ticket_key, text, process.clock.time())
+        except ProtocolError as error:
+            self.world.note(process.name, f"refuses a leg: {error}")
+            stream.end("bad_ticket", False)
+            return
+        deadline = process.clock.monotonic() + ticket.expiry - process.clock.time()
+        stream.leg = Leg(request.story, known, ticket, stream, deadline, str(ticket.key))
+        process.engine.start_leg(stream.leg)
+
+    # ------------------------------------------------------------ faults
+
+    def strike(self, kind: str) -> None:
+        """A fault of a kind, somewhere."""
+        world, random = self.world, self.world.random
+        role: Role | None = "prefill" if "prefill" in kind else "decode" if "decode" in kind else None
+        fit = [p for p in self.processes.values() if not p.gone and (role is None or p.role == role)]
+        if kind == "crash_router":
+            struck = self.router.up
+            if struck:
+                self.router.crash()
+                world.after(random.uniform(0.2, 4.0), self.router.restart)
+        elif kind == "partition":
+            names = random.sample(sorted(self._names), 2)
+            pair = frozenset(names)
+            world.note("net", f"{names} cannot reach each other")
+            self.network.cut.add(pair)
+            world.after(random.choice((0.5, 5.0, 12.0)) * random.random(), self._heal, pair)
+            struck = True
+        elif kind == "broken_connection":
+            struck = self.fabric.break_one()
+        elif kind == "forged_register":
+            struck = self._forge()
+        elif not fit:
+            struck = False
+        else:
+            struck = self._strike_process(kind, random.choice(fit))
+        if struck:
+            world.injected[kind] += 1
+
+    def _strike_process(self, kind: str, process: Process) -> bool:
+        world, random = self.world, self.world.random
+        if kind.startswith("crash"):
+            process.crash()
+            self._restart_later(process)
+        elif kind.startswith("pause"):
+            if process.paused:
+                return False
+            process.pause()
+            world.after(random.choice((0.3, 3.0, 15.0)) * random.random(), process.resume)
+        elif kind == "leave":
+            process.leave()
+            world.after(6.0, self._restart_later, process)
+        else:
+            return process.engine.abort_any()
+        return True
+
+    def _forge(self) -> bool:
+        """A decode engine claims the next attempt of another's transfer, with a ticket that is not for it."""
+        random = self.world.random
+        attempts = [
+            (process, attempt.machine.key)
+            for process in self.processes.values()
+            if process.role == "prefill" and not process.gone
+            for attempt in process.runner.machines.prefills.live.values()
+        ]
+        forgers = [p for p in self.processes.values() if p.role == "decode" and not p.gone and not p.paused]
+        if not attempts or not forgers:
+            return False
+        (victim, key), forger = random.choice(attempts), random.choice(forgers)
+        link = forger.runner.links.servers.get(victim.address)
+        if link is None or not link.ready:
+            return False
+        claimed = AttemptKey(key.transfer_id, key.attempt + 1, key.prefill_incarnation, forger.uid)
+        ticket = random.choice(sorted(self.tickets))
+        groups = {memory.model.name: memory for memory in forger.memories}
+        forger.channel.send(
+            link.connection,
+            Register(claimed, ticket, dict.fromkeys(groups, (0, 1)), {group: [1] for group in groups}),
+        )
+        return True
+
+    def _restart_later(self, process: Process) -> None:
+        if self.world.random.random() < 0.75:
+            self.world.after(self.world.random.uniform(0.0, 4.0), self._restart, process)
+
+    def _restart(self, process: Process) -> None:
+        if process.dead and self.processes[process.name] is process:
+            fresh = self.start(process.name)
+            self.world.after(self.world.random.uniform(0.0, 1.0), self.router.joined, fresh)
+
+    def _heal(self, pair: frozenset[str]) -> None:
+        self.network.cut.discard(pair)
+        self.world.note("net", f"{sorted(pair)} reach each other again")
+
+    def calm_down(self) -> None:
+        """No fault any more: who was paused goes on, who cannot reach another can."""
+        self.world.calm = True
+        self.world.note("", "faults end")
+        self.network.cut.clear()
+        for process in self.processes.values():
+            process.resume()

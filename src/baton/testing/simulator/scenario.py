@@ -1,0 +1,161 @@
+"""One seed from start to rest: deployment, load, faults, and what must hold in the end."""
+
+from __future__ import annotations
+
+import traceback
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from random import Random
+
+from baton.handoff.ticket import MAX_TICKET_LIFE_S
+from baton.testing.simulator.cluster import Cluster
+from baton.testing.simulator.router import Request
+from baton.testing.simulator.settings import FAULTS, TRAITS, Settings, draw
+from baton.testing.simulator.story import Story, prompts
+from baton.testing.simulator.world import Violation, World
+
+# Seconds after the last ticket's expiry within which everything must be at rest: a lease, a broken connection
+# that is noticed late, repetitions, and the router's clock against the slowest engine's.
+_REST_S = 25.0
+_POLL_S = 0.5
+# Faults that must cost nothing but time.
+HARMLESS = frozenset({"reorder", "duplicate", "burst", "forged_register"})
+
+
+@dataclass(slots=True)
+class Result:
+    """What one seed came to. `violation` is None when every invariant held."""
+
+    seed: int
+    settings: Settings
+    events: int = 0
+    injected: Counter[str] = field(default_factory=Counter)
+    outcomes: Counter[str] = field(default_factory=Counter)
+    rungs: Counter[str] = field(default_factory=Counter)
+    violation: Violation | None = None
+    trace: list[str] = field(default_factory=list)
+
+
+def run_seed(seed: int, faults: Collection[str] = FAULTS, tracing: bool = False) -> Result:
+    """Play one schedule. The same seed and faults give the same result."""
+    random = Random(seed)
+    settings = draw(random, faults)
+    world = World(seed, settings, random, tracing)
+    world.note("", f"seed {seed}: {settings}")
+    result = Result(seed, settings)
+    cluster = Cluster(world)
+    try:
+        _play(world, cluster)
+        _check_rest(world, cluster)
+    except Violation as violation:
+        result.violation = violation
+    except Exception as error:
+        # Whatever escapes from the protocol would have ended a real engine's thread.
+        result.violation = Violation("exception", f"{type(error).__name__}: {error}")
+        world.note("!", f"VIOLATION {result.violation}\n{traceback.format_exc()}")
+    result.events, result.injected, result.rungs, result.trace = (
+        world.events,
+        world.injected,
+        cluster.rungs,
+        world.trace,
+    )
+    for trait in TRAITS:
+        result.injected[trait] += settings.has(trait)
+    for request in cluster.router.requests:
+        result.outcomes[_outcome(request)] += 1
+    return result
+
+
+def _outcome(request: Request) -> str:
+    if request.outcome == "exact" and request.rungs:
+        return "exact after " + "+".join(sorted(request.rungs))
+    return request.outcome or "unfinished"
+
+
+def _load(world: World, cluster: Cluster) -> float:
+    """Schedule all requests; returns the time by which each must have ended."""
+    random, settings = world.random, world.settings
+    count = settings.num_requests * (2 if settings.has("burst") else 1)
+    last = 0.0
+    for index, prompt in enumerate(prompts(random, count)):
+        at = random.uniform(0.0, 0.3 if settings.has("burst") else 3.0)
+        story = Story(prompt, random.randint(1, 10))
+        request = Request(index, story, at + settings.patience)
+        world.after(at, cluster.router.submit, request)
+        last = max(last, request.deadline)
+    return last
+
+
+def _play(world: World, cluster: Cluster) -> None:
+    """Run until everything is at rest, or until it must have been."""
+    strikes = list(world.settings.strikes)
+    latest = _load(world, cluster)
+    world.after(latest, cluster.calm_down)
+    rest_by = latest + world.settings.life + _REST_S
+    count = world.settings.num_requests * (2 if world.settings.has("burst") else 1)
+    next_look = 0.0
+    while world.step():
+        while strikes and strikes[0][0] <= world.events:
+            cluster.strike(strikes.pop(0)[1])
+        if world.now < next_look:
+            continue
+        next_look = world.now + _POLL_S
+        requests = cluster.router.requests
+        if len(requests) == count and all(request.outcome for request in requests):
+            if not world.calm:
+                cluster.calm_down()
+            if _at_rest(cluster):
+                return
+        if world.now > rest_by:
+            world.fail("not_at_rest", "; ".join(_left(cluster)))
+
+
+def _at_rest(cluster: Cluster) -> bool:
+    return not _left(cluster)
+
+
+def _left(cluster: Cluster) -> list[str]:
+    """Requests, legs, pages, copies and attempts that are not over."""
+    out = [f"{request.name} has not ended" for request in cluster.router.requests if not request.outcome]
+    for process in cluster.processes.values():
+        if process.dead:
+            continue
+        runner, name = process.runner, process.name
+        if process.engine.legs:
+            out.append(f"{name} has legs {[f'{leg.holder} {leg.state}' for leg in process.engine.legs.values()]}")
+        for memory in process.memories:
+            if memory.num_held:
+                out.append(f"{name} holds {memory.num_held} pages of {memory.model.name}")
+        live = [str(attempt.machine.key) for attempt in runner.machines.live()]
+        if live or len(runner.operations):
+            out.append(f"{name} has attempts {live} and {len(runner.operations)} copies")
+    return out
+
+
+def _check_rest(world: World, cluster: Cluster) -> None:
+    """At rest: every request ended well or by name; after all tickets expired, nothing is remembered."""
+    harmless = world.settings.faults <= HARMLESS
+    for request in cluster.router.requests:
+        if harmless and request.outcome != "exact":
+            world.fail(
+                "needless_failure", f"{request.name} ended with {request.outcome} without a fault that explains it"
+            )
+    living = [process for process in cluster.processes.values() if not process.dead]
+    for process in living:
+        process.agent_step()
+    world.skip(MAX_TICKET_LIFE_S * 1.3)
+    for process in living:
+        for _ in range(2):
+            world.skip(2 * world.settings.timers.retry)
+            process.agent_step()
+        books = process.runner.machines.prefills, process.runner.machines.decodes
+        kept = sum(len(book.ended) for book in books) + process.runner.inbox.holding
+        if kept:
+            world.fail("memory", f"{process.name} remembers {kept} attempts after every ticket expired")
+        for memory in process.memories:
+            total = memory.num_available + memory.num_held
+            if total != memory.num_pages - 1:
+                world.fail(
+                    "memory", f"{process.name} has {total} of {memory.num_pages - 1} pages of {memory.model.name}"
+                )

@@ -1,0 +1,74 @@
+"""What the checks of the transport suite work with: two sides, copy lists, and the bytes to expect."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from baton.testing.transport_peer import FarSide, NearbyPeer, SpawnedPeer
+from baton.transports.base import ByteArray, CopyList, Direction, Operation, Peer, Transport
+
+WAIT_S = 60.0
+SIZES = (1 << 16, 1 << 14)
+
+
+@dataclass(slots=True)
+class Bench:
+    """A near transport with its regions, and how to make far sides."""
+
+    factory: Callable[[], Transport]
+    spawn_uri: str | None
+    near: Transport
+    regions: list[ByteArray]
+    descriptor: bytes
+
+    @contextmanager
+    def far(self, sizes: Sequence[int] = SIZES) -> Iterator[FarSide]:
+        """A far side, its regions filled with seeds 100, 101, ..."""
+        side: FarSide
+        side = NearbyPeer(self.factory(), sizes) if self.spawn_uri is None else SpawnedPeer(self.spawn_uri, sizes)
+        try:
+            for i in range(len(sizes)):
+                side.fill(i, 100 + i)
+            yield side
+        finally:
+            side.close()
+
+    def run(self, peer: Peer, direction: Direction, copies: CopyList) -> Operation:
+        """Submit, and wait for the end."""
+        operation = self.near.submit(peer, direction, copies, "check")
+        need(operation.wait(WAIT_S) != "pending", "an operation ends")
+        return operation
+
+
+def need(holds: bool, what: str) -> None:
+    """Raise `AssertionError` naming `what` unless it `holds`."""
+    if not holds:
+        raise AssertionError(f"expected that {what}")
+
+
+def copies_of(
+    source: ArrayLike, dest: ArrayLike, nbytes: ArrayLike, source_region: int = 0, dest_region: int = 0
+) -> CopyList:
+    """A copy list of the three columns."""
+    columns = [np.array(column, dtype=np.int64).reshape(-1) for column in (source, dest, nbytes)]
+    return CopyList(source_region, dest_region, *columns)
+
+
+def applied(before: ByteArray, source: ByteArray, copies: CopyList) -> ByteArray:
+    """`before` after the copies from `source`."""
+    after = before.copy()
+    for s, d, n in zip(copies.source_offset, copies.dest_offset, copies.nbytes, strict=True):
+        after[d : d + n] = source[s : s + n]
+    return after
+
+
+def scattered(runs: int, slot: int, seed: int) -> CopyList:
+    """Runs of ragged length, in shuffled slots on both sides."""
+    rng = np.random.default_rng(seed)
+    places = [rng.permutation(runs) * slot for _ in range(2)]
+    return copies_of(places[0], places[1], rng.integers(1, slot + 1, runs))

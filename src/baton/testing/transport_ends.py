@@ -1,0 +1,168 @@
+"""Checks of the transport suite: cancels, peers that close, die and come back, and misuse."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from baton.errors import ProtocolError, TransportError
+from baton.testing.transport_bench import SIZES, WAIT_S, Bench, copies_of, need, scattered
+from baton.testing.transport_peer import FarSide, pattern
+from baton.transports.base import Direction, Peer, Transport
+
+
+def check_cancel_is_quiet(bench: Bench) -> None:
+    """After "quiet" nothing is written; "unknown" claims nothing."""
+    with bench.far() as far:
+        peer = bench.near.connect(far.descriptor)
+        copies = scattered(1024, 64, seed=2)
+        operations = [bench.near.submit(peer, "write", copies, f"{i}") for i in range(20)]
+        verdicts = [bench.near.cancel(operation) for operation in reversed(operations)]
+        need(set(verdicts) <= {"quiet", "unknown"}, "cancel answers quiet or unknown")
+        if "unknown" not in verdicts:
+            need(all(op.poll() != "pending" for op in operations), "a quiet operation has ended")
+            far.fill(0, 55)
+            need(np.array_equal(far.read(0), pattern(SIZES[0], 55)), "nothing is written after quiet")
+        need(all(op.error for op in operations if op.poll() == "failed"), "a failed operation says why")
+        done = bench.run(peer, "write", copies_of([0], [0], [16]))
+        need(bench.near.cancel(done) == "quiet", "an ended operation is quiet")
+        need(done.poll() == "done", "a cancel does not change the state of an ended operation")
+
+
+def check_survives_a_closed_peer(bench: Bench) -> None:
+    """An orderly close in the middle of a copy."""
+    with bench.far() as far:
+        peer = bench.near.connect(far.descriptor)
+        need(peer.alive() and not peer.fenced(), "an open peer is alive and not fenced")
+        operation = bench.near.submit(peer, "write", scattered(1024, 64, seed=3), "into the close")
+        far.close()
+        need(operation.wait(WAIT_S) != "pending", "an operation ends when the peer closes")
+        _is_gone(bench, peer, far)
+
+
+def check_survives_a_killed_peer(bench: Bench) -> None:
+    """A death with nothing under way."""
+    with bench.far() as far:
+        peer = bench.near.connect(far.descriptor)
+        if far.kill():
+            need(peer.fenced(), "a dead peer is fenced")
+            _is_gone(bench, peer, far)
+
+
+def check_survives_a_peer_killed_while_copying(bench: Bench) -> None:
+    """A death in the middle of copies in both directions."""
+    with bench.far() as far:
+        peer = bench.near.connect(far.descriptor)
+        copies = scattered(1024, 64, seed=5)
+        directions: tuple[Direction, ...] = ("write", "read")
+        operations = [bench.near.submit(peer, directions[i % 2], copies, f"{i}") for i in range(20)]
+        if far.kill():
+            need(all(op.wait(WAIT_S) != "pending" for op in operations), "operations end when the peer dies")
+            need(all(op.error for op in operations if op.poll() == "failed"), "a failed operation says why")
+            need(peer.fenced(), "a dead peer is fenced")
+            bench.regions[0][:] = 77
+            _is_gone(bench, peer, far)
+            need(bool((bench.regions[0] == 77).all()), "nothing is written here once the peer is fenced")
+
+
+def check_a_failure_stays_with_its_peer(bench: Bench) -> None:
+    """One peer's end leaves the copies of another alone."""
+    with bench.far() as one, bench.far() as two:
+        lost, kept = (bench.near.connect(side.descriptor) for side in (one, two))
+        copies = scattered(1024, 64, seed=6)
+        into_the_end = [bench.near.submit(lost, "write", copies, "lost") for _ in range(10)]
+        others = [bench.near.submit(kept, "write", copies, "kept") for _ in range(10)]
+        if not one.kill():
+            one.close()
+        need(
+            [op.wait(WAIT_S) for op in others] == ["done"] * 10, f"the other peer's copies are done ({others[0].error})"
+        )
+        need(all(op.wait(WAIT_S) != "pending" for op in into_the_end), "operations end when the peer is gone")
+        need(not lost.alive() and kept.alive(), "one peer's end is not the other's")
+
+
+def _is_gone(bench: Bench, peer: Peer, far: FarSide) -> None:
+    try:
+        operation = bench.run(peer, "write", copies_of([0], [0], [16]))
+    except TransportError:
+        pass
+    else:
+        need(operation.poll() == "failed", "a copy to a peer that is gone fails")
+    need(not peer.alive(), "a peer that is gone is not alive")
+    bench.near.disconnect(peer)
+    bench.near.disconnect(peer)
+    _refuses_connection(bench.factory, far.descriptor)
+
+
+def _refuses_connection(factory: Callable[[], Transport], descriptor: bytes) -> None:
+    # From a transport of its own: starting one removes what dead owners left.
+    fresh = factory()
+    try:
+        fresh.connect(descriptor)
+    except (TransportError, ProtocolError):
+        return
+    finally:
+        fresh.close()
+    raise AssertionError(f"expected that connecting is refused: {descriptor[:80]!r}")
+
+
+def check_reconnects(bench: Bench) -> None:
+    """Connections to one peer, one after the other."""
+    with bench.far() as far:
+        for seed in range(3):
+            far.fill(0, seed)
+            peer = bench.near.connect(far.descriptor)
+            operation = bench.run(peer, "read", copies_of([0], [0], [SIZES[0]]))
+            need(operation.poll() == "done", f"a copy after reconnecting is done ({operation.error})")
+            need(np.array_equal(bench.regions[0], pattern(SIZES[0], seed)), "it brings the new bytes")
+            bench.near.disconnect(peer)
+            _refuses_copies(bench, peer)
+
+
+def _refuses_copies(bench: Bench, peer: Peer) -> None:
+    try:
+        bench.near.submit(peer, "write", copies_of([0], [0], [1]), "late")
+    except TransportError:
+        return
+    raise AssertionError("expected that a copy after disconnect is refused")
+
+
+def check_keeps_two_peers_apart(bench: Bench) -> None:
+    """Two peers at once."""
+    with bench.far() as one, bench.far() as two:
+        peers = [bench.near.connect(side.descriptor) for side in (one, two)]
+        before = two.read(0)
+        operations = [
+            bench.near.submit(peers[0], "write", copies_of([0], [0], [SIZES[0]]), "one"),
+            bench.near.submit(peers[1], "write", copies_of([0], [0], [SIZES[1]], 1, 1), "two"),
+        ]
+        need([op.wait(WAIT_S) for op in operations] == ["done", "done"], "both copies are done")
+        need([op.tag for op in operations] == ["one", "two"], "an operation keeps its tag")
+        need(np.array_equal(one.read(0), bench.regions[0]), "the first peer has its bytes")
+        need(np.array_equal(two.read(1), bench.regions[1]), "the second peer has its bytes")
+        need(np.array_equal(two.read(0), before), "the first peer's bytes go nowhere else")
+        one.close()
+        need(peers[1].alive(), "one peer's end is not the other's")
+        operation = bench.run(peers[1], "write", copies_of([0], [0], [64]))
+        need(operation.poll() == "done", f"the other peer still takes copies ({operation.error})")
+
+
+def check_refuses_misuse(bench: Bench) -> None:
+    """Descriptors of nobody, second registrations, use after close."""
+    for descriptor in (b"", b"x" * 100, bytes(range(256)), bench.descriptor[:-1]):
+        _refuses_connection(bench.factory, descriptor)
+    for label, action in (
+        ("a second register", lambda: bench.near.register(bench.regions)),
+        ("an empty allocation", lambda: bench.near.allocate("none", 0)),
+    ):
+        try:
+            action()
+        except TransportError:
+            continue
+        raise AssertionError(f"expected that {label} is refused")
+    with bench.far() as far:
+        peer = bench.near.connect(far.descriptor)
+        bench.near.close()
+        bench.near.close()
+        _refuses_copies(bench, peer)

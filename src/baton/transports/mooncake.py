@@ -1,0 +1,157 @@
+"""`mooncake://`: engines of a cluster, over Mooncake's Transfer Engine (TCP or RDMA).
+
+Options: `host` (numeric address of this machine on which peers reach it; default 127.0.0.1), `protocol` (`tcp`,
+the default, or `rdma`), `device` (RDMA devices, comma-separated; default all that Mooncake finds). `rdma`
+differs in this one argument and is tried by no test without a network card. Mooncake's own ports listen on all
+addresses of the machine, whatever `host` is, and take copies into registered memory from whoever reaches them:
+keep them behind a firewall.
+
+Mooncake's call for a batch blocks, and returns -1 for a refusal, a broken connection and a time-out alike, while
+other parts of the batch may still be moving. So a failed batch cuts the peer off, and its operation ends only
+when the peer is gone; until then a cancel answers "unknown".
+
+Fence: the peer's orderly close, which it announces after its last operation ended; or the death of its process,
+seen by pidfd, after which this side copies a byte to itself so many times that Mooncake's one loop for all
+sockets has come past what the dead process left in them. The death of a process on another host ends the
+connection but proves nothing of what is on the wire: such a peer is not alive, and not fenced.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Literal
+
+import msgspec
+
+from baton.errors import ConfigError, ProtocolError, TransportError
+from baton.transports.base import ByteArray, Direction
+from baton.transports.batches import Rows
+from baton.transports.library import Library, RemotePeer
+from baton.transports.lifeline import Lifeline
+from baton.transports.remote import RemoteTransport
+
+_DRAIN_COPIES = 256  # the loop reads up to 64 KiB of a socket in one round: 16 MiB, more than a socket holds
+_MAX_PEERS = 64  # batches at a time, one for each peer
+
+
+class MooncakeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The options of the URI."""
+
+    host: str = "127.0.0.1"
+    protocol: Literal["tcp", "rdma"] = "tcp"
+    device: str = ""
+
+
+class MooncakeLibrary(Library):
+    """One Transfer Engine."""
+
+    scheme = "mooncake"
+
+    def __init__(self, options: MooncakeOptions) -> None:
+        self._options = options
+        self._engine: Any = None
+        self._endpoint = ""
+        self._wake: Callable[[], None]
+        self._bounce: ByteArray
+        self._registered: list[int] = []
+        self._workers = ThreadPoolExecutor(_MAX_PEERS, thread_name_prefix="baton-mooncake-copy")
+
+    def start(self, lifeline: Lifeline, bounce: ByteArray) -> None:
+        """See `Library`."""
+        self._wake, self._bounce = lifeline.wake, bounce
+        self._engine = load_engine()()
+        options = self._options
+        if self._engine.initialize(options.host, "P2PHANDSHAKE", options.protocol, options.device) != 0:
+            raise ConfigError("transport", f"mooncake does not start with protocol {options.protocol!r}; see its log")
+        self._endpoint = f"{options.host}:{self._engine.get_rpc_port()}"
+        self._open(bounce)
+
+    def _open(self, region: ByteArray) -> None:
+        if self._engine.register_memory(region.ctypes.data, region.size) != 0:
+            raise TransportError(f"mooncake cannot register {region.size} bytes of memory; see its log")
+        self._registered.append(region.ctypes.data)
+
+    def stop(self) -> None:
+        """See `Library`."""
+        # Peers are refused from here on, even if Mooncake keeps its port open.
+        for address in self._registered:
+            self._engine.unregister_memory(address)
+        self._workers.shutdown(wait=False)
+        self._engine = None
+
+    def register(self, regions: list[ByteArray]) -> tuple[str, bytes]:
+        """See `Library`."""
+        for region in regions:
+            self._open(region)
+        return self._endpoint, b""
+
+    def add(self, endpoint: str, metadata: bytes) -> None:
+        """See `Library`."""
+        host, _, port = endpoint.rpartition(":")
+        if not host or not port.isdecimal():
+            raise ProtocolError(f"not an endpoint of mooncake: {endpoint!r}")
+
+    def remove(self, endpoint: str) -> bool:
+        """See `Library`."""
+        return False
+
+    def issue(self, peer: RemotePeer, direction: Direction, rows: Rows) -> Any:
+        """See `Library`."""
+        copy = getattr(self._engine, f"batch_transfer_sync_{direction}")
+        near, far, nbytes = (rows[:, i].tolist() for i in range(3))
+        batch: Future[int] = self._workers.submit(copy, peer.endpoint, near, far, nbytes)
+        batch.add_done_callback(lambda _: self._wake())
+        return batch
+
+    def check(self, handle: Future[int]) -> bool:
+        """See `Library`."""
+        if handle.done() and handle.result() != 0:
+            raise TransportError("a copy was refused, or failed, or took too long; see Mooncake's log")
+        return handle.done()
+
+    def ended(self, handle: Future[int]) -> bool:
+        """See `Library`."""
+        return handle.done()
+
+    def take_in(self) -> None:
+        """See `Library`."""
+        address = self._bounce.ctypes.data
+        for _ in range(_DRAIN_COPIES):
+            if self._engine.batch_transfer_sync_write(self._endpoint, [address], [address + 32], [1]) != 0:
+                raise TransportError("mooncake cannot copy to itself")
+
+
+def load_engine() -> Any:
+    """Mooncake's class TransferEngine.
+
+    Raises `ConfigError` when the package, or a library that it needs, is missing.
+    """
+    os.environ.setdefault("MC_LOG_LEVEL", "WARNING")
+    try:
+        return importlib.import_module("mooncake.engine").TransferEngine
+    except ModuleNotFoundError as error:
+        package = "mooncake-transfer-engine-non-cuda"
+        raise ConfigError(
+            "transport", f"mooncake:// needs the package {package}: pip install 'baton-serve[mooncake]'"
+        ) from error
+    except ImportError as error:
+        library = str(error).split(":")[0]
+        raise ConfigError("transport", f"mooncake does not load: {error}; {_hint(library)}") from error
+
+
+def _hint(library: str) -> str:
+    packages = {"libibverbs.so.1": "libibverbs1", "librdmacm.so.1": "librdmacm1", "libnuma.so.1": "libnuma1"}
+    package = packages.get(library)
+    return f"apt-get install {package}" if package else "install the package that holds this library"
+
+
+def create(query: dict[str, str]) -> RemoteTransport:
+    """The factory of `mooncake://`. Raises `ConfigError` for an option that does not exist or is out of range."""
+    try:
+        options = msgspec.convert(query, MooncakeOptions, strict=False)
+    except msgspec.ValidationError as error:
+        raise ConfigError("transport", f"mooncake: {error}") from error
+    return RemoteTransport(MooncakeLibrary(options), options.host)

@@ -1,0 +1,152 @@
+"""`nixl://`: engines of a cluster, over NIXL and UCX (RDMA, NVLink, TCP; between processes of one host, CMA).
+
+Options: `host` (numeric address of this machine on which peers reach the lifeline; default 127.0.0.1. UCX
+chooses its own devices, see `UCX_NET_DEVICES`), `backend` (default UCX), `prog_thread` (1: NIXL's own progress
+thread, which burns a core; default 0).
+
+Over some of UCX's transports the bytes of a write are moved by the process that receives them, so a passive
+side has to make progress: it does while a peer has announced copies. After an error, the endpoint is closed by
+force before the operations on it are reported as failed.
+
+Fence: the peer's orderly close, which it announces after its last operation ended; or the death of its
+process, seen by pidfd, after which this side makes so many rounds of progress that everything which the dead
+process still had in sockets and queues of this host is delivered. The death of a process on another host
+ends the connection but proves nothing of what is on the wire: such a peer is not alive, and not fenced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import secrets
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from baton.errors import ConfigError, ProtocolError, TransportError
+from baton.transports.base import ByteArray, Direction
+from baton.transports.batches import Rows
+from baton.transports.library import Library, RemotePeer
+from baton.transports.lifeline import Lifeline
+from baton.transports.remote import RemoteTransport
+
+_DRAIN_ROUNDS = 8192  # each moves a segment of 8 KiB of every socket that has one: 64 MiB, more than they hold
+_CLOSE_ROUNDS = 64
+_TURN_ROUNDS = 16
+
+
+class NixlOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The options of the URI."""
+
+    host: str = "127.0.0.1"
+    backend: str = "UCX"
+    prog_thread: int = 0
+
+
+class NixlLibrary(Library):
+    """One NIXL agent."""
+
+    scheme = "nixl"
+    polls = True
+
+    def __init__(self, options: NixlOptions) -> None:
+        self._options = options
+        self._agent: Any = None
+
+    def start(self, lifeline: Lifeline, bounce: ByteArray) -> None:
+        """See `Library`."""
+        api = load_api()
+        backend, prog_thread = self._options.backend, bool(self._options.prog_thread)
+        config = api.nixl_agent_config(enable_prog_thread=prog_thread, backends=[backend])
+        self._agent = api.nixl_agent(f"baton-{secrets.token_hex(16)}", config)
+        if backend not in self._agent.backends:
+            raise ConfigError("transport", f"this build of NIXL has no backend {backend!r}")
+        self._agent.register_memory([(bounce.ctypes.data, bounce.size, 0, "")], "DRAM")
+
+    def stop(self) -> None:
+        """See `Library`."""
+        self._agent = None
+
+    def register(self, regions: list[ByteArray]) -> tuple[str, bytes]:
+        """See `Library`."""
+        self._agent.register_memory([(region.ctypes.data, region.size, 0, "") for region in regions], "DRAM")
+        return self._agent.name, bytes(self._agent.get_agent_metadata())
+
+    def add(self, endpoint: str, metadata: bytes) -> None:
+        """See `Library`."""
+        if endpoint == self._agent.name:
+            return
+        name = self._agent.add_remote_agent(metadata)
+        if (name.decode() if isinstance(name, bytes) else name) != endpoint:
+            self._agent.remove_remote_agent(name)
+            raise ProtocolError("the metadata in the descriptor is another agent's")
+
+    def remove(self, endpoint: str) -> bool:
+        """See `Library`."""
+        if endpoint != self._agent.name:
+            # NIXL refuses when it has dropped the endpoint by itself.
+            with contextlib.suppress(Exception):
+                self._agent.remove_remote_agent(endpoint)
+        for _ in range(_CLOSE_ROUNDS):
+            self._agent.get_new_notifs()
+        return True
+
+    def issue(self, peer: RemotePeer, direction: Direction, rows: Rows) -> Any:
+        """See `Library`."""
+        descs = []
+        for side in (0, 1):
+            table = np.zeros((len(rows), 3), dtype=np.int64)
+            table[:, 0], table[:, 1] = rows[:, side], rows[:, 2]
+            descs.append(self._agent.get_xfer_descs(table, "DRAM"))
+        handle = self._agent.initialize_xfer(direction.upper(), *descs, peer.endpoint)
+        self._agent.transfer(handle)
+        return handle
+
+    def check(self, handle: Any) -> bool:
+        """See `Library`."""
+        state = self._agent.check_xfer_state(handle)
+        if state == "ERR":
+            raise TransportError("a copy failed")
+        if state == "DONE":
+            handle.release()
+        return bool(state == "DONE")
+
+    def progress(self) -> None:
+        """See `Library`."""
+        for _ in range(_TURN_ROUNDS):
+            self._agent.get_new_notifs()
+
+    def take_in(self) -> None:
+        """See `Library`."""
+        for _ in range(_DRAIN_ROUNDS):
+            self._agent.get_new_notifs()
+
+
+def load_api() -> Any:
+    """The Python API of NIXL, from whichever of its packages is installed.
+
+    Raises `ConfigError` when there is none, or a library that it needs is missing.
+    """
+    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
+    for name in ("nixl", "nixl_cu12", "nixl_cu13"):
+        try:
+            return importlib.import_module(f"{name}._api")
+        except ModuleNotFoundError as error:
+            if error.name not in (name, f"{name}._api"):
+                raise ConfigError("transport", f"nixl does not load: {error}") from error
+        except ImportError as error:
+            raise ConfigError("transport", f"nixl does not load: {error}") from error
+    raise ConfigError("transport", "nixl:// needs the package nixl-cu12: pip install 'baton-serve[nixl]'")
+
+
+def create(query: dict[str, str]) -> RemoteTransport:
+    """The factory of `nixl://`. Raises `ConfigError` for an option that does not exist or is out of range."""
+    try:
+        options = msgspec.convert(query, NixlOptions, strict=False)
+    except msgspec.ValidationError as error:
+        raise ConfigError("transport", f"nixl: {error}") from error
+    if options.prog_thread not in (0, 1):
+        raise ConfigError("transport", f"nixl: prog_thread is 0 or 1, got {options.prog_thread}")
+    return RemoteTransport(NixlLibrary(options), options.host)

@@ -1,0 +1,71 @@
+"""Which process a peer is, and whether it is dead: known for processes of this host alone."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import select
+import weakref
+from pathlib import Path
+
+import msgspec
+
+from baton.errors import ProtocolError
+
+
+class Contact(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """How to reach a transport's lifeline, and whose it is. `host_key` is equal for processes that share pids."""
+
+    host: str
+    port: int
+    secret: bytes
+    pid: int
+    start_time: str
+    host_key: str
+
+
+def check_contact(contact: Contact) -> None:
+    """Raise `ProtocolError` for a contact that no lifeline makes."""
+    if not (0 < contact.port < 1 << 16 and 0 < contact.pid < 1 << 31 and len(contact.secret) == 16):
+        raise ProtocolError("the contact in the descriptor is out of range")
+
+
+class ProcessWatch:
+    """Tells whether a process of this host is dead; never for one of another host or pid namespace."""
+
+    def __init__(self, contact: Contact) -> None:
+        same_host = contact.host_key == own_host_key()
+        self._fd: int | None = None
+        if same_host:
+            with contextlib.suppress(OSError):
+                self._fd = os.pidfd_open(contact.pid)
+                weakref.finalize(self, os.close, self._fd)
+        # Gone before it could be opened, or its pid is another's by now: dead, and proven so.
+        self._gone = same_host and start_time_of(contact.pid) != contact.start_time
+
+    def dead(self) -> bool:
+        """True once every thread of the process has ended, and its memory with them."""
+        if self._gone or self._fd is None:
+            return self._gone
+        poller = select.poll()
+        poller.register(self._fd, select.POLLIN)
+        return bool(poller.poll(0))
+
+
+def own_host_key() -> str:
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
+        return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return secrets.token_hex(16)  # nobody else's: no process is ever taken to share pids with this one
+
+
+def start_time_of(pid: int) -> str:
+    """Clock ticks from boot to the start of a process; "" when there is none."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text("ascii", "replace")
+    except OSError:
+        return ""
+    # The second field is the command in brackets and may hold anything.
+    return text.rpartition(")")[2].split()[19]

@@ -1,0 +1,201 @@
+"""Transports that drive a transfer library (`Library`): a thread owns it, a lifeline watches the peers.
+
+Copy lists go out in batches: a cancel lets the batch in flight end and issues no more, so "quiet" is proven by
+that batch's completion; when it does not complete in time, the answer is "unknown".
+"""
+
+from __future__ import annotations
+
+import atexit
+import ipaddress
+import mmap
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+import numpy as np
+import xxhash
+
+from baton.errors import BatonError, ConfigError, ProtocolError, TransportError
+from baton.transports.base import ByteArray, CopyList, Direction, Operation, Peer, check_copies
+from baton.transports.batches import Job, make_job
+from baton.transports.driver import CALL_TIMEOUT_S, Driver
+from baton.transports.library import Library, RemotePeer
+from baton.transports.process import Contact, ProcessWatch, check_contact
+
+CANCEL_TIMEOUT_S = 10.0
+MAX_DESCRIPTOR = 1 << 20
+
+
+class RemoteDescriptor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What a transport gives to its peers. `endpoint` and `metadata` are the library's; regions are (address,
+    bytes).
+    """
+
+    scheme: str
+    endpoint: str
+    metadata: bytes
+    regions: list[tuple[int, int]]
+    contact: Contact
+    digest: int  # of the metadata: a library's own parser may crash on some damage
+
+
+class RemoteTransport:
+    """One endpoint of a library. Any memory of the host can be a region."""
+
+    def __init__(self, library: Library, host: str) -> None:
+        """`host` is the numeric address of this machine on which peers reach the lifeline.
+
+        Raises `ConfigError` when the library or a part of it is missing.
+        """
+        try:
+            ipaddress.ip_address(host)
+        except ValueError as error:
+            raise ConfigError("transport", f"{library.scheme}: host is a numeric address, got {host!r}") from error
+        self.scheme = library.scheme
+        self._library = library
+        self._lock = threading.Lock()
+        self._regions: list[ByteArray] = []
+        self._spans: list[tuple[int, int]] = []
+        self._closed = False
+        self._driver = Driver(library, host)
+        _transports.add(self)
+
+    def allocate(self, name: str, nbytes: int) -> ByteArray:
+        """See `Transport.allocate`. Whole pages of their own, as a network card likes to pin them."""
+        if nbytes < 1:
+            raise TransportError(f"cannot allocate {nbytes} bytes for {name!r}")
+        try:
+            return np.frombuffer(mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=np.uint8)
+        except (OSError, OverflowError) as error:
+            raise TransportError(f"cannot allocate {nbytes} bytes for {name!r}: {error}") from error
+
+    def register(self, regions: Sequence[ByteArray]) -> bytes:
+        """See `Transport.register`."""
+        for region in regions:
+            flat = region.dtype == "uint8" and region.ndim == 1 and region.flags.c_contiguous
+            if not flat or not region.flags.writeable or region.size == 0:
+                raise TransportError("a region is a flat, contiguous, writable, non-empty uint8 array")
+        with self._lock:
+            self._need_open()
+            if self._spans:
+                raise TransportError("regions are registered once per transport")
+            spans = [(region.ctypes.data, region.size) for region in regions]
+            endpoint, metadata = self._driver.call(lambda: self._library.register(list(regions)))
+            self._regions, self._spans = list(regions), spans
+        digest = xxhash.xxh3_64_intdigest(metadata)
+        contact = self._driver.lifeline.contact
+        return msgspec.msgpack.encode(RemoteDescriptor(self.scheme, endpoint, metadata, spans, contact, digest))
+
+    def connect(self, descriptor: bytes) -> Peer:
+        """See `Transport.connect`. The connection is warm after it: a byte of each region has been read."""
+        parsed = parse_descriptor(self.scheme, descriptor)
+        with self._lock:
+            self._need_open()
+            if not self._spans:
+                raise TransportError("register own regions before connecting")
+        driver, watch = self._driver, ProcessWatch(parsed.contact)
+        line = driver.lifeline.dial(parsed.contact)
+        peer = RemotePeer(parsed.endpoint, parsed.regions, line, watch, driver.take_in)
+        count = len(parsed.regions)
+        rows = np.ones((count, 3), dtype=np.int64)
+        rows[:, 0] = driver.bounce.ctypes.data
+        rows[:, 1] = [address for address, _ in parsed.regions]
+        # A batch for each region, as a batch may lie in one region only.
+        warm = Job(Operation("warm"), "read", rows, list(range(count + 1)))
+        try:
+            driver.call(lambda: driver.add(peer, parsed.metadata))
+            driver.post(lambda: driver.begin(peer, warm))
+            if warm.operation.wait(CALL_TIMEOUT_S) != "done":
+                why = warm.operation.error or peer.broken or "timeout"
+                raise TransportError(f"peer {peer.endpoint} does not answer: {why}")
+        except BatonError:
+            self.disconnect(peer)
+            raise
+        return peer
+
+    def submit(self, peer: Peer, direction: Direction, copies: CopyList, tag: str = "") -> Operation:
+        """See `Transport.submit`. Never blocks for longer than the bounds check."""
+        with self._lock:
+            self._need_open()
+            if not isinstance(peer, RemotePeer) or not peer.connected or peer not in self._driver.peers:
+                raise TransportError("not connected to this peer")
+            if not peer.alive():
+                raise TransportError(f"peer {peer.endpoint} is gone")
+            if direction not in ("read", "write"):
+                raise ProtocolError(f"direction must be read or write, got {direction!r}")
+            own, far = self._spans, peer.regions
+            sources, dests = (own, far) if direction == "write" else (far, own)
+            check_copies(copies, [n for _, n in sources], [n for _, n in dests])
+            source = sources[copies.source_region][0] + copies.source_offset
+            dest = dests[copies.dest_region][0] + copies.dest_offset
+            columns = (source, dest) if direction == "write" else (dest, source)
+            job = make_job(Operation(tag), direction, np.stack([*columns, copies.nbytes], axis=1))
+            self._driver.post(lambda: self._driver.begin(peer, job))
+        return job.operation
+
+    def cancel(self, operation: Operation) -> Literal["quiet", "unknown"]:
+        """See `Transport.cancel`. Waits for the batch in flight."""
+        operation.flags[0] = 1
+        return "unknown" if operation.wait(CANCEL_TIMEOUT_S) == "pending" else "quiet"
+
+    def disconnect(self, peer: Peer) -> None:
+        """See `Transport.disconnect`."""
+        if not isinstance(peer, RemotePeer):
+            raise TransportError("not a peer of this transport")
+        driver = self._driver
+        with self._lock:
+            peer.connected = False
+            if driver.stopping:
+                return
+        for job in list(peer.jobs):
+            job.operation.flags[0] = 1
+        for job in list(peer.jobs):
+            job.operation.wait(CANCEL_TIMEOUT_S)
+        driver.call(lambda: driver.remove(peer))
+
+    def close(self) -> None:
+        """See `Transport.close`."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            peers = list(self._driver.peers)
+        for peer in peers:
+            self.disconnect(peer)
+        self._driver.stop()
+        self._regions = []
+
+    def _need_open(self) -> None:
+        if self._closed:
+            raise TransportError(f"the {self.scheme} transport is closed")
+
+
+def parse_descriptor(scheme: str, descriptor: bytes) -> RemoteDescriptor:
+    """Decode and check what another transport gave. Raises `ProtocolError`."""
+    if len(descriptor) > MAX_DESCRIPTOR:
+        raise ProtocolError(f"the descriptor of the {scheme} transport is too long")
+    try:
+        parsed = msgspec.msgpack.decode(descriptor, type=RemoteDescriptor)
+    except msgspec.MsgspecError as error:
+        raise ProtocolError(f"not a descriptor of a {scheme} transport: {error}") from error
+    if parsed.scheme != scheme:
+        raise ProtocolError(f"a descriptor of {parsed.scheme!r} given to the {scheme} transport")
+    check_contact(parsed.contact)
+    if xxhash.xxh3_64_intdigest(parsed.metadata) != parsed.digest:
+        raise ProtocolError(f"the metadata in the {scheme} descriptor is damaged")
+    for address, nbytes in parsed.regions:
+        if address < 1 or nbytes < 1 or address > 2**63 - 1 - nbytes:
+            raise ProtocolError(f"a region of the {scheme} descriptor is no memory")
+    return parsed
+
+
+_transports: weakref.WeakSet[RemoteTransport] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_at_exit() -> None:
+    for transport in list(_transports):
+        transport.close()

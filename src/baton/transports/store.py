@@ -1,0 +1,215 @@
+"""A directory of KV bytes that many processes, of many hosts, may share: `put` and `get` by content key.
+
+An entry is one safetensors file: named uint8 tensors (a group each, the drafter's like the target's, or whatever
+its user names), and strings that describe them. Its key is 32 hex digits: either the digest of what it holds, or
+one that names the content, such as `content_key(model, token_ids)`. Under both, equal keys mean equal content, so
+an entry is never written twice.
+
+An entry appears whole (a rename) or not at all. Its digest is checked at every `get`; what is cut short, altered
+or no regular file is refused. When the entries outgrow `max_bytes`, those that were used longest ago go, but none
+of the last minute. The digest finds damage, not intent: whoever can write to the directory can forge an entry
+under a named content key; under a digest key, not even that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import secrets
+import stat
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import safetensors
+from safetensors.numpy import save as encode
+
+from baton.errors import ConfigError, TransportError
+from baton.transports.base import ByteArray
+
+KEEP_S = 60.0
+_KEY = re.compile(r"[0-9a-f]{32}", re.ASCII)
+_TEMPORARY = re.compile(r"[0-9a-f]{32}\.tmp", re.ASCII)
+_DIGEST = "baton-digest"
+
+
+class Entry(NamedTuple):
+    """What `get` returns: tensors by name, each uint8 `[bytes]`, and the strings put with them."""
+
+    tensors: dict[str, ByteArray]
+    about: dict[str, str]
+
+
+class FileStore:
+    """A store in one directory. Any thread, any number of processes."""
+
+    def __init__(self, directory: str | Path, max_bytes: int = 8 << 30) -> None:
+        """Make the directory if need be, for this user alone. `max_bytes` bounds all entries together.
+
+        Raises `ConfigError` when it cannot be used.
+        """
+        self.directory = Path(directory)
+        self.max_bytes = max_bytes
+        if max_bytes < 1:
+            raise ConfigError("transport", f"file: max_bytes is at least 1, got {max_bytes}")
+        try:
+            self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if not os.access(self.directory, os.R_OK | os.W_OK | os.X_OK):
+                raise PermissionError("not readable and writable")
+        except OSError as error:
+            raise ConfigError("transport", f"file: cannot use the directory {self.directory}: {error}") from error
+
+    def put(self, tensors: Mapping[str, ByteArray], about: Mapping[str, str] | None = None, key: str = "") -> str:
+        """Store uint8 arrays `[bytes]` and return the key: `key`, or by default the digest of all that is put.
+
+        Raises `TransportError` when the store cannot hold them.
+        """
+        about = dict(about or {})
+        found = digest(tensors, about)
+        path = self._path(key or found)
+        if self._touch(path):
+            return key or found
+        data = encode({name: np.ascontiguousarray(array) for name, array in tensors.items()}, {**about, _DIGEST: found})
+        if len(data) > self.max_bytes:
+            raise TransportError(f"an entry of {len(data)} bytes does not fit into a store of {self.max_bytes}")
+        self._make_room(len(data))
+        part = self.directory / f"{secrets.token_hex(16)}.tmp"
+        try:
+            fd = os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            with open(fd, "wb") as file:
+                file.write(data)
+            os.rename(part, path)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                part.unlink()
+            raise TransportError(f"cannot write to the store {self.directory}: {error.strerror}") from error
+        return key or found
+
+    def get(self, key: str) -> Entry | None:
+        """The entry of `key`; None when there is none.
+
+        Raises `TransportError` for an entry that is damaged; it is removed, so that it can be put again.
+        """
+        path = self._path(key)
+        try:
+            data = self._read(path)
+            if data is None:
+                return None
+            entry = _decode(data)
+        except ValueError as error:
+            with contextlib.suppress(OSError):
+                path.unlink()
+            raise TransportError(f"entry {key} of the store is damaged: {error}") from error
+        self._touch(path)
+        return entry
+
+    def remove(self, key: str) -> None:
+        """Remove an entry, if it is there."""
+        with contextlib.suppress(FileNotFoundError):
+            self._path(key).unlink()
+
+    def keys(self) -> list[str]:
+        """All keys, those used longest ago first."""
+        return [path.name for _, _, path in self._entries()]
+
+    def _path(self, key: str) -> Path:
+        if _KEY.fullmatch(key) is None:
+            raise TransportError(f"not a key of a store: {key!r}")
+        return self.directory / key
+
+    def _touch(self, path: Path) -> bool:
+        """Note that an entry is used; False when there is none."""
+        try:
+            os.utime(path, follow_symlinks=False)
+        except OSError:
+            return False
+        return True
+
+    def _read(self, path: Path) -> bytes | None:
+        try:
+            # Without O_NONBLOCK, a pipe in the place of the file would hold us for good.
+            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise ValueError(error.strerror) from error
+        with open(fd, "rb") as file:
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode) or status.st_size > self.max_bytes:
+                raise ValueError("not a regular file of a size that the store may have")
+            # Read and not mapped: a file that shrinks under a mapping kills the process.
+            return file.read(status.st_size)
+
+    def _entries(self) -> list[tuple[float, int, Path]]:
+        """(time of last use, bytes, path) of all entries, oldest first. Half-written files left behind go."""
+        found = []
+        with os.scandir(self.directory) as items:
+            for item in items:
+                with contextlib.suppress(FileNotFoundError):  # removed by another process meanwhile
+                    status = item.stat(follow_symlinks=False)
+                    if _KEY.fullmatch(item.name):
+                        found.append((status.st_mtime, status.st_size, Path(item.path)))
+                    elif _TEMPORARY.fullmatch(item.name) and time.time() - status.st_mtime > 60 * KEEP_S:
+                        os.unlink(item.path)
+        return sorted(found)
+
+    def _make_room(self, nbytes: int) -> None:
+        entries = self._entries()
+        excess = sum(size for _, size, _ in entries) + nbytes - self.max_bytes
+        for used, size, path in entries:
+            if excess <= 0 or time.time() - used < KEEP_S:
+                break
+            with contextlib.suppress(OSError):
+                path.unlink()
+            excess -= size
+        if excess > 0:
+            raise TransportError(f"the store {self.directory} is full of entries of the last minute")
+
+
+def content_key(model: str, token_ids: Sequence[int]) -> str:
+    """The key of what `model` (a fingerprint: weights, drafter, geometry) computes for these tokens."""
+    state = hashlib.blake2b(digest_size=16)
+    _feed(state, model.encode())
+    _feed(state, np.asarray(token_ids, dtype="<i8").tobytes())
+    return state.hexdigest()
+
+
+def digest(tensors: Mapping[str, ByteArray], about: Mapping[str, str]) -> str:
+    """32 hex digits of BLAKE2b over names, strings and bytes."""
+    state = hashlib.blake2b(digest_size=16)
+    _feed(state, json.dumps([sorted(about.items()), sorted(tensors)]).encode())
+    for name in sorted(tensors):
+        array = tensors[name]
+        if array.dtype != np.uint8 or array.ndim != 1:
+            raise TransportError(f"tensor {name!r} of an entry must be uint8 [bytes]")
+        _feed(state, np.ascontiguousarray(array).data)
+    return state.hexdigest()
+
+
+def _feed(state: hashlib.blake2b, data: bytes | memoryview) -> None:
+    state.update(len(data).to_bytes(8, "little"))  # so that no two sequences of parts are one sequence of bytes
+    state.update(data)
+
+
+def _decode(data: bytes) -> Entry:
+    """Raises `ValueError` unless `data` is a whole and unaltered entry."""
+    deserialize: Any = safetensors.deserialize  # without annotations in the library
+    try:
+        parts = deserialize(data)
+    except safetensors.SafetensorError as error:
+        raise ValueError(str(error)) from error
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    about: dict[str, str] = header.get("__metadata__") or {}
+    tensors = {}
+    for name, part in parts:
+        if part["dtype"] != "U8" or len(part["shape"]) != 1:
+            raise ValueError(f"tensor {name!r} is not uint8 [bytes]")
+        tensors[name] = np.frombuffer(part["data"], dtype=np.uint8)
+    if about.pop(_DIGEST, "") != digest(tensors, about):
+        raise ValueError("its digest does not match")
+    return Entry(tensors, about)

@@ -1,0 +1,49 @@
+"""Settings of the connector: `kv_connector_extra_config` of vLLM's `--kv-transfer-config`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from baton.errors import ConfigError
+from baton.handoff.config import DEFAULT_MAX_RETRIES
+from baton.handoff.keys import check_bind, ticket_key_file
+from baton.handoff.ticket import load_or_create_key
+
+FIELD = "kv_connector_extra_config"
+
+
+class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What `kv_connector_extra_config` may hold.
+
+    `kv_transport` is the URI of a transport, `control_bind` the address of Baton's own control channel. The
+    ticket key is the router's: `ticket_key_file`, or a part of the key directory `keys` (see `baton keys`), without
+    which the control channel stays on loopback. `max_retries` bounds the copies of one handoff that are issued again.
+    """
+
+    kv_transport: str = "nixl://"
+    control_bind: str = "tcp://127.0.0.1:*"
+    ticket_key_file: str | None = None
+    keys: str | None = None
+    max_retries: int = DEFAULT_MAX_RETRIES
+
+    def ticket_key(self) -> bytes:
+        """The key that tickets are signed with. Raises `ConfigError` when its file is missing or unsafe."""
+        if self.keys is not None:
+            return load_or_create_key(ticket_key_file(self.keys))
+        assert self.ticket_key_file is not None
+        return load_or_create_key(self.ticket_key_file)
+
+
+def read_config(extra: Mapping[str, Any]) -> ConnectorConfig:
+    """Raises `ConfigError` for a setting that does not exist, has a bad value, or is missing."""
+    try:
+        config = msgspec.convert(dict(extra), ConnectorConfig)
+    except msgspec.ValidationError as error:
+        raise ConfigError(FIELD, str(error)) from error
+    if (config.keys is None) == (config.ticket_key_file is None):
+        raise ConfigError(FIELD, "give either ticket_key_file or keys, so that the router's tickets can be checked")
+    check_bind(config.control_bind, config.keys is not None)
+    return config

@@ -1,0 +1,262 @@
+"""`BatonConnector`: vLLM's connector API on one side, Baton's planner and state machines on the other."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
+
+from baton.errors import ConfigError
+from baton.handoff.agent import AgentConfig, HandoffAgent
+from baton.handoff.keys import KeyRing
+from baton.transports.base import Transport
+from baton.transports.registry import create_transport
+from baton.vllm import compat
+from baton.vllm.config import read_config
+from baton.vllm.geometry import describe
+from baton.vllm.groups import split_tables
+from baton.vllm.metrics import BatonPromMetrics, BatonStats
+from baton.vllm.scheduler import EngineIdentity, SchedulerSide
+from baton.vllm.steps import Step
+from baton.vllm.worker import WorkerSide
+
+_ROLES = {
+    "kv_producer": frozenset({"prefill"}),
+    "kv_consumer": frozenset({"decode"}),
+    "kv_both": frozenset({"prefill", "decode"}),
+}
+
+
+@dataclass
+class BatonMetadata(KVConnectorMetadata):
+    """A step's news for the worker."""
+
+    step: Step
+
+
+@dataclass
+class BatonHandshake(KVConnectorHandshakeMetadata):
+    """Who the worker's agent is, for the scheduler."""
+
+    identity: EngineIdentity
+
+
+class BatonConnector(KVConnectorBase_V1, SupportsHMA):
+    """vLLM makes two: one beside the scheduler, one in the worker, where the KV is and the agent runs."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        version = compat.check_version()
+        super().__init__(vllm_config, role, kv_cache_config)
+        compat.check_config(vllm_config)
+        self._transfer = vllm_config.kv_transfer_config
+        self._config = read_config(self._transfer.kv_connector_extra_config)
+        self._version = version
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        self._agent: HandoffAgent | None = None
+        self._transport: Transport | None = None
+        self._identity: EngineIdentity | None = None
+        self._reported: dict[str, int] = {}
+
+    @property
+    def scheduler(self) -> SchedulerSide:
+        """The scheduler's half. Raises `ConfigError` before the worker has said who it is."""
+        if self._scheduler is None:
+            raise ConfigError("kv_connector", "the worker's half has not started")
+        return self._scheduler
+
+    @property
+    def worker(self) -> WorkerSide:
+        """The worker's half. Raises `ConfigError` before the KV cache is registered."""
+        if self._worker is None:
+            raise ConfigError("kv_connector", "no KV cache is registered")
+        return self._worker
+
+    # ------------------------------------------------------------ worker: start and end
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        """Open the KV cache to peers and start the agent."""
+        config, engine_id = self._vllm_config, str(self._transfer.engine_id)
+        groups = split_tables(compat.cache_tables(self._kv_cache_config), compat.num_target_layers(config))
+        layers = {layer: kv_caches[layer] for group in groups for layer in group.layers}
+        layout = describe(layers, groups, {layer: compat.tile_of(config, layer) for layer in layers})
+        facts = compat.facts(config, self._version)
+        for group in layout.groups:
+            facts[f"group.{group.name}.layout"] = compat.layout_name(config, group.layers[0])
+            facts[f"group.{group.name}.window"] = str(group.window)
+        worker = WorkerSide(layout)
+        incarnation = secrets.token_hex(8)
+        with _all_cpus():
+            self._transport = create_transport(self._config.kv_transport)
+            self._agent = HandoffAgent(
+                AgentConfig(
+                    engine_id=engine_id,
+                    incarnation=incarnation,
+                    bind=self._config.control_bind,
+                    fingerprint=facts,
+                    ticket_key=self._config.ticket_key(),
+                    keys=KeyRing(self._config.keys, engine_id) if self._config.keys else None,
+                    max_retries=self._config.max_retries,
+                ),
+                layout.geometries,
+                self._transport,
+                self._transport.register(layout.regions),
+                worker.post,
+            )
+            self._agent.start()
+        worker.bind(self._agent)
+        self._worker = worker
+        self._identity = EngineIdentity(
+            engine_id=engine_id,
+            incarnation=incarnation,
+            control_address=self._agent.address,
+            fingerprint=json.dumps(facts, sort_keys=True),
+            truncate_prefill=any(group.kind == "state" for group in layout.groups),
+        )
+
+    def get_handshake_metadata(self) -> BatonHandshake | None:
+        """Who this worker's agent is."""
+        return None if self._identity is None else BatonHandshake(self._identity)
+
+    def shutdown(self) -> None:
+        """End the agent, tell the peers, and let go of the memory."""
+        if self._agent is not None:
+            self._agent.close()
+        if self._transport is not None:
+            self._transport.close()
+
+    # ------------------------------------------------------------ worker: a step, in vLLM's order
+
+    def handle_preemptions(self, kv_connector_metadata: BatonMetadata) -> None:
+        """Before the step's blocks are written."""
+        self.worker.release_preempted(kv_connector_metadata.step.preempted)
+
+    def bind_connector_metadata(self, connector_metadata: BatonMetadata) -> None:
+        """Before the forward pass."""
+        super().bind_connector_metadata(connector_metadata)
+        self.worker.begin(connector_metadata.step)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Loads began when the step was bound."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """No forward pass waits for a load: requests are parked meanwhile."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """Tokens leave when the step has computed all their layers, the drafter's too."""
+
+    def wait_for_save(self) -> None:
+        """After the drafter. Copies start here, and go on behind the next step."""
+        if isinstance(metadata := self._connector_metadata, BatonMetadata):
+            self.worker.finalise(metadata.step.computed)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Ends of handoffs. Failed receives are among the finished ones too."""
+        results = self.worker.results()
+        return KVConnectorTransferResults(
+            finished_sending=results.sent, finished_recving=results.received, failed_recving=results.failed
+        )
+
+    def get_kv_connector_stats(self) -> BatonStats | None:
+        """What changed since the last step."""
+        if self._worker is None:
+            return None
+        counts = self._worker.counts
+        new = {name: count - self._reported.get(name, 0) for name, count in counts.items()}
+        self._reported = dict(counts)
+        return BatonStats(data={name: count for name, count in new.items() if count})
+
+    # ------------------------------------------------------------ scheduler
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, BatonHandshake]) -> None:
+        """The worker's agent runs: from now on tickets can be checked."""
+        identity = next(iter(metadata.values())).identity
+        self._scheduler = SchedulerSide(identity, self._config.ticket_key(), _ROLES[self._transfer.kv_role])
+
+    def on_new_request(self, request: Any) -> None:
+        """A request arrived."""
+        self.scheduler.on_new_request(request)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Tokens that the other engine brings."""
+        num = self.scheduler.num_matched(request.request_id, num_computed_tokens)
+        return num, num > 0
+
+    def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
+        """All groups: the other engine brings the request's own blocks."""
+        return tuple(range(len(self._kv_cache_config.kv_cache_groups)))
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """A request has its blocks."""
+        self.scheduler.on_allocated(request.request_id, blocks.get_block_ids(), num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> BatonMetadata:
+        """The step for the worker."""
+        side, scheduled = self.scheduler, scheduler_output.num_scheduled_tokens
+        side.on_preempted(scheduler_output.preempted_req_ids or set())
+        for new in scheduler_output.scheduled_new_reqs:
+            end = new.num_computed_tokens + scheduled[new.req_id]
+            side.on_scheduled(new.req_id, end, new.block_ids, replace=True)
+        cached = scheduler_output.scheduled_cached_reqs
+        columns = (cached.req_ids, cached.num_computed_tokens, cached.new_block_ids)
+        for request_id, start, blocks in zip(*columns, strict=True):
+            end = start + scheduled[request_id]
+            side.on_scheduled(request_id, end, blocks, replace=request_id in cached.resumed_req_ids)
+        return BatonMetadata(side.take_step())
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """What the worker reported."""
+        for request_id in connector_output.finished_recving or ():
+            self.scheduler.on_received(request_id)
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """A request ended."""
+        return self.scheduler.on_finished(request)
+
+    def has_pending_push_work(self) -> bool:
+        """Whether a step is needed to tell the worker something."""
+        return self._scheduler is not None and self._scheduler.has_news()
+
+    # ------------------------------------------------------------ class level
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> BatonStats | None:
+        """Statistics as they come from the engine."""
+        return BatonStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> BatonPromMetrics:
+        """Handoffs in Prometheus."""
+        return BatonPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+@contextlib.contextmanager
+def _all_cpus() -> Iterator[None]:
+    """vLLM binds its CPU worker's thread to cores of its own. Threads inherit that, and would compete with it."""
+    bound = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, bound)

@@ -1,0 +1,222 @@
+"""The connector's half in vLLM's scheduler: which requests are legs of a handoff, and which blocks they have.
+
+Both legs have the whole prompt of n tokens. What is handed over are the first n - 1: the decode engine computes the
+last one itself, since vLLM cannot start with a verification, and so samples the first token too. An engine with state
+layers (Mamba) cannot go back by a token: its prefill leg is sent without the last one.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import msgspec
+
+from baton.errors import ProtocolError
+from baton.handoff.log_limit import LogLimit
+from baton.handoff.ticket import Redeemer, Ticket, request_digest
+from baton.vllm.steps import ClosePrefill, Computed, OpenDecode, OpenPrefill, Step, Tables
+from baton.wire import SamplingParams
+
+log = logging.getLogger(__name__)
+log.addFilter(LogLimit())
+PARAM = "baton"  # the key in `kv_transfer_params`
+
+
+class LegParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`kv_transfer_params["baton"]`. `identify` asks who this engine is; the answer comes with the response."""
+
+    role: Literal["prefill", "decode", "identify"]
+    ticket: str = ""
+
+
+class EngineIdentity(msgspec.Struct, frozen=True):
+    """What a router has to know of this engine to mint tickets. `truncate_prefill`: its prefill legs come without
+    their prompt's last token."""
+
+    engine_id: str
+    incarnation: str
+    control_address: str
+    fingerprint: str
+    truncate_prefill: bool
+
+
+class VllmRequest(Protocol):
+    """The part of vLLM's `Request` that is used here."""
+
+    request_id: str
+    prompt_token_ids: Sequence[int] | None
+    kv_transfer_params: dict[str, Any] | None
+    lora_request: Any
+    mm_features: Sequence[Any]
+
+
+@dataclass(slots=True, eq=False)
+class _Prefill:
+    ticket: Ticket
+    num_tokens: int
+    num_computed: int = 0
+    tables: Tables = ()
+    lost: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Decode:
+    ticket: Ticket
+    num_tokens: int
+    next_token: int
+    receiving: bool = False
+
+
+def handoff_digest(tokens: Sequence[int]) -> bytes:
+    """What a ticket for vLLM engines is bound to: the tokens that are handed over."""
+    return request_digest(tokens, SamplingParams())
+
+
+class SchedulerSide:
+    """Legs by request id. `refused` counts legs whose params or ticket were not good: such a request is served like
+    any other, without a handoff."""
+
+    def __init__(
+        self, identity: EngineIdentity, ticket_key: bytes, roles: frozenset[str], clock: Callable[[], float] = time.time
+    ) -> None:
+        self.identity = identity
+        self.refused: Counter[str] = Counter()
+        self._redeemer = Redeemer(ticket_key, identity.engine_id, identity.incarnation)
+        self._roles = roles
+        self._clock = clock
+        self._prefills: dict[str, _Prefill] = {}
+        self._decodes: dict[str, _Decode] = {}
+        self._step = Step()
+
+    # ------------------------------------------------------------ arrival
+
+    def on_new_request(self, request: VllmRequest) -> None:
+        """Take a leg's ticket, once, as the request arrives: the other engine may speak of it at any time."""
+        params = _params(request)
+        if params is None or params.role == "identify":
+            return
+        tokens = request.prompt_token_ids
+        if tokens is None or request.lora_request is not None or request.mm_features:
+            self._refuse(request, "only requests of plain token ids, without LoRA, can be handed off")
+            return
+        whole = params.role == "prefill" and self.identity.truncate_prefill
+        num_tokens = len(tokens) if whole else len(tokens) - 1
+        if num_tokens < 1:
+            return
+        if params.role not in self._roles:
+            self._refuse(request, f"this engine takes no {params.role} legs")
+            return
+        try:
+            digest = handoff_digest(tokens[:num_tokens])
+            ticket = self._redeemer.redeem(params.ticket, params.role, digest, self._clock())
+        except ProtocolError as error:
+            self._refuse(request, str(error))
+            return
+        next_token = None if whole else tokens[num_tokens]
+        if params.role == "prefill":
+            self._prefills[request.request_id] = _Prefill(ticket, num_tokens)
+            self._step.opened.append(OpenPrefill(request.request_id, ticket, num_tokens, next_token))
+        else:
+            assert next_token is not None
+            self._decodes[request.request_id] = _Decode(ticket, num_tokens, next_token)
+
+    def _refuse(self, request: VllmRequest, why: str) -> None:
+        self.refused[why] += 1
+        log.warning("request %s is served without a handoff: %s", request.request_id, why)
+
+    # ------------------------------------------------------------ the decode leg
+
+    def num_matched(self, request_id: str, num_computed: int) -> int:
+        """How many tokens come from the other engine when the first `num_computed` are here. No side effects."""
+        leg = self._decodes.get(request_id)
+        if leg is None or leg.receiving:
+            return 0
+        return max(leg.num_tokens - num_computed, 0)
+
+    def on_allocated(self, request_id: str, tables: Tables, num_external: int) -> None:
+        """A request has its blocks; `num_external` of its tokens are to come from the other engine."""
+        leg = self._decodes.get(request_id)
+        if leg is None or leg.receiving:
+            return
+        leg.receiving = num_external > 0
+        hit = leg.num_tokens - num_external
+        self._step.receives.append(
+            OpenDecode(request_id, leg.ticket, leg.num_tokens, hit, tables, leg.next_token, leg.receiving)
+        )
+        if not leg.receiving:
+            del self._decodes[request_id]
+
+    def on_received(self, request_id: str) -> None:
+        """The worker has reported the end of a receive, good or bad."""
+        self._decodes.pop(request_id, None)
+
+    # ------------------------------------------------------------ the prefill leg
+
+    def on_scheduled(self, request_id: str, num_computed: int, new: Tables | None, replace: bool) -> None:
+        """In this step, a request's tokens up to `num_computed` are computed; `new` blocks follow those that it has,
+        or `replace` them."""
+        leg = self._prefills.get(request_id)
+        if leg is None or leg.lost:
+            return
+        if replace or not leg.tables:
+            leg.tables = new or ()
+        elif new is not None:
+            leg.tables = tuple(old + added for old, added in zip(leg.tables, new, strict=True))
+        done = leg.num_computed >= leg.num_tokens
+        leg.num_computed = num_computed
+        if not done:
+            self._step.computed.append(Computed(leg.ticket.key, num_computed, leg.tables))
+
+    def on_preempted(self, request_ids: set[str]) -> None:
+        """vLLM took these requests' blocks. Their handoff is over, they themselves are computed again."""
+        for request_id in request_ids & self._prefills.keys():
+            leg = self._prefills[request_id]
+            if not leg.lost:
+                leg.lost = True
+                self._step.preempted.append(leg.ticket.key)
+
+    # ------------------------------------------------------------ the end
+
+    def on_finished(self, request: VllmRequest) -> tuple[bool, dict[str, Any] | None]:
+        """A request has ended; whether its blocks must be kept for now, and what to tell its client."""
+        params = _params(request)
+        if params is not None and params.role == "identify":
+            return False, {PARAM: msgspec.to_builtins(self.identity)}
+        prefill = self._prefills.pop(request.request_id, None)
+        if prefill is not None:
+            failed = prefill.num_computed < prefill.num_tokens
+            held = not prefill.lost and bool(prefill.tables)
+            self._step.closed.append(ClosePrefill(prefill.ticket.key, held, failed or prefill.lost))
+            return held, None
+        decode = self._decodes.pop(request.request_id, None)
+        if decode is not None:
+            if decode.receiving:
+                self._step.aborted.append(decode.ticket.key)
+            else:
+                self._step.refused.append(decode.ticket)
+        return False, None
+
+    def take_step(self) -> Step:
+        """What is new since the last call."""
+        step, self._step = self._step, Step()
+        return step
+
+    def has_news(self) -> bool:
+        """Whether the worker has to be told something."""
+        return bool(self._step)
+
+
+def _params(request: VllmRequest) -> LegParams | None:
+    given = request.kv_transfer_params
+    if not isinstance(given, dict) or PARAM not in given:
+        return None
+    try:
+        return msgspec.convert(given[PARAM], LegParams)
+    except msgspec.ValidationError as error:
+        log.warning("request %s: kv_transfer_params are malformed: %s", request.request_id, error)
+        return None

@@ -1,0 +1,71 @@
+"""What the scheduler's half of the connector tells the worker's half, once per engine step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from baton.handoff.messages import AttemptKey
+from baton.handoff.ticket import Ticket
+
+Tables = tuple[list[int], ...]  # block tables, by vLLM's cache group
+
+
+@dataclass(frozen=True, slots=True)
+class OpenPrefill:
+    """A prefill leg of `num_tokens` tokens arrived. `next_token` is the prompt's token after them, which the decode
+    engine computes; None where this engine does not have it."""
+
+    request_id: str
+    ticket: Ticket
+    num_tokens: int
+    next_token: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """At the end of this step the first `num_computed` tokens went through target and drafter."""
+
+    key: AttemptKey
+    num_computed: int
+    tables: Tables
+
+
+@dataclass(frozen=True, slots=True)
+class ClosePrefill:
+    """vLLM has finished a prefill request. `held`: it keeps the blocks until told that they may be freed; `failed`: not
+    everything was computed."""
+
+    key: AttemptKey
+    held: bool
+    failed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class OpenDecode:
+    """Blocks are there for a decode leg of `num_tokens` tokens, of which the first `hit` are in place. `parked`: the
+    request waits for the rest; else nothing is wanted, and the other side is only to be told so."""
+
+    request_id: str
+    ticket: Ticket
+    num_tokens: int
+    hit: int
+    tables: Tables
+    next_token: int
+    parked: bool
+
+
+@dataclass(slots=True)
+class Step:
+    """Everything new. `refused`: decode legs that ended before they had blocks; `aborted`: those that are given up;
+    `preempted`: prefill legs whose blocks are about to be used by others."""
+
+    opened: list[OpenPrefill] = field(default_factory=list)
+    computed: list[Computed] = field(default_factory=list)
+    closed: list[ClosePrefill] = field(default_factory=list)
+    receives: list[OpenDecode] = field(default_factory=list)
+    refused: list[Ticket] = field(default_factory=list)
+    aborted: list[AttemptKey] = field(default_factory=list)
+    preempted: list[AttemptKey] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return any((self.opened, self.computed, self.closed, self.receives, self.refused, self.aborted, self.preempted))

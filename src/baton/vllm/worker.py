@@ -1,0 +1,223 @@
+"""The connector's half in vLLM's worker: gives steps to the handoff agent, and collects what it reports.
+
+For vLLM's worker thread. The agent has a thread of its own; its events wait in a queue until vLLM asks.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from baton.errors import HandoffError
+from baton.handoff import events as ev
+from baton.handoff.log_limit import LogLimit
+from baton.handoff.messages import AttemptKey, Seeds
+from baton.handoff.ticket import Ticket
+from baton.vllm.geometry import CacheLayout, kernel_pages
+from baton.vllm.steps import ClosePrefill, Computed, OpenDecode, OpenPrefill, Step, Tables
+
+log = logging.getLogger(__name__)
+log.addFilter(LogLimit())
+# Copies that end later than this do not end at all, and the blocks must not be used: better no engine than wrong text.
+QUIET_TIMEOUT_S = 60.0
+
+
+class Agent(Protocol):
+    """The part of `baton.handoff.agent.HandoffAgent` that is used here."""
+
+    def open_prefill(self, ticket: Ticket) -> None: ...
+    def declare_final(
+        self, key: AttemptKey, prompt_len: int, pages: dict[str, list[int]], final: dict[str, int]
+    ) -> None: ...
+    def finish_prefill(self, key: AttemptKey, seeds: Seeds, finished: bool) -> None: ...
+    def open_decode(
+        self, ticket: Ticket, prompt_len: int, wanted: dict[str, tuple[int, int]], pages: dict[str, list[int]]
+    ) -> None: ...
+    def abort(self, key: AttemptKey, reason: str) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class _Prefill:
+    request_id: str
+    num_tokens: int
+    next_token: int | None
+    committed: bool = False
+    released: bool = False
+    closed: bool = False
+    held: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Decode:
+    request_id: str
+    parked: bool
+    next_token: int
+    num_tokens: int
+
+
+@dataclass(slots=True)
+class Results:
+    """Request ids: blocks that may be freed; receives that ended; and those of them that brought nothing."""
+
+    sent: set[str] = field(default_factory=set)
+    received: set[str] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
+
+
+class WorkerSide:
+    """Attempts of one worker. `counts` are handoffs by outcome, `bytes` and `runs` what the committed ones took."""
+
+    def __init__(self, layout: CacheLayout, quiet_timeout: float = QUIET_TIMEOUT_S) -> None:
+        self.counts: Counter[str] = Counter()
+        self._layout = layout
+        self._quiet_timeout = quiet_timeout
+        self._tiles = {name: rank.geometry.tile for name, rank in layout.geometries.items()}
+        self._truncated = any(group.kind == "state" for group in layout.groups)
+        self._events: queue.SimpleQueue[ev.HandoffEvent] = queue.SimpleQueue()
+        self._prefills: dict[AttemptKey, _Prefill] = {}
+        self._decodes: dict[AttemptKey, _Decode] = {}
+        self._results = Results()
+        self._agent: Agent | None = None
+
+    def bind(self, agent: Agent) -> None:
+        """The agent whose events come to `post`."""
+        self._agent = agent
+
+    def post(self, event: ev.HandoffEvent) -> None:
+        """Take an event of the agent, from its thread."""
+        self._events.put(event)
+
+    @property
+    def agent(self) -> Agent:
+        assert self._agent is not None
+        return self._agent
+
+    # ------------------------------------------------------------ a step
+
+    def release_preempted(self, keys: Sequence[AttemptKey]) -> None:
+        """Give up on prefill legs whose blocks are about to be overwritten, and wait until no copy reads them.
+
+        Raises `HandoffError` when that cannot be proven in time.
+        """
+        waiting = {key for key in keys if key in self._prefills and not self._prefills[key].released}
+        for key in waiting:
+            self.agent.abort(key, "preempted")
+        while waiting:
+            try:
+                event = self._events.get(timeout=self._quiet_timeout)
+            except queue.Empty:
+                raise HandoffError("not_quiet", "copies from preempted blocks do not end") from None
+            self._on_event(event)
+            waiting = {key for key in waiting if not self._prefills[key].released}
+
+    def begin(self, step: Step) -> None:
+        """What can start before the forward pass."""
+        for opened in step.opened:
+            self._open_prefill(opened)
+        for closed in step.closed:
+            self._close_prefill(closed)
+        for key in step.aborted:
+            if key in self._decodes:
+                self.agent.abort(key, "aborted")
+        for ticket in step.refused:
+            # The other side may hold pages for it, and would until the ticket expires.
+            self.agent.open_decode(ticket, 0, {}, {})
+            self.agent.abort(ticket.key, "aborted")
+        for receive in step.receives:
+            self._receive(receive)
+
+    def finalise(self, computed: Sequence[Computed]) -> None:
+        """The step's forward passes, the drafter's too, are over: what they wrote is final."""
+        for entry in computed:
+            leg = self._prefills.get(entry.key)
+            if leg is None or leg.committed:
+                continue
+            final = {
+                group.name: group.final(leg.num_tokens, entry.num_computed, self._tiles[group.name])
+                for group in self._layout.groups
+            }
+            self.agent.declare_final(entry.key, leg.num_tokens, self._pages(entry.tables), final)
+            if entry.num_computed >= leg.num_tokens:
+                leg.committed = True
+                # To the protocol the prompt ends before the token that the decode engine computes.
+                self.agent.finish_prefill(entry.key, Seeds(first_token=leg.next_token or 0), finished=False)
+
+    def results(self) -> Results:
+        """What ended since the last call."""
+        while True:
+            try:
+                self._on_event(self._events.get_nowait())
+            except queue.Empty:
+                break
+        out, self._results = self._results, Results()
+        return out
+
+    def _open_prefill(self, opened: OpenPrefill) -> None:
+        key = opened.ticket.key
+        self._prefills[key] = _Prefill(opened.request_id, opened.num_tokens, opened.next_token)
+        self.agent.open_prefill(opened.ticket)
+
+    def _close_prefill(self, closed: ClosePrefill) -> None:
+        leg = self._prefills[closed.key]
+        leg.closed, leg.held = True, closed.held
+        if closed.failed:
+            self.agent.abort(closed.key, "aborted")
+        self._settle(closed.key, leg)
+
+    def _receive(self, receive: OpenDecode) -> None:
+        key = receive.ticket.key
+        self._decodes[key] = _Decode(receive.request_id, receive.parked, receive.next_token, receive.num_tokens)
+        wanted = {
+            group.name: group.wanted(receive.num_tokens, receive.hit) if receive.parked else (0, 0)
+            for group in self._layout.groups
+        }
+        self.agent.open_decode(receive.ticket, receive.num_tokens, wanted, self._pages(receive.tables))
+
+    def _pages(self, tables: Tables) -> dict[str, list[int]]:
+        layout = self._layout
+        return {
+            group.name: kernel_pages(tables[group.table], layout.blocks_per_page[group.name]) for group in layout.groups
+        }
+
+    # ------------------------------------------------------------ events
+
+    def _on_event(self, event: ev.HandoffEvent) -> None:
+        if isinstance(event, ev.PrefillReleased):
+            leg = self._prefills.get(event.key)
+            if leg is not None:
+                self.counts[f"prefill_{event.outcome}"] += 1
+                leg.released = True
+                self._settle(event.key, leg)
+        elif isinstance(event, ev.DecodeFailed):
+            self.counts[f"failed_{event.reason}"] += 1
+            log.warning("handoff %s failed: %s: %s", event.key, event.reason, event.message)
+        elif isinstance(event, (ev.DecodeCommitted, ev.DecodeFinished, ev.DecodeReleased)):
+            decode = self._decodes.pop(event.key, None)
+            if decode is not None:
+                self._received(decode, event)
+
+    def _settle(self, key: AttemptKey, leg: _Prefill) -> None:
+        """Blocks are freed when vLLM has finished the request and the agent has released them, in either order."""
+        if leg.closed and leg.released:
+            del self._prefills[key]
+            if leg.held:
+                self._results.sent.add(leg.request_id)
+
+    def _received(self, decode: _Decode, event: ev.DecodeCommitted | ev.DecodeFinished | ev.DecodeReleased) -> None:
+        good = isinstance(event, ev.DecodeCommitted)
+        if isinstance(event, ev.DecodeCommitted):
+            self.counts["bytes"] += event.num_bytes
+            self.counts["runs"] += event.num_runs
+            if not self._truncated and event.seeds.first_token != decode.next_token:
+                good = False
+                self.counts["failed_bad_seeds"] += 1
+        self.counts["committed" if good else "released"] += 1
+        if not decode.parked:
+            return
+        self._results.received.add(decode.request_id)
+        if not good:
+            self._results.failed.add(decode.request_id)

@@ -1,0 +1,131 @@
+"""Block tables and intervals that reach outside the sender's own registration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import zmq
+from conftest import TICKET_KEY, Scene
+
+from baton.errors import ProtocolError
+from baton.handoff.events import DecodeFailed, DecodeReleased
+from baton.handoff.messages import Bye, Hello, Nack, Ready, Register, decode, encode
+from baton.handoff.ticket import mint
+from baton.testing.fuzz import Node
+from baton.transports.base import CopyList
+
+Until = Callable[[Callable[[], object]], None]
+FIT = {"target": [1, 2], "draft": [3, 4]}
+BAD_TABLES = {
+    "too high": [1, 64],
+    "far too high": [1, (1 << 31) - 1],
+    "null": [0, 1],
+    "twice": [1, 1],
+    "short": [1],
+    "empty": [],
+}
+
+
+@pytest.mark.parametrize("what", BAD_TABLES)
+def test_destination_pages_out_of_range(scene: Scene, caplog: pytest.LogCaptureFixture, what: str) -> None:
+    scene.traffic.serve_one()
+    ticket = scene.ticket()
+    scene.p.agent.open_prefill(ticket)
+    scene.p.agent.declare_final(ticket.key, 8, FIT, {"target": 8, "draft": 7})
+    before = {name: pool.copy() for name, pool in scene.d.pools.items()}
+    attacker = scene.attacker()
+    wanted = {"target": (0, 8), "draft": (0, 8)}
+    tables = {**FIT, "target": BAD_TABLES[what]}
+    attacker.say(scene.d.hello, Register(ticket.key, ticket=mint(TICKET_KEY, ticket), wanted=wanted, pages=tables))
+    nack = attacker.hear(Nack)
+    assert isinstance(nack, Nack)
+    assert "group 'target'" in nack.message
+    assert "refused REGISTER" in caplog.text
+    assert scene.p.agent.stats()["rejected"] == 1
+    assert all(np.array_equal(before[name], pool) for name, pool in scene.d.pools.items())
+    scene.p.agent.abort(ticket.key, "over")
+    scene.p.events.get(timeout=10)
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        {"target": (8, 0), "draft": (0, 8)},
+        {"target": (0, 1 << 24), "draft": (0, 8)},
+        {"target": (0, 8), "other": (0, 8)},
+        {"target": (0, 8)},
+    ],
+    ids=["reversed", "beyond the table", "unknown group", "missing group"],
+)
+def test_intervals_that_do_not_exist(scene: Scene, wanted: dict[str, tuple[int, int]]) -> None:
+    ticket = scene.ticket()
+    attacker = scene.attacker()
+    attacker.say(scene.as_d(), Register(ticket.key, ticket=mint(TICKET_KEY, ticket), wanted=wanted, pages=FIT))
+    attacker.hear(Nack)
+    assert scene.p.agent.stats()["rejected"] == 1
+
+
+@pytest.mark.parametrize("body", [b"\xff", b"\xd3" + b"\xff" * 8, b"\xcf" + b"\xff" * 8, b"\xcb" + bytes(8), b"\xc0"])
+def test_page_ids_that_are_no_page_ids(scene: Scene, until: Until, body: bytes) -> None:
+    """Negative, huge, a float, nil: the decoder refuses them."""
+    ticket = scene.ticket()
+    attacker = scene.attacker()
+    register = Register(ticket.key, ticket=mint(TICKET_KEY, ticket), wanted={}, pages={"target": [77]})
+    frame = encode(register, attacker.session, 2)
+    assert frame.count(b"\x91\x4d") == 1
+    attacker.say(scene.as_d())
+    attacker.sock.send(frame.replace(b"\x91\x4d", b"\x91" + body))
+    until(lambda: scene.p.agent.stats()["malformed"] == 1)
+
+
+@pytest.mark.parametrize("what", sorted(BAD_TABLES.keys() - {"twice"}))  # a page may be read twice
+def test_source_pages_out_of_range(scene: Scene, caplog: pytest.LogCaptureFixture, what: str) -> None:
+    """The prefill engine is the hostile one: it offers pages that it does not have, for D to read."""
+    context = zmq.Context()
+    router = context.socket(zmq.ROUTER)
+    router.setsockopt(zmq.LINGER, 0)
+    router.bind("tcp://127.0.0.1:*")
+    hostile = router.getsockopt_string(zmq.LAST_ENDPOINT)
+    try:
+        ticket = scene.ticket(mode="pull", prefill_address=hostile)
+        before = {name: pool.copy() for name, pool in scene.d.pools.items()}
+        scene.d.agent.open_decode(ticket, 8, {"target": (0, 8), "draft": (0, 8)}, FIT)
+        sequence = 0
+        while True:
+            assert router.poll(10_000)
+            identity, frame = router.recv_multipart()
+            session, _, message = decode(frame)
+            sequence += 1
+            if isinstance(message, Hello):
+                router.send_multipart([identity, encode(scene.p.hello, session, sequence)])
+            elif isinstance(message, Register):
+                tables = {**FIT, "target": BAD_TABLES[what]}
+                ready = Ready(ticket.key, final={"target": 8, "draft": 8}, pages=tables)
+                router.send_multipart([identity, encode(ready, session, sequence)])
+                break
+        failed = scene.d.events.get(timeout=10)
+        assert isinstance(failed, DecodeFailed)
+        assert failed.reason in ("transfer_failed", "incomplete_commit")
+        assert isinstance(scene.d.events.get(timeout=10), DecodeReleased)
+        assert all(np.array_equal(before[name], pool) for name, pool in scene.d.pools.items())
+        router.send_multipart([identity, encode(Bye("x", quiet=True), session, sequence + 1)])
+    finally:
+        router.close()
+        context.term()
+
+
+def test_a_copy_outside_the_registered_memory_is_refused_by_the_transport(scene: Scene) -> None:
+    """The last line: even a plan that is wrong moves no byte outside a region."""
+    other: Node = scene.d
+    peer = scene.p.transport.connect(other.hello.descriptor)
+    size = other.pools["target"].size
+    at, count = np.array([0], dtype=np.int64), np.array([16], dtype=np.int64)
+    for offset in (size - 15, size, -1, 1 << 60, (1 << 63) - 1):
+        bad = np.array([offset], dtype=np.int64)
+        for copies in (CopyList(0, 0, at, bad, count), CopyList(0, 0, bad, at, count)):
+            with pytest.raises(ProtocolError, match="lies outside"):
+                scene.p.transport.submit(peer, "write", copies)
+    with pytest.raises(ProtocolError, match="region 9"):
+        scene.p.transport.submit(peer, "write", CopyList(0, 9, at, at, count))

@@ -1,0 +1,153 @@
+"""A client that tries to choose where KV comes from or goes to."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from fake_serving import KEY, FakeEngine, served, write_tokenizer
+
+from baton.engine.async_engine import AsyncEngine
+from baton.engine.config import EngineConfig
+from baton.handoff.ticket import Ticket, load_or_create_key, mint, new_transfer_id, request_digest
+from baton.router import RouterConfig, build_app
+from baton.server import build_app as build_engine_app
+from baton.testing.checkpoints import make_checkpoint
+from baton.text import Tokenizer
+from baton.wire import SamplingParams
+
+EVIL = {"host": "10.0.0.1", "port": 4444}
+FIELDS: list[dict[str, Any]] = [
+    {"kv_transfer_params": {"do_remote_prefill": True, "remote_host": "10.0.0.1", "remote_port": 4444}},
+    {"kv_transfer_params": {}},
+    {"disaggregated_params": EVIL},
+    {"bootstrap_host": "10.0.0.1", "bootstrap_port": 4444, "bootstrap_room": 7},
+    {"bootstrap_room": 0},
+    {"remote_host": "10.0.0.1"},
+    {"remote_port": 4444},
+    {"handoff": {"role": "decode", "ticket": "x"}},
+    {"ticket": "x"},
+]
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "a", "max_tokens": 2},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tokenizer(tmp_path_factory.mktemp("model"))
+
+
+async def post(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    async with session.post(url, json=body) as response:
+        return response.status, json.loads((await response.read()).splitlines()[-1])
+
+
+async def metric(session: aiohttp.ClientSession, url: str, name: str) -> float:
+    async with session.get(f"{url}/metrics") as response:
+        lines = (await response.text()).splitlines()
+    return next((float(line.rpartition(" ")[2]) for line in lines if line.startswith(name + " ")), 0.0)
+
+
+@pytest.mark.parametrize("front", ["router", "engine"])
+async def test_the_front_door_refuses_the_fields(directory: Path, front: str, caplog: pytest.LogCaptureFixture) -> None:
+    tokenizer = Tokenizer.load(directory)
+    handed: dict[bytes, asyncio.Future[str]] = {}
+    engines = [FakeEngine(directory, role=role, handed=handed) for role in ("prefill", "decode", "both")]
+    async with contextlib.AsyncExitStack() as stack:
+        p, d, both = [await stack.enter_async_context(served(build_engine_app(e, tokenizer))) for e in engines]
+        session = await stack.enter_async_context(aiohttp.ClientSession())
+        url = both
+        if front == "router":
+            app = await build_app(RouterConfig(prefill=(p,), decode=(d,), ticket_key=KEY))
+            url = await stack.enter_async_context(served(app))
+        for endpoint, body in BODIES.items():
+            for fields in FIELDS:
+                status, answer = await post(session, url + endpoint, {**body, **fields})
+                assert status == 403, fields
+                assert answer["error"]["param"] in fields
+                assert answer["error"]["code"] == "forbidden"
+            assert (await post(session, url + endpoint, {**body, "kv_transfer_params": None}))[0] == 200
+            name = f'baton:http_requests_total{{endpoint="{endpoint}",status="403"}}'
+            assert await metric(session, url, name) == len(FIELDS)
+    assert all(request.handoff is None for request in engines[2].requests)
+    assert sum(len(engine.requests) for engine in engines) == (4 if front == "router" else 2)
+    assert "refused a client's request that sets kv_transfer_params" in caplog.text
+
+
+# ---------------------------------------------------------------- an engine's own door, with a real engine behind it
+
+
+@contextlib.asynccontextmanager
+async def engine(tmp_path: Path) -> AsyncIterator[tuple[str, AsyncEngine, bytes]]:
+    model = str(make_checkpoint(tmp_path / "tiny", "llama"))
+    key_file = str(tmp_path / "ticket.key")
+    key = load_or_create_key(key_file)
+    config = EngineConfig(
+        model=model, role="decode", engine_id="D", ticket_key_file=key_file, kv_cache_memory=1 << 20
+    ).check()
+    running = AsyncEngine(config)
+    running.start()
+    try:
+        async with served(build_engine_app(running, Tokenizer.load(model))) as url:
+            yield url, running, key
+    finally:
+        running.close()
+
+
+async def test_a_ticket_that_the_router_did_not_sign(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """No bytes go to the host it names; nothing is dialled, allocated or kept."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    listener.settimeout(0.3)
+    async with engine(tmp_path) as (url, running, key), aiohttp.ClientSession() as session:
+        prompt, params = [5, 6, 7], SamplingParams(max_tokens=4, temperature=0.0, seed=0)
+        ticket = Ticket(
+            transfer_id=new_transfer_id(),
+            prefill_engine="evil",
+            prefill_incarnation="evil-1",
+            prefill_address=f"tcp://127.0.0.1:{listener.getsockname()[1]}",
+            decode_engine="D",
+            decode_incarnation=running.info.incarnation,
+            decode_address=running.info.control_address or "",
+            mode="push",
+            expiry=int(time.time()) + 60,
+            request_digest=request_digest(prompt, params),
+        )
+        sampling = {"max_tokens": 4, "temperature": 0.0, "seed": 0}
+        body = {"request_id": "r", "prompt_token_ids": prompt, "sampling_params": sampling}
+        forged = mint(bytes(32), ticket)
+        late = mint(key, Ticket(**{f: getattr(ticket, f) for f in ticket.__struct_fields__} | {"expiry": 1}))
+        cases: list[tuple[dict[str, Any], int, str]] = [
+            ({**body, "handoff": {"role": "decode", "ticket": forged}}, 403, "signature"),
+            ({**body, "handoff": {"role": "decode", "ticket": late}}, 403, "expired"),
+            ({**body, "handoff": {"role": "decode", "ticket": "x"}}, 403, "base64url"),
+            (
+                {**body, "prompt_token_ids": [5, 6, 8], "handoff": {"role": "decode", "ticket": mint(key, ticket)}},
+                403,
+                "another request",
+            ),
+            ({**body, "handoff": {"role": "decode", "ticket": forged, **EVIL}}, 400, "unknown field"),
+            ({**body, "kv_transfer_params": EVIL}, 400, "unknown field"),
+            (body, 400, "role is 'decode'"),
+        ]
+        for asked, status, why in cases:
+            answer = await post(session, f"{url}/inference/v1/generate", asked)
+            assert answer[0] == status, (asked, answer)
+            assert why in answer[1]["error"]["message"]
+        endpoint = 'endpoint="/inference/v1/generate"'
+        assert await metric(session, url, f'baton:http_requests_total{{{endpoint},status="403"}}') == 4
+        assert await metric(session, url, 'baton:handoff_refused_total{kind="ticket"}') == 4
+        assert running.load().num_referenced_pages == running.load().num_handoffs == 0
+        with pytest.raises(TimeoutError):
+            listener.accept()
+    listener.close()
+    assert "refused the ticket of a request: ticket signature does not match" in caplog.text

@@ -1,0 +1,157 @@
+"""Many sessions, many connections, many messages: bounded, and nobody else waits for long."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from collections.abc import Callable
+
+import msgspec
+import pytest
+import zmq
+from conftest import Scene
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.errors import ProtocolError
+from baton.handoff.channel import MAX_UNPROVEN
+from baton.handoff.messages import PROTOCOL_VERSION, AttemptKey, Hello, Message, decode, encode
+from baton.testing import fuzz
+from baton.testing.mutation import FrameMaker, message_classes
+
+Until = Callable[[Callable[[], object]], None]
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_new_identities_push_out_one_another_and_no_peer(scene: Scene, until: Until) -> None:
+    """Sessions that show no ticket are bounded; the engine that has shown one keeps its own."""
+    scene.traffic.serve_one()
+    context = zmq.Context()
+    stop = threading.Event()
+    sent = 0
+
+    def flood() -> None:
+        nonlocal sent
+        sockets = [context.socket(zmq.DEALER) for _ in range(2 * MAX_UNPROVEN)]
+        for sock in sockets:
+            sock.setsockopt(zmq.LINGER, 0)
+            sock.connect(scene.p.agent.address)
+        while not stop.is_set():
+            for sock in sockets:
+                hello = scene.as_d(engine_id=f"E{sent}", incarnation=f"E-{sent}")
+                sock.send(encode(hello, sent + 1, 1))
+                sent += 1
+            time.sleep(0.1)
+        for sock in sockets:
+            sock.close()
+
+    thread = threading.Thread(target=flood)
+    thread.start()
+    try:
+        served, deadline = 0, time.monotonic() + 3.0
+        while time.monotonic() < deadline:
+            scene.traffic.serve_one()
+            served += 1
+    finally:
+        stop.set()
+        thread.join()
+        context.term()
+    stats = scene.p.agent.stats()
+    assert sent > 4 * MAX_UNPROVEN
+    assert stats["evicted"] > 0
+    assert stats["sessions"] <= MAX_UNPROVEN + 1
+    assert served > 5
+    # A peer that comes for the first time finds a place as well.
+    scene.d = scene.traffic.d = scene.node("D2")
+    scene.traffic.serve_one()
+
+
+def test_connections_that_say_nothing_hold_no_session(scene: Scene, until: Until) -> None:
+    attackers = [scene.attacker() for _ in range(100)]
+    scene.traffic.serve_one()
+    assert scene.p.agent.stats()["sessions"] == 1
+    for attacker in attackers:
+        attacker.sock.close(0)
+
+
+def test_session_after_session_on_one_connection(scene: Scene, until: Until) -> None:
+    """Each maps the memory that its HELLO describes, and lets it go with the next."""
+    attacker = scene.attacker()
+    descriptor = scene.node("X").hello.descriptor
+    files = open_files()
+    for i in range(500):
+        attacker.session, attacker.sequence = i + 1, 0
+        attacker.say(scene.as_d(engine_id="E", incarnation=f"E-{i}", descriptor=descriptor))
+        if i % 50 == 0:
+            attacker.hear(Hello)
+    until(lambda: scene.p.agent.stats()["frames"] >= 500)
+    assert scene.p.agent.stats()["sessions"] <= 1
+    until(lambda: open_files() <= files + 8)
+
+
+def test_one_message_in_many_parts_is_one_refusal(scene: Scene, until: Until) -> None:
+    attacker = scene.attacker()
+    attacker.sock.send_multipart([b"x"] * 2000)
+    until(lambda: scene.p.agent.stats()["malformed"] == 1)
+
+
+def test_a_frame_over_the_size_limit_ends_only_its_own_connection(scene: Scene) -> None:
+    attacker = scene.attacker()
+    attacker.say(scene.as_d())
+    attacker.hear(Hello)
+    attacker.sock.send(bytes(9 << 20))
+    scene.traffic.serve_one()
+
+
+@pytest.mark.parametrize("with_keys", [False, True])
+def test_a_slice_of_the_fuzzer(with_keys: bool) -> None:
+    """The whole of it: `python -m baton.testing.fuzz --messages 1000000`."""
+    report = fuzz.run(10_000, seed=7, processes=1, with_keys=with_keys)
+    assert report.faults == []
+    assert report.received >= 10_000
+    stats = report.stats["P"]
+    assert isinstance(stats, dict)
+    assert stats["malformed"] > 1000
+    assert stats["rejected"] > 100
+
+
+# ---------------------------------------------------------------- the decoder alone
+
+HELLO = Hello("X", "X-1", {"model": "m"}, {}, b"d")
+KEY = AttemptKey(bytes(16), 0, "P-1", "D-1")
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.integers(0, 1 << 60))
+def test_decode_takes_it_or_says_why_not(seed: int) -> None:
+    maker = FrameMaker(random.Random(seed), HELLO, [KEY], ["ticket"])
+    for _ in range(20):
+        for part in maker.next():
+            try:
+                session, sequence, message = decode(part)
+            except ProtocolError:
+                continue
+            # What is taken is well formed: it survives the way back.
+            assert decode(encode(message, session, sequence)) == (session, sequence, message) or "nan" in repr(message)
+
+
+@given(st.binary(max_size=300))
+def test_random_bytes_are_refused(data: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        decode(data)
+
+
+@pytest.mark.parametrize("kind", sorted(message_classes()))
+def test_the_fuzzer_knows_every_kind(kind: str) -> None:
+    """A body in which nothing is wrong is taken, so that what is refused is refused for the mutation."""
+    maker = FrameMaker(random.Random(1), HELLO, [KEY], ["ticket"])
+    kinds: set[type[Message]] = set()
+    for _ in range(50):
+        frame = msgspec.msgpack.encode([PROTOCOL_VERSION, 1, 1, kind, maker.body(kind)])
+        kinds.add(type(decode(frame)[2]))
+    assert kinds == {message_classes()[kind]}

@@ -1,0 +1,75 @@
+"""Messages for transfers that the sender guessed, or heard of, and has no part in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+import pytest
+from conftest import Scene
+
+from baton.handoff.events import DecodeCommitted, PrefillReleased
+from baton.handoff.messages import Ack, AttemptKey, Cancel, Cancelled, Confirm, ReadDone, Repair, Seeds
+from baton.handoff.ticket import Ticket
+
+Until = Callable[[Callable[[], object]], None]
+TOKENS = 8
+
+
+def begin(scene: Scene, mode: str = "push") -> Ticket:
+    """A handoff of which D waits for the rest."""
+    ticket = scene.ticket(mode=mode)
+    pages = {"target": [1, 2], "draft": [3, 4]}
+    scene.p.agent.open_prefill(ticket)
+    scene.p.agent.declare_final(ticket.key, TOKENS, pages, {"target": 4, "draft": 3})
+    scene.d.agent.open_decode(ticket, TOKENS, {"target": (0, TOKENS), "draft": (0, TOKENS)}, pages)
+    return ticket
+
+
+def finish(scene: Scene, ticket: Ticket) -> None:
+    """The handoff ends as if nothing had been said."""
+    scene.p.agent.finish_prefill(ticket.key, Seeds(first_token=1), False)
+    assert isinstance(scene.d.events.get(timeout=10), DecodeCommitted)
+    assert scene.p.events.get(timeout=10) == PrefillReleased(ticket.key, "committed")
+
+
+def test_guessed_ids_touch_nobody(scene: Scene, until: Until, caplog: pytest.LogCaptureFixture) -> None:
+    ticket = begin(scene)
+    attacker = scene.attacker()
+    attacker.say(scene.as_d(engine_id="E", incarnation="E-1"))
+    guesses = [AttemptKey(bytes([i]) * 16, 0, scene.p.incarnation, "E-1") for i in range(20)]
+    for key in guesses:
+        attacker.say(Ack(key), ReadDone(key), Repair(key, round=1, bad={}), Confirm(key, Seeds(first_token=1)))
+    until(lambda: scene.p.agent.stats()["rejected"] == 4 * len(guesses))
+    assert "message for an attempt that is not open here" in caplog.text
+    finish(scene, ticket)
+
+
+@pytest.mark.parametrize("mode", ["push", "pull"])
+def test_a_transfer_overheard_cannot_be_ended_by_another(scene: Scene, until: Until, mode: str) -> None:
+    ticket = begin(scene, mode)
+    attacker = scene.attacker()
+    attacker.say(scene.as_d(engine_id="E", incarnation="E-1"))
+    attacker.say(Cancel(ticket.key, "x"), Ack(ticket.key), ReadDone(ticket.key), Cancelled(ticket.key, "x"))
+    until(lambda: scene.p.agent.stats()["rejected"] == 4)
+    # Its own incarnation in the key makes it another attempt, of which there is none.
+    mine = msgspec.structs.replace(ticket.key, decode_incarnation="E-1")
+    attacker.say(Ack(mine), ReadDone(mine), Cancel(mine, "x"))
+    until(lambda: scene.p.agent.stats()["rejected"] == 6)
+    attacker.hear(Cancelled)
+    finish(scene, ticket)
+
+
+def test_cancelling_guesses_costs_bounded_memory(scene: Scene, until: Until) -> None:
+    """CANCEL of an unknown attempt leaves a tombstone. Strangers' tombstones must not push out those of real ones."""
+    scene.traffic.serve_one()
+    spent, _ = scene.traffic.spent[-1]
+    attacker = scene.attacker()
+    attacker.say(scene.as_d(engine_id="E", incarnation="E-1"))
+    before = scene.p.agent.stats()["frames"]
+    for i in range(20_000):
+        attacker.say(Cancel(AttemptKey(i.to_bytes(16, "big"), 0, scene.p.incarnation, "E-1"), "x"))
+    until(lambda: scene.p.agent.stats()["frames"] >= before + 20_000)
+    book = scene.p.agent._runner.machines.prefills
+    assert book.get(spent) is not None
+    assert len(book.ended) < 10_000

@@ -1,0 +1,178 @@
+"""A ticket that was used, by whoever sends it again, wherever and whenever."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import msgspec
+import pytest
+from conftest import TICKET_KEY, Scene
+
+from baton.errors import ProtocolError, WrongEngineError
+from baton.handoff.environment import SystemClock
+from baton.handoff.messages import Cancelled, Hello, Nack, Register
+from baton.handoff.ticket import MAX_TICKET_LIFE_S, Redeemer, Ticket, mint, request_digest
+from baton.wire import SamplingParams
+
+Until = Callable[[Callable[[], object]], None]
+
+
+def register(ticket: Ticket, key: bytes = TICKET_KEY) -> Register:
+    wanted = {"target": (0, 4), "draft": (0, 4)}
+    return Register(ticket.key, ticket=mint(key, ticket), wanted=wanted, pages={"target": [3], "draft": [3]})
+
+
+def spent_ticket(scene: Scene) -> Register:
+    """A REGISTER with the ticket of a handoff that is over."""
+    scene.traffic.serve_one()
+    key, text = scene.traffic.spent[-1]
+    wanted = {"target": (0, 4), "draft": (0, 4)}
+    return Register(key, ticket=text, wanted=wanted, pages={"target": [3], "draft": [3]})
+
+
+def test_the_same_engine_gets_no_second_copy(scene: Scene) -> None:
+    replay = spent_ticket(scene)
+    before = scene.p.agent.stats()
+    pools = {name: pool.copy() for name, pool in scene.d.pools.items()}
+    attacker = scene.attacker()
+    attacker.say(scene.as_d(), replay, replay)
+    attacker.hear(Cancelled)
+    after = scene.p.agent.stats()
+    assert (after["bytes"], after["runs"], after["outstanding"]) == (before["bytes"], before["runs"], 0)
+    assert scene.p.events.empty()
+    assert all((pools[name] == pool).all() for name, pool in scene.d.pools.items())
+
+
+def test_another_engine_gets_nothing(scene: Scene, until: Until, caplog: pytest.LogCaptureFixture) -> None:
+    """Neither for a spent ticket nor for one that is good, but another's."""
+    attacker = scene.attacker()
+    attacker.say(scene.as_d(engine_id="E"))
+    for number, what in enumerate((spent_ticket(scene), register(scene.ticket())), start=1):
+        attacker.say(what)
+        nack = attacker.hear(Nack)
+        assert isinstance(nack, Nack)
+        assert nack.message == "the ticket names another decode engine"
+        until(lambda number=number: scene.p.agent.stats()["rejected"] == number)
+    assert caplog.text.count("the ticket names another decode engine") == 2
+    other = scene.attacker()
+    other.say(scene.as_d(incarnation="D-after-restart"), spent_ticket(scene))
+    until(lambda: "message for an attempt of other engines" in caplog.text)
+    assert scene.p.agent.stats()["outstanding"] == 0
+
+
+def test_a_restarted_prefill_engine_knows_no_old_ticket(scene: Scene, until: Until) -> None:
+    replay = spent_ticket(scene)
+    again = scene.node("P")
+    attacker = scene.attacker(again)
+    attacker.say(scene.as_d(), replay)
+    until(lambda: again.agent.stats()["rejected"] == 1)
+    # Nor when the message claims to be for the new process: the ticket says otherwise.
+    forged = msgspec.structs.replace(replay.key, prefill_incarnation=again.incarnation)
+    attacker.say(msgspec.structs.replace(replay, key=forged))
+    nack = attacker.hear(Nack)
+    assert isinstance(nack, Nack)
+    assert nack.message == "the ticket is for another attempt"
+
+
+@pytest.mark.parametrize(
+    ("changes", "key", "why"),
+    [
+        ({"expiry": int(time.time()) - 1}, TICKET_KEY, "ticket has expired"),
+        ({"expiry": int(time.time()) + MAX_TICKET_LIFE_S + 600}, TICKET_KEY, "valid for more than"),
+        ({}, b"x" * 32, "signature does not match"),
+        ({"prefill_engine": "Q"}, TICKET_KEY, "names another prefill engine"),
+    ],
+)
+def test_tickets_that_were_never_good(
+    scene: Scene, caplog: pytest.LogCaptureFixture, changes: dict[str, object], key: bytes, why: str
+) -> None:
+    attacker = scene.attacker()
+    attacker.say(scene.as_d(), register(scene.ticket(**changes), key))
+    nack = attacker.hear(Nack)
+    assert isinstance(nack, Nack)
+    assert nack.reason == "register_refused"
+    assert why in nack.message
+    assert why in caplog.text
+    assert scene.p.agent.stats()["rejected"] == 1
+    assert scene.p.agent.stats()["outstanding"] == 0
+
+
+def test_a_clock_that_is_set_back_revives_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SystemClock()
+    monkeypatch.setattr(time, "time", lambda: 1000.0)
+    assert clock.time() == 1000.0
+    monkeypatch.setattr(time, "time", lambda: 900.0)
+    assert clock.time() == 1000.0
+
+
+# ---------------------------------------------------------------- where requests come in
+
+PROMPT, PARAMS = [1, 2, 3], SamplingParams(seed=1)
+DIGEST = request_digest(PROMPT, PARAMS)
+TICKET = Ticket(
+    transfer_id=bytes(16),
+    prefill_engine="P",
+    prefill_incarnation="P-1",
+    prefill_address="tcp://127.0.0.1:1",
+    decode_engine="D",
+    decode_incarnation="D-1",
+    decode_address="tcp://127.0.0.1:2",
+    mode="push",
+    expiry=1100,
+    request_digest=DIGEST,
+)
+
+
+def test_a_ticket_serves_one_request_per_leg() -> None:
+    p, d = Redeemer(TICKET_KEY, "P", "P-1"), Redeemer(TICKET_KEY, "D", "D-1")
+    text = mint(TICKET_KEY, TICKET)
+    assert p.redeem(text, "prefill", DIGEST, 1000.0) == TICKET
+    assert d.redeem(text, "decode", DIGEST, 1000.0) == TICKET
+    for now in (1000.5, 1099.9):
+        with pytest.raises(ProtocolError, match="used before"):
+            p.redeem(text, "prefill", DIGEST, now)
+    # Forgotten when it expires, and then its expiry refuses it, whatever the clock does afterwards.
+    for now in (1100.0, 1050.0):
+        with pytest.raises(ProtocolError, match="expired"):
+            p.redeem(text, "prefill", DIGEST, now)
+    assert p._used == {}
+    assert (p.refused, d.refused) == (4, 0)
+
+
+@pytest.mark.parametrize(
+    ("role", "engine", "incarnation", "digest", "why"),
+    [
+        ("decode", "P", "P-1", DIGEST, "another engine"),
+        ("prefill", "P", "P-2", DIGEST, "another engine"),
+        ("prefill", "Q", "P-1", DIGEST, "another engine"),
+        ("prefill", "P", "P-1", request_digest([1, 2, 4], PARAMS), "another request"),
+        ("prefill", "P", "P-1", request_digest(PROMPT, SamplingParams(seed=2)), "another request"),
+    ],
+)
+def test_a_ticket_serves_only_what_it_was_signed_for(
+    role: str, engine: str, incarnation: str, digest: bytes, why: str
+) -> None:
+    redeemer = Redeemer(TICKET_KEY, engine, incarnation)
+    with pytest.raises(ProtocolError, match=why) as refused:
+        redeemer.redeem(mint(TICKET_KEY, TICKET), role, digest, 1000.0)  # type: ignore[arg-type]
+    assert isinstance(refused.value, WrongEngineError) == (why == "another engine")
+    assert redeemer.refused == 1
+    assert redeemer._used == {}
+
+
+def test_used_tickets_take_bounded_memory() -> None:
+    redeemer = Redeemer(TICKET_KEY, "P", "P-1")
+    for now in range(1000, 3000):
+        ticket = msgspec.structs.replace(TICKET, transfer_id=now.to_bytes(16, "big"), expiry=now + 120)
+        redeemer.redeem(mint(TICKET_KEY, ticket), "prefill", DIGEST, float(now))
+    assert len(redeemer._used) <= 121
+
+
+def test_hello_comes_first(scene: Scene, until: Until) -> None:
+    attacker = scene.attacker()
+    attacker.say(register(scene.ticket()))
+    assert attacker.hears_nothing(Nack)
+    attacker.say(scene.as_d())
+    attacker.hear(Hello)
+    assert scene.p.agent.stats()["outstanding"] == 0

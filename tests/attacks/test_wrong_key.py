@@ -1,0 +1,93 @@
+"""A peer with a wrong key, with another engine's key, or with none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import zmq
+from conftest import TICKET_KEY, Scene
+
+from baton.errors import ConfigError
+from baton.handoff.channel import Channel
+from baton.handoff.events import DecodeFailed, DecodeReleased
+from baton.handoff.keys import KeyRing, make_keys
+from baton.handoff.messages import Hello
+from baton.testing.fuzz import Node
+
+Until = Callable[[Callable[[], object]], None]
+
+
+@pytest.mark.parametrize("key", ["unknown", "none"])
+def test_a_peer_without_an_authorised_key_gets_no_word_in(
+    keyed: Scene, until: Until, caplog: pytest.LogCaptureFixture, key: str
+) -> None:
+    before = keyed.p.agent.stats()
+    attacker = keyed.attacker(pair=zmq.curve_keypair() if key == "unknown" else None)
+    attacker.say(keyed.as_d())
+    until(lambda: keyed.p.agent.stats()["refused"] >= 1)
+    assert attacker.hears_nothing(Hello)
+    assert keyed.p.agent.stats()["frames"] == before["frames"]
+    assert "a connection" in caplog.text
+    assert "was refused" in caplog.text
+    keyed.traffic.serve_one()
+
+
+def test_an_authorised_engine_cannot_speak_for_another(
+    keyed: Scene, until: Until, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert keyed.keys is not None
+    make_keys(keyed.keys, ["E"])
+    ring = KeyRing(keyed.keys, "E")
+    keyed.traffic.serve_one()
+    attacker = keyed.attacker(pair=(ring.public, ring.secret))
+    attacker.say(keyed.as_d())
+    until(lambda: keyed.p.agent.stats()["malformed"] == 1)
+    assert attacker.hears_nothing(Hello)
+    assert "HELLO of engine 'D' came with the key of 'E'" in caplog.text
+    # Nor take its session over by naming its process and memory.
+    attacker.say(keyed.as_d(engine_id="E"))
+    attacker.hear(Hello)
+    assert keyed.p.agent.stats()["sessions"] == 2
+    keyed.traffic.serve_one()
+
+
+def test_an_engine_that_answers_with_another_key_is_not_believed(keyed: Scene, until: Until) -> None:
+    """D is sent to the address of P by its ticket, and somebody else listens there."""
+    assert keyed.keys is not None
+    impostor = keyed.node("Q")
+    address = impostor.agent.address.replace("curve://Q@", "curve://P@")
+    ticket = keyed.ticket(prefill_address=address)
+    keyed.d.agent.open_decode(ticket, 4, {"target": (0, 4), "draft": (0, 4)}, {"target": [1], "draft": [2]})
+    until(lambda: impostor.agent.stats()["refused"] >= 1)
+    assert impostor.agent.stats()["frames"] == 0
+    keyed.d.agent.abort(ticket.key, "over")
+    until(lambda: not keyed.d.events.empty())
+    assert isinstance(keyed.d.events.get(), DecodeReleased)
+
+
+def test_an_engine_without_keys_does_not_talk_to_one_with_them(keyed: Scene, until: Until) -> None:
+    bare = Node("B", TICKET_KEY, None)
+    keyed.nodes.append(bare)
+    pages = {"target": [1], "draft": [2]}
+    wanted = {"target": (0, 4), "draft": (0, 4)}
+    for d, p in ((bare, keyed.p), (keyed.d, bare)):
+        ticket = keyed.ticket(
+            prefill_engine=p.name,
+            prefill_incarnation=p.incarnation,
+            prefill_address=p.agent.address,
+            decode_engine=d.name,
+            decode_incarnation=d.incarnation,
+        )
+        d.agent.open_decode(ticket, 4, wanted, pages)
+        failed = d.events.get(timeout=10)
+        assert isinstance(failed, DecodeFailed)
+        assert failed.reason == "unreachable_peer"
+        assert "keys" in failed.message
+        assert isinstance(d.events.get(timeout=10), DecodeReleased)
+    assert keyed.p.agent.stats()["frames"] == bare.agent.stats()["frames"] == 0
+
+
+def test_no_open_socket_without_keys() -> None:
+    with pytest.raises(ConfigError, match="can be reached from other hosts"):
+        Channel("tcp://0.0.0.0:*")

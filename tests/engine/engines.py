@@ -1,0 +1,184 @@
+"""Whole engines in this process, stepped by hand: one that does both, or a prefill and a decode engine."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from baton.engine.build import Engine, build_engine
+from baton.engine.config import EngineConfig, KVTransferConfig, SpeculativeConfig
+from baton.engine.requests import make_request
+from baton.handoff.ticket import Ticket, load_or_create_key, mint, new_transfer_id, request_digest
+from baton.wire import FinishReason, GenerateRequest, HandoffParams, SamplingParams, TokenChunk, TokenLogprobs
+
+TARGET = "models/baton-demo-llama"
+EAGLE3 = {"method": "eagle3", "model": "models/baton-demo-eagle3", "num_speculative_tokens": 3}
+Mode = Literal["push", "pull"]
+
+
+@dataclass(slots=True)
+class Stream:
+    """What one engine said about one request."""
+
+    token_ids: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None
+    error: str | None = None
+    recoverable: bool = False
+    ended: bool = False
+
+    def push(self, chunk: TokenChunk, last: bool) -> None:
+        if chunk.token_ids:
+            assert chunk.position is not None
+            self.positions += range(chunk.position, chunk.position + len(chunk.token_ids))
+        self.token_ids += chunk.token_ids
+        self.logprobs += chunk.logprobs or []
+        self.accepted += chunk.accepted
+        self.finish_reason = chunk.finish_reason or self.finish_reason
+        self.stop_reason = chunk.stop_reason or self.stop_reason
+        self.error, self.recoverable = chunk.error or self.error, chunk.recoverable or self.recoverable
+        self.ended = self.ended or last
+
+    @property
+    def result(self) -> tuple[list[int], FinishReason | None, int | None, list[TokenLogprobs]]:
+        return self.token_ids, self.finish_reason, self.stop_reason, self.logprobs
+
+
+class Stepped:
+    """One engine whose steps the test runs."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.streams: dict[str, Stream] = defaultdict(Stream)
+        config = EngineConfig(
+            model=TARGET,
+            batch_invariant=True,
+            **{"speculative_config": SpeculativeConfig.parse(json.dumps(EAGLE3)), **settings},
+        )
+        self.engine: Engine = build_engine(config, lambda chunk, last: self.streams[chunk.request_id].push(chunk, last))
+        self.core = self.engine.core
+
+    def add(self, wire: GenerateRequest) -> Stream:
+        self.core.add(make_request(self.engine, wire))
+        return self.streams[wire.request_id]
+
+    def step(self) -> bool:
+        self.core.drain()
+        return self.core.step()
+
+    def run(self, name: str, prompt: list[int], params: SamplingParams, known: list[int] | None = None) -> Stream:
+        """A whole request; with `known`, one that resumes from those output tokens."""
+        stream = self.add(request(name, prompt, params, known))
+        while not stream.ended:
+            self.step()
+        return stream
+
+    def is_idle(self) -> bool:
+        load = self.core.load()
+        return not (
+            load.num_running
+            or load.num_waiting
+            or load.num_handoffs
+            or load.num_referenced_pages
+            or load.num_quarantined_pages
+        )
+
+
+def request(
+    name: str,
+    prompt: list[int],
+    params: SamplingParams,
+    known: list[int] | None = None,
+    handoff: HandoffParams | None = None,
+) -> GenerateRequest:
+    return GenerateRequest(
+        request_id=name,
+        prompt_token_ids=prompt + (known or []),
+        sampling_params=params,
+        num_prompt_tokens=len(prompt) if known is not None else None,
+        handoff=handoff,
+    )
+
+
+@contextmanager
+def stepped(**settings: Any) -> Iterator[Stepped]:
+    one = Stepped(**settings)
+    try:
+        yield one
+    finally:
+        one.engine.close()
+
+
+class Pair:
+    """A prefill and a decode engine that hand over in this process."""
+
+    def __init__(self, prefill: Stepped, decode: Stepped, key: bytes) -> None:
+        self.prefill, self.decode, self._key = prefill, decode, key
+
+    def legs(
+        self, name: str, prompt: list[int], params: SamplingParams, mode: Mode, known: list[int] | None = None
+    ) -> tuple[Stream, Stream]:
+        """Add both legs of a request; returns what P says and what D says."""
+        p, d = self.prefill.engine.info, self.decode.engine.info
+        assert p.control_address is not None
+        assert d.control_address is not None
+        ticket = Ticket(
+            transfer_id=new_transfer_id(),
+            prefill_engine=p.engine_id,
+            prefill_incarnation=p.incarnation,
+            prefill_address=p.control_address,
+            decode_engine=d.engine_id,
+            decode_incarnation=d.incarnation,
+            decode_address=d.control_address,
+            mode=mode,
+            expiry=int(time.time()) + 60,
+            request_digest=request_digest(prompt + (known or []), params),
+        )
+        signed = mint(self._key, ticket)
+        prefill = request(name, prompt, params, known, HandoffParams(role="prefill", ticket=signed))
+        decode = request(name, prompt, params, known, HandoffParams(role="decode", ticket=signed))
+        return self.prefill.add(prefill), self.decode.add(decode)
+
+    def step_until(self, condition: Callable[[], bool], limit_s: float = 20.0) -> None:
+        deadline = time.monotonic() + limit_s
+        while not condition():
+            assert time.monotonic() < deadline, (self.prefill.streams, self.decode.streams)
+            busy = self.prefill.step() | self.decode.step()
+            if not busy:
+                time.sleep(0.001)
+
+    def await_session(self) -> None:
+        """Wait until D has a session with P, without a step of either."""
+        assert self.decode.engine.agent is not None
+        deadline = time.monotonic() + 20.0
+        while self.decode.engine.agent.stats()["sessions"] == 0:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+
+    def settle(self) -> None:
+        """Run until nothing is held on either side."""
+        self.step_until(lambda: self.prefill.is_idle() and self.decode.is_idle())
+
+
+@contextmanager
+def pair(directory: Path, decode: dict[str, Any] | None = None, **settings: Any) -> Iterator[Pair]:
+    """`settings` for both engines, `decode` for the decode engine besides."""
+    key_file = str(directory / "ticket.key")
+    common = {
+        "ticket_key_file": key_file,
+        "kv_transfer_config": KVTransferConfig(kv_transport="local://"),
+        **settings,
+    }
+    with (
+        stepped(role="prefill", engine_id="p", **common) as p,
+        stepped(role="decode", engine_id="d", **{**common, **(decode or {})}) as d,
+    ):
+        yield Pair(p, d, load_or_create_key(key_file))

@@ -1,0 +1,281 @@
+"""A decode engine whose handoff fails goes on by itself: same tokens, no page lost, none freed too early."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from engines import TARGET, Mode, Pair, Stepped, Stream, pair, stepped
+
+from baton.errors import WrongEngineError
+from baton.handoff.events import DecodeFailed, DecodeProgress, DecodeReleased
+from baton.handoff.messages import AttemptKey, Seeds
+from baton.openai.errors import to_api_error
+from baton.text import Tokenizer
+from baton.verify.observe import make_cases
+from baton.wire import SamplingParams
+
+PARAMS = SamplingParams(max_tokens=24, temperature=0.7, seed=3, logprobs=1, presence_penalty=0.3)
+EOS = 2
+PAGE_BYTES = 16 * 2 * 4 * 32 * 2 * 5
+
+
+@pytest.fixture(scope="module")
+def prompt() -> list[int]:
+    return list(make_cases(Tokenizer.load(TARGET), [100], SamplingParams())[0].prompt_token_ids)
+
+
+@pytest.fixture(scope="module")
+def expected(prompt: list[int]) -> Stream:
+    with stepped() as one:
+        return one.run("whole", prompt, PARAMS)
+
+
+class SilentAgent:
+    """Takes the engine's calls and says nothing: the test says what happens."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.wanted: dict[str, tuple[int, int]] = {}
+
+    def open_decode(self, ticket: Any, prompt_len: int, wanted: dict[str, tuple[int, int]], pages: Any) -> None:
+        self.calls.append("open_decode")
+        self.wanted = wanted
+
+    def abort(self, key: AttemptKey, reason: str) -> None:
+        self.calls.append(f"abort {reason}")
+
+
+def silence(decode: Stepped) -> SilentAgent:
+    assert decode.core.legs is not None
+    decode.core.legs.agent = agent = SilentAgent()  # type: ignore[assignment]
+    return agent
+
+
+def waiting_leg(two: Pair, prompt: list[int], known: list[int] | None = None) -> tuple[Stream, AttemptKey]:
+    """A decode leg that has its pages and waits for P."""
+    _, stream = two.legs("r", prompt, PARAMS, "push", known)
+    two.decode.step()
+    assert two.decode.core.legs is not None
+    (key,) = two.decode.core.legs.open
+    return stream, key
+
+
+def finish(decode: Stepped, stream: Stream) -> None:
+    for _ in range(200):
+        decode.step()
+        if stream.ended:
+            return
+    raise AssertionError("it does not end")
+
+
+def lost(key: AttemptKey, recoverable: bool = True) -> DecodeFailed:
+    return DecodeFailed(key, "peer_lost", "gone", recoverable)
+
+
+@pytest.mark.parametrize("mode", ["push", "pull"])
+@pytest.mark.parametrize("known", [0, 1, 7])
+def test_a_prefill_engine_that_leaves_costs_no_token(
+    tmp_path: Path, prompt: list[int], expected: Stream, mode: Mode, known: int
+) -> None:
+    with pair(tmp_path, max_num_batched_tokens=32) as two:
+        told, rest = two.legs("r", prompt, PARAMS, mode, expected.token_ids[:known] or None)
+        two.prefill.step()  # one chunk of several
+        two.decode.step()
+        assert two.prefill.engine.agent is not None
+        two.await_session()
+        two.prefill.engine.agent.close()
+        two.step_until(lambda: rest.ended)
+        assert told.token_ids == []
+        assert rest.token_ids == expected.token_ids[known:]
+        assert rest.logprobs == expected.logprobs[known:]
+        assert rest.positions == list(range(known, len(expected.token_ids)))
+        if known == 0:
+            assert rest.accepted == expected.accepted
+        two.step_until(two.decode.is_idle)
+        rows = [row for row in two.decode.core.metrics.collect_rows() if row[0] == "baton:recoveries"]
+        assert [(row[3], row[4]) for row in rows] == [({"rung": "recompute"}, 1.0)]
+
+
+def test_old_pages_stay_out_of_use_until_they_are_quiet(tmp_path: Path, prompt: list[int], expected: Stream) -> None:
+    with pair(tmp_path) as two:
+        silence(two.decode)
+        stream, key = waiting_leg(two, prompt)
+        load = two.decode.core.load
+        held = load().num_referenced_pages
+        two.decode.core.legs.handle(lost(key))
+        assert (load().num_referenced_pages, load().num_quarantined_pages) == (0, held)
+        finish(two.decode, stream)
+        assert stream.result == expected.result
+        assert load().num_quarantined_pages == held, "the peer may still write them"
+        two.decode.core.legs.handle(DecodeReleased(key))
+        assert two.decode.is_idle()
+
+
+def test_proven_pages_shorten_the_recomputation(tmp_path: Path, prompt: list[int], expected: Stream) -> None:
+    with pair(tmp_path) as two:
+        silence(two.decode)
+        legs, pools = two.decode.core.legs, two.decode.core.scheduler.pools
+        # What P would have written: the prompt, computed here and moved into the pages of the attempt.
+        stream, key = waiting_leg(two, prompt)
+        request = legs.open[key].request
+        tables = {name: list(pages) for name, pages in request.pages.items()}
+        with stepped() as other:
+            other.run("same", prompt, PARAMS)
+            for name, pool in other.core.scheduler.pools.items():
+                found = pool.lookup(prompt, 80)
+                assert found.num_tokens == 80
+                for source, destination in zip(found.pages, tables[name], strict=False):
+                    two.decode.core.runner.kv[name][destination].copy_(other.core.runner.kv[name][source])
+        legs.handle(DecodeProgress(key, dict.fromkeys(pools, 48)))
+        legs.handle(DecodeProgress(key, {"draft": 70}))
+        legs.handle(lost(key))
+        legs.handle(DecodeReleased(key))
+        finish(two.decode, stream)
+        assert request.num_cached == 48 + 0, "three whole pages of 16 are proven in every group"
+        assert stream.result == expected.result
+        assert stream.accepted == expected.accepted
+        assert two.decode.is_idle()
+
+
+def test_unproven_pages_are_no_prefix(tmp_path: Path, prompt: list[int], expected: Stream) -> None:
+    with pair(tmp_path) as two:
+        silence(two.decode)
+        stream, key = waiting_leg(two, prompt)
+        request = two.decode.core.legs.open[key].request
+        two.decode.core.legs.handle(lost(key))
+        two.decode.core.legs.handle(DecodeReleased(key))
+        finish(two.decode, stream)
+        assert request.num_cached == 0
+        assert stream.result == expected.result
+
+
+def test_what_is_left_of_a_window_is_no_prefix(tmp_path: Path, prompt: list[int], expected: Stream) -> None:
+    with pair(tmp_path) as two:
+        silence(two.decode)
+        stream, key = waiting_leg(two, prompt)
+        request = two.decode.core.legs.open[key].request
+        # As if only the end of this group were wanted: its first page then begins with bytes that nobody wrote.
+        request.uncached_groups.add("target.full")
+        two.decode.core.legs.handle(DecodeProgress(key, {"target.full": 96, "draft": 96}))
+        two.decode.core.legs.handle(lost(key))
+        two.decode.core.legs.handle(DecodeReleased(key))
+        finish(two.decode, stream)
+        assert request.num_cached == 0
+        assert stream.result == expected.result
+
+
+def test_a_shared_prefix_survives_the_failure(tmp_path: Path, prompt: list[int], expected: Stream) -> None:
+    with pair(tmp_path) as two:
+        first = two.legs("first", prompt, PARAMS, "push")[1]
+        two.step_until(lambda: first.ended)
+        two.settle()
+        agent = silence(two.decode)
+        stream, key = waiting_leg(two, prompt)
+        assert agent.wanted["draft"][0] > 90, "the prefix is here"
+        request = two.decode.core.legs.open[key].request
+        two.decode.core.legs.handle(lost(key))
+        assert two.decode.core.load().num_quarantined_pages < 6
+        finish(two.decode, stream)
+        assert request.num_cached >= 96
+        assert stream.result == expected.result
+        two.decode.core.legs.handle(DecodeReleased(key))
+        assert two.decode.is_idle()
+
+
+@pytest.mark.parametrize(
+    ("recovery", "recoverable"), [("none", True), ("retry", True), ("source", True), ("full", False)]
+)
+def test_an_error_where_recomputation_is_not_allowed(
+    tmp_path: Path, prompt: list[int], recovery: str, recoverable: bool
+) -> None:
+    with pair(tmp_path, decode={"recovery": recovery}) as two:
+        agent = silence(two.decode)
+        stream, key = waiting_leg(two, prompt)
+        two.decode.core.legs.handle(lost(key, recoverable))
+        assert stream.ended
+        assert stream.error == "peer_lost: gone"
+        assert stream.recoverable is recoverable
+        assert agent.calls == ["open_decode", "abort failed"]
+        assert two.decode.core.load().num_quarantined_pages > 0
+        two.decode.core.legs.handle(DecodeReleased(key))
+        assert two.decode.is_idle()
+        assert not two.decode.core.metrics.recoveries
+
+
+def test_no_room_to_recompute_ends_in_time(tmp_path: Path, prompt: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    # Room for one request: while its old pages are in quarantine there is none for the new ones.
+    with pair(tmp_path, decode={"kv_cache_memory": 11 * PAGE_BYTES}) as two:
+        silence(two.decode)
+        stream, key = waiting_leg(two, prompt)
+        two.decode.core.legs.handle(lost(key))
+        for _ in range(3):
+            two.decode.step()
+        assert not stream.ended
+        expiry = two.decode.core.legs.open[key].request.ticket.expiry
+        monkeypatch.setattr("baton.engine.core.time.time", lambda: expiry + 1.0)
+        two.decode.step()
+        assert stream.ended
+        assert stream.error == "no_room: no pages came free to recompute"
+        assert stream.recoverable
+        two.decode.core.legs.handle(DecodeReleased(key))
+        assert two.decode.is_idle()
+
+
+def test_a_client_that_leaves_meanwhile_frees_everything(tmp_path: Path, prompt: list[int]) -> None:
+    with pair(tmp_path) as two:
+        agent = silence(two.decode)
+        _, key = waiting_leg(two, prompt)
+        two.decode.core.legs.handle(lost(key))
+        two.decode.step()
+        two.decode.core.abort("r")
+        assert two.decode.core.load().num_referenced_pages == 0
+        assert agent.calls == ["open_decode"], "the attempt is over already"
+        two.decode.core.legs.handle(DecodeReleased(key))
+        assert two.decode.is_idle()
+
+
+def test_a_ticket_for_an_earlier_incarnation_is_not_the_requests_fault(tmp_path: Path, prompt: list[int]) -> None:
+    with pair(tmp_path) as two:
+        # As a router would that has not heard of a restart.
+        two.prefill.engine.info = msgspec.structs.replace(two.prefill.engine.info, incarnation="before")
+        with pytest.raises(WrongEngineError) as refused:
+            two.legs("r", prompt, PARAMS, "push")
+        assert to_api_error(refused.value).status == 409, "a router takes this as: ask again who is there"
+
+
+def wrong_token(seeds: Seeds) -> Seeds:
+    return Seeds(999_999, seeds.first_logprobs, seeds.draft_token_ids)
+
+
+def too_many(seeds: Seeds) -> Seeds:
+    return Seeds(seeds.first_token, seeds.first_logprobs, [1] * 9)
+
+
+def no_logprobs(seeds: Seeds) -> Seeds:
+    return Seeds(seeds.first_token, None, seeds.draft_token_ids)
+
+
+@pytest.mark.parametrize(
+    ("alter", "known"),
+    [
+        (wrong_token, 0),
+        (too_many, 0),
+        (no_logprobs, 0),
+        (lambda s: Seeds(EOS, s.first_logprobs, []), 0),
+        (lambda s: Seeds(s.first_token ^ 1, None, []), 4),
+    ],
+)
+def test_bad_seeds_are_not_decoded(
+    tmp_path: Path, prompt: list[int], expected: Stream, alter: Callable[[Seeds], Seeds], known: int
+) -> None:
+    with pair(tmp_path) as two:
+        two.prefill.core.legs.alter_seeds = alter
+        _, rest = two.legs("r", prompt, PARAMS, "push", expected.token_ids[:known] or None)
+        two.step_until(lambda: rest.ended)
+        assert rest.token_ids == expected.token_ids[known:]
+        assert two.decode.core.metrics.handoff_failures["bad_seeds"] == 1
+        two.settle()

@@ -1,0 +1,173 @@
+"""Engines without a model, for tests of whole agents: pools, an agent, and the agent's events."""
+
+from __future__ import annotations
+
+import queue
+import time
+
+import numpy as np
+
+from baton.handoff.agent import AgentConfig, HandoffAgent, Timers
+from baton.handoff.digest import MemoryDigester
+from baton.handoff.events import DecodeCommitted, DecodeProgress, HandoffEvent, PrefillReleased
+from baton.handoff.messages import Seeds
+from baton.handoff.planner import RankGeometry
+from baton.handoff.ticket import Ticket, new_transfer_id
+from baton.kv.geometry import Geometry, GroupSpec
+from baton.transports.registry import create_transport
+
+KEY = b"k" * 32
+SEEDS = Seeds(first_token=5, draft_token_ids=[6, 7, 8])
+NUM_PAGES = 64
+GROUPS = {"target": 2, "draft": 1}  # layers
+HEADS, DIM = 2, 4
+TIMERS = Timers(retry=0.05, check=0.02, close=2.0)
+
+
+class Node:
+    """One engine without a model: pools, an agent, and the agent's events."""
+
+    def __init__(self, name: str, scheme: str = "local://", page_size: int = 4, **config: object) -> None:
+        self.name, self.page_size = name, page_size
+        self.transport = create_transport(scheme)
+        self.geometries: dict[str, RankGeometry] = {}
+        self.pools: dict[str, np.ndarray] = {}
+        regions = []
+        for index, (group, layers) in enumerate(GROUPS.items()):
+            spec = GroupSpec(
+                name=group,
+                owner="draft" if group == "draft" else "target",
+                kind="full",
+                num_layers=layers,
+                num_kv_heads=HEADS,
+                head_dim=DIM,
+                page_size=page_size,
+                dtype="float32",
+                window=None,
+                layer_ids=tuple(range(layers)),
+            )
+            geometry = Geometry.block_major(spec, NUM_PAGES, region=index)
+            region = self.transport.allocate(group, geometry.region_bytes)
+            regions.append(region)
+            shape = (NUM_PAGES, layers, 2, page_size, HEADS, DIM)
+            self.pools[group] = region.view(np.float32).reshape(shape)
+            self.geometries[group] = RankGeometry(rank=0, geometry=geometry)
+        self.events: queue.Queue[HandoffEvent] = queue.Queue()
+        self.progress: list[HandoffEvent] = []
+        defaults: dict[str, object] = {"ticket_key": KEY, "timers": TIMERS, "fingerprint": {"model": "m"}}
+        settings = AgentConfig(name, f"{name}-1", **{**defaults, **config})  # type: ignore[arg-type]
+        self.descriptor = self.transport.register(regions)
+        digester = MemoryDigester(self.geometries, regions)
+        self.agent = HandoffAgent(settings, self.geometries, self.transport, self.descriptor, self.note, digester)
+        self.agent.start()
+
+    def note(self, event: HandoffEvent) -> None:
+        (self.progress.append if isinstance(event, DecodeProgress) else self.events.put)(event)
+
+    def next(self, kind: type[HandoffEvent]) -> HandoffEvent:
+        event = self.events.get(timeout=10)
+        assert isinstance(event, kind), event
+        return event
+
+    def pages(self, first: int, tokens: int) -> dict[str, list[int]]:
+        count = -(-tokens // self.page_size)
+        # Scattered, so that a shifted or reordered table cannot pass.
+        return {
+            group: [first + 2 * (count - 1 - i) + shift for i in range(count)] for shift, group in enumerate(GROUPS)
+        }
+
+    def tokens(self, group: str, pages: list[int], start: int, stop: int) -> np.ndarray:
+        """[tokens, layers, 2, heads, dim]"""
+        pool = self.pools[group]
+        where = [(pages[t // self.page_size], t % self.page_size) for t in range(start, stop)]
+        return np.stack([pool[page, :, :, slot] for page, slot in where])
+
+    def fill(self, pages: dict[str, list[int]], tokens: int, salt: float) -> None:
+        for shift, (group, table) in enumerate(pages.items()):
+            for t in range(tokens):
+                view = self.pools[group][table[t // self.page_size], :, :, t % self.page_size]
+                view[:] = salt + shift * 1000 + t + np.arange(view.size).reshape(view.shape) / 1024
+
+    def close(self) -> None:
+        self.agent.close()
+        self.transport.close()
+
+
+class Pair:
+    def __init__(self) -> None:
+        self.nodes: list[Node] = []
+
+    def node(self, name: str, scheme: str = "local://", page_size: int = 4, **config: object) -> Node:
+        self.nodes.append(Node(name, scheme, page_size, **config))
+        return self.nodes[-1]
+
+    def both(self, scheme: str = "local://", p_size: int = 4, d_size: int = 4) -> tuple[Node, Node]:
+        return self.node("P", scheme, p_size), self.node("D", scheme, d_size)
+
+
+def ticket_for(p: Node, d: Node, mode: str, life: float = 60, **changes: object) -> Ticket:
+    fields: dict[str, object] = {
+        "transfer_id": new_transfer_id(),
+        "prefill_engine": p.name,
+        "prefill_incarnation": f"{p.name}-1",
+        "prefill_address": p.agent.address,
+        "decode_engine": d.name,
+        "decode_incarnation": f"{d.name}-1",
+        "decode_address": d.agent.address,
+        "mode": mode,
+        "expiry": int(time.time() + life),
+        "request_digest": bytes(32),
+    }
+    return Ticket(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def settle(*nodes: Node) -> None:
+    """Wait until nothing is open any more."""
+    until = time.monotonic() + 10
+    while any(node.agent.stats()["outstanding"] for node in nodes):
+        assert time.monotonic() < until, [node.agent.stats() for node in nodes]
+        time.sleep(0.005)
+
+
+def hand_over(
+    p: Node, d: Node, mode: str, n: int, when: str, hit: int = 0, salt: float = 0.0, exact: bool = True
+) -> None:
+    """One whole handoff, REGISTER coming `when` relative to the prefill; checks every byte of both sides."""
+    ticket = ticket_for(p, d, mode)
+    key = ticket.key
+    source, dest = p.pages(1, n), d.pages(3, n)
+    p.fill(source, n, salt + 0.5)
+    for pool in d.pools.values():
+        pool[:] = -1
+    wanted = {"target": (min(hit, n), n), "draft": (min(hit, n - 1), n)}
+
+    def register() -> None:
+        d.agent.open_decode(ticket, n, wanted, dest)
+
+    if when == "before":
+        register()
+    p.agent.open_prefill(ticket)
+    half = n // 2
+    p.agent.declare_final(key, n, source, {"target": half, "draft": max(0, half - 1)})
+    if when == "during":
+        register()
+    p.agent.declare_final(key, n, source, {"target": n, "draft": n - 1})
+    p.agent.finish_prefill(key, SEEDS, False)
+    if when == "after":
+        register()
+    committed = d.next(DecodeCommitted)
+    assert isinstance(committed, DecodeCommitted)
+    assert (committed.key, committed.seeds) == (key, SEEDS)
+    assert p.next(PrefillReleased) == PrefillReleased(key, "committed")
+    moved = 0
+    for group, (start, stop) in wanted.items():
+        if start < stop:
+            got = d.tokens(group, dest[group], start, stop)
+            want = p.tokens(group, source[group], start, stop)
+            np.testing.assert_array_equal(got, want)
+            moved += want.nbytes
+        touched = int((d.pools[group] != -1).sum())
+        assert touched == (stop - start) * GROUPS[group] * 2 * HEADS * DIM
+    # What had to be copied again is counted again.
+    assert committed.num_bytes == moved if exact else committed.num_bytes > moved
+    settle(p, d)

@@ -1,0 +1,333 @@
+"""Control connections over real sockets: keys, who is let in, sessions and their limits."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from baton.errors import ConfigError, ProtocolError
+from baton.handoff import channel as channels
+from baton.handoff.channel import Channel
+from baton.handoff.environment import Connection
+from baton.handoff.keys import KeyRing, check_bind, is_local, make_keys, ticket_key_file
+from baton.handoff.log_limit import LINES_PER_SECOND, LogLimit
+from baton.handoff.messages import AttemptKey, Bye, Cancel, Hello, Message, encode
+
+LOOPBACK = "tcp://127.0.0.1:*"
+Received = list[tuple[Connection, Message]]
+
+
+def hello(engine_id: str) -> Hello:
+    return Hello(engine_id, f"{engine_id}-1", {}, {}, b"")
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    make_keys(tmp_path / "keys", ["P", "D"])
+    return tmp_path / "keys"
+
+
+@pytest.fixture
+def opened() -> Iterator[Callable[..., Channel]]:
+    made: list[Channel] = []
+
+    def make(bind: str = LOOPBACK, keys: KeyRing | None = None) -> Channel:
+        made.append(Channel(bind, keys))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def exchange(*ends: Channel, until: Callable[[], bool], limit_s: float = 10.0) -> dict[Channel, Received]:
+    """Let channels receive until a condition holds; what each got."""
+    got: dict[Channel, Received] = {end: [] for end in ends}
+    deadline = time.monotonic() + limit_s
+    while not until():
+        assert time.monotonic() < deadline, {end: (end.frames, end.refused) for end in ends}
+        for end in ends:
+            got[end] += end.receive(0.01)
+    return got
+
+
+def test_two_engines_with_keys_know_each_other(opened: Callable[..., Channel], directory: Path) -> None:
+    p, d = opened(keys=KeyRing(directory, "P")), opened(keys=KeyRing(directory, "D"))
+    assert p.address.startswith("curve://P@127.0.0.1:")
+    connection = d.dial(p.address)
+    d.send(connection, hello("D"))
+    got = exchange(p, d, until=lambda: p.frames == 1)
+    assert [(c.engine, m) for c, m in got[p]] == [("D", hello("D"))]
+    p.send(got[p][0][0], hello("P"))
+    got = exchange(p, d, until=lambda: d.frames == 1)
+    assert got[d] == [(connection, hello("P"))]
+    assert (p.refused, p.malformed, d.malformed) == (0, 0, 0)
+
+
+def test_hello_must_come_from_the_engine_whose_key_it_is(
+    opened: Callable[..., Channel], directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_keys(directory, ["E"])
+    p, e = opened(keys=KeyRing(directory, "P")), opened(keys=KeyRing(directory, "E"))
+    e.send(e.dial(p.address), hello("D"))
+    got = exchange(p, e, until=lambda: p.malformed == 1)
+    assert got[p] == []
+    assert "HELLO of engine 'D' came with the key of 'E'" in caplog.text
+    # And of the engine that was dialled: here another answers in its name.
+    d = opened(keys=KeyRing(directory, "D"))
+    connection = d.dial(p.address)
+    d.send(connection, hello("D"))
+    got = exchange(p, d, until=lambda: p.frames == 2)
+    p.send(got[p][0][0], hello("E"))
+    got = exchange(p, d, until=lambda: d.malformed == 1)
+    assert got[d] == []
+
+
+def test_an_engine_joins_and_leaves_at_run_time(opened: Callable[..., Channel], directory: Path) -> None:
+    p = opened(keys=KeyRing(directory, "P"))
+    make_keys(directory, ["F"])
+    ring = KeyRing(directory, "F")
+    f = opened(keys=ring)
+    f.send(f.dial(p.address), hello("F"))
+    exchange(p, f, until=lambda: p.frames == 1)
+    (directory / "public" / "F.pub").unlink()
+    again = opened(keys=ring)
+    with pytest.raises(ProtocolError, match="not among the authorised"):
+        again.dial(p.address.replace("P@", "F@"))
+    again.send(again.dial(p.address), hello("F"))
+    exchange(p, again, until=lambda: p.refused >= 1)
+    assert p.frames == 1
+
+
+def test_no_downgrade_in_either_direction(opened: Callable[..., Channel], directory: Path) -> None:
+    bare, p = opened(), opened(keys=KeyRing(directory, "P"))
+    with pytest.raises(ProtocolError, match="asks for keys"):
+        bare.dial(p.address)
+    for address in (bare.address, "curve://127.0.0.1:1", "curve://"):
+        with pytest.raises(ProtocolError, match="has no keys"):
+            p.dial(address)
+    with pytest.raises(ProtocolError, match="on another host"):
+        bare.dial("tcp://10.0.0.1:5555")
+    with pytest.raises(ProtocolError, match="cannot dial"):
+        bare.dial("tcp://127.0.0.1:abc")
+    with pytest.raises(ProtocolError, match="cannot dial"):
+        p.dial("curve://D@nowhere")
+
+
+@pytest.mark.parametrize(
+    ("address", "local"),
+    [
+        (LOOPBACK, True),
+        ("tcp://127.8.0.1:5", True),
+        ("tcp://[::1]:5", True),
+        ("tcp://localhost:5", True),
+        ("ipc:///tmp/x", True),
+        ("tcp://*:5", False),
+        ("tcp://0.0.0.0:5", False),
+        ("tcp://10.0.0.1:5", False),
+        ("tcp://example.org:5", False),
+        ("tcp://127.0.0.1.example.org:5", False),
+        ("udp://127.0.0.1:5", False),
+        ("127.0.0.1:5", False),
+        ("", False),
+    ],
+)
+def test_without_keys_only_loopback(address: str, local: bool) -> None:
+    assert is_local(address) is local
+    if local:
+        check_bind(address, has_keys=False)
+    else:
+        with pytest.raises(ConfigError, match=r"control_bind: .*baton keys"):
+            check_bind(address, has_keys=False)
+        with pytest.raises(ConfigError, match="control_bind"):
+            Channel(address)
+
+
+def test_with_keys_the_address_can_be_dialled() -> None:
+    check_bind("tcp://10.0.0.1:*", has_keys=True)
+    for address in ("tcp://*:5", "tcp://0.0.0.0:*", "tcp://[::]:5"):
+        with pytest.raises(ConfigError, match="names no interface"):
+            check_bind(address, has_keys=True)
+    with pytest.raises(ConfigError, match="is not tcp"):
+        check_bind("ipc:///tmp/x", has_keys=True)
+
+
+def test_key_files(directory: Path) -> None:
+    assert make_keys(directory, ["P"]) == []
+    assert (directory / "secret" / "P.key").stat().st_mode & 0o777 == 0o600
+    assert (directory / "secret").stat().st_mode & 0o077 == 0
+    assert ticket_key_file(directory).stat().st_mode & 0o777 == 0o600
+    ring = KeyRing(directory, "P")
+    assert ring.public_of("P") == ring.public
+    assert ring.public_of("../secret/P") is None
+    assert ring.engine_of(bytes(32)) is None
+    assert ring.engine_of(b"short") is None
+    for bad in ("", "../x", "a/b", "a" * 65, "x\n"):
+        with pytest.raises(ConfigError, match="no engine id"):
+            make_keys(directory, [bad])
+    with pytest.raises(ConfigError, match="does not exist"):
+        ticket_key_file(directory / "none")
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "what"),
+    [
+        ("secret/P.key", "unlink", "cannot read"),
+        ("secret/P.key", "readable", "chmod 600"),
+        ("secret/P.key", "garbage", "does not hold a CURVE key"),
+        ("public/D.pub", "garbage", "does not hold a CURVE key"),
+        ("public/D.pub", "writable", "chmod 644"),
+        ("public", "writable", "chmod go-w"),
+        ("public/P.pub", "unlink", "does not belong"),
+        ("public/D.pub", "swap", "same key"),
+    ],
+)
+def test_bad_key_files_are_named(directory: Path, file: str, change: str, what: str) -> None:
+    path = directory / file
+    if change == "unlink":
+        path.unlink()
+    elif change == "readable":
+        path.chmod(0o644)
+    elif change == "writable":
+        path.chmod(0o777)
+    elif change == "swap":
+        path.write_bytes((directory / "public" / "P.pub").read_bytes())
+    else:
+        path.write_bytes(b"#" * 40)
+    with pytest.raises(ConfigError, match=what):
+        KeyRing(directory, "P")
+
+
+# ---------------------------------------------------------------- sessions
+
+
+class Stranger:
+    """Raw DEALERs towards one address."""
+
+    def __init__(self, address: str) -> None:
+        self.address, self.context = address, zmq.Context()
+        self.sockets: list[zmq.Socket[bytes]] = []
+
+    def connect(self) -> zmq.Socket[bytes]:
+        sock = self.context.socket(zmq.DEALER)
+        sock.setsockopt(zmq.LINGER, 0)
+        sock.connect(self.address)
+        self.sockets.append(sock)
+        return sock
+
+    def close(self) -> None:
+        for sock in self.sockets:
+            sock.close(0)
+        self.context.term()
+
+
+@pytest.fixture
+def p(opened: Callable[..., Channel]) -> Channel:
+    return opened()
+
+
+@pytest.fixture
+def stranger(p: Channel) -> Iterator[Stranger]:
+    made = Stranger(p.address)
+    yield made
+    made.close()
+
+
+def test_a_new_session_on_one_connection_ends_the_old(p: Channel, stranger: Stranger) -> None:
+    sock = stranger.connect()
+    for session in (1, 2, 3):
+        sock.send(encode(hello("D"), session, 1))
+    got = exchange(p, until=lambda: p.frames == 3)[p]
+    sessions = [(c.session, type(m)) for c, m in got]
+    assert sessions == [(1, Hello), (1, Bye), (2, Hello), (2, Bye), (3, Hello)]
+    assert len(p._accepted) == len(p._unproven) == 1
+
+
+def test_strangers_make_room_and_proven_peers_stay(
+    p: Channel, stranger: Stranger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(channels, "MAX_UNPROVEN", 4)
+    stranger.connect().send(encode(hello("D"), 1, 1))
+    ((peer, _),) = exchange(p, until=lambda: p.frames == 1)[p]
+    peer.proven = True
+    for session in range(2, 12):
+        stranger.connect().send(encode(hello(f"X{session}"), session, 1))
+    got = exchange(p, until=lambda: p.frames == 11)[p]
+    ended = [c for c, m in got if isinstance(m, Bye)]
+    assert len(ended) == p.evicted == 6
+    assert peer not in ended
+    assert len(p._unproven) == 4
+    assert len(p._accepted) == 5
+    stranger.sockets[0].send(encode(Bye("x"), 1, 2))
+    assert exchange(p, until=lambda: p.frames == 12)[p] == [(peer, Bye("x"))]
+    p.drop(peer)
+    assert len(p._accepted) == 4
+
+
+def test_sessions_are_bounded(p: Channel, stranger: Stranger, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channels, "MAX_SESSIONS", 3)
+    monkeypatch.setattr(channels, "MAX_UNPROVEN", 2)
+    for session in range(1, 4):
+        stranger.connect().send(encode(hello("D"), session, 1))
+        exchange(p, until=lambda session=session: p.frames == session)[p][-1][0].proven = True
+    stranger.connect().send(encode(hello("D"), 9, 1))
+    assert exchange(p, until=lambda: p.malformed == 1)[p] == []
+    assert len(p._accepted) == 3
+
+
+def test_unknown_sessions_are_told_and_repeats_dropped(p: Channel, stranger: Stranger) -> None:
+    sock = stranger.connect()
+    sock.send(encode(hello("D"), 5, 2))
+    sock.send(encode(hello("D"), 5, 2))
+    sock.send(encode(hello("D"), 5, 1))
+    other = stranger.connect()
+    ((connection, _),) = exchange(p, until=lambda: p.frames == 3)[p]
+    assert connection.received == 2
+    p.send(connection, Bye("x"))
+    assert sock.poll(5000)
+    other.send(encode(Cancel(AttemptKey(bytes(16), 0, "P-1", "D-1"), "x"), 5, 1))
+    exchange(p, until=lambda: p.frames == 4)
+    assert other.poll(5000)
+    assert b"unknown_session" in other.recv()
+
+
+@pytest.mark.parametrize("client", ["no keys", "another server's key", "unknown key"])
+def test_connections_without_the_right_keys_are_counted(
+    opened: Callable[..., Channel], directory: Path, caplog: pytest.LogCaptureFixture, client: str
+) -> None:
+    keyed = opened(keys=KeyRing(directory, "P"))
+    caller = Stranger(keyed.address.replace("curve://P@", "tcp://"))
+    sock = caller.context.socket(zmq.DEALER)
+    if client != "no keys":
+        server = zmq.curve_keypair()[0] if client == "another server's key" else KeyRing(directory, "P").public
+        sock.curve_serverkey = server
+        sock.curve_publickey, sock.curve_secretkey = zmq.curve_keypair()
+    sock.connect(caller.address)
+    sock.send(encode(hello("D"), 1, 1))
+    try:
+        exchange(keyed, until=lambda: keyed.refused > 0)
+    finally:
+        sock.close(0)
+        caller.close()
+    assert keyed.frames == 0
+    assert ("is not authorised" if client == "unknown key" else "a connection was refused") in caplog.text
+
+
+def test_log_lines_are_few_and_one_line_each(caplog: pytest.LogCaptureFixture) -> None:
+    log = logging.getLogger("tests.log_limit")
+    limit = LogLimit()
+    log.addFilter(limit)
+    records = [log.makeRecord(log.name, logging.WARNING, "f", 1, "bad %s", ("a\nb\x1b[2J",), None) for _ in range(99)]
+    for record in records:
+        record.created = 1000.5
+    assert sum(limit.filter(record) for record in records) == LINES_PER_SECOND
+    assert records[0].getMessage() == "bad a\\nb\\x1b[2J"
+    later = log.makeRecord(log.name, logging.WARNING, "f", 1, "100% of it", (), None)
+    later.created = 1001.0
+    assert limit.filter(later)
+    assert later.getMessage() == "100% of it (and 79 more that were not logged)"

@@ -1,0 +1,178 @@
+"""Digests see the same bytes whatever the layout, and nothing else as the same."""
+
+from __future__ import annotations
+
+import secrets
+
+import msgspec
+import numpy as np
+import pytest
+
+from baton.errors import ConfigError, ProtocolError
+from baton.handoff.digest import (
+    SAMPLED_SHARE,
+    MemoryDigester,
+    check_shape,
+    due,
+    mismatches,
+    pieces,
+    seeds_digest,
+    uncovered,
+)
+from baton.handoff.events import BadPiece
+from baton.handoff.messages import AttemptKey, PieceDigest, Seeds
+from baton.handoff.planner import RankGeometry
+from baton.kv.geometry import BLOCK_MAJOR_NHD, LAYER_MAJOR_HND, Axis, Geometry, GroupSpec
+
+KEY = AttemptKey(b"0" * 16, 0, "p", "d")
+LAYERS, HEADS, DIM, TOKENS = 3, 2, 4, 150
+LAYER_IDS = (4, 5, 9)
+
+
+class Pool:
+    """One engine's memory of one group, holding the same tokens as any other pool, in its own layout."""
+
+    def __init__(self, page_size: int, order: tuple[Axis, ...] = BLOCK_MAJOR_NHD, group: str = "target") -> None:
+        self.size = page_size
+        spec = GroupSpec(
+            name=group,
+            owner="target",
+            kind="full",
+            num_layers=LAYERS,
+            num_kv_heads=HEADS,
+            head_dim=DIM,
+            page_size=page_size,
+            dtype="bfloat16",
+            window=None,
+            layer_ids=LAYER_IDS,
+        )
+        count = -(-TOKENS // page_size)
+        self.pages = [1 + (i * 7) % count for i in range(count)] if count % 7 else list(range(count, 0, -1))
+        self.geometry = Geometry.from_order(spec, count + 1, order)
+        self.region = np.random.default_rng(page_size).integers(0, 255, self.geometry.region_bytes, dtype=np.uint8)
+        self.ranks = {group: RankGeometry(rank=0, geometry=self.geometry)}
+        for t in range(TOKENS):
+            for layer in range(LAYERS):
+                for half in range(2):
+                    for head in range(HEADS):
+                        for e in range(DIM):
+                            value = (t * 31 + layer * 7 + half * 5 + head * 3 + e) % 65521
+                            self.at(t, layer, half, head, e)[:] = np.frombuffer(np.uint16(value).tobytes(), np.uint8)
+        self.digester = MemoryDigester(self.ranks, [self.region])
+
+    def at(self, t: int, layer: int, half: int, head: int, e: int) -> np.ndarray:
+        g = self.geometry
+        start = g.base + layer * g.layer_stride + self.pages[t // self.size] * g.page_stride + half * g.half_stride
+        start += (t % self.size) * g.token_stride + head * g.head_stride + e * g.element_stride
+        return self.region[start : start + 2]
+
+    def digests(self, start: int, stop: int, group: str = "target") -> list[PieceDigest]:
+        return self.digester.digests(group, self.pages, start, stop)
+
+
+def test_layout_and_page_size_do_not_matter() -> None:
+    one, other = Pool(16), Pool(7, LAYER_MAJOR_HND)
+    for start, stop in ((0, TOKENS), (3, 64), (63, 65), (149, 150)):
+        found = one.digests(start, stop)
+        assert found == other.digests(start, stop)
+        assert [(p.start, p.stop) for p in found] == list(pieces(start, stop))
+        assert all(len(p.layers) == 8 * LAYERS for p in found)
+    assert one.digests(5, 5) == []
+
+
+def test_one_flipped_bit_is_named() -> None:
+    one, other = Pool(16), Pool(7, LAYER_MAJOR_HND)
+    digests = {"target": one.digests(2, TOKENS)}
+    assert mismatches(other.digester, other.ranks, digests, {"target": other.pages}) == []
+    other.at(70, 1, 1, 0, 3)[1] ^= 4
+    bad = mismatches(other.digester, other.ranks, digests, {"target": other.pages})
+    assert bad == [BadPiece("target", 64, 128, (5,))]
+    # A token that is in no interval may hold anything.
+    other.at(1, 0, 0, 0, 0)[0] ^= 1
+    assert mismatches(other.digester, other.ranks, digests, {"target": other.pages}) == bad
+
+
+def test_equal_bytes_elsewhere_do_not_pass() -> None:
+    one = Pool(16)
+    one.region[:] = 0
+    same = [one.digests(0, 16)[0], one.digests(16, 32)[0], one.digests(64, 80)[0]]
+    same.append(Pool(16, group="draft").digests(0, 16, "draft")[0])
+    every = {digest.layers[i : i + 8] for digest in same for i in range(0, 8 * LAYERS, 8)}
+    assert len(every) == 4 * LAYERS
+
+
+def test_pages_that_do_not_exist_are_refused() -> None:
+    one = Pool(16)
+    for table in ([0], [len(one.pages) + 1], [-1], []):
+        with pytest.raises(ProtocolError, match="target"):
+            one.digester.digests("target", table, 0, 16)
+    with pytest.raises(ProtocolError, match="other"):
+        one.digester.digests("other", one.pages, 0, 16)
+    tiled = GroupSpec(
+        name="target",
+        owner="target",
+        kind="full",
+        num_layers=1,
+        num_kv_heads=1,
+        head_dim=4,
+        page_size=32,
+        dtype="bfloat16",
+        window=None,
+        layer_ids=(0,),
+    )
+    geometry = Geometry.block_major(tiled, 4)
+    tile = msgspec.structs.replace(geometry, tile=32)
+    with pytest.raises(ConfigError, match="tiles"):
+        MemoryDigester({"target": RankGeometry(rank=0, geometry=tile)}, [np.zeros(10000, np.uint8)])
+
+
+def test_what_is_due() -> None:
+    assert due("off", KEY, 0, 1000) == ()
+    assert due("full", KEY, 3, 1000) == ((3, 1000),)
+    assert due("full", KEY, 3, 3) == ()
+    counts = []
+    for _ in range(50):
+        key = AttemptKey(secrets.token_bytes(16), 0, "p", "d")
+        spans = due("sampled", key, 10, 64 * 80)
+        # However a prefill is cut into chunks, the same blocks are chosen.
+        chunks = [span for a, b in ((10, 700), (700, 64 * 80)) for span in due("sampled", key, a, b)]
+        assert {start // 64 for start, _ in chunks} == {start // 64 for start, _ in spans}
+        counts.append(len(spans))
+    assert set(counts) == {80 // SAMPLED_SHARE}
+
+
+def test_gaps_are_seen() -> None:
+    one = Pool(16)
+    wanted = {"target": (3, TOKENS)}
+    whole = one.digests(3, 100) + one.digests(100, TOKENS)
+    assert uncovered({"target": whole}, wanted, "full", KEY) == []
+    for missing in range(len(whole)):
+        part = whole[:missing] + whole[missing + 1 :]
+        assert uncovered({"target": part}, wanted, "full", KEY) == ["target"]
+    assert uncovered({}, wanted, "full", KEY) == ["target"]
+    assert uncovered({}, wanted, "off", KEY) == []
+
+
+@pytest.mark.parametrize(
+    "bad", [(0, 10), (140, 151), (10, 10), (20, 10), (60, 70), (0, 65)], ids=["below", "above", "0", "rev", "2", "big"]
+)
+def test_pieces_of_a_wrong_shape_are_refused(bad: tuple[int, int]) -> None:
+    wanted = {"target": (3, TOKENS)}
+    check_shape({"target": [PieceDigest(3, 64, b"x" * 8), PieceDigest(64, 128, b"x" * 8)]}, wanted)
+    with pytest.raises(ProtocolError, match="target"):
+        check_shape({"target": [PieceDigest(*bad, b"x" * 8)]}, wanted)
+    with pytest.raises(ProtocolError, match="other"):
+        check_shape({"other": [PieceDigest(3, 4, b"x" * 8)]}, wanted)
+    with pytest.raises(ProtocolError, match="target"):
+        check_shape({"target": [PieceDigest(3, 64, b"x" * 8), PieceDigest(5, 64, b"x" * 8)]}, wanted)
+
+
+def test_seeds_are_digested_per_attempt() -> None:
+    seeds = Seeds(7, None, [8, 9])
+    assert len(seeds_digest(KEY, seeds)) == 8
+    others = [
+        seeds_digest(KEY, Seeds(6, None, [8, 9])),
+        seeds_digest(KEY, Seeds(7, None, [8, 1])),
+        seeds_digest(AttemptKey(b"0" * 16, 1, "p", "d"), seeds),
+    ]
+    assert seeds_digest(KEY, seeds) not in others

@@ -1,0 +1,548 @@
+"""Leases, eviction, rejoining and repetition: real runners over a modelled network, by a clock that the test moves."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Iterator
+from typing import Literal
+
+import numpy as np
+import pytest
+
+from baton.errors import ProtocolError
+from baton.handoff.config import AgentConfig, Timers
+from baton.handoff.environment import Connection
+from baton.handoff.events import (
+    Declared,
+    DecodeCommitted,
+    DecodeFailed,
+    DecodeReleased,
+    HandoffEvent,
+    PrefillReleased,
+    Sampled,
+)
+from baton.handoff.messages import Bye, Hello, Message, Register, Renew, Seeds, decode, encode
+from baton.handoff.planner import RankGeometry
+from baton.handoff.runner import HandoffRunner
+from baton.handoff.ticket import Ticket, new_transfer_id
+from baton.kv.geometry import Geometry, GroupSpec
+from baton.transports.base import CopyList, Direction, Operation, Peer
+from baton.transports.local import LocalTransport
+
+SEEDS = Seeds(first_token=5)
+STEP = 0.05
+N = 8
+TIMERS = Timers()
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def time(self) -> float:
+        return self.now
+
+
+class FakeChannel:
+    """What one engine sends and receives. A frame takes one step of the world, and waits for one that is paused."""
+
+    malformed = 0
+
+    def __init__(self, world: World, address: str) -> None:
+        self.world, self.address = world, address
+        self.dialled: dict[int, Connection] = {}
+        self.accepted: dict[int, Connection] = {}
+        self.inbox: deque[tuple[int, bool, Message, FakeChannel]] = deque()
+        self.sent: list[tuple[float, Message]] = []
+
+    def dial(self, address: str) -> Connection:
+        session = next(self.world.numbers)
+        self.dialled[session] = Connection(session, None, address=address)
+        return self.dialled[session]
+
+    def drop(self, connection: Connection) -> None:
+        known = self.dialled if connection.identity is None else self.accepted
+        if known.get(connection.session) is connection:
+            del known[connection.session]
+
+    def send(self, connection: Connection, message: Message) -> None:
+        self.sent.append((self.world.clock.now, message))
+        message = decode(encode(message, connection.session, 1))[2]
+        if connection.identity is not None:
+            connection.socket.inbox.append((connection.session, False, message, self))
+        elif connection.session in self.dialled and connection.address in self.world.nodes:
+            self.world.nodes[connection.address].channel.inbox.append((connection.session, True, message, self))
+
+    def receive(self) -> Iterator[tuple[Connection, Message]]:
+        for _ in range(len(self.inbox)):
+            session, to_bound, message, sender = self.inbox.popleft()
+            known = self.accepted if to_bound else self.dialled
+            if to_bound and session not in known:
+                if not isinstance(message, Hello):
+                    sender.inbox.append((session, False, Bye("unknown_session"), self))
+                    continue
+                known[session] = Connection(session, sender, identity=b"x")
+            if session in known:
+                yield known[session], message
+
+
+class StuckTransport(LocalTransport):
+    """Copies begin, and what becomes of them is not known before the connection is closed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stuck: list[Operation] = []
+        self.hold = False
+
+    def submit(self, peer: Peer, direction: Direction, copies: CopyList, tag: str = "") -> Operation:
+        self.stuck.append(Operation(tag))
+        return self.stuck[-1]
+
+    def disconnect(self, peer: Peer) -> None:
+        super().disconnect(peer)
+        for operation in self.stuck if not self.hold else ():
+            operation.end("the connection is closed")
+
+    def cancel(self, operation: Operation) -> Literal["quiet", "unknown"]:
+        return "unknown"
+
+
+class Node:
+    """One engine's runner and memory."""
+
+    def __init__(
+        self, world: World, name: str, timers: Timers = TIMERS, incarnation: str = "1", stuck: bool = False
+    ) -> None:
+        self.world, self.name, self.incarnation = world, name, f"{name}-{incarnation}"
+        self.address = f"tcp://{name}"
+        self.channel = FakeChannel(world, self.address)
+        spec = GroupSpec(
+            name="target",
+            owner="target",
+            kind="full",
+            num_layers=1,
+            num_kv_heads=1,
+            head_dim=4,
+            page_size=4,
+            dtype="float32",
+            window=None,
+            layer_ids=(0,),
+        )
+        geometry = Geometry.block_major(spec, 16)
+        self.transport = StuckTransport() if stuck else LocalTransport()
+        self.memory = self.transport.allocate("target", geometry.region_bytes)
+        descriptor = self.transport.register([self.memory])
+        self.events: list[HandoffEvent] = []
+        self.runner = HandoffRunner(
+            AgentConfig(name, self.incarnation, ticket_key=b"k", timers=timers),
+            {"target": RankGeometry(rank=0, geometry=geometry)},
+            self.transport,
+            descriptor,
+            self.channel,
+            self.events.append,
+            world.clock,
+        )
+        self.paused = False
+        world.nodes[self.address] = self
+
+    def step(self) -> None:
+        self.runner.on_time()
+        for connection, message in self.channel.receive():
+            self.runner.on_message(connection, message)
+        while len(self.runner.operations) and not isinstance(self.transport, StuckTransport):
+            self.runner.operations.wait(1.0)
+            self.runner.poll_copies()
+        self.runner.poll_copies()
+
+    def die(self) -> None:
+        self.transport.close()
+        del self.world.nodes[self.address]
+
+    def failures(self) -> list[str]:
+        return [event.reason for event in self.events if isinstance(event, DecodeFailed)]
+
+    def count(self, kind: type[HandoffEvent]) -> int:
+        return sum(isinstance(event, kind) for event in self.events)
+
+    def sent(self, kind: type[Message]) -> list[float]:
+        return [at for at, message in self.channel.sent if isinstance(message, kind)]
+
+
+class World:
+    def __init__(self) -> None:
+        self.clock = Clock()
+        self.numbers = itertools.count(1)
+        self.nodes: dict[str, Node] = {}
+
+    def run(self, seconds: float) -> None:
+        for _ in range(round(seconds / STEP)):
+            self.clock.now += STEP
+            for node in list(self.nodes.values()):
+                if not node.paused:
+                    node.step()
+
+    def ticket(self, p: Node, d: Node, mode: str, life: float = 100) -> Ticket:
+        return Ticket(
+            transfer_id=new_transfer_id(),
+            prefill_engine=p.name,
+            prefill_incarnation=p.incarnation,
+            prefill_address=p.address,
+            decode_engine=d.name,
+            decode_incarnation=d.incarnation,
+            decode_address=d.address,
+            mode=mode,  # type: ignore[arg-type]
+            expiry=int(self.clock.now + life),
+            request_digest=bytes(32),
+        )
+
+    def prefill(self, p: Node, ticket: Ticket) -> None:
+        p.runner.to_prefill(ticket.key, Declared(N, {"target": [1, 2]}, {"target": N}))
+        p.runner.to_prefill(ticket.key, Sampled(SEEDS, False))
+
+    def begin(self, p: Node, d: Node, mode: str) -> Ticket:
+        """Both legs opened and registered, P still prefilling."""
+        ticket = self.ticket(p, d, mode)
+        p.runner.open_prefill(ticket)
+        d.runner.open_decode(ticket, {"target": (0, N)}, {"target": [3, 4]})
+        self.run(0.5)
+        return ticket
+
+    def hand_over(self, p: Node, d: Node, mode: str = "push") -> None:
+        """One whole handoff that must succeed."""
+        before = d.count(DecodeCommitted)
+        p.memory[:] = np.random.default_rng(before).integers(0, 255, p.memory.size, dtype=np.uint8)
+        ticket = self.begin(p, d, mode)
+        self.prefill(p, ticket)
+        self.run(1.0)
+        assert d.count(DecodeCommitted) == before + 1, (p.events, d.events)
+        page = p.memory.size // 16
+        np.testing.assert_array_equal(d.memory[3 * page : 5 * page], p.memory[page : 3 * page])
+
+    def settled(self) -> bool:
+        return not any(node.runner.stats()["outstanding"] for node in self.nodes.values())
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    made = World()
+    yield made
+    for node in made.nodes.values():
+        node.transport.close()
+
+
+@pytest.fixture(params=["push", "pull"])
+def mode(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def test_sessions_outlive_their_lease_while_both_live(world: World) -> None:
+    p, d = Node(world, "P"), Node(world, "D")
+    world.hand_over(p, d)
+    world.run(60)
+    assert p.runner.stats()["sessions"] == d.runner.stats()["sessions"] == 1
+    assert p.runner.stats()["lost_leases"] == d.runner.stats()["lost_leases"] == 0
+    links = [*p.runner.links.clients.values(), *d.runner.links.servers.values()]
+    assert all(link.round_trip is not None and 0 < link.round_trip <= 3 * STEP for link in links)
+
+
+def test_a_silent_prefill_engine_costs_its_lease_and_frees_nothing_it_may_write(world: World) -> None:
+    p, d = Node(world, "P"), Node(world, "D")
+    ticket = world.begin(p, d, "push")
+    p.paused = True
+    world.run(TIMERS.lease - 1)
+    assert d.failures() == []
+    world.run(2)
+    assert [event for event in d.events if isinstance(event, DecodeFailed)] == [
+        DecodeFailed(ticket.key, "lease_expired", "engine P was silent for 5 s", recoverable=True)
+    ]
+    world.run(30)
+    assert d.count(DecodeReleased) == 0
+    assert d.runner.stats()["quarantined"] == 1
+    p.paused = False
+    world.run(3)
+    assert d.count(DecodeReleased) == 1
+    assert p.events == [PrefillReleased(ticket.key, "lease_expired")]
+    assert world.settled()
+    world.hand_over(p, d)
+
+
+def test_a_silent_decode_engine_costs_its_lease_and_frees_nothing_it_may_read(world: World) -> None:
+    p, d = Node(world, "P"), Node(world, "D")
+    ticket = world.ticket(p, d, "pull")
+    p.runner.open_prefill(ticket)
+    world.prefill(p, ticket)
+    d.runner.open_decode(ticket, {"target": (0, N)}, {"target": [3, 4]})
+    world.run(0.1)
+    d.paused = True
+    world.run(TIMERS.lease + 30)
+    assert p.runner.stats()["lost_leases"] == 1
+    assert p.runner.stats()["quarantined"] == 1
+    assert p.events == []
+    d.paused = False
+    world.run(3)
+    assert p.events == [PrefillReleased(ticket.key, "lease_expired")]
+    assert d.count(DecodeCommitted) + d.count(DecodeReleased) == 1
+    assert world.settled()
+    # It was this process that slept: the silence of the other is not held against it.
+    assert d.runner.stats()["lost_leases"] == 0
+    world.hand_over(p, d, "pull")
+
+
+def test_the_memory_of_a_silent_peer_is_let_go_when_nothing_needs_it(world: World, mode: str) -> None:
+    p, d = Node(world, "P"), Node(world, "D")
+    world.hand_over(p, d, mode)
+    assert len(p.transport._peers) == len(d.transport._peers) == 1
+    p.paused = True
+    world.run(TIMERS.lease + 2)
+    assert d.transport._peers == []
+    assert d.runner.stats()["sessions"] == 0
+    p.paused, d.paused = False, True
+    world.run(TIMERS.lease + 2)
+    assert p.transport._peers == []
+    d.paused = False
+    world.hand_over(p, d, mode)
+
+
+def test_a_restarted_prefill_engine_is_met_again(world: World, mode: str) -> None:
+    p, d = Node(world, "P"), Node(world, "D")
+    world.hand_over(p, d, mode)
+    ticket = world.begin(p, d, mode)
+    p.die()
+    again = Node(world, "P", incarnation="2")
+    world.run(2)
+    assert d.failures() == ["peer_lost"]
+    assert d.count(DecodeReleased) == 1
+    world.hand_over(again, d, mode)
+    assert ticket.key.prefill_incarnation != again.incarnation
+    assert len(d.transport._peers) == 1
+
+
+def test_a_restarted_decode_engine_is_met_again(world: World, mode: str) -> None:
+    p, d = Node(world, "P"), Node(world, "D")
+    ticket = world.begin(p, d, mode)
+    d.die()
+    again = Node(world, "D", incarnation="2")
+    world.run(2)
+    assert p.events == [PrefillReleased(ticket.key, "peer_lost")]
+    world.hand_over(p, again, mode)
+    assert len(p.transport._peers) == 1
+
+
+def test_an_engine_that_never_answers_is_given_up_within_the_lease(world: World) -> None:
+    p, d = Node(world, "P"), Node(world, "D")
+    p.paused = True
+    d.runner.open_decode(world.ticket(p, d, "push"), {"target": (0, N)}, {"target": [3, 4]})
+    world.run(TIMERS.lease - 1)
+    assert d.events == []
+    world.run(2)
+    assert d.failures() == ["unreachable_peer"]
+    # Nothing was ever asked of it, so nothing can write the pages.
+    assert d.count(DecodeReleased) == 1
+    # P may hold pages for it, and is told as soon as it can be; after the ticket's end nobody asks any more.
+    assert len(d.runner.links.servers) == 1
+    world.run(100)
+    assert d.runner.links.servers == {}
+
+
+def test_an_engine_that_comes_late_hears_that_the_attempt_is_over(world: World) -> None:
+    p, d = Node(world, "P"), Node(world, "D")
+    p.paused = True
+    ticket = world.ticket(p, d, "push")
+    d.runner.open_decode(ticket, {"target": (0, N)}, {"target": [3, 4]})
+    world.run(TIMERS.lease + 1)
+    p.paused = False
+    world.run(TIMERS.lease + 1)
+    p.runner.open_prefill(ticket)
+    assert p.events == [PrefillReleased(ticket.key, "unreachable_peer")]
+
+
+def test_an_address_that_cannot_be_dialled_ends_the_attempt(world: World) -> None:
+    p, d = Node(world, "P"), Node(world, "D")
+
+    def refuse(address: str) -> Connection:
+        raise ProtocolError(f"cannot dial {address}")
+
+    d.channel.dial = refuse  # type: ignore[method-assign]
+    d.runner.open_decode(world.ticket(p, d, "push"), {"target": (0, N)}, {"target": [3, 4]})
+    assert d.failures() == ["unreachable_peer"]
+    assert d.count(DecodeReleased) == 1
+
+
+def test_a_lease_is_as_long_as_its_engine_says(world: World) -> None:
+    p, d = Node(world, "P", Timers(lease=30)), Node(world, "D")
+    world.begin(p, d, "push")
+    world.run(1)
+    p.paused = True
+    world.run(28)
+    assert d.failures() == []
+    world.run(4)
+    assert d.failures() == ["lease_expired"]
+
+
+def test_repetition_begins_at_the_round_trip_and_slows_down(world: World) -> None:
+    p, d = Node(world, "P"), Node(world, "D")
+    world.hand_over(p, d)
+    world.run(5)
+    d.channel.sent.clear()
+    # P computes for long: REGISTER has no answer to wait for soon.
+    world.begin(p, d, "push")
+    world.run(10)
+    times = d.sent(Register)
+    gaps = np.diff(times)
+    assert gaps[0] <= 0.85
+    assert max(gaps) <= TIMERS.retry + 2 * STEP
+    assert list(gaps) == sorted(gaps) or max(gaps) - gaps[-1] <= 2 * STEP
+    assert 8 <= len(times) <= 20
+
+
+def test_a_heartbeat_needs_a_session(world: World) -> None:
+    p, d = Node(world, "P"), Node(world, "D")
+    stranger = d.channel.dial(p.address)
+    d.channel.send(stranger, Renew(5.0, 1))
+    world.run(0.2)
+    assert p.sent(Renew) == []
+    assert p.runner.stats()["sessions"] == 0
+
+
+def test_a_forgotten_attempt_is_quiet(world: World) -> None:
+    """P asks about an attempt that D has forgotten: D has no read of it, and must say so."""
+    p, d = Node(world, "P"), Node(world, "D")
+    ticket = world.ticket(p, d, "pull", life=20)
+    p.runner.open_prefill(ticket)
+    d.runner.open_decode(ticket, {"target": (0, N)}, {"target": [3, 4]})
+    world.run(0.5)
+    # As after D's end of it was lost on the way, and D's memory of it went with the ticket.
+    d.runner.machines.decodes.live.clear()
+    world.prefill(p, ticket)
+    world.run(15)
+    assert p.events == []
+    world.run(10)
+    assert p.events == [PrefillReleased(ticket.key, "handoff_timeout")]
+    assert world.settled()
+
+
+def test_a_prefill_engine_that_sleeps_past_the_ticket_still_hears_that_its_reader_is_done(world: World) -> None:
+    p, d = Node(world, "P"), Node(world, "D")
+    ticket = world.ticket(p, d, "pull", life=20)
+    p.runner.open_prefill(ticket)
+    world.prefill(p, ticket)
+    d.runner.open_decode(ticket, {"target": (0, N)}, {"target": [3, 4]})
+    world.run(3 * STEP)
+    p.paused = True
+    world.run(60)
+    assert d.runner.stats()["outstanding"] == 0
+    p.paused = False
+    world.run(10)
+    assert p.count(PrefillReleased) == 1
+    assert world.settled()
+
+
+def test_a_successor_cannot_say_that_the_dead_are_quiet(world: World) -> None:
+    p, d = Node(world, "P"), Node(world, "D")
+    ticket = world.begin(p, d, "push")
+    attempt = d.runner.machines.decodes.live[ticket.key]
+    # As with a network card that goes on writing for a process that is dead.
+    attempt.peer.is_fenced = lambda: False  # type: ignore[union-attr]
+    p.die()
+    again = Node(world, "P", incarnation="2")
+    world.run(2)
+    assert d.failures() == ["peer_lost"]
+    again.runner.links.say_bye("engine_closed", quiet=True)
+    world.run(1)
+    assert d.count(DecodeReleased) == 0
+    attempt.peer.is_fenced = lambda: True  # type: ignore[union-attr]
+    world.run(1)
+    assert d.count(DecodeReleased) == 1
+
+
+def test_what_a_cancel_leaves_unknown_waits_for_the_fence(world: World, mode: str) -> None:
+    p, d = Node(world, "P", stuck=mode == "push"), Node(world, "D", stuck=mode == "pull")
+    issuer, other = (p, d) if mode == "push" else (d, p)
+    ticket = world.begin(p, d, mode)
+    world.prefill(p, ticket)
+    world.run(0.5)
+    issuer.runner.abort(ticket.key, "gone")
+    world.run(60)
+    for node in (p, d):
+        assert node.count(PrefillReleased) + node.count(DecodeReleased) == 0
+        assert node.runner.stats()["quarantined"] == 1
+    assert issuer.runner.stats()["unknown"] == 1
+    assert isinstance(issuer.transport, StuckTransport)
+    issuer.transport.hold = True
+    other.die()
+    world.run(1)
+    if mode == "pull":
+        # The dead write nothing here, but our own read may.
+        assert issuer.count(DecodeReleased) == 0
+        for operation in issuer.transport.stuck:
+            operation.end("the connection is closed")
+        world.run(1)
+    assert issuer.count(PrefillReleased) + issuer.count(DecodeReleased) == 1
+    stats = issuer.runner.stats()
+    assert stats["unknown"] == stats["quarantined"] == stats["outstanding"] == 0
+
+
+def test_an_attempt_without_a_session_does_not_spin(world: World) -> None:
+    p, d = Node(world, "P"), Node(world, "D")
+    p.paused = True
+    p.runner.open_prefill(world.ticket(p, d, "push"))
+    d.runner.open_decode(world.ticket(p, d, "push"), {"target": (0, N)}, {"target": [3, 4]})
+    for node in (p, d):
+        waits = []
+        for _ in range(5):
+            waits.append(node.runner.on_time())
+            world.clock.now += waits[-1]
+        assert min(waits[1:]) >= TIMERS.retry_min / 2
+
+
+def test_a_fence_closes_the_connection_which_ends_own_reads(world: World) -> None:
+    p, d = Node(world, "P"), Node(world, "D", stuck=True)
+    ticket = world.begin(p, d, "pull")
+    world.prefill(p, ticket)
+    world.run(0.5)
+    d.runner.abort(ticket.key, "gone")
+    world.run(1)
+    assert d.count(DecodeReleased) == 0
+    p.die()
+    world.run(1)
+    assert d.count(DecodeReleased) == 1
+
+
+def test_every_connection_with_the_reader_must_be_fenced(world: World) -> None:
+    p, d = Node(world, "P"), Node(world, "D", stuck=True)
+    ticket = world.begin(p, d, "pull")
+    world.prefill(p, ticket)
+    world.run(0.5)
+    # D finds its connection broken and comes in a new session; P's end of the old one breaks later.
+    (lost,) = d.runner.links.servers.values()
+    d.runner.links.hang_up(lost)
+    d.runner.links.dial(p.address, lost)
+    world.run(0.5)
+    attempt = p.runner.machines.prefills.live[ticket.key]
+    old, new = attempt.peers
+    old.is_fenced = lambda: True  # type: ignore[attr-defined]
+    p.runner.abort(ticket.key, "gone")
+    d.paused = True
+    world.run(2)
+    assert p.count(PrefillReleased) == 0
+    new.is_fenced = lambda: True  # type: ignore[attr-defined]
+    new.is_alive = lambda: False  # type: ignore[attr-defined]
+    world.run(1)
+    assert p.count(PrefillReleased) == 1
+
+
+def test_a_broken_connection_to_a_living_process_is_made_anew(world: World) -> None:
+    p, d = Node(world, "P"), Node(world, "D")
+    ticket = world.begin(p, d, "push")
+    (link,) = d.runner.links.servers.values()
+    link.peer.is_alive = lambda: False  # type: ignore[union-attr]
+    world.run(2)
+    assert d.failures() == ["peer_lost"]
+    # The pages come free by P's word, in the new session.
+    assert d.count(DecodeReleased) == 1
+    assert p.events == [PrefillReleased(ticket.key, "peer_lost")]
+    world.hand_over(p, d)

@@ -1,0 +1,378 @@
+"""What the router does for a request whose engines fail: one exact stream, or an error with its reason."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+from fake_serving import KEY, FakeEngine, served, until, write_tokenizer
+
+from baton.errors import EngineLostError, HandoffError, ProtocolError
+from baton.router import RouterConfig, build_app
+from baton.router.join import Joined
+from baton.router.timers import RouterTimers
+from baton.server import build_app as build_engine_app
+from baton.text import Tokenizer
+from baton.wire import GenerateRequest, SamplingParams, TokenChunk, TokenLogprobs
+
+QUICK = RouterTimers(check=0.05, answer=0.1, lease=0.4, patience=0.3)
+BODY = {"prompt": "a", "max_tokens": 30, "seed": 3, "logprobs": 1, "return_token_ids": True}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tokenizer(tmp_path_factory.mktemp("model"))
+
+
+class Cluster:
+    """Two prefill and two decode engines behind a router. `stop` makes an engine silent, as SIGSTOP does."""
+
+    def __init__(self, directory: Path, num_prefill: int = 2, num_decode: int = 2) -> None:
+        handed: dict[bytes, asyncio.Future[str]] = {}
+        self.directory = directory
+        self.prefills = [FakeEngine(directory, role="prefill", handed=handed) for _ in range(num_prefill)]
+        self.decodes = [FakeEngine(directory, role="decode", handed=handed) for _ in range(num_decode)]
+        self._running: dict[int, asyncio.Event] = {}
+
+    def stop(self, engine: FakeEngine) -> None:
+        self._running[id(engine)].clear()
+
+    def cont(self, engine: FakeEngine) -> None:
+        self._running[id(engine)].set()
+
+    def app(self, engine: FakeEngine) -> web.Application:
+        event = self._running[id(engine)] = asyncio.Event()
+        event.set()
+
+        @web.middleware
+        async def gate(request: web.Request, handler: Any) -> web.StreamResponse:
+            await event.wait()
+            try:
+                response: web.StreamResponse = await handler(request)
+            except ConnectionResetError:
+                assert request.transport is not None
+                request.transport.abort()  # as the death of its process would end it
+                raise
+            return response
+
+        app = build_engine_app(engine, Tokenizer.load(self.directory))
+        app.middlewares.insert(0, gate)
+        return app
+
+    @contextlib.asynccontextmanager
+    async def run(self, **config: Any) -> AsyncIterator[tuple[str, aiohttp.ClientSession]]:
+        async with contextlib.AsyncExitStack() as stack:
+            urls = [await stack.enter_async_context(served(self.app(e))) for e in self.prefills + self.decodes]
+            settings = RouterConfig(
+                prefill=tuple(urls[: len(self.prefills)]),
+                decode=tuple(urls[len(self.prefills) :]),
+                ticket_key=KEY,
+                **{"timers": QUICK, **config},
+            )
+            url = await stack.enter_async_context(served(await build_app(settings)))
+            try:
+                yield url, await stack.enter_async_context(aiohttp.ClientSession())
+            finally:
+                for event in self._running.values():
+                    event.set()
+
+
+async def complete(session: aiohttp.ClientSession, url: str, **body: Any) -> tuple[int, Any]:
+    async with session.post(f"{url}/v1/completions", json={**BODY, **body}) as response:
+        return response.status, await response.json()
+
+
+async def expected_answer(directory: Path, session: aiohttp.ClientSession, **body: Any) -> Any:
+    async with served(build_engine_app(FakeEngine(directory), Tokenizer.load(directory))) as url:
+        status, answer = await complete(session, url, **body)
+        assert status == 200
+        return bare(answer)
+
+
+def bare(answer: Any) -> Any:
+    return {name: value for name, value in answer.items() if name not in ("id", "created")}
+
+
+async def recoveries(session: aiohttp.ClientSession, url: str) -> Any:
+    async with session.get(f"{url}/status") as response:
+        return (await response.json())["recoveries"]
+
+
+def ids(engine: FakeEngine) -> list[str]:
+    return [request.request_id for request in engine.requests]
+
+
+@pytest.mark.parametrize("fail_after", [1, 8, 20])
+@pytest.mark.parametrize("n", [1, 2])
+async def test_a_lost_decode_engine_costs_no_token(directory: Path, fail_after: int, n: int) -> None:
+    cluster = Cluster(directory)
+    cluster.decodes[0].fail, cluster.decodes[0].fail_after = "lost", fail_after
+    async with cluster.run() as (url, session):
+        status, answer = await complete(session, url, n=n)
+        assert status == 200, answer
+        assert bare(answer) == await expected_answer(directory, session, n=n)
+        assert (await recoveries(session, url))["full"] >= 1
+        resumed = [r for r in cluster.decodes[1].requests if r.num_prompt_tokens is not None]
+        assert resumed
+        assert all(r.num_prompt_tokens == 1 for r in resumed)
+        everything = ids(cluster.decodes[0]) + ids(cluster.decodes[1])
+        assert len(everything) == len(set(everything)), "each attempt has an id of its own"
+        transfers = [r.handoff.ticket for r in cluster.decodes[0].requests + cluster.decodes[1].requests if r.handoff]
+        assert len(transfers) == len(set(transfers))
+
+
+async def test_a_lost_decode_engine_in_a_stream(directory: Path) -> None:
+    cluster = Cluster(directory)
+    cluster.decodes[0].fail = "lost"
+    async with cluster.run() as (url, session):
+        body = {**BODY, "stream": True, "stream_options": {"include_usage": True}}
+        async with session.post(f"{url}/v1/completions", json=body) as response:
+            events = [json.loads(line[6:]) async for line in response.content if line.startswith(b"data: {")]
+        expected = await expected_answer(directory, session)
+        choices = [choice for event in events for choice in event["choices"]]
+        assert [t for c in choices for t in c["token_ids"]] == expected["choices"][0]["token_ids"]
+        assert "".join(c["text"] for c in choices) == expected["choices"][0]["text"]
+        assert events[-1]["usage"] == expected["usage"]
+        offsets = [o for c in choices if c["logprobs"] for o in c["logprobs"]["text_offset"]]
+        assert offsets == expected["choices"][0]["logprobs"]["text_offset"]
+
+
+async def test_every_decode_engine_is_lost_once(directory: Path) -> None:
+    cluster = Cluster(directory, num_decode=4)
+    for number, engine in enumerate(cluster.decodes[:3]):
+        engine.fail, engine.fail_after = "lost", 4 + 6 * number
+    async with cluster.run() as (url, session):
+        _, answer = await complete(session, url)
+        assert bare(answer) == await expected_answer(directory, session)
+
+
+async def test_engines_that_do_both_take_over_from_each_other(directory: Path) -> None:
+    cluster = Cluster(directory, 0, 0)
+    many = [FakeEngine(directory), FakeEngine(directory)]
+    many[0].fail = "lost"
+    async with contextlib.AsyncExitStack() as stack:
+        urls = [await stack.enter_async_context(served(cluster.app(engine))) for engine in many]
+        app = await build_app(RouterConfig(both=tuple(urls), timers=QUICK))
+        url = await stack.enter_async_context(served(app))
+        session = await stack.enter_async_context(aiohttp.ClientSession())
+        _, answer = await complete(session, url)
+        assert bare(answer) == await expected_answer(directory, session)
+        assert await recoveries(session, url) == {"full": 1}
+        assert len(many[1].requests) == 1
+        assert many[1].requests[0].num_prompt_tokens == 1
+
+
+async def test_no_other_decode_engine_is_an_error_with_its_reason(directory: Path) -> None:
+    cluster = Cluster(directory, num_decode=1)
+    cluster.decodes[0].fail = "dies"
+    async with cluster.run() as (url, session):
+        status, answer = await complete(session, url)
+        assert (status, answer["error"]["code"]) == (503, "engine_unavailable")
+        assert "the engine is down" in answer["error"]["message"]
+        assert len(cluster.decodes[0].requests) == 3, "three attempts in a row without a token"
+        await until(lambda: cluster.prefills[0].running == cluster.prefills[1].running == 0)
+
+
+@pytest.mark.parametrize(
+    ("recovery", "fault", "recovered"),
+    [
+        ("recompute", "lost", False),
+        ("source", "lost", False),
+        ("source", "reports", True),
+        ("full", "reports", True),
+        ("retry", "reports", False),
+        ("retry", "recoverable", False),
+        ("source", "recoverable", True),
+        ("none", "down", False),
+        ("source", "down", True),
+    ],
+)
+async def test_the_ladder_is_climbed_as_far_as_allowed(
+    directory: Path, recovery: str, fault: str, recovered: bool
+) -> None:
+    cluster = Cluster(directory)
+    cluster.decodes[0].fail = fault
+    async with cluster.run(recovery=recovery) as (url, session):
+        status, answer = await complete(session, url)
+        if not recovered:
+            assert status in (500, 503), answer
+            assert await recoveries(session, url) == {}
+            return
+        assert bare(answer) == await expected_answer(directory, session)
+        counted = await recoveries(session, url)
+        # Whether the first token was out by then is a matter of time where the decode engine took nothing.
+        assert counted in ([{"source": 1}, {"retry": 1}] if fault == "down" else [{"source": 1}])
+        async with session.get(f"{url}/metrics") as response:
+            assert "baton:router_recoveries_total{rung=" in await response.text()
+
+
+async def test_nothing_sent_is_tried_again_where_nothing_more_is_allowed(directory: Path) -> None:
+    cluster = Cluster(directory)
+    cluster.prefills[0].fail = "down"
+    async with cluster.run(recovery="retry") as (url, session):
+        _, answer = await complete(session, url)
+        assert bare(answer) == await expected_answer(directory, session)
+        assert await recoveries(session, url) == {"retry": 1}
+
+
+async def test_a_reported_failure_goes_to_another_prefill_engine(directory: Path) -> None:
+    cluster = Cluster(directory, num_decode=1)
+    cluster.decodes[0].fail = "recoverable"  # once
+    async with cluster.run() as (url, session):
+        assert (await complete(session, url))[0] == 200
+        assert len(cluster.prefills[0].requests) == len(cluster.prefills[1].requests) == 1
+
+
+async def test_a_prefill_engine_that_is_lost_is_the_decode_engines_matter(directory: Path) -> None:
+    cluster = Cluster(directory)
+    cluster.prefills[0].fail = "lost"
+    async with cluster.run() as (url, session):
+        asked = asyncio.create_task(complete(session, url))
+        await until(lambda: cluster.prefills[0].outcomes["aborted"] == 1 and cluster.decodes[0].running == 1)
+        await asyncio.sleep(0.1)
+        assert cluster.decodes[0].running == 1
+        # It recomputes: here, it goes on as if it had been handed everything.
+        (future,) = cluster.decodes[0].handed.values()
+        future.set_result("handed over")
+        status, answer = await asked
+        assert status == 200
+        assert bare(answer) == await expected_answer(directory, session)
+        assert await recoveries(session, url) == {}
+        assert len(cluster.prefills[1].requests) == 0
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1])
+async def test_a_silent_decode_engine_loses_its_legs_with_its_lease(directory: Path, num_tokens: int) -> None:
+    cluster = Cluster(directory)
+    for engine in cluster.decodes:
+        engine.step_s = 0.05
+    if num_tokens == 0:
+        cluster.prefills[0].step_s = 1e3  # it would never be handed anything
+    async with cluster.run() as (url, session):
+        asked = asyncio.create_task(complete(session, url))
+        await until(lambda: cluster.decodes[0].running == 1)
+        if num_tokens:
+            await asyncio.sleep(0.1)
+        # What it says from now on is not heard: it says nothing.
+        cluster.decodes[0].step_s = 1e3
+        cluster.stop(cluster.decodes[0])
+        cluster.prefills[0].step_s = 0.0
+        status, answer = await asked
+        assert status == 200, answer
+        assert bare(answer) == await expected_answer(directory, session)
+        assert len(cluster.decodes[1].requests) == 1
+        # Once it answers again it gets requests again.
+        cluster.decodes[0].step_s = 0.0
+        cluster.cont(cluster.decodes[0])
+
+        async def healthy() -> bool:
+            async with session.get(f"{url}/status") as response:
+                return all(engine["healthy"] for engine in (await response.json())["engines"])
+
+        while not await healthy():
+            await asyncio.sleep(0.02)
+        before = len(cluster.decodes[0].requests)
+        for _ in range(2):
+            assert (await complete(session, url))[0] == 200
+        assert len(cluster.decodes[0].requests) == before + 1
+
+
+async def test_a_silent_engine_gets_new_requests_only_for_want_of_another(directory: Path) -> None:
+    cluster = Cluster(directory)
+    async with cluster.run(timers=RouterTimers(check=0.05, answer=0.1, lease=60.0)) as (url, session):
+        cluster.stop(cluster.decodes[0])
+        await asyncio.sleep(0.5)
+        for _ in range(3):
+            assert (await complete(session, url))[0] == 200
+        assert len(cluster.decodes[0].requests) == 0
+        cluster.stop(cluster.decodes[1])
+        await asyncio.sleep(0.5)
+        asked = asyncio.create_task(complete(session, url))
+        await asyncio.sleep(0.2)
+        assert not asked.done(), "it waits for one of the two"
+        cluster.cont(cluster.decodes[0])
+        cluster.cont(cluster.decodes[1])
+        assert (await asked)[0] == 200
+
+
+async def test_a_router_that_was_halted_gives_nobody_up(directory: Path) -> None:
+    cluster = Cluster(directory)
+    for engine in cluster.decodes:
+        engine.step_s = 0.02
+    async with cluster.run() as (url, session):
+        asked = asyncio.create_task(complete(session, url))
+        await until(lambda: cluster.decodes[0].running == 1)
+        for engine in cluster.prefills + cluster.decodes:
+            cluster.stop(engine)
+        await asyncio.sleep(0.07)  # questions to all of them are under way
+        time.sleep(2 * QUICK.lease)  # no loop runs: as if this process had been halted
+        for engine in cluster.prefills + cluster.decodes:
+            cluster.cont(engine)
+        status, answer = await asked
+        assert status == 200, answer
+        assert await recoveries(session, url) == {}
+
+
+async def test_engines_that_disagree_are_told_apart_from_an_answer(directory: Path) -> None:
+    cluster = Cluster(directory)
+    for engine in cluster.decodes:
+        engine.fail = "wrong"
+    async with cluster.run() as (url, session):
+        status, answer = await complete(session, url)
+        assert (status, answer["error"]["code"]) == (500, "token_mismatch")
+
+
+def joined() -> Joined:
+    return Joined(GenerateRequest(request_id="r", prompt_token_ids=[1, 2], sampling_params=SamplingParams()))
+
+
+def chunk(position: int | None, *tokens: int, **fields: Any) -> TokenChunk:
+    logprobs = [TokenLogprobs(logprob=-float(t)) for t in tokens]
+    return TokenChunk(request_id="x", token_ids=list(tokens), position=position, logprobs=logprobs, **fields)
+
+
+def test_tokens_join_by_position() -> None:
+    stream = joined()
+    assert stream.push(chunk(0, 5)) == chunk(0, 5)
+    assert stream.push(chunk(0, 5)) is None
+    assert stream.push(TokenChunk(request_id="x")) is None
+    assert stream.push(chunk(0, 5, 6, 7, accepted=[1])) == chunk(1, 6, 7, accepted=[1])
+    assert stream.push(chunk(1, 6)) is None
+    last = stream.push(chunk(2, 7, accepted=[0], finish_reason="stop", stop_reason=7))
+    assert last == TokenChunk(request_id="x", finish_reason="stop", stop_reason=7)
+    assert stream.token_ids == [5, 6, 7]
+
+
+def test_tokens_that_do_not_join_are_refused() -> None:
+    stream = joined()
+    stream.push(chunk(0, 5, 6))
+    for wrong in (chunk(0, 4), chunk(1, 7, 8), chunk(0, 5, 7)):
+        with pytest.raises(HandoffError, match="token_mismatch: output token"):
+            stream.push(wrong)
+    for misplaced in (chunk(3, 1), chunk(None, 1), chunk(-1, 6)):
+        with pytest.raises(ProtocolError, match="position 2 is next"):
+            stream.push(misplaced)
+    assert stream.token_ids == [5, 6]
+
+
+def test_the_rest_of_a_request_counts_from_its_prompt() -> None:
+    stream = joined()
+    assert stream.rest(0) is stream.request
+    stream.push(chunk(0, 5, 6))
+    rest = stream.rest(2)
+    assert (rest.request_id, rest.prompt_token_ids, rest.num_prompt_tokens) == ("r.2", [1, 2, 5, 6], 2)
+    assert rest.sampling_params == stream.request.sampling_params
+
+
+def test_a_lost_engine_is_an_unavailable_one_to_clients() -> None:
+    from baton.openai.errors import to_api_error
+
+    assert to_api_error(EngineLostError("gone")).status == 503

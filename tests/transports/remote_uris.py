@@ -1,0 +1,32 @@
+"""What tests of transports over libraries share: URIs, and a skip with the line that says what is missing."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from baton.errors import ConfigError
+from baton.transports.registry import create_transport
+
+SCHEMES = ["nixl", "mooncake", "file"]
+
+
+@cache
+def missing(scheme: str) -> str:
+    """Why this machine cannot run a transport; "" when it can."""
+    try:
+        create_transport(f"{scheme}://").close()
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def uri_of(scheme: str, directory: Path) -> str:
+    """The URI of a transport; skips the test when this machine cannot run it."""
+    if scheme == "file":
+        return f"file://?path={directory}/store"
+    if missing(scheme):
+        pytest.skip(missing(scheme))
+    return f"{scheme}://"

@@ -1,0 +1,62 @@
+"""The suite over transports that drive a library or a store, each far side in a process of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from remote_uris import SCHEMES, uri_of
+
+from baton.testing import check_store, check_transport
+from baton.testing.conformance import main
+from baton.testing.transport_suite import check_names
+from baton.transports.registry import create_transport
+from baton.transports.store import FileStore
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("check", check_names())
+def test_across_processes(scheme: str, check: str, tmp_path: Path) -> None:
+    uri = uri_of(scheme, tmp_path)
+    assert check_transport(lambda: create_transport(uri), spawn_uri=uri, only=[check]) == [check]
+
+
+def test_nixl_over_sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over UCX's TCP the receiving process moves the bytes: it has to be woken, and drained once a peer died."""
+    uri = uri_of("nixl", tmp_path)
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    names = ["copies_exactly", "survives_a_peer_killed_while_copying", "done_means_visible"]
+    assert len(check_transport(lambda: create_transport(uri), spawn_uri=uri, only=names)) == 3
+
+
+def test_file_in_one_process(tmp_path: Path) -> None:
+    uri = uri_of("file", tmp_path)
+    assert check_transport(lambda: create_transport(uri)) == check_names()
+
+
+def test_store() -> None:
+    assert len(check_store(FileStore)) == 7
+
+
+def test_store_that_keeps_nothing_in_order_is_found() -> None:
+    class Forgetful(FileStore):
+        def _touch(self, path: Path) -> bool:
+            return path.exists()
+
+    with pytest.raises(AssertionError, match=r"^evicts_by_size: expected that what was used last stays"):
+        check_store(Forgetful)
+
+
+def test_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["local://", "faulty+local://?fault=drop"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["check", "local", "faulty+local"]
+    assert lines[1].split() == ["copies_exactly", lines[1].split()[1], "s", "FAILED"]
+    assert any(line.startswith("faulty+local: copies_exactly: expected that") for line in lines)
+
+
+def test_table_says_what_is_missing(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "mooncake.engine", None)
+    assert main(["mooncake://"]) == 0
+    out = capsys.readouterr().out
+    assert "mooncake: not run: transport: mooncake:// needs the package mooncake-transfer-engine-non-cuda" in out

@@ -1,0 +1,344 @@
+"""Stuck, dead and strange peers of transports over libraries, and what is said when a part is missing."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from remote_uris import SCHEMES, uri_of
+
+from baton.errors import ConfigError, ProtocolError, TransportError
+from baton.testing.transport_peer import SpawnedPeer, pattern
+from baton.transports import remote as remote_module
+from baton.transports.base import CopyList
+from baton.transports.batches import batch_bounds, split_runs
+from baton.transports.file import FileLibrary
+from baton.transports.lifeline import MAX_FRAME, Lifeline, Line
+from baton.transports.process import ProcessWatch
+from baton.transports.registry import create_transport
+from baton.transports.remote import RemoteDescriptor, RemoteTransport, parse_descriptor
+
+
+def run_of(nbytes: int, source: int = 0, dest: int = 0) -> CopyList:
+    return CopyList(0, 0, *(np.array([value], dtype=np.int64) for value in (source, dest, nbytes)))
+
+
+# ---------------------------------------------------------------- peers that stop
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_stopped_peer_proves_nothing_until_it_is_dead(
+    scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over sockets a stopped process leaves the copy half-way: neither quiet nor fenced, however long one waits."""
+    monkeypatch.setattr(remote_module, "CANCEL_TIMEOUT_S", 0.5)
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    uri = uri_of(scheme, tmp_path)
+    size = 32 << 20
+    near = create_transport(uri)
+    far = SpawnedPeer(uri, [size])
+    try:
+        region = near.allocate("near", size)
+        near.register([region])
+        peer = near.connect(far.descriptor)
+        os.kill(far._process.pid, signal.SIGSTOP)
+        operation = near.submit(peer, "write", run_of(size), "stuck")
+        assert operation.wait(0.5) == "pending"
+        assert near.cancel(operation) == "unknown"
+        assert peer.alive()
+        assert not peer.fenced()
+        far.kill()
+        assert peer.fenced()
+        assert not peer.alive()
+        assert operation.wait(40) == "failed"
+        assert near.cancel(operation) == "quiet"
+        assert operation.error
+    finally:
+        far.kill()
+        near.close()
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_cancel_issues_no_further_batch(scheme: str, tmp_path: Path) -> None:
+    uri = uri_of(scheme, tmp_path)
+    near, far = create_transport(uri), create_transport(uri)
+    try:
+        size = 64 << 20
+        own, theirs = near.allocate("near", size), far.allocate("far", size)
+        own[:] = 1
+        near.register([own])
+        peer = near.connect(far.register([theirs]))
+        operation = near.submit(peer, "write", run_of(size), "long")
+        assert near.cancel(operation) == "quiet"
+        theirs[:] = 0
+        assert operation.error is not None
+        assert operation.error.startswith("cancelled after ")
+        later = near.submit(peer, "write", run_of(16, 0, 32), "later")
+        assert later.wait(30) == "done"
+        assert int(theirs.sum()) == 16
+    finally:
+        far.close()
+        near.close()
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_idle_transports_do_not_burn_cpu(scheme: str, tmp_path: Path) -> None:
+    uri = uri_of(scheme, tmp_path)
+    near, far = create_transport(uri), create_transport(uri)
+    try:
+        near.register([near.allocate("near", 4096)])
+        peer = near.connect(far.register([far.allocate("far", 4096)]))
+        assert near.submit(peer, "write", run_of(4096)).wait(30) == "done"
+        before = time.process_time()
+        time.sleep(2)
+        assert time.process_time() - before < 0.1  # 5 % of a core, of both ends together
+    finally:
+        far.close()
+        near.close()
+
+
+def test_peer_objects_share_an_endpoint(tmp_path: Path) -> None:
+    """An engine that both prefills for and decodes from another holds two peer objects of it."""
+    near, far = create_transport(f"file://?path={tmp_path}"), create_transport(f"file://?path={tmp_path}")
+    try:
+        near.register([near.allocate("near", 64)])
+        descriptor = far.register([far.allocate("far", 64)])
+        one, two = near.connect(descriptor), near.connect(descriptor)
+        near.disconnect(one)
+        assert (one.alive(), two.alive()) == (False, True)
+        assert near.submit(two, "write", run_of(64)).wait(30) == "done"
+    finally:
+        far.close()
+        near.close()
+
+
+# ---------------------------------------------------------------- descriptors and frames from strangers
+
+
+@pytest.fixture
+def far(tmp_path: Path) -> Iterator[RemoteTransport]:
+    transport = create_transport(f"file://?path={tmp_path}/far")
+    assert isinstance(transport, RemoteTransport)
+    yield transport
+    transport.close()
+
+
+def altered(descriptor: bytes, **changes: object) -> bytes:
+    parsed = msgspec.msgpack.decode(descriptor, type=RemoteDescriptor)
+    return msgspec.msgpack.encode(msgspec.structs.replace(parsed, **changes))
+
+
+def test_descriptors_that_no_transport_makes_are_refused(far: RemoteTransport) -> None:
+    descriptor = far.register([far.allocate("far", 64)])
+    contact = far._driver.lifeline.contact
+    for changes, message in (
+        ({"scheme": "nixl"}, "descriptor of 'nixl'"),
+        ({"metadata": b"x"}, "is damaged"),
+        ({"regions": [(0, 64)]}, "no memory"),
+        ({"regions": [(4096, 0)]}, "no memory"),
+        ({"regions": [(2**63 - 10, 64)]}, "no memory"),
+        ({"contact": msgspec.structs.replace(contact, port=0)}, "out of range"),
+        ({"contact": msgspec.structs.replace(contact, pid=-1)}, "out of range"),
+        ({"contact": msgspec.structs.replace(contact, secret=b"")}, "out of range"),
+    ):
+        with pytest.raises(ProtocolError, match=message):
+            parse_descriptor("file", altered(descriptor, **changes))
+    with pytest.raises(ProtocolError, match="too long"):
+        parse_descriptor("file", bytes(1 << 21))
+
+
+def test_another_store_is_named_as_the_cause(far: RemoteTransport, tmp_path: Path) -> None:
+    descriptor = far.register([far.allocate("far", 64)])
+    near = create_transport(f"file://?path={tmp_path}/near")
+    try:
+        near.register([near.allocate("near", 64)])
+        with pytest.raises(TransportError, match="do both engines use one directory"):
+            near.connect(descriptor)
+    finally:
+        near.close()
+
+
+def test_a_caller_without_the_secret_gets_nothing(far: RemoteTransport) -> None:
+    contact = far._driver.lifeline.contact
+    lifeline = Lifeline("127.0.0.1")
+    try:
+        with pytest.raises(TransportError, match=r"no answer|refused"):
+            lifeline.dial(msgspec.structs.replace(contact, secret=bytes(16)))
+        with socket.create_connection((contact.host, contact.port), 5) as stranger:
+            stranger.sendall((MAX_FRAME + 1).to_bytes(4, "big"))
+            stranger.settimeout(5)
+            assert stranger.recv(1) == b""
+        line = lifeline.dial(contact)
+        assert line.open()
+    finally:
+        lifeline.close()
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        ["ask", 1, "write", "ab" * 16, b"123"],
+        ["ask", 1, "write", "ab" * 16, np.array([[1], [8]], dtype=np.int64).tobytes()],
+        ["ask", 1, "write", "../x", np.array([[1], [8]], dtype=np.int64).tobytes()],
+        ["ask", 1, "read", "", np.array([[0], [2**62]], dtype=np.int64).tobytes()],
+        ["ask", 1, "read", "", np.array([[0], [-1]], dtype=np.int64).tobytes()],
+    ],
+    ids=lambda message: f"{message[2]} {len(message[4])}",
+)
+def test_asks_outside_the_regions_are_refused(far: RemoteTransport, message: list[object]) -> None:
+    region = far.allocate("far", 64)
+    region[:] = pattern(64, 1)
+    far.register([region])
+    frame = answer_of(far, msgspec.msgpack.encode(message))
+    assert frame is not None
+    kind, number, _, error = msgspec.msgpack.decode(frame)
+    assert (kind, number) == ("answer", 1)
+    assert error
+    assert np.array_equal(region, pattern(64, 1))
+
+
+@pytest.mark.parametrize("frame", [b"\x95", b"\x95rubbish", msgspec.msgpack.encode(["ask", 1, "swap", "", b""])])
+def test_frames_that_break_the_rules_end_the_line(far: RemoteTransport, frame: bytes) -> None:
+    assert answer_of(far, frame) is None
+
+
+def answer_of(far: RemoteTransport, frame: bytes) -> bytes | None:
+    """What `far` answers on a line of its own; None when it ends the line."""
+    lifeline = Lifeline("127.0.0.1")
+    try:
+        line: Line = lifeline.dial(far._driver.lifeline.contact)
+        line.send(frame)
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:
+            for event in lifeline.wait(0.5):
+                return event.frame
+    finally:
+        lifeline.close()
+    raise AssertionError("no answer")
+
+
+def test_an_answer_counts_only_on_the_line_that_was_asked(far: RemoteTransport) -> None:
+    library = far._library
+    assert isinstance(library, FileLibrary)
+    library._waiting[7] = (None, threading.Event())  # type: ignore[assignment]
+    lifeline = Lifeline("127.0.0.1")
+    try:
+        line = lifeline.dial(far._driver.lifeline.contact)
+        line.send(msgspec.msgpack.encode(["answer", 7, "", "gone"]))
+        line.send(msgspec.msgpack.encode(["ask", 1, "read", "", b""]))
+        while not lifeline.wait(1):
+            pass
+        assert 7 in library._waiting
+    finally:
+        lifeline.close()
+
+
+def test_a_reused_pid_is_a_dead_process(far: RemoteTransport) -> None:
+    contact = far._driver.lifeline.contact
+    assert not ProcessWatch(contact).dead()
+    assert ProcessWatch(msgspec.structs.replace(contact, start_time="1")).dead()
+    # Nothing is known of another host's processes, whatever their numbers.
+    assert not ProcessWatch(msgspec.structs.replace(contact, start_time="1", host_key="other")).dead()
+
+
+# ---------------------------------------------------------------- batches
+
+
+@given(
+    st.lists(st.integers(0, 100), max_size=40),
+    st.integers(1, 7),
+    st.integers(1, 120),
+    st.integers(1, 60),
+)
+def test_batches_cover_every_byte_once(sizes: list[int], max_runs: int, max_bytes: int, limit: int) -> None:
+    nbytes = np.array(sizes, dtype=np.int64)
+    starts = np.cumsum(nbytes) - nbytes
+    rows = split_runs(np.stack([starts + 1000, starts, nbytes], axis=1), limit)
+    assert [byte for near, far, n in rows.tolist() for byte in range(far, far + n)] == list(range(sum(sizes)))
+    assert bool((rows[:, 0] == rows[:, 1] + 1000).all())
+    assert max(rows[:, 2], default=0) <= max(limit, 0)
+    bounds = batch_bounds(rows[:, 2], max_runs, max_bytes)
+    assert bounds[0] == 0
+    assert bounds[-1] == len(rows)
+    for start, stop in itertools.pairwise(bounds):
+        assert 1 <= stop - start <= max_runs
+        assert stop - start == 1 or int(rows[start:stop, 2].sum()) <= max_bytes
+
+
+# ---------------------------------------------------------------- configuration
+
+
+@pytest.mark.parametrize(
+    ("uri", "message"),
+    [
+        ("nixl://?prog_thread=2", "prog_thread is 0 or 1"),
+        ("nixl://?host=localhost", "host is a numeric address"),
+        ("nixl://?speed=1", "unknown field `speed`"),
+        ("mooncake://?protocol=udp", "Invalid enum value 'udp'"),
+        ("mooncake://?host=x", "host is a numeric address"),
+        ("file://?max_bytes=0", "max_bytes is at least 1"),
+        ("file://?path=/proc/none", "cannot use the directory /proc/none"),
+        ("file://?host=203.0.113.1", "cannot listen on host '203.0.113.1'"),
+    ],
+)
+def test_refusals_name_the_cause(uri: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        create_transport(uri)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "modules", "message"),
+    [
+        ("nixl", ["nixl", "nixl_cu12", "nixl_cu13"], "nixl:// needs the package nixl-cu12: pip install"),
+        ("mooncake", ["mooncake", "mooncake.engine"], "needs the package mooncake-transfer-engine-non-cuda"),
+    ],
+)
+def test_a_missing_package_is_named(
+    scheme: str, modules: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in modules:
+        for name in [name for name in sys.modules if name.startswith(f"{module}.")]:
+            monkeypatch.delitem(sys.modules, name)
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ConfigError) as caught:
+        create_transport(f"{scheme}://")
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("error", "hint"),
+    [
+        ("libibverbs.so.1: cannot open shared object file: No such file or directory", "apt-get install libibverbs1"),
+        ("libfancy.so.1: cannot open shared object file", "install the package that holds this library"),
+    ],
+)
+def test_a_missing_shared_object_is_named(
+    error: str, hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "mooncake"]:
+        monkeypatch.delitem(sys.modules, name)
+    package = tmp_path / "mooncake"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "engine.py").write_text(f"raise ImportError({error!r})")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ConfigError) as caught:
+        create_transport("mooncake://")
+    assert str(caught.value) == f"transport: mooncake does not load: {error}; {hint}"
+    for name in [name for name in sys.modules if name.split(".")[0] == "mooncake"]:
+        monkeypatch.delitem(sys.modules, name)

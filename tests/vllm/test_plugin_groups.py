@@ -1,0 +1,148 @@
+"""The plug-in's view of vLLM's caches: groups by owner, tensors as geometries."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from baton.errors import ConfigError
+from baton.handoff.interval import Interval
+from baton.handoff.planner import plan
+from baton.vllm.geometry import CacheLayout, describe, kernel_pages
+from baton.vllm.groups import CacheTable, is_draft, layer_index, split_tables
+
+HEADS, DIM, TILE = 2, 8, 32
+
+
+def names(*ids: int) -> tuple[str, ...]:
+    return tuple(f"model.layers.{i}.self_attn.attn" for i in ids)
+
+
+def cpu_cache(blocks: int, block_size: int, layers: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """As vLLM allocates it: one buffer, one view `[blocks, heads, tokens, 2 * dim]` per layer."""
+    buffer = torch.zeros(layers * blocks * HEADS * block_size * 2 * DIM)
+    views = buffer.view(layers, blocks, HEADS, block_size, 2 * DIM)
+    return buffer, {name: views[i] for i, name in enumerate(names(*range(layers)))}
+
+
+def layout(caches: dict[str, torch.Tensor], block_size: int, target_layers: int) -> CacheLayout:
+    table = CacheTable("full", None, block_size, tuple(caches))
+    return describe(caches, split_tables([table], target_layers), dict.fromkeys(caches, TILE))
+
+
+def fill(view: torch.Tensor, block_size: int, table: list[int], tokens: int, layer: int) -> None:
+    """Write tokens as the `vec` kernel does: K by tiles of 32 tokens, dimension-major in them, then V by token."""
+    pages = view.reshape(view.shape[0], HEADS, 2 * block_size * DIM)
+    for token in range(tokens):
+        page, at = table[token // block_size], token % block_size
+        for head in range(HEADS):
+            for e in range(DIM):
+                value = 1.0 + layer * 1e6 + token * 100 + head * 10 + e
+                tile, inside = divmod(at, TILE)
+                pages[page, head, tile * TILE * DIM + e * TILE + inside] = value
+                pages[page, head, block_size * DIM + at * DIM + e] = -value
+
+
+def test_a_drafter_that_shares_a_block_table_becomes_a_group_of_its_own() -> None:
+    groups = split_tables([CacheTable("full", None, 32, names(0, 1, 2, 3))], num_target_layers=3)
+    assert [(g.name, g.owner, g.table, g.layer_ids) for g in groups] == [
+        ("target.full.0", "target", 0, (0, 1, 2)),
+        ("draft.full.0", "draft", 0, (3,)),
+    ]
+
+
+def test_layers_of_a_draft_model_are_known_by_their_prefix() -> None:
+    assert is_draft("draft_model.model.layers.0.self_attn.attn", 4)
+    assert not is_draft("model.layers.3.self_attn.attn", 4)
+    assert layer_index("language_model.model.layers.17.self_attn.attn") == 17
+    with pytest.raises(ConfigError, match="has no number"):
+        layer_index("model.embed")
+
+
+def test_state_layers_beside_a_drafter_are_refused() -> None:
+    tables = [CacheTable("state", None, 1, ("model.layers.0.mixer",)), CacheTable("full", None, 32, names(1, 2))]
+    assert [group.kind for group in split_tables(tables, 3)] == ["state", "full"]
+    with pytest.raises(ConfigError, match="Mamba"):
+        split_tables(tables, num_target_layers=2)
+
+
+@pytest.mark.parametrize("computed", [0, 1, 31, 32, 33, 95, 96, 99])
+def test_a_tile_is_final_when_all_of_it_is(computed: int) -> None:
+    (group,) = split_tables([CacheTable("full", None, 32, names(0))], 1)
+    assert group.final(99, computed, TILE) == (99 if computed == 99 else computed // 32 * 32)
+
+
+def test_what_is_wanted_ends_before_the_token_that_is_computed_here() -> None:
+    full, draft = split_tables([CacheTable("full", None, 32, names(0, 1))], 1)
+    window = split_tables([CacheTable("sliding_window", 16, 32, names(0))], 1)[0]
+    assert full.wanted(99, 32) == (32, 99)
+    assert draft.wanted(99, 32) == (32, 99)
+    # The next query, token 99, sees keys 84 to 99.
+    assert window.wanted(99, 32) == (84, 99)
+
+
+@pytest.mark.parametrize(("source_size", "dest_size"), [(32, 32), (32, 64), (64, 32)])
+@pytest.mark.parametrize("tokens", [1, 31, 32, 33, 64, 65, 100])
+def test_tiled_pages_of_other_sizes_hold_the_same_tokens_after_a_copy(
+    source_size: int, dest_size: int, tokens: int
+) -> None:
+    num_layers, target_layers = 3, 2
+    source_buffer, source_caches = cpu_cache(9, source_size, num_layers)
+    dest_buffer, dest_caches = cpu_cache(9, dest_size, num_layers)
+    expected_buffer, expected = cpu_cache(9, dest_size, num_layers)
+    source_table, dest_table = [7, 2, 5, 1], [3, 8, 4, 6]
+    for layer, name in enumerate(names(*range(num_layers))):
+        fill(source_caches[name], source_size, source_table, tokens, layer)
+        fill(expected[name], dest_size, dest_table, tokens, layer)
+    have, want = layout(source_caches, source_size, target_layers), layout(dest_caches, dest_size, target_layers)
+    assert len(have.regions) == 1
+    assert have.regions[0].ctypes.data == source_buffer.data_ptr()
+    for name in have.geometries:
+        lists = plan([have.geometries[name]], want.geometries[name], source_table, dest_table, Interval(0, tokens))
+        for copies in lists.values():
+            for source, dest, nbytes in zip(copies.source_offset, copies.dest_offset, copies.nbytes, strict=True):
+                want.regions[0][dest : dest + nbytes] = have.regions[0][source : source + nbytes]
+    assert torch.equal(dest_buffer, expected_buffer)
+
+
+def test_layers_at_uneven_distances_are_split() -> None:
+    buffer = torch.zeros(4, 5, HEADS, 32, 2 * DIM)
+    caches = {name: buffer[i] for name, i in zip(names(0, 1, 2), (0, 1, 3), strict=True)}
+    found = layout(caches, 32, 3)
+    assert [(g.name, g.layer_ids) for g in found.groups] == [("target.full.0.0", (0, 1)), ("target.full.0.1", (2,))]
+
+
+def test_a_kernel_with_an_unknown_layout_gets_whole_pages() -> None:
+    _, caches = cpu_cache(5, 64, 1)
+    groups = split_tables([CacheTable("full", None, 64, tuple(caches))], 1)
+    found = describe(caches, groups, dict.fromkeys(caches))
+    assert found.geometries["target.full.0"].geometry.tile == 64
+
+
+def test_blocks_that_the_kernel_splits() -> None:
+    _, caches = cpu_cache(10, 32, 1)
+    groups = split_tables([CacheTable("full", None, 64, tuple(caches))], 1)
+    found = describe(caches, groups, dict.fromkeys(caches, TILE))
+    assert found.blocks_per_page == {"target.full.0": 2}
+    assert kernel_pages([3, 0, 4], 2) == [6, 7, 0, 0, 8, 9]
+    assert kernel_pages([3, 0, 4], 1) == [3, 0, 4]
+
+
+def test_a_state_is_one_piece_of_bytes() -> None:
+    cache = torch.zeros(6, 1, 1, 80, dtype=torch.int8)
+    groups = split_tables([CacheTable("state", None, 1, ("model.layers.0.mixer",))], 1)
+    geometry = describe({"model.layers.0.mixer": cache}, groups, {"model.layers.0.mixer": 1}).geometries[
+        "target.state.0"
+    ]
+    copies = plan([geometry], geometry, [3], [5], Interval(0, 1))[0]
+    assert np.array_equal(copies.nbytes, [80])
+    assert (copies.source_offset[0], copies.dest_offset[0]) == (240, 400)
+    assert groups[0].final(10, 9, 1) == 0
+    assert groups[0].final(10, 10, 1) == 1
+
+
+def test_device_memory_is_refused() -> None:
+    meta = {name: torch.zeros(2, HEADS, 32, 2 * DIM, device="meta") for name in names(0)}
+    with pytest.raises(ConfigError, match="host memory only"):
+        layout(meta, 32, 1)

@@ -1,0 +1,212 @@
+"""The connector's half in the scheduler, without vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import pytest
+
+from baton.handoff.ticket import Ticket, mint, new_transfer_id
+from baton.vllm.scheduler import EngineIdentity, SchedulerSide, handoff_digest
+from baton.vllm.steps import ClosePrefill, Computed, OpenDecode, OpenPrefill, Step
+
+KEY = b"k" * 32
+NOW = 1000.0
+PROMPT = list(range(100, 110))
+
+
+@dataclass
+class Request:
+    request_id: str
+    prompt_token_ids: Sequence[int] | None
+    kv_transfer_params: dict[str, Any] | None
+    lora_request: Any = None
+    mm_features: Sequence[Any] = field(default_factory=list)
+
+
+def ticket(prompt: Sequence[int] = PROMPT, incarnation: str = "inc-P") -> Ticket:
+    return Ticket(
+        transfer_id=new_transfer_id(),
+        prefill_engine="P",
+        prefill_incarnation=incarnation,
+        prefill_address="tcp://127.0.0.1:1",
+        decode_engine="D",
+        decode_incarnation="inc-D",
+        decode_address="tcp://127.0.0.1:2",
+        mode="push",
+        expiry=int(NOW) + 60,
+        request_digest=handoff_digest(prompt[:-1]),
+    )
+
+
+def side(engine: str, truncate: bool = False, roles: Sequence[str] = ("prefill", "decode")) -> SchedulerSide:
+    identity = EngineIdentity(engine, f"inc-{engine}", "tcp://127.0.0.1:1", "{}", truncate)
+    return SchedulerSide(identity, KEY, frozenset(roles), clock=lambda: NOW)
+
+
+def leg(role: Literal["prefill", "decode"], t: Ticket, prompt: Sequence[int] | None = PROMPT, **kw: Any) -> Request:
+    return Request(f"{role}-1", prompt, {"baton": {"role": role, "ticket": mint(KEY, t)}}, **kw)
+
+
+def test_a_prefill_leg_is_announced_computed_and_held() -> None:
+    p, t = side("P"), ticket()
+    request = leg("prefill", t)
+    p.on_new_request(request)
+    assert p.has_news()
+    assert p.take_step().opened == [OpenPrefill("prefill-1", t, 9, 109)]
+    assert not p.has_news()
+    p.on_scheduled("prefill-1", 4, ([1], [7]), replace=True)
+    p.on_scheduled("prefill-1", 10, ([2, 3], [8]), replace=False)
+    assert p.take_step().computed == [Computed(t.key, 4, ([1], [7])), Computed(t.key, 10, ([1, 2, 3], [7, 8]))]
+    p.on_scheduled("prefill-1", 11, None, replace=False)
+    assert p.on_finished(request) == (True, None)
+    step = p.take_step()
+    assert (step.computed, step.closed) == ([], [ClosePrefill(t.key, held=True, failed=False)])
+
+
+def test_a_prefill_leg_that_ends_early_is_given_up() -> None:
+    p, t = side("P"), ticket()
+    request = leg("prefill", t)
+    p.on_new_request(request)
+    assert p.on_finished(request) == (False, None)
+    assert p.take_step().closed == [ClosePrefill(t.key, held=False, failed=True)]
+    p.on_new_request(leg("prefill", other := ticket()))
+    p.on_scheduled("prefill-1", 4, ([1],), replace=True)
+    assert p.on_finished(request) == (True, None)
+    assert p.take_step().closed == [ClosePrefill(other.key, held=True, failed=True)]
+
+
+def test_a_preempted_prefill_leg_is_lost_but_goes_on() -> None:
+    p, t = side("P"), ticket()
+    request = leg("prefill", t)
+    p.on_new_request(request)
+    p.on_scheduled("prefill-1", 4, ([1],), replace=True)
+    p.on_preempted({"prefill-1", "other"})
+    p.on_preempted({"prefill-1"})
+    assert p.take_step().preempted == [t.key]
+    p.on_scheduled("prefill-1", 10, ([5],), replace=True)
+    assert p.take_step() == Step()
+    # Its new blocks were never shown to anybody.
+    assert p.on_finished(request) == (False, None)
+    assert p.take_step().closed == [ClosePrefill(t.key, held=False, failed=True)]
+
+
+def test_a_decode_leg_waits_for_all_but_the_last_token() -> None:
+    d, t = side("D"), ticket()
+    request = leg("decode", t)
+    d.on_new_request(request)
+    assert not d.has_news()
+    assert d.num_matched("decode-1", 4) == 5
+    assert d.num_matched("decode-1", 4) == 5
+    d.on_allocated("decode-1", ([1, 2],), 5)
+    d.on_allocated("decode-1", ([1, 2, 3],), 0)
+    assert d.take_step().receives == [OpenDecode("decode-1", t, 9, 4, ([1, 2],), 109, parked=True)]
+    assert d.num_matched("decode-1", 0) == 0
+    d.on_received("decode-1")
+    # As vLLM asks again after a failed receive: this time it computes.
+    assert d.num_matched("decode-1", 0) == 0
+    assert d.on_finished(request) == (False, None)
+    assert not d.has_news()
+
+
+def test_a_decode_leg_that_has_everything_tells_the_other_side() -> None:
+    d, t = side("D"), ticket()
+    request = leg("decode", t)
+    d.on_new_request(request)
+    assert d.num_matched("decode-1", 9) == 0
+    d.on_allocated("decode-1", ([1, 2],), 0)
+    (receive,) = d.take_step().receives
+    assert (receive.parked, receive.hit) == (False, 9)
+    assert d.on_finished(request) == (False, None)
+    assert not d.has_news()
+
+
+@pytest.mark.parametrize("receiving", [True, False])
+def test_an_aborted_decode_leg(receiving: bool) -> None:
+    d, t = side("D"), ticket()
+    request = leg("decode", t)
+    d.on_new_request(request)
+    if receiving:
+        d.on_allocated("decode-1", ([1, 2],), 9)
+        d.take_step()
+    assert d.on_finished(request) == (False, None)
+    step = d.take_step()
+    assert (step.aborted, step.refused) == (([t.key], []) if receiving else ([], [t]))
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        None,
+        {},
+        {"do_remote_prefill": True, "remote_host": "10.0.0.1", "remote_block_ids": [[1 << 40]]},
+        {"baton": None},
+        {"baton": {"role": "decode", "ticket": "x" * 5000}},
+        {"baton": {"role": "decode", "ticket": mint(b"z" * 32, ticket())}},
+        {"baton": {"role": "decode", "ticket": mint(KEY, ticket(PROMPT[1:]))}},
+        {"baton": {"role": "decode", "ticket": mint(KEY, ticket()), "remote_host": "10.0.0.1"}},
+        {"baton": {"role": "source", "ticket": 5}},
+        {"baton": [1] * 1000},
+    ],
+)
+def test_hostile_params_change_nothing(params: dict[str, Any] | None) -> None:
+    d = side("D")
+    request = Request("decode-1", PROMPT, params)
+    d.on_new_request(request)
+    assert d.num_matched("decode-1", 0) == 0
+    d.on_allocated("decode-1", ([1],), 0)
+    assert d.on_finished(request) == (False, None)
+    assert not d.has_news()
+
+
+def test_a_ticket_serves_one_leg_once() -> None:
+    d, t = side("D"), ticket()
+    d.on_new_request(leg("decode", t))
+    d.on_new_request(Request("decode-2", PROMPT, leg("decode", t).kv_transfer_params))
+    assert (d.num_matched("decode-1", 0), d.num_matched("decode-2", 0)) == (9, 0)
+    assert list(d.refused) == ["the ticket was used before"]
+
+
+@pytest.mark.parametrize("request_kw", [{"lora_request": object()}, {"mm_features": [object()]}, {"prompt": None}])
+def test_what_the_prompt_alone_does_not_decide_is_not_handed_off(request_kw: dict[str, Any]) -> None:
+    d = side("D")
+    d.on_new_request(leg("decode", ticket(), **request_kw))
+    assert d.num_matched("decode-1", 0) == 0
+    assert sum(d.refused.values()) == 1
+
+
+def test_a_role_that_the_engine_has_not() -> None:
+    p = side("P", roles=["prefill"])
+    p.on_new_request(leg("decode", ticket()))
+    assert list(p.refused) == ["this engine takes no decode legs"]
+
+
+def test_one_token_is_no_handoff() -> None:
+    d = side("D")
+    d.on_new_request(leg("decode", ticket(PROMPT[:1]), PROMPT[:1]))
+    assert d.num_matched("decode-1", 0) == 0
+    assert not d.refused
+
+
+def test_an_engine_with_states_takes_a_shorter_prompt() -> None:
+    p, t = side("P", truncate=True), ticket()
+    p.on_new_request(leg("prefill", t, PROMPT[:-1]))
+    assert p.take_step().opened == [OpenPrefill("prefill-1", t, 9, None)]
+
+
+def test_who_the_engine_is() -> None:
+    p = side("P")
+    request = Request("r", [5], {"baton": {"role": "identify"}})
+    p.on_new_request(request)
+    held, answer = p.on_finished(request)
+    assert not held
+    assert answer is not None
+    assert answer["baton"] == {
+        "engine_id": "P",
+        "incarnation": "inc-P",
+        "control_address": "tcp://127.0.0.1:1",
+        "fingerprint": "{}",
+        "truncate_prefill": False,
+    }
