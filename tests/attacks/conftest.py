@@ -1,116 +1,19 @@
-"""An attacker: a raw socket that says whatever it likes, and engines without models to say it to."""
+"""Scenes of an attack, without and with keys; and the fakes of `tests/server` made importable."""
 
 from __future__ import annotations
 
 import logging
-import random
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import msgspec
 import pytest
-import zmq
+from attacker import Scene
 
-from baton.handoff.keys import KeyRing, make_keys
 from baton.handoff.log_limit import LogLimit
-from baton.handoff.messages import Hello, Message, decode, encode
-from baton.handoff.ticket import Ticket, new_transfer_id
-from baton.testing.fuzz import Node, Traffic
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "server"))
-TICKET_KEY = b"k" * 32
-
-
-class Attacker:
-    """One connection, with or without keys. `session` and `sequence` are its own to choose."""
-
-    def __init__(self, address: str, pair: tuple[bytes, bytes] | None = None, server: bytes | None = None) -> None:
-        self.context = zmq.Context()
-        self.sock = self.context.socket(zmq.DEALER)
-        self.sock.setsockopt(zmq.LINGER, 0)
-        if pair is not None and server is not None:
-            self.sock.curve_publickey, self.sock.curve_secretkey = pair
-            self.sock.curve_serverkey = server
-        self.sock.connect(address.replace("curve://P@", "tcp://"))
-        self.session, self.sequence = random.getrandbits(62), 0
-
-    def say(self, *messages: Message) -> None:
-        for message in messages:
-            self.sequence += 1
-            self.sock.send(encode(message, self.session, self.sequence))
-
-    def hear(self, kind: type[Message], limit_s: float = 10.0) -> Message:
-        """The next message of a kind."""
-        deadline = time.monotonic() + limit_s
-        while self.sock.poll(max(0.0, deadline - time.monotonic()) * 1000):
-            message = decode(self.sock.recv())[2]
-            if isinstance(message, kind):
-                return message
-        raise AssertionError(f"no {kind.__name__} came")
-
-    def hears_nothing(self, kind: type[Message], for_s: float = 0.3) -> bool:
-        try:
-            self.hear(kind, for_s)
-        except AssertionError:
-            return True
-        return False
-
-    def close(self) -> None:
-        self.sock.close(0)
-        self.context.term()
-
-
-class Scene:
-    """P and D, legitimate traffic between them, and attackers."""
-
-    def __init__(self, keys: Path | None) -> None:
-        self.keys = keys
-        self.nodes: list[Node] = []
-        self.attackers: list[Attacker] = []
-        self.p, self.d = self.node("P"), self.node("D")
-        self.traffic = Traffic(self.p, self.d, TICKET_KEY)
-
-    def node(self, name: str) -> Node:
-        ring = None
-        if self.keys is not None:
-            make_keys(self.keys, [name])
-            ring = KeyRing(self.keys, name)
-        self.nodes.append(Node(name, TICKET_KEY, ring))
-        return self.nodes[-1]
-
-    def attacker(self, node: Node | None = None, pair: tuple[bytes, bytes] | None = None) -> Attacker:
-        server = None if self.keys is None else KeyRing(self.keys, "P").public
-        made = Attacker((node or self.p).agent.address, pair, server)
-        self.attackers.append(made)
-        return made
-
-    def ticket(self, **changes: object) -> Ticket:
-        p, d = self.p, self.d
-        ticket = Ticket(
-            transfer_id=new_transfer_id(),
-            prefill_engine=p.name,
-            prefill_incarnation=p.incarnation,
-            prefill_address=p.agent.address,
-            decode_engine=d.name,
-            decode_incarnation=d.incarnation,
-            decode_address=d.agent.address,
-            mode="push",
-            expiry=int(time.time()) + 60,
-            request_digest=bytes(32),
-        )
-        return msgspec.structs.replace(ticket, **changes)
-
-    def as_d(self, **changes: object) -> Hello:
-        """What D would say, or almost: it brings its own idea of where its memory is."""
-        return msgspec.structs.replace(self.d.hello, **changes)
-
-    def close(self) -> None:
-        for attacker in self.attackers:
-            attacker.close()
-        for node in self.nodes:
-            node.close()
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import zmq
-from conftest import TICKET_KEY, Scene
+from attacker import TICKET_KEY, Scene
 
 from baton.errors import ProtocolError
 from baton.handoff.events import DecodeFailed, DecodeReleased

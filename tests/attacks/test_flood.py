@@ -11,7 +11,7 @@ from collections.abc import Callable
 import msgspec
 import pytest
 import zmq
-from conftest import Scene
+from attacker import Scene
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import msgspec
 import pytest
-from conftest import Scene
+from attacker import Scene
 
 from baton.handoff.events import DecodeCommitted, PrefillReleased
 from baton.handoff.messages import Ack, AttemptKey, Cancel, Cancelled, Confirm, ReadDone, Repair, Seeds

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import msgspec
 import pytest
-from conftest import TICKET_KEY, Scene
+from attacker import TICKET_KEY, Scene
 
 from baton.errors import ProtocolError, WrongEngineError
 from baton.handoff.environment import SystemClock

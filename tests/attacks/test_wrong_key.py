@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import zmq
-from conftest import TICKET_KEY, Scene
+from attacker import TICKET_KEY, Scene
 
 from baton.errors import ConfigError
 from baton.handoff.channel import Channel

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ from baton.handoff.events import (
     PrefillReleased,
     Sampled,
 )
-from baton.handoff.messages import Bye, Hello, Message, Register, Renew, Seeds, decode, encode
+from baton.handoff.messages import Bye, Cancel, Cancelled, Hello, Message, Register, Renew, Seeds, decode, encode
 from baton.handoff.planner import RankGeometry
 from baton.handoff.runner import HandoffRunner
 from baton.handoff.ticket import Ticket, new_transfer_id
@@ -546,3 +546,31 @@ def test_a_broken_connection_to_a_living_process_is_made_anew(world: World) -> N
     assert d.count(DecodeReleased) == 1
     assert p.events == [PrefillReleased(ticket.key, "peer_lost")]
     world.hand_over(p, d)
+
+
+def test_copies_go_on_only_where_the_peer_asked_for_them(world: World) -> None:
+    """D gives an attempt up by the fence of its connection, and dials anew: P must not write through the new one."""
+    p, d = Node(world, "P"), Node(world, "D")
+    ticket = world.begin(p, d, "push")
+    used: list[Peer] = []
+    submit = p.transport.submit
+
+    def spy(peer: Peer, *rest: Any) -> Operation:
+        used.append(peer)
+        return submit(peer, *rest)
+
+    p.transport.submit = spy  # type: ignore[assignment, method-assign]
+    send = d.channel.send
+    lost = (Cancel, Cancelled)
+    d.channel.send = lambda c, m: None if isinstance(m, lost) else send(c, m)  # type: ignore[method-assign]
+    (link,) = d.runner.links.servers.values()
+    link.peer.is_alive = lambda: False  # type: ignore[union-attr]
+    link.peer.is_fenced = lambda: True  # type: ignore[union-attr]
+    world.run(2)
+    assert d.count(DecodeReleased) == 1
+    attempt = p.runner.machines.prefills.live[ticket.key]
+    old, new = attempt.peers
+    world.prefill(p, ticket)
+    world.run(0.5)
+    assert used == [old]
+    assert new.alive()

@@ -31,6 +31,16 @@ def test_bad_input_is_one_line(
                 "speculative_config: is not JSON",
             ),
             (["router", "--port", "0", "--prefill", "http://127.0.0.1:1"], "ticket_key_file: is required"),
+            (
+                ["serve", directory, "--port", "0", "--kv-transfer-config", '{"control_bind": "tcp://0.0.0.0:*"}'],
+                "control_bind: tcp://0.0.0.0:* can be reached from other hosts: give --keys DIR",
+            ),
+            (
+                ["serve", directory, "--port", "0", "--role", "prefill", "--keys", directory],
+                "ticket.key does not exist",
+            ),
+            (["router", "--port", "0", "--keys", directory], "ticket.key does not exist"),
+            (["keys", "--output", str(tmp_path / "keys"), "--engines", "ok,../x"], "'../x' is no engine id"),
             (["router", "--port", "0", "--both", "nonsense"], "'nonsense' is not a base URL"),
             (["generate", str(tmp_path / "none"), "hi"], "model: must be a directory"),
         ]

@@ -290,7 +290,7 @@ def test_batches_cover_every_byte_once(sizes: list[int], max_runs: int, max_byte
         ("mooncake://?host=x", "host is a numeric address"),
         ("file://?max_bytes=0", "max_bytes is at least 1"),
         ("file://?path=/proc/none", "cannot use the directory /proc/none"),
-        ("file://?host=203.0.113.1", "cannot listen on host '203.0.113.1'"),
+        ("file://?path=/tmp&host=203.0.113.1", "cannot listen on host '203.0.113.1'"),
     ],
 )
 def test_refusals_name_the_cause(uri: str, message: str) -> None:

@@ -42,8 +42,8 @@ def ticket(prompt: Sequence[int] = PROMPT, incarnation: str = "inc-P") -> Ticket
 
 
 def side(engine: str, truncate: bool = False, roles: Sequence[str] = ("prefill", "decode")) -> SchedulerSide:
-    identity = EngineIdentity(engine, f"inc-{engine}", "tcp://127.0.0.1:1", "{}", truncate)
-    return SchedulerSide(identity, KEY, frozenset(roles), clock=lambda: NOW)
+    identity = EngineIdentity(engine, f"inc-{engine}", "tcp://127.0.0.1:1", "{}", truncate, list(roles), 512, [2], 0)
+    return SchedulerSide(identity, KEY, clock=lambda: NOW)
 
 
 def leg(role: Literal["prefill", "decode"], t: Ticket, prompt: Sequence[int] | None = PROMPT, **kw: Any) -> Request:
@@ -209,4 +209,8 @@ def test_who_the_engine_is() -> None:
         "control_address": "tcp://127.0.0.1:1",
         "fingerprint": "{}",
         "truncate_prefill": False,
+        "roles": ["prefill", "decode"],
+        "vocab_size": 512,
+        "eos_token_ids": [2],
+        "num_speculative_tokens": 0,
     }

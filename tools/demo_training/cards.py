@@ -56,7 +56,7 @@ one, and knows only some of Python's manual. It is no assistant; do not rely on 
 | | |
 |---|---|
 | architecture | 4 layers, width 256, 8 query and 4 KV heads of 32, 2,048 tied embeddings, 4,096 positions |
-{run.lines()}| text | `pydoc_data.topics`, docstrings of the whole standard library; {tokens:,} tokens with chats; 5 % more held out |
+{run.lines()}| text | `pydoc_data.topics` and docstrings of the library, {tokens:,} tokens with chats, 5 % held out |
 | training loss | {train_loss:.3f} nats per token (plain training text, windows of 256) |
 | held-out loss | {held_out:.3f} nats per token (plain held-out text, windows of 256) |
 | stored as | bf16 |

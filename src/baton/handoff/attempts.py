@@ -28,13 +28,15 @@ COUNTED = ("handoffs", "finished", "bytes", "runs", "rejected", "retries", "repa
 class _Attempt:
     """Common part. `deadline` is the time (monotonic seconds) at which the ticket expires.
 
-    `peers` are the transport's ends of all sessions in which pages could have been exchanged: copies use the last,
-    and all of them must be fenced. `far` are that engine's geometries. `next_tick` is when the last message is
-    repeated, `gap` how long after that again.
+    `peers` are the transport's ends of all sessions in which pages could have been exchanged: all of them must be
+    fenced. Copies use `open`, the end of the session in which the peer asked for them last: it may have given the
+    attempt up since, by the fence of that one, and then knows of no other. `far` are its geometries. `next_tick` is
+    when the last message is repeated, `gap` how long after that again.
     """
 
     deadline: float
     peers: list[Peer] = field(default_factory=list)
+    open: Peer | None = None
     far: Mapping[str, RankGeometry] = field(default_factory=dict)
     expired: bool = False
     next_tick: float = 0.0
@@ -45,6 +47,11 @@ class _Attempt:
         if link.hello is not None and link.peer is not None and link.peer not in self.peers:
             self.peers.append(link.peer)
             self.far = link.hello.geometries
+
+    def asked(self, link: Link) -> None:
+        """The peer has shown its pages, or asked for copies, in this session."""
+        self.meet(link)
+        self.open = link.peer
 
     @property
     def peer(self) -> Peer | None:

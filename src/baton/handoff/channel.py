@@ -221,7 +221,9 @@ class Channel:
         connection = self._accepted.get(identity)
         ended: list[tuple[Connection, Message]] = []
         if connection is None or connection.session != session or connection.engine != engine:
-            if not isinstance(message, Hello):
+            # A session begins with its first frame: a later HELLO is of one that was dropped here, and an answer that
+            # counts from 1 again would be taken for old by who has counted on.
+            if not isinstance(message, Hello) or sequence != 1:
                 if not isinstance(message, Bye):
                     bye = encode(Bye("unknown_session"), session, _LAST_SEQUENCE)
                     self._transmit(self._router, identity, bye)

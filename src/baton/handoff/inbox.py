@@ -27,8 +27,10 @@ from baton.handoff.messages import (
     Hello,
     Message,
     Nack,
+    Ready,
     Register,
     Renew,
+    Repair,
 )
 from baton.handoff.planner import RankGeometry
 from baton.handoff.prefill import PrefillHandoff
@@ -106,6 +108,8 @@ class Inbox:
             raise ProtocolError("message for an attempt of other engines")
         known = self._machines.decodes.get(key)
         if known is not None:
+            if isinstance(message, Ready):
+                known.asked(link)
             self._machines.feed(known, ev.Received(message))
         elif isinstance(message, Cancel):
             # Only what is over is forgotten, so no read of it is left; P may still hold its pages for it.
@@ -240,16 +244,17 @@ class Inbox:
         if not _may_speak(link, attempt):
             raise ProtocolError("message for an attempt of other engines")
         attempt.link = link
-        attempt.meet(link)
+        (attempt.asked if isinstance(message, Repair) else attempt.meet)(link)
         self._machines.feed(attempt, ev.Received(message))
 
     def _register(self, link: Link, message: Register) -> None:
         key = message.key
         known = self._machines.prefills.get(key)
-        if known is not None and known.machine.registered and _may_speak(link, known):
+        served = known is not None and known.machine.registered and (known.machine.closed or link.peer is not None)
+        if known is not None and served and _may_speak(link, known):
             # A repetition. Its ticket was good when it came first, and may have expired since.
             known.link = link
-            known.meet(link)
+            known.asked(link)
             self._machines.feed(known, ev.Received(message))
             return
         try:
@@ -261,7 +266,7 @@ class Inbox:
                 return
             attempt = self.prefill(key, ticket.mode, self.deadline(ticket))
             attempt.link = link
-            attempt.meet(link)
+            attempt.asked(link)
             self._machines.feed(attempt, ev.Received(message), strict=True)
         except ProtocolError as error:
             self._machines.figures.count("rejected")

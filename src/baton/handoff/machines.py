@@ -135,7 +135,7 @@ class Machines:
             self.feed(attempt, ev.Fault("message_too_large", str(error)))
 
     def _start_copy(self, attempt: Attempt, copy: ev.StartCopy) -> None:
-        if attempt.peer is None:
+        if attempt.open is None:
             self.feed(attempt, ev.CopyEnded(copy.copy_id, ok=False, message="no session with the peer"))
             return
         own, far = self._geometries[copy.group], attempt.far[copy.group]
@@ -143,7 +143,7 @@ class Machines:
         tag = f"{attempt.machine.key} {copy.group} [{copy.start}, {copy.stop})"
         source, dest = (own, far) if push else (far, own)
         direction: Literal["write", "read"] = "write" if push else "read"
-        end = self.operations.start(attempt, copy, attempt.peer, direction, source, dest, tag)
+        end = self.operations.start(attempt, copy, attempt.open, direction, source, dest, tag)
         if end is not None:
             self.feed(attempt, end)
 

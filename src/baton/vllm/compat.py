@@ -94,6 +94,19 @@ def layout_name(config: Any, layer: str) -> str:
     return f"{type(module).__name__}/{getattr(module, 'isa', 'plain')}"
 
 
+def eos_token_ids(config: Any) -> list[int]:
+    """The tokens that end a request by themselves, as the checkpoint's configuration says."""
+    found = config.model_config.try_get_generation_config().get("eos_token_id")
+    if found is None:
+        found = getattr(config.model_config.hf_text_config, "eos_token_id", None)
+    return [] if found is None else [found] if isinstance(found, int) else list(found)
+
+
+def num_speculative_tokens(config: Any) -> int:
+    """Drafts per step; 0 without speculation."""
+    return 0 if config.speculative_config is None else int(config.speculative_config.num_speculative_tokens)
+
+
 def facts(config: Any, version: str) -> dict[str, str]:
     """What must be equal on two engines, by name; geometry is added by the agent."""
     model, speculative = config.model_config, config.speculative_config

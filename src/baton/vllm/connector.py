@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import secrets
 from collections.abc import Iterator
@@ -34,9 +35,9 @@ from baton.vllm.steps import Step
 from baton.vllm.worker import WorkerSide
 
 _ROLES = {
-    "kv_producer": frozenset({"prefill"}),
-    "kv_consumer": frozenset({"decode"}),
-    "kv_both": frozenset({"prefill", "decode"}),
+    "kv_producer": ["prefill"],
+    "kv_consumer": ["decode"],
+    "kv_both": ["prefill", "decode"],
 }
 
 
@@ -59,6 +60,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         version = compat.check_version()
+        _log_with_vllm()
         super().__init__(vllm_config, role, kv_cache_config)
         compat.check_config(vllm_config)
         self._transfer = vllm_config.kv_transfer_config
@@ -125,6 +127,10 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
             control_address=self._agent.address,
             fingerprint=json.dumps(facts, sort_keys=True),
             truncate_prefill=any(group.kind == "state" for group in layout.groups),
+            roles=_ROLES[self._transfer.kv_role],
+            vocab_size=config.model_config.get_vocab_size(),
+            eos_token_ids=compat.eos_token_ids(config),
+            num_speculative_tokens=compat.num_speculative_tokens(config),
         )
 
     def get_handshake_metadata(self) -> BatonHandshake | None:
@@ -184,7 +190,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata(self, metadata: dict[int, BatonHandshake]) -> None:
         """The worker's agent runs: from now on tickets can be checked."""
         identity = next(iter(metadata.values())).identity
-        self._scheduler = SchedulerSide(identity, self._config.ticket_key(), _ROLES[self._transfer.kv_role])
+        self._scheduler = SchedulerSide(identity, self._config.ticket_key())
 
     def on_new_request(self, request: Any) -> None:
         """A request arrived."""
@@ -249,6 +255,14 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> BatonPromMetrics:
         """Handoffs in Prometheus."""
         return BatonPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+def _log_with_vllm() -> None:
+    """vLLM sets up its own loggers alone; Baton's lines go where they go."""
+    ours, theirs = logging.getLogger("baton"), logging.getLogger("vllm")
+    if not ours.handlers:
+        ours.handlers, ours.propagate = list(theirs.handlers), False
+        ours.setLevel(theirs.level)
 
 
 @contextlib.contextmanager

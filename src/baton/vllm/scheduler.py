@@ -35,14 +35,18 @@ class LegParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class EngineIdentity(msgspec.Struct, frozen=True):
-    """What a router has to know of this engine to mint tickets. `truncate_prefill`: its prefill legs come without
-    their prompt's last token."""
+    """What a router has to know of this engine. `roles`: the legs that it takes; `truncate_prefill`: those of prefill
+    come without their prompt's last token."""
 
     engine_id: str
     incarnation: str
     control_address: str
     fingerprint: str
     truncate_prefill: bool
+    roles: list[str]
+    vocab_size: int
+    eos_token_ids: list[int]
+    num_speculative_tokens: int
 
 
 class VllmRequest(Protocol):
@@ -81,13 +85,10 @@ class SchedulerSide:
     """Legs by request id. `refused` counts legs whose params or ticket were not good: such a request is served like
     any other, without a handoff."""
 
-    def __init__(
-        self, identity: EngineIdentity, ticket_key: bytes, roles: frozenset[str], clock: Callable[[], float] = time.time
-    ) -> None:
+    def __init__(self, identity: EngineIdentity, ticket_key: bytes, clock: Callable[[], float] = time.time) -> None:
         self.identity = identity
         self.refused: Counter[str] = Counter()
         self._redeemer = Redeemer(ticket_key, identity.engine_id, identity.incarnation)
-        self._roles = roles
         self._clock = clock
         self._prefills: dict[str, _Prefill] = {}
         self._decodes: dict[str, _Decode] = {}
@@ -108,7 +109,7 @@ class SchedulerSide:
         num_tokens = len(tokens) if whole else len(tokens) - 1
         if num_tokens < 1:
             return
-        if params.role not in self._roles:
+        if params.role not in self.identity.roles:
             self._refuse(request, f"this engine takes no {params.role} legs")
             return
         try:

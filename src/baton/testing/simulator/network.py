@@ -160,7 +160,7 @@ class SimChannel:
         session, sequence, message = decode(frame)
         connection = self._accepted.get(identity)
         if connection is None:
-            if not isinstance(message, Hello):
+            if not isinstance(message, Hello) or sequence != 1:
                 if not isinstance(message, Bye):
                     bye = encode(Bye("unknown_session"), session, _LAST_SEQUENCE)
                     self.network.to_dialler(sender, dialled, bye)
