@@ -14,12 +14,13 @@ import random
 import sys
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
 import aiohttp
 
+from baton.bench.chaos_report import ChaosReport
 from baton.bench.client import scrape, stream_completion
 from baton.bench.demo import SPECULATIVE, TARGET
 from baton.errors import BatonError
@@ -35,7 +36,6 @@ REJOIN_LIMIT_S = 60.0
 IDLE_LIMIT_S = 30.0
 LOGPROB_TOLERANCE = 1e-4
 IDLE = ("num_running", "num_waiting", "num_handoffs", "num_referenced_pages", "num_quarantined_pages")
-RUNGS = (("engine", "retry"), ("router", "retry"), ("router", "source"), ("engine", "recompute"), ("router", "full"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,48 +51,6 @@ class ChaosConfig:
     recovery: Recovery = "full"
     integrity: str = "off"
     pause_s: tuple[float, float] = (0.1, 1.5)
-
-
-@dataclass(slots=True)
-class ChaosReport:
-    """What came of it. `faults` by role and kind, `recoveries` by (who, rung); `leaks` says what was left behind."""
-
-    num_requests: int = 0
-    num_exact: int = 0
-    different: list[str] = field(default_factory=list)
-    errors: Counter[str] = field(default_factory=Counter)
-    faults: Counter[tuple[str, str]] = field(default_factory=Counter)
-    recoveries: Counter[tuple[str, str]] = field(default_factory=Counter)
-    leaks: list[str] = field(default_factory=list)
-    rejoined_s: list[float] = field(default_factory=list)
-    slowest_s: float = 0.0
-    elapsed_s: float = 0.0
-    num_orphans: int = 0
-    orphans_freed_s: float = 0.0
-    num_exact_after: int = 0
-    num_after: int = 0
-
-    @property
-    def ok(self) -> bool:
-        """Whether every stream was exact, before and after the router's death, and nothing was left."""
-        exact = self.num_exact == self.num_requests and self.num_exact_after == self.num_after
-        return exact and not self.leaks
-
-    def table(self) -> str:
-        """The figures as text."""
-        rows = [("requests", f"{self.num_requests} in {self.elapsed_s:.0f} s, slowest {self.slowest_s:.1f} s")]
-        rows += [(f"fault: {role}, {kind}", str(count)) for (role, kind), count in sorted(self.faults.items())]
-        rows.append(("outcome: exact", f"{self.num_exact}/{self.num_requests}"))
-        rows += [(f"outcome: error {name}", str(count)) for name, count in sorted(self.errors.items())]
-        rows += [("outcome: DIFFERENT", text) for text in self.different]
-        rows += [(f"recovery: {who}, {rung}", str(self.recoveries[who, rung])) for who, rung in RUNGS]
-        slowest = max(self.rejoined_s, default=0.0)
-        rows.append(("restarted engines rejoined", f"{len(self.rejoined_s)}, slowest {slowest:.1f} s after its start"))
-        rows.append(("router killed", f"{self.num_orphans} streams cut, freed in {self.orphans_freed_s:.1f} s"))
-        rows.append(("new router: exact", f"{self.num_exact_after}/{self.num_after}"))
-        rows.append(("left behind", "; ".join(self.leaks) or "nothing"))
-        width = max(len(name) for name, _ in rows)
-        return "\n".join(f"{name.ljust(width)}  {value}" for name, value in rows)
 
 
 def run_chaos(config: ChaosConfig) -> ChaosReport:

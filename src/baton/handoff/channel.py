@@ -221,9 +221,7 @@ class Channel:
         connection = self._accepted.get(identity)
         ended: list[tuple[Connection, Message]] = []
         if connection is None or connection.session != session or connection.engine != engine:
-            # A session begins with its first frame: a later HELLO is of one that was dropped here, and an answer that
-            # counts from 1 again would be taken for old by who has counted on.
-            if not isinstance(message, Hello) or sequence != 1:
+            if not isinstance(message, Hello):
                 if not isinstance(message, Bye):
                     bye = encode(Bye("unknown_session"), session, _LAST_SEQUENCE)
                     self._transmit(self._router, identity, bye)
@@ -263,6 +261,9 @@ class Channel:
             return []
         if isinstance(message, Hello) and connection.engine not in (None, message.engine_id):
             raise ProtocolError(f"HELLO of engine {message.engine_id!r} came with the key of {connection.engine!r}")
+        if isinstance(message, Hello):
+            # The other side may have dropped this session and begun it anew, counting from 1.
+            connection.received = 0
         return self._in_order(connection, sequence, message)
 
     def _in_order(self, connection: Connection, sequence: int, message: Message) -> list[tuple[Connection, Message]]:

@@ -10,13 +10,13 @@ from typing import Annotated, Any
 
 import typer
 
-from baton.engine.config import SpeculativeConfig
+from baton.engine.config import Integrity, SpeculativeConfig
 from baton.errors import ConfigError
 from baton.text import Tokenizer
 from baton.verify.compare import Report, compare
 from baton.verify.observe import Case, Observed, make_cases, observe_in_process, observe_url, served_model
 from baton.verify.report import format_reports
-from baton.wire import SamplingParams
+from baton.wire import Recovery, SamplingParams
 
 MODES = ("push", "pull", "single-nospec")
 
@@ -70,6 +70,8 @@ def verify_command(
     dtype: str = "auto",
     device: str = "cpu",
     kv_transport: Annotated[str, typer.Option(help="Transport URI of the deployment.")] = "shm://",
+    integrity: Annotated[Integrity, typer.Option(help="Of the deployment: off, sampled or full.")] = "off",
+    recovery: Annotated[Recovery, typer.Option(help="Of the deployment; without it a broken handoff shows.")] = "none",
     batch_invariant: bool = True,
     reference: Annotated[str | None, typer.Option(help="URL of a reference that runs already.")] = None,
     candidate: Annotated[str | None, typer.Option(help="URL of a deployment that runs already.")] = None,
@@ -121,8 +123,9 @@ def verify_command(
         reports.append(compare("candidate", cases, want, have, logprob_tolerance))
     elif handoff_modes:
         flags = _engine_flags(engine, speculative_config if spec else None, kv_cache_memory, kv_transport)
+        flags += ["--integrity", integrity, "--recovery", recovery]
         reports += _verify_deployment(
-            model, cases, want, handoff_modes, (prefill, decode), flags, concurrency, logprob_tolerance, say
+            model, cases, want, handoff_modes, (prefill, decode), flags, recovery, concurrency, logprob_tolerance, say
         )
     order = {mode: position for position, mode in enumerate(chosen)}
     reports.sort(key=lambda report: order.get(report.mode, -1))
@@ -154,7 +157,7 @@ def _engine_flags(
     if kv_cache_memory is not None:
         flags += ["--kv-cache-memory", str(kv_cache_memory)]
     # A handoff that fails must show: recomputed on the decode engine, it would give the same answer.
-    return [*flags, "--recovery", "none", "--kv-transfer-config", json.dumps({"kv_transport": kv_transport})]
+    return [*flags, "--kv-transfer-config", json.dumps({"kv_transport": kv_transport})]
 
 
 def _verify_deployment(
@@ -164,6 +167,7 @@ def _verify_deployment(
     modes: Sequence[str],
     size: tuple[int, int],
     flags: list[str],
+    recovery: Recovery,
     concurrency: int,
     tolerance: float,
     say: Any,
@@ -180,7 +184,7 @@ def _verify_deployment(
             prefill=prefill,
             decode=decode,
             engine_flags=flags,
-            router_flags=["--kv-mode", mode, "--recovery", "none"],
+            router_flags=["--kv-mode", mode, "--recovery", recovery],
         ) as deployment:
             name = asyncio.run(served_model(deployment.url))
             have = asyncio.run(observe_url(deployment.url, name, cases, concurrency))

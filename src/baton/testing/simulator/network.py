@@ -160,7 +160,7 @@ class SimChannel:
         session, sequence, message = decode(frame)
         connection = self._accepted.get(identity)
         if connection is None:
-            if not isinstance(message, Hello) or sequence != 1:
+            if not isinstance(message, Hello):
                 if not isinstance(message, Bye):
                     bye = encode(Bye("unknown_session"), session, _LAST_SEQUENCE)
                     self.network.to_dialler(sender, dialled, bye)
@@ -175,6 +175,8 @@ class SimChannel:
         except ProtocolError:
             self.malformed += 1
             return
+        if isinstance(message, Hello):
+            connection.received = 0
         self._take(connection, sequence, message)
 
     def _take(self, connection: Connection, sequence: int, message: Message) -> None:

@@ -1,0 +1,191 @@
+"""The connector's half in the worker, with a fake agent and without vLLM."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from baton.errors import HandoffError
+from baton.handoff import events as ev
+from baton.handoff.messages import AttemptKey, Seeds
+from baton.handoff.ticket import Ticket, new_transfer_id
+from baton.vllm.geometry import describe
+from baton.vllm.groups import CacheTable, split_tables
+from baton.vllm.steps import ClosePrefill, Computed, OpenDecode, OpenPrefill, Step
+from baton.vllm.worker import Results, WorkerSide
+
+
+class FakeAgent:
+    """Writes down what it is told."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.on_abort: Any = None
+
+    def open_prefill(self, ticket: Ticket) -> None:
+        self.calls.append(("open_prefill", ticket))
+
+    def declare_final(self, key: AttemptKey, prompt_len: int, pages: Any, final: Any) -> None:
+        self.calls.append(("declare_final", key, prompt_len, pages, final))
+
+    def finish_prefill(self, key: AttemptKey, seeds: Seeds, finished: bool) -> None:
+        self.calls.append(("finish_prefill", key, seeds, finished))
+
+    def open_decode(self, ticket: Ticket, prompt_len: int, wanted: Any, pages: Any) -> None:
+        self.calls.append(("open_decode", ticket, prompt_len, wanted, pages))
+
+    def abort(self, key: AttemptKey, reason: str) -> None:
+        self.calls.append(("abort", key, reason))
+        if self.on_abort is not None:
+            self.on_abort(key)
+
+
+@pytest.fixture
+def agent() -> FakeAgent:
+    return FakeAgent()
+
+
+@pytest.fixture
+def worker(agent: FakeAgent) -> WorkerSide:
+    buffer = torch.zeros(3, 20, 2, 32, 16)
+    caches = {f"model.layers.{i}.attn": buffer[i] for i in range(3)}
+    groups = split_tables([CacheTable("full", None, 32, tuple(caches))], num_target_layers=2)
+    side = WorkerSide(describe(caches, groups, dict.fromkeys(caches, 32)), quiet_timeout=0.2)
+    side.bind(agent)
+    return side
+
+
+def ticket() -> Ticket:
+    return Ticket(
+        transfer_id=new_transfer_id(),
+        prefill_engine="P",
+        prefill_incarnation="p",
+        prefill_address="tcp://127.0.0.1:1",
+        decode_engine="D",
+        decode_incarnation="d",
+        decode_address="tcp://127.0.0.1:2",
+        mode="push",
+        expiry=1,
+        request_digest=bytes(32),
+    )
+
+
+def both(value: Any) -> dict[str, Any]:
+    return {"target.full.0": value, "draft.full.0": value}
+
+
+def test_chunks_become_final_by_whole_tiles(worker: WorkerSide, agent: FakeAgent) -> None:
+    t = ticket()
+    worker.begin(Step(opened=[OpenPrefill("r", t, 99, 7)]))
+    worker.finalise([Computed(t.key, 40, ([1, 2],))])
+    worker.finalise([Computed(t.key, 100, ([1, 2, 3, 4],))])
+    worker.finalise([Computed(t.key, 100, ([1, 2, 3, 4],))])
+    assert agent.calls == [
+        ("open_prefill", t),
+        ("declare_final", t.key, 99, both([1, 2]), both(32)),
+        ("declare_final", t.key, 99, both([1, 2, 3, 4]), both(99)),
+        ("finish_prefill", t.key, Seeds(first_token=7), False),
+    ]
+
+
+@pytest.mark.parametrize("released_first", [True, False])
+def test_held_blocks_are_reported_once_and_after_both_ends(worker: WorkerSide, released_first: bool) -> None:
+    t = ticket()
+    worker.begin(Step(opened=[OpenPrefill("r", t, 99, 7)]))
+    close = Step(closed=[ClosePrefill(t.key, held=True, failed=False)])
+    if released_first:
+        worker.post(ev.PrefillReleased(t.key, "committed"))
+        assert worker.results() == Results()
+        worker.begin(close)
+    else:
+        worker.begin(close)
+        assert worker.results() == Results()
+        worker.post(ev.PrefillReleased(t.key, "committed"))
+    assert worker.results() == Results(sent={"r"})
+    assert worker.results() == Results()
+
+
+def test_blocks_that_vllm_frees_itself_are_not_reported(worker: WorkerSide, agent: FakeAgent) -> None:
+    t = ticket()
+    worker.begin(Step(opened=[OpenPrefill("r", t, 99, 7)], closed=[ClosePrefill(t.key, held=False, failed=True)]))
+    assert agent.calls[-1] == ("abort", t.key, "aborted")
+    worker.post(ev.PrefillReleased(t.key, "aborted"))
+    assert worker.results() == Results()
+
+
+def test_a_receive_that_brings_everything(worker: WorkerSide, agent: FakeAgent) -> None:
+    t = ticket()
+    worker.begin(Step(receives=[OpenDecode("r", t, 99, 32, ([4, 5, 6, 7],), 7, parked=True)]))
+    assert agent.calls == [("open_decode", t, 99, both((32, 99)), both([4, 5, 6, 7]))]
+    assert worker.results() == Results()
+    worker.post(ev.DecodeCommitted(t.key, Seeds(first_token=7), 100, 2))
+    assert worker.results() == Results(received={"r"})
+    assert (worker.counts["committed"], worker.counts["bytes"]) == (1, 100)
+
+
+def test_a_failed_receive_is_reported_when_its_pages_are_quiet(worker: WorkerSide) -> None:
+    t = ticket()
+    worker.begin(Step(receives=[OpenDecode("r", t, 99, 0, ([4, 5, 6, 7],), 7, parked=True)]))
+    worker.post(ev.DecodeFailed(t.key, "peer_lost", "", recoverable=True))
+    assert worker.results() == Results()
+    worker.post(ev.DecodeReleased(t.key))
+    assert worker.results() == Results(received={"r"}, failed={"r"})
+
+
+def test_another_prompts_tokens_are_a_failed_receive(worker: WorkerSide) -> None:
+    t = ticket()
+    worker.begin(Step(receives=[OpenDecode("r", t, 99, 0, ([4, 5, 6, 7],), 7, parked=True)]))
+    worker.post(ev.DecodeCommitted(t.key, Seeds(first_token=8), 100, 2))
+    assert worker.results() == Results(received={"r"}, failed={"r"})
+
+
+def test_a_receive_that_nobody_waits_for(worker: WorkerSide, agent: FakeAgent) -> None:
+    t = ticket()
+    worker.begin(Step(receives=[OpenDecode("r", t, 99, 99, ([4, 5, 6, 7],), 7, parked=False)]))
+    assert agent.calls == [("open_decode", t, 99, both((0, 0)), both([4, 5, 6, 7]))]
+    worker.post(ev.DecodeCommitted(t.key, Seeds(first_token=7), 0, 0))
+    assert worker.results() == Results()
+
+
+def test_ends_of_decode_legs(worker: WorkerSide, agent: FakeAgent) -> None:
+    t, refused = ticket(), ticket()
+    worker.begin(Step(receives=[OpenDecode("r", t, 99, 0, ([4, 5, 6, 7],), 7, parked=True)], refused=[refused]))
+    assert agent.calls[:2] == [("open_decode", refused, 0, {}, {}), ("abort", refused.key, "aborted")]
+    worker.begin(Step(aborted=[t.key]))
+    assert agent.calls[-1] == ("abort", t.key, "aborted")
+    worker.post(ev.DecodeReleased(t.key))
+    assert worker.results().received == {"r"}
+    num_calls = len(agent.calls)
+    worker.begin(Step(aborted=[t.key]))
+    assert len(agent.calls) == num_calls
+
+
+def test_preemption_waits_until_no_copy_reads_the_blocks(worker: WorkerSide, agent: FakeAgent) -> None:
+    t, other = ticket(), ticket()
+    worker.begin(Step(opened=[OpenPrefill("r", t, 99, 7), OpenPrefill("s", other, 99, 7)]))
+    worker.post(ev.PrefillReleased(other.key, "committed"))
+    released = threading.Event()
+
+    def release(key: AttemptKey) -> None:
+        def later() -> None:
+            released.set()
+            worker.post(ev.PrefillReleased(key, "preempted"))
+
+        threading.Timer(0.05, later).start()
+
+    agent.on_abort = release
+    worker.release_preempted([t.key])
+    assert released.is_set()
+    worker.release_preempted([t.key])
+    worker.begin(Step(closed=[ClosePrefill(other.key, held=True, failed=False)]))
+    assert worker.results() == Results(sent={"s"})
+
+
+def test_preemption_without_proof_stops_the_engine(worker: WorkerSide) -> None:
+    t = ticket()
+    worker.begin(Step(opened=[OpenPrefill("r", t, 99, 7)]))
+    with pytest.raises(HandoffError, match="do not end"):
+        worker.release_preempted([t.key])
