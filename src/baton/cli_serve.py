@@ -31,6 +31,7 @@ Policy = Annotated[Literal["round_robin", "least_loaded"], typer.Option(help="Ho
 AllowMode = Annotated[bool, typer.Option(help="Let a request choose by its field kv_mode.")]
 TokenizerDir = Annotated[str | None, typer.Option(help="Default: the engines' own checkpoint.")]
 LastRung = Annotated[Recovery, typer.Option(help="How far the router goes for a request whose engines failed.")]
+EngineKind = Annotated[Literal["baton", "vllm"], typer.Option(help="What runs at the URLs: `baton serve`, or vLLM.")]
 EngineUrls = Annotated[list[str] | None, typer.Option(metavar="URL", help="Repeat, or separate by commas.")]
 
 
@@ -81,6 +82,7 @@ def router_command(
     allow_mode_override: AllowMode = False,
     tokenizer: TokenizerDir = None,
     recovery: LastRung = "full",
+    engine: EngineKind = "baton",
     ready_fd: ReadyFd = None,
 ) -> None:
     """The front door over engines that run already; more may join by POST /instances/add."""
@@ -99,6 +101,7 @@ def router_command(
         allow_mode_override,
         tokenizer,
         recovery,
+        engine,
     )
     listener = bind(host, port)
 
@@ -164,6 +167,7 @@ def _router_config(
     allow_mode_override: bool,
     tokenizer: str | None,
     recovery: Recovery,
+    engine: Literal["baton", "vllm"] = "baton",
 ) -> RouterConfig:
     from baton.handoff.ticket import load_or_create_key
     from baton.router import RouterConfig
@@ -180,6 +184,7 @@ def _router_config(
         policy=policy,
         tokenizer=tokenizer,
         recovery=recovery,
+        engine=engine,
     )
 
 

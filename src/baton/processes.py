@@ -167,6 +167,10 @@ class Deployment:
         """Wait for a child that `restart` has started. Blocks; may be called on another thread."""
         self._await_ready([self._child(name)])
 
+    def log(self, name: str) -> str:
+        """What a child has written so far."""
+        return self._child(name).log.read_text(errors="replace")
+
     def _child(self, name: str) -> _Child:
         return next(child for child in self._children if child.name == name)
 

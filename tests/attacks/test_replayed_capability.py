@@ -148,6 +148,7 @@ def test_a_ticket_serves_one_request_per_leg() -> None:
         ("prefill", "Q", "P-1", DIGEST, "another engine"),
         ("prefill", "P", "P-1", request_digest([1, 2, 4], PARAMS), "another request"),
         ("prefill", "P", "P-1", request_digest(PROMPT, SamplingParams(seed=2)), "another request"),
+        ("prefill", "P", "P-1", request_digest(PROMPT, PARAMS, len(PROMPT) - 1), "another request"),
     ],
 )
 def test_a_ticket_serves_only_what_it_was_signed_for(

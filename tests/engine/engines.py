@@ -140,7 +140,7 @@ class Pair:
             decode_address=d.control_address,
             mode=mode,
             expiry=int(time.time()) + 60,
-            request_digest=request_digest(prompt + (known or []), params),
+            request_digest=request_digest(prompt + (known or []), params, len(prompt)),
         )
         signed = mint(self._key, ticket)
         prefill = request(name, prompt, params, known, HandoffParams(role="prefill", ticket=signed))

@@ -159,7 +159,8 @@ class FakeEngine:
         if request.handoff is not None:
             role = request.handoff.role
             ticket = tickets.verify(KEY, request.handoff.ticket, time.time())
-            if ticket.request_digest != tickets.request_digest(request.prompt_token_ids, params):
+            digest = tickets.request_digest(request.prompt_token_ids, params, request.num_prompt_tokens)
+            if ticket.request_digest != digest:
                 raise ProtocolError("another request's ticket")
             future = self.handed.setdefault(ticket.transfer_id, asyncio.get_running_loop().create_future())
         if role == "decode":

@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from baton.errors import ConfigError
+from baton.errors import ConfigError, IncompatiblePeerError
+from baton.handoff.digest import MemoryDigester
 from baton.handoff.interval import Interval
 from baton.handoff.planner import plan
-from baton.vllm.geometry import CacheLayout, describe, kernel_pages
+from baton.vllm.geometry import CacheLayout, Granularity, KernelLayout, describe, kernel_pages
 from baton.vllm.groups import CacheTable, is_draft, layer_index, split_tables
 
-HEADS, DIM, TILE = 2, 8, 32
+HEADS, DIM = 2, 8
 
 
 def names(*ids: int) -> tuple[str, ...]:
@@ -26,21 +27,23 @@ def cpu_cache(blocks: int, block_size: int, layers: int) -> tuple[torch.Tensor, 
     return buffer, {name: views[i] for i, name in enumerate(names(*range(layers)))}
 
 
-def layout(caches: dict[str, torch.Tensor], block_size: int, target_layers: int) -> CacheLayout:
+def layout(
+    caches: dict[str, torch.Tensor], block_size: int, target_layers: int, granularity: Granularity = "page"
+) -> CacheLayout:
     table = CacheTable("full", None, block_size, tuple(caches))
-    return describe(caches, split_tables([table], target_layers), dict.fromkeys(caches, TILE))
+    kernels: dict[str, KernelLayout] = dict.fromkeys(caches, "k_by_dimension")
+    return describe(caches, split_tables([table], target_layers), kernels, granularity)
 
 
 def fill(view: torch.Tensor, block_size: int, table: list[int], tokens: int, layer: int) -> None:
-    """Write tokens as the `vec` kernel does: K by tiles of 32 tokens, dimension-major in them, then V by token."""
+    """Write tokens as the `vec` kernel does: K by dimension, then V by token."""
     pages = view.reshape(view.shape[0], HEADS, 2 * block_size * DIM)
     for token in range(tokens):
         page, at = table[token // block_size], token % block_size
         for head in range(HEADS):
             for e in range(DIM):
                 value = 1.0 + layer * 1e6 + token * 100 + head * 10 + e
-                tile, inside = divmod(at, TILE)
-                pages[page, head, tile * TILE * DIM + e * TILE + inside] = value
+                pages[page, head, e * block_size + at] = value
                 pages[page, head, block_size * DIM + at * DIM + e] = -value
 
 
@@ -70,7 +73,7 @@ def test_state_layers_beside_a_drafter_are_refused() -> None:
 @pytest.mark.parametrize("computed", [0, 1, 31, 32, 33, 95, 96, 99])
 def test_a_tile_is_final_when_all_of_it_is(computed: int) -> None:
     (group,) = split_tables([CacheTable("full", None, 32, names(0))], 1)
-    assert group.final(99, computed, TILE) == (99 if computed == 99 else computed // 32 * 32)
+    assert group.final(99, computed, 32) == (99 if computed == 99 else computed // 32 * 32)
 
 
 def test_what_is_wanted_ends_before_the_token_that_is_computed_here() -> None:
@@ -82,10 +85,13 @@ def test_what_is_wanted_ends_before_the_token_that_is_computed_here() -> None:
     assert window.wanted(99, 32) == (84, 99)
 
 
-@pytest.mark.parametrize(("source_size", "dest_size"), [(32, 32), (32, 64), (64, 32)])
+@pytest.mark.parametrize(
+    ("source_size", "dest_size", "granularity"),
+    [(32, 32, "page"), (64, 64, "page"), (32, 32, "token"), (32, 64, "token"), (64, 32, "token")],
+)
 @pytest.mark.parametrize("tokens", [1, 31, 32, 33, 64, 65, 100])
-def test_tiled_pages_of_other_sizes_hold_the_same_tokens_after_a_copy(
-    source_size: int, dest_size: int, tokens: int
+def test_pages_hold_the_same_tokens_after_a_copy(
+    source_size: int, dest_size: int, granularity: Granularity, tokens: int
 ) -> None:
     num_layers, target_layers = 3, 2
     source_buffer, source_caches = cpu_cache(9, source_size, num_layers)
@@ -95,15 +101,37 @@ def test_tiled_pages_of_other_sizes_hold_the_same_tokens_after_a_copy(
     for layer, name in enumerate(names(*range(num_layers))):
         fill(source_caches[name], source_size, source_table, tokens, layer)
         fill(expected[name], dest_size, dest_table, tokens, layer)
-    have, want = layout(source_caches, source_size, target_layers), layout(dest_caches, dest_size, target_layers)
+    have = layout(source_caches, source_size, target_layers, granularity)
+    want = layout(dest_caches, dest_size, target_layers, granularity)
     assert len(have.regions) == 1
     assert have.regions[0].ctypes.data == source_buffer.data_ptr()
+    assert len(have.geometries) == (2 if granularity == "page" else 4)
     for name in have.geometries:
         lists = plan([have.geometries[name]], want.geometries[name], source_table, dest_table, Interval(0, tokens))
         for copies in lists.values():
             for source, dest, nbytes in zip(copies.source_offset, copies.dest_offset, copies.nbytes, strict=True):
                 want.regions[0][dest : dest + nbytes] = have.regions[0][source : source + nbytes]
     assert torch.equal(dest_buffer, expected_buffer)
+
+
+def test_whole_pages_of_other_sizes_are_refused() -> None:
+    have, want = (layout(cpu_cache(9, size, 1)[1], size, 1) for size in (32, 64))
+    name = "target.full.0"
+    with pytest.raises(IncompatiblePeerError, match="tile"):
+        plan([have.geometries[name]], want.geometries[name], [1, 2], [1], Interval(0, 40))
+
+
+def test_single_tokens_can_be_digested_and_whole_pages_cannot() -> None:
+    (_, caches), (_, others) = cpu_cache(9, 32, 1), cpu_cache(9, 64, 1)
+    fill(caches[names(0)[0]], 32, [3, 1], 50, 0)
+    fill(others[names(0)[0]], 64, [5], 50, 0)
+    small, large = layout(caches, 32, 1, "token"), layout(others, 64, 1, "token")
+    for group in ("target.full.0.k", "target.full.0.v"):
+        found = MemoryDigester(small.geometries, small.regions).digests(group, [3, 1], 0, 50)
+        assert found == MemoryDigester(large.geometries, large.regions).digests(group, [5], 0, 50)
+    whole = layout(caches, 32, 1)
+    with pytest.raises(ConfigError, match="integrity"):
+        MemoryDigester(whole.geometries, whole.regions)
 
 
 def test_layers_at_uneven_distances_are_split() -> None:
@@ -116,14 +144,16 @@ def test_layers_at_uneven_distances_are_split() -> None:
 def test_a_kernel_with_an_unknown_layout_gets_whole_pages() -> None:
     _, caches = cpu_cache(5, 64, 1)
     groups = split_tables([CacheTable("full", None, 64, tuple(caches))], 1)
-    found = describe(caches, groups, dict.fromkeys(caches))
-    assert found.geometries["target.full.0"].geometry.tile == 64
+    unknown: dict[str, KernelLayout] = dict.fromkeys(caches, "unknown")
+    assert describe(caches, groups, unknown).geometries["target.full.0"].geometry.tile == 64
+    with pytest.raises(ConfigError, match="granularity"):
+        describe(caches, groups, unknown, "token")
 
 
 def test_blocks_that_the_kernel_splits() -> None:
     _, caches = cpu_cache(10, 32, 1)
     groups = split_tables([CacheTable("full", None, 64, tuple(caches))], 1)
-    found = describe(caches, groups, dict.fromkeys(caches, TILE))
+    found = describe(caches, groups, dict.fromkeys(caches, "k_by_dimension"))
     assert found.blocks_per_page == {"target.full.0": 2}
     assert kernel_pages([3, 0, 4], 2) == [6, 7, 0, 0, 8, 9]
     assert kernel_pages([3, 0, 4], 1) == [3, 0, 4]
@@ -132,7 +162,7 @@ def test_blocks_that_the_kernel_splits() -> None:
 def test_a_state_is_one_piece_of_bytes() -> None:
     cache = torch.zeros(6, 1, 1, 80, dtype=torch.int8)
     groups = split_tables([CacheTable("state", None, 1, ("model.layers.0.mixer",))], 1)
-    geometry = describe({"model.layers.0.mixer": cache}, groups, {"model.layers.0.mixer": 1}).geometries[
+    geometry = describe({"model.layers.0.mixer": cache}, groups, {"model.layers.0.mixer": "tokens"}).geometries[
         "target.state.0"
     ]
     copies = plan([geometry], geometry, [3], [5], Interval(0, 1))[0]
@@ -144,5 +174,5 @@ def test_a_state_is_one_piece_of_bytes() -> None:
 
 def test_device_memory_is_refused() -> None:
     meta = {name: torch.zeros(2, HEADS, 32, 2 * DIM, device="meta") for name in names(0)}
-    with pytest.raises(ConfigError, match="host memory only"):
+    with pytest.raises(ConfigError, match="host memory"):
         layout(meta, 32, 1)

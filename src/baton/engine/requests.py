@@ -63,7 +63,7 @@ def _ticket(engine: Engine, wire: GenerateRequest) -> Ticket:
     assert wire.handoff is not None
     if engine.redeemer is None:
         raise RequestError("this engine takes no part in handoffs: it has no ticket key", "handoff")
-    digest = request_digest(wire.prompt_token_ids, wire.sampling_params)
+    digest = request_digest(wire.prompt_token_ids, wire.sampling_params, wire.num_prompt_tokens)
     try:
         return engine.redeemer.redeem(wire.handoff.ticket, wire.handoff.role, digest, time.time())
     except ProtocolError as error:

@@ -65,10 +65,15 @@ def new_transfer_id() -> bytes:
     return secrets.token_bytes(16)
 
 
-def request_digest(prompt_token_ids: Sequence[int], sampling_params: SamplingParams) -> bytes:
-    """32 bytes over the prompt and every sampling parameter: both legs must serve the same request."""
+def request_digest(
+    prompt_token_ids: Sequence[int], sampling_params: SamplingParams, num_prompt_tokens: int | None = None
+) -> bytes:
+    """32 bytes over tokens, the length of the client's prompt in them (None: all of them) and every sampling
+    parameter: both legs must serve the same request.
+    """
     # Integer keys become text, since only text keys can be put in order.
-    content = (list(prompt_token_ids), msgspec.to_builtins(sampling_params, str_keys=True))
+    num_prompt = len(prompt_token_ids) if num_prompt_tokens is None else num_prompt_tokens
+    content = (list(prompt_token_ids), num_prompt, msgspec.to_builtins(sampling_params, str_keys=True))
     return hashlib.sha256(msgspec.msgpack.encode(content, order="deterministic")).digest()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterator
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import aiohttp
 import msgspec
@@ -18,13 +18,17 @@ from baton.openai.http import add_openai_routes, json_response, new_app
 from baton.openai.metrics import Row, RowCollector
 from baton.router.backend import RouterBackend
 from baton.router.client import new_session
-from baton.router.pool import EnginePool, Instance, Policy, Role
+from baton.router.pool import EnginePool, Instance, Policy, Role, baton_client
 from baton.router.timers import RouterTimers
+from baton.router.vllm_client import VllmClient
 from baton.wire import EngineLoad, Recovery
+
+EngineKind = Literal["baton", "vllm"]
 
 
 class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """How a router starts. URLs are engines' base URLs; `tokenizer` None takes the engines' checkpoint."""
+    """How a router starts. URLs are engines' base URLs; `tokenizer` None takes the engines' checkpoint. `engine`: what
+    runs there, Baton's own engines or vLLM with `BatonConnector`."""
 
     prefill: tuple[str, ...] = ()
     decode: tuple[str, ...] = ()
@@ -36,6 +40,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     tokenizer: str | None = None
     recovery: Recovery = "full"
     timers: RouterTimers = RouterTimers()
+    engine: EngineKind = "baton"
 
 
 class _AddInstance(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -56,7 +61,8 @@ async def build_app(config: RouterConfig) -> web.Application:
     Raises `RequestError` for a bad URL or role, `IncompatiblePeerError` when engines serve different models.
     """
     session = new_session()
-    pool = EnginePool(session, config.policy, config.tokenizer, config.timers)
+    client = VllmClient if config.engine == "vllm" else baton_client
+    pool = EnginePool(session, config.policy, config.tokenizer, config.timers, client)
     backend = RouterBackend(pool, config.ticket_key, config.kv_mode, config.allow_mode_override, config.recovery)
     roles: tuple[tuple[Role, tuple[str, ...]], ...] = (
         ("prefill", config.prefill),

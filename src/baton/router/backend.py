@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator
 import msgspec
 
 from baton.errors import BatonError, EngineLostError, EngineUnavailableError, ProtocolError, RequestError
-from baton.handoff.ticket import TICKET_LIFE_S, Ticket, mint, new_transfer_id, request_digest
+from baton.handoff.ticket import TICKET_LIFE_S, Ticket, mint, new_transfer_id
 from baton.openai import ServedModel
 from baton.openai.backend import KVMode
 from baton.openai.errors import error_of_chunk
@@ -195,7 +195,7 @@ class RouterBackend:
             decode_address=d.control_address,
             mode=kv_mode,
             expiry=int(time.time()) + TICKET_LIFE_S,
-            request_digest=request_digest(request.prompt_token_ids, request.sampling_params),
+            request_digest=prefill.client.digest(request),
         )
         return mint(self._ticket_key, ticket)
 

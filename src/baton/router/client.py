@@ -10,6 +10,7 @@ import aiohttp
 import msgspec
 
 from baton.errors import BatonError, EngineLostError, EngineUnavailableError, ProtocolError, RequestError
+from baton.handoff.ticket import request_digest
 from baton.router.timers import RouterTimers
 from baton.wire import EngineInfo, EngineLoad, GenerateRequest, TokenChunk
 
@@ -50,6 +51,10 @@ class EngineClient:
     async def load(self) -> EngineLoad:
         """Return the engine's load. Raises `EngineUnavailableError` or `ProtocolError`."""
         return await self._ask("/inference/v1/load", EngineLoad)
+
+    def digest(self, request: GenerateRequest) -> bytes:
+        """What a ticket for this request is bound to, as the engine computes it too."""
+        return request_digest(request.prompt_token_ids, request.sampling_params, request.num_prompt_tokens)
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
         """Yield one leg's chunks; closing the generator closes the connection, which aborts the leg.

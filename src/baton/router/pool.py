@@ -35,6 +35,12 @@ logger = logging.getLogger(__name__)
 Role = Literal["both", "prefill", "decode"]
 Policy = Literal["round_robin", "least_loaded"]
 OnLost = Callable[[EngineLostError], None]
+NewClient = Callable[[aiohttp.ClientSession, str, RouterTimers, Role], EngineClient]
+
+
+def baton_client(session: aiohttp.ClientSession, url: str, timers: RouterTimers, role: Role) -> EngineClient:
+    """The client of an engine of Baton's own."""
+    return EngineClient(session, url, timers)
 
 
 @dataclass(slots=True, eq=False)
@@ -98,9 +104,11 @@ class EnginePool:
         policy: Policy = "round_robin",
         tokenizer_dir: str | None = None,
         timers: RouterTimers | None = None,
+        new_client: NewClient = baton_client,
     ) -> None:
         """`tokenizer_dir` None takes the tokenizer from the engines' own checkpoint directory."""
         self.timers = timers or RouterTimers()
+        self._new_client = new_client
         self._session = session
         self._policy = policy
         self._tokenizer_dir = tokenizer_dir
@@ -130,7 +138,7 @@ class EnginePool:
         url = _checked_url(url)
         if url in self._instances:
             raise RequestError(f"{url} is already an instance", "url")
-        instance = Instance(EngineClient(self._session, url, self.timers), role)
+        instance = Instance(self._new_client(self._session, url, self.timers, role), role)
         try:
             await self._identify(instance)
         except EngineUnavailableError as error:

@@ -11,13 +11,13 @@ from typing import Any
 
 from baton.errors import ConfigError
 from baton.models.loader import fingerprint
+from baton.vllm.geometry import KernelLayout
 from baton.vllm.groups import CacheTable
 
 SUPPORTED = ((0, 30), (0, 31), (0, 32))
 DRAFT_METHODS = ("eagle", "eagle3", "mtp", "draft_model", "ngram")
-# The K half of a page is stored in tiles of so many tokens, dimension-major; V is token-major. Of other kernels only
-# whole pages are known to be the same.
-_TILES = {"vec": 32}
+# Kernels whose pages are known in full.
+_K_BY_DIMENSION = ("vec", "vec16")
 
 
 def check_version() -> str:
@@ -44,7 +44,7 @@ def check_config(config: Any) -> None:
     if getattr(parallel, "decode_context_parallel_size", 1) != 1:
         raise ConfigError("decode_context_parallel_size", "BatonConnector does not share a context among ranks")
     if config.device_config.device_type != "cpu":
-        raise ConfigError("device", f"BatonConnector moves host memory only, got {config.device_config.device_type}")
+        raise ConfigError("device", f"BatonConnector moves host memory, got {config.device_config.device_type}")
     if speculative is not None and speculative.method not in DRAFT_METHODS:
         known = ", ".join(DRAFT_METHODS)
         raise ConfigError("speculative_config", f"BatonConnector knows {known}, got {speculative.method!r}")
@@ -81,11 +81,10 @@ def cache_tables(kv_cache_config: Any) -> list[CacheTable]:
     return tables
 
 
-def tile_of(config: Any, layer: str) -> int | None:
-    """Tokens in a tile of a layer's cache: 1 when tokens lie apart, None when its kernel's layout is not known."""
-    module = config.compilation_config.static_forward_context[layer]
-    isa = getattr(module, "isa", None)
-    return 1 if isa is None else _TILES.get(isa)
+def kernel_layout(config: Any, layer: str) -> KernelLayout:
+    """How a layer's attention kernel stores its pages. Kernels that say nothing of it store token after token."""
+    isa = getattr(config.compilation_config.static_forward_context[layer], "isa", None)
+    return "tokens" if isa is None else "k_by_dimension" if isa in _K_BY_DIMENSION else "unknown"
 
 
 def layout_name(config: Any, layer: str) -> str:

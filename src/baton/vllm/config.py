@@ -9,8 +9,10 @@ import msgspec
 
 from baton.errors import ConfigError
 from baton.handoff.config import DEFAULT_MAX_RETRIES
+from baton.handoff.events import Integrity
 from baton.handoff.keys import check_bind, ticket_key_file
 from baton.handoff.ticket import load_or_create_key
+from baton.vllm.geometry import Granularity
 
 FIELD = "kv_connector_extra_config"
 
@@ -21,6 +23,9 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     `kv_transport` is the URI of a transport, `control_bind` the address of Baton's own control channel. The
     ticket key is the router's: `ticket_key_file`, or a part of the key directory `keys` (see `baton keys`), without
     which the control channel stays on loopback. `max_retries` bounds the copies of one handoff that are issued again.
+
+    `granularity` is what copies are made of (see `baton.vllm.geometry`) and must be equal on both engines; `integrity`
+    is how much of the KV is digested, and needs granularity "token" where K is stored by dimension.
     """
 
     kv_transport: str = "nixl://"
@@ -28,6 +33,8 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     ticket_key_file: str | None = None
     keys: str | None = None
     max_retries: int = DEFAULT_MAX_RETRIES
+    granularity: Granularity = "page"
+    integrity: Integrity = "off"
 
     def ticket_key(self) -> bytes:
         """The key that tickets are signed with. Raises `ConfigError` when its file is missing or unsafe."""

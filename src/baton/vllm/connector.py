@@ -22,6 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from baton.errors import ConfigError
 from baton.handoff.agent import AgentConfig, HandoffAgent
+from baton.handoff.digest import MemoryDigester
 from baton.handoff.keys import KeyRing
 from baton.transports.base import Transport
 from baton.transports.registry import create_transport
@@ -94,7 +95,8 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         config, engine_id = self._vllm_config, str(self._transfer.engine_id)
         groups = split_tables(compat.cache_tables(self._kv_cache_config), compat.num_target_layers(config))
         layers = {layer: kv_caches[layer] for group in groups for layer in group.layers}
-        layout = describe(layers, groups, {layer: compat.tile_of(config, layer) for layer in layers})
+        kernels = {layer: compat.kernel_layout(config, layer) for layer in layers}
+        layout = describe(layers, groups, kernels, self._config.granularity)
         facts = compat.facts(config, self._version)
         for group in layout.groups:
             facts[f"group.{group.name}.layout"] = compat.layout_name(config, group.layers[0])
@@ -111,12 +113,14 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
                     fingerprint=facts,
                     ticket_key=self._config.ticket_key(),
                     keys=KeyRing(self._config.keys, engine_id) if self._config.keys else None,
+                    integrity=self._config.integrity,
                     max_retries=self._config.max_retries,
                 ),
                 layout.geometries,
                 self._transport,
                 self._transport.register(layout.regions),
                 worker.post,
+                None if self._config.integrity == "off" else MemoryDigester(layout.geometries, layout.regions),
             )
             self._agent.start()
         worker.bind(self._agent)

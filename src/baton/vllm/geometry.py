@@ -1,15 +1,18 @@
 """Where the KV of a vLLM worker lies: its tensors as regions and geometries, without a copy.
 
 vLLM gives one view `[blocks, heads, tokens, elements]` per layer; all of them lie in one allocation. Attention kernels
-on CPU store K and then V in each (block, head) page, each of them in tiles of tokens.
+on CPU store K and then V in each (block, head) page, K by dimension and V by token. With granularity "page" such a page
+is one opaque tile: few runs, and the block sizes of both engines must be equal. With "token" K and V are groups of
+their own in which every token has its address, so that any block size will do and digests can be taken.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -19,6 +22,10 @@ from baton.handoff.topology import RankGeometry
 from baton.kv.geometry import Geometry
 from baton.transports.base import ByteArray
 from baton.vllm.groups import LayerGroup
+
+# How a kernel stores a page: token after token; K by dimension, then V by token; or in a way that is not known.
+KernelLayout = Literal["tokens", "k_by_dimension", "unknown"]
+Granularity = Literal["page", "token"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +40,13 @@ class CacheLayout:
 
 
 def describe(
-    caches: Mapping[str, Any], groups: Sequence[LayerGroup], tiles: Mapping[str, int | None], rank: int = 0
+    caches: Mapping[str, Any],
+    groups: Sequence[LayerGroup],
+    kernels: Mapping[str, KernelLayout],
+    granularity: Granularity = "page",
+    rank: int = 0,
 ) -> CacheLayout:
-    """Describe the `caches` that vLLM registers, by layer. `tiles` is the tile of each layer in tokens; None where the
-    kernel's layout is not known, so that pages are copied whole.
+    """Describe the `caches` that vLLM registers, by layer. `kernels` says how each layer's kernel stores its pages.
 
     Raises `ConfigError` for memory that is not the host's, or of a shape that is not known.
     """
@@ -45,100 +55,100 @@ def describe(
         if not isinstance(tensor, Tensor) or tensor.dim() != 4:
             raise ConfigError("kv_cache", f"layer {layer!r} is not one tensor of four axes")
         if tensor.device.type != "cpu":
-            raise ConfigError(
-                "kv_cache", f"BatonConnector moves host memory only, layer {layer!r} is on {tensor.device}"
-            )
+            raise ConfigError("kv_cache", f"BatonConnector moves host memory, layer {layer!r} is on {tensor.device}")
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in regions:
             regions[storage.data_ptr()] = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
     order = {address: index for index, address in enumerate(regions)}
     out = CacheLayout(list(regions.values()), [], {}, {})
     for group in groups:
-        parts = list(_runs([(index, caches[layer], tiles[layer]) for index, layer in enumerate(group.layers)]))
-        for number, part in enumerate(parts):
-            chosen = [index for index, _, _ in part]
-            name = group.name if len(parts) == 1 else f"{group.name}.{number}"
-            sub = replace(
+        runs = _runs([(index, caches[layer], kernels[layer]) for index, layer in enumerate(group.layers)])
+        for number, run in enumerate(runs):
+            part = replace(
                 group,
-                name=name,
-                layers=tuple(group.layers[i] for i in chosen),
-                layer_ids=tuple(group.layer_ids[i] for i in chosen),
+                name=group.name if len(runs) == 1 else f"{group.name}.{number}",
+                layers=tuple(group.layers[index] for index, _, _ in run),
+                layer_ids=tuple(group.layer_ids[index] for index, _, _ in run),
             )
-            tensors = [tensor for _, tensor, _ in part]
-            geometry = _geometry(sub, tensors, part[0][2], order[tensors[0].untyped_storage().data_ptr()])
-            out.groups.append(sub)
-            out.geometries[name] = RankGeometry(rank=rank, geometry=geometry.check())
-            out.blocks_per_page[name] = 1 if group.kind == "state" else group.block_size // geometry.page_size
+            tensors, kernel = [tensor for _, tensor, _ in run], run[0][2]
+            region = order[tensors[0].untyped_storage().data_ptr()]
+            for geometry in _geometries(part, tensors, kernel, granularity, region):
+                out.groups.append(replace(part, name=geometry.group))
+                out.geometries[geometry.group] = RankGeometry(rank=rank, geometry=geometry.check())
+                pages = 1 if group.kind == "state" else group.block_size // geometry.page_size
+                out.blocks_per_page[geometry.group] = pages
     return out
 
 
-_Part = list[tuple[int, Tensor, "int | None"]]
+_Run = list[tuple[int, Tensor, KernelLayout]]
 
 
-def _runs(layers: _Part) -> list[_Part]:
+def _runs(layers: _Run) -> list[_Run]:
     """Neighbouring layers of one shape at one distance."""
-    runs: list[_Part] = []
+    runs: list[_Run] = []
     for entry in layers:
-        run = runs[-1] if runs else []
-        tensor, tile = entry[1:]
-        alike = bool(run) and (tensor.shape, tensor.stride(), tensor.dtype, tile) == (
-            run[0][1].shape,
-            run[0][1].stride(),
-            run[0][1].dtype,
-            run[0][2],
-        )
-        same_memory = bool(run) and tensor.untyped_storage().data_ptr() == run[0][1].untyped_storage().data_ptr()
-        step = tensor.data_ptr() - run[-1][1].data_ptr() if run else 0
-        if (
-            alike
-            and same_memory
-            and step > 0
-            and (len(run) == 1 or step == run[1][1].data_ptr() - run[0][1].data_ptr())
-        ):
-            run.append(entry)
-        else:
-            runs.append([entry])
+        if not runs or not _continues(runs[-1], entry[1], entry[2]):
+            runs.append([])
+        runs[-1].append(entry)
     return runs
 
 
-def _geometry(group: LayerGroup, tensors: Sequence[Tensor], tile: int | None, region: int) -> Geometry:
+def _continues(run: _Run, tensor: Tensor, kernel: KernelLayout) -> bool:
+    first, last = run[0][1], run[-1][1]
+    if (tensor.shape, tensor.stride(), tensor.dtype, kernel) != (first.shape, first.stride(), first.dtype, run[0][2]):
+        return False
+    if tensor.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
+        return False
+    step = tensor.data_ptr() - last.data_ptr()
+    return step > 0 and (len(run) == 1 or step == run[1][1].data_ptr() - first.data_ptr())
+
+
+def _geometries(
+    group: LayerGroup, tensors: Sequence[Tensor], kernel: KernelLayout, granularity: Granularity, region: int
+) -> list[Geometry]:
     first = tensors[0]
     blocks, heads, tokens, width = first.shape
-    itemsize = first.element_size()
-    page, head, token, element = (stride * itemsize for stride in first.stride())
-    halves = 2 if group.kind in ("full", "sliding_window") else 1
-    if halves == 2:
-        if (element, token, head) != (itemsize, width * itemsize, tokens * width * itemsize) and heads > 1:
-            raise ConfigError("kv_cache", f"group {group.name!r}: a (block, head) page is not contiguous")
-        if width % 2:
-            raise ConfigError("kv_cache", f"group {group.name!r}: K and V differ in width")
+    size = first.element_size()
+    page, head, token, element = (stride * size for stride in first.stride())
+    both = group.kind in ("full", "sliding_window")
+    if both and ((element, token) != (size, width * size) or (heads > 1 and head < tokens * token) or width % 2):
+        raise ConfigError("kv_cache", f"group {group.name!r}: a (block, head) page is not one piece of K and V")
+    if both:
         width //= 2
-        token = width * itemsize
-    if group.kind == "state" and tokens != 1:
-        raise ConfigError("kv_cache", f"group {group.name!r}: a state has no token axis")
     storage = first.untyped_storage()
-    return Geometry(
+    whole = Geometry(
         group=group.name,
         region=region,
         region_bytes=storage.nbytes(),
         num_pages=blocks,
         page_size=tokens,
         num_layers=len(tensors),
-        num_halves=halves,
+        num_halves=2 if both else 1,
         num_heads=heads,
         head_dim=width,
         dtype=_dtype(first.dtype),
         layer_stride=tensors[1].data_ptr() - first.data_ptr() if len(tensors) > 1 else page * blocks,
         page_stride=page,
-        half_stride=tokens * width * itemsize,
-        token_stride=token,
+        half_stride=tokens * width * size,
+        token_stride=width * size if both else token,
         head_stride=head,
         element_stride=element,
         first_head=0,
         layer_ids=group.layer_ids,
         base=first.data_ptr() - storage.data_ptr(),
-        tile=tile if tile is not None else tokens,
+        tile=1 if kernel == "tokens" else tokens,
     )
+    if granularity == "page" or kernel == "tokens":
+        return [whole]
+    if kernel == "unknown":
+        raise ConfigError("granularity", f"group {group.name!r}: only whole pages of its kernel are known")
+    keys = msgspec.structs.replace(
+        whole, group=f"{group.name}.k", num_halves=1, tile=1, token_stride=size, element_stride=tokens * size
+    )
+    values = msgspec.structs.replace(
+        whole, group=f"{group.name}.v", num_halves=1, tile=1, base=whole.base + whole.half_stride
+    )
+    return [keys, values]
 
 
 def _dtype(dtype: torch.dtype) -> str:

@@ -57,7 +57,7 @@ class Cluster:
 
     def _take_leg(self, stream: Stream, text: str, known: int) -> None:
         process, request = stream.process, stream.request
-        if not stream.open:
+        if stream.gone:
             return
         try:
             ticket = verify(process.config.ticket_key, text, process.clock.time())

@@ -274,7 +274,7 @@ def _old_round_commits() -> list[Patch]:
 def _duplicate_commit_is_progress() -> list[Patch]:
     def around(self: DecodeHandoff, committed: Handle, message: Commit) -> list[Action]:
         closing = self.phase is DecodePhase.CLOSING
-        return committed(message) or (self._settle(peer_quiet=True) if closing else [])
+        return committed(message) + (self._settle(peer_quiet=True) if closing else [])
 
     return _around(DecodeHandoff, "_committed", around)
 

@@ -47,6 +47,7 @@ class Stream:
         self.router, self.request, self.role, self.process = router, request, role, process
         self.world = router.world
         self.open = True
+        self.gone = False  # the engine has noticed that nobody listens
         self.leg: Leg | None = None
         self._last = 0.0
 
@@ -95,7 +96,7 @@ class Stream:
         self.world.after(router_after, self.router.stream_lost, self)
 
     def _engine_learns(self) -> None:
-        leg = self.leg
+        leg, self.gone = self.leg, True
         if leg is not None and not self.process.dead:
             self.process.post(lambda: self.process.engine.abandon(leg))
 

@@ -79,7 +79,7 @@ def _load(world: World, cluster: Cluster) -> float:
     count = settings.num_requests * (2 if settings.has("burst") else 1)
     last = 0.0
     for index, prompt in enumerate(prompts(random, count)):
-        at = random.uniform(0.0, 0.3 if settings.has("burst") else 3.0)
+        at = random.uniform(0.0, 0.3 if settings.has("burst") else 6.0)
         story = Story(prompt, random.randint(1, 10))
         request = Request(index, story, at + settings.patience)
         world.after(at, cluster.router.submit, request)

@@ -29,15 +29,15 @@ RATES: dict[str, tuple[float, float]] = {
 }
 # Struck at events drawn beforehand: at most how many of them.
 STRIKES: dict[str, int] = {
-    "crash_prefill": 2,
-    "crash_decode": 2,
+    "crash_prefill": 3,
+    "crash_decode": 3,
     "crash_router": 1,
-    "pause_prefill": 3,
-    "pause_decode": 3,
-    "partition": 2,
-    "broken_connection": 2,
+    "pause_prefill": 4,
+    "pause_decode": 4,
+    "partition": 3,
+    "broken_connection": 3,
     "leave": 1,
-    "engine_abort": 3,
+    "engine_abort": 12,
     "forged_register": 3,
 }
 # Properties of the whole run.
@@ -45,11 +45,11 @@ TRAITS = ("clock_rates", "full_pools", "burst", "slow_engine")
 FAULTS = (*RATES, *STRIKES, *TRAITS)
 # Faults that matter most when others strike at the same moment.
 COMPANIONS: dict[str, tuple[str, ...]] = {
-    "corrupt": ("duplicate", "delay", "reorder", "slow_copy", "client_abort"),
+    "corrupt": ("duplicate", "delay", "reorder", "slow_copy", "late_copy", "client_abort"),
     "slow_engine": ("reorder", "delay", "engine_abort", "client_abort"),
 }
 # The event at which the last strike comes.
-_LAST_STRIKE = 700
+_LAST_STRIKE = 1500
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ def draw(random: Random, allowed: Collection[str] = FAULTS) -> Settings:
     return Settings(
         num_prefill=random.choice((1, 1, 2, 2, 3)),
         num_decode=random.choice((1, 2, 2, 3)),
-        num_requests=random.randint(2, 8),
+        num_requests=random.randint(4, 20),
         fabric=random.choice(("shm", "rdma")),
         recovery=random.choice(("none", "retry", "source", "recompute", "full", "full", "full")),
         integrity=integrity,

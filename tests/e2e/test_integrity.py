@@ -1,0 +1,61 @@
+"""Real engines with digests on: a flipped byte is found, named in D's log, and repaired; the answer is exact."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+
+import aiohttp
+import pytest
+
+from baton.bench.client import scrape, stream_completion
+from baton.processes import Deployment
+from baton.text import Tokenizer
+from baton.verify.observe import make_cases, observe_in_process
+from baton.wire import SamplingParams
+
+TARGET = "models/baton-demo-llama"
+EAGLE3 = {"method": "eagle3", "model": "models/baton-demo-eagle3", "num_speculative_tokens": 3}
+PARAMS = SamplingParams(max_tokens=24, temperature=0.0)
+LENGTHS = [17, 32, 40, 63, 64, 65, 90, 130]
+
+
+async def ask(url: str, prompts: list[list[int]]) -> list[tuple[int, ...]]:
+    async with aiohttp.ClientSession() as session:
+        answers = []
+        for prompt in prompts:
+            body = {"prompt": prompt, "max_tokens": PARAMS.max_tokens, "temperature": 0.0, "seed": 0}
+            answers.append(tuple((await stream_completion(session, url, body)).token_ids))
+        return answers
+
+
+async def figure(url: str, name: str, **labels: str) -> float:
+    async with aiohttp.ClientSession() as session:
+        return await scrape(session, url, name, **labels)
+
+
+@pytest.mark.parametrize("mode", ["push", "pull"])
+@pytest.mark.parametrize(("region", "group"), [(0, "target.full"), (1, "draft")])
+def test_a_flipped_byte_is_found_named_and_repaired(mode: str, region: int, group: str) -> None:
+    engine = {"model": TARGET, "speculative_config": EAGLE3, "batch_invariant": True}
+    cases = make_cases(Tokenizer.load(TARGET), LENGTHS, PARAMS)
+    want = [observed.token_ids for observed in observe_in_process(engine, cases)]
+    flags = ["--batch-invariant", "--speculative-config", json.dumps(EAGLE3), "--integrity", "full"]
+    # Every fifth copy of the group, so that a repair is sound, and no three handoffs in a row need one.
+    flags += [
+        "--kv-transfer-config",
+        json.dumps({"kv_transport": f"faulty+shm://?fault=corrupt&region={region}&every=5"}),
+    ]
+    with Deployment(TARGET, engine_flags=flags, router_flags=["--kv-mode", mode]) as deployment:
+        have = asyncio.run(ask(deployment.url, [list(case.prompt_token_ids) for case in cases]))
+        decode = deployment.decode_urls[0]
+        bad = asyncio.run(figure(decode, "baton:integrity_bad_pieces"))
+        recomputed = asyncio.run(figure(decode, "baton:recoveries", rung="recompute"))
+        log = deployment.log("decode-0")
+    assert have == want
+    assert bad >= 2
+    assert recomputed == 0
+    named = re.findall(r"rank 0, group ([\w.]+), layers \[[\d, ]+\], tokens \[\d+, \d+\) do not match", log)
+    assert set(named) == {group}
+    assert len(named) >= bad
