@@ -20,8 +20,6 @@ from baton.testing.simulator.engine import Ending, EngineModel, Leg, label_of
 if TYPE_CHECKING:
     from baton.testing.simulator.process import Process
 
-# Turns of the agent's loop after its deadline within which a leg must have been failed.
-_GRACE_TURNS = 4
 
 
 class DecodeEngine(EngineModel):
@@ -111,12 +109,13 @@ class DecodeEngine(EngineModel):
 
     def agent_has_run(self) -> None:
         """See `EngineModel`: nobody waits for a handoff beyond its deadline."""
-        late = self.process.clock.monotonic() - 2 * self.process.config.timers.check - 0.05
+        now, grace = self.process.clock.monotonic(), 2 * self.process.config.timers.check + 0.05
         for leg in self.legs.values():
-            if leg.state != "receiving" or leg.deadline > late or str(leg.key) in self.quiet:
+            if leg.state != "receiving" or leg.deadline > now or leg.failed or str(leg.key) in self.quiet:
                 continue
-            leg.late_turns += 1
-            if leg.late_turns > _GRACE_TURNS and not self.process.posted:
+            if leg.late_since is None or leg.late_since < self.process.resumed:
+                leg.late_since = now
+            elif now > leg.late_since + grace:
                 self.world.fail("deadline", f"{leg.key} waits on {self.process.name} beyond its ticket's expiry")
 
     def handle(self, event: HandoffEvent) -> None:

@@ -41,7 +41,7 @@ class Leg:
     drafted: int = 0
     ended: bool = False  # the router was told
     failed: bool = False  # the agent said so
-    late_turns: int = 0
+    late_since: float | None = None
 
     @property
     def key(self) -> AttemptKey:

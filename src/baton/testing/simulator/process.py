@@ -96,6 +96,7 @@ class Process:
         self.posted: deque[Callable[[], None]] = deque()
         self._next_wake = self._next_step = float("inf")
         self._idle_turns = 0
+        self.resumed = 0.0  # by its monotonic clock
 
     @property
     def gone(self) -> bool:
@@ -229,6 +230,7 @@ class Process:
         if self.dead or not self.paused:
             return
         self.paused = False
+        self.resumed = self.clock.monotonic()
         self.world.note(self.name, "goes on")
         self.transport.resume()
         self._next_wake = self._next_step = float("inf")

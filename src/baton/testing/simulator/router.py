@@ -83,7 +83,7 @@ class Stream:
         if self.open:
             self.open = False
             # A server notices when it writes next, or when it looks.
-            late = self.world.random.choice((0.0, 0.4)) * self.world.random.random()
+            late = self.world.random.choice((0.0, 0.4, 3.0)) * self.world.random.random()
             self.world.after(late + self.world.random.uniform(*_ONE_WAY), self._engine_learns)
 
     def cut(self, engine_after: float, router_after: float) -> None:
