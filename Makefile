@@ -3,8 +3,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# vLLM needs libraries in versions of its own; about 4 GB, kept between runs.
+VLLM_VENV ?= .venv-vllm
+VLLM_STAMP := $(VLLM_VENV)/.installed
 
-.PHONY: demo test lint bench simulate train clean
+.PHONY: demo test test-vllm lint bench simulate train clean
 
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -18,6 +21,14 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+$(VLLM_STAMP): tools/install_vllm.py
+	@echo "installing vLLM for CPUs into $(VLLM_VENV) ..."
+	@$(PYTHON) tools/install_vllm.py $(VLLM_VENV)
+	@touch $@
+
+test-vllm: $(VLLM_STAMP)
+	@OMP_NUM_THREADS=1 PYTHONPATH=src $(VLLM_VENV)/bin/python -m pytest tests/vllm
 
 lint: $(STAMP)
 	$(BIN)/ruff check src tests tools examples

@@ -16,7 +16,7 @@ from baton.handoff.channel import Channel
 from baton.handoff.environment import Connection
 from baton.handoff.keys import KeyRing, check_bind, is_local, make_keys, ticket_key_file
 from baton.handoff.log_limit import LINES_PER_SECOND, LogLimit
-from baton.handoff.messages import AttemptKey, Bye, Cancel, Hello, Message, encode
+from baton.handoff.messages import AttemptKey, Bye, Cancel, Hello, Message, Renew, encode
 
 LOOPBACK = "tcp://127.0.0.1:*"
 Received = list[tuple[Connection, Message]]
@@ -294,6 +294,24 @@ def test_unknown_sessions_are_told_and_repeats_dropped(p: Channel, stranger: Str
     exchange(p, until=lambda: p.frames == 4)
     assert other.poll(5000)
     assert b"unknown_session" in other.recv()
+
+
+def test_a_session_that_was_dropped_is_heard_again_after_hello(opened: Callable[..., Channel]) -> None:
+    """P forgot D's session, and counts from 1 in the one that D's next HELLO begins."""
+    p, d = opened(), opened()
+    connection = d.dial(p.address)
+    d.send(connection, hello("D"))
+    ((at_p, _),) = exchange(p, d, until=lambda: p.frames == 1)[p]
+    p.send(at_p, Renew(1.0, 1))
+    p.send(at_p, Renew(1.0, 2))
+    exchange(p, d, until=lambda: d.frames == 2)
+    p.drop(at_p)
+    d.send(connection, hello("D"))
+    ((at_p, _),) = exchange(p, d, until=lambda: p.frames == 2)[p]
+    p.send(at_p, hello("P"))
+    p.send(at_p, Renew(1.0, 3))
+    got = exchange(p, d, until=lambda: d.frames == 4)
+    assert [message for _, message in got[d]] == [hello("P"), Renew(1.0, 3)]
 
 
 @pytest.mark.parametrize("client", ["no keys", "another server's key", "unknown key"])

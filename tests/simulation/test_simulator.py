@@ -8,10 +8,8 @@ import sys
 import pytest
 
 from baton.testing.simulator import run_seed
-from baton.testing.simulator.parallel import quiet_logs, run_seeds
+from baton.testing.simulator.parallel import run_seeds
 from baton.testing.simulator.settings import FAULTS, RATES, STRIKES
-
-quiet_logs()
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -9,6 +10,7 @@ from typing import Any, Literal
 import pytest
 
 from baton.handoff.ticket import Ticket, mint, new_transfer_id
+from baton.vllm.groups import CacheTable
 from baton.vllm.scheduler import EngineIdentity, SchedulerSide, handoff_digest
 from baton.vllm.steps import ClosePrefill, Computed, OpenDecode, OpenPrefill, Step
 
@@ -41,9 +43,32 @@ def ticket(prompt: Sequence[int] = PROMPT, incarnation: str = "inc-P") -> Ticket
     )
 
 
-def side(engine: str, truncate: bool = False, roles: Sequence[str] = ("prefill", "decode")) -> SchedulerSide:
+class Pool:
+    """Counts references; a block is its number."""
+
+    def __init__(self) -> None:
+        self.blocks = list(range(100))
+        self.references: Counter[int] = Counter()
+
+    def touch(self, blocks: Sequence[int]) -> None:
+        self.references.update(blocks)
+
+    def free_blocks(self, ordered_blocks: Sequence[int]) -> None:
+        self.references.subtract(ordered_blocks)
+
+
+FULL = CacheTable("full", None, 4, ())
+
+
+def side(
+    engine: str,
+    truncate: bool = False,
+    roles: Sequence[str] = ("prefill", "decode"),
+    tables: Sequence[CacheTable] = (FULL, FULL),
+    pool: Pool | None = None,
+) -> SchedulerSide:
     identity = EngineIdentity(engine, f"inc-{engine}", "tcp://127.0.0.1:1", "{}", truncate, list(roles), 512, [2], 0)
-    return SchedulerSide(identity, KEY, clock=lambda: NOW)
+    return SchedulerSide(identity, KEY, tables, pool or Pool(), clock=lambda: NOW)
 
 
 def leg(role: Literal["prefill", "decode"], t: Ticket, prompt: Sequence[int] | None = PROMPT, **kw: Any) -> Request:
@@ -66,6 +91,28 @@ def test_a_prefill_leg_is_announced_computed_and_held() -> None:
     assert (step.computed, step.closed) == ([], [ClosePrefill(t.key, held=True, failed=False)])
 
 
+def test_the_first_block_of_a_window_outlives_its_request() -> None:
+    # The decode engine computes token 9 and sees keys 4 to 9; vLLM, which has computed it, keeps those from 5 on.
+    pool = Pool()
+    p = side("P", tables=[FULL, CacheTable("sliding_window", 6, 5, ())], pool=pool)
+    for end in ("sent", "preempted", "aborted"):
+        request = leg("prefill", ticket())
+        p.on_new_request(request)
+        p.on_scheduled("prefill-1", 9 if end == "aborted" else 10, ([1, 2, 3], [7, 8]), replace=True)
+        p.on_scheduled("prefill-1", 11, None, replace=False)
+        assert pool.references[7] == 1
+        if end == "preempted":
+            p.on_preempted({"prefill-1"})
+            assert pool.references[7] == 0
+        held, _ = p.on_finished(request)
+        assert held == (end != "preempted")
+        if held:
+            assert pool.references[7] == 1
+            p.on_sent("prefill-1")
+        p.on_sent("prefill-1")
+        assert set(pool.references.values()) == {0}
+
+
 def test_a_prefill_leg_that_ends_early_is_given_up() -> None:
     p, t = side("P"), ticket()
     request = leg("prefill", t)
@@ -73,7 +120,7 @@ def test_a_prefill_leg_that_ends_early_is_given_up() -> None:
     assert p.on_finished(request) == (False, None)
     assert p.take_step().closed == [ClosePrefill(t.key, held=False, failed=True)]
     p.on_new_request(leg("prefill", other := ticket()))
-    p.on_scheduled("prefill-1", 4, ([1],), replace=True)
+    p.on_scheduled("prefill-1", 4, ([1], [2]), replace=True)
     assert p.on_finished(request) == (True, None)
     assert p.take_step().closed == [ClosePrefill(other.key, held=True, failed=True)]
 
@@ -82,11 +129,11 @@ def test_a_preempted_prefill_leg_is_lost_but_goes_on() -> None:
     p, t = side("P"), ticket()
     request = leg("prefill", t)
     p.on_new_request(request)
-    p.on_scheduled("prefill-1", 4, ([1],), replace=True)
+    p.on_scheduled("prefill-1", 4, ([1], [2]), replace=True)
     p.on_preempted({"prefill-1", "other"})
     p.on_preempted({"prefill-1"})
     assert p.take_step().preempted == [t.key]
-    p.on_scheduled("prefill-1", 10, ([5],), replace=True)
+    p.on_scheduled("prefill-1", 10, ([5], [6]), replace=True)
     assert p.take_step() == Step()
     # Its new blocks were never shown to anybody.
     assert p.on_finished(request) == (False, None)

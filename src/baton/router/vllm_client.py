@@ -144,16 +144,18 @@ class VllmClient(EngineClient):
         return request_digest(request.prompt_token_ids[:-1], SamplingParams())
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
-        """See `EngineClient.generate`. A prefill leg yields the first token, where its engine computes it."""
+        """See `EngineClient.generate`. A prefill leg yields the first token, where it must be the decode engine's."""
         if self._model is None or self._identity is None:
             await self.info()
         assert self._model is not None
         assert self._identity is not None
         prefill = request.handoff is not None and request.handoff.role == "prefill"
-        silent = prefill and self._identity.truncate_prefill
+        # A sampled token of a verification step is another draw than the same engine's ordinary one, whatever the seed.
+        drawn = self._identity.num_speculative_tokens > 0 and request.sampling_params.temperature > 0
+        truncate = prefill and self._identity.truncate_prefill
         known = len(request.prompt_token_ids)
         position = known - (known if request.num_prompt_tokens is None else request.num_prompt_tokens)
-        body = completion_body(request, self._model.id, position, prefill, silent)
+        body = completion_body(request, self._model.id, position, prefill, truncate)
         last = prefill and request.sampling_params.max_tokens - position > 1
         async for choice in self._stream(body):
             chunk = _chunk(request.request_id, choice, position)
@@ -161,7 +163,7 @@ class VllmClient(EngineClient):
             if last and chunk.finish_reason == "length":
                 # The leg ends after one token, the request does not.
                 chunk = msgspec.structs.replace(chunk, finish_reason=None)
-            if not silent:
+            if not (prefill and (truncate or drawn)):
                 yield chunk
 
     async def _stream(self, body: dict[str, Any]) -> AsyncGenerator[_Choice, None]:

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from baton.errors import ConfigError
-from baton.handoff.config import DEFAULT_MAX_RETRIES
+from baton.handoff.config import DEFAULT_MAX_RETRIES, Timers
 from baton.handoff.events import Integrity
 from baton.handoff.keys import check_bind, ticket_key_file
 from baton.handoff.ticket import load_or_create_key
@@ -25,7 +25,8 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     which the control channel stays on loopback. `max_retries` bounds the copies of one handoff that are issued again.
 
     `granularity` is what copies are made of (see `baton.vllm.geometry`) and must be equal on both engines; `integrity`
-    is how much of the KV is digested, and needs granularity "token" where K is stored by dimension.
+    is how much of the KV is digested, and needs granularity "token" where K is stored by dimension. A peer that is
+    silent for `lease` seconds is given up.
     """
 
     kv_transport: str = "nixl://"
@@ -35,6 +36,12 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     max_retries: int = DEFAULT_MAX_RETRIES
     granularity: Granularity = "page"
     integrity: Integrity = "off"
+    lease: float = 5.0
+
+    @property
+    def timers(self) -> Timers:
+        """The agent's timers. Raises `ConfigError` for a lease out of range."""
+        return Timers(renew=self.lease / 5, lease=self.lease)
 
     def ticket_key(self) -> bytes:
         """The key that tickets are signed with. Raises `ConfigError` when its file is missing or unsafe."""

@@ -72,6 +72,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         self._agent: HandoffAgent | None = None
         self._transport: Transport | None = None
         self._identity: EngineIdentity | None = None
+        self._pool: Any = None
         self._reported: dict[str, int] = {}
 
     @property
@@ -113,6 +114,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
                     fingerprint=facts,
                     ticket_key=self._config.ticket_key(),
                     keys=KeyRing(self._config.keys, engine_id) if self._config.keys else None,
+                    timers=self._config.timers,
                     integrity=self._config.integrity,
                     max_retries=self._config.max_retries,
                 ),
@@ -191,10 +193,15 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
 
     # ------------------------------------------------------------ scheduler
 
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """vLLM's blocks, of which some have to outlive their request."""
+        self._pool = gpu_block_pool
+
     def set_xfer_handshake_metadata(self, metadata: dict[int, BatonHandshake]) -> None:
         """The worker's agent runs: from now on tickets can be checked."""
         identity = next(iter(metadata.values())).identity
-        self._scheduler = SchedulerSide(identity, self._config.ticket_key())
+        tables = compat.cache_tables(self._kv_cache_config)
+        self._scheduler = SchedulerSide(identity, self._config.ticket_key(), tables, self._pool)
 
     def on_new_request(self, request: Any) -> None:
         """A request arrived."""
@@ -231,6 +238,8 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         """What the worker reported."""
         for request_id in connector_output.finished_recving or ():
             self.scheduler.on_received(request_id)
+        for request_id in connector_output.finished_sending or ():
+            self.scheduler.on_sent(request_id)
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]

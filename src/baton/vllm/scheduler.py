@@ -11,7 +11,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import msgspec
@@ -19,6 +19,7 @@ import msgspec
 from baton.errors import ProtocolError
 from baton.handoff.log_limit import LogLimit
 from baton.handoff.ticket import Redeemer, Ticket, request_digest
+from baton.vllm.groups import CacheTable
 from baton.vllm.steps import ClosePrefill, Computed, OpenDecode, OpenPrefill, Step, Tables
 from baton.wire import SamplingParams
 
@@ -59,6 +60,15 @@ class VllmRequest(Protocol):
     mm_features: Sequence[Any]
 
 
+class BlockPool(Protocol):
+    """The part of vLLM's block pool that is used here: counted references to blocks."""
+
+    blocks: Sequence[Any]
+
+    def touch(self, blocks: Sequence[Any]) -> None: ...
+    def free_blocks(self, ordered_blocks: Sequence[Any]) -> None: ...
+
+
 @dataclass(slots=True, eq=False)
 class _Prefill:
     ticket: Ticket
@@ -66,6 +76,7 @@ class _Prefill:
     num_computed: int = 0
     tables: Tables = ()
     lost: bool = False
+    pinned: list[Any] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
@@ -85,12 +96,22 @@ class SchedulerSide:
     """Legs by request id. `refused` counts legs whose params or ticket were not good: such a request is served like
     any other, without a handoff."""
 
-    def __init__(self, identity: EngineIdentity, ticket_key: bytes, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        identity: EngineIdentity,
+        ticket_key: bytes,
+        cache_tables: Sequence[CacheTable],
+        pool: BlockPool,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
         self.identity = identity
         self.refused: Counter[str] = Counter()
         self._redeemer = Redeemer(ticket_key, identity.engine_id, identity.incarnation)
+        self._cache_tables = cache_tables
+        self._pool = pool
         self._clock = clock
         self._prefills: dict[str, _Prefill] = {}
+        self._held: dict[str, _Prefill] = {}  # finished, and their blocks are kept
         self._decodes: dict[str, _Decode] = {}
         self._step = Step()
 
@@ -170,8 +191,29 @@ class SchedulerSide:
             leg.tables = tuple(old + added for old, added in zip(leg.tables, new, strict=True))
         done = leg.num_computed >= leg.num_tokens
         leg.num_computed = num_computed
+        if not done and num_computed >= leg.num_tokens:
+            self._pin(leg)
         if not done:
             self._step.computed.append(Computed(leg.ticket.key, num_computed, leg.tables))
+
+    def _pin(self, leg: _Prefill) -> None:
+        """Keep the first block of each window. This engine computed one token more than is handed over, so that vLLM
+        may free that block as the request ends: to itself, the window has moved on."""
+        for table, cache in zip(leg.tables, self._cache_tables, strict=True):
+            if cache.window is not None:
+                block = table[max(leg.num_tokens - cache.window + 1, 0) // cache.block_size]
+                leg.pinned.append(self._pool.blocks[block])
+        self._pool.touch(leg.pinned)
+
+    def _unpin(self, leg: _Prefill) -> None:
+        self._pool.free_blocks(leg.pinned)
+        leg.pinned = []
+
+    def on_sent(self, request_id: str) -> None:
+        """The worker has reported that nobody reads the request's blocks any more."""
+        leg = self._held.pop(request_id, None)
+        if leg is not None:
+            self._unpin(leg)
 
     def on_preempted(self, request_ids: set[str]) -> None:
         """vLLM took these requests' blocks. Their handoff is over, they themselves are computed again."""
@@ -179,6 +221,7 @@ class SchedulerSide:
             leg = self._prefills[request_id]
             if not leg.lost:
                 leg.lost = True
+                self._unpin(leg)
                 self._step.preempted.append(leg.ticket.key)
 
     # ------------------------------------------------------------ the end
@@ -193,6 +236,8 @@ class SchedulerSide:
             failed = prefill.num_computed < prefill.num_tokens
             held = not prefill.lost and bool(prefill.tables)
             self._step.closed.append(ClosePrefill(prefill.ticket.key, held, failed or prefill.lost))
+            if held:
+                self._held[request.request_id] = prefill
             return held, None
         decode = self._decodes.pop(request.request_id, None)
         if decode is not None:

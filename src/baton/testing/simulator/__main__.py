@@ -91,11 +91,12 @@ def _mutations(seeds: range, workers: int) -> bool:
     caught = True
     for mutation in MUTATIONS.values():
         start = time.monotonic()
-        total = run_seeds(seeds, workers=workers, mutation=mutation.name, stop_early=True)
+        total = run_seeds(seeds, mutation.faults, workers, mutation.name, stop_early=True)
         seconds = time.monotonic() - start
         if total.failures:
             failed, violation = total.failures[0]
-            print(f"{mutation.name:<28} seed {failed:>5}  {violation.partition(':')[0]:<20} {seconds:5.1f} s")
+            found = f"seed {failed:>5}  {violation.partition(':')[0]:<20} {seconds:6.1f} s"
+            print(f"{mutation.name:<28} {found}  {mutation.rule}", flush=True)
         else:
             caught = False
             print(f"{mutation.name:<28} NOT CAUGHT in {total.seeds} seeds")

@@ -57,8 +57,6 @@ class Cluster:
 
     def _take_leg(self, stream: Stream, text: str, known: int) -> None:
         process, request = stream.process, stream.request
-        if stream.gone:
-            return
         try:
             ticket = verify(process.config.ticket_key, text, process.clock.time())
         except ProtocolError as error:
@@ -68,6 +66,9 @@ class Cluster:
         deadline = process.clock.monotonic() + ticket.expiry - process.clock.time()
         stream.leg = Leg(request.story, known, ticket, stream, deadline, str(ticket.key))
         process.engine.start_leg(stream.leg)
+        if stream.gone:
+            # It was sent before its sender left, and says nothing of that.
+            self.world.after(self.world.random.uniform(0.0, 0.5), stream.noticed)
 
     # ------------------------------------------------------------ faults
 

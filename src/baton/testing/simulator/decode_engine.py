@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from baton.testing.simulator.process import Process
 
 
-
 class DecodeEngine(EngineModel):
     """Registers legs as pages allow, decodes the committed ones with verification of drafts.
 

@@ -45,26 +45,32 @@ from baton.handoff.messages import (
 from baton.handoff.operations import Operations
 from baton.handoff.prefill import PrefillHandoff, PrefillPhase
 from baton.handoff.ticket import verify
+from baton.testing.simulator.settings import FAULTS
 
 Patch = tuple[Any, str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Mutation:
-    """`rule` is what it undoes; `patches` are `(owner, attribute, replacement)`."""
+    """`rule` is what it undoes; `patches` are `(owner, attribute, replacement)`. `faults` are those that it is looked
+    for with: where only a rare meeting of a few shows it, these few.
+    """
 
     name: str
     rule: str
     patches: Callable[[], list[Patch]]
+    faults: tuple[str, ...] = FAULTS
 
 
 MUTATIONS: dict[str, Mutation] = {}
 
 
-def _mutation(rule: str) -> Callable[[Callable[[], list[Patch]]], Callable[[], list[Patch]]]:
+def _mutation(
+    rule: str, faults: tuple[str, ...] = FAULTS
+) -> Callable[[Callable[[], list[Patch]]], Callable[[], list[Patch]]]:
     def register(patches: Callable[[], list[Patch]]) -> Callable[[], list[Patch]]:
         name = patches.__name__.lstrip("_")
-        MUTATIONS[name] = Mutation(name, rule, patches)
+        MUTATIONS[name] = Mutation(name, rule, patches, faults)
         return patches
 
     return register
@@ -214,7 +220,10 @@ def _ignore_cancelled() -> list[Patch]:
     return _around(DecodeHandoff, "handle", around)
 
 
-@_mutation("CANCEL of an unknown attempt leaves a tombstone")
+@_mutation(
+    "CANCEL of an unknown attempt leaves a tombstone",
+    ("late_leg", "reorder", "delay", "client_abort", "engine_abort", "drop"),
+)
 def _no_tombstone() -> list[Patch]:
     original = Inbox._attempt_message
 
@@ -270,7 +279,10 @@ def _old_round_commits() -> list[Patch]:
     return _around(DecodeHandoff, "_committed", around)
 
 
-@_mutation("a COMMIT that was answered with REPAIR says nothing about the repair's copies")
+@_mutation(
+    "a COMMIT that was answered with REPAIR says nothing about the repair's copies",
+    ("corrupt", "duplicate", "delay", "reorder", "slow_copy", "late_copy", "client_abort", "engine_abort"),
+)
 def _duplicate_commit_is_progress() -> list[Patch]:
     def around(self: DecodeHandoff, committed: Handle, message: Commit) -> list[Action]:
         closing = self.phase is DecodePhase.CLOSING

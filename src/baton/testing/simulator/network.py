@@ -70,7 +70,7 @@ class Network:
             if world.hit("delay"):
                 delay += world.random.choice((0.2, 2.0, 8.0)) * world.random.random()
             if world.hit("reorder"):
-                delay += world.random.uniform(0.0, 0.3)
+                delay += world.random.choice((0.02, 0.2, 1.0)) * world.random.random()
             else:
                 # In order behind what was sent before.
                 delay = max(delay, self._last.get(lane, 0.0) - world.now + 1e-6)

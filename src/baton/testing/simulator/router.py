@@ -84,7 +84,7 @@ class Stream:
             self.open = False
             # A server notices when it writes next, or when it looks.
             late = self.world.random.choice((0.0, 0.4, 3.0)) * self.world.random.random()
-            self.world.after(late + self.world.random.uniform(*_ONE_WAY), self._engine_learns)
+            self.world.after(late + self.world.random.uniform(*_ONE_WAY), self.noticed)
 
     def cut(self, engine_after: float, router_after: float) -> None:
         """The connection breaks; each side notices in its time."""
@@ -92,10 +92,11 @@ class Stream:
             return
         self.open = False
         self.world.note("http", f"the {self.role} stream of {self.request.name} breaks")
-        self.world.after(engine_after, self._engine_learns)
+        self.world.after(engine_after, self.noticed)
         self.world.after(router_after, self.router.stream_lost, self)
 
-    def _engine_learns(self) -> None:
+    def noticed(self) -> None:
+        """The engine sees that nobody listens."""
         leg, self.gone = self.leg, True
         if leg is not None and not self.process.dead:
             self.process.post(lambda: self.process.engine.abandon(leg))
@@ -203,7 +204,8 @@ class Router:
         known = request.story.num_prompt + request.sent
         for role, process in (("prefill", prefill), ("decode", decode)):
             stream = request.streams[role] = Stream(self, request, process.role, process)
-            self.world.after(random.uniform(*_ONE_WAY), self.cluster.post_leg, stream, text, known)
+            late = random.uniform(0.0, 1.5) if self.world.hit("late_leg") else 0.0
+            self.world.after(late + random.uniform(*_ONE_WAY), self.cluster.post_leg, stream, text, known)
 
     # ------------------------------------------------------------ what legs say
 

@@ -61,7 +61,8 @@ def run_seed(seed: int, faults: Collection[str] = FAULTS, tracing: bool = False)
         world.trace,
     )
     for trait in TRAITS:
-        result.injected[trait] += settings.has(trait)
+        if settings.has(trait):
+            result.injected[trait] += 1
     for request in cluster.router.requests:
         result.outcomes[_outcome(request)] += 1
     return result

@@ -24,8 +24,9 @@ RATES: dict[str, tuple[float, float]] = {
     "late_copy": (0.3, 1.0),
     "corrupt": (0.03, 0.3),
     "corrupt_seeds": (0.05, 0.4),
-    "client_abort": (0.1, 0.5),
+    "client_abort": (0.1, 0.7),
     "cut_stream": (0.05, 0.3),
+    "late_leg": (0.2, 0.7),
 }
 # Struck at events drawn beforehand: at most how many of them.
 STRIKES: dict[str, int] = {
@@ -46,6 +47,7 @@ FAULTS = (*RATES, *STRIKES, *TRAITS)
 # Faults that matter most when others strike at the same moment.
 COMPANIONS: dict[str, tuple[str, ...]] = {
     "corrupt": ("duplicate", "delay", "reorder", "slow_copy", "late_copy", "client_abort"),
+    "late_leg": ("reorder", "delay", "engine_abort", "client_abort"),
     "slow_engine": ("reorder", "delay", "engine_abort", "client_abort"),
 }
 # The event at which the last strike comes.
@@ -122,7 +124,7 @@ def draw(random: Random, allowed: Collection[str] = FAULTS) -> Settings:
     return Settings(
         num_prefill=random.choice((1, 1, 2, 2, 3)),
         num_decode=random.choice((1, 2, 2, 3)),
-        num_requests=random.randint(4, 20),
+        num_requests=random.randint(3, 14),
         fabric=random.choice(("shm", "rdma")),
         recovery=random.choice(("none", "retry", "source", "recompute", "full", "full", "full")),
         integrity=integrity,

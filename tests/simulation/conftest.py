@@ -1,0 +1,20 @@
+"""Shared by the tests of the simulator."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from baton.testing.simulator.parallel import quiet_logs
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """The protocol's warnings are what a simulation is made of; other tests want to see theirs."""
+    logger = logging.getLogger("baton")
+    level = logger.level
+    quiet_logs()
+    yield
+    logger.setLevel(level)

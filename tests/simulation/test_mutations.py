@@ -1,0 +1,44 @@
+"""Every protocol that was broken on purpose is found by the simulator, within 2,000 seeds."""
+
+from __future__ import annotations
+
+import pytest
+
+from baton.errors import ConfigError
+from baton.testing.simulator.mutations import MUTATIONS, applied
+from baton.testing.simulator.parallel import run_seeds
+
+# Where a search found them last. It begins there, and goes through all seeds when the protocol has changed since.
+FOUND_AT = {
+    "any_bye_is_quiet": 105,
+    "cancel_once": 48,
+    "commit_after_failure": 81,
+    "duplicate_commit_is_progress": 964,
+    "no_tombstone": 975,
+    "old_round_commits": 24,
+    "timeout_frees_source": 38,
+    "unfenced_is_fenced": 29,
+}
+
+
+def test_there_are_enough() -> None:
+    assert len(MUTATIONS) >= 15
+
+
+@pytest.mark.parametrize("name", sorted(MUTATIONS))
+def test_a_broken_protocol_is_found(name: str) -> None:
+    mutation, first = MUTATIONS[name], FOUND_AT.get(name, 0)
+    for seeds in (range(first, first + 30), range(2000)):
+        if run_seeds(seeds, mutation.faults, mutation=name, stop_early=True).failures:
+            return
+    pytest.fail(f"2,000 seeds do not find {name}: {mutation.rule}")
+
+
+def test_mutations_are_undone() -> None:
+    before = run_seeds(range(5))
+    with pytest.raises(ConfigError, match="gremlin"), applied("gremlin"):
+        pass
+    for name in MUTATIONS:
+        with applied(name):
+            pass
+    assert run_seeds(range(5)) == before

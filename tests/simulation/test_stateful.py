@@ -1,0 +1,231 @@
+"""Hypothesis drives both machines of one attempt step by step: every message that was ever sent may come again at any
+time or never, copies move token by token, and anyone gives up at any moment.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import xxhash
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from baton.handoff import events as ev
+from baton.handoff.decode import DecodeHandoff
+from baton.handoff.messages import AttemptKey, AttemptMessage, PieceDigest, Seeds
+from baton.handoff.prefill import PrefillHandoff
+from baton.testing.simulator.mutations import applied
+
+KEY = AttemptKey(b"1" * 16, 0, "p", "d")
+GROUPS = ("draft", "target")
+TOKENS = 4
+# Pages of one token each; token t is in page t + 1.
+TABLE = list(range(1, TOKENS + 1))
+
+
+class Handoff(RuleBasedStateMachine):
+    """One attempt. `memory` holds D's entries, each of which must become its own position."""
+
+    @initialize(
+        mode=st.sampled_from(["push", "pull"]),
+        full=st.booleans(),
+        hit=st.integers(0, TOKENS),
+        ends_at_once=st.booleans(),
+        quiet=st.booleans(),
+    )
+    def begin(self, mode: Any, full: bool, hit: int, ends_at_once: bool, quiet: bool) -> None:
+        integrity: ev.Integrity = "full" if full else "off"
+        self.mode, self.full, self.ends_at_once, self.cancels_are_quiet = mode, full, ends_at_once, quiet
+        self.wanted = {"target": (hit, TOKENS), "draft": (min(hit, TOKENS - 1), TOKENS)}
+        self.p = PrefillHandoff(KEY, mode, GROUPS, integrity=integrity)
+        tables = {group: list(TABLE) for group in GROUPS}
+        self.d = DecodeHandoff(KEY, mode, "ticket", self.wanted, tables, integrity=integrity)
+        self.to_p: list[AttemptMessage] = []
+        self.to_d: list[AttemptMessage] = []
+        self.copies: dict[int, tuple[ev.StartCopy, list[int]]] = {}
+        self.checks: list[ev.CheckDigests] = []
+        self.memory: dict[tuple[str, int], int] = {}
+        self.computed = -1
+        self.p_free = self.d_free = self.committed = self.failed = False
+
+    # ------------------------------------------------------------ carrying out
+
+    def feed_p(self, event: ev.MachineEvent) -> None:
+        self.carry_out(self.p.handle(event), self.to_d)
+
+    def feed_d(self, event: ev.MachineEvent) -> None:
+        self.carry_out(self.d.handle(event), self.to_p)
+
+    def carry_out(self, actions: list[ev.Action], sent: list[AttemptMessage]) -> None:
+        for action in actions:
+            match action:
+                case ev.Send(message):
+                    if message not in sent:
+                        sent.append(message)
+                case ev.StartCopy():
+                    self.copies[action.copy_id] = action, list(range(action.start, action.stop))
+                case ev.CancelCopies(copy_ids) if self.cancels_are_quiet:
+                    for copy_id in set(copy_ids) & set(self.copies):
+                        self.end(copy_id, False)
+                case ev.ComputeDigests(group, spans):
+                    pieces = [digest(group, *span, range(*span)) for span in spans]
+                    self.feed_p(ev.DigestsComputed(group, pieces))
+                case ev.CheckDigests():
+                    self.checks.append(action)
+                case ev.Notify(event):
+                    self.note(event)
+
+    def note(self, event: ev.HandoffEvent) -> None:
+        match event:
+            case ev.PrefillReleased():
+                assert not self.p_free
+                self.p_free = True
+                assert self.mode == "pull" or not self.copies
+            case ev.DecodeFailed():
+                assert not self.failed
+                assert not self.d_free
+                self.failed = True
+            case ev.DecodeReleased() | ev.DecodeFinished() | ev.DecodeCommitted():
+                assert not self.d_free
+                self.d_free = True
+                if isinstance(event, ev.DecodeCommitted):
+                    assert not self.failed
+                    assert not self.copies
+                    for group, (start, stop) in self.wanted.items():
+                        assert [self.memory.get((group, t)) for t in range(start, stop)] == list(range(start, stop))
+
+    def end(self, copy_id: int, ok: bool) -> None:
+        del self.copies[copy_id]
+        (self.feed_p if self.mode == "push" else self.feed_d)(ev.CopyEnded(copy_id, ok))
+
+    # ------------------------------------------------------------ what may happen
+
+    @rule(steps=st.integers(1, TOKENS + 2))
+    def prefill(self, steps: int) -> None:
+        for _ in range(steps):
+            self.prefill_one()
+
+    def prefill_one(self) -> None:
+        if self.computed < 0:
+            self.feed_p(ev.Opened())
+        elif self.p_free or self.computed > TOKENS:
+            return
+        elif self.computed == TOKENS:
+            self.feed_p(ev.Sampled(Seeds(7, None, [8]), self.ends_at_once))
+        else:
+            final = {"target": self.computed + 1, "draft": self.computed}
+            self.feed_p(ev.Declared(TOKENS, {group: list(TABLE) for group in GROUPS}, final))
+        self.computed += 1
+
+    @rule()
+    def join(self) -> None:
+        self.feed_d(ev.PeerReady())
+
+    @precondition(lambda self: self.to_p)
+    @rule(data=st.data())
+    def deliver_to_p(self, data: st.DataObject) -> None:
+        self.feed_p(ev.Received(data.draw(st.sampled_from(self.to_p[::-1]))))
+
+    @precondition(lambda self: self.to_d)
+    @rule(data=st.data())
+    def deliver_to_d(self, data: st.DataObject) -> None:
+        self.feed_d(ev.Received(data.draw(st.sampled_from(self.to_d[::-1]))))
+
+    @precondition(lambda self: self.copies)
+    @rule(data=st.data(), wrong=st.booleans(), steps=st.integers(1, TOKENS + 1))
+    def move(self, data: st.DataObject, wrong: bool, steps: int) -> None:
+        copy_id = data.draw(st.sampled_from(sorted(self.copies)))
+        for _ in range(steps):
+            if copy_id in self.copies:
+                self.move_one(copy_id, wrong)
+
+    def move_one(self, copy_id: int, wrong: bool) -> None:
+        copy, left = self.copies[copy_id]
+        if not left:
+            self.end(copy_id, True)
+            return
+        assert not self.d_free, "a copy writes a page that was freed"
+        assert not self.p_free, "a copy reads a page that was freed"
+        t = left.pop()
+        self.memory[copy.group, t] = -1 if wrong and self.full else t
+
+    @precondition(lambda self: self.copies)
+    @rule(data=st.data())
+    def fail_copy(self, data: st.DataObject) -> None:
+        self.end(data.draw(st.sampled_from(sorted(self.copies))), False)
+
+    @precondition(lambda self: self.checks)
+    @rule()
+    def check(self) -> None:
+        action = self.checks.pop(0)
+        bad = [
+            ev.BadPiece(group, piece.start, piece.stop, (0,))
+            for group, pieces in action.digests.items()
+            for piece in pieces
+            if digest(group, piece.start, piece.stop, self.held(group, piece)) != piece
+        ]
+        self.feed_d(ev.DigestsChecked(action.check_id, tuple(bad)))
+
+    def held(self, group: str, piece: PieceDigest) -> list[int | None]:
+        return [self.memory.get((group, t)) for t in range(piece.start, piece.stop)]
+
+    @rule(at_p=st.booleans(), event=st.sampled_from([*[ev.Tick()] * 6, ev.Deadline(), ev.Abort("gone")]))
+    def disturb(self, event: ev.MachineEvent, at_p: bool) -> None:
+        (self.feed_p if at_p else self.feed_d)(event)
+
+    # ------------------------------------------------------------ the end
+
+    def teardown(self) -> None:
+        """A calm network and deadlines end everything, and free everything once."""
+        if not hasattr(self, "p"):
+            return
+        if self.computed < 0:
+            self.prefill_one()
+        self.join()
+        for event in (ev.Deadline(), ev.Tick(), ev.Tick(), ev.Tick()):
+            self.feed_p(event)
+            self.feed_d(event)
+            for copy_id in list(self.copies):
+                if copy_id in self.copies:
+                    self.end(copy_id, False)
+            while self.checks:
+                self.check()
+            for message in list(self.to_p):
+                self.feed_p(ev.Received(message))
+            for message in list(self.to_d):
+                self.feed_d(ev.Received(message))
+        assert self.p.closed
+        assert self.d.closed
+        assert self.p_free
+        assert self.d_free
+        assert not self.copies
+
+
+def digest(group: str, start: int, stop: int, values: Any) -> PieceDigest:
+    return PieceDigest(start, stop, xxhash.xxh3_64_digest(repr((group, start, stop, list(values))).encode()))
+
+
+@pytest.mark.parametrize("mutation", ["abort_then_reuse", "cancelled_while_copying"])
+def test_it_finds_a_broken_machine(mutation: str) -> None:
+    some = settings(max_examples=500, stateful_step_count=60, deadline=None, derandomize=True, database=None)
+    quick = settings(some, report_multiple_bugs=False, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+    with applied(mutation), pytest.raises(AssertionError):
+        run_state_machine_as_test(Handoff, settings=quick)
+
+
+TestHandoff = Handoff.TestCase
+TestHandoff.settings = settings(
+    max_examples=300,
+    stateful_step_count=60,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)

@@ -1,0 +1,256 @@
+"""Real vLLM servers with `BatonConnector`, and requests to them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import aiohttp
+
+from baton.handoff.ticket import Ticket, load_or_create_key, mint, new_transfer_id
+from baton.vllm.scheduler import handoff_digest
+
+ROOT = Path(__file__).parents[3]
+MODEL = ROOT / "models" / "baton-demo-llama"
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+EAGLE3 = {"method": "eagle3", "model": str(ROOT / "models" / "baton-demo-eagle3"), "num_speculative_tokens": 3}
+START_TIMEOUT_S = 400.0
+REQUEST_TIMEOUT = aiohttp.ClientTimeout(total=120)
+NEAR_TIE = 1e-4  # two best logprobs this close may change places with the last bits of a sum
+Mode = Literal["push", "pull"]
+
+
+@dataclass
+class Server:
+    """One vLLM server. `metrics` reads its Prometheus counters."""
+
+    name: str
+    url: str
+    process: subprocess.Popen[bytes]
+
+    def metrics(self, pattern: str) -> dict[str, float]:
+        """Samples whose name matches, by label that matters or by name."""
+        text = urllib.request.urlopen(f"{self.url}/metrics", timeout=10).read().decode()
+        found = {}
+        for line in text.splitlines():
+            name, _, value = line.rpartition(" ")
+            if re.match(pattern, name) and "_created" not in name:
+                label = re.search(r'(?:outcome|position)="([^"]+)"', name)
+                found[label[1] if label else name.partition("{")[0]] = float(value)
+        return found
+
+    def kill(self) -> None:
+        """End all its processes at once, without a word to anybody."""
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+@dataclass
+class Pair:
+    """A prefill and a decode server."""
+
+    prefill: Server
+    decode: Server
+    key: bytes
+    identities: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def ticket(self, prompt: Sequence[int], mode: Mode, life_s: int = 60) -> str:
+        """A signed ticket for one handoff of `prompt`."""
+        p, d = self.identities["P"], self.identities["D"]
+        content = Ticket(
+            transfer_id=new_transfer_id(),
+            prefill_engine=p["engine_id"],
+            prefill_incarnation=p["incarnation"],
+            prefill_address=p["control_address"],
+            decode_engine=d["engine_id"],
+            decode_incarnation=d["incarnation"],
+            decode_address=d["control_address"],
+            mode=mode,
+            expiry=int(time.time()) + life_s,
+            request_digest=handoff_digest(prompt[:-1]),
+        )
+        return mint(self.key, content)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def serve(
+    folder: Path,
+    configs: Sequence[tuple[str, str, Sequence[str]]],
+    extra: dict[str, Any],
+    spec: Any,
+    model: Path,
+) -> Iterator[list[Server]]:
+    """Servers by (name, kv_role, further arguments), ready. `extra` is the connector's configuration."""
+    servers = []
+    environment = dict(os.environ, VLLM_CPU_KVCACHE_SPACE="1", HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1")
+    environment |= {
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_SSM_CONV_STATE_LAYOUT": "DS",
+        "PYTHONPATH": str(ROOT / "src"),
+    }
+    try:
+        for name, role, arguments in configs:
+            port = free_port()
+            transfer = {
+                "kv_connector": "BatonConnector",
+                "kv_connector_module_path": "baton.vllm",
+                "kv_role": role,
+                "engine_id": name,
+                "kv_load_failure_policy": "recompute",
+                "kv_connector_extra_config": {"ticket_key_file": str(folder / "ticket.key"), "lease": 20.0, **extra},
+            }
+            command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1"]
+            command += ["--port", str(port), "--model", str(model), "--served-model-name", "demo", "--dtype", "float32"]
+            command += ["--enforce-eager", "--max-model-len", "4096", "--kv-transfer-config", json.dumps(transfer)]
+            if spec is not None:
+                command += ["--speculative-config", json.dumps(spec)]
+            with open(folder / f"{name}.log", "wb") as log:
+                process = subprocess.Popen(
+                    [*command, *arguments], env=environment, stdout=log, stderr=log, start_new_session=True
+                )
+            servers.append(Server(name, f"http://127.0.0.1:{port}", process))
+        for server in servers:
+            wait_ready(server, folder)
+        yield servers
+    finally:
+        for server in servers:
+            server.process.terminate()
+        for server in servers:
+            try:
+                server.process.wait(30)
+            except subprocess.TimeoutExpired:
+                server.kill()
+
+
+def wait_ready(server: Server, folder: Path) -> None:
+    until = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < until and server.process.poll() is None:
+        try:
+            urllib.request.urlopen(f"{server.url}/health", timeout=2)
+            return
+        except OSError:
+            time.sleep(0.5)
+    log = (folder / f"{server.name}.log").read_text(errors="replace")
+    raise RuntimeError(f"{server.name} did not start:\n{log[-3000:]}")
+
+
+@contextlib.contextmanager
+def serve_pair(
+    folder: Path,
+    prefill: Sequence[str] = (),
+    decode: Sequence[str] = (),
+    extra: dict[str, Any] | None = None,
+    spec: Any = None,
+    model: Path = MODEL,
+) -> Iterator[Pair]:
+    """One server that prefills, one that decodes."""
+    key = load_or_create_key(folder / "ticket.key")
+    configs = [("P", "kv_producer", prefill), ("D", "kv_consumer", decode)]
+    with serve(folder, configs, extra or {}, spec, model) as (p, d):
+        pair = Pair(p, d, key)
+        for server in (p, d):
+            body = request([5], 1, {"role": "identify"})
+            answer = asyncio.run(_once(server, body))
+            pair.identities[server.name] = answer["kv_transfer_params"]["baton"]
+        yield pair
+
+
+def request(prompt: Sequence[int], num: int, leg: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
+    """A greedy completion of `num` tokens; `leg` makes it one of a handoff."""
+    body = {"model": "demo", "prompt": list(prompt), "max_tokens": num, "temperature": 0, "ignore_eos": True}
+    body |= {"return_token_ids": True, **more}
+    return body if leg is None else body | {"kv_transfer_params": {"baton": leg}}
+
+
+async def ask(session: aiohttp.ClientSession, server: Server, body: dict[str, Any]) -> dict[str, Any]:
+    async with session.post(f"{server.url}/v1/completions", json=body, timeout=REQUEST_TIMEOUT) as response:
+        answer: dict[str, Any] = await response.json()
+        assert response.status == 200, answer
+        return answer
+
+
+async def _once(server: Server, body: dict[str, Any]) -> dict[str, Any]:
+    async with aiohttp.ClientSession() as session:
+        return await ask(session, server, body)
+
+
+async def reference(
+    session: aiohttp.ClientSession, server: Server, prompt: Sequence[int], num: int
+) -> tuple[list[int], list[float]]:
+    """What one vLLM says, without its prefix cache: tokens, and at each how far the second best is."""
+    salted = request(prompt, num, cache_salt="reference", logprobs=2, return_tokens_as_token_ids=True)
+    choice = (await ask(session, server, salted))["choices"][0]
+    tops = [sorted(top.values(), reverse=True) for top in choice["logprobs"]["top_logprobs"]]
+    return choice["token_ids"], [top[0] - top[1] for top in tops]
+
+
+async def handoff(
+    session: aiohttp.ClientSession, pair: Pair, prompt: Sequence[int], num: int, mode: Mode, late: float = 0.0
+) -> tuple[list[int], list[int]]:
+    """Both legs at once (`late` > 0: decode so many seconds later; < 0: prefill): the tokens of each."""
+    ticket = pair.ticket(prompt, mode)
+
+    async def leg(server: Server, role: str, count: int, wait: float) -> list[int]:
+        await asyncio.sleep(max(wait, 0.0))
+        # State layers cannot go back by a token: their prefill server computes all but the last.
+        short = role == "prefill" and pair.identities["P"]["truncate_prefill"]
+        body = request(prompt[:-1] if short else prompt, count, {"role": role, "ticket": ticket})
+        answer = await ask(session, server, body)
+        tokens: list[int] = answer["choices"][0]["token_ids"]
+        return tokens
+
+    first, tokens = await asyncio.gather(leg(pair.prefill, "prefill", 1, -late), leg(pair.decode, "decode", num, late))
+    return first, tokens
+
+
+def same(found: Sequence[int], expected: Sequence[int], margins: Sequence[float]) -> bool | None:
+    """Whether tokens are equal; None where they part at a near-tie of the reference."""
+    for index, (a, b) in enumerate(zip(found, expected, strict=True)):
+        if a != b:
+            return None if margins[index] < NEAR_TIE else False
+    return True
+
+
+def wait_idle(pair: Pair, timeout_s: float = 60.0) -> None:
+    """Until neither server holds a block; fails after `timeout_s`."""
+    until = time.monotonic() + timeout_s
+    while True:
+        usage = [server.metrics("vllm:kv_cache_usage_perc") for server in (pair.prefill, pair.decode)]
+        if all(value == 0 for found in usage for value in found.values()):
+            return
+        assert time.monotonic() < until, f"blocks are held: {usage}"
+        time.sleep(0.5)
+
+
+def demo_prompts(lengths: Sequence[int], seed: int) -> list[list[int]]:
+    """Text that the demo models know, cut to `lengths` tokens, from places that `seed` chooses."""
+    import argparse
+    import random
+
+    from tokenizers import Tokenizer
+
+    source = Path(argparse.__file__).read_text()
+    ids = Tokenizer.from_file(str(MODEL / "tokenizer.json")).encode(source, add_special_tokens=False).ids
+    rng = random.Random(seed)
+    starts = [rng.randrange(len(ids) - length) for length in lengths]
+    return [ids[start : start + length] for start, length in zip(starts, lengths, strict=True)]
