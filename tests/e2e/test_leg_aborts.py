@@ -1,0 +1,129 @@
+"""One of the two legs is left at a random moment, on P's side or on D's: the other ends well, and no page stays."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import time
+
+import aiohttp
+import msgspec
+import pytest
+from test_aborts import await_idle, resident_bytes
+
+from baton.handoff.ticket import Ticket, load_or_create_key, mint, new_transfer_id
+from baton.processes import Deployment
+from baton.router.client import EngineClient, new_session
+from baton.router.timers import RouterTimers
+from baton.wire import EngineInfo, GenerateRequest, HandoffParams, SamplingParams, TokenChunk
+
+MODEL = "models/baton-demo-llama"
+FLAGS = ["--batch-invariant", "--max-num-batched-tokens", "64", "--kv-cache-memory", str(32 * 2**20)]
+NUM_PER_SIDE = 50
+MAX_CONCURRENT = 6
+MAX_TOKENS = 24
+TICKET_LIFE_S = 15
+MAX_GROWTH_BYTES = 64 * 2**20
+
+
+async def read(client: EngineClient, request: GenerateRequest) -> list[TokenChunk]:
+    return [chunk async for chunk in client.generate(request)]
+
+
+class Pair:
+    """Plays the router for one P and one D."""
+
+    def __init__(self, clients: dict[str, EngineClient], infos: dict[str, EngineInfo], key: bytes, mode: str) -> None:
+        self.clients, self.infos, self.key, self.mode = clients, infos, key, mode
+
+    def requests(self, name: str, prompt: list[int]) -> dict[str, GenerateRequest]:
+        p, d = self.infos["prefill"], self.infos["decode"]
+        params = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0, ignore_eos=True)
+        request = GenerateRequest(request_id=name, prompt_token_ids=prompt, sampling_params=params)
+        assert p.control_address is not None
+        assert d.control_address is not None
+        ticket = Ticket(
+            transfer_id=new_transfer_id(),
+            prefill_engine=p.engine_id,
+            prefill_incarnation=p.incarnation,
+            prefill_address=p.control_address,
+            decode_engine=d.engine_id,
+            decode_incarnation=d.incarnation,
+            decode_address=d.control_address,
+            mode=self.mode,  # type: ignore[arg-type]
+            expiry=int(time.time()) + TICKET_LIFE_S,
+            request_digest=self.clients["prefill"].digest(request),
+        )
+        signed = mint(self.key, ticket)
+        return {
+            leg: msgspec.structs.replace(request, handoff=HandoffParams(role=leg, ticket=signed))  # type: ignore[arg-type]
+            for leg in ("prefill", "decode")
+        }
+
+    async def run(self, name: str, prompt: list[int], leave: str | None, delay_s: float) -> dict[str, list[TokenChunk]]:
+        """Both legs; the one in `leave` is left after `delay_s`."""
+        requests = self.requests(name, prompt)
+        tasks = {leg: asyncio.create_task(read(self.clients[leg], requests[leg])) for leg in requests}
+        if leave is not None:
+            await asyncio.sleep(delay_s)
+            tasks[leave].cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await tasks[leave]
+        return {leg: await asyncio.wait_for(task, 60) for leg, task in tasks.items() if leg != leave}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["push", "pull"])
+async def test_a_leg_that_is_left_leaves_nothing(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    rng = random.Random(23)
+    prompts = [[rng.randrange(3, 2048) for _ in range(rng.choice((5, 64, 200, 600)))] for _ in range(2 * NUM_PER_SIDE)]
+    sides = ["prefill", "decode"] * NUM_PER_SIDE
+    with Deployment(MODEL, engine_flags=FLAGS, router=False) as deployment:
+        async with new_session() as session, aiohttp.ClientSession() as plain:
+            urls = {"prefill": deployment.prefill_urls[0], "decode": deployment.decode_urls[0]}
+            clients = {leg: EngineClient(session, url, RouterTimers()) for leg, url in urls.items()}
+            infos = {leg: await client.info() for leg, client in clients.items()}
+            pair = Pair(clients, infos, load_or_create_key(deployment.ticket_key_file), mode)
+            before = [tokens(await pair.run(f"b{i}", prompts[i], None, 0.0)) for i in range(6)]
+            for i in range(24):  # every buffer has its size before memory is looked at
+                await pair.run(f"w{i}", [rng.randrange(3, 2048) for _ in range(600)], None, 0.0)
+            resident = {name: resident_bytes(pid) for name, pid in deployment.pids.items()}
+            slots = asyncio.Semaphore(MAX_CONCURRENT)
+
+            async def one(index: int) -> tuple[str, list[TokenChunk]]:
+                async with slots:
+                    side, delay_s = sides[index], random.Random(index).uniform(0.0, 0.15)
+                    (chunks,) = (await pair.run(f"a{index}", prompts[index], side, delay_s)).values()
+                    return side, chunks
+
+            ends = await asyncio.gather(*(one(index) for index in range(len(prompts))))
+            await await_idle(plain, deployment)
+            unheard = 0
+            for side, chunks in ends:
+                last = chunks[-1] if chunks else None
+                if side == "decode":
+                    assert last is None or last.finish_reason != "stop", last
+                elif last is not None and last.error is not None and last.error.startswith("handoff_timeout"):
+                    # P never saw its leg, which was left before it was sent: the ticket's end is D's.
+                    unheard += 1
+                else:
+                    # D still has its client: it goes on with what it has, or computes it all by itself.
+                    assert sum(len(chunk.token_ids) for chunk in chunks) == MAX_TOKENS, last
+            assert unheard < NUM_PER_SIDE // 4
+            after = [tokens(await pair.run(f"c{i}", prompts[i], None, 0.0)) for i in range(6)]
+            assert after == before
+            await await_idle(plain, deployment)
+            assert deployment.ended() == {}
+            growth = {name: resident_bytes(pid) - resident[name] for name, pid in deployment.pids.items()}
+            assert max(growth.values()) < MAX_GROWTH_BYTES, growth
+
+
+def tokens(legs: dict[str, list[TokenChunk]]) -> list[int]:
+    """D's stream, which begins at output position 0 with P's first token."""
+    first = [token for chunk in legs["prefill"] for token in chunk.token_ids]
+    found = [token for chunk in legs["decode"] for token in chunk.token_ids]
+    assert found[:1] == first
+    assert len(found) == MAX_TOKENS
+    return found
