@@ -20,10 +20,10 @@ from typing import Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from baton.errors import ProtocolError
+from baton.errors import ProtocolError, TransportError
 from baton.kv.geometry import CopyList
 
-__all__ = ["ByteArray", "CopyList", "Direction", "Operation", "Peer", "Transport", "check_copies"]
+__all__ = ["ByteArray", "CopyList", "Direction", "Operation", "Peer", "Transport", "check_copies", "check_regions"]
 
 ByteArray = NDArray[np.uint8]
 Direction = Literal["read", "write"]
@@ -137,6 +137,14 @@ class Transport(Protocol):
     def close(self) -> None:
         """Stop everything and release all memory. Idempotent."""
         ...
+
+
+def check_regions(regions: Sequence[ByteArray]) -> None:
+    """Raise `TransportError` unless every region is memory that a transport can open to peers."""
+    for region in regions:
+        flat = region.dtype == "uint8" and region.ndim == 1 and region.flags.c_contiguous
+        if not flat or not region.flags.writeable or region.size == 0:
+            raise TransportError("a region is a flat, contiguous, writable, non-empty uint8 array")
 
 
 def check_copies(copies: CopyList, source_sizes: Sequence[int], dest_sizes: Sequence[int]) -> None:

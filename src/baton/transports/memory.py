@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from baton.errors import ProtocolError, TransportError
-from baton.transports.base import ByteArray, CopyList, Direction, Operation, Peer, check_copies
+from baton.transports.base import ByteArray, CopyList, Direction, Operation, Peer, check_copies, check_regions
 from baton.transports.mover import Mover
 
 # A chunk takes well under a millisecond, so this is reached only when the process is stopped or swapped out.
@@ -72,10 +72,7 @@ class MemoryTransport:
 
     def register(self, regions: Sequence[ByteArray]) -> bytes:
         """See `Transport.register`."""
-        for region in regions:
-            flat = region.dtype == "uint8" and region.ndim == 1 and region.flags.c_contiguous
-            if not flat or not region.flags.writeable or region.size == 0:
-                raise TransportError("a region is a flat, contiguous, writable, non-empty uint8 array")
+        check_regions(regions)
         with self._lock:
             self._need_open()
             if self._regions is not None:

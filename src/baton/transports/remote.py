@@ -19,7 +19,7 @@ import numpy as np
 import xxhash
 
 from baton.errors import BatonError, ConfigError, ProtocolError, TransportError
-from baton.transports.base import ByteArray, CopyList, Direction, Operation, Peer, check_copies
+from baton.transports.base import ByteArray, CopyList, Direction, Operation, Peer, check_copies, check_regions
 from baton.transports.batches import Job, make_job
 from baton.transports.driver import CALL_TIMEOUT_S, Driver
 from baton.transports.library import Library, RemotePeer
@@ -74,10 +74,7 @@ class RemoteTransport:
 
     def register(self, regions: Sequence[ByteArray]) -> bytes:
         """See `Transport.register`."""
-        for region in regions:
-            flat = region.dtype == "uint8" and region.ndim == 1 and region.flags.c_contiguous
-            if not flat or not region.flags.writeable or region.size == 0:
-                raise TransportError("a region is a flat, contiguous, writable, non-empty uint8 array")
+        check_regions(regions)
         with self._lock:
             self._need_open()
             if self._spans:
