@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from baton import cli_generate, cli_keys, cli_serve
+from baton import cli_generate, cli_keys, cli_router, cli_serve
 from baton.bench.cli import app as bench_app
 from baton.errors import BatonError, ConfigError, RequestError
 from baton.verify.cli import verify_command
@@ -20,6 +20,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 cli_serve.register(app)
+cli_router.register(app)
 cli_generate.register(app)
 cli_keys.register(app)
 app.command("verify")(verify_command)

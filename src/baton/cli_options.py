@@ -23,7 +23,10 @@ class EngineOptions:
     speculative_config: Annotated[
         str | None, typer.Option(help='JSON: {"method", "model", "num_speculative_tokens", "verifier"}.')
     ] = None
-    kv_transfer_config: Annotated[str | None, typer.Option(help='JSON: {"kv_transport": "shm://", ...}.')] = None
+    kv_transfer_config: Annotated[str | None, typer.Option(help='JSON: {"kv_transport": "shm", ...}.')] = None
+    kv_transport: Annotated[
+        str | None, typer.Option(help="shm, nixl, mooncake, file or a URI; default: that of --kv-transfer-config.")
+    ] = None
     block_size: Annotated[int, typer.Option(help="Tokens per KV page.")] = 16
     max_model_len: Annotated[int | None, typer.Option(help="Longest sequence; default: the model's.")] = None
     max_num_batched_tokens: Annotated[int, typer.Option(help="Token budget of one step.")] = 2048
@@ -49,7 +52,7 @@ class EngineOptions:
         """Return the checked configuration. Raises `ConfigError` naming the first bad field."""
         settings: dict[str, Any] = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         settings["speculative_config"] = SpeculativeConfig.parse(self.speculative_config)
-        settings["kv_transfer_config"] = KVTransferConfig.parse(self.kv_transfer_config)
+        settings["kv_transfer_config"] = KVTransferConfig.parse(self.kv_transfer_config, settings.pop("kv_transport"))
         return EngineConfig(
             model=model, role=role, engine_id=engine_id, ticket_key_file=ticket_key_file, keys=keys, **settings
         ).check()

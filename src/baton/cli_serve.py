@@ -1,38 +1,20 @@
-"""`baton serve`, `baton router` and `baton up`. Heavy imports wait until the port is known to be free."""
+"""`baton serve` and `baton up`. Heavy imports wait until the port is known to be free."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 import sys
-from collections.abc import AsyncIterator, Callable
-from typing import TYPE_CHECKING, Annotated, Literal
+from collections.abc import AsyncIterator
+from typing import Annotated
 
 import typer
 
 from baton.cli_options import EngineOptions, with_engine_options
-from baton.engine.config import KVMode, Role
-from baton.errors import ConfigError
-from baton.openai.http import bind, serve, url_of
+from baton.cli_router import AllowMode, Host, KeyFile, Keys, KvMode, Policy, Port, ReadyFd, serve_router
+from baton.engine.config import Role
+from baton.openai.http import bind
 from baton.processes import Deployment, Reporter
-from baton.wire import Recovery
-
-if TYPE_CHECKING:
-    from baton.router import RouterConfig
-
-Host = Annotated[str, typer.Option(help="Address to listen on; loopback unless you protect it yourself.")]
-Port = Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")]
-ReadyFd = Annotated[int | None, typer.Option(hidden=True)]
-KeyFile = Annotated[str | None, typer.Option(help="32 random bytes shared by router and engines.")]
-Keys = Annotated[str | None, typer.Option(metavar="DIR", help="Key directory of `baton keys`, ticket key included.")]
-KvMode = Annotated[KVMode, typer.Option(help="Who issues the copies: prefill (push) or decode (pull).")]
-Policy = Annotated[Literal["round_robin", "least_loaded"], typer.Option(help="How engines are chosen.")]
-AllowMode = Annotated[bool, typer.Option(help="Let a request choose by its field kv_mode.")]
-TokenizerDir = Annotated[str | None, typer.Option(help="Default: the engines' own checkpoint.")]
-LastRung = Annotated[Recovery, typer.Option(help="How far the router goes for a request whose engines failed.")]
-EngineKind = Annotated[Literal["baton", "vllm"], typer.Option(help="What runs at the URLs: `baton serve`, or vLLM.")]
-EngineUrls = Annotated[list[str] | None, typer.Option(metavar="URL", help="Repeat, or separate by commas.")]
 
 
 @with_engine_options
@@ -69,51 +51,6 @@ def serve_command(
         run_engine(lambda: AsyncEngine(config, reporter.progress), tokenizer, listener, on_ready)
 
 
-def router_command(
-    prefill: EngineUrls = None,
-    decode: EngineUrls = None,
-    both: EngineUrls = None,
-    host: Host = "127.0.0.1",
-    port: Port = 8000,
-    ticket_key_file: KeyFile = None,
-    keys: Keys = None,
-    kv_mode: KvMode = "push",
-    policy: Policy = "round_robin",
-    allow_mode_override: AllowMode = False,
-    tokenizer: TokenizerDir = None,
-    recovery: LastRung = "full",
-    engine: EngineKind = "baton",
-    ready_fd: ReadyFd = None,
-) -> None:
-    """The front door over engines that run already; more may join by POST /instances/add."""
-    from baton.handoff import keys as key_files
-
-    reporter = Reporter(ready_fd)
-    if ticket_key_file is None and keys is not None:
-        ticket_key_file = str(key_files.ticket_key_file(keys))
-    config = _router_config(
-        _split(prefill),
-        _split(decode),
-        _split(both),
-        ticket_key_file,
-        kv_mode,
-        policy,
-        allow_mode_override,
-        tokenizer,
-        recovery,
-        engine,
-    )
-    listener = bind(host, port)
-
-    def on_ready(url: str) -> None:
-        reporter.ready(url)
-        if ready_fd is None:
-            print(f"router is served at {url}/v1", file=sys.stderr, flush=True)
-
-    with contextlib.closing(listener):
-        asyncio.run(_serve_router(config, listener, on_ready))
-
-
 @with_engine_options
 def up_command(
     options: EngineOptions,
@@ -127,79 +64,42 @@ def up_command(
     allow_mode_override: AllowMode = False,
 ) -> None:
     """A whole P/D deployment on this host: engines as child processes, the router here."""
+    from baton.handoff.ticket import load_or_create_key
+    from baton.router import RouterConfig
     from baton.server.run import ending_on_sigterm
 
     listener = bind(host, port)
     with contextlib.closing(listener), ending_on_sigterm():
         # Checked here too, so that a bad flag is one line instead of one per engine.
-        options.to_config(model)
+        kv_transport = options.to_config(model).kv_transfer_config.kv_transport
         print(f"starting {prefill} prefill and {decode} decode engines of {model}", file=sys.stderr, flush=True)
         deployment = Deployment(
-            model, prefill, decode, engine_flags=options.to_flags(), router=False, show_progress=True
+            model,
+            prefill,
+            decode,
+            engine_flags=options.to_flags(),
+            kv_transport=kv_transport,
+            router=False,
+            show_progress=True,
         )
         with deployment:
-            config = _router_config(
-                deployment.prefill_urls,
-                deployment.decode_urls,
-                deployment.both_urls,
-                deployment.ticket_key_file,
-                kv_mode,
-                policy,
-                allow_mode_override,
-                model,
-                options.recovery,
+            config = RouterConfig(
+                prefill=tuple(deployment.prefill_urls),
+                decode=tuple(deployment.decode_urls),
+                both=tuple(deployment.both_urls),
+                ticket_key=load_or_create_key(deployment.ticket_key_file),
+                kv_mode=kv_mode,
+                policy=policy,
+                allow_mode_override=allow_mode_override,
+                tokenizer=model,
+                recovery=options.recovery,
             )
 
             def on_ready(url: str) -> None:
                 print(f"ready: {url}/v1   (status: {url}/status, Ctrl-C ends all)", file=sys.stderr, flush=True)
 
-            asyncio.run(_serve_router(config, listener, on_ready, deployment))
+            asyncio.run(serve_router(config, listener, on_ready, lambda _: _tell_of_ends(deployment)))
             print("ending all processes", file=sys.stderr, flush=True)
-
-
-def _router_config(
-    prefill: list[str],
-    decode: list[str],
-    both: list[str],
-    ticket_key_file: str | None,
-    kv_mode: KVMode,
-    policy: Literal["round_robin", "least_loaded"],
-    allow_mode_override: bool,
-    tokenizer: str | None,
-    recovery: Recovery,
-    engine: Literal["baton", "vllm"] = "baton",
-) -> RouterConfig:
-    from baton.handoff.ticket import load_or_create_key
-    from baton.router import RouterConfig
-
-    if (prefill or decode) and ticket_key_file is None:
-        raise ConfigError("ticket_key_file", "is required with prefill and decode engines")
-    return RouterConfig(
-        prefill=tuple(prefill),
-        decode=tuple(decode),
-        both=tuple(both),
-        ticket_key=load_or_create_key(ticket_key_file) if ticket_key_file else None,
-        kv_mode=kv_mode,
-        allow_mode_override=allow_mode_override,
-        policy=policy,
-        tokenizer=tokenizer,
-        recovery=recovery,
-        engine=engine,
-    )
-
-
-async def _serve_router(
-    config: RouterConfig,
-    listener: socket.socket,
-    on_ready: Callable[[str], None],
-    deployment: Deployment | None = None,
-) -> None:
-    from baton.router import build_app
-
-    app = await build_app(config)
-    if deployment is not None:
-        app.cleanup_ctx.append(lambda _: _tell_of_ends(deployment))
-    await serve(app, listener, lambda: on_ready(url_of(listener)))
 
 
 async def _tell_of_ends(deployment: Deployment) -> AsyncIterator[None]:
@@ -221,12 +121,7 @@ async def _tell_of_ends(deployment: Deployment) -> AsyncIterator[None]:
         await task
 
 
-def _split(urls: list[str] | None) -> list[str]:
-    return [part for url in urls or [] for part in url.split(",") if part]
-
-
 def register(app: typer.Typer) -> None:
     """Add the commands of this module."""
     app.command("serve")(serve_command)
-    app.command("router")(router_command)
     app.command("up")(up_command)

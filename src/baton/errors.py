@@ -5,7 +5,7 @@ BatonError
 ├── CheckpointError      a checkpoint file is missing, truncated or of another shape
 ├── RequestError         a client's request is malformed; names the parameter (HTTP 4xx)
 │   ├── UnknownModelError
-│   └── ForbiddenError   the request claims what only the router may decide (HTTP 403)
+│   └── ForbiddenError   the request carries a ticket that is not for it (HTTP 403)
 ├── EngineUnavailableError   an engine is down or refuses work (HTTP 503)
 │   └── EngineLostError      an engine went away with a request that it had taken
 ├── CapacityError        pages or slots that can never fit were asked for
@@ -48,7 +48,7 @@ class UnknownModelError(RequestError):
 
 
 class ForbiddenError(RequestError):
-    """The request names a host, a transfer or a ticket that the router has not signed for it (HTTP 403)."""
+    """The request carries a ticket that the router has not signed for it (HTTP 403)."""
 
 
 class EngineUnavailableError(BatonError):

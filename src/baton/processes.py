@@ -25,6 +25,7 @@ from types import TracebackType
 
 from baton.errors import ConfigError, EngineUnavailableError
 from baton.handoff.keys import make_keys, ticket_key_file
+from baton.transports.registry import parse_uri, with_default
 from baton.transports.shm import remove_stale_segments
 
 START_TIMEOUT_S = 300.0
@@ -54,9 +55,12 @@ class _Urls:
 class Deployment:
     """Engines of one model, and unless `router` is False a router, running when the constructor returns.
 
-    `url` is the router's, or the first engine's without one. Ports are free ones, but for `port`, the
-    router's. Raises `EngineUnavailableError` with the child's own error line when one does not start; then
-    none is left. Create it on a thread that outlives it: on Linux the parent is the thread, not the process.
+    `url` is the router's, or the first engine's without one. Ports are free ones, but for `port`, the router's.
+    With `kv_transport` `file` and no path, KV goes through a directory that ends with the deployment. Create it on
+    a thread that outlives it: on Linux the parent is the thread, not the process.
+
+    Raises `EngineUnavailableError` with the child's own error line when one does not start, `ConfigError` for a
+    transport that processes cannot share. Then no child is left.
     """
 
     def __init__(
@@ -66,6 +70,7 @@ class Deployment:
         decode: int = 1,
         both: int = 0,
         engine_flags: Sequence[str] = (),
+        kv_transport: str | None = None,
         router_flags: Sequence[str] = (),
         port: int = 0,
         router: bool = True,
@@ -74,19 +79,25 @@ class Deployment:
     ) -> None:
         if min(prefill, decode, both) < 0 or (prefill == 0) != (decode == 0) or prefill + both == 0:
             raise ConfigError("prefill", "there must be engines of both roles, or engines of role both")
+        if kv_transport is not None and parse_uri(kv_transport)[0].rpartition("+")[2] == "local":
+            raise ConfigError("kv_transport", "local moves KV within one process only")
         self._command = tuple(BATON if command is None else command)
         self._show_progress = show_progress
         self._children: list[_Child] = []
         # mkdtemp makes the directory for its owner only.
         self._directory = Path(tempfile.mkdtemp(prefix="baton-"))
         keys = self._directory / "keys"
+        transport_flags: list[str] = []
+        if kv_transport is not None:
+            uri = with_default(kv_transport, "file", "path", str(self._directory / "kv"))
+            transport_flags = ["--kv-transport", uri]
         try:
             roles = ["prefill"] * prefill + ["decode"] * decode + ["both"] * both
             names = [f"{role}-{roles[:number].count(role)}" for number, role in enumerate(roles)]
             make_keys(keys, names)
             self.ticket_key_file = str(ticket_key_file(keys))
             for name, role in zip(names, roles, strict=True):
-                flags = ["--role", role, "--engine-id", name, "--port", "0", *engine_flags]
+                flags = ["--role", role, "--engine-id", name, "--port", "0", *engine_flags, *transport_flags]
                 if role != "both":
                     flags += ["--keys", str(keys)]
                 self._children.append(self._spawn(name, ["serve", model, *flags]))

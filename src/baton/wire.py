@@ -105,6 +105,11 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     num_prompt_tokens: int | None = None
     handoff: HandoffParams | None = None
 
+    @property
+    def num_known(self) -> int:
+        """How many output tokens the request begins with."""
+        return 0 if self.num_prompt_tokens is None else len(self.prompt_token_ids) - self.num_prompt_tokens
+
 
 class TokenLogprobs(msgspec.Struct, frozen=True):
     """Logprob of one sampled token, with the most likely alternatives, best first."""
@@ -149,6 +154,38 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     fingerprint: str
     num_speculative_tokens: int
     batch_invariant: bool
+
+
+# Where `kv_transfer_params` of a request to a vLLM server, and of its response, hold what is Baton's.
+BATON_PARAM = "baton"
+
+
+class LegParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """`kv_transfer_params["baton"]` of a request to a vLLM server with `BatonConnector`.
+
+    `identify` asks who the server is: `EngineIdentity` comes with the response. `cancel` says that nobody will fetch
+    what the ticket's prefill leg holds. `seed_first_token`: the prefill leg hands over its whole prompt, and the decode
+    leg's prompt has one token more, which the prefill leg sampled.
+    """
+
+    role: Literal["prefill", "decode", "identify", "cancel"]
+    ticket: str = ""
+    seed_first_token: bool = False
+
+
+class EngineIdentity(msgspec.Struct, frozen=True):
+    """What a router has to know of a vLLM server with `BatonConnector`. `roles`: the legs that it takes;
+    `truncate_prefill`: those of prefill come without their prompt's last token."""
+
+    engine_id: str
+    incarnation: str
+    control_address: str
+    fingerprint: str
+    truncate_prefill: bool
+    roles: list[str]
+    vocab_size: int
+    eos_token_ids: list[int]
+    num_speculative_tokens: int
 
 
 class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):

@@ -27,7 +27,16 @@ from baton.wire import SamplingParams
 EVIL = {"host": "10.0.0.1", "port": 4444}
 FIELDS: list[dict[str, Any]] = [
     {"kv_transfer_params": {"do_remote_prefill": True, "remote_host": "10.0.0.1", "remote_port": 4444}},
+    {"kv_transfer_params": {"baton": {"role": "decode", "ticket": "x"}}},
     {"kv_transfer_params": {}},
+    {"kv_transfer_params": []},
+    {"kv_transfer_params": [[["x"]]]},
+    {"kv_transfer_params": False},
+    {"kv_transfer_params": 0},
+    {"kv_transfer_params": ""},
+    {"kv_transfer_params": "x" * 2**19},
+    {"kv_transfer_params": {str(i): i for i in range(20000)}},
+    {"kv_transfer_params": {}, "stream": True},
     {"disaggregated_params": EVIL},
     {"bootstrap_host": "10.0.0.1", "bootstrap_port": 4444, "bootstrap_room": 7},
     {"bootstrap_room": 0},
@@ -73,15 +82,50 @@ async def test_the_front_door_refuses_the_fields(directory: Path, front: str, ca
         for endpoint, body in BODIES.items():
             for fields in FIELDS:
                 status, answer = await post(session, url + endpoint, {**body, **fields})
-                assert status == 403, fields
+                assert status == 400, fields
                 assert answer["error"]["param"] in fields
-                assert answer["error"]["code"] == "forbidden"
+                assert answer["error"]["type"] == "invalid_request_error"
             assert (await post(session, url + endpoint, {**body, "kv_transfer_params": None}))[0] == 200
-            name = f'baton:http_requests_total{{endpoint="{endpoint}",status="403"}}'
+            name = f'baton:http_requests_total{{endpoint="{endpoint}",status="400"}}'
             assert await metric(session, url, name) == len(FIELDS)
     assert all(request.handoff is None for request in engines[2].requests)
     assert sum(len(engine.requests) for engine in engines) == (4 if front == "router" else 2)
     assert "refused a client's request that sets kv_transfer_params" in caplog.text
+
+
+MALFORMED = [
+    b"[" * 100_000 + b"]" * 100_000,
+    b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
+    b"9" * 5000,
+    b'"\\ud800"',
+    b"NaN",
+    b'{"baton": ',
+]
+
+
+async def test_hostile_params_disturb_no_other_request(directory: Path) -> None:
+    """Each is one 400; a stream that runs meanwhile is what it would be alone, and the engines hear of nothing."""
+    tokenizer = Tokenizer.load(directory)
+    handed: dict[bytes, asyncio.Future[str]] = {}
+    engines = [FakeEngine(directory, role=role, handed=handed, step_s=0.02) for role in ("prefill", "decode")]
+    async with contextlib.AsyncExitStack() as stack:
+        p, d = [await stack.enter_async_context(served(build_engine_app(e, tokenizer))) for e in engines]
+        app = await build_app(RouterConfig(prefill=(p,), decode=(d,), ticket_key=KEY))
+        url = await stack.enter_async_context(served(app))
+        session = await stack.enter_async_context(aiohttp.ClientSession())
+        good = {**BODIES["/v1/completions"], "max_tokens": 60}
+        _, alone = await post(session, f"{url}/v1/completions", good)
+        running = asyncio.create_task(post(session, f"{url}/v1/completions", good))
+        for endpoint, body in BODIES.items():
+            for value in MALFORMED:
+                hostile = json.dumps(body).encode()[:-1] + b', "kv_transfer_params": ' + value + b"}"
+                async with session.post(url + endpoint, data=hostile) as response:
+                    assert response.status == 400, value[:20]
+                    assert (await response.json())["error"]["type"] == "invalid_request_error"
+        assert not running.done(), "the requests met"
+        status, answer = await running
+        assert (status, answer["choices"]) == (200, alone["choices"])
+    assert [len(engine.requests) for engine in engines] == [2, 2]
 
 
 # ---------------------------------------------------------------- an engine's own door, with a real engine behind it

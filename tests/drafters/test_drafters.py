@@ -21,6 +21,7 @@ from baton.models import CausalLM, load_model
 from baton.testing.checkpoints import make_drafter
 from baton.testing.paged import PagedSequence
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 TOKENS, HEADS, GROUPS, SIZE = 40, 4, 2, 16
 
 

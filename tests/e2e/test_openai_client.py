@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 import pytest
+from running import END_LIMIT_S, Up, running_up
 
 import openai
 
@@ -21,65 +17,12 @@ MODEL_PATH = "models/baton-demo-llama"
 MODEL = "baton-demo-llama"
 PROMPT = "The with statement is used to"
 MESSAGES: list[openai.types.chat.ChatCompletionMessageParam] = [{"role": "user", "content": "What is a list?"}]
-START_LIMIT_S = 120.0
-END_LIMIT_S = 30.0
-
-
-@dataclass(frozen=True, slots=True)
-class Up:
-    """A running `baton up`."""
-
-    process: subprocess.Popen[bytes]
-    url: str
-    log: Path
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
-
-
-def start(log: IO[bytes], path: Path) -> Up:
-    port = free_port()
-    command = [sys.executable, "-m", "baton.cli", "up", MODEL_PATH, "--prefill", "1", "--decode", "1"]
-    process = subprocess.Popen(
-        [*command, "--port", str(port)],
-        stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=subprocess.STDOUT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        start_new_session=True,
-    )
-    up = Up(process, f"http://127.0.0.1:{port}", path)
-    deadline = time.monotonic() + START_LIMIT_S
-    while f"ready: {up.url}/v1" not in path.read_text():
-        if process.poll() is not None or time.monotonic() > deadline:
-            end(up)
-            raise AssertionError(f"baton up did not start: {path.read_text()}")
-        time.sleep(0.05)
-    return up
-
-
-def end(up: Up) -> None:
-    """Whatever happened, leave no process."""
-    if up.process.poll() is None:
-        up.process.terminate()
-        try:
-            up.process.wait(END_LIMIT_S)
-        except subprocess.TimeoutExpired:
-            up.process.kill()
-            up.process.wait()
 
 
 @pytest.fixture(scope="module")
 def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
-    path = tmp_path_factory.mktemp("up") / "log"
-    with path.open("wb") as log:
-        running = start(log, path)
+    with running_up(MODEL_PATH, tmp_path_factory.mktemp("up") / "log") as running:
         yield running
-        end(running)
 
 
 @pytest.fixture(scope="module")
@@ -235,24 +178,20 @@ def shared_memory_of(pids: set[int]) -> set[str]:
 @pytest.mark.parametrize("while_serving", [False, True], ids=["idle", "while serving"])
 def test_interrupt_ends_everything(tmp_path: Path, while_serving: bool) -> None:
     path = tmp_path / "log"
-    with path.open("wb") as log:
-        up = start(log, path)
-        try:
-            pids = descendants(up.process.pid)
-            assert len(pids) == 2
-            assert shared_memory_of(pids)
-            with openai.OpenAI(base_url=f"{up.url}/v1", api_key="none", max_retries=0, timeout=60.0) as client:
-                if while_serving:
-                    stream = client.completions.create(
-                        model=MODEL, prompt=PROMPT, max_tokens=2000, stream=True, extra_body={"ignore_eos": True}
-                    )
-                    assert next(stream).choices
-                up.process.send_signal(signal.SIGINT)
-                status = up.process.wait(END_LIMIT_S)
-                if while_serving:
-                    stream.close()
-        finally:
-            end(up)
+    with running_up(MODEL_PATH, path) as up:
+        pids = descendants(up.process.pid)
+        assert len(pids) == 2
+        assert shared_memory_of(pids)
+        with openai.OpenAI(base_url=f"{up.url}/v1", api_key="none", max_retries=0, timeout=60.0) as client:
+            if while_serving:
+                stream = client.completions.create(
+                    model=MODEL, prompt=PROMPT, max_tokens=2000, stream=True, extra_body={"ignore_eos": True}
+                )
+                assert next(stream).choices
+            up.process.send_signal(signal.SIGINT)
+            status = up.process.wait(END_LIMIT_S)
+            if while_serving:
+                stream.close()
     assert status in (0, 130), path.read_text()
     assert "Traceback" not in path.read_text()
     deadline = time.monotonic() + END_LIMIT_S

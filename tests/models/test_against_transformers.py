@@ -16,6 +16,7 @@ from baton.testing.paged import PagedSequence
 
 transformers = pytest.importorskip("transformers")
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 LENGTH = 150
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("llama", {}),

@@ -14,6 +14,8 @@ from baton.models.cpu_kernels import silu_mul
 from baton.models.linear import Build, Linear, block_heights
 from baton.testing.paged import PagedSequence
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("inputs", "outputs"), [(64, 128), (100, 72), (176, 64)])

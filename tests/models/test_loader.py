@@ -15,6 +15,8 @@ from baton.errors import CheckpointError
 from baton.models import fingerprint, load_model, read_config
 from baton.models.loader import weight_table
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 @pytest.fixture
 def path(checkpoint: Any, tmp_path: Path) -> Path:

@@ -1,91 +1,31 @@
-"""The router over vLLM servers, against a server that speaks as vLLM does."""
+"""The client of one vLLM server, against a server that speaks as vLLM does."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
-from aiohttp import web
-from aiohttp.test_utils import TestServer
+from fake_vllm import FakeVllm, token_at
 
 from baton.errors import EngineLostError, EngineUnavailableError, ProtocolError, RequestError
-from baton.handoff.ticket import request_digest
 from baton.router.client import new_session
+from baton.router.connectors import Connector, ConnectorConfig, create_connector
+from baton.router.pool import Role
 from baton.router.timers import RouterTimers
-from baton.router.vllm_client import Role, VllmClient
-from baton.wire import GenerateRequest, HandoffParams, SamplingParams, TokenChunk, TokenLogprobs
+from baton.router.vllm_api import Choice, Logprobs, completion_body, to_chunk
+from baton.router.vllm_client import VllmClient
+from baton.wire import GenerateRequest, SamplingParams, TokenChunk, TokenLogprobs
 
-IDENTITY: dict[str, Any] = {
-    "engine_id": "P",
-    "incarnation": "p1",
-    "control_address": "tcp://127.0.0.1:1",
-    "fingerprint": "{}",
-    "truncate_prefill": False,
-    "roles": ["prefill", "decode"],
-    "vocab_size": 100,
-    "eos_token_ids": [2],
-    "num_speculative_tokens": 0,
-}
-
-
-def event(tokens: list[int], finish: str | None = None, **more: Any) -> dict[str, Any]:
-    return {"choices": [{"index": 0, "text": "", "token_ids": tokens, "finish_reason": finish, **more}]}
-
-
-@dataclass
-class FakeVllm:
-    """`events` are what it streams; `asked` the bodies that came. `cut`: it dies before the end."""
-
-    events: list[dict[str, Any]] = field(default_factory=lambda: [event([5]), event([6, 7], "length")])
-    identity: dict[str, Any] = field(default_factory=lambda: dict(IDENTITY))
-    asked: list[dict[str, Any]] = field(default_factory=list)
-    healthy: bool = True
-    cut: bool = False
-    status: int = 200
-
-    def app(self) -> web.Application:
-        app = web.Application()
-        app.router.add_get("/health", self._health)
-        app.router.add_get("/v1/models", self._models)
-        app.router.add_get("/metrics", self._metrics)
-        app.router.add_post("/v1/completions", self._completions)
-        return app
-
-    async def _health(self, request: web.Request) -> web.Response:
-        return web.Response(status=200 if self.healthy else 503)
-
-    async def _models(self, request: web.Request) -> web.Response:
-        return web.json_response({"data": [{"id": "demo", "root": "/models/demo", "max_model_len": 512}]})
-
-    async def _metrics(self, request: web.Request) -> web.Response:
-        return web.Response(
-            text='# HELP x\nvllm:num_requests_running{engine="0"} 3.0\nvllm:kv_cache_usage_perc{} 0.5\n'
-        )
-
-    async def _completions(self, request: web.Request) -> web.StreamResponse:
-        body = await request.json()
-        self.asked.append(body)
-        if self.status != 200:
-            return web.json_response({"error": {"message": "no such thing"}}, status=self.status)
-        if not body.get("stream"):
-            return web.json_response({"choices": [], "kv_transfer_params": {"baton": self.identity}})
-        response = web.StreamResponse()
-        await response.prepare(request)
-        for item in self.events:
-            await response.write(b"data: " + json.dumps(item).encode() + b"\n\n")
-        if not self.cut:
-            await response.write(b"data: [DONE]\n\n")
-        return response
+PROMPT = [10, 11, 12, 13]
 
 
 @pytest.fixture
-def server() -> FakeVllm:
-    return FakeVllm()
+def server(tmp_path: Path) -> FakeVllm:
+    return FakeVllm(tmp_path)
 
 
 @pytest.fixture
@@ -96,27 +36,35 @@ async def session() -> AsyncIterator[aiohttp.ClientSession]:
 
 @pytest.fixture
 async def url(server: FakeVllm) -> AsyncIterator[str]:
-    async with TestServer(server.app()) as running:
-        yield str(running.make_url("")).rstrip("/")
+    async with server.serve() as running:
+        yield running
 
 
-def client(session: aiohttp.ClientSession, url: str, role: Role = "prefill") -> VllmClient:
-    return VllmClient(session, url, RouterTimers(), role)
+def connector(kind: str = "BatonConnector") -> Connector:
+    return create_connector(kind, ConnectorConfig(b"k" * 32))
 
 
-def ask(role: str | None = None, known: int = 0, **params: Any) -> GenerateRequest:
-    prompt = [10, 11, 12, 13]
+def client(session: aiohttp.ClientSession, url: str, role: Role = "prefill", kind: str = "BatonConnector") -> VllmClient:
+    made = connector(kind).client(session, url, RouterTimers(), role)
+    assert isinstance(made, VllmClient)
+    return made
+
+
+def ask(known: int = 0, **params: Any) -> GenerateRequest:
     return GenerateRequest(
         request_id="r",
-        prompt_token_ids=prompt,
-        num_prompt_tokens=len(prompt) - known if known else None,
+        prompt_token_ids=PROMPT,
+        num_prompt_tokens=len(PROMPT) - known if known else None,
         sampling_params=SamplingParams(**{"max_tokens": 8, "temperature": 0.0, **params}),
-        handoff=None if role is None else HandoffParams(role=role, ticket="signed"),  # type: ignore[arg-type]
     )
 
 
-async def chunks(of: VllmClient, request: GenerateRequest) -> list[TokenChunk]:
-    return [chunk async for chunk in of.generate(request)]
+def body(request: GenerateRequest, first_only: bool = False) -> dict[str, Any]:
+    return completion_body(request, "demo", request.num_known, None, first_only, stream=True)
+
+
+async def chunks(of: VllmClient, request: GenerateRequest, **how: Any) -> list[TokenChunk]:
+    return [chunk async for chunk in of.leg(request, **how)]
 
 
 async def test_who_an_engine_is_is_asked_once_per_life(
@@ -124,32 +72,36 @@ async def test_who_an_engine_is_is_asked_once_per_life(
 ) -> None:
     engine = client(session, url)
     info = await engine.info()
-    assert (info.engine_id, info.role, info.model, info.model_path, info.max_model_len) == (
-        "P",
-        "prefill",
-        "demo",
-        "/models/demo",
-        512,
-    )
+    assert (info.engine_id, info.role, info.model, info.max_model_len) == ("P", "prefill", "demo", 512)
+    assert (info.model_path, info.incarnation) == (str(server.root), "P-1")
     await engine.info()
     assert len(server.asked) == 1
     assert server.asked[0]["kv_transfer_params"] == {"baton": {"role": "identify"}}
     server.healthy = False
     with pytest.raises(EngineUnavailableError):
         await engine.info()
-    server.healthy, server.identity["incarnation"] = True, "p2"
-    assert (await engine.info()).incarnation == "p2"
+    server.healthy, server.name = True, "Q"
+    assert (await engine.info()).incarnation == "Q-1"
 
 
 async def test_a_server_without_the_connector_or_the_role(
-    server: FakeVllm, session: aiohttp.ClientSession, url: str
+    server: FakeVllm, session: aiohttp.ClientSession, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server.identity["roles"] = ["decode"]
+    whole = server.identity()
+    monkeypatch.setattr(server, "identity", lambda: whole | {"roles": ["decode"]})
     with pytest.raises(RequestError, match="roles"):
         await client(session, url).info()
-    server.identity = {}
+    monkeypatch.setattr(server, "identity", dict)
     with pytest.raises(ProtocolError, match="BatonConnector"):
         await client(session, url).info()
+
+
+async def test_nixl_servers_say_where_they_are(server: FakeVllm, session: aiohttp.ClientSession, url: str) -> None:
+    server.kind, server.num_drafts = "push", 3
+    info = await client(session, url, kind="NixlPushConnector").info()
+    assert (info.engine_id, info.control_address, info.num_speculative_tokens) == ("P", "tcp://127.0.0.1:5600", 3)
+    with pytest.raises(ProtocolError, match="mode push, not pull"):
+        await client(session, url, kind="NixlConnector").info()
 
 
 async def test_load_comes_from_its_metrics(session: aiohttp.ClientSession, url: str) -> None:
@@ -157,82 +109,82 @@ async def test_load_comes_from_its_metrics(session: aiohttp.ClientSession, url: 
     assert (load.num_running, load.kv_usage) == (3, 0.5)
 
 
-async def test_a_decode_leg(server: FakeVllm, session: aiohttp.ClientSession, url: str) -> None:
-    request = ask("decode", seed=5, sample_index=2, stop_token_ids=(9,), logprobs=1)
-    top = {"token_id:6": -0.1, "token_id:8": -2.0}
-    server.events = [event([6], "stop", stop_reason=9, logprobs={"token_logprobs": [-0.1], "top_logprobs": [top]})]
-    (chunk,) = await chunks(client(session, url, "decode"), request)
-    assert (chunk.token_ids, chunk.position, chunk.finish_reason, chunk.stop_reason) == ([6], 0, "stop", 9)
+async def test_a_leg(server: FakeVllm, session: aiohttp.ClientSession, url: str) -> None:
+    request = ask(max_tokens=2, seed=5, sample_index=2, stop_token_ids=(9,), logprobs=1, stop=("x",))
+    found = await chunks(client(session, url), request, kv_transfer_params={"x": 1})
+    assert [c.token_ids for c in found] == [[token_at(4)], [token_at(5)]]
+    assert [(c.position, c.finish_reason) for c in found] == [(0, None), (1, "length")]
+    sent = server.asked[-1]
+    assert (sent["prompt"], sent["kv_transfer_params"], sent["request_id"]) == (PROMPT, {"x": 1}, "r")
+    assert (sent["max_tokens"], sent["seed"], sent["stop_token_ids"], sent["logprobs"]) == (2, 7, [9], 1)
+    assert "stop" not in sent, "the router finds stop strings itself"
+
+
+def test_what_a_choice_says() -> None:
+    logprobs = Logprobs([-0.1], [{"token_id:8": -2.0, "token_id:6": -0.1}])
+    chunk = to_chunk("r", Choice([6], "stop", 9, logprobs), 3)
+    assert (chunk.token_ids, chunk.position, chunk.finish_reason, chunk.stop_reason) == ([6], 3, "stop", 9)
     assert chunk.logprobs == [TokenLogprobs(-0.1, [(6, -0.1), (8, -2.0)])]
-    body = server.asked[-1]
-    assert body["prompt"] == request.prompt_token_ids
-    assert body["kv_transfer_params"] == {"baton": {"role": "decode", "ticket": "signed"}}
-    assert (body["max_tokens"], body["seed"], body["stop_token_ids"], body["logprobs"]) == (8, 7, [9], 1)
-    assert "stop" not in body
+    failed = to_chunk("r", Choice([], "error"), 3)
+    assert failed.recoverable
+    assert (failed.error or "").startswith("engine_error")
 
 
-async def test_a_prefill_leg_ends_without_ending_the_request(
+async def test_a_first_token_ends_a_leg_and_not_the_request(
     server: FakeVllm, session: aiohttp.ClientSession, url: str
 ) -> None:
-    server.events = [event([5], "length")]
-    (chunk,) = await chunks(client(session, url), ask("prefill", min_tokens=3))
-    assert (chunk.token_ids, chunk.finish_reason) == ([5], None)
-    assert (server.asked[-1]["max_tokens"], server.asked[-1]["min_tokens"]) == (1, 1)
-    (chunk,) = await chunks(client(session, url), ask("prefill", max_tokens=1))
-    assert chunk.finish_reason == "length"
-    server.events = [event([2], "stop")]
-    (chunk,) = await chunks(client(session, url), ask("prefill"))
-    assert chunk.finish_reason == "stop"
+    engine = client(session, url)
 
+    async def both(request: GenerateRequest) -> list[tuple[list[int], str | None]]:
+        (streamed,) = await chunks(engine, request, first_only=True)
+        whole, _ = await engine.first_token(request, {"do_remote_decode": True})
+        return [(c.token_ids, c.finish_reason) for c in (streamed, whole)]
 
-@pytest.mark.parametrize(
-    ("identity", "params", "prompt"),
-    [
-        ({"truncate_prefill": True}, {}, [10, 11, 12]),
-        ({"num_speculative_tokens": 3}, {"temperature": 1.0}, [10, 11, 12, 13]),
-    ],
-)
-async def test_a_prefill_leg_whose_token_is_not_the_decode_engines(
-    server: FakeVllm,
-    session: aiohttp.ClientSession,
-    url: str,
-    identity: dict[str, Any],
-    params: dict[str, Any],
-    prompt: list[int],
-) -> None:
-    server.identity |= identity
-    assert await chunks(client(session, url), ask("prefill", **params)) == []
-    assert server.asked[-1]["prompt"] == prompt
+    assert await both(ask(min_tokens=3)) == [([token_at(4)], None)] * 2
+    assert {(b["max_tokens"], b["min_tokens"]) for b in server.asked[-2:]} == {(1, 1)}
+    assert await both(ask(max_tokens=1)) == [([token_at(4)], "length")] * 2
+    server.eos_at = 4
+    assert await both(ask()) == [([257], "stop")] * 2
 
 
 async def test_a_resumed_request_goes_on_at_its_position(
     server: FakeVllm, session: aiohttp.ClientSession, url: str
 ) -> None:
-    found = await chunks(client(session, url, "decode"), ask("decode", known=2))
-    assert [chunk.position for chunk in found] == [2, 3]
-    assert server.asked[-1]["max_tokens"] == 6
+    found = await chunks(client(session, url), ask(known=2, min_tokens=3))
+    assert [chunk.position for chunk in found] == list(range(2, 8))
+    assert (server.asked[-1]["max_tokens"], server.asked[-1]["min_tokens"]) == (6, 1)
+
+
+def test_noise_is_of_the_position_and_the_sample() -> None:
+    """A server draws from the start of its seed's noise: what follows known tokens must not have drawn theirs."""
+    legs = [body(ask(known=known, seed=2**63 - 1, sample_index=index)) for known in range(3) for index in range(3)]
+    seeds = [leg["seed"] for leg in legs]
+    assert len(set(seeds)) == len(seeds)
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert body(ask(seed=5), first_only=True)["seed"] == body(ask(seed=5))["seed"] == 5
+
+
+def test_penalties_do_not_survive_a_resumption() -> None:
+    for name in ("BatonConnector", "NixlConnector"):
+        kind = connector(name)
+        assert kind.can_resume(SamplingParams(repetition_penalty=1.2, logit_bias={1: 2.0}))
+        assert not kind.can_resume(SamplingParams(presence_penalty=0.1))
+        assert not kind.can_resume(SamplingParams(frequency_penalty=0.1))
 
 
 async def test_failures_are_batons_own(server: FakeVllm, session: aiohttp.ClientSession, url: str) -> None:
-    server.cut = True
-    with pytest.raises(EngineLostError, match="mid-stream"):
-        await chunks(client(session, url), ask())
-    server.events = [{"error": {"message": "no memory"}}]
-    with pytest.raises(EngineUnavailableError, match="no memory"):
-        await chunks(client(session, url), ask())
     engine = client(session, url)
-    await engine.info()
-    server.status = 400
+    server.fail = "cut"
+    with pytest.raises(EngineLostError):
+        await chunks(engine, ask())
+    server.fail = "stream"
+    with pytest.raises(EngineUnavailableError, match="no memory"):
+        await chunks(engine, ask())
+    server.fail = "refuse"
     with pytest.raises(RequestError, match="no such thing"):
         await chunks(engine, ask())
-    server.status = 500
+    server.fail = "broken"
     with pytest.raises(EngineUnavailableError, match="no such thing"):
         await chunks(engine, ask())
     with pytest.raises(EngineUnavailableError):
         await asyncio.wait_for(client(session, "http://127.0.0.1:1").info(), 5)
-
-
-def test_a_ticket_is_bound_to_what_is_handed_over() -> None:
-    engine = VllmClient.__new__(VllmClient)
-    expected = request_digest([10, 11, 12], SamplingParams())
-    assert engine.digest(ask("decode", seed=3)) == engine.digest(ask("prefill")) == expected

@@ -35,6 +35,17 @@ def test_bad_input_is_one_line(
                 ["serve", directory, "--port", "0", "--kv-transfer-config", '{"control_bind": "tcp://0.0.0.0:*"}'],
                 "control_bind: tcp://0.0.0.0:* can be reached from other hosts: give --keys DIR",
             ),
+            (["serve", directory, "--port", "0", "--kv-transport", "tcp"], "unknown transport 'tcp'; known: file,"),
+            (["up", directory, "--port", "0", "--kv-transport", "tcp"], "unknown transport 'tcp'; known: file,"),
+            (["verify", directory, "--kv-transport", "tcp"], "unknown transport 'tcp'; known: file,"),
+            (
+                ["generate", directory, "hi", "--kv-transfer-config", '{"kv_transport": "nixl:"}'],
+                "expected a name or scheme://?option=value, got 'nixl:'",
+            ),
+            (
+                ["serve", directory, "--port", "0", "--kv-transfer-config", '{"prefix_store": "shm"}'],
+                "kv_transfer_config.prefix_store: must be file:///DIRECTORY, got 'shm'",
+            ),
             (
                 ["serve", directory, "--port", "0", "--role", "prefill", "--keys", directory],
                 "ticket.key does not exist",
@@ -65,7 +76,7 @@ def test_unknown_flag_and_help(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert "No such option" in capsys.readouterr().err
     flags: dict[str, list[str]] = {
         "serve": ["--speculative-config", "--no-enable-prefix-caching", "--kv-transfer-config", "--role"],
-        "up": ["--prefill", "--decode", "--block-size", "--kv-mode"],
+        "up": ["--prefill", "--decode", "--block-size", "--kv-mode", "--kv-transport"],
         "router": ["--prefill", "--ticket-key-file", "--allow-mode-override"],
         "generate": ["--chat", "--max-tokens", "--dtype"],
     }

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from fake_serving import TEXT, write_tokenizer
 
 from baton.errors import ConfigError, EngineUnavailableError
 from baton.processes import Deployment
+from baton.transports.registry import parse_uri
 
 FAKE = (sys.executable, str(Path(__file__).parent / "fake_baton.py"))
 
@@ -92,6 +94,27 @@ def test_children_are_halted_killed_and_started_again(directory: str) -> None:
         assert ask(f"{deployment.url}/v1/completions", {"prompt": "a", "max_tokens": 12})["choices"][0]["text"]
         deployment.stop("prefill-0")  # one that is halted ends too
     wait_gone(*pids.values())
+
+
+def test_engines_share_a_directory_of_their_own(directory: str) -> None:
+    """`file` without a path is this deployment's directory."""
+    flags = ["--kv-transport", "nixl", "--kv-transfer-config", '{"kv_transport": "mooncake"}']
+    with Deployment(directory, engine_flags=flags, kv_transport="file", command=FAKE) as deployment:
+        flags = [last_transport(pid) for name, pid in deployment.pids.items() if name != "router"]
+    scheme, query = parse_uri(flags[0])
+    assert flags == [flags[0]] * 2
+    assert scheme == "file"
+    path = Path(query["path"])
+    assert path.name == "kv"
+    assert path.parent.name.startswith("baton-")
+    assert not path.parent.exists()
+    with pytest.raises(ConfigError, match="kv_transport: local moves KV within one process only"):
+        Deployment(directory, kv_transport="faulty+local://?fault=drop", command=FAKE)
+
+
+def last_transport(pid: int) -> str:
+    arguments = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    return [value for name, value in pairwise(arguments) if name == "--kv-transport"][-1]
 
 
 def test_a_child_that_fails_ends_all_and_is_quoted(directory: str) -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
-from remote_uris import SCHEMES, uri_of
 
 from baton.testing import check_store, check_transport
 from baton.testing.conformance import main
+from baton.testing.transport_peer import pattern
 from baton.testing.transport_suite import check_names
 from baton.transports.registry import create_transport
-from baton.transports.store import FileStore
+from baton.transports.store import FileStore, content_key
+from remote_uris import SCHEMES, uri_of
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -47,8 +49,31 @@ def test_store_that_keeps_nothing_in_order_is_found() -> None:
         check_store(Forgetful)
 
 
+def test_the_store_does_not_look_through_its_directory_for_each_entry(tmp_path: Path) -> None:
+    looks = 0
+
+    class Counted(FileStore):
+        def _entries(self) -> list[tuple[float, int, Path]]:
+            nonlocal looks
+            looks += 1
+            return super()._entries()
+
+    store = Counted(tmp_path, max_bytes=1 << 20)
+    for i in range(200):
+        store.put({"x": pattern(256, i)})
+    assert looks < 10
+
+
+def test_content_keys_name_context_and_tokens() -> None:
+    contexts = ["model", "other", content_key("model", [1])]
+    keys = {content_key(context, tokens) for context in contexts for tokens in ([], [1], [1, 2], [258], [2, 1])}
+    assert len(keys) == 15
+    assert all(re.fullmatch("[0-9a-f]{32}", key) for key in keys)
+    assert content_key("model", [1, 2]) == content_key("model", (1, 2))
+
+
 def test_table(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["local://", "faulty+local://?fault=drop"]) == 1
+    assert main(["local", "faulty+local://?fault=drop"]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["check", "local", "faulty+local"]
     assert lines[1].split() == ["copies_exactly", lines[1].split()[1], "s", "FAILED"]

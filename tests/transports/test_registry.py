@@ -11,12 +11,18 @@ import pytest
 from baton.errors import ConfigError
 from baton.transports import registry
 from baton.transports.local import LocalTransport
-from baton.transports.registry import create_transport
+from baton.transports.registry import create_transport, parse_uri, with_default
 
 
 @pytest.mark.parametrize(
     ("uri", "scheme"),
-    [("local://", "local"), ("shm://", "shm"), ("faulty+local://?fault=drop-draft", "faulty+local")],
+    [
+        ("local://", "local"),
+        ("shm", "shm"),
+        ("shm://", "shm"),
+        ("SHM://", "shm"),
+        ("faulty+local://?fault=drop-draft", "faulty+local"),
+    ],
 )
 def test_known_schemes(uri: str, scheme: str) -> None:
     transport = create_transport(uri)
@@ -27,15 +33,22 @@ def test_known_schemes(uri: str, scheme: str) -> None:
 @pytest.mark.parametrize(
     ("uri", "message"),
     [
-        ("", "expected scheme"),
-        ("shm", "expected scheme"),
-        ("shm:", "expected scheme"),
-        ("shm://host", "expected scheme"),
+        ("", "expected a name or scheme://"),
+        ("shm:", "expected a name or scheme://?option=value, got 'shm:'; known: file, local, mooncake, nixl, shm"),
+        ("shm/", "expected a name or scheme://"),
+        ("shm?a=1", "expected a name or scheme://"),
+        ("shm://host", "expected a name or scheme://"),
+        ("shm://[", "expected a name or scheme://"),
+        ("shm:///path", "shm has no option 'path'"),
+        ("file:///a?path=/b", "given twice"),
+        ("file:////a", "expected a name or scheme://"),
+        ("tcp", "unknown transport 'tcp'; known: file, local, mooncake, nixl, shm"),
         ("tcp://", "unknown transport 'tcp'; known: file, local, mooncake, nixl, shm"),
         ("shm://?threads=2", "shm has no option 'threads'"),
         ("shm://?a=1&a=2", "given twice"),
-        ("slow+shm://", "unknown wrapper 'slow'"),
-        ("faulty+shm://", "fault"),
+        ("slow+shm", "unknown wrapper 'slow'"),
+        ("faulty+tcp", "unknown transport 'tcp'"),
+        ("faulty+shm", "fault"),
         ("faulty+shm://?fault=typo", "faulty: Invalid enum value 'typo'"),
         ("faulty+shm://?fault=drop&every=0", "out of range"),
         ("faulty+shm://?fault=drop&region=x", "faulty: Expected `int"),
@@ -48,12 +61,29 @@ def test_refusals_name_the_cause(uri: str, message: str) -> None:
     assert message in str(caught.value)
 
 
+def test_a_path_is_an_option() -> None:
+    assert parse_uri("file:///mnt/my%20kv?max_bytes=9") == ("file", {"path": "/mnt/my kv", "max_bytes": "9"})
+    assert parse_uri("file:///") == parse_uri("file") == ("file", {})
+
+
+@pytest.mark.parametrize(
+    ("given", "path"),
+    [("file", "/own dir"), ("faulty+file://?fault=drop", "/own dir"), ("file:///mnt/kv", "/mnt/kv"), ("shm", None)],
+)
+def test_a_default_holds_for_its_scheme_and_where_nothing_is_given(given: str, path: str | None) -> None:
+    scheme, query = parse_uri(with_default(given, "file", "path", "/own dir"))
+    before = parse_uri(given)
+    assert (scheme, query.get("path")) == (before[0], path)
+    assert query.items() >= before[1].items()
+
+
 def test_entry_point_of_another_package(monkeypatch: pytest.MonkeyPatch) -> None:
     point = EntryPoint("mine", f"{__name__}:make_mine", registry.__name__)
     monkeypatch.setattr(registry, "entry_points", lambda group: [point] if group == "baton.transports" else [])
-    transport = create_transport("mine://?speed=fast")
-    assert isinstance(transport, LocalTransport)
-    transport.close()
+    for uri in ("mine://?speed=fast", "faulty+mine://?speed=fast&fault=drop"):
+        create_transport(uri).close()
+    with pytest.raises(ConfigError, match="known: file, local, mine, mooncake, nixl, shm"):
+        create_transport("yours")
 
 
 def make_mine(query: dict[str, str]) -> LocalTransport:

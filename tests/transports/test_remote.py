@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from remote_uris import SCHEMES, uri_of
 
 from baton.errors import ConfigError, ProtocolError, TransportError
 from baton.testing.transport_peer import SpawnedPeer, pattern
@@ -29,6 +28,7 @@ from baton.transports.lifeline import MAX_FRAME, Lifeline, Line
 from baton.transports.process import ProcessWatch
 from baton.transports.registry import create_transport
 from baton.transports.remote import RemoteDescriptor, RemoteTransport, parse_descriptor
+from remote_uris import SCHEMES, uri_of
 
 
 def run_of(nbytes: int, source: int = 0, dest: int = 0) -> CopyList:
@@ -323,7 +323,10 @@ def test_a_missing_package_is_named(
 @pytest.mark.parametrize(
     ("error", "hint"),
     [
-        ("libibverbs.so.1: cannot open shared object file: No such file or directory", "apt-get install libibverbs1"),
+        (
+            "libibverbs.so.1: cannot open shared object file: No such file or directory",
+            "apt-get install --no-install-recommends libibverbs1",
+        ),
         ("libfancy.so.1: cannot open shared object file", "install the package that holds this library"),
     ],
 )

@@ -30,7 +30,7 @@ def cpu_cache(blocks: int, block_size: int, layers: int) -> tuple[torch.Tensor, 
 def layout(
     caches: dict[str, torch.Tensor], block_size: int, target_layers: int, granularity: Granularity = "page"
 ) -> CacheLayout:
-    table = CacheTable("full", None, block_size, tuple(caches))
+    table = CacheTable(0, "full", None, block_size, tuple(caches))
     kernels: dict[str, KernelLayout] = dict.fromkeys(caches, "k_by_dimension")
     return describe(caches, split_tables([table], target_layers), kernels, granularity)
 
@@ -48,7 +48,7 @@ def fill(view: torch.Tensor, block_size: int, table: list[int], tokens: int, lay
 
 
 def test_a_drafter_that_shares_a_block_table_becomes_a_group_of_its_own() -> None:
-    groups = split_tables([CacheTable("full", None, 32, names(0, 1, 2, 3))], num_target_layers=3)
+    groups = split_tables([CacheTable(0, "full", None, 32, names(0, 1, 2, 3))], num_target_layers=3)
     assert [(g.name, g.owner, g.table, g.layer_ids) for g in groups] == [
         ("target.full.0", "target", 0, (0, 1, 2)),
         ("draft.full.0", "draft", 0, (3,)),
@@ -63,22 +63,15 @@ def test_layers_of_a_draft_model_are_known_by_their_prefix() -> None:
         layer_index("model.embed")
 
 
-def test_state_layers_beside_a_drafter_are_refused() -> None:
-    tables = [CacheTable("state", None, 1, ("model.layers.0.mixer",)), CacheTable("full", None, 32, names(1, 2))]
-    assert [group.kind for group in split_tables(tables, 3)] == ["state", "full"]
-    with pytest.raises(ConfigError, match="Mamba"):
-        split_tables(tables, num_target_layers=2)
-
-
 @pytest.mark.parametrize("computed", [0, 1, 31, 32, 33, 95, 96, 99])
 def test_a_tile_is_final_when_all_of_it_is(computed: int) -> None:
-    (group,) = split_tables([CacheTable("full", None, 32, names(0))], 1)
+    (group,) = split_tables([CacheTable(0, "full", None, 32, names(0))], 1)
     assert group.final(99, computed, 32) == (99 if computed == 99 else computed // 32 * 32)
 
 
 def test_what_is_wanted_ends_before_the_token_that_is_computed_here() -> None:
-    full, draft = split_tables([CacheTable("full", None, 32, names(0, 1))], 1)
-    window = split_tables([CacheTable("sliding_window", 16, 32, names(0))], 1)[0]
+    full, draft = split_tables([CacheTable(0, "full", None, 32, names(0, 1))], 1)
+    window = split_tables([CacheTable(0, "sliding_window", 16, 32, names(0))], 1)[0]
     assert full.wanted(99, 32) == (32, 99)
     assert draft.wanted(99, 32) == (32, 99)
     # The next query, token 99, sees keys 84 to 99.
@@ -114,6 +107,37 @@ def test_pages_hold_the_same_tokens_after_a_copy(
     assert torch.equal(dest_buffer, expected_buffer)
 
 
+def test_a_latent_cache_and_a_drafter_with_heads_share_a_block_table() -> None:
+    """MLA layers, a row of elements per token, and a drafter with K and V: bytes of two kinds, one block table."""
+
+    def caches() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        latent, paged = 2 * 9 * 32 * 24, 9 * HEADS * 32 * 2 * DIM
+        buffer = torch.zeros(latent + paged)
+        views = dict(zip(names(0, 1), buffer[:latent].view(2, 9, 1, 32, 24), strict=True))
+        return buffer, views | {names(2)[0]: buffer[latent:].view(9, HEADS, 32, 2 * DIM)}
+
+    tables = [CacheTable(0, "mla", None, 32, names(0, 1)), CacheTable(0, "full", None, 32, names(2))]
+    groups = split_tables(tables, num_target_layers=2)
+    assert [(g.name, g.owner, g.table) for g in groups] == [("target.mla.0", "target", 0), ("draft.full.0", "draft", 0)]
+    layouts, tokens = {}, 75
+    for end, table in {"source": [7, 2, 5], "dest": [3, 8, 4], "expected": [3, 8, 4]}.items():
+        buffer, views = caches()
+        if end != "dest":
+            for token in range(tokens):
+                for layer in (0, 1):
+                    row = torch.arange(24.0) + 1000 * token + 1e5 * layer
+                    views[names(layer)[0]][table[token // 32], 0, token % 32] = row
+            fill(views[names(2)[0]], 32, table, tokens, 2)
+        kernels: dict[str, KernelLayout] = dict.fromkeys(names(0, 1), "tokens") | {names(2)[0]: "k_by_dimension"}
+        layouts[end] = (buffer, table, describe(views, groups, kernels))
+    (_, source_table, have), (moved, dest_table, want) = layouts["source"], layouts["dest"]
+    for name in have.geometries:
+        copies = plan([have.geometries[name]], want.geometries[name], source_table, dest_table, Interval(0, tokens))[0]
+        for source, dest, nbytes in zip(copies.source_offset, copies.dest_offset, copies.nbytes, strict=True):
+            want.regions[0][dest : dest + nbytes] = have.regions[0][source : source + nbytes]
+    assert torch.equal(moved, layouts["expected"][0])
+
+
 def test_whole_pages_of_other_sizes_are_refused() -> None:
     have, want = (layout(cpu_cache(9, size, 1)[1], size, 1) for size in (32, 64))
     name = "target.full.0"
@@ -143,7 +167,7 @@ def test_layers_at_uneven_distances_are_split() -> None:
 
 def test_a_kernel_with_an_unknown_layout_gets_whole_pages() -> None:
     _, caches = cpu_cache(5, 64, 1)
-    groups = split_tables([CacheTable("full", None, 64, tuple(caches))], 1)
+    groups = split_tables([CacheTable(0, "full", None, 64, tuple(caches))], 1)
     unknown: dict[str, KernelLayout] = dict.fromkeys(caches, "unknown")
     assert describe(caches, groups, unknown).geometries["target.full.0"].geometry.tile == 64
     with pytest.raises(ConfigError, match="granularity"):
@@ -152,7 +176,7 @@ def test_a_kernel_with_an_unknown_layout_gets_whole_pages() -> None:
 
 def test_blocks_that_the_kernel_splits() -> None:
     _, caches = cpu_cache(10, 32, 1)
-    groups = split_tables([CacheTable("full", None, 64, tuple(caches))], 1)
+    groups = split_tables([CacheTable(0, "full", None, 64, tuple(caches))], 1)
     found = describe(caches, groups, dict.fromkeys(caches, "k_by_dimension"))
     assert found.blocks_per_page == {"target.full.0": 2}
     assert kernel_pages([3, 0, 4], 2) == [6, 7, 0, 0, 8, 9]
@@ -161,7 +185,7 @@ def test_blocks_that_the_kernel_splits() -> None:
 
 def test_a_state_is_one_piece_of_bytes() -> None:
     cache = torch.zeros(6, 1, 1, 80, dtype=torch.int8)
-    groups = split_tables([CacheTable("state", None, 1, ("model.layers.0.mixer",))], 1)
+    groups = split_tables([CacheTable(0, "state", None, 1, ("model.layers.0.mixer",))], 1)
     geometry = describe({"model.layers.0.mixer": cache}, groups, {"model.layers.0.mixer": "tokens"}).geometries[
         "target.state.0"
     ]

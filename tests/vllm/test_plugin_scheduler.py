@@ -57,14 +57,14 @@ class Pool:
         self.references.subtract(ordered_blocks)
 
 
-FULL = CacheTable("full", None, 4, ())
+FULL = CacheTable(0, "full", None, 4, ())
 
 
 def side(
     engine: str,
     truncate: bool = False,
     roles: Sequence[str] = ("prefill", "decode"),
-    tables: Sequence[CacheTable] = (FULL, FULL),
+    tables: Sequence[CacheTable] = (FULL,),
     pool: Pool | None = None,
 ) -> SchedulerSide:
     identity = EngineIdentity(engine, f"inc-{engine}", "tcp://127.0.0.1:1", "{}", truncate, list(roles), 512, [2], 0)
@@ -94,7 +94,7 @@ def test_a_prefill_leg_is_announced_computed_and_held() -> None:
 def test_the_first_block_of_a_window_outlives_its_request() -> None:
     # The decode engine computes token 9 and sees keys 4 to 9; vLLM, which has computed it, keeps those from 5 on.
     pool = Pool()
-    p = side("P", tables=[FULL, CacheTable("sliding_window", 6, 5, ())], pool=pool)
+    p = side("P", tables=[FULL, CacheTable(1, "sliding_window", 6, 5, ())], pool=pool)
     for end in ("sent", "preempted", "aborted"):
         request = leg("prefill", ticket())
         p.on_new_request(request)

@@ -52,7 +52,7 @@ def agent() -> FakeAgent:
 def worker(agent: FakeAgent) -> WorkerSide:
     buffer = torch.zeros(3, 20, 2, 32, 16)
     caches = {f"model.layers.{i}.attn": buffer[i] for i in range(3)}
-    groups = split_tables([CacheTable("full", None, 32, tuple(caches))], num_target_layers=2)
+    groups = split_tables([CacheTable(0, "full", None, 32, tuple(caches))], num_target_layers=2)
     side = WorkerSide(describe(caches, groups, dict.fromkeys(caches, "k_by_dimension")), quiet_timeout=0.2)
     side.bind(agent)
     return side

@@ -15,7 +15,9 @@ from baton.errors import BatonError
 
 @dataclass(slots=True)
 class Streamed:
-    """One streamed answer. `ttft_s`: request sent to first token; `times_s`: arrival of each event with tokens."""
+    """One streamed answer. `ttft_s`: request sent to first token; `times_s`: arrival of each token, those of one event
+    together.
+    """
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -27,7 +29,7 @@ class Streamed:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens after the first over the time from first to last event."""
+        """Tokens after the first over the time from first to last."""
         span = self.times_s[-1] - self.times_s[0] if len(self.times_s) > 1 else 0.0
         return (len(self.token_ids) - 1) / span if span else float("nan")
 
@@ -48,7 +50,7 @@ async def stream_completion(session: aiohttp.ClientSession, url: str, body: dict
                 raise BatonError(str(event["error"]))
             for choice in event["choices"]:
                 if choice.get("token_ids"):
-                    result.times_s.append(time.perf_counter() - started)
+                    result.times_s += [time.perf_counter() - started] * len(choice["token_ids"])
                     result.token_ids += choice["token_ids"]
                 result.text += choice["text"]
                 if choice.get("logprobs"):

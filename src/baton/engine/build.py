@@ -19,6 +19,7 @@ from baton.engine.attention import get_backend
 from baton.engine.config import EngineConfig
 from baton.engine.core import EmitChunk, EngineCore
 from baton.engine.handoff import HandoffLegs
+from baton.engine.prefix_store import PrefixStore
 from baton.engine.runner import ModelRunner
 from baton.engine.scheduler import Scheduler
 from baton.errors import ConfigError
@@ -36,6 +37,7 @@ from baton.models.loader import fingerprint, load_model, read_config
 from baton.text import Tokenizer
 from baton.transports.base import Transport
 from baton.transports.registry import create_transport
+from baton.transports.store import open_store
 from baton.wire import EngineInfo
 
 SAMPLER_VERSION = "1"
@@ -60,6 +62,8 @@ class Engine:
         """End the agent's thread and give the pool's memory back."""
         if self.agent is not None:
             self.agent.close()
+        if self.core.prefix_store is not None:
+            self.core.prefix_store.close()
         # The pool is a view of the transport's memory.
         self.core.runner.kv.clear()
         if self.transport is not None:
@@ -148,7 +152,8 @@ def build_engine(config: EngineConfig, emit: EmitChunk, progress: Callable[[str]
         alter_seeds = getattr(transport, "alter_seeds", None)
         legs = HandoffLegs(agent, groups, model.vocab_size, num_lookahead, config.recovery, alter_seeds)
     rejection = spec is not None and spec.verifier == "rejection"
-    core = EngineCore(runner, scheduler, legs, tokenizer.eos_token_ids, max_model_len, rejection, emit)
+    prefix_store = _prefix_store(config, facts, pools, kv)
+    core = EngineCore(runner, scheduler, legs, tokenizer.eos_token_ids, max_model_len, rejection, emit, prefix_store)
     if agent is not None:
         agent.start()
     info = EngineInfo(
@@ -221,6 +226,17 @@ def _allocate(
         regions.append(region)
         kv[group.name] = torch.from_numpy(region).view(dtype).view(shape)
     return regions, kv
+
+
+def _prefix_store(
+    config: EngineConfig, facts: dict[str, str], pools: dict[str, PagePool], kv: dict[str, Tensor]
+) -> PrefixStore | None:
+    uri = config.kv_transfer_config.prefix_store
+    if uri is None:
+        return None
+    # Pages are stored as they lie in memory.
+    model = json.dumps({**facts, "block_size": config.block_size}, sort_keys=True)
+    return PrefixStore(open_store(uri), model, pools, kv, writes=config.role != "decode")
 
 
 def _fingerprint(

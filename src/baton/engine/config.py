@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 
 from baton.errors import ConfigError
 from baton.handoff.keys import check_bind, ticket_key_file
+from baton.transports.registry import parse_uri
 from baton.wire import Recovery
 
 Role = Literal["both", "prefill", "decode"]
@@ -49,23 +50,30 @@ class SpeculativeConfig:
 
 @dataclass(frozen=True, slots=True)
 class KVTransferConfig:
-    """`--kv-transfer-config`: transport URI of the KV pool and the control socket's bind address."""
+    """`--kv-transfer-config`: transport of the KV pool (a name or a URI) and the control socket's bind address.
 
-    kv_transport: str = "shm://"
+    `prefix_store` (`file:///DIRECTORY?max_bytes=N`) keeps the KV of prompts, for all engines of the model.
+    """
+
+    kv_transport: str = "shm"
     control_bind: str = "tcp://127.0.0.1:*"
     handoff_timeout_s: float = 60.0
+    prefix_store: str | None = None
 
     @classmethod
-    def parse(cls, value: str | dict[str, Any] | None) -> KVTransferConfig:
+    def parse(cls, value: str | dict[str, Any] | None, kv_transport: str | None = None) -> KVTransferConfig:
+        """From JSON text or a dict; `kv_transport`, if given, counts instead of what is there. Raises ConfigError
+        naming the key."""
         data = _json_object("kv_transfer_config", value) or {}
         _refuse_unknown("kv_transfer_config", data, {f.name for f in fields(cls)})
-        for key in ("kv_transport", "control_bind"):
+        for key in ("kv_transport", "control_bind", "prefix_store"):
             if key in data and not isinstance(data[key], str):
                 raise ConfigError(f"kv_transfer_config.{key}", "must be a string")
         timeout = data.get("handoff_timeout_s", 60.0)
         if not isinstance(timeout, int | float) or isinstance(timeout, bool) or not 0 < timeout <= 3600:
             raise ConfigError("kv_transfer_config.handoff_timeout_s", f"must be in (0, 3600], got {timeout!r}")
-        return cls(**{**data, "handoff_timeout_s": float(timeout)})
+        given = {} if kv_transport is None else {"kv_transport": kv_transport}
+        return cls(**{**data, "handoff_timeout_s": float(timeout), **given})
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +130,12 @@ class EngineConfig:
         need(self.max_num_batched_tokens >= rows, "max_num_batched_tokens", f"at least {rows} (one verification)")
         if self.role != "both" and self.ticket_key_path is None:
             raise ConfigError("ticket_key_file", f"is required with role {self.role}, or a key directory with --keys")
+        parse_uri(self.kv_transfer_config.kv_transport)
+        store = self.kv_transfer_config.prefix_store
+        if store is not None and parse_uri(store)[0] != "file":
+            raise ConfigError("kv_transfer_config.prefix_store", f"must be file:///DIRECTORY, got {store!r}")
+        if store is not None and not self.enable_prefix_caching:
+            raise ConfigError("kv_transfer_config.prefix_store", "needs prefix caching, which is off")
         check_bind(self.kv_transfer_config.control_bind, self.keys is not None)
         return self
 

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from baton.engine.handoff import HandoffLegs
 from baton.engine.metrics import EngineMetrics
+from baton.engine.prefix_store import PrefixStore
 from baton.engine.request import Request, RequestStatus
 from baton.engine.runner import DraftRows, ModelRunner, TargetOutput
 from baton.engine.sampler import token_logprobs
@@ -40,8 +41,10 @@ class EngineCore:
         max_model_len: int,
         rejection: bool,
         emit: EmitChunk,
+        prefix_store: PrefixStore | None = None,
     ) -> None:
         self.runner, self.scheduler, self.legs, self.emit = runner, scheduler, legs, emit
+        self.prefix_store = prefix_store
         self.eos_ids = frozenset(eos_ids)
         self.max_model_len = max_model_len
         self.rejection = rejection
@@ -52,6 +55,8 @@ class EngineCore:
         self._stopping = False
         if legs is not None:
             legs.bind(self)
+        if prefix_store is not None:
+            prefix_store.bind(self.post)
 
     # ------------------------------------------------------------- other threads
 
@@ -70,12 +75,16 @@ class EngineCore:
     def run(self) -> None:
         """The loop: until `stop`, run steps while there is work and sleep while there is none."""
         while not self._stopping:
-            self.drain()
-            if not self.step():
-                with self._wake:
-                    if not self._posted and not self._stopping:
-                        # Requests that wait for pages are looked at again at least this often, for their deadlines.
-                        self._wake.wait(0.5 if self.scheduler.has_work else None)
+            self.turn()
+
+    def turn(self) -> None:
+        """Do what was posted, then one step; with nothing to compute, sleep until something is posted."""
+        self.drain()
+        if not self.step():
+            with self._wake:
+                if not self._posted and not self._stopping:
+                    # Requests that wait for pages are looked at again at least this often, for their deadlines.
+                    self._wake.wait(0.5 if self.scheduler.has_work else None)
 
     def drain(self) -> None:
         """Run everything posted so far."""
@@ -101,12 +110,19 @@ class EngineCore:
         """Queue a request. Its id is not in use."""
         self.requests[request.request_id] = request
         self.metrics.num_prompt_tokens += request.num_prompt
-        if request.role == "decode":
-            self.scheduler.receive_queue.append(request)
-        else:
-            self.scheduler.waiting.append(request)
         if self.legs is not None and request.role is not None:
             self.legs.opened(request)
+        if self.prefix_store is None or not self.prefix_store.load(request, lambda num: self._loaded(request, num)):
+            self._queue(request)
+
+    def _loaded(self, request: Request, num_tokens: int) -> None:
+        self.metrics.num_loaded_tokens += num_tokens
+        if request.status is RequestStatus.WAITING:  # else it was aborted meanwhile
+            self._queue(request)
+
+    def _queue(self, request: Request) -> None:
+        queue = self.scheduler.receive_queue if request.role == "decode" else self.scheduler.waiting
+        queue.append(request)
 
     def abort(self, request_id: str) -> None:
         """The client is gone. Pages that a transport may touch stay until it is proven quiet."""
@@ -217,7 +233,8 @@ class EngineCore:
         accepted: list[int] = []
         if num_drafts:
             accepted = [min(verified.num_accepted, len(kept))]
-            self.metrics.verified(num_drafts, accepted[0])
+            # Counters tell of the drafter, so they count drafts beyond the request's end too, as vLLM's do.
+            self.metrics.verified(num_drafts, verified.num_accepted)
         self.metrics.num_generation_tokens += len(kept)
         if position == 0:
             self.metrics.num_cached_tokens += request.num_cached
@@ -243,6 +260,8 @@ class EngineCore:
         for rows in scheduled:
             request = rows.request
             self._cache(request)
+            if self.prefix_store is not None and rows.start < request.prefill_len <= request.num_computed:
+                self.prefix_store.save(request, min(self._num_final(request, name) for name in self.scheduler.pools))
             if request.role == "prefill" and self.legs is not None:
                 self.legs.prefilled(request)
             elif request.finish_reason is not None:
@@ -252,9 +271,11 @@ class EngineCore:
         for name, pool in self.scheduler.pools.items():
             if name in request.uncached_groups:
                 continue
-            final = request.num_drafted if name == self.scheduler.draft_group else request.num_computed
             chain = request.chains.setdefault(name, [])
-            pool.cache(request.token_ids, request.pages[name], chain, final)
+            pool.cache(request.token_ids, request.pages[name], chain, self._num_final(request, name))
+
+    def _num_final(self, request: Request, group: str) -> int:
+        return request.num_drafted if group == self.scheduler.draft_group else request.num_computed
 
     def committed(self, request: Request, seeds: Seeds) -> None:
         """A decode leg has everything: its first step verifies the drafts that came with the first token."""

@@ -120,7 +120,7 @@ class LLM:
             for index, sample in enumerate(outputs)
         }
         while open_samples:
-            core.step()
+            core.turn()
             for request_id, sample in list(open_samples.items()):
                 chunks, self._chunks[request_id] = self._chunks[request_id], []
                 for chunk in chunks:

@@ -16,6 +16,7 @@ class EngineMetrics:
     num_requests: Counter[str] = field(default_factory=Counter)
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
+    num_loaded_tokens: int = 0
     num_generation_tokens: int = 0
     num_preemptions: int = 0
     num_steps: int = 0
@@ -51,6 +52,7 @@ class EngineMetrics:
             yield counter("request_success", "Finished requests by reason.", count, finished_reason=reason)
         yield counter("prompt_tokens", "Prompt tokens of admitted requests.", self.num_prompt_tokens)
         yield counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.", self.num_cached_tokens)
+        yield counter("prefix_store_tokens", "Prompt tokens loaded from the prefix store.", self.num_loaded_tokens)
         yield counter("generation_tokens", "Tokens generated.", self.num_generation_tokens)
         yield counter("num_preemptions", "Requests preempted.", self.num_preemptions)
         yield counter("engine_steps", "Engine steps run.", self.num_steps)

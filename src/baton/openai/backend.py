@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from baton.text import Tokenizer
-from baton.wire import GenerateRequest, TokenChunk
+from baton.wire import GenerateRequest, SamplingParams, TokenChunk
 
 KVMode = Literal["push", "pull"]
 
@@ -33,6 +33,11 @@ class Backend(Protocol):
 
     def model(self) -> ServedModel:
         """Return the model. Raises `EngineUnavailableError` while there is none."""
+        ...
+
+    def check(self, params: SamplingParams) -> None:
+        """Raise `RequestError` for what this backend cannot honour. `params` are the client's own: seed None where it
+        gave none, `n` samples."""
         ...
 
     def generate(self, request: GenerateRequest, kv_mode: KVMode | None = None) -> AsyncGenerator[TokenChunk, None]:

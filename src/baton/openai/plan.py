@@ -19,13 +19,15 @@ MAX_CHOICES = 256  # prompts times n in one request
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One API request, checked. `requests[i]` makes choice i; choices of one prompt are neighbours."""
+    """One API request, checked. `requests[i]` makes choice i; choices of one prompt are neighbours. `asked`: the
+    sampling parameters as the client gave them."""
 
     id: str
     created: int
     chat: bool
     model: ServedModel
     prompts: list[list[int]]
+    asked: SamplingParams
     requests: list[GenerateRequest]
     stream: bool
     include_usage: bool
@@ -92,6 +94,7 @@ def _plan(
         chat=chat,
         model=model,
         prompts=prompts,
+        asked=params,
         requests=requests,
         stream=bool(request.stream),
         include_usage=bool(options and options.include_usage),

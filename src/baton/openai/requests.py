@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from baton.errors import ForbiddenError, RequestError
+from baton.errors import RequestError
 from baton.openai.backend import KVMode
 from baton.wire import MAX_LOGPROBS, SamplingParams
 
@@ -209,7 +209,7 @@ def _refuse_unserved(request: CompletionRequest | ChatRequest) -> None:
     for name in _FORBIDDEN:
         if getattr(request, name) is not None:
             log.warning("refused a client's request that sets %s", name)
-            raise ForbiddenError(f"{name} is not a client's to set: the router decides where KV goes", name)
+            raise RequestError(f"{name} is not a client's to set: the router decides where KV goes", name)
     for name in ("prompt_logprobs", "suffix", "structured_outputs", "tools", "functions", "audio"):
         refuse(name)
     for name in ("guided_json", "guided_regex", "guided_choice", "guided_grammar"):

@@ -61,6 +61,7 @@ class OpenAIService:
     async def _answer(self, plan: Plan) -> bytes | EventStream:
         if plan.kv_mode is not None and not self._backend.allows_kv_mode:
             raise RequestError("kv_mode cannot be chosen by a request here", "kv_mode")
+        self._backend.check(plan.asked)
         outputs = [SampleOutput(plan.model.tokenizer, request) for request in plan.requests]
         if plan.stream:
             events = self._events(plan, outputs)

@@ -11,24 +11,27 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
-from baton.errors import BatonError, EngineUnavailableError, RequestError
+from baton.errors import BatonError, ConfigError, EngineUnavailableError, RequestError
 from baton.openai import FrontMetrics, OpenAIService
 from baton.openai.backend import KVMode
 from baton.openai.http import add_openai_routes, json_response, new_app
 from baton.openai.metrics import Row, RowCollector
 from baton.router.backend import RouterBackend
 from baton.router.client import new_session
-from baton.router.pool import EnginePool, Instance, Policy, Role, baton_client
+from baton.router.connectors import BATON_ENGINES, ConnectorConfig, create_connector
+from baton.router.pool import EnginePool, Instance, Policy, Role
 from baton.router.timers import RouterTimers
-from baton.router.vllm_client import VllmClient
 from baton.wire import EngineLoad, Recovery
 
 EngineKind = Literal["baton", "vllm"]
+# A choice within a tenth of the other's probability: what kernels that add up in another order make of 16-bit weights.
+DEFAULT_NEAR_TIE = 0.1
 
 
 class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How a router starts. URLs are engines' base URLs; `tokenizer` None takes the engines' checkpoint. `engine`: what
-    runs there, Baton's own engines or vLLM with `BatonConnector`."""
+    runs there, Baton's own engines or vLLM; with vLLM, `kv_connector` is what it hands over with, `seed_first_token`
+    sends its token to the decode server, and `near_tie` excuses other first tokens, in nats."""
 
     prefill: tuple[str, ...] = ()
     decode: tuple[str, ...] = ()
@@ -41,6 +44,9 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     recovery: Recovery = "full"
     timers: RouterTimers = RouterTimers()
     engine: EngineKind = "baton"
+    kv_connector: str = "BatonConnector"
+    seed_first_token: bool = False
+    near_tie: float = DEFAULT_NEAR_TIE
 
 
 class _AddInstance(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -58,12 +64,27 @@ T = TypeVar("T", _AddInstance, _RemoveInstance)
 async def build_app(config: RouterConfig) -> web.Application:
     """Return the router's app. Engines that answer are known when this returns; others are asked again.
 
-    Raises `RequestError` for a bad URL or role, `IncompatiblePeerError` when engines serve different models.
+    Raises `ConfigError` for settings that exclude each other, `RequestError` for a bad URL or role,
+    `IncompatiblePeerError` when engines serve different models.
     """
+    vllm = config.engine == "vllm"
+    connector = create_connector(
+        config.kv_connector if vllm else BATON_ENGINES, ConnectorConfig(config.ticket_key, config.seed_first_token)
+    )
+    if connector.needs_ticket_key and config.ticket_key is None and (config.prefill or config.decode):
+        raise ConfigError("ticket_key_file", "is required with prefill and decode engines")
+    if config.allow_mode_override and not connector.has_modes:
+        raise ConfigError("allow_mode_override", f"{config.kv_connector} has one mode")
     session = new_session()
-    client = VllmClient if config.engine == "vllm" else baton_client
-    pool = EnginePool(session, config.policy, config.tokenizer, config.timers, client)
-    backend = RouterBackend(pool, config.ticket_key, config.kv_mode, config.allow_mode_override, config.recovery)
+    pool = EnginePool(session, connector.client, config.policy, config.tokenizer, config.timers)
+    backend = RouterBackend(
+        pool,
+        connector,
+        config.kv_mode,
+        config.allow_mode_override,
+        config.recovery,
+        config.near_tie if vllm else 0.0,  # Baton's own engines compute nothing twice
+    )
     roles: tuple[tuple[Role, tuple[str, ...]], ...] = (
         ("prefill", config.prefill),
         ("decode", config.decode),
@@ -147,6 +168,7 @@ async def _status(backend: RouterBackend) -> dict[str, object]:
             "failures": dict(backend.failures),
         },
         "recoveries": dict(backend.recoveries),
+        "near_ties": backend.near_ties,
     }
 
 
@@ -176,6 +198,7 @@ def _rows(backend: RouterBackend) -> Iterator[Row]:
         )
     for rung, count in sorted(backend.recoveries.items()):
         yield "baton:router_recoveries", "counter", "Requests sent again, by rung.", {"rung": rung}, count
+    yield "baton:router_near_ties", "counter", "First tokens that differed by a near-tie.", {}, backend.near_ties
     yield "baton:router_handoffs_active", "gauge", "Handoffs that run.", {}, backend.num_active_handoffs
     for instance in backend.pool.instances:
         labels = {"url": instance.url, "role": instance.role}

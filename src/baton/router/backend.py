@@ -1,4 +1,4 @@
-"""Requests through the router: choose engines, mint a ticket, run both legs at once, join their tokens; and go on
+"""Requests through the router: choose engines, run the legs that their connector makes, join their tokens; and go on
 with other engines where some were lost.
 """
 
@@ -9,18 +9,18 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator
-
-import msgspec
+from collections.abc import AsyncGenerator, Coroutine
+from typing import Any, get_args
 
 from baton.errors import BatonError, EngineLostError, EngineUnavailableError, ProtocolError, RequestError
-from baton.handoff.ticket import TICKET_LIFE_S, Ticket, mint, new_transfer_id
 from baton.openai import ServedModel
 from baton.openai.backend import KVMode
 from baton.openai.errors import error_of_chunk
-from baton.router.join import Chunks, Items, Joined, Leg, LegFailed, join_legs
+from baton.router.connectors.base import Connector, Handoff, Outcome
+from baton.router.join import Chunks, Items, Joined, Leg, LegFailed, TokenMismatch, join_legs
+from baton.router.near_tie import measure_gap
 from baton.router.pool import EnginePool, Instance, OnLost
-from baton.wire import GenerateRequest, HandoffParams, Recovery, TokenChunk, recovers
+from baton.wire import GenerateRequest, Recovery, SamplingParams, TokenChunk, recovers
 
 logger = logging.getLogger(__name__)
 
@@ -37,32 +37,43 @@ class RouterBackend:
     it was lost. `handoffs` counts attempts by outcome: `started`, `completed`, `finished_early` (the first token was
     the last), `aborted` (a stop string was found or the client left), `failed` (by reason in `failures`);
     `recoveries` counts by rung.
+
+    Where two engines name different tokens, the client keeps what it has: the decode engine goes on from that token
+    where the engine that said it sees the other at most `near_tie` nats away (counted in `near_ties`), else the
+    request fails.
     """
 
-    OUTCOMES = ("started", "completed", "finished_early", "aborted", "failed")
+    OUTCOMES: tuple[str, ...] = ("started", *get_args(Outcome))
 
     def __init__(
         self,
         pool: EnginePool,
-        ticket_key: bytes | None,
+        connector: Connector,
         kv_mode: KVMode = "push",
         allow_mode_override: bool = False,
         recovery: Recovery = "full",
+        near_tie: float = 0.0,
     ) -> None:
         self.pool = pool
         self.allows_kv_mode = allow_mode_override
         self.handoffs: Counter[str] = Counter()
         self.failures: Counter[str] = Counter()
         self.recoveries: Counter[str] = Counter()
+        self.near_ties = 0
         self.num_active_handoffs = 0
-        self._ticket_key = ticket_key
+        self._connector = connector
         self._kv_mode: KVMode = kv_mode
         self._recovery: Recovery = recovery
-        self._drains: set[asyncio.Task[None]] = set()
+        self._near_tie = near_tie
+        self._background: set[asyncio.Task[None]] = set()
 
     def model(self) -> ServedModel:
         """Return the model all engines serve."""
         return self.pool.model()
+
+    def check(self, params: SamplingParams) -> None:
+        """See `Backend.check`."""
+        self._connector.check(params)
 
     async def generate(
         self, request: GenerateRequest, kv_mode: KVMode | None = None
@@ -71,8 +82,10 @@ class RouterBackend:
         joined = Joined(request)
         tried: list[Instance] = []
         attempt = fruitless = 0
+        alone: tuple[Instance, ...] | None = None
         while True:
-            chosen = await self._choose(tried, self.pool.timers.patience if attempt else 0.0)
+            chosen = alone or await self._choose(tried, self.pool.timers.patience if attempt else 0.0)
+            alone = None
             num_known = len(joined.token_ids)
             run = self._run(joined.rest(attempt), chosen, kv_mode or self._kv_mode)
             try:
@@ -82,6 +95,14 @@ class RouterBackend:
                         if new is not None:
                             yield new
                 return
+            except TokenMismatch as mismatch:
+                if not await self._is_near_tie(joined, mismatch, chosen[0]):
+                    self.failures[mismatch.reason] += 1
+                    raise
+                self.near_ties += 1
+                attempt += 1
+                alone = chosen[-1:]  # it holds nearly all of the KV
+                continue
             except LegFailed as failure:
                 failed = failure
             except ProtocolError as error:
@@ -94,6 +115,8 @@ class RouterBackend:
             rung = _rung(failed, bool(joined.token_ids))
             if rung is None or not recovers(self._recovery, rung) or fruitless >= MAX_ATTEMPTS:
                 raise failed.error
+            if joined.token_ids and not self._connector.can_resume(request.sampling_params):
+                raise failed.error
             attempt += 1
             self.recoveries[rung] += 1
             logger.warning("%s: going on from %d tokens: %s", request.request_id, len(joined.token_ids), failed)
@@ -105,10 +128,10 @@ class RouterBackend:
         return "both" in usable or {"prefill", "decode"} <= usable
 
     async def close(self) -> None:
-        """End what is still being drained."""
-        for task in list(self._drains):
+        """End what is still done for requests that are over."""
+        for task in list(self._background):
             task.cancel()
-        await asyncio.gather(*self._drains, return_exceptions=True)
+        await asyncio.gather(*self._background, return_exceptions=True)
 
     async def _choose(self, tried: list[Instance], patience_s: float) -> tuple[Instance, ...]:
         """Return (prefill, decode), or one engine that does both; wait for them where there are none.
@@ -133,17 +156,18 @@ class RouterBackend:
     ) -> AsyncGenerator[TokenChunk, None]:
         """One attempt. Raises `LegFailed` where another may succeed."""
         if len(chosen) == 1:
-            async with contextlib.aclosing(self._join(request, {"decode": chosen[0]}, None)) as joined:
+            legs = self._join({"decode": chosen[0]}, Handoff({"decode": chosen[0].client.generate(request)}))
+            async with contextlib.aclosing(legs) as joined:
                 async for chunk, _ in joined:
                     yield _checked(chunk)
             return
         prefill, decode = chosen
-        ticket = self._mint(request, prefill, decode, kv_mode)
+        handoff = self._connector.handoff(request, prefill, decode, kv_mode)
         self.handoffs["started"] += 1
         self.num_active_handoffs += 1
-        outcome = "aborted"
+        outcome: Outcome = "aborted"
         try:
-            legs = self._join(request, {"prefill": prefill, "decode": decode}, ticket)
+            legs = self._join({"prefill": prefill, "decode": decode}, handoff)
             async with contextlib.aclosing(legs) as joined:
                 async for chunk, leg in joined:
                     if chunk.finish_reason == "error":
@@ -160,9 +184,11 @@ class RouterBackend:
         finally:
             self.num_active_handoffs -= 1
             self.handoffs[outcome] += 1
+            if handoff.over is not None:
+                self._do(handoff.over(outcome))
 
     async def _join(
-        self, request: GenerateRequest, engines: dict[Leg, Instance], ticket: str | None
+        self, engines: dict[Leg, Instance], handoff: Handoff
     ) -> AsyncGenerator[tuple[TokenChunk, Leg], None]:
         items: Items = asyncio.Queue()
 
@@ -170,46 +196,41 @@ class RouterBackend:
             return lambda error: items.put_nowait((leg, error))
 
         with contextlib.ExitStack() as counted:
-            legs: dict[Leg, Chunks] = {}
             for leg, engine in engines.items():
                 counted.enter_context(engine.leg(on_lost(leg)))
-                handoff = None if ticket is None else HandoffParams(role=leg, ticket=ticket)
-                legs[leg] = engine.client.generate(msgspec.structs.replace(request, handoff=handoff))
-            async with contextlib.aclosing(join_legs(legs, items, self._drain)) as joined:
+            legs = join_legs(handoff.legs, items, self._drain, handoff.notices)
+            async with contextlib.aclosing(legs) as joined:
                 async for item in joined:
                     yield item
 
-    def _mint(self, request: GenerateRequest, prefill: Instance, decode: Instance, kv_mode: KVMode) -> str:
-        p, d = prefill.info, decode.info
-        if self._ticket_key is None:
-            raise EngineUnavailableError("the router has no ticket key, and so cannot hand off")
-        if p is None or d is None or p.control_address is None or d.control_address is None:
-            raise EngineUnavailableError("an engine of the pair is not known any more")
-        ticket = Ticket(
-            transfer_id=new_transfer_id(),
-            prefill_engine=p.engine_id,
-            prefill_incarnation=p.incarnation,
-            prefill_address=p.control_address,
-            decode_engine=d.engine_id,
-            decode_incarnation=d.incarnation,
-            decode_address=d.control_address,
-            mode=kv_mode,
-            expiry=int(time.time()) + TICKET_LIFE_S,
-            request_digest=prefill.client.digest(request),
-        )
-        return mint(self._ticket_key, ticket)
+    async def _is_near_tie(self, joined: Joined, mismatch: TokenMismatch, said_first: Instance) -> bool:
+        if self._near_tie <= 0.0:
+            return False
+        with contextlib.suppress(BatonError):
+            gap = await measure_gap(said_first.client, joined, mismatch)
+            logger.warning("%s: %s, %s nats apart", joined.request.request_id, mismatch, gap)
+            return gap is not None and gap <= self._near_tie
+        return False
 
     def _drain(self, leg: Chunks) -> None:
         """Read a leg to its end in the background: it ends by itself, and closing it would abort it."""
 
         async def drain() -> None:
             async with contextlib.aclosing(leg):
-                with contextlib.suppress(BatonError, asyncio.TimeoutError):
-                    await asyncio.wait_for(_exhaust(leg), self.pool.timers.drain)
+                await _exhaust(leg)
 
-        task = asyncio.create_task(drain())
-        self._drains.add(task)
-        task.add_done_callback(self._drains.discard)
+        self._do(drain())
+
+    def _do(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do something for a request that is over; no harm is done where it fails or takes too long."""
+
+        async def bounded() -> None:
+            with contextlib.suppress(BatonError, asyncio.TimeoutError):
+                await asyncio.wait_for(work, self.pool.timers.drain)
+
+        task = asyncio.create_task(bounded())
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
 
 
 def _checked(chunk: TokenChunk) -> TokenChunk:

@@ -10,7 +10,6 @@ import aiohttp
 import msgspec
 
 from baton.errors import BatonError, EngineLostError, EngineUnavailableError, ProtocolError, RequestError
-from baton.handoff.ticket import request_digest
 from baton.router.timers import RouterTimers
 from baton.wire import EngineInfo, EngineLoad, GenerateRequest, TokenChunk
 
@@ -18,6 +17,16 @@ _MAX_LINE_BYTES = 2**20
 _MAX_ASK_BYTES = 2**20
 
 T = TypeVar("T")
+
+
+async def read_body(response: aiohttp.ClientResponse, limit: int) -> bytes:
+    """Return a response's whole body. Raises `ProtocolError` when it is longer than `limit` bytes."""
+    body = bytearray()
+    async for part in response.content.iter_any():
+        body += part
+        if len(body) > limit:
+            raise ProtocolError(f"{response.url} answers with more than {limit} bytes")
+    return bytes(body)
 
 
 def new_session() -> aiohttp.ClientSession:
@@ -51,10 +60,6 @@ class EngineClient:
     async def load(self) -> EngineLoad:
         """Return the engine's load. Raises `EngineUnavailableError` or `ProtocolError`."""
         return await self._ask("/inference/v1/load", EngineLoad)
-
-    def digest(self, request: GenerateRequest) -> bytes:
-        """What a ticket for this request is bound to, as the engine computes it too."""
-        return request_digest(request.prompt_token_ids, request.sampling_params, request.num_prompt_tokens)
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
         """Yield one leg's chunks; closing the generator closes the connection, which aborts the leg.
@@ -90,7 +95,7 @@ class EngineClient:
     async def _ask(self, path: str, kind: type[T]) -> T:
         try:
             async with self._session.get(self.url + path, timeout=self._ask_timeout, allow_redirects=False) as response:
-                body = await response.content.read(_MAX_ASK_BYTES)
+                body = await read_body(response, _MAX_ASK_BYTES)
                 if response.status != 200:
                     raise EngineUnavailableError(f"engine {self.url}: HTTP {response.status} from {path}")
         except asyncio.TimeoutError:

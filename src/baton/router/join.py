@@ -32,6 +32,14 @@ class LegFailed(Exception):
         self.reported = reported
 
 
+class TokenMismatch(HandoffError):
+    """Engines disagree on output token `position`: `sent` went to the client, another engine `said` another."""
+
+    def __init__(self, position: int, sent: int, said: int) -> None:
+        super().__init__("token_mismatch", f"output token {position} was {sent}, now it is {said}")
+        self.position, self.sent, self.said = position, sent, said
+
+
 class Joined:
     """One request as its client sees it, over all attempts."""
 
@@ -42,8 +50,8 @@ class Joined:
     def push(self, chunk: TokenChunk) -> TokenChunk | None:
         """The part of a leg's chunk that the client does not have yet, None when there is none.
 
-        Raises `HandoffError` (`token_mismatch`) when engines disagree on a token that was sent, `ProtocolError` when
-        tokens are missing before the chunk.
+        Raises `TokenMismatch` when engines disagree on a token that was sent, `ProtocolError` when tokens are missing
+        before the chunk.
         """
         if not chunk.token_ids:
             return chunk if chunk.finish_reason is not None else None
@@ -52,7 +60,7 @@ class Joined:
             raise ProtocolError(f"tokens came for position {start}, but position {known} is next")
         for position, (sent, said) in enumerate(zip(self.token_ids[start:], chunk.token_ids, strict=False), start):
             if sent != said:
-                raise HandoffError("token_mismatch", f"output token {position} was {sent}, now it is {said}")
+                raise TokenMismatch(position, sent, said)
         num_known = known - start
         if num_known >= len(chunk.token_ids):
             if chunk.finish_reason is None:
@@ -78,7 +86,7 @@ class Joined:
 
 
 async def join_legs(
-    legs: Mapping[Leg, Chunks], items: Items, drain: Callable[[Chunks], None]
+    legs: Mapping[Leg, Chunks], items: Items, drain: Callable[[Chunks], None], notices: bool = True
 ) -> AsyncGenerator[tuple[TokenChunk, Leg], None]:
     """Yield (chunk, leg it came from) until a chunk with `finish_reason`; without a prefill leg, of the other alone.
 
@@ -87,7 +95,8 @@ async def join_legs(
     when the decode leg ended well, as its engine ends it once its pages are free.
 
     Raises `LegFailed` when the decode leg is lost, or no engine took the prefill leg. A prefill leg that fails later is
-    no matter: the decode engine notices whether it misses anything, and recovers or says so.
+    no matter where the decode engine `notices` whether it misses anything, and recovers or says so; where it does not,
+    this raises unless the decode leg has begun to say tokens.
     """
     tasks = {leg: asyncio.create_task(_pump(leg, chunks, items)) for leg, chunks in legs.items()}
     ended: set[Leg] = set()
@@ -108,7 +117,7 @@ async def join_legs(
                     ended.add(leg)
                 elif not isinstance(item, BatonError):
                     raise item
-                elif not decoding and not isinstance(item, EngineLostError):
+                elif not decoding and not (notices and isinstance(item, EngineLostError)):
                     raise LegFailed(leg, item)
             elif isinstance(item, TokenChunk):
                 decoding = True

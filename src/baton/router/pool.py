@@ -38,11 +38,6 @@ OnLost = Callable[[EngineLostError], None]
 NewClient = Callable[[aiohttp.ClientSession, str, RouterTimers, Role], EngineClient]
 
 
-def baton_client(session: aiohttp.ClientSession, url: str, timers: RouterTimers, role: Role) -> EngineClient:
-    """The client of an engine of Baton's own."""
-    return EngineClient(session, url, timers)
-
-
 @dataclass(slots=True, eq=False)
 class Instance:
     """One engine. `num_inflight` counts this router's legs on it; `problem` says why it is not used.
@@ -101,10 +96,10 @@ class EnginePool:
     def __init__(
         self,
         session: aiohttp.ClientSession,
+        new_client: NewClient,
         policy: Policy = "round_robin",
         tokenizer_dir: str | None = None,
         timers: RouterTimers | None = None,
-        new_client: NewClient = baton_client,
     ) -> None:
         """`tokenizer_dir` None takes the tokenizer from the engines' own checkpoint directory."""
         self.timers = timers or RouterTimers()

@@ -1,203 +1,164 @@
-"""HTTP client of one vLLM server that runs `BatonConnector`: the same legs as `EngineClient`'s, over vLLM's own API.
-
-A leg is a streamed `/v1/completions` of token ids, its ticket goes along as `kv_transfer_params`. Who an engine is, is
-asked by a request of one token, once per life of the server.
-"""
+"""HTTP client of one vLLM server: legs over its completions API, and short questions to its connector."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator
-from typing import Any, Literal, TypeVar
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import aiohttp
 import msgspec
 
 from baton.errors import EngineLostError, EngineUnavailableError, ProtocolError, RequestError
-from baton.handoff.ticket import request_digest
-from baton.router.client import EngineClient
+from baton.router.client import EngineClient, read_body
 from baton.router.timers import RouterTimers
-from baton.wire import EngineInfo, EngineLoad, FinishReason, GenerateRequest, SamplingParams, TokenChunk, TokenLogprobs
+from baton.router.vllm_api import Completion, Model, Models, completion_body, read_metrics, to_chunk
+from baton.wire import EngineInfo, EngineLoad, GenerateRequest, TokenChunk
 
-Role = Literal["both", "prefill", "decode"]
-_T = TypeVar("_T")
-PARAM = "baton"
-_MAX_BODY_BYTES = 2**20
+if TYPE_CHECKING:
+    from baton.router.pool import Instance
+
+_MAX_BODY_BYTES = 16 * 2**20
 _EVENT, _DONE = b"data: ", b"[DONE]"
-# vLLM's are signed.
-_SEED_BITS = 63
-_TOKEN = "token_id:"
-
-
-class _Identity(msgspec.Struct, frozen=True):
-    engine_id: str
-    incarnation: str
-    control_address: str
-    fingerprint: str
-    truncate_prefill: bool
-    roles: list[str]
-    vocab_size: int
-    eos_token_ids: list[int]
-    num_speculative_tokens: int
-
-
-class _Model(msgspec.Struct, frozen=True):
-    id: str
-    root: str
-    max_model_len: int
-
-
-class _Models(msgspec.Struct, frozen=True):
-    data: list[_Model]
-
-
-class _Logprobs(msgspec.Struct, frozen=True):
-    token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float] | None]
-
-
-class _Choice(msgspec.Struct, frozen=True):
-    token_ids: list[int] | None = None
-    finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None
-    logprobs: _Logprobs | None = None
-
-
-class _Event(msgspec.Struct, frozen=True):
-    choices: list[_Choice] = []
-    error: dict[str, Any] | None = None
-
-
-class _Answer(msgspec.Struct, frozen=True):
-    kv_transfer_params: dict[str, Any] | None = None
+_T = TypeVar("_T")
 
 
 class VllmClient(EngineClient):
-    """Talks to the vLLM server at one base URL. `role` is the one it is used in: a `kv_both` engine can have either."""
+    """Talks to the vLLM server at one base URL. `identify` asks its connector who it is, once per life."""
 
-    def __init__(self, session: aiohttp.ClientSession, url: str, timers: RouterTimers, role: Role) -> None:
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        url: str,
+        timers: RouterTimers,
+        identify: Callable[[VllmClient, Model], Awaitable[EngineInfo]],
+    ) -> None:
         super().__init__(session, url, timers)
-        self._role: Role = role
-        self._model: _Model | None = None
-        self._identity: _Identity | None = None
+        self._identify = identify
+        self._model: Model | None = None
+        self._info: EngineInfo | None = None
+
+    @staticmethod
+    def of(instance: Instance) -> VllmClient:
+        """The client of an instance whose connector makes this kind."""
+        assert isinstance(instance.client, VllmClient)
+        return instance.client
 
     async def info(self) -> EngineInfo:
         """See `EngineClient.info`. A server that was away is asked anew who it is."""
         try:
-            await self._fetch("GET", "/health")
+            await self._get("/health")
         except EngineUnavailableError:
-            self._identity = None
+            self._info = None
             raise
-        if self._identity is None or self._model is None:
-            self._model = self._decode(await self._fetch("GET", "/v1/models"), _Models).data[0]
-            probe = {
-                "model": self._model.id,
-                "prompt": [0],
-                "max_tokens": 1,
-                "kv_transfer_params": {PARAM: {"role": "identify"}},
-            }
-            answer = self._decode(await self._fetch("POST", "/v1/completions", probe), _Answer)
-            try:
-                self._identity = msgspec.convert((answer.kv_transfer_params or {}).get(PARAM), _Identity)
-            except msgspec.ValidationError as error:
-                raise ProtocolError(f"{self.url} does not run BatonConnector: {error}") from None
-        model, identity = self._model, self._identity
-        missing = {self._role} - set(identity.roles) if self._role != "both" else set()
-        if missing:
-            raise RequestError(f"{self.url} has roles {identity.roles}, not {self._role!r}", "role")
-        return EngineInfo(
-            engine_id=identity.engine_id,
-            incarnation=identity.incarnation,
-            role=self._role,
-            model=model.id,
-            model_path=model.root,
-            max_model_len=model.max_model_len,
-            vocab_size=identity.vocab_size,
-            eos_token_ids=identity.eos_token_ids,
-            control_address=identity.control_address,
-            fingerprint=identity.fingerprint,
-            num_speculative_tokens=identity.num_speculative_tokens,
-            batch_invariant=False,
-        )
+        if self._info is None:
+            self._model = self._decode(await self._get("/v1/models"), Models).data[0]
+            self._info = await self._identify(self, self._model)
+        return self._info
 
     async def load(self) -> EngineLoad:
         """See `EngineClient.load`; from vLLM's metrics, as far as it has them."""
-        text = (await self._fetch("GET", "/metrics")).decode()
-        found: dict[str, float] = {}
-        for line in text.splitlines():
-            name, _, value = line.partition(" ")
-            if name.startswith("vllm:"):
-                found[name.partition("{")[0]] = float(value)
+        found = await self.metrics()
         return EngineLoad(
-            num_running=int(found.get("vllm:num_requests_running", 0)),
-            num_waiting=int(found.get("vllm:num_requests_waiting", 0)),
+            num_running=int(sum(found.get("vllm:num_requests_running", ()))),
+            num_waiting=int(sum(found.get("vllm:num_requests_waiting", ()))),
             num_handoffs=0,
-            kv_usage=found.get("vllm:kv_cache_usage_perc", 0.0),
+            kv_usage=max(found.get("vllm:kv_cache_usage_perc", ()), default=0.0),
             num_referenced_pages=0,
             num_quarantined_pages=0,
             num_cached_pages=0,
         )
 
-    def digest(self, request: GenerateRequest) -> bytes:
-        """See `EngineClient.digest`: a vLLM engine knows of a ticket's request only the tokens that are handed over."""
-        return request_digest(request.prompt_token_ids[:-1], SamplingParams())
+    async def metrics(self) -> dict[str, list[float]]:
+        """Samples of the server's own metrics, by name. Raises as `load` does."""
+        return read_metrics((await self._get("/metrics")).decode())
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
-        """See `EngineClient.generate`. A prefill leg yields the first token, where it must be the decode engine's."""
-        if self._model is None or self._identity is None:
+    async def tell(self, kv_transfer_params: dict[str, object], patient: bool = False) -> Completion:
+        """Say something to the server's connector, by a request of one token; unless `patient`, it must answer soon.
+
+        Raises `EngineUnavailableError`, `EngineLostError` when it does not answer, `ProtocolError`.
+        """
+        model = await self._served()
+        body = {"model": model.id, "prompt": [0], "max_tokens": 1, "kv_transfer_params": kv_transfer_params}
+        async with self._post(body, self._leg_timeout if patient else self._ask_timeout) as response:
+            return self._decode(await read_body(response, _MAX_BODY_BYTES), Completion)
+
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
+        """See `EngineClient.generate`: the request whole, on this server alone."""
+        return self.leg(request)
+
+    async def leg(
+        self, request: GenerateRequest, kv_transfer_params: dict[str, object] | None = None, first_only: bool = False
+    ) -> AsyncGenerator[TokenChunk, None]:
+        """Yield the chunks of one leg; `first_only`: of its first token. Raises as `EngineClient.generate` does."""
+        model = await self._served()
+        position = request.num_known
+        more = first_only and request.sampling_params.max_tokens - position > 1
+        body = completion_body(request, model.id, position, kv_transfer_params, first_only, stream=True)
+        async with self._post(body, self._leg_timeout) as response:
+            async for line in response.content:
+                data = line.rstrip().removeprefix(_EVENT)
+                if data == _DONE:
+                    return
+                if not data:
+                    continue
+                event = msgspec.json.decode(data, type=Completion)
+                if event.error is not None:
+                    raise EngineUnavailableError(f"engine {self.url}: {event.error.get('message')}")
+                for choice in event.choices[:1]:
+                    chunk = to_chunk(request.request_id, choice, position)
+                    position += len(chunk.token_ids)
+                    yield _goes_on(chunk) if more else chunk
+            raise EngineLostError(f"engine {self.url} went away in mid-stream")
+
+    async def first_token(
+        self, request: GenerateRequest, kv_transfer_params: dict[str, object]
+    ) -> tuple[TokenChunk, dict[str, Any]]:
+        """The first token, and the `kv_transfer_params` that came with it, which vLLM does not stream.
+
+        Raises as `leg` does.
+        """
+        model = await self._served()
+        position = request.num_known
+        body = completion_body(request, model.id, position, kv_transfer_params, first_only=True, stream=False)
+        async with self._post(body, self._leg_timeout) as response:
+            answer = self._decode(await read_body(response, _MAX_BODY_BYTES), Completion)
+        if not answer.choices:
+            raise ProtocolError(f"engine {self.url} sent no choice")
+        chunk = to_chunk(request.request_id, answer.choices[0], position)
+        more = request.sampling_params.max_tokens - position > 1
+        return _goes_on(chunk) if more else chunk, answer.kv_transfer_params or {}
+
+    async def _served(self) -> Model:
+        if self._model is None:
             await self.info()
         assert self._model is not None
-        assert self._identity is not None
-        prefill = request.handoff is not None and request.handoff.role == "prefill"
-        # A sampled token of a verification step is another draw than the same engine's ordinary one, whatever the seed.
-        drawn = self._identity.num_speculative_tokens > 0 and request.sampling_params.temperature > 0
-        truncate = prefill and self._identity.truncate_prefill
-        known = len(request.prompt_token_ids)
-        position = known - (known if request.num_prompt_tokens is None else request.num_prompt_tokens)
-        body = completion_body(request, self._model.id, position, prefill, truncate)
-        last = prefill and request.sampling_params.max_tokens - position > 1
-        async for choice in self._stream(body):
-            chunk = _chunk(request.request_id, choice, position)
-            position += len(chunk.token_ids)
-            if last and chunk.finish_reason == "length":
-                # The leg ends after one token, the request does not.
-                chunk = msgspec.structs.replace(chunk, finish_reason=None)
-            if not (prefill and (truncate or drawn)):
-                yield chunk
+        return self._model
 
-    async def _stream(self, body: dict[str, Any]) -> AsyncGenerator[_Choice, None]:
+    @contextlib.asynccontextmanager
+    async def _post(
+        self, body: dict[str, Any], timeout: aiohttp.ClientTimeout
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """A completion's response, good so far. What goes wrong with it comes out as a Baton error."""
         try:
             async with self._session.post(
-                f"{self.url}/v1/completions", json=body, timeout=self._leg_timeout, allow_redirects=False
+                f"{self.url}/v1/completions", json=body, timeout=timeout, allow_redirects=False
             ) as response:
                 if response.status != 200:
                     raise self._refused(response.status, await response.content.read(2**16))
-                async for line in response.content:
-                    data = line.rstrip().removeprefix(_EVENT)
-                    if data == _DONE:
-                        return
-                    if not data:
-                        continue
-                    event = msgspec.json.decode(data, type=_Event)
-                    if event.error is not None:
-                        raise EngineUnavailableError(f"engine {self.url}: {event.error.get('message')}")
-                    if event.choices:
-                        yield event.choices[0]
-                raise EngineLostError(f"engine {self.url} went away in mid-stream")
+                yield response
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             raise EngineUnavailableError(f"engine {self.url}: {error or type(error).__name__}") from None
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
             raise EngineLostError(f"engine {self.url}: {error or type(error).__name__}") from None
         except (msgspec.DecodeError, ValueError) as error:
-            raise ProtocolError(f"engine {self.url} sent a malformed event: {error}") from None
+            raise ProtocolError(f"engine {self.url} sent a malformed answer: {error}") from None
 
-    async def _fetch(self, method: str, path: str, body: dict[str, Any] | None = None) -> bytes:
+    async def _get(self, path: str) -> bytes:
         try:
-            async with self._session.request(
-                method, self.url + path, json=body, timeout=self._ask_timeout, allow_redirects=False
-            ) as response:
-                content = await response.content.read(_MAX_BODY_BYTES)
+            async with self._session.get(self.url + path, timeout=self._ask_timeout, allow_redirects=False) as response:
+                content = await read_body(response, _MAX_BODY_BYTES)
                 if response.status != 200:
                     raise EngineUnavailableError(f"engine {self.url}: HTTP {response.status} from {path}")
                 return content
@@ -221,65 +182,6 @@ class VllmClient(EngineClient):
         return EngineUnavailableError(f"engine {self.url}: {message}")
 
 
-def completion_body(
-    request: GenerateRequest, model: str, num_sent: int, prefill: bool, truncate: bool
-) -> dict[str, Any]:
-    """A leg as vLLM's completion request. `num_sent` output tokens are in the prompt already; `truncate`: the engine
-    is to compute all but the last token.
-    """
-    params = request.sampling_params
-    tokens = request.prompt_token_ids[:-1] if truncate else request.prompt_token_ids
-    left = params.max_tokens - num_sent
-    body: dict[str, Any] = {
-        "model": model,
-        "prompt": tokens,
-        "request_id": request.request_id,
-        "max_tokens": 1 if prefill else left,
-        "min_tokens": min(max(params.min_tokens - num_sent, 0), 1 if prefill else left),
-        "temperature": params.temperature,
-        "top_p": params.top_p,
-        "top_k": params.top_k,
-        "presence_penalty": params.presence_penalty,
-        "frequency_penalty": params.frequency_penalty,
-        "repetition_penalty": params.repetition_penalty,
-        "stop_token_ids": list(params.stop_token_ids),
-        "ignore_eos": params.ignore_eos,
-        "stream": True,
-        "return_token_ids": True,
-    }
-    if params.seed is not None:
-        # Samples of one prompt differ; both legs of a sample do not.
-        body["seed"] = (params.seed + params.sample_index) % 2**_SEED_BITS
-    if params.min_p:
-        body["min_p"] = params.min_p
-    if params.logit_bias:
-        body["logit_bias"] = {str(token): bias for token, bias in params.logit_bias.items()}
-    if params.logprobs is not None:
-        body |= {"logprobs": params.logprobs, "return_tokens_as_token_ids": True}
-    if request.handoff is not None:
-        body["kv_transfer_params"] = {PARAM: msgspec.to_builtins(request.handoff)}
-    return body
-
-
-def _chunk(request_id: str, choice: _Choice, position: int) -> TokenChunk:
-    tokens = choice.token_ids or []
-    logprobs = None
-    if choice.logprobs is not None and tokens:
-        own, top = choice.logprobs.token_logprobs, choice.logprobs.top_logprobs
-        logprobs = [TokenLogprobs(p if p is not None else 0.0, _top(t)) for p, t in zip(own, top, strict=True)]
-    error = "engine_error: the engine ended the request" if choice.finish_reason == "error" else None
-    return TokenChunk(
-        request_id=request_id,
-        token_ids=tokens,
-        position=position if tokens else None,
-        logprobs=logprobs,
-        finish_reason=choice.finish_reason,
-        stop_reason=choice.stop_reason if isinstance(choice.stop_reason, int) else None,
-        error=error,
-        recoverable=error is not None,
-    )
-
-
-def _top(found: dict[str, float] | None) -> list[tuple[int, float]]:
-    pairs = [(int(name.removeprefix(_TOKEN)), value) for name, value in (found or {}).items()]
-    return sorted(pairs, key=lambda pair: -pair[1])
+def _goes_on(chunk: TokenChunk) -> TokenChunk:
+    """The chunk of a leg that ends after one token, of a request that does not."""
+    return msgspec.structs.replace(chunk, finish_reason=None) if chunk.finish_reason == "length" else chunk

@@ -21,7 +21,7 @@ from baton.openai.errors import to_api_error
 from baton.openai.http import add_openai_routes, json_response, new_app
 from baton.openai.metrics import Row, RowCollector
 from baton.text import Tokenizer
-from baton.wire import EngineInfo, EngineLoad, GenerateRequest, TokenChunk
+from baton.wire import EngineInfo, EngineLoad, GenerateRequest, SamplingParams, TokenChunk
 
 NDJSON = "application/x-ndjson"
 
@@ -81,6 +81,9 @@ class EngineBackend:
         if role != "both":
             raise RequestError(f"this engine's role is {role!r}: send API requests to the router")
         return self._model
+
+    def check(self, params: SamplingParams) -> None:
+        """See `Backend.check`: an engine honours all that a plan may hold."""
 
     async def generate(
         self, request: GenerateRequest, kv_mode: KVMode | None = None

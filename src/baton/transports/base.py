@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import numpy as np
@@ -23,11 +24,34 @@ from numpy.typing import NDArray
 from baton.errors import ProtocolError, TransportError
 from baton.kv.geometry import CopyList
 
-__all__ = ["ByteArray", "CopyList", "Direction", "Operation", "Peer", "Transport", "check_copies", "check_regions"]
+__all__ = [
+    "ByteArray",
+    "CopyList",
+    "DeviceMemory",
+    "Direction",
+    "Operation",
+    "Peer",
+    "Region",
+    "Transport",
+    "check_copies",
+    "check_regions",
+]
 
 ByteArray = NDArray[np.uint8]
 Direction = Literal["read", "write"]
 State = Literal["pending", "done", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """`nbytes` of CUDA device number `device` at `address`, which stay allocated as long as they are registered."""
+
+    address: int
+    nbytes: int
+    device: int
+
+
+Region = ByteArray | DeviceMemory
 
 
 class Operation:
@@ -102,9 +126,9 @@ class Transport(Protocol):
         """
         ...
 
-    def register(self, regions: Sequence[ByteArray]) -> bytes:
+    def register(self, regions: Sequence[Region]) -> bytes:
         """Open `regions` to peers, once, and return the descriptor that `connect` takes. The order is the
-        index.
+        index. All are memory of the host, or all of one device.
 
         Raises `TransportError` for memory that the transport cannot open, or at a second call.
         """
@@ -139,12 +163,17 @@ class Transport(Protocol):
         ...
 
 
-def check_regions(regions: Sequence[ByteArray]) -> None:
-    """Raise `TransportError` unless every region is memory that a transport can open to peers."""
+def check_regions(regions: Sequence[Region]) -> list[ByteArray]:
+    """The regions, if all are memory of the host that can be opened to peers. Raises `TransportError`."""
+    checked = []
     for region in regions:
+        if isinstance(region, DeviceMemory):
+            raise TransportError(f"this transport opens the host's memory, not that of device {region.device}")
         flat = region.dtype == "uint8" and region.ndim == 1 and region.flags.c_contiguous
         if not flat or not region.flags.writeable or region.size == 0:
             raise TransportError("a region is a flat, contiguous, writable, non-empty uint8 array")
+        checked.append(region)
+    return checked
 
 
 def check_copies(copies: CopyList, source_sizes: Sequence[int], dest_sizes: Sequence[int]) -> None:

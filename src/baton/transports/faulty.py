@@ -32,7 +32,17 @@ import numpy as np
 
 from baton.errors import BatonError, ConfigError
 from baton.handoff.messages import Seeds
-from baton.transports.base import ByteArray, CopyList, Direction, Operation, Peer, Transport, check_copies
+from baton.transports.base import (
+    ByteArray,
+    CopyList,
+    Direction,
+    Operation,
+    Peer,
+    Region,
+    Transport,
+    check_copies,
+    check_regions,
+)
 from baton.transports.memory import CANCEL_TIMEOUT_S, MemoryPeer
 
 Fault = Literal[
@@ -120,10 +130,11 @@ class FaultyTransport:
         """See `Transport.allocate`."""
         return self._inner.allocate(name, nbytes)
 
-    def register(self, regions: Sequence[ByteArray]) -> bytes:
+    def register(self, regions: Sequence[Region]) -> bytes:
         """See `Transport.register`."""
-        descriptor = self._inner.register(regions)
-        self._regions = list(regions)
+        memory = check_regions(regions)
+        descriptor = self._inner.register(memory)
+        self._regions = memory
         return descriptor
 
     def connect(self, descriptor: bytes) -> Peer:

@@ -16,7 +16,6 @@ carried out. That a peer is gone is known from its orderly close, and on one hos
 
 from __future__ import annotations
 
-import os
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor, TimeoutError, wait
 from typing import Any
@@ -31,17 +30,15 @@ from baton.transports.library import BatchFailedError, Library, RemotePeer
 from baton.transports.lifeline import Lifeline, Line
 from baton.transports.mover import copy_runs
 from baton.transports.remote import RemoteTransport
-from baton.transports.store import FileStore
+from baton.transports.store import FileStore, StoreOptions
 
 _LOOK_S = 0.1  # how often one who waits for an answer looks whether the peer is still there
 _TENSOR = "bytes"
 
 
-class FileOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class FileOptions(StoreOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The options of the URI."""
 
-    path: str = os.path.join("~", ".cache", "baton", "kv")
-    max_bytes: int = 8 << 30
     host: str = "127.0.0.1"
 
 
@@ -66,7 +63,7 @@ class FileLibrary(Library):
     scheme = "file"
 
     def __init__(self, options: FileOptions) -> None:
-        self._store = FileStore(os.path.expanduser(options.path), options.max_bytes)
+        self._store = FileStore(options.path, options.max_bytes)
         # Two pools: those who ask wait for a peer, whose own may be waiting for those who serve.
         self._askers = ThreadPoolExecutor(4, thread_name_prefix="baton-file-ask")
         self._servers = ThreadPoolExecutor(4, thread_name_prefix="baton-file-serve")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from baton.errors import BatonError, TransportError
-from baton.transports.base import ByteArray, Direction
+from baton.transports.base import ByteArray, DeviceMemory, Direction
 from baton.transports.batches import Job, Rows
 from baton.transports.lifeline import Lifeline, Line
 from baton.transports.process import ProcessWatch
@@ -23,7 +23,8 @@ class BatchFailedError(TransportError):
 class RemotePeer:
     """A peer of a `RemoteTransport`. Peer objects of one endpoint share the library's connection to it.
 
-    `take_in` is the library's, made on its thread; `broken` says why its connection was cut.
+    `device` is where its regions are, None on the host. `take_in` is the library's, made on its thread; `broken` says
+    why its connection was cut.
     """
 
     endpoint: str
@@ -35,6 +36,7 @@ class RemotePeer:
     connected: bool = True
     broken: str | None = None
     taken_in: bool = False
+    device: int | None = None
 
     @property
     def region_sizes(self) -> list[int]:
@@ -78,6 +80,13 @@ class Library:
     def register(self, regions: list[ByteArray]) -> tuple[str, bytes]:
         """Open memory to peers; the name of this endpoint, and its metadata."""
         raise NotImplementedError
+
+    def register_device(self, memory: list[DeviceMemory]) -> tuple[str, bytes, int]:
+        """As `register`, for memory of one device; also the address there where bytes read from new peers land.
+
+        Raises `TransportError` when the library cannot.
+        """
+        raise TransportError(f"the {self.scheme} transport opens the host's memory, not that of a device")
 
     def add(self, endpoint: str, metadata: bytes) -> None:
         """Make an endpoint known. Raises `ProtocolError` for one that cannot be."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from baton.errors import ProtocolError, TransportError
-from baton.transports.base import ByteArray, CopyList, Direction, Operation, Peer, check_copies, check_regions
+from baton.transports.base import ByteArray, CopyList, Direction, Operation, Peer, Region, check_copies, check_regions
 from baton.transports.mover import Mover
 
 # A chunk takes well under a millisecond, so this is reached only when the process is stopped or swapped out.
@@ -70,15 +70,15 @@ class MemoryTransport:
     def _release(self) -> None:
         """Release own memory at close."""
 
-    def register(self, regions: Sequence[ByteArray]) -> bytes:
+    def register(self, regions: Sequence[Region]) -> bytes:
         """See `Transport.register`."""
-        check_regions(regions)
+        memory = check_regions(regions)
         with self._lock:
             self._need_open()
             if self._regions is not None:
                 raise TransportError("regions are registered once per transport")
-            descriptor = self._describe(list(regions))
-            self._regions = list(regions)
+            descriptor = self._describe(memory)
+            self._regions = memory
         return descriptor
 
     def connect(self, descriptor: bytes) -> Peer:

@@ -4,6 +4,9 @@ Options: `host` (numeric address of this machine on which peers reach the lifeli
 chooses its own devices, see `UCX_NET_DEVICES`), `backend` (default UCX), `prog_thread` (1: NIXL's own progress
 thread, which burns a core; default 0).
 
+Memory of a CUDA device is opened by address ("VRAM"), for a UCX that was built with CUDA. All regions are then that
+device's, and NIXL starts anew on a thread that has its context.
+
 Over some of UCX's transports the bytes of a write are moved by the process that receives them, so a passive
 side has to make progress: it does while a peer has announced copies. After an error, the endpoint is closed by
 force before the operations on it are reported as failed.
@@ -26,7 +29,7 @@ import msgspec
 import numpy as np
 
 from baton.errors import ConfigError, ProtocolError, TransportError
-from baton.transports.base import ByteArray, Direction
+from baton.transports.base import ByteArray, DeviceMemory, Direction
 from baton.transports.batches import Rows
 from baton.transports.library import Library, RemotePeer
 from baton.transports.lifeline import Lifeline
@@ -54,16 +57,21 @@ class NixlLibrary(Library):
     def __init__(self, options: NixlOptions) -> None:
         self._options = options
         self._agent: Any = None
+        self._device: int | None = None
+        self._landing: Any = None
 
     def start(self, lifeline: Lifeline, bounce: ByteArray) -> None:
         """See `Library`."""
+        self._start_agent()
+        self._agent.register_memory([(bounce.ctypes.data, bounce.size, 0, "")], "DRAM")
+
+    def _start_agent(self) -> None:
         api = load_api()
         backend, prog_thread = self._options.backend, bool(self._options.prog_thread)
         config = api.nixl_agent_config(enable_prog_thread=prog_thread, backends=[backend])
         self._agent = api.nixl_agent(f"baton-{secrets.token_hex(16)}", config)
         if backend not in self._agent.backends:
             raise ConfigError("transport", f"this build of NIXL has no backend {backend!r}")
-        self._agent.register_memory([(bounce.ctypes.data, bounce.size, 0, "")], "DRAM")
 
     def stop(self) -> None:
         """See `Library`."""
@@ -73,6 +81,17 @@ class NixlLibrary(Library):
         """See `Library`."""
         self._agent.register_memory([(region.ctypes.data, region.size, 0, "") for region in regions], "DRAM")
         return self._agent.name, bytes(self._agent.get_agent_metadata())
+
+    def register_device(self, memory: list[DeviceMemory]) -> tuple[str, bytes, int]:
+        """See `Library`."""
+        self._device = memory[0].device
+        self._landing = _touch_device(self._device)
+        # UCX offers what moves device memory only where it was started by a thread with that device's context.
+        self._start_agent()
+        own = DeviceMemory(self._landing.data_ptr(), self._landing.numel(), self._device)
+        rows = [(part.address, part.nbytes, part.device, "") for part in [*memory, own]]
+        self._agent.register_memory(rows, "VRAM")
+        return self._agent.name, bytes(self._agent.get_agent_metadata()), own.address
 
     def add(self, endpoint: str, metadata: bytes) -> None:
         """See `Library`."""
@@ -96,10 +115,10 @@ class NixlLibrary(Library):
     def issue(self, peer: RemotePeer, direction: Direction, rows: Rows) -> Any:
         """See `Library`."""
         descs = []
-        for side in (0, 1):
+        for side, device in enumerate((self._device, peer.device)):
             table = np.zeros((len(rows), 3), dtype=np.int64)
-            table[:, 0], table[:, 1] = rows[:, side], rows[:, 2]
-            descs.append(self._agent.get_xfer_descs(table, "DRAM"))
+            table[:, 0], table[:, 1], table[:, 2] = rows[:, side], rows[:, 2], device or 0
+            descs.append(self._agent.get_xfer_descs(table, "DRAM" if device is None else "VRAM"))
         handle = self._agent.initialize_xfer(direction.upper(), *descs, peer.endpoint)
         self._agent.transfer(handle)
         return handle
@@ -122,6 +141,14 @@ class NixlLibrary(Library):
         """See `Library`."""
         for _ in range(_DRAIN_ROUNDS):
             self._agent.get_new_notifs()
+
+
+def _touch_device(device: int) -> Any:
+    """64 bytes there; from then on this thread has the device's context."""
+    import torch
+
+    torch.cuda.set_device(device)
+    return torch.zeros(64, dtype=torch.uint8, device=f"cuda:{device}")
 
 
 def load_api() -> Any:

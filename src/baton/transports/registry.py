@@ -1,5 +1,5 @@
-"""Transports by URI: `local://`, `shm://`, `faulty+shm://?fault=shift-page`. Each is imported when it is
-asked for.
+"""Transports by name or URI: `shm`, `nixl://?host=10.0.0.5`, `file:///mnt/kv`, `faulty+shm://?fault=shift-page`.
+Each is imported when it is asked for.
 
 A transport of another package is found by an entry point of the group `baton.transports`, named after its
 scheme. It loads to a factory that takes the URI's query as a dict of strings, and raises `ConfigError` for
@@ -9,8 +9,8 @@ keys it does not know.
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.metadata import entry_points
-from urllib.parse import parse_qsl, urlsplit
+from importlib.metadata import EntryPoint, entry_points
+from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 
 from baton.errors import ConfigError
 from baton.transports.base import Transport
@@ -64,35 +64,68 @@ def _refuse(scheme: str, query: dict[str, str]) -> None:
         raise ConfigError("transport", f"{scheme} has no option {sorted(query)[0]!r}")
 
 
-def create_transport(uri: str) -> Transport:
-    """Build the transport of `uri`, `scheme://?option=value`. `faulty+` before a scheme wraps it.
+def parse_uri(text: str) -> tuple[str, dict[str, str]]:
+    """The scheme of a transport and its options, from a name (`nixl`) or a URI (`scheme://?option=value`; a path
+    is the option `path`). `faulty+` before a scheme wraps it.
 
-    Raises `ConfigError` for a malformed URI, an unknown scheme or option, or a value out of range.
+    Raises `ConfigError` for a malformed URI, and for a name that is not registered.
     """
-    parts = urlsplit(uri)
-    if not parts.scheme or parts.netloc or parts.path not in ("", "/") or parts.fragment or "://" not in uri:
-        raise ConfigError("transport", f"expected scheme://?option=value, got {uri!r}")
+    expected = f"expected a name or scheme://?option=value, got {text!r}; known: {_known()}"
+    try:
+        parts = urlsplit(text if "://" in text else f"{text}://")
+    except ValueError:
+        raise ConfigError("transport", expected) from None
+    if not parts.scheme or parts.netloc or parts.fragment or "//" in parts.path:
+        raise ConfigError("transport", expected)
     pairs = parse_qsl(parts.query, keep_blank_values=True)
+    if parts.path not in ("", "/"):
+        pairs.append(("path", unquote(parts.path)))
     query = dict(pairs)
     if len(query) != len(pairs):
-        raise ConfigError("transport", f"an option is given twice in {uri!r}")
+        raise ConfigError("transport", f"an option is given twice in {text!r}")
     outer, plus, inner = parts.scheme.rpartition("+")
+    if plus and outer != "faulty":
+        raise ConfigError("transport", f"unknown wrapper {outer!r} in {text!r}; known: faulty")
+    if inner not in _BUILT_IN and inner not in _entry_points():
+        raise ConfigError("transport", f"unknown transport {inner!r}; known: {_known()}")
+    return parts.scheme, query
+
+
+def with_default(text: str, scheme: str, option: str, value: str) -> str:
+    """`text` as a URI; if it names `scheme` and not this option of it, with the option.
+
+    Raises `ConfigError` as `parse_uri` does.
+    """
+    found, query = parse_uri(text)
+    if found.rpartition("+")[2] == scheme:
+        query = {option: value, **query}
+    return f"{found}://?{urlencode(query)}" if query else f"{found}://"
+
+
+def create_transport(uri: str) -> Transport:
+    """Build the transport of a name or URI (see `parse_uri`).
+
+    Raises `ConfigError` for a malformed URI, an unknown name or option, or a value out of range.
+    """
+    scheme, query = parse_uri(uri)
+    _, plus, inner = scheme.rpartition("+")
+    factory = _BUILT_IN.get(inner) or _load(inner)
     if not plus:
-        return _factory(parts.scheme)(query)
-    if outer != "faulty":
-        raise ConfigError("transport", f"unknown wrapper {outer!r} in {uri!r}; known: faulty")
+        return factory(query)
     from baton.transports.faulty import FaultyTransport, parse_fault
 
     fault, rest = parse_fault(query)
-    return FaultyTransport(_factory(inner)(rest), fault)
+    return FaultyTransport(factory(rest), fault)
 
 
-def _factory(scheme: str) -> Factory:
-    if scheme in _BUILT_IN:
-        return _BUILT_IN[scheme]
-    found = {point.name: point for point in entry_points(group="baton.transports")}
-    if scheme not in found:
-        known = ", ".join(sorted({*_BUILT_IN, *found}))
-        raise ConfigError("transport", f"unknown transport {scheme!r}; known: {known}")
-    factory: Factory = found[scheme].load()
+def _entry_points() -> dict[str, EntryPoint]:
+    return {point.name: point for point in entry_points(group="baton.transports")}
+
+
+def _load(scheme: str) -> Factory:
+    factory: Factory = _entry_points()[scheme].load()
     return factory
+
+
+def _known() -> str:
+    return ", ".join(sorted({*_BUILT_IN, *_entry_points()}))

@@ -19,7 +19,17 @@ import numpy as np
 import xxhash
 
 from baton.errors import BatonError, ConfigError, ProtocolError, TransportError
-from baton.transports.base import ByteArray, CopyList, Direction, Operation, Peer, check_copies, check_regions
+from baton.transports.base import (
+    ByteArray,
+    CopyList,
+    DeviceMemory,
+    Direction,
+    Operation,
+    Peer,
+    Region,
+    check_copies,
+    check_regions,
+)
 from baton.transports.batches import Job, make_job
 from baton.transports.driver import CALL_TIMEOUT_S, Driver
 from baton.transports.library import Library, RemotePeer
@@ -31,7 +41,7 @@ MAX_DESCRIPTOR = 1 << 20
 
 class RemoteDescriptor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """What a transport gives to its peers. `endpoint` and `metadata` are the library's; regions are (address,
-    bytes).
+    bytes), on `device`, or the host's.
     """
 
     scheme: str
@@ -40,10 +50,11 @@ class RemoteDescriptor(msgspec.Struct, frozen=True, array_like=True, forbid_unkn
     regions: list[tuple[int, int]]
     contact: Contact
     digest: int  # of the metadata: a library's own parser may crash on some damage
+    device: int | None = None
 
 
 class RemoteTransport:
-    """One endpoint of a library. Any memory of the host can be a region."""
+    """One endpoint of a library. Any memory of the host can be a region; with some libraries, of a device."""
 
     def __init__(self, library: Library, host: str) -> None:
         """`host` is the numeric address of this machine on which peers reach the lifeline.
@@ -57,10 +68,11 @@ class RemoteTransport:
         self.scheme = library.scheme
         self._library = library
         self._lock = threading.Lock()
-        self._regions: list[ByteArray] = []
+        self._regions: list[Region] = []
         self._spans: list[tuple[int, int]] = []
         self._closed = False
         self._driver = Driver(library, host)
+        self._landing = self._driver.bounce.ctypes.data
         _transports.add(self)
 
     def allocate(self, name: str, nbytes: int) -> ByteArray:
@@ -72,19 +84,25 @@ class RemoteTransport:
         except (OSError, OverflowError) as error:
             raise TransportError(f"cannot allocate {nbytes} bytes for {name!r}: {error}") from error
 
-    def register(self, regions: Sequence[ByteArray]) -> bytes:
+    def register(self, regions: Sequence[Region]) -> bytes:
         """See `Transport.register`."""
-        check_regions(regions)
+        device = _device(regions)
         with self._lock:
             self._need_open()
             if self._spans:
                 raise TransportError("regions are registered once per transport")
-            spans = [(region.ctypes.data, region.size) for region in regions]
-            endpoint, metadata = self._driver.call(lambda: self._library.register(list(regions)))
+            if device is None:
+                memory = check_regions(regions)
+                spans = [(region.ctypes.data, region.size) for region in memory]
+                endpoint, metadata = self._driver.call(lambda: self._library.register(memory))
+            else:
+                parts = [region for region in regions if isinstance(region, DeviceMemory)]
+                spans = [(part.address, part.nbytes) for part in parts]
+                endpoint, metadata, self._landing = self._driver.call(lambda: self._library.register_device(parts))
             self._regions, self._spans = list(regions), spans
         digest = xxhash.xxh3_64_intdigest(metadata)
         contact = self._driver.lifeline.contact
-        return msgspec.msgpack.encode(RemoteDescriptor(self.scheme, endpoint, metadata, spans, contact, digest))
+        return msgspec.msgpack.encode(RemoteDescriptor(self.scheme, endpoint, metadata, spans, contact, digest, device))
 
     def connect(self, descriptor: bytes) -> Peer:
         """See `Transport.connect`. The connection is warm after it: a byte of each region has been read."""
@@ -95,10 +113,10 @@ class RemoteTransport:
                 raise TransportError("register own regions before connecting")
         driver, watch = self._driver, ProcessWatch(parsed.contact)
         line = driver.lifeline.dial(parsed.contact)
-        peer = RemotePeer(parsed.endpoint, parsed.regions, line, watch, driver.take_in)
+        peer = RemotePeer(parsed.endpoint, parsed.regions, line, watch, driver.take_in, device=parsed.device)
         count = len(parsed.regions)
         rows = np.ones((count, 3), dtype=np.int64)
-        rows[:, 0] = driver.bounce.ctypes.data
+        rows[:, 0] = self._landing
         rows[:, 1] = [address for address, _ in parsed.regions]
         # A batch for each region, as a batch may lie in one region only.
         warm = Job(Operation("warm"), "read", rows, list(range(count + 1)))
@@ -170,6 +188,14 @@ class RemoteTransport:
             raise TransportError(f"the {self.scheme} transport is closed")
 
 
+def _device(regions: Sequence[Region]) -> int | None:
+    """The device whose memory all `regions` are; None for the host's. Raises `TransportError` for a mixture."""
+    devices = {region.device if isinstance(region, DeviceMemory) else None for region in regions}
+    if len(devices) > 1:
+        raise TransportError("regions are all memory of the host, or all of one device")
+    return devices.pop() if devices else None
+
+
 def parse_descriptor(scheme: str, descriptor: bytes) -> RemoteDescriptor:
     """Decode and check what another transport gave. Raises `ProtocolError`."""
     if len(descriptor) > MAX_DESCRIPTOR:
@@ -186,6 +212,8 @@ def parse_descriptor(scheme: str, descriptor: bytes) -> RemoteDescriptor:
     for address, nbytes in parsed.regions:
         if address < 1 or nbytes < 1 or address > 2**63 - 1 - nbytes:
             raise ProtocolError(f"a region of the {scheme} descriptor is no memory")
+    if parsed.device is not None and not 0 <= parsed.device < 1 << 16:
+        raise ProtocolError(f"the device in the {scheme} descriptor is out of range")
     return parsed
 
 

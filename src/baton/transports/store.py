@@ -2,7 +2,7 @@
 
 An entry is one safetensors file: named uint8 tensors (a group each, the drafter's like the target's, or whatever
 its user names), and strings that describe them. Its key is 32 hex digits: either the digest of what it holds, or
-one that names the content, such as `content_key(model, token_ids)`. Under both, equal keys mean equal content, so
+one that names the content, such as `content_key(context, token_ids)`. Under both, equal keys mean equal content, so
 an entry is never written twice.
 
 An entry appears whole (a rename) or not at all. Its digest is checked at every `get`; what is cut short, altered
@@ -20,17 +20,20 @@ import os
 import re
 import secrets
 import stat
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import safetensors
 from safetensors.numpy import save as encode
 
 from baton.errors import ConfigError, TransportError
 from baton.transports.base import ByteArray
+from baton.transports.registry import parse_uri
 
 KEEP_S = 60.0
 _KEY = re.compile(r"[0-9a-f]{32}", re.ASCII)
@@ -45,18 +48,29 @@ class Entry(NamedTuple):
     about: dict[str, str]
 
 
+class StoreOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where a store is, and its bound: options of a URI `file://`."""
+
+    path: str = os.path.join("~", ".cache", "baton", "kv")
+    max_bytes: int = 8 << 30
+
+
 class FileStore:
     """A store in one directory. Any thread, any number of processes."""
 
     def __init__(self, directory: str | Path, max_bytes: int = 8 << 30) -> None:
-        """Make the directory if need be, for this user alone. `max_bytes` bounds all entries together.
+        """Make the directory if need be, for this user alone; `~` is expanded. `max_bytes` bounds all entries
+        together; each process that writes besides may exceed it by a 32nd.
 
         Raises `ConfigError` when it cannot be used.
         """
-        self.directory = Path(directory)
+        self.directory = Path(directory).expanduser()
         self.max_bytes = max_bytes
         if max_bytes < 1:
             raise ConfigError("transport", f"file: max_bytes is at least 1, got {max_bytes}")
+        self._margin = max_bytes // 32
+        self._room = 0  # bytes that may be put before the directory is looked through again
+        self._lock = threading.Lock()
         try:
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             if not os.access(self.directory, os.R_OK | os.W_OK | os.X_OK):
@@ -69,6 +83,8 @@ class FileStore:
 
         Raises `TransportError` when the store cannot hold them.
         """
+        if key and self.use(key):
+            return key
         about = dict(about or {})
         found = digest(tensors, about)
         path = self._path(key or found)
@@ -108,6 +124,10 @@ class FileStore:
         self._touch(path)
         return entry
 
+    def use(self, key: str) -> bool:
+        """Note that an entry is used, so that it stays; False when there is none."""
+        return self._touch(self._path(key))
+
     def remove(self, key: str) -> None:
         """Remove an entry, if it is there."""
         with contextlib.suppress(FileNotFoundError):
@@ -123,7 +143,6 @@ class FileStore:
         return self.directory / key
 
     def _touch(self, path: Path) -> bool:
-        """Note that an entry is used; False when there is none."""
         try:
             os.utime(path, follow_symlinks=False)
         except OSError:
@@ -159,22 +178,42 @@ class FileStore:
         return sorted(found)
 
     def _make_room(self, nbytes: int) -> None:
+        with self._lock:
+            if nbytes > self._room:
+                self._room = self._evict(nbytes)
+            self._room -= nbytes
+
+    def _evict(self, nbytes: int) -> int:
+        """Have room for `nbytes`, and if old entries allow it for a margin; the room there is, margin at most."""
         entries = self._entries()
-        excess = sum(size for _, size, _ in entries) + nbytes - self.max_bytes
+        room = self.max_bytes - sum(size for _, size, _ in entries)
         for used, size, path in entries:
-            if excess <= 0 or time.time() - used < KEEP_S:
+            if room >= nbytes + self._margin or time.time() - used < KEEP_S:
                 break
             with contextlib.suppress(OSError):
                 path.unlink()
-            excess -= size
-        if excess > 0:
+            room += size
+        if room < nbytes:
             raise TransportError(f"the store {self.directory} is full of entries of the last minute")
+        return min(room, nbytes + self._margin)
 
 
-def content_key(model: str, token_ids: Sequence[int]) -> str:
-    """The key of what `model` (a fingerprint: weights, drafter, geometry) computes for these tokens."""
+def open_store(uri: str) -> FileStore:
+    """The store of `file:///DIRECTORY?max_bytes=N`. Raises `ConfigError` for an option that does not exist or is out of
+    range, and for a directory that cannot be used."""
+    scheme, query = parse_uri(uri)
+    try:
+        options = msgspec.convert(query, StoreOptions, strict=False)
+    except msgspec.ValidationError as error:
+        raise ConfigError("transport", f"{scheme}: {error}") from error
+    return FileStore(options.path, options.max_bytes)
+
+
+def content_key(context: str, token_ids: Sequence[int]) -> str:
+    """The key of what is computed for these tokens after `context`: a model (weights, drafter, geometry), or the key of
+    the tokens before."""
     state = hashlib.blake2b(digest_size=16)
-    _feed(state, model.encode())
+    _feed(state, context.encode())
     _feed(state, np.asarray(token_ids, dtype="<i8").tobytes())
     return state.hexdigest()
 

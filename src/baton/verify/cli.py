@@ -13,6 +13,7 @@ import typer
 from baton.engine.config import Integrity, SpeculativeConfig
 from baton.errors import ConfigError
 from baton.text import Tokenizer
+from baton.transports.registry import parse_uri
 from baton.verify.compare import Report, compare
 from baton.verify.observe import Case, Observed, make_cases, observe_in_process, observe_url, served_model
 from baton.verify.report import format_reports
@@ -69,7 +70,7 @@ def verify_command(
     ] = None,
     dtype: str = "auto",
     device: str = "cpu",
-    kv_transport: Annotated[str, typer.Option(help="Transport URI of the deployment.")] = "shm://",
+    kv_transport: Annotated[str, typer.Option(help="Of the deployment: shm, nixl, mooncake, file or a URI.")] = "shm",
     integrity: Annotated[Integrity, typer.Option(help="Of the deployment: off, sampled or full.")] = "off",
     recovery: Annotated[Recovery, typer.Option(help="Of the deployment; without it a broken handoff shows.")] = "none",
     batch_invariant: bool = True,
@@ -79,6 +80,7 @@ def verify_command(
 ) -> None:
     """Send the same requests to a reference and a deployment; exit 1 on any difference."""
     chosen = parse_modes(modes)
+    parse_uri(kv_transport)
     params = SamplingParams(
         max_tokens=max_tokens,
         temperature=temperature,
@@ -122,10 +124,21 @@ def verify_command(
         have = asyncio.run(_observe_served(candidate, cases, concurrency))
         reports.append(compare("candidate", cases, want, have, logprob_tolerance))
     elif handoff_modes:
-        flags = _engine_flags(engine, speculative_config if spec else None, kv_cache_memory, kv_transport)
+        flags = _engine_flags(engine, speculative_config if spec else None, kv_cache_memory)
+        # A handoff that fails must show: recomputed on the decode engine, it would give the same answer.
         flags += ["--integrity", integrity, "--recovery", recovery]
         reports += _verify_deployment(
-            model, cases, want, handoff_modes, (prefill, decode), flags, recovery, concurrency, logprob_tolerance, say
+            model,
+            cases,
+            want,
+            handoff_modes,
+            (prefill, decode),
+            flags,
+            kv_transport,
+            recovery,
+            concurrency,
+            logprob_tolerance,
+            say,
         )
     order = {mode: position for position, mode in enumerate(chosen)}
     reports.sort(key=lambda report: order.get(report.mode, -1))
@@ -142,9 +155,7 @@ async def _observe_served(url: str, cases: Sequence[Case], concurrency: int) -> 
     return await observe_url(url, await served_model(url), cases, concurrency)
 
 
-def _engine_flags(
-    engine: dict[str, Any], speculative_config: str | None, kv_cache_memory: int | None, kv_transport: str
-) -> list[str]:
+def _engine_flags(engine: dict[str, Any], speculative_config: str | None, kv_cache_memory: int | None) -> list[str]:
     flags: list[str] = []
     for name, value in engine.items():
         option = "--" + name.replace("_", "-")
@@ -156,8 +167,7 @@ def _engine_flags(
         flags += ["--speculative-config", speculative_config]
     if kv_cache_memory is not None:
         flags += ["--kv-cache-memory", str(kv_cache_memory)]
-    # A handoff that fails must show: recomputed on the decode engine, it would give the same answer.
-    return [*flags, "--kv-transfer-config", json.dumps({"kv_transport": kv_transport})]
+    return flags
 
 
 def _verify_deployment(
@@ -167,6 +177,7 @@ def _verify_deployment(
     modes: Sequence[str],
     size: tuple[int, int],
     flags: list[str],
+    kv_transport: str,
     recovery: Recovery,
     concurrency: int,
     tolerance: float,
@@ -184,6 +195,7 @@ def _verify_deployment(
             prefill=prefill,
             decode=decode,
             engine_flags=flags,
+            kv_transport=kv_transport,
             router_flags=["--kv-mode", mode, "--recovery", recovery],
         ) as deployment:
             name = asyncio.run(served_model(deployment.url))

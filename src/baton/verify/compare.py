@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from baton.verify.acceptance import Acceptance, AcceptanceCheck
 from baton.verify.observe import Case, Observed
 
 
@@ -22,14 +23,31 @@ class Difference:
 
 @dataclass(slots=True)
 class Report:
-    """One mode's outcome. Acceptance is per draft position, in accepted drafts per verification round."""
+    """One mode's outcome. `near_ties` are answers that part where the reference's two best tokens are nearly equal.
+
+    `acceptance` and `reference_acceptance` are per draft position, in accepted drafts per verification round.
+    """
 
     mode: str
     num_cases: int
     num_identical: int = 0
     differences: list[Difference] = field(default_factory=list)
-    acceptance: list[float] = field(default_factory=list)
-    reference_acceptance: list[float] = field(default_factory=list)
+    near_ties: list[Difference] = field(default_factory=list)
+    max_logprob_difference: float = 0.0
+    check: AcceptanceCheck = AcceptanceCheck()
+
+    @property
+    def acceptance(self) -> list[float]:
+        return self.check.candidate.rates if self.check.candidate else []
+
+    @property
+    def reference_acceptance(self) -> list[float]:
+        return self.check.reference.rates if self.check.reference else []
+
+    @property
+    def passed(self) -> bool:
+        """Whether nothing differs but near-ties."""
+        return not self.differences and not self.check.failed
 
 
 def compare(
@@ -37,40 +55,55 @@ def compare(
     cases: Sequence[Case],
     reference: Sequence[Observed],
     candidate: Sequence[Observed],
-    logprob_tolerance: float = 1e-4,
+    logprob_tolerance: float | None = 1e-4,
+    near_tie: float = 0.0,
 ) -> Report:
-    """Compare answers pairwise. Speculation on one side only leaves acceptance out, and nothing else."""
+    """Compare answers pairwise; `logprob_tolerance` None leaves logprobs out. Speculation on one side only leaves
+    acceptance out, and nothing else.
+
+    At the first token that differs, the candidate is excused if its token's logprob was within `near_tie` of the
+    reference's best: sums in another order may turn such a choice. What follows has another context, and is not compared.
+    """
     report = Report(mode, len(cases))
     for index, (case, want, have) in enumerate(zip(cases, reference, candidate, strict=True)):
         what = _first_difference(want, have, logprob_tolerance)
+        gap = _near_tie(want, have, near_tie)
         if what is None:
             report.num_identical += 1
+        elif gap is not None:
+            report.near_ties.append(Difference(index, case.length, f"{what}: its logprob is {gap:.2g} below the best"))
         else:
             report.differences.append(Difference(index, case.length, what))
-    report.acceptance = acceptance(candidate)
-    report.reference_acceptance = acceptance(reference)
+        report.max_logprob_difference = max(report.max_logprob_difference, _logprob_difference(want, have))
+    report.check = AcceptanceCheck(of_answers(reference), of_answers(candidate))
     return report
+
+
+def of_answers(observed: Sequence[Observed]) -> Acceptance | None:
+    """Acceptance as the answers tell it; None where they do not."""
+    if not any(o.accepted for o in observed):
+        return None
+    rounds = [accepted for o in observed for accepted in o.accepted or ()]
+    return Acceptance.of_rounds(rounds, max(o.num_speculative_tokens for o in observed))
 
 
 def acceptance(observed: Sequence[Observed]) -> list[float]:
     """Share of verification rounds that accepted the draft at position 1, 2, ..."""
-    k = max((o.num_speculative_tokens for o in observed), default=0)
-    rounds = [accepted for o in observed for accepted in o.accepted or ()]
-    if not rounds:
-        return []
-    return [sum(accepted > position for accepted in rounds) / len(rounds) for position in range(k)]
+    found = of_answers(observed)
+    return found.rates if found else []
 
 
-def _first_difference(want: Observed, have: Observed, tolerance: float) -> str | None:
+def _first_difference(want: Observed, have: Observed, tolerance: float | None) -> str | None:
     for side, observed in (("reference", want), ("candidate", have)):
         if observed.error is not None:
             return f"no answer from the {side}: {observed.error}"
-    for position, (a, b) in enumerate(zip(want.token_ids, have.token_ids, strict=False)):
-        if a != b:
-            return f"token {position}: expected {a}, got {b}{_draft_position(want, position)}"
+    position = _parting(want, have)
+    if position is not None:
+        a, b = want.token_ids[position], have.token_ids[position]
+        return f"token {position}: expected {a}, got {b}{_draft_position(want, position)}"
     if len(want.token_ids) != len(have.token_ids):
         return f"{len(want.token_ids)} tokens expected, got {len(have.token_ids)}"
-    if want.logprobs is not None and have.logprobs is not None:
+    if tolerance is not None and want.logprobs is not None and have.logprobs is not None:
         if len(want.logprobs) != len(have.logprobs):
             return f"{len(want.logprobs)} logprobs expected, got {len(have.logprobs)}"
         for position, (x, y) in enumerate(zip(want.logprobs, have.logprobs, strict=True)):
@@ -78,9 +111,35 @@ def _first_difference(want: Observed, have: Observed, tolerance: float) -> str |
             if not abs(x - y) <= tolerance:
                 return f"logprob of token {position}: expected {x:.6f}, got {y:.6f}"
     for name in ("finish_reason", "num_prompt_tokens", "num_completion_tokens"):
-        if getattr(want, name) != getattr(have, name):
-            return f"{name}: expected {getattr(want, name)}, got {getattr(have, name)}"
+        expected, got = getattr(want, name), getattr(have, name)
+        if expected is not None and got is not None and expected != got:
+            return f"{name}: expected {expected}, got {got}"
     return _acceptance_difference(want, have)
+
+
+def _parting(want: Observed, have: Observed) -> int | None:
+    """Index of the first token that differs."""
+    pairs = enumerate(zip(want.token_ids, have.token_ids, strict=False))
+    return next((position for position, (a, b) in pairs if a != b), None)
+
+
+def _near_tie(want: Observed, have: Observed, bound: float) -> float | None:
+    """How far the candidate's token was from the reference's best where they part; None if `bound` or more."""
+    position = _parting(want, have)
+    if position is None or want.top is None or position >= len(want.top):
+        return None
+    top, token = want.top[position], have.token_ids[position]
+    if token not in top:
+        return None
+    gap = max(top.values()) - top[token]
+    return gap if gap < bound else None
+
+
+def _logprob_difference(want: Observed, have: Observed) -> float:
+    """Largest difference of logprobs up to where the tokens part."""
+    position = _parting(want, have)
+    pairs = zip((want.logprobs or ())[:position], (have.logprobs or ())[:position], strict=False)
+    return max((abs(x - y) for x, y in pairs), default=0.0)
 
 
 def _acceptance_difference(want: Observed, have: Observed) -> str | None:

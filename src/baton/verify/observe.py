@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import aiohttp
-
-from baton.errors import BatonError, EngineUnavailableError
+from baton.errors import BatonError, ProtocolError
 from baton.text import Tokenizer
+from baton.verify.client import Client, Completion, Logprobs, token_id, tokens_of
 from baton.wire import SamplingParams
 
 REQUEST_TIMEOUT_S = 300.0
@@ -31,13 +30,18 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """One answer. `accepted` is None where the source does not tell; `error` set means there is no answer."""
+    """One answer. What the source does not tell is None; `error` set means that there is no answer.
+
+    `top`: at each token, logprobs of the likeliest token ids, the chosen one among them. `accepted`: accepted drafts
+    of each verification round.
+    """
 
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] | None = None
+    top: tuple[dict[int, float], ...] | None = None
     finish_reason: str | None = None
-    num_prompt_tokens: int = 0
-    num_completion_tokens: int = 0
+    num_prompt_tokens: int | None = None
+    num_completion_tokens: int | None = None
     accepted: tuple[int, ...] | None = None
     num_speculative_tokens: int = 0
     error: str | None = None
@@ -59,20 +63,32 @@ def observe_in_process(settings: dict[str, Any], cases: Sequence[Case]) -> list[
     from baton.engine.llm import LLM
 
     with LLM(**settings) as llm:
-        results = llm.generate([list(case.prompt_token_ids) for case in cases], [case.params for case in cases])
+        return observe_llm(llm, cases, num_drafts(settings))
+
+
+def num_drafts(settings: dict[str, Any]) -> int:
+    """How many tokens an engine of these settings drafts."""
     spec = settings.get("speculative_config") or {}
+    return int(spec.get("num_speculative_tokens", 3)) if spec else 0
+
+
+def observe_llm(llm: Any, cases: Sequence[Case], num_speculative_tokens: int) -> list[Observed]:
+    """Answers of a `baton.LLM`."""
+    results = llm.generate([list(case.prompt_token_ids) for case in cases], [case.params for case in cases])
     observed = []
     for result in results:
         out = result.outputs[0]
+        chosen = zip(out.token_ids, out.logprobs, strict=False)
         observed.append(
             Observed(
                 token_ids=tuple(out.token_ids),
                 logprobs=tuple(entry.logprob for entry in out.logprobs),
+                top=tuple({token: entry.logprob} | dict(entry.top) for token, entry in chosen),
                 finish_reason=out.finish_reason,
                 num_prompt_tokens=len(result.prompt_token_ids),
                 num_completion_tokens=len(out.token_ids),
                 accepted=tuple(out.accepted),
-                num_speculative_tokens=spec.get("num_speculative_tokens", 3) if spec else 0,
+                num_speculative_tokens=num_speculative_tokens,
             )
         )
     return observed
@@ -82,21 +98,44 @@ async def observe_url(
     url: str, model: str, cases: Sequence[Case], concurrency: int, kv_mode: str | None = None
 ) -> list[Observed]:
     """Answers of `POST {url}/v1/completions`. A failed request is an `Observed` with its error, not an exception."""
+    async with Client(url, REQUEST_TIMEOUT_S) as client:
+        return await observe_client(client, model, cases, concurrency, kv_mode=kv_mode)
+
+
+async def observe_client(
+    client: Client,
+    model: str,
+    cases: Sequence[Case],
+    concurrency: int,
+    kv_mode: str | None = None,
+    cache_salt: str | None = None,
+) -> list[Observed]:
+    """As `observe_url`. With `cache_salt` no request finds another's prefix in vLLM's cache."""
     gate = asyncio.Semaphore(concurrency)
-    timeout = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)
-    async with aiohttp.ClientSession(timeout=timeout) as session:
 
-        async def one(case: Case) -> Observed:
-            async with gate:
-                try:
-                    return await _complete(session, url, model, case, kv_mode)
-                except (aiohttp.ClientError, asyncio.TimeoutError, BatonError, LookupError) as error:
-                    return Observed(error=f"{type(error).__name__}: {error}")
+    async def one(index: int, case: Case) -> Observed:
+        body = completion_body(model, case)
+        if kv_mode is not None:
+            body["kv_mode"] = kv_mode
+        if cache_salt is not None:
+            body["cache_salt"] = f"{cache_salt}-{index}"
+        async with gate:
+            try:
+                return observed(await client.complete(body), case.params.max_tokens)
+            except BatonError as error:
+                return Observed(error=str(error))
 
-        return list(await asyncio.gather(*(one(case) for case in cases)))
+    return list(await asyncio.gather(*(one(index, case) for index, case in enumerate(cases))))
 
 
-async def _complete(session: aiohttp.ClientSession, url: str, model: str, case: Case, kv_mode: str | None) -> Observed:
+async def served_model(url: str) -> str:
+    """Name of the first model of `GET {url}/v1/models`. Raises as `Client` does."""
+    async with Client(url, 30.0) as client:
+        return (await client.model()).id
+
+
+def completion_body(model: str, case: Case) -> dict[str, Any]:
+    """A completion request. What a server might take from its model's own defaults is said."""
     params = case.params
     body: dict[str, Any] = {
         "model": model,
@@ -106,39 +145,52 @@ async def _complete(session: aiohttp.ClientSession, url: str, model: str, case: 
         "top_p": params.top_p,
         "top_k": params.top_k,
         "min_p": params.min_p,
-        "seed": params.seed,
+        "repetition_penalty": params.repetition_penalty,
         "ignore_eos": params.ignore_eos,
         "logprobs": params.logprobs,
         "return_token_ids": True,
+        "return_tokens_as_token_ids": True,
     }
-    if kv_mode is not None:
-        body["kv_mode"] = kv_mode
-    async with session.post(f"{url}/v1/completions", json=body) as response:
-        answer = await response.json(content_type=None)
-        if response.status != 200:
-            message = answer.get("error", {}).get("message", answer) if isinstance(answer, dict) else answer
-            return Observed(error=f"HTTP {response.status}: {message}")
-    choice = answer["choices"][0]
-    spec = choice.get("spec_decode")
-    logprobs = choice.get("logprobs")
+    if params.temperature > 0:
+        body["seed"] = params.seed
+    return body
+
+
+def observed(answer: Completion, max_tokens: int) -> Observed:
+    """What a completion shows. Raises `ProtocolError` for one that contradicts itself, or the request."""
+    choice = answer.choices[0]
+    token_ids = tokens_of(choice)
+    if len(token_ids) > max_tokens:
+        raise ProtocolError(f"the server sent {len(token_ids)} tokens where at most {max_tokens} were asked for")
+    spec, usage = choice.spec_decode, answer.usage
     return Observed(
-        token_ids=tuple(choice["token_ids"]),
-        logprobs=tuple(logprobs["token_logprobs"]) if logprobs else None,
-        finish_reason=choice["finish_reason"],
-        num_prompt_tokens=answer["usage"]["prompt_tokens"],
-        num_completion_tokens=answer["usage"]["completion_tokens"],
-        accepted=tuple(spec["accepted"]) if spec else None,
-        num_speculative_tokens=spec["num_speculative_tokens"] if spec else 0,
+        token_ids=tuple(token_ids),
+        logprobs=_chosen(choice.logprobs, len(token_ids)),
+        top=_top(choice.logprobs, len(token_ids)),
+        finish_reason=choice.finish_reason,
+        num_prompt_tokens=usage.prompt_tokens if usage else None,
+        num_completion_tokens=usage.completion_tokens if usage else None,
+        accepted=tuple(spec.accepted) if spec else None,
+        num_speculative_tokens=spec.num_speculative_tokens if spec else 0,
     )
 
 
-async def served_model(url: str) -> str:
-    """Name of the first model of `GET {url}/v1/models`. Raises EngineUnavailableError when nothing answers."""
-    try:
-        async with (
-            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30)) as session,
-            session.get(f"{url}/v1/models") as response,
-        ):
-            return str((await response.json(content_type=None))["data"][0]["id"])
-    except (aiohttp.ClientError, asyncio.TimeoutError, LookupError, ValueError, TypeError) as error:
-        raise EngineUnavailableError(f"{url} lists no model: {error}") from None
+def _chosen(logprobs: Logprobs | None, num_tokens: int) -> tuple[float, ...] | None:
+    if logprobs is None:
+        return None
+    known = tuple(value for value in logprobs.token_logprobs if value is not None)
+    if len(known) != num_tokens:
+        raise ProtocolError(f"the server sent {len(known)} logprobs for {num_tokens} tokens")
+    return known
+
+
+def _top(logprobs: Logprobs | None, num_tokens: int) -> tuple[dict[int, float], ...] | None:
+    if logprobs is None or logprobs.top_logprobs is None:
+        return None
+    if len(logprobs.top_logprobs) != num_tokens:
+        raise ProtocolError(f"the server sent top_logprobs of {len(logprobs.top_logprobs)} for {num_tokens} tokens")
+    found = []
+    for entry in logprobs.top_logprobs:
+        ids = {token_id(name): value for name, value in (entry or {}).items()}
+        found.append({token: value for token, value in ids.items() if token is not None})
+    return tuple(found)

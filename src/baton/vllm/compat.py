@@ -10,14 +10,19 @@ from pathlib import Path
 from typing import Any
 
 from baton.errors import ConfigError
+from baton.kv.geometry import Kind
 from baton.models.loader import fingerprint
 from baton.vllm.geometry import KernelLayout
 from baton.vllm.groups import CacheTable
 
 SUPPORTED = ((0, 30), (0, 31), (0, 32))
 DRAFT_METHODS = ("eagle", "eagle3", "mtp", "draft_model", "ngram")
+# Types that GPUs store as one piece per token and head.
+_ROWS = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_ds_mla")
 # Kernels whose pages are known in full.
 _K_BY_DIMENSION = ("vec", "vec16")
+# Kinds of RoPE that vLLM computes without a kernel on CPUs.
+_ROPE_IN_TORCH = ("yarn", "deepseek_yarn")
 
 
 def check_version() -> str:
@@ -43,11 +48,40 @@ def check_config(config: Any) -> None:
             raise ConfigError(name, f"BatonConnector hands off between single ranks, got {getattr(parallel, name)}")
     if getattr(parallel, "decode_context_parallel_size", 1) != 1:
         raise ConfigError("decode_context_parallel_size", "BatonConnector does not share a context among ranks")
-    if config.device_config.device_type != "cpu":
-        raise ConfigError("device", f"BatonConnector moves host memory, got {config.device_config.device_type}")
+    _check_device(config)
     if speculative is not None and speculative.method not in DRAFT_METHODS:
         known = ", ".join(DRAFT_METHODS)
         raise ConfigError("speculative_config", f"BatonConnector knows {known}, got {speculative.method!r}")
+    if speculative is not None and config.model_config.has_inner_state:
+        raise ConfigError(
+            "speculative_config", "a model with state layers (Mamba) cannot be handed off with speculation"
+        )
+    _check_rotary(config)
+
+
+def _check_rotary(config: Any) -> None:
+    """Raise `ConfigError` where RoPE would be wrong. vLLM's kernel for CPUs takes the tensors of three axes that MLA
+    gives it for ones of two: what becomes of a token depends on those beside it, so that prefill and decode differ."""
+    model, rotary = config.model_config, "rotary_embedding"
+    if not model.use_mla or not config.compilation_config.is_custom_op_enabled(rotary):
+        return
+    kind = (getattr(model.hf_text_config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if kind not in _ROPE_IN_TORCH:
+        raise ConfigError(
+            "compilation_config",
+            f"vLLM's CPU kernel for RoPE {kind!r} is wrong for MLA models: "
+            'start with --compilation-config \'{"custom_ops": ["all", "-rotary_embedding"]}\'',
+        )
+
+
+def _check_device(config: Any) -> None:
+    from vllm.platforms import current_platform
+
+    device, dtype = config.device_config.device_type, config.cache_config.cache_dtype
+    if device not in ("cpu", "cuda") or current_platform.is_rocm():
+        raise ConfigError("device", f"BatonConnector knows CPUs and CUDA devices, got {current_platform.device_name}")
+    if device == "cuda" and dtype not in _ROWS:
+        raise ConfigError("kv_cache_dtype", f"BatonConnector knows {', '.join(_ROWS)} on GPUs, got {dtype!r}")
 
 
 def num_target_layers(config: Any) -> int:
@@ -56,29 +90,37 @@ def num_target_layers(config: Any) -> int:
 
 
 def cache_tables(kv_cache_config: Any) -> list[CacheTable]:
-    """vLLM's cache groups. Raises `ConfigError` for a kind of cache that is not known."""
+    """vLLM's cache groups, by kind of layer. Raises `ConfigError` for a kind of cache that is not known."""
     from vllm.v1 import kv_cache_interface as kv
 
     tables = []
-    for group in kv_cache_config.kv_cache_groups:
+    for index, group in enumerate(kv_cache_config.kv_cache_groups):
         spec = group.kv_cache_spec
-        if isinstance(spec, kv.UniformTypeKVCacheSpecs):
-            spec = next(iter(spec.kv_cache_specs.values()))
-        layers = tuple(group.layer_names)
-        if isinstance(spec, kv.MambaSpec):
-            if spec.mamba_cache_mode != "none":
-                raise ConfigError("mamba_cache_mode", f"BatonConnector knows 'none', got {spec.mamba_cache_mode!r}")
-            tables.append(CacheTable("state", None, 1, layers))
-        elif type(spec) is kv.SlidingWindowSpec:
-            tables.append(CacheTable("sliding_window", spec.sliding_window, spec.block_size, layers))
-        elif type(spec) is kv.MLAAttentionSpec:
-            tables.append(CacheTable("mla", None, spec.block_size, layers))
-        elif type(spec) is kv.FullAttentionSpec:
-            # A window here is one that vLLM computes with but does not free by.
-            tables.append(CacheTable("full", None, spec.block_size, layers))
-        else:
-            raise ConfigError("model", f"BatonConnector does not know a cache of {type(spec).__name__}")
+        by_layer = spec.kv_cache_specs if isinstance(spec, kv.UniformTypeKVCacheSpecs) else {}
+        layers: dict[tuple[Kind, int | None, int], list[str]] = {}
+        for layer in group.layer_names:
+            layers.setdefault(_kind(by_layer.get(layer, spec)), []).append(layer)
+        for (kind, window, block_size), names in layers.items():
+            tables.append(CacheTable(index, kind, window, block_size, tuple(names)))
     return tables
+
+
+def _kind(spec: Any) -> tuple[Kind, int | None, int]:
+    """Kind, window and block size of a layer's cache."""
+    from vllm.v1 import kv_cache_interface as kv
+
+    if isinstance(spec, kv.MambaSpec):
+        if spec.mamba_cache_mode != "none":
+            raise ConfigError("mamba_cache_mode", f"BatonConnector knows 'none', got {spec.mamba_cache_mode!r}")
+        return "state", None, 1
+    if type(spec) is kv.SlidingWindowSpec:
+        return "sliding_window", spec.sliding_window, spec.block_size
+    if type(spec) is kv.MLAAttentionSpec:
+        return "mla", None, spec.block_size
+    if type(spec) is kv.FullAttentionSpec:
+        # A window here is one that vLLM computes with but does not free by.
+        return "full", None, spec.block_size
+    raise ConfigError("model", f"BatonConnector does not know a cache of {type(spec).__name__}")
 
 
 def kernel_layout(config: Any, layer: str) -> KernelLayout:
@@ -90,6 +132,10 @@ def kernel_layout(config: Any, layer: str) -> KernelLayout:
 def layout_name(config: Any, layer: str) -> str:
     """What stores a layer's cache; equal on two engines whose pages mean the same."""
     module = config.compilation_config.static_forward_context[layer]
+    if hasattr(module, "get_state_shape"):
+        from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
+
+        return f"{type(module).__name__}/{get_conv_state_layout()}"
     return f"{type(module).__name__}/{getattr(module, 'isa', 'plain')}"
 
 
@@ -126,3 +172,11 @@ def facts(config: Any, version: str) -> dict[str, str]:
 
 def _weights(model: str, revision: str | None) -> str:
     return fingerprint(Path(model)) if os.path.isdir(model) else f"{model}@{revision}"
+
+
+def wait_for_device(config: Any) -> None:
+    """Until the device has done what was given to it so far; on CPUs it has."""
+    if config.device_config.device_type == "cuda":
+        import torch
+
+        torch.cuda.current_stream().synchronize()

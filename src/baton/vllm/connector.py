@@ -22,18 +22,19 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from baton.errors import ConfigError
 from baton.handoff.agent import AgentConfig, HandoffAgent
-from baton.handoff.digest import MemoryDigester
+from baton.handoff.digest import Digester, MemoryDigester
 from baton.handoff.keys import KeyRing
-from baton.transports.base import Transport
+from baton.transports.base import DeviceMemory, Transport
 from baton.transports.registry import create_transport
 from baton.vllm import compat
-from baton.vllm.config import read_config
-from baton.vllm.geometry import describe
+from baton.vllm.config import ConnectorConfig, read_config
+from baton.vllm.geometry import CacheLayout, describe
 from baton.vllm.groups import split_tables
 from baton.vllm.metrics import BatonPromMetrics, BatonStats
-from baton.vllm.scheduler import EngineIdentity, SchedulerSide
+from baton.vllm.scheduler import SchedulerSide
 from baton.vllm.steps import Step
 from baton.vllm.worker import WorkerSide
+from baton.wire import EngineIdentity
 
 _ROLES = {
     "kv_producer": ["prefill"],
@@ -122,7 +123,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
                 self._transport,
                 self._transport.register(layout.regions),
                 worker.post,
-                None if self._config.integrity == "off" else MemoryDigester(layout.geometries, layout.regions),
+                _digester(self._config, layout),
             )
             self._agent.start()
         worker.bind(self._agent)
@@ -159,6 +160,9 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_connector_metadata(self, connector_metadata: BatonMetadata) -> None:
         """Before the forward pass."""
         super().bind_connector_metadata(connector_metadata)
+        if connector_metadata.step.receives:
+            # Earlier steps may still write to blocks that are a receive's now: vLLM does not wait for a GPU.
+            compat.wait_for_device(self._vllm_config)
         self.worker.begin(connector_metadata.step)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -173,6 +177,8 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_save(self) -> None:
         """After the drafter. Copies start here, and go on behind the next step."""
         if isinstance(metadata := self._connector_metadata, BatonMetadata):
+            if metadata.step.computed:
+                compat.wait_for_device(self._vllm_config)
             self.worker.finalise(metadata.step.computed)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
@@ -268,6 +274,15 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> BatonPromMetrics:
         """Handoffs in Prometheus."""
         return BatonPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+def _digester(config: ConnectorConfig, layout: CacheLayout) -> Digester | None:
+    if config.integrity == "off":
+        return None
+    memory = [region for region in layout.regions if not isinstance(region, DeviceMemory)]
+    if len(memory) < len(layout.regions):
+        raise ConfigError("integrity", "digests are taken of KV in the host's memory, not in a GPU's")
+    return MemoryDigester(layout.geometries, memory)
 
 
 def _log_with_vllm() -> None:

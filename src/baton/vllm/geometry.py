@@ -1,6 +1,7 @@
 """Where the KV of a vLLM worker lies: its tensors as regions and geometries, without a copy.
 
-vLLM gives one view `[blocks, heads, tokens, elements]` per layer; all of them lie in one allocation. Attention kernels
+vLLM gives one view `[blocks, heads, tokens, elements]` per layer. On GPUs its strides are those of the layout that the
+attention kernels chose, and a (head, token) entry is K and then V. Attention kernels
 on CPU store K and then V in each (block, head) page, K by dimension and V by token. With granularity "page" such a page
 is one opaque tile: few runs, and the block sizes of both engines must be equal. With "token" K and V are groups of
 their own in which every token has its address, so that any block size will do and digests can be taken.
@@ -20,7 +21,7 @@ from torch import Tensor
 from baton.errors import ConfigError
 from baton.handoff.topology import RankGeometry
 from baton.kv.geometry import Geometry
-from baton.transports.base import ByteArray
+from baton.transports.base import DeviceMemory, Region
 from baton.vllm.groups import LayerGroup
 
 # How a kernel stores a page: token after token; K by dimension, then V by token; or in a way that is not known.
@@ -33,7 +34,7 @@ class CacheLayout:
     """The memory of a worker's KV cache. `groups` are those given, split where their layers' distances or shapes
     differ; `blocks_per_page` says into how many blocks of the kernel vLLM cut one of its own, by group."""
 
-    regions: list[ByteArray]
+    regions: list[Region]
     groups: list[LayerGroup]
     geometries: dict[str, RankGeometry]
     blocks_per_page: dict[str, int]
@@ -48,17 +49,15 @@ def describe(
 ) -> CacheLayout:
     """Describe the `caches` that vLLM registers, by layer. `kernels` says how each layer's kernel stores its pages.
 
-    Raises `ConfigError` for memory that is not the host's, or of a shape that is not known.
+    Raises `ConfigError` for memory that is neither the host's nor a GPU's, or of a shape that is not known.
     """
-    regions: dict[int, ByteArray] = {}
+    regions: dict[int, Region] = {}
     for layer, tensor in caches.items():
         if not isinstance(tensor, Tensor) or tensor.dim() != 4:
             raise ConfigError("kv_cache", f"layer {layer!r} is not one tensor of four axes")
-        if tensor.device.type != "cpu":
-            raise ConfigError("kv_cache", f"BatonConnector moves host memory, layer {layer!r} is on {tensor.device}")
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in regions:
-            regions[storage.data_ptr()] = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+            regions[storage.data_ptr()] = region_of(storage)
     order = {address: index for index, address in enumerate(regions)}
     out = CacheLayout(list(regions.values()), [], {}, {})
     for group in groups:
@@ -78,6 +77,16 @@ def describe(
                 pages = 1 if group.kind == "state" else group.block_size // geometry.page_size
                 out.blocks_per_page[geometry.group] = pages
     return out
+
+
+def region_of(storage: torch.UntypedStorage) -> Region:
+    """A tensor's storage as transports take it. Raises `ConfigError` for memory that they cannot open."""
+    kind = storage.device.type
+    if kind == "cpu":
+        return torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+    if kind == "cuda":
+        return DeviceMemory(storage.data_ptr(), storage.nbytes(), storage.device.index)
+    raise ConfigError("kv_cache", f"BatonConnector moves memory of the host or of a CUDA device, this is on {kind}")
 
 
 _Run = list[tuple[int, Tensor, KernelLayout]]
@@ -110,7 +119,8 @@ def _geometries(
     blocks, heads, tokens, width = first.shape
     size = first.element_size()
     page, head, token, element = (stride * size for stride in first.stride())
-    both = group.kind in ("full", "sliding_window")
+    # Where an entry is one piece of bytes for a (head, token), K and V go together.
+    both = group.kind in ("full", "sliding_window") and kernel != "tokens"
     if both and ((element, token) != (size, width * size) or (heads > 1 and head < tokens * token) or width % 2):
         raise ConfigError("kv_cache", f"group {group.name!r}: a (block, head) page is not one piece of K and V")
     if both:

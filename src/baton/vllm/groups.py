@@ -1,7 +1,8 @@
 """Layer groups of a vLLM engine: vLLM's cache groups, split by owner.
 
-vLLM puts layers of one shape into one group with one block table, the drafter's too. Baton moves tokens of target and
-drafter by different rules, so that such a group becomes two that share a block table.
+vLLM puts layers into one group with one block table where it can: the drafter's beside the target's, MLA beside full
+attention. Baton moves tokens of target and drafter by different rules, and each kind's bytes in another way: such a
+group becomes several that share a block table.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ _INTEGER = re.compile(r"(?:^|\.)(\d+)(?=\.|$)")
 
 @dataclass(frozen=True, slots=True)
 class CacheTable:
-    """One of vLLM's cache groups: layers that share block tables. `block_size` in tokens; 1 for a state."""
+    """Layers of one kind in vLLM's cache group number `table`, which share block tables with all layers of that group.
+    `block_size` in tokens; 1 for a state."""
 
+    table: int
     kind: Kind
     window: int | None
     block_size: int
@@ -74,13 +77,9 @@ def is_draft(layer: str, num_target_layers: int) -> bool:
 
 def split_tables(tables: Sequence[CacheTable], num_target_layers: int) -> list[LayerGroup]:
     """The groups of an engine, in order of block table, target before drafter. Names are equal on engines that serve
-    the same model.
-
-    Raises `ConfigError` for state layers beside a drafter: the drafter's last entry would depend on a token that the
-    state must not have seen.
-    """
+    the same model. Raises `ConfigError` for a layer without a number."""
     groups = []
-    for index, table in enumerate(tables):
+    for table in tables:
         owners: dict[Owner, list[str]] = {"target": [], "draft": []}
         for layer in table.layers:
             owners["draft" if is_draft(layer, num_target_layers) else "target"].append(layer)
@@ -88,11 +87,9 @@ def split_tables(tables: Sequence[CacheTable], num_target_layers: int) -> list[L
             if not layers:
                 continue
             layers.sort(key=layer_index)
-            name = f"{owner}.{table.kind}.{index}"
+            name = f"{owner}.{table.kind}.{table.table}"
             ids = tuple(layer_index(layer) for layer in layers)
             groups.append(
-                LayerGroup(name, owner, table.kind, table.window, index, table.block_size, tuple(layers), ids)
+                LayerGroup(name, owner, table.kind, table.window, table.table, table.block_size, tuple(layers), ids)
             )
-    if {"state"} <= {group.kind for group in groups} and any(group.owner == "draft" for group in groups):
-        raise ConfigError("speculative_config", "a drafter beside state layers (Mamba) cannot be handed off")
     return groups

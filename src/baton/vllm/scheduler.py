@@ -12,42 +12,19 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import msgspec
 
 from baton.errors import ProtocolError
 from baton.handoff.log_limit import LogLimit
-from baton.handoff.ticket import Redeemer, Ticket, request_digest
+from baton.handoff.ticket import Redeemer, Ticket, request_digest, verify
 from baton.vllm.groups import CacheTable
 from baton.vllm.steps import ClosePrefill, Computed, OpenDecode, OpenPrefill, Step, Tables
-from baton.wire import SamplingParams
+from baton.wire import BATON_PARAM, EngineIdentity, LegParams, SamplingParams
 
 log = logging.getLogger(__name__)
 log.addFilter(LogLimit())
-PARAM = "baton"  # the key in `kv_transfer_params`
-
-
-class LegParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`kv_transfer_params["baton"]`. `identify` asks who this engine is; the answer comes with the response."""
-
-    role: Literal["prefill", "decode", "identify"]
-    ticket: str = ""
-
-
-class EngineIdentity(msgspec.Struct, frozen=True):
-    """What a router has to know of this engine. `roles`: the legs that it takes; `truncate_prefill`: those of prefill
-    come without their prompt's last token."""
-
-    engine_id: str
-    incarnation: str
-    control_address: str
-    fingerprint: str
-    truncate_prefill: bool
-    roles: list[str]
-    vocab_size: int
-    eos_token_ids: list[int]
-    num_speculative_tokens: int
 
 
 class VllmRequest(Protocol):
@@ -55,6 +32,7 @@ class VllmRequest(Protocol):
 
     request_id: str
     prompt_token_ids: Sequence[int] | None
+    output_token_ids: Sequence[int]
     kv_transfer_params: dict[str, Any] | None
     lora_request: Any
     mm_features: Sequence[Any]
@@ -73,6 +51,8 @@ class BlockPool(Protocol):
 class _Prefill:
     ticket: Ticket
     num_tokens: int
+    seeded: bool = False
+    cancelled: bool = False
     num_computed: int = 0
     tables: Tables = ()
     lost: bool = False
@@ -106,6 +86,7 @@ class SchedulerSide:
     ) -> None:
         self.identity = identity
         self.refused: Counter[str] = Counter()
+        self._ticket_key = ticket_key
         self._redeemer = Redeemer(ticket_key, identity.engine_id, identity.incarnation)
         self._cache_tables = cache_tables
         self._pool = pool
@@ -122,11 +103,14 @@ class SchedulerSide:
         params = _params(request)
         if params is None or params.role == "identify":
             return
+        if params.role == "cancel":
+            self._cancel(request, params.ticket)
+            return
         tokens = request.prompt_token_ids
         if tokens is None or request.lora_request is not None or request.mm_features:
             self._refuse(request, "only requests of plain token ids, without LoRA, can be handed off")
             return
-        whole = params.role == "prefill" and self.identity.truncate_prefill
+        whole = params.role == "prefill" and (self.identity.truncate_prefill or params.seed_first_token)
         num_tokens = len(tokens) if whole else len(tokens) - 1
         if num_tokens < 1:
             return
@@ -141,11 +125,23 @@ class SchedulerSide:
             return
         next_token = None if whole else tokens[num_tokens]
         if params.role == "prefill":
-            self._prefills[request.request_id] = _Prefill(ticket, num_tokens)
-            self._step.opened.append(OpenPrefill(request.request_id, ticket, num_tokens, next_token))
+            seeded = params.seed_first_token
+            self._prefills[request.request_id] = _Prefill(ticket, num_tokens, seeded)
+            self._step.opened.append(OpenPrefill(request.request_id, ticket, num_tokens, next_token, seeded))
         else:
             assert next_token is not None
             self._decodes[request.request_id] = _Decode(ticket, num_tokens, next_token)
+
+    def _cancel(self, request: VllmRequest, text: str) -> None:
+        """Let go of the prefill leg that a ticket permitted: its decode engine will not come for it."""
+        try:
+            key = verify(self._ticket_key, text, self._clock()).key
+        except ProtocolError as error:
+            self._refuse(request, str(error))
+            return
+        for leg in self._prefills.values():
+            leg.cancelled |= leg.ticket.key == key
+        self._step.cancelled += [leg.ticket.key for leg in self._held.values() if leg.ticket.key == key]
 
     def _refuse(self, request: VllmRequest, why: str) -> None:
         self.refused[why] += 1
@@ -199,9 +195,9 @@ class SchedulerSide:
     def _pin(self, leg: _Prefill) -> None:
         """Keep the first block of each window. This engine computed one token more than is handed over, so that vLLM
         may free that block as the request ends: to itself, the window has moved on."""
-        for table, cache in zip(leg.tables, self._cache_tables, strict=True):
+        for cache in self._cache_tables:
             if cache.window is not None:
-                block = table[max(leg.num_tokens - cache.window + 1, 0) // cache.block_size]
+                block = leg.tables[cache.table][max(leg.num_tokens - cache.window + 1, 0) // cache.block_size]
                 leg.pinned.append(self._pool.blocks[block])
         self._pool.touch(leg.pinned)
 
@@ -230,12 +226,14 @@ class SchedulerSide:
         """A request has ended; whether its blocks must be kept for now, and what to tell its client."""
         params = _params(request)
         if params is not None and params.role == "identify":
-            return False, {PARAM: msgspec.to_builtins(self.identity)}
+            return False, {BATON_PARAM: msgspec.to_builtins(self.identity)}
         prefill = self._prefills.pop(request.request_id, None)
         if prefill is not None:
-            failed = prefill.num_computed < prefill.num_tokens
+            failed = prefill.num_computed < prefill.num_tokens or prefill.lost or prefill.cancelled
+            sampled = request.output_token_ids[0] if prefill.seeded and request.output_token_ids else None
+            failed |= prefill.seeded and sampled is None
             held = not prefill.lost and bool(prefill.tables)
-            self._step.closed.append(ClosePrefill(prefill.ticket.key, held, failed or prefill.lost))
+            self._step.closed.append(ClosePrefill(prefill.ticket.key, held, failed, sampled))
             if held:
                 self._held[request.request_id] = prefill
             return held, None
@@ -259,10 +257,10 @@ class SchedulerSide:
 
 def _params(request: VllmRequest) -> LegParams | None:
     given = request.kv_transfer_params
-    if not isinstance(given, dict) or PARAM not in given:
+    if not isinstance(given, dict) or BATON_PARAM not in given:
         return None
     try:
-        return msgspec.convert(given[PARAM], LegParams)
+        return msgspec.convert(given[BATON_PARAM], LegParams)
     except msgspec.ValidationError as error:
         log.warning("request %s: kv_transfer_params are malformed: %s", request.request_id, error)
         return None

@@ -13,12 +13,13 @@ Tables = tuple[list[int], ...]  # block tables, by vLLM's cache group
 @dataclass(frozen=True, slots=True)
 class OpenPrefill:
     """A prefill leg of `num_tokens` tokens arrived. `next_token` is the prompt's token after them, which the decode
-    engine computes; None where this engine does not have it."""
+    engine computes; None where this engine does not have it. `seeded`: it will be what this engine samples."""
 
     request_id: str
     ticket: Ticket
     num_tokens: int
     next_token: int | None
+    seeded: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +34,12 @@ class Computed:
 @dataclass(frozen=True, slots=True)
 class ClosePrefill:
     """vLLM has finished a prefill request. `held`: it keeps the blocks until told that they may be freed; `failed`: not
-    everything was computed."""
+    everything was computed, or nobody wants it. `sampled`: the first token, of a seeded leg."""
 
     key: AttemptKey
     held: bool
     failed: bool
+    sampled: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,7 @@ class OpenDecode:
 @dataclass(slots=True)
 class Step:
     """Everything new. `refused`: decode legs that ended before they had blocks; `aborted`: those that are given up;
-    `preempted`: prefill legs whose blocks are about to be used by others."""
+    `preempted`: prefill legs whose blocks are about to be used by others; `cancelled`: those that nobody will fetch."""
 
     opened: list[OpenPrefill] = field(default_factory=list)
     computed: list[Computed] = field(default_factory=list)
@@ -66,6 +68,8 @@ class Step:
     refused: list[Ticket] = field(default_factory=list)
     aborted: list[AttemptKey] = field(default_factory=list)
     preempted: list[AttemptKey] = field(default_factory=list)
+    cancelled: list[AttemptKey] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return any((self.opened, self.computed, self.closed, self.receives, self.refused, self.aborted, self.preempted))
+        news = (self.opened, self.computed, self.closed, self.receives, self.refused, self.aborted)
+        return any((*news, self.preempted, self.cancelled))

@@ -45,6 +45,7 @@ class _Prefill:
     request_id: str
     num_tokens: int
     next_token: int | None
+    seeded: bool = False
     committed: bool = False
     released: bool = False
     closed: bool = False
@@ -123,6 +124,9 @@ class WorkerSide:
         for key in step.aborted:
             if key in self._decodes:
                 self.agent.abort(key, "aborted")
+        for key in step.cancelled:
+            if key in self._prefills:
+                self.agent.abort(key, "cancelled")
         for ticket in step.refused:
             # The other side may hold pages for it, and would until the ticket expires.
             self.agent.open_decode(ticket, 0, {}, {})
@@ -143,8 +147,9 @@ class WorkerSide:
             self.agent.declare_final(entry.key, leg.num_tokens, self._pages(entry.tables), final)
             if entry.num_computed >= leg.num_tokens:
                 leg.committed = True
-                # To the protocol the prompt ends before the token that the decode engine computes.
-                self.agent.finish_prefill(entry.key, Seeds(first_token=leg.next_token or 0), finished=False)
+                if not leg.seeded:
+                    # To the protocol the prompt ends before the token that the decode engine computes.
+                    self.agent.finish_prefill(entry.key, Seeds(first_token=leg.next_token or 0), finished=False)
 
     def results(self) -> Results:
         """What ended since the last call."""
@@ -158,7 +163,7 @@ class WorkerSide:
 
     def _open_prefill(self, opened: OpenPrefill) -> None:
         key = opened.ticket.key
-        self._prefills[key] = _Prefill(opened.request_id, opened.num_tokens, opened.next_token)
+        self._prefills[key] = _Prefill(opened.request_id, opened.num_tokens, opened.next_token, opened.seeded)
         self.agent.open_prefill(opened.ticket)
 
     def _close_prefill(self, closed: ClosePrefill) -> None:
@@ -166,6 +171,8 @@ class WorkerSide:
         leg.closed, leg.held = True, closed.held
         if closed.failed:
             self.agent.abort(closed.key, "aborted")
+        elif closed.sampled is not None and not leg.released:
+            self.agent.finish_prefill(closed.key, Seeds(first_token=closed.sampled), finished=False)
         self._settle(closed.key, leg)
 
     def _receive(self, receive: OpenDecode) -> None:

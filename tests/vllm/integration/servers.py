@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -25,7 +25,6 @@ from baton.vllm.scheduler import handoff_digest
 
 ROOT = Path(__file__).parents[3]
 MODEL = ROOT / "models" / "baton-demo-llama"
-TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 EAGLE3 = {"method": "eagle3", "model": str(ROOT / "models" / "baton-demo-eagle3"), "num_speculative_tokens": 3}
 START_TIMEOUT_S = 400.0
 REQUEST_TIMEOUT = aiohttp.ClientTimeout(total=120)
@@ -35,11 +34,12 @@ Mode = Literal["push", "pull"]
 
 @dataclass
 class Server:
-    """One vLLM server. `metrics` reads its Prometheus counters."""
+    """One vLLM server. `identity` is what its connector says of itself."""
 
     name: str
     url: str
     process: subprocess.Popen[bytes]
+    identity: dict[str, Any] = field(default_factory=dict)
 
     def metrics(self, pattern: str) -> dict[str, float]:
         """Samples whose name matches, by label that matters or by name."""
@@ -65,11 +65,10 @@ class Pair:
     prefill: Server
     decode: Server
     key: bytes
-    identities: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def ticket(self, prompt: Sequence[int], mode: Mode, life_s: int = 60) -> str:
         """A signed ticket for one handoff of `prompt`."""
-        p, d = self.identities["P"], self.identities["D"]
+        p, d = self.prefill.identity, self.decode.identity
         content = Ticket(
             transfer_id=new_transfer_id(),
             prefill_engine=p["engine_id"],
@@ -96,10 +95,13 @@ def serve(
     folder: Path,
     configs: Sequence[tuple[str, str, Sequence[str]]],
     extra: dict[str, Any],
-    spec: Any,
-    model: Path,
+    spec: Any = None,
+    model: Path = MODEL,
+    own: Mapping[str, dict[str, Any]] | None = None,
+    policy: Mapping[str, str] | None = None,
 ) -> Iterator[list[Server]]:
-    """Servers by (name, kv_role, further arguments), ready. `extra` is the connector's configuration."""
+    """Servers by (name, kv_role, further arguments), ready. `extra` is the connector's configuration, with a server's
+    `own` over it; `policy` the `kv_load_failure_policy` of those that do not recompute."""
     servers = []
     environment = dict(os.environ, VLLM_CPU_KVCACHE_SPACE="1", HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1")
     environment |= {
@@ -116,8 +118,10 @@ def serve(
                 "kv_connector_module_path": "baton.vllm",
                 "kv_role": role,
                 "engine_id": name,
-                "kv_load_failure_policy": "recompute",
-                "kv_connector_extra_config": {"ticket_key_file": str(folder / "ticket.key"), "lease": 20.0, **extra},
+                "kv_load_failure_policy": (policy or {}).get(name, "recompute"),
+                "kv_connector_extra_config": {"ticket_key_file": str(folder / "ticket.key"), "lease": 20.0}
+                | extra
+                | (own or {}).get(name, {}),
             }
             command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1"]
             command += ["--port", str(port), "--model", str(model), "--served-model-name", "demo", "--dtype", "float32"]
@@ -131,6 +135,8 @@ def serve(
             servers.append(Server(name, f"http://127.0.0.1:{port}", process))
         for server in servers:
             wait_ready(server, folder)
+            answer = asyncio.run(_once(server, request([5], 1, {"role": "identify"})))
+            server.identity = answer["kv_transfer_params"]["baton"]
         yield servers
     finally:
         for server in servers:
@@ -167,12 +173,7 @@ def serve_pair(
     key = load_or_create_key(folder / "ticket.key")
     configs = [("P", "kv_producer", prefill), ("D", "kv_consumer", decode)]
     with serve(folder, configs, extra or {}, spec, model) as (p, d):
-        pair = Pair(p, d, key)
-        for server in (p, d):
-            body = request([5], 1, {"role": "identify"})
-            answer = asyncio.run(_once(server, body))
-            pair.identities[server.name] = answer["kv_transfer_params"]["baton"]
-        yield pair
+        yield Pair(p, d, key)
 
 
 def request(prompt: Sequence[int], num: int, leg: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
@@ -213,7 +214,7 @@ async def handoff(
     async def leg(server: Server, role: str, count: int, wait: float) -> list[int]:
         await asyncio.sleep(max(wait, 0.0))
         # State layers cannot go back by a token: their prefill server computes all but the last.
-        short = role == "prefill" and pair.identities["P"]["truncate_prefill"]
+        short = role == "prefill" and pair.prefill.identity["truncate_prefill"]
         body = request(prompt[:-1] if short else prompt, count, {"role": role, "ticket": ticket})
         answer = await ask(session, server, body)
         tokens: list[int] = answer["choices"][0]["token_ids"]
@@ -229,6 +230,11 @@ def same(found: Sequence[int], expected: Sequence[int], margins: Sequence[float]
         if a != b:
             return None if margins[index] < NEAR_TIE else False
     return True
+
+
+def accepted(pair: Pair) -> dict[str, float]:
+    """Accepted drafts by position, of the decode server."""
+    return pair.decode.metrics("vllm:spec_decode_num_accepted_tokens_per_pos")
 
 
 def wait_idle(pair: Pair, timeout_s: float = 60.0) -> None:

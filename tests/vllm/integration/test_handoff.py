@@ -13,6 +13,7 @@ from servers import (
     EAGLE3,
     Mode,
     Pair,
+    accepted,
     ask,
     demo_prompts,
     handoff,
@@ -41,11 +42,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     with serve_pair(tmp_path_factory.mktemp("vllm"), spec=EAGLE3, **CONFIGS[request.param]) as found:
         yield found
-
-
-def accepted(pair: Pair) -> dict[str, float]:
-    """Accepted drafts by position, of the decode server."""
-    return pair.decode.metrics("vllm:spec_decode_num_accepted_tokens_per_pos")
 
 
 @pytest.mark.parametrize("mode", ["push", "pull"])

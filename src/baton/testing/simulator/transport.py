@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from baton.errors import ProtocolError, TransportError
-from baton.transports.base import ByteArray, CopyList, Direction, Operation, Peer, check_copies
+from baton.transports.base import ByteArray, CopyList, Direction, Operation, Peer, Region, check_copies
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -148,7 +148,7 @@ class SimTransport:
         """Not modelled: memory is cells."""
         raise TransportError(f"no bytes to allocate for {name!r}: modelled memory is cells")
 
-    def register(self, regions: Sequence[ByteArray]) -> bytes:
+    def register(self, regions: Sequence[Region]) -> bytes:
         """The descriptor names the process."""
         return self.process.uid.encode()
 

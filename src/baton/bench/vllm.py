@@ -1,0 +1,256 @@
+"""What disaggregation costs in vLLM on CPUs: one server against P/D over BatonConnector and vLLM's own NIXL connectors.
+
+    python -m baton.bench.vllm --vllm-python .venv-vllm/bin/python
+
+Every round asks all deployments for the same new prompt, in changing order, and waits in between until their processes
+sleep, so that only the one that is asked runs. Ratios are taken within rounds. vLLM's own connectors are measured "at
+their best" (no pinning to a core, and what `baton.bench.vllm_peers` improves) and as shipped; then they burn a core
+when idle, so they are stopped (SIGSTOP) while one server is asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+import secrets
+import signal
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import aiohttp
+import typer
+
+from baton.bench.vllm_legs import Answer, Baton, Legs, NixlPull, NixlPush, Single
+from baton.bench.vllm_servers import ServerConfig, VllmServer, free_port, serve
+from baton.errors import BatonError
+
+MODEL = "models/baton-demo-llama"
+FLAGS = ("--no-enable-prefix-caching", "--block-size", "32", "--no-enable-log-requests")
+ROLES = (("P", "kv_producer"), ("D", "kv_consumer"))
+WARM_UP = 2
+# vLLM's workers spin for a second after the last message.
+SLEEP_S = 1.3
+IDLE_AFTER_S, WINDOW_S = 2.0, 5.0
+VOCABULARY = (3, 2000)
+TIMEOUT = aiohttp.ClientTimeout(total=300)
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """One row of the table."""
+
+    name: str
+    legs: Legs
+    servers: tuple[VllmServer, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Milliseconds, one per round. `second`: until the second token, by when the handoff is over; `tpot`: vLLM's
+    definition, (last - first) / (tokens - 1); `itl`: the mean gap between tokens from the second on, which are all the
+    decode server's.
+    """
+
+    ttft: list[float]
+    second: list[float]
+    tpot: list[float]
+    itl: list[float]
+
+    @staticmethod
+    def empty() -> Row:
+        """No rounds yet."""
+        return Row([], [], [], [])
+
+    def add(self, answer: Answer, num: int) -> None:
+        """One round."""
+        times = [1e3 * at for at in answer.times_s]
+        self.ttft.append(times[0])
+        self.second.append(times[1])
+        self.tpot.append((times[-1] - times[0]) / (num - 1))
+        self.itl.append((times[-1] - times[1]) / (num - 2))
+
+
+def _transfer(connector: str, role: str, name: str, best: bool = False, **extra: Any) -> dict[str, Any]:
+    config = {"kv_connector": connector, "kv_role": role, "engine_id": name, "kv_connector_extra_config": extra}
+    if connector == "BatonConnector":
+        return config | {"kv_connector_module_path": "baton.vllm"}
+    config["kv_buffer_device"] = "cpu"
+    return config | {"kv_connector_module_path": "baton.bench.vllm_peers"} if best else config
+
+
+@contextlib.contextmanager
+def baton_pair(python: str, model: str, folder: Path) -> Iterator[list[Deployment]]:
+    """One pair, asked by push and by pull."""
+    key = secrets.token_bytes(32)
+    path = folder / "ticket.key"
+    path.touch(mode=0o600)
+    path.write_bytes(key)
+    configs = [
+        ServerConfig(f"baton-{name}", FLAGS, _transfer("BatonConnector", role, name, ticket_key_file=str(path)))
+        for name, role in ROLES
+    ]
+    with serve(python, model, folder, configs) as (p, d):
+        yield [Deployment(f"BatonConnector {m}", Baton(p.url, d.url, key, m), (p, d)) for m in ("push", "pull")]
+
+
+@contextlib.contextmanager
+def nixl_pair(python: str, model: str, folder: Path, connector: str, best: bool) -> Iterator[Deployment]:
+    """A pair over one of vLLM's own connectors."""
+    label = f"{connector} {'at its best' if best else 'as shipped'}"
+    environments: list[dict[str, str]] = []
+    ports = [free_port(), free_port()]
+    for port in ports:
+        environment = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)}
+        environments.append(environment if best else environment | {"VLLM_CPU_OMP_THREADS_BIND": "auto"})
+    tag = label.replace(" ", "-")
+    configs = [
+        ServerConfig(f"{tag}-{name}", FLAGS, _transfer(connector, role, f"{tag}-{name}", best), environment)
+        for (name, role), environment in zip(ROLES, environments, strict=True)
+    ]
+    with serve(python, model, folder, configs) as (p, d):
+        legs: Legs = NixlPull(p.url, d.url)
+        if connector == "NixlPushConnector":
+            legs = NixlPush(p.url, d.url, f"{tag}-P", ports[0])
+        yield Deployment(label, legs, (p, d))
+
+
+def _stop(deployments: Sequence[Deployment], number: signal.Signals) -> None:
+    for deployment in deployments:
+        for server in deployment.servers:
+            server.signal(number)
+
+
+async def rounds(
+    one: Deployment, others: Sequence[Deployment], length: int, num_rounds: int, num: int, pause: bool
+) -> dict[str, Row]:
+    """Ask all of them `num_rounds` times. `pause`: stop the others while `one` is asked.
+
+    Raises BatonError when two deployments give different tokens.
+    """
+    rng = random.Random(length)
+    rows = {deployment.name: Row.empty() for deployment in (one, *others)}
+    async with aiohttp.ClientSession(timeout=TIMEOUT) as session:
+        for index in range(WARM_UP + num_rounds):
+            prompt = [rng.randrange(*VOCABULARY) for _ in range(length)]
+            order = [one, *others]
+            rng.shuffle(order)
+            found: dict[str, list[int]] = {}
+            for deployment in order:
+                if pause and deployment is one:
+                    _stop(others, signal.SIGSTOP)
+                answer = await deployment.legs.ask(session, prompt, num)
+                found[deployment.name] = answer.token_ids
+                if index >= WARM_UP:
+                    rows[deployment.name].add(answer, num)
+                await asyncio.sleep(SLEEP_S)
+                if pause and deployment is one:
+                    _stop(others, signal.SIGCONT)
+            for name, tokens in found.items():
+                if tokens != found[one.name]:
+                    raise BatonError(f"{name} answers other tokens than one server: {tokens} and {found[one.name]}")
+    return rows
+
+
+async def processor(deployment: Deployment) -> tuple[float, float]:
+    """Cores that its servers take together: idle, 2 s after the last request, and with one request parked."""
+    async with aiohttp.ClientSession(timeout=TIMEOUT) as session:
+        await asyncio.sleep(IDLE_AFTER_S)
+        idle = await _cores(deployment)
+        prompt = [random.Random(1).randrange(*VOCABULARY) for _ in range(512)]
+        parked = asyncio.create_task(deployment.legs.park(session, prompt))
+        # The first second is the arrival of the request itself.
+        await asyncio.sleep(IDLE_AFTER_S)
+        waiting = await _cores(deployment)
+        parked.cancel()
+        await asyncio.gather(parked, return_exceptions=True)
+        await asyncio.sleep(SLEEP_S)
+    return idle, waiting
+
+
+async def _cores(deployment: Deployment) -> float:
+    before = [server.cpu_s() for server in deployment.servers]
+    await asyncio.sleep(WINDOW_S)
+    return sum(s.cpu_s() - b for s, b in zip(deployment.servers, before, strict=True)) / WINDOW_S
+
+
+def table(rows: dict[str, Row], one: str) -> list[str]:
+    """Medians, and median ratios to `one` with their quartiles, as Markdown."""
+    lines = ["| deployment | TTFT ms | over one | 2nd token ms | TPOT ms | over one | ITL ms | over one |"]
+    lines.append("|---|---|---|---|---|---|---|---|")
+    for name, row in rows.items():
+        cells = [name, f"{statistics.median(row.ttft):.1f}", _ratio(row.ttft, rows[one].ttft)]
+        cells += [f"{statistics.median(row.second):.1f}"]
+        cells += [f"{statistics.median(row.tpot):.2f}", _ratio(row.tpot, rows[one].tpot)]
+        cells += [f"{statistics.median(row.itl):.2f}", _ratio(row.itl, rows[one].itl)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def _ratio(values: list[float], reference: list[float]) -> str:
+    ratios = sorted(a / b for a, b in zip(values, reference, strict=True))
+    low, high = ratios[len(ratios) // 4], ratios[3 * len(ratios) // 4]
+    return f"{statistics.median(ratios):.2f} ({low:.2f}-{high:.2f})"
+
+
+def main(
+    vllm_python: Annotated[str, typer.Option(help="An interpreter that has vLLM.")] = sys.executable,
+    model: Annotated[str, typer.Option(help="Checkpoint directory.")] = MODEL,
+    lengths: Annotated[str, typer.Option(help="Prompt lengths.")] = "512,2000",
+    num_rounds: Annotated[int, typer.Option(help="Rounds for each length.")] = 15,
+    num_rounds_shipped: Annotated[int, typer.Option(help="The same for vLLM's connectors as shipped; 0: none.")] = 3,
+    max_tokens: Annotated[int, typer.Option(help="Tokens of an answer.")] = 128,
+    max_tokens_shipped: Annotated[int, typer.Option(help="The same as shipped.")] = 16,
+    peers: Annotated[bool, typer.Option(help="Measure vLLM's own connectors too.")] = True,
+    log_dir: Annotated[Path | None, typer.Option(help="Keep the servers' logs here.")] = None,
+    json_output: Annotated[Path | None, typer.Option("--json", help="Write every time that was taken here.")] = None,
+) -> None:
+    """Print the tables."""
+    sizes = [int(length) for length in lengths.split(",")]
+    everything: dict[str, Any] = {}
+    with contextlib.ExitStack() as stack:
+        folder = log_dir or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="baton-bench-")))
+        folder.mkdir(parents=True, exist_ok=True)
+        (server,) = stack.enter_context(serve(vllm_python, model, folder, [ServerConfig("one", FLAGS)]))
+        one = Deployment("one vLLM", Single(server.url), (server,))
+        others = stack.enter_context(baton_pair(vllm_python, model, folder))
+        connectors = ("NixlConnector", "NixlPushConnector") if peers else ()
+        for connector in connectors:
+            others.append(stack.enter_context(nixl_pair(vllm_python, model, folder, connector, best=True)))
+        for length in sizes:
+            found = asyncio.run(rounds(one, others, length, num_rounds, max_tokens, pause=False))
+            everything[f"{length}"] = {name: vars_of(row) for name, row in found.items()}
+            print(f"\n{length} tokens, {num_rounds} rounds, {max_tokens} tokens each:", flush=True)
+            print("\n".join(table(found, one.name)), flush=True)
+        for deployment in (one, *others):
+            idle, parked = asyncio.run(processor(deployment))
+            everything[f"cores {deployment.name}"] = [idle, parked]
+            print(f"cores, {deployment.name}: idle {idle:.3f}, one parked {parked:.2f}", flush=True)
+        for connector in connectors if num_rounds_shipped else ():
+            with nixl_pair(vllm_python, model, folder, connector, best=False) as shipped:
+                for length in sizes:
+                    found = asyncio.run(
+                        rounds(one, [shipped], length, num_rounds_shipped, max_tokens_shipped, pause=True)
+                    )
+                    everything[f"{length} {shipped.name}"] = {name: vars_of(row) for name, row in found.items()}
+                    print(f"\n{length} tokens, {num_rounds_shipped} rounds, {max_tokens_shipped} tokens each:")
+                    print("\n".join(table(found, one.name)), flush=True)
+                idle, parked = asyncio.run(processor(shipped))
+                print(f"cores, {shipped.name}: idle {idle:.3f}, one parked {parked:.2f}", flush=True)
+    if json_output is not None:
+        json_output.write_text(json.dumps(everything))
+
+
+def vars_of(row: Row) -> dict[str, list[float]]:
+    """A row as JSON takes it."""
+    return {"ttft": row.ttft, "second": row.second, "tpot": row.tpot, "itl": row.itl}
+
+
+if __name__ == "__main__":
+    typer.run(main)

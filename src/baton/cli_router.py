@@ -1,0 +1,130 @@
+"""`baton router`, and how a router is served. Heavy imports wait until they are needed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import sys
+from collections.abc import AsyncIterator, Callable
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from baton.engine.config import KVMode
+from baton.errors import ConfigError
+from baton.openai.http import bind, serve, url_of
+from baton.processes import Reporter
+from baton.wire import Recovery
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+    from baton.router import RouterConfig
+
+Host = Annotated[str, typer.Option(help="Address to listen on; loopback unless you protect it yourself.")]
+Port = Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")]
+ReadyFd = Annotated[int | None, typer.Option(hidden=True)]
+KeyFile = Annotated[str | None, typer.Option(help="32 random bytes shared by router and engines.")]
+Keys = Annotated[str | None, typer.Option(metavar="DIR", help="Key directory of `baton keys`, ticket key included.")]
+KvMode = Annotated[KVMode, typer.Option(help="Who issues the copies: prefill (push) or decode (pull).")]
+Policy = Annotated[Literal["round_robin", "least_loaded"], typer.Option(help="How engines are chosen.")]
+AllowMode = Annotated[bool, typer.Option(help="Let a request choose by its field kv_mode.")]
+_TokenizerDir = Annotated[str | None, typer.Option(help="Default: the engines' own checkpoint.")]
+_LastRung = Annotated[Recovery, typer.Option(help="How far the router goes for a request whose engines failed.")]
+_EngineKind = Annotated[Literal["baton", "vllm"], typer.Option(help="What runs at the URLs: `baton serve`, or vLLM.")]
+_Urls = Annotated[list[str] | None, typer.Option(metavar="URL", help="Repeat, or separate by commas.")]
+_KvConnector = Annotated[
+    str | None,
+    typer.Option(help="vLLM: BatonConnector (default), or its own NixlConnector (pull) or NixlPushConnector."),
+]
+_Seed = Annotated[
+    bool, typer.Option("--seed-first-token", help="vLLM: the decode server is sent the first token, and samples none.")
+]
+_NearTie = Annotated[
+    float | None,
+    typer.Option(min=0.0, help="vLLM: nats by which two first tokens may be apart. Default: 0.1; 0 excuses none."),
+]
+
+
+def router_command(
+    prefill: _Urls = None,
+    decode: _Urls = None,
+    both: _Urls = None,
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
+    ticket_key_file: KeyFile = None,
+    keys: Keys = None,
+    kv_mode: KvMode = "push",
+    policy: Policy = "round_robin",
+    allow_mode_override: AllowMode = False,
+    tokenizer: _TokenizerDir = None,
+    recovery: _LastRung = "full",
+    engine: _EngineKind = "baton",
+    kv_connector: _KvConnector = None,
+    seed_first_token: _Seed = False,
+    near_tie: _NearTie = None,
+    ready_fd: ReadyFd = None,
+) -> None:
+    """The front door over engines that run already; more may join by POST /instances/add."""
+    from baton.handoff import keys as key_files
+    from baton.handoff.ticket import load_or_create_key
+    from baton.router import RouterConfig
+
+    vllm_only: dict[str, Any] = {
+        "kv_connector": kv_connector,
+        "seed_first_token": seed_first_token or None,
+        "near_tie": near_tie,
+    }
+    vllm_only = {name: value for name, value in vllm_only.items() if value is not None}
+    if vllm_only and engine != "vllm":
+        raise ConfigError(next(iter(vllm_only)), "is for --engine vllm")
+    reporter = Reporter(ready_fd)
+    if ticket_key_file is None and keys is not None:
+        ticket_key_file = str(key_files.ticket_key_file(keys))
+    config = RouterConfig(
+        prefill=_split(prefill),
+        decode=_split(decode),
+        both=_split(both),
+        ticket_key=load_or_create_key(ticket_key_file) if ticket_key_file else None,
+        kv_mode=kv_mode,
+        policy=policy,
+        allow_mode_override=allow_mode_override,
+        tokenizer=tokenizer,
+        recovery=recovery,
+        engine=engine,
+        **vllm_only,
+    )
+    listener = bind(host, port)
+
+    def on_ready(url: str) -> None:
+        reporter.ready(url)
+        if ready_fd is None:
+            print(f"router is served at {url}/v1", file=sys.stderr, flush=True)
+
+    with contextlib.closing(listener):
+        asyncio.run(serve_router(config, listener, on_ready))
+
+
+async def serve_router(
+    config: RouterConfig,
+    listener: socket.socket,
+    on_ready: Callable[[str], None],
+    beside: Callable[[web.Application], AsyncIterator[None]] | None = None,
+) -> None:
+    """Serve a router until SIGINT or SIGTERM; what `beside` starts runs meanwhile."""
+    from baton.router import build_app
+
+    app = await build_app(config)
+    if beside is not None:
+        app.cleanup_ctx.append(beside)
+    await serve(app, listener, lambda: on_ready(url_of(listener)))
+
+
+def _split(urls: list[str] | None) -> tuple[str, ...]:
+    return tuple(part for url in urls or [] for part in url.split(",") if part)
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands of this module."""
+    app.command("router")(router_command)

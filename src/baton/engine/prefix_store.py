@@ -1,0 +1,168 @@
+"""Prefixes that outlive an engine: KV of prompts in a `FileStore`, for every engine of the same model.
+
+An entry holds the pages of `SPAN_TOKENS` tokens in every group, the drafter's too, under a key that names the model
+and all tokens that they depend on. What a request finds there enters the prefix cache before the request is
+scheduled, so nothing else in the engine knows of the store; what is not found, damaged or too much for the pool is
+computed. Only engines that compute prompts write: what came over a wire may be shared by nobody.
+
+Files are read and written on threads of this class; pages and the prefix cache are touched on the engine thread alone.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from baton.engine.request import Request
+from baton.errors import TransportError
+from baton.handoff.log_limit import LogLimit
+from baton.kv.page_pool import PagePool
+from baton.transports.base import ByteArray
+from baton.transports.store import FileStore, content_key
+
+log = logging.getLogger(__name__)
+log.addFilter(LogLimit())
+
+SPAN_TOKENS = 256
+Post = Callable[[Callable[[], None]], None]
+Pages = dict[str, list[int]]
+
+
+class PrefixStore:
+    """One engine's view of a store. `load` and `save` are for the engine thread."""
+
+    def __init__(
+        self, store: FileStore, model: str, pools: Mapping[str, PagePool], kv: Mapping[str, Tensor], writes: bool
+    ) -> None:
+        """`model` is all that decides what KV a model computes for given tokens. `pools` and `kv` (`[pages, ...]`), by
+        group, have one page size."""
+        self._store, self._model, self._pools, self._kv, self._writes = store, model, pools, kv, writes
+        self._page_size = next(iter(pools.values())).page_size
+        self._span_pages = max(1, SPAN_TOKENS // self._page_size)
+        self._span = self._span_pages * self._page_size
+        self._lookahead = max(pool.lookahead for pool in pools.values())
+        self._num_writing = 0
+        self._readers = ThreadPoolExecutor(2, thread_name_prefix="baton-prefix-read")
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="baton-prefix-write")
+        self._post: Post
+
+    def bind(self, post: Post) -> None:
+        """How calls reach the engine thread."""
+        self._post = post
+
+    def close(self) -> None:
+        """Finish what is being written; the pages are in use until then."""
+        self._readers.shutdown(cancel_futures=True)
+        self._writer.shutdown()
+
+    # ------------------------------------------------------------ engine thread
+
+    def load(self, request: Request, then: Callable[[int], None]) -> bool:
+        """Have the store looked through for the request's prompt. False when there is nothing to look for; else
+        `then` is called later, with the number of tokens that entered the prefix cache."""
+        tokens = request.token_ids[: request.prefill_len]
+        first = min(pool.lookup(tokens, len(tokens)).num_tokens for pool in self._pools.values()) // self._span
+        last = min(self._num_spans(len(tokens)), first + self._num_free_spans())
+        if first >= last:
+            return False
+
+        def look() -> None:
+            found = self._read(tokens, first, last)
+            self._post(lambda: then(self._insert(tokens, first, found)))
+
+        self._readers.submit(look)
+        return True
+
+    def save(self, request: Request, num_final: int) -> None:
+        """Write those of a request's entries [0, `num_final`) that are not in the store. The pages stay in use
+        meanwhile."""
+        num = min(num_final // self._span, self._num_spans(len(request.token_ids)))
+        count = num * self._span_pages
+        # A slow disk must not take the pages that requests need.
+        room = min(pool.num_pages for pool in self._pools.values()) // 4 - self._num_writing
+        if not self._writes or not 0 < count <= room:
+            return
+        tokens = list(request.token_ids)
+        pages = {name: request.pages[name][:count] for name in self._pools}
+        self._num_writing += count
+        for name, pool in self._pools.items():
+            pool.share(pages[name])
+
+        def write() -> None:
+            try:
+                self._write(tokens, pages)
+            except TransportError as error:
+                log.warning("a prefix was not stored: %s", error)
+            finally:
+                self._post(lambda: self._written(count, pages))
+
+        self._writer.submit(write)
+
+    def _written(self, count: int, pages: Pages) -> None:
+        self._num_writing -= count
+        for name, pool in self._pools.items():
+            pool.release(pages[name])
+
+    def _insert(self, tokens: Sequence[int], first: int, found: Sequence[Mapping[str, ByteArray]]) -> int:
+        # What leads to the new pages must not make room for them.
+        held = {name: pool.lookup(tokens, first * self._span).pages for name, pool in self._pools.items()}
+        for name, pool in self._pools.items():
+            pool.share(held[name])
+        num = min(len(found), self._num_free_spans())
+        for name, pool in self._pools.items():
+            kv, pages = self._kv[name], pool.allocate(num * self._span_pages)
+            for index in range(num):
+                data = torch.from_numpy(found[index][name]).view(kv.dtype).view(self._span_pages, *kv.shape[1:])
+                kv[torch.tensor(pages[self._part(index)])] = data.to(kv.device)
+            pool.cache(tokens, [0] * (first * self._span_pages) + pages, [], (first + num) * self._span)
+            pool.release(held[name] + pages)
+        return num * self._span
+
+    def _part(self, index: int) -> slice:
+        return slice(index * self._span_pages, (index + 1) * self._span_pages)
+
+    def _num_spans(self, num_tokens: int) -> int:
+        return max(0, num_tokens - self._lookahead) // self._span
+
+    def _num_free_spans(self) -> int:
+        return min(pool.num_available for pool in self._pools.values()) // self._span_pages
+
+    # ------------------------------------------------------------ threads of the store
+
+    def _keys(self, tokens: Sequence[int], num: int) -> Iterator[str]:
+        """Keys of the first `num` spans, each over all tokens before it."""
+        key = self._model
+        for start in range(0, num * self._span, self._span):
+            key = content_key(key, tokens[start : start + self._span + self._lookahead])
+            yield key
+
+    def _read(self, tokens: Sequence[int], first: int, last: int) -> list[dict[str, ByteArray]]:
+        found: list[dict[str, ByteArray]] = []
+        try:
+            for index, key in enumerate(self._keys(tokens, last)):
+                if index < first:
+                    continue
+                entry = self._store.get(key)
+                if entry is None or not self._fits(entry.tensors):
+                    break
+                found.append(entry.tensors)
+        except TransportError as error:
+            log.warning("a stored prefix is computed again: %s", error)
+        return found
+
+    def _fits(self, tensors: Mapping[str, ByteArray]) -> bool:
+        sizes = {name: kv[0].nbytes * self._span_pages for name, kv in self._kv.items()}
+        return {name: data.size for name, data in tensors.items()} == sizes
+
+    def _write(self, tokens: Sequence[int], pages: Pages) -> None:
+        num = min(len(ids) for ids in pages.values()) // self._span_pages
+        for index, key in enumerate(self._keys(tokens, num)):
+            if self._store.use(key):
+                continue
+            part = self._part(index)
+            tensors = {name: kv[torch.tensor(pages[name][part])].cpu() for name, kv in self._kv.items()}
+            self._store.put({name: kv.reshape(-1).view(torch.uint8).numpy() for name, kv in tensors.items()}, key=key)

@@ -1,0 +1,37 @@
+"""How engines hand requests over, as their router sees it: one file a kind, one line here."""
+
+from __future__ import annotations
+
+from baton.errors import ConfigError
+from baton.router.connectors.base import Connector, ConnectorConfig, Handoff
+from baton.router.connectors.engines import EngineConnector
+from baton.router.connectors.nixl import NixlPullConnector, NixlPushConnector
+from baton.router.connectors.vllm_baton import BatonConnector
+
+# Engines of Baton's own have one kind. vLLM's are called as vLLM calls them.
+BATON_ENGINES = "baton"
+CONNECTORS: dict[str, type[Connector]] = {
+    BATON_ENGINES: EngineConnector,
+    "BatonConnector": BatonConnector,
+    "NixlConnector": NixlPullConnector,
+    "NixlPushConnector": NixlPushConnector,
+}
+VLLM_CONNECTORS = tuple(name for name in CONNECTORS if name != BATON_ENGINES)
+
+
+def create_connector(name: str, config: ConnectorConfig) -> Connector:
+    """Return the connector called `name`. Raises `ConfigError`: there is none, or it cannot do what is asked."""
+    if name not in CONNECTORS:
+        raise ConfigError("kv_connector", f"must be one of {', '.join(VLLM_CONNECTORS)}, got {name!r}")
+    return CONNECTORS[name](config)
+
+
+__all__ = [
+    "BATON_ENGINES",
+    "CONNECTORS",
+    "VLLM_CONNECTORS",
+    "Connector",
+    "ConnectorConfig",
+    "Handoff",
+    "create_connector",
+]

@@ -1,0 +1,125 @@
+"""What a kind of handoff is to the router: clients for its engines, and the legs of each request."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, TypeVar
+
+import aiohttp
+
+from baton.errors import ConfigError, EngineLostError, EngineUnavailableError, RequestError
+from baton.openai.backend import KVMode
+from baton.router.client import EngineClient
+from baton.router.join import Chunks, Leg
+from baton.router.pool import Instance, Role
+from baton.router.timers import RouterTimers
+from baton.wire import GenerateRequest, SamplingParams
+
+# What depends on more of the first token than its id, with the value that does not.
+_NOT_SEEDED = {"seed": None, "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "stop": ()}
+Outcome = Literal["completed", "finished_early", "aborted", "failed"]
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectorConfig:
+    """`ticket_key` signs tickets; `seed_first_token`: the decode engine is sent the prefill engine's first token."""
+
+    ticket_key: bytes | None = None
+    seed_first_token: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Handoff:
+    """The legs of one attempt. `notices`: the decode engine itself finds out when what it waits for does not come, and
+    recovers or says so; else its leg is worth nothing once the prefill leg is lost. `over` is awaited when the attempt
+    has ended and both legs are closed; it may fail, and then time ends what it was to end.
+    """
+
+    legs: Mapping[Leg, Chunks]
+    notices: bool = True
+    over: Callable[[Outcome], Coroutine[Any, Any, None]] | None = None
+
+
+class Connector(ABC):
+    """One kind of handoff, for all engines of a router.
+
+    `needs_ticket_key`, `can_seed`, `has_modes`: whether it needs a ticket key, can send the first token to the decode
+    engine, and lets a request choose who issues the copies. Raises `ConfigError` for a setting that it cannot honour.
+    """
+
+    needs_ticket_key: ClassVar[bool] = False
+    can_seed: ClassVar[bool] = False
+    has_modes: ClassVar[bool] = True
+
+    def __init__(self, config: ConnectorConfig) -> None:
+        if config.seed_first_token and not self.can_seed:
+            raise ConfigError("seed_first_token", "is for vLLM servers with BatonConnector")
+        self.config = config
+
+    @abstractmethod
+    def client(self, session: aiohttp.ClientSession, url: str, timers: RouterTimers, role: Role) -> EngineClient:
+        """Return a client of the engine at `url`, which is used in `role`."""
+
+    @abstractmethod
+    def handoff(self, request: GenerateRequest, prefill: Instance, decode: Instance, kv_mode: KVMode) -> Handoff:
+        """Return the legs of one attempt; nothing is sent before they are read.
+
+        Raises `EngineUnavailableError` when an engine is not known any more.
+        """
+
+    def check(self, params: SamplingParams) -> None:
+        """Raise `RequestError` for what a client asks (seed None: it did not say) and cannot have here."""
+        for name, neutral in _NOT_SEEDED.items():
+            if self.config.seed_first_token and getattr(params, name) != neutral:
+                raise RequestError(f"{name} cannot be had here: this router runs with --seed-first-token", name)
+
+    def can_resume(self, params: SamplingParams) -> bool:
+        """Whether another attempt may go on behind tokens that were sent, without changing what follows."""
+        return True
+
+
+def in_turn(first: Callable[[asyncio.Future[_T | None]], Chunks], then: Callable[[_T], Chunks]) -> dict[Leg, Chunks]:
+    """Legs one after the other: the decode leg begins when the prefill leg `first` has set its future to what `then`
+    needs. A first leg that ends the request sets nothing.
+    """
+    found: asyncio.Future[_T | None] = asyncio.get_running_loop().create_future()
+
+    async def prefill() -> Chunks:
+        ended = False
+        try:
+            async with contextlib.aclosing(first(found)) as chunks:
+                async for chunk in chunks:
+                    if chunk.finish_reason == "error":
+                        raise EngineUnavailableError(chunk.error or "the prefill leg failed")
+                    ended |= chunk.finish_reason is not None
+                    yield chunk
+            if not ended and not found.done():
+                raise EngineUnavailableError("the prefill leg ended without a token")
+        except EngineLostError as error:
+            # No decode engine waits for it yet that could recover.
+            raise EngineUnavailableError(str(error)) from None
+        finally:
+            if not found.done():
+                found.set_result(None)
+
+    async def decode() -> Chunks:
+        needed = await found
+        if needed is not None:
+            async with contextlib.aclosing(then(needed)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+
+    return {"prefill": prefill(), "decode": decode()}
+
+
+async def muted(leg: Chunks) -> Chunks:
+    """The leg without its tokens: those of the other leg are the request's."""
+    async with contextlib.aclosing(leg):
+        async for chunk in leg:
+            if chunk.finish_reason == "error":
+                yield chunk

@@ -1,0 +1,153 @@
+"""vLLM servers with vLLM's own NIXL connectors, for comparison and for those who run them already.
+
+With `NixlConnector` the decode server reads (pull): the legs follow each other, since it needs what the prefill server
+says when it has finished. With `NixlPushConnector` the prefill server writes: both legs begin at once, and are paired
+by their request id. Neither is told when the other side gives up; blocks come back when vLLM's own lease ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import ClassVar, Literal
+
+import aiohttp
+import msgspec
+
+from baton.errors import EngineUnavailableError, ProtocolError
+from baton.openai.backend import KVMode
+from baton.router.connectors.base import Connector, ConnectorConfig, Handoff, in_turn
+from baton.router.join import Chunks
+from baton.router.pool import Instance, Role
+from baton.router.timers import RouterTimers
+from baton.router.vllm_api import Model, can_resume
+from baton.router.vllm_client import VllmClient
+from baton.wire import EngineInfo, GenerateRequest, SamplingParams, TokenChunk
+
+_FETCHED: dict[str, object] = {"do_remote_decode": True, "do_remote_prefill": False}
+_PER_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+# vLLM says nowhere how many tokens it knows, and checks ids itself.
+_ANY_TOKEN = 2**31 - 1
+
+
+class _Address(msgspec.Struct, frozen=True):
+    """Where a server's connector is found, of what a finished prefill leg says."""
+
+    remote_engine_id: str
+    remote_host: str
+    remote_port: int
+    tp_size: int = 1
+    pp_size: int = 1
+    dcp_size: int = 1
+    transfer_mode: Literal["pull", "push"] = "pull"
+
+
+class _NixlConnector(Connector):
+    """What both modes have in common. A server's address is asked for by a prefill leg of one token, whose block it
+    keeps until its lease ends."""
+
+    has_modes = False
+    mode: ClassVar[Literal["pull", "push"]]
+
+    def __init__(self, config: ConnectorConfig) -> None:
+        super().__init__(config)
+        self._addresses: dict[str, _Address] = {}
+        self._num_drafts: dict[str, int] = {}
+
+    def client(self, session: aiohttp.ClientSession, url: str, timers: RouterTimers, role: Role) -> VllmClient:
+        """See `Connector.client`."""
+
+        async def identify(client: VllmClient, model: Model) -> EngineInfo:
+            return await self._identify(client, model, role)
+
+        return VllmClient(session, url, timers, identify)
+
+    def can_resume(self, params: SamplingParams) -> bool:
+        """See `Connector.can_resume`."""
+        return can_resume(params)
+
+    def handoff(self, request: GenerateRequest, prefill: Instance, decode: Instance, kv_mode: KVMode) -> Handoff:
+        """See `Connector.handoff`. The mode is the servers' own."""
+        p = VllmClient.of(prefill)
+        if request.sampling_params.max_tokens - request.num_known == 1:
+            return Handoff({"decode": p.leg(request)})  # the first token is the last
+        address = self._addresses.get(p.url)
+        if address is None:
+            raise EngineUnavailableError(f"engine {p.url} is not known any more")
+        return self._legs(request, p, VllmClient.of(decode), address)
+
+    def _legs(self, request: GenerateRequest, p: VllmClient, d: VllmClient, address: _Address) -> Handoff:
+        raise NotImplementedError
+
+    async def _first(self, request: GenerateRequest, p: VllmClient) -> tuple[TokenChunk, dict[str, object], bool]:
+        """The prefill leg: its token, what the decode server needs, and whether the token is the request's. It is not
+        where a model's prompts are not computed to the end, or a decode server that speculates draws another.
+        """
+        chunk, params = await p.first_token(request, _FETCHED)
+        if chunk.finish_reason == "error":
+            raise EngineUnavailableError(f"engine {p.url}: {chunk.error}")
+        drawn = self._num_drafts[p.url] > 0 and request.sampling_params.temperature > 0
+        return chunk, params, not drawn and params.get("remote_num_tokens") == len(request.prompt_token_ids)
+
+    async def _identify(self, client: VllmClient, model: Model, role: Role) -> EngineInfo:
+        answer = await client.tell(_FETCHED)
+        try:
+            address = msgspec.convert(answer.kv_transfer_params, _Address)
+        except msgspec.ValidationError as error:
+            raise ProtocolError(f"{client.url} does not run vLLM's NixlConnector: {error}") from None
+        if address.transfer_mode != self.mode:
+            raise ProtocolError(
+                f"{client.url} runs vLLM's NixlConnector in mode {address.transfer_mode}, not {self.mode}"
+            )
+        self._addresses[client.url] = address
+        num_drafts = self._num_drafts[client.url] = len((await client.metrics()).get(_PER_POSITION, ()))
+        return EngineInfo(
+            engine_id=address.remote_engine_id,
+            incarnation=address.remote_engine_id,
+            role=role,
+            model=model.id,
+            model_path=model.root,
+            max_model_len=model.max_model_len,
+            vocab_size=_ANY_TOKEN,
+            eos_token_ids=[],
+            control_address=f"tcp://{address.remote_host}:{address.remote_port}",
+            fingerprint="",
+            num_speculative_tokens=num_drafts,
+            batch_invariant=False,
+        )
+
+
+class NixlPullConnector(_NixlConnector):
+    """The decode server reads, once the prefill server has finished."""
+
+    mode = "pull"
+
+    def _legs(self, request: GenerateRequest, p: VllmClient, d: VllmClient, address: _Address) -> Handoff:
+        async def first(found: asyncio.Future[dict[str, object] | None]) -> Chunks:
+            chunk, params, is_first = await self._first(request, p)
+            if not is_first or chunk.finish_reason is None:
+                found.set_result(params)
+            if is_first:
+                yield chunk
+
+        return Handoff(in_turn(first, lambda params: d.leg(request, params)), notices=False)
+
+
+class NixlPushConnector(_NixlConnector):
+    """The prefill server writes, once it has finished; the decode server tells it where to."""
+
+    mode = "push"
+
+    def _legs(self, request: GenerateRequest, p: VllmClient, d: VllmClient, address: _Address) -> Handoff:
+        async def prefilling() -> Chunks:
+            chunk, _, is_first = await self._first(request, p)
+            if is_first:
+                yield chunk
+
+        wanted: dict[str, object] = {
+            **msgspec.to_builtins(address),
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            # vLLM's own name for it, but for a suffix that is random.
+            "remote_request_id": f"cmpl-{request.request_id}-0",
+        }
+        return Handoff({"prefill": prefilling(), "decode": d.leg(request, wanted)}, notices=False)

@@ -1,0 +1,128 @@
+"""vLLM servers with `BatonConnector`.
+
+Both legs begin at once with the same prompt. Its last token is computed by the decode server too, which so samples the
+first token again, for comparison. With `seed_first_token` the legs follow each other instead: the decode server gets
+the prompt and the prefill server's token, and samples nothing twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import aiohttp
+import msgspec
+
+from baton.errors import EngineUnavailableError, ProtocolError, RequestError
+from baton.handoff.ticket import request_digest
+from baton.openai.backend import KVMode
+from baton.router.connectors.base import Connector, ConnectorConfig, Handoff, Outcome, in_turn, muted
+from baton.router.connectors.tickets import mint_ticket
+from baton.router.join import Chunks
+from baton.router.pool import Instance, Role
+from baton.router.timers import RouterTimers
+from baton.router.vllm_api import Model, can_resume
+from baton.router.vllm_client import VllmClient
+from baton.wire import BATON_PARAM, EngineIdentity, EngineInfo, GenerateRequest, LegParams, SamplingParams
+
+
+class BatonConnector(Connector):
+    """Knows of each server who it is, by URL."""
+
+    needs_ticket_key = True
+    can_seed = True
+
+    def __init__(self, config: ConnectorConfig) -> None:
+        super().__init__(config)
+        self._identities: dict[str, EngineIdentity] = {}
+
+    def client(self, session: aiohttp.ClientSession, url: str, timers: RouterTimers, role: Role) -> VllmClient:
+        """See `Connector.client`."""
+
+        async def identify(client: VllmClient, model: Model) -> EngineInfo:
+            return await self._identify(client, model, role)
+
+        return VllmClient(session, url, timers, identify)
+
+    def can_resume(self, params: SamplingParams) -> bool:
+        """See `Connector.can_resume`."""
+        return can_resume(params)
+
+    def handoff(self, request: GenerateRequest, prefill: Instance, decode: Instance, kv_mode: KVMode) -> Handoff:
+        """See `Connector.handoff`."""
+        p, d = VllmClient.of(prefill), VllmClient.of(decode)
+        identity = self._identities.get(p.url)
+        if identity is None:
+            raise EngineUnavailableError(f"engine {p.url} is not known any more")
+        tokens, seeded = request.prompt_token_ids, self.config.seed_first_token
+        handed_over = tokens if seeded else tokens[:-1]
+        # A vLLM server knows of a ticket's request only the tokens that are handed over.
+        digest = request_digest(handed_over, SamplingParams())
+        ticket = mint_ticket(self.config.ticket_key, prefill, decode, kv_mode, digest)
+
+        async def over(outcome: Outcome) -> None:
+            if outcome in ("failed", "aborted") or (seeded and outcome == "finished_early"):
+                # The decode server may never have seen its leg, and so cannot say that it wants nothing.
+                await p.tell(_params(LegParams(role="cancel", ticket=ticket)), patient=True)
+
+        wanted = LegParams(role="decode", ticket=ticket)
+        if seeded and request.sampling_params.max_tokens - request.num_known == 1:
+            return Handoff({"decode": p.leg(request)})  # the first token is the last
+        if identity.truncate_prefill and not handed_over:
+            return Handoff({"decode": d.leg(request)})
+        if seeded:
+            offered = LegParams(role="prefill", ticket=ticket, seed_first_token=True)
+
+            async def first(found: asyncio.Future[list[int] | None]) -> Chunks:
+                async for chunk in p.leg(request, _params(offered), first_only=True):
+                    if chunk.token_ids and chunk.finish_reason is None:
+                        found.set_result(chunk.token_ids)
+                    yield chunk
+
+            def then(sampled: list[int]) -> Chunks:
+                num_prompt = len(tokens) - request.num_known
+                more = msgspec.structs.replace(request, prompt_token_ids=tokens + sampled, num_prompt_tokens=num_prompt)
+                return d.leg(more, _params(wanted))
+
+            return Handoff(in_turn(first, then), over=over)
+        offered = LegParams(role="prefill", ticket=ticket)
+        if identity.truncate_prefill:
+            short = msgspec.structs.replace(
+                request,
+                prompt_token_ids=handed_over,
+                num_prompt_tokens=min(len(handed_over), len(tokens) - request.num_known),
+            )
+            prefilling = muted(p.leg(short, _params(offered), first_only=True))
+        else:
+            prefilling = p.leg(request, _params(offered), first_only=True)
+            # A sampled token of a verification step is another draw than an ordinary one, whatever the seed.
+            if identity.num_speculative_tokens and request.sampling_params.temperature > 0:
+                prefilling = muted(prefilling)
+        return Handoff({"prefill": prefilling, "decode": d.leg(request, _params(wanted))}, over=over)
+
+    async def _identify(self, client: VllmClient, model: Model, role: Role) -> EngineInfo:
+        answer = await client.tell(_params(LegParams(role="identify")))
+        try:
+            identity = msgspec.convert((answer.kv_transfer_params or {}).get(BATON_PARAM), EngineIdentity)
+        except msgspec.ValidationError as error:
+            raise ProtocolError(f"{client.url} does not run BatonConnector: {error}") from None
+        if role not in ("both", *identity.roles):
+            raise RequestError(f"{client.url} has roles {identity.roles}, not {role!r}", "role")
+        self._identities[client.url] = identity
+        return EngineInfo(
+            engine_id=identity.engine_id,
+            incarnation=identity.incarnation,
+            role=role,
+            model=model.id,
+            model_path=model.root,
+            max_model_len=model.max_model_len,
+            vocab_size=identity.vocab_size,
+            eos_token_ids=identity.eos_token_ids,
+            control_address=identity.control_address,
+            fingerprint=identity.fingerprint,
+            num_speculative_tokens=identity.num_speculative_tokens,
+            batch_invariant=False,
+        )
+
+
+def _params(leg: LegParams) -> dict[str, object]:
+    return {BATON_PARAM: msgspec.to_builtins(leg)}

@@ -1,0 +1,41 @@
+"""Near-ties: two engines that agree but for the last bits of a sum may still name two first tokens."""
+
+from __future__ import annotations
+
+from baton.router.client import EngineClient
+from baton.router.join import Joined, TokenMismatch
+from baton.wire import MAX_LOGPROBS, GenerateRequest, SamplingParams
+
+
+async def measure_gap(client: EngineClient, joined: Joined, mismatch: TokenMismatch) -> float | None:
+    """How far the logprobs of the two tokens of a mismatch are apart, in nats, as the engine behind `client` sees it,
+    that said the first of them; None where that says nothing: the choice was drawn, or biased, or the token said
+    later is none of the best.
+
+    Raises what the engine's leg raises.
+    """
+    params = joined.request.sampling_params
+    if not _is_plain(params) or mismatch.position != len(joined.token_ids) - 1:
+        return None
+    before = joined.token_ids[: mismatch.position]
+    asked = GenerateRequest(
+        request_id=f"{joined.request.request_id}.tie{mismatch.position}",
+        prompt_token_ids=joined.request.prompt_token_ids + before,
+        sampling_params=SamplingParams(max_tokens=1, temperature=0.0, logprobs=MAX_LOGPROBS, ignore_eos=True),
+    )
+    found: dict[int, float] = {}
+    async for chunk in client.generate(asked):
+        for token in chunk.logprobs or ():
+            found |= dict(token.top)
+    if mismatch.sent not in found or mismatch.said not in found:
+        return None
+    return abs(found[mismatch.sent] - found[mismatch.said])
+
+
+def _is_plain(params: SamplingParams) -> bool:
+    """Whether the most likely token is the one to choose."""
+    plain = SamplingParams(temperature=0.0)
+    return all(
+        getattr(params, name) == getattr(plain, name)
+        for name in ("temperature", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias")
+    )

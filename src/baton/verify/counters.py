@@ -1,0 +1,81 @@
+"""Acceptance as an engine's Prometheus counters tell it, in vLLM's names (`vllm:`) or Baton's (`baton:`)."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from baton.errors import EngineUnavailableError, ProtocolError
+from baton.verify.acceptance import Acceptance
+from baton.verify.client import Client, printable
+
+MAX_POSITIONS = 1024
+_PREFIXES = ("vllm:", "baton:")
+_DRAFTS = "spec_decode_num_drafts_total"
+_ACCEPTED = "spec_decode_num_accepted_tokens_per_pos_total"
+_MAX_COUNT = 2**53
+_POLL_S = 0.25
+_POLLS = 40
+
+
+def metrics_urls(text: str) -> tuple[str, ...]:
+    """Comma-separated URLs of engines or of their metrics."""
+    urls = [part.strip().rstrip("/") for part in text.split(",")]
+    return tuple(url if url.endswith("/metrics") else f"{url}/metrics" for url in urls)
+
+
+def parse_counters(text: str) -> Acceptance | None:
+    """The sum over engines and labels; None where there are no such counters. Raises `ProtocolError`."""
+    num_drafts: int | None = None
+    accepted: Counter[int] = Counter()
+    try:
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                prefix = next((p for p in _PREFIXES if sample.name.startswith(p)), "")
+                name = sample.name.removeprefix(prefix) if prefix else ""
+                if name == _DRAFTS:
+                    num_drafts = (num_drafts or 0) + _count(sample.value)
+                elif name == _ACCEPTED:
+                    accepted[int(sample.labels["position"])] += _count(sample.value)
+    except (ValueError, KeyError, IndexError, OverflowError) as error:
+        raise ProtocolError(f"the metrics are malformed: {printable(str(error))}") from None
+    if num_drafts is None:
+        return None
+    if any(not 0 <= position < MAX_POSITIONS for position in accepted):
+        raise ProtocolError(f"the metrics are malformed: draft positions must be below {MAX_POSITIONS}")
+    return Acceptance(num_drafts, tuple(accepted[position] for position in range(max(accepted, default=-1) + 1)))
+
+
+async def read_counters(client: Client, urls: Sequence[str]) -> Acceptance:
+    """The sum over `urls`. Raises `EngineUnavailableError` where there are no counters, `ProtocolError` for garbage."""
+    total = Acceptance(0, ())
+    for url in urls:
+        try:
+            found = parse_counters((await client.fetch("GET", url)).decode(errors="replace"))
+        except ProtocolError as error:
+            raise ProtocolError(f"{url}: {error}") from None
+        if found is None:
+            raise EngineUnavailableError(f"{url} has no counters of speculative decoding ({_DRAFTS})")
+        total = total + found
+    return total
+
+
+async def read_settled(client: Client, urls: Sequence[str]) -> Acceptance:
+    """The counters once they stand still: an engine may book its last step after its answer has left."""
+    found = await read_counters(client, urls)
+    for _ in range(_POLLS):
+        await asyncio.sleep(_POLL_S)
+        before, found = found, await read_counters(client, urls)
+        if found == before:
+            return found
+    raise ProtocolError("the counters do not stand still: the engines have other requests")
+
+
+def _count(value: float) -> int:
+    if not (math.isfinite(value) and 0 <= value < _MAX_COUNT and value == int(value)):
+        raise ValueError(f"{value} is not a count")
+    return int(value)

@@ -1,0 +1,262 @@
+"""Prefixes in a store: what one engine computed another loads, and nothing that comes of it differs."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from engines import TARGET, Mode, Stepped, Stream, pair, request, stepped
+
+from baton import LLM, SamplingParams
+from baton.engine.config import EngineConfig, KVTransferConfig
+from baton.engine.prefix_store import SPAN_TOKENS
+from baton.errors import ConfigError
+from baton.text import Tokenizer
+from baton.transports.base import ByteArray
+from baton.transports.store import FileStore
+from baton.verify.observe import make_cases
+
+PARAMS = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+SAMPLED = SamplingParams(max_tokens=12, temperature=0.8, seed=5, ignore_eos=True)
+PAGE_BYTES = 16 * 2 * 4 * 32 * 2 * 5
+LENGTHS = [255, 256, 257, 258, 300, 512, 513, 700]
+Results = list[tuple[list[int], list[int]]]
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    return [list(case.prompt_token_ids) for case in make_cases(Tokenizer.load(TARGET), LENGTHS, PARAMS)]
+
+
+def with_store(directory: Path, **more: Any) -> dict[str, Any]:
+    return {"kv_transfer_config": KVTransferConfig(prefix_store=f"file://{directory}", **more)}
+
+
+def settle(engine: Stepped) -> None:
+    while not engine.is_idle():
+        engine.step()
+
+
+def outcome(stream: Stream) -> tuple[list[int], list[int]]:
+    assert stream.finish_reason == "length"
+    return stream.token_ids, stream.accepted
+
+
+def serve(prompts: list[list[int]], params: SamplingParams, **settings: Any) -> tuple[Results, int]:
+    """Answers of a fresh engine, and how many tokens it loaded from its store."""
+    with stepped(**settings) as engine:
+        results = [outcome(engine.run(str(i), prompt, params)) for i, prompt in enumerate(prompts)]
+        settle(engine)
+        return results, engine.core.metrics.num_loaded_tokens
+
+
+@pytest.fixture(scope="module")
+def expected(prompts: list[list[int]]) -> Results:
+    return serve(prompts, PARAMS)[0]
+
+
+def whole_spans(length: int) -> int:
+    """Tokens of the spans that are loaded for a prompt: the drafter's last entry of each needs one token more."""
+    return (length - 1) // SPAN_TOKENS * SPAN_TOKENS
+
+
+@pytest.mark.parametrize("params", [PARAMS, SAMPLED], ids=["greedy", "sampled"])
+def test_a_later_engine_loads_what_an_earlier_one_computed(
+    prompts: list[list[int]], params: SamplingParams, tmp_path: Path
+) -> None:
+    want, _ = serve(prompts, params)
+    assert serve(prompts, params, **with_store(tmp_path)) == (want, 0)
+    assert serve(prompts, params, **with_store(tmp_path)) == (want, sum(map(whole_spans, LENGTHS)))
+    store = FileStore(tmp_path)
+    entry = store.get(store.keys()[0])
+    assert entry is not None
+    assert {name: data.size for name, data in entry.tensors.items()} == {
+        "target.full": SPAN_TOKENS // 16 * PAGE_BYTES // 5 * 4,
+        "draft": SPAN_TOKENS // 16 * PAGE_BYTES // 5,
+    }
+
+
+def test_chunks_and_concurrency_change_nothing(prompts: list[list[int]], expected: Results, tmp_path: Path) -> None:
+    serve(prompts, PARAMS, **with_store(tmp_path))
+    with stepped(max_num_batched_tokens=64, **with_store(tmp_path)) as engine:
+        streams = [engine.add(request(str(i), prompt, PARAMS)) for i, prompt in enumerate(prompts)]
+        while not all(stream.ended for stream in streams):
+            engine.step()
+        assert [outcome(stream) for stream in streams] == expected
+        settle(engine)
+
+
+def alter(directory: Path, change: Callable[[Mapping[str, ByteArray]], dict[str, ByteArray]]) -> None:
+    """Replace every entry by another one that is whole."""
+    store = FileStore(directory)
+    for key in list(store.keys()):
+        entry = store.get(key)
+        assert entry is not None
+        store.remove(key)
+        store.put(change(entry.tensors), key=key)
+
+
+@pytest.mark.parametrize("group", ["target.full", "draft"])
+def test_every_group_comes_from_the_store(
+    prompts: list[list[int]], expected: Results, tmp_path: Path, group: str
+) -> None:
+    """Wrong bytes show: the target's in tokens, the drafter's in acceptance alone."""
+    serve(prompts, PARAMS, **with_store(tmp_path))
+    alter(tmp_path, lambda tensors: {**tensors, group: np.zeros_like(tensors[group])})
+    results, _ = serve(prompts, PARAMS, **with_store(tmp_path))
+    assert results != expected
+    assert ([tokens for tokens, _ in results] == [tokens for tokens, _ in expected]) == (group == "draft")
+
+
+def test_prompts_share_what_is_equal_and_no_more(prompts: list[list[int]], tmp_path: Path) -> None:
+    prompt = prompts[-1]
+    serve([prompt], PARAMS, **with_store(tmp_path))
+    other = prompts[-2]
+    # The drafter's entry 255 was computed from token 256.
+    cases = [(prompt[:256] + other[:100], 0), (prompt[:257] + other[:100], 256), (other[:1] + prompt[1:], 0)]
+    for tokens, loaded in cases:
+        want, _ = serve([tokens], PARAMS)
+        assert serve([tokens], PARAMS, **with_store(tmp_path)) == (want, loaded)
+        assert want[0][0] is not None
+
+
+@pytest.mark.parametrize("settings", [{"block_size": 7}, {"speculative_config": None}, {"dtype": "float32"}], ids=str)
+def test_another_model_or_layout_finds_nothing(
+    prompts: list[list[int]], tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    serve(prompts[-2:], PARAMS, **with_store(tmp_path))
+    want, _ = serve(prompts[-2:], PARAMS, **settings)
+    assert serve(prompts[-2:], PARAMS, **settings, **with_store(tmp_path)) == (want, 0)
+    _, loaded = serve(prompts[-2:], PARAMS, **settings, **with_store(tmp_path))
+    assert loaded > 0
+
+
+def test_damaged_and_foreign_entries_are_computed_again(
+    prompts: list[list[int]], expected: Results, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    serve(prompts[-1:], PARAMS, **with_store(tmp_path))
+    for path in tmp_path.iterdir():
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+    assert serve(prompts[-1:], PARAMS, **with_store(tmp_path)) == (expected[-1:], 0)
+    assert "a stored prefix is computed again: entry" in caplog.text
+    # The first of them was removed, and has been written anew.
+    assert serve(prompts[-1:], PARAMS, **with_store(tmp_path)) == (expected[-1:], SPAN_TOKENS)
+    alter(tmp_path, lambda tensors: {"target.full": tensors["target.full"]})
+    assert serve(prompts[-1:], PARAMS, **with_store(tmp_path)) == (expected[-1:], 0)
+
+
+def test_a_store_that_is_full_costs_no_answer(
+    prompts: list[list[int]], expected: Results, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = KVTransferConfig(prefix_store=f"file://{tmp_path}?max_bytes=2000")
+    assert serve(prompts, PARAMS, kv_transfer_config=config) == (expected, 0)
+    assert "a prefix was not stored: " in caplog.text
+
+
+def test_a_small_pool_loads_what_it_has_room_for(prompts: list[list[int]], expected: Results, tmp_path: Path) -> None:
+    serve(prompts, PARAMS, **with_store(tmp_path))
+    with stepped(kv_cache_memory=48 * PAGE_BYTES, **with_store(tmp_path)) as engine:
+        names = [i for i, prompt in enumerate(prompts) if len(prompt) < 600]
+        streams = {i: engine.add(request(str(i), prompts[i], PARAMS)) for i in names}
+        while not all(stream.ended for stream in streams.values()):
+            engine.step()
+        assert [outcome(stream) for stream in streams.values()] == [expected[i] for i in names]
+        settle(engine)
+
+
+def test_a_client_that_leaves_while_files_are_read_leaves_nothing(prompts: list[list[int]], tmp_path: Path) -> None:
+    serve(prompts[-1:], PARAMS, **with_store(tmp_path))
+    with stepped(**with_store(tmp_path)) as engine:
+        stream = engine.add(request("a", prompts[-1], PARAMS))
+        engine.core.abort("a")
+        assert stream.finish_reason == "abort"
+        while engine.core.metrics.num_loaded_tokens == 0:
+            engine.step()
+        assert not engine.step()
+        assert engine.is_idle()
+        assert engine.core.load().num_cached_pages > 0
+
+
+def test_a_slow_disk_takes_no_more_than_a_quarter_of_the_pages(
+    prompts: list[list[int]], expected: Results, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on, put = threading.Event(), FileStore.put
+
+    def slow(*arguments: Any, **named: Any) -> str:
+        assert go_on.wait(30)
+        return put(*arguments, **named)
+
+    monkeypatch.setattr(FileStore, "put", slow)
+    with stepped(kv_cache_memory=80 * PAGE_BYTES, **with_store(tmp_path)) as engine:
+        results = [outcome(engine.run(str(i), prompt, PARAMS)) for i, prompt in enumerate(prompts)]
+        assert results == expected
+        held = engine.core.load().num_referenced_pages
+        assert held == 2 * SPAN_TOKENS // 16  # one span of two groups
+        go_on.set()
+        settle(engine)
+    assert len(FileStore(tmp_path).keys()) == 1
+
+
+@pytest.mark.parametrize("mode", ["push", "pull"])
+def test_handoffs_after_a_restart(prompts: list[list[int]], expected: Results, tmp_path: Path, mode: Mode) -> None:
+    store = with_store(tmp_path / "kv", kv_transport="local://")
+    for restarted in (False, True):
+        with pair(tmp_path, **store) as two:
+            streams = [two.legs(str(i), prompt, PARAMS, mode)[1] for i, prompt in enumerate(prompts)]
+            two.step_until(lambda: len(two.decode.core.requests) == 0)
+            assert [outcome(stream) for stream in streams] == expected
+            two.settle()
+            loaded = [engine.core.metrics.num_loaded_tokens for engine in (two.prefill, two.decode)]
+            assert loaded == [restarted * sum(map(whole_spans, LENGTHS))] * 2
+
+
+def test_a_decode_engine_writes_nothing(prompts: list[list[int]], tmp_path: Path) -> None:
+    local = {"kv_transfer_config": KVTransferConfig(kv_transport="local://")}
+    with pair(tmp_path, with_store(tmp_path / "kv", kv_transport="local://"), **local) as two:
+        _, d = two.legs("a", prompts[-1], PARAMS, "push")
+        two.step_until(lambda: d.ended)
+        two.settle()
+    assert list((tmp_path / "kv").iterdir()) == []
+
+
+def test_sliding_windows_and_other_weights(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    window = {"sliding_window": 40, "max_position_embeddings": 1024}
+    model, other = (str(checkpoint("mistral", seed=seed, **window)) for seed in (1, 2))
+    prompt = [3 + i * i % 250 for i in range(560)]
+
+    def ask(model: str, **settings: Any) -> tuple[list[int], int]:
+        with LLM(model, batch_invariant=True, **settings) as llm:
+            result = llm.generate([prompt], PARAMS)[0]
+        return result.outputs[0].token_ids, result.num_cached_tokens
+
+    tokens, _ = ask(model)
+    assert ask(model, **with_store(tmp_path)) == (tokens, 0)
+    assert ask(model, **with_store(tmp_path)) == (tokens, 512)
+    assert ask(other, **with_store(tmp_path)) == ask(other)
+
+
+@pytest.mark.parametrize(
+    ("uri", "message"),
+    [
+        ("shm", "kv_transfer_config.prefix_store: must be file:///DIRECTORY, got 'shm'"),
+        ("/mnt/kv", "expected a name or scheme://"),
+        ("file:///mnt/kv?host=::1", "unknown field `host`"),
+        ("file:///proc/nothing", "cannot use the directory"),
+    ],
+)
+def test_bad_settings_are_refused(uri: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        Stepped(kv_transfer_config=KVTransferConfig(prefix_store=uri))
+
+
+def test_it_needs_the_prefix_cache() -> None:
+    transfer = KVTransferConfig.parse({"prefix_store": "file"})
+    with pytest.raises(ConfigError, match="prefix_store: needs prefix caching"):
+        EngineConfig(TARGET, enable_prefix_caching=False, kv_transfer_config=transfer).check()

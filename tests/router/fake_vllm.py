@@ -1,0 +1,224 @@
+"""Servers that speak as vLLM does, alone or in pairs, with a connector that hands over nothing but the permission."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+from fake_serving import KEY
+
+from baton.handoff import ticket as tickets
+from baton.wire import SamplingParams
+
+Kind = Literal["baton", "pull", "push", "alone"]
+EOS = 257
+
+
+def token_at(position: int) -> int:
+    """The token that every server says at a position of its text, prompt included."""
+    return 97 + position % 26
+
+
+def event(tokens: Sequence[int], finish: str | None = None, **more: Any) -> dict[str, Any]:
+    return {"choices": [{"index": 0, "text": "", "token_ids": list(tokens), "finish_reason": finish, **more}]}
+
+
+@dataclass
+class Shared:
+    """What two servers know of each other: finished prefill legs, by ticket or by request id."""
+
+    finished: dict[str, asyncio.Event] = field(default_factory=dict)
+
+    def of(self, name: str) -> asyncio.Event:
+        return self.finished.setdefault(name, asyncio.Event())
+
+
+@dataclass
+class FakeVllm:
+    """`says` replaces tokens by position of its text; `gap`: how far the token it would have said else is behind, in
+    nats. `kind` "alone": a decode leg is not waited for, as it is when its server recomputes. `fail`: "refuse" 400, "broken" 500, "cut" the connection in mid-stream (after `fail_after` tokens), "stream"
+    an error as an event, "error" as a finish reason; `fail_role` alone does, or all. `asked` are the bodies that came. `num_short`: tokens that it leaves out of a NIXL prefill.
+    """
+
+    root: Path
+    name: str = "P"
+    kind: Kind = "baton"
+    shared: Shared = field(default_factory=Shared)
+    says: dict[int, int] = field(default_factory=dict)
+    gap: float = 0.01
+    fail: str | None = None
+    fail_role: str | None = None
+    fail_after: int = 0
+    truncate: bool = False
+    num_drafts: int = 0
+    num_short: int = 0
+    eos_at: int | None = None
+    healthy: bool = True
+    step_s: float = 0.0
+    asked: list[dict[str, Any]] = field(default_factory=list)
+
+    def app(self) -> web.Application:
+        app = web.Application()
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/metrics", self._metrics)
+        app.router.add_post("/v1/completions", self._completions)
+        return app
+
+    @contextlib.asynccontextmanager
+    async def serve(self) -> AsyncIterator[str]:
+        async with TestServer(self.app()) as running:
+            yield str(running.make_url("")).rstrip("/")
+
+    def legs(self, role: str) -> list[dict[str, Any]]:
+        """What it was asked in `kv_transfer_params` under `role`; "none": requests without a handoff."""
+        return [body for body in self.asked if self._role(body) == role]
+
+    def identity(self) -> dict[str, Any]:
+        return {
+            "engine_id": self.name,
+            "incarnation": f"{self.name}-1",
+            "control_address": "tcp://127.0.0.1:1",
+            "fingerprint": "{}",
+            "truncate_prefill": self.truncate,
+            "roles": ["prefill", "decode"],
+            "vocab_size": 258,
+            "eos_token_ids": [EOS],
+            "num_speculative_tokens": self.num_drafts,
+        }
+
+    def _role(self, body: dict[str, Any]) -> str:
+        params = body.get("kv_transfer_params") or {}
+        if params.get("do_remote_decode"):
+            return "prefill"
+        if params.get("do_remote_prefill"):
+            return "decode"
+        return str(params.get("baton", {}).get("role", "none"))
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.Response(status=200 if self.healthy else 503)
+
+    async def _models(self, request: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": "demo", "root": str(self.root), "max_model_len": 512}]})
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        lines = ["# HELP x", 'vllm:num_requests_running{model_name="a b"} 3.0', "vllm:kv_cache_usage_perc{} 0.5"]
+        lines += [
+            f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{position="{i}"}} 0.0' for i in range(self.num_drafts)
+        ]
+        return web.Response(text="\n".join(lines) + "\n")
+
+    async def _completions(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.asked.append(body)
+        role = self._role(body)
+        failing = self.fail is not None and role == (self.fail_role or role) and role not in ("identify", "cancel")
+        if failing and self.fail in ("refuse", "broken"):
+            status = 400 if self.fail == "refuse" else 500
+            return web.json_response({"error": {"message": "no such thing"}}, status=status)
+        if role in ("identify", "cancel"):
+            return web.json_response(event([97], "length") | {"kv_transfer_params": {"baton": self.identity()}})
+        if role == "decode":
+            await self._handed(body)
+        tokens, finish = self._output(body)
+        logprobs = [self._logprobs(token, body) for token in tokens]
+        if not body.get("stream"):
+            if failing and self.fail == "cut":
+                assert request.transport is not None
+                request.transport.abort()
+            if failing:
+                finish = "error"
+            answer = event(tokens, finish, logprobs=_joined(logprobs) if body.get("logprobs") is not None else None)
+            if role == "prefill":
+                answer["kv_transfer_params"] = self._finish(body)
+            return web.json_response(answer)
+        response = web.StreamResponse()
+        await response.prepare(request)
+        for index, token in enumerate(tokens):
+            await asyncio.sleep(self.step_s)
+            if failing and self.fail == "cut" and index >= self.fail_after:
+                assert request.transport is not None
+                request.transport.abort()
+                return response
+            last = finish if index == len(tokens) - 1 else None
+            item = event([token], "error" if failing and self.fail == "error" else last)
+            if body.get("logprobs") is not None:
+                item["choices"][0]["logprobs"] = _joined(logprobs[index : index + 1])
+            if failing and self.fail == "stream":
+                item = {"error": {"message": "no memory"}}
+            await response.write(b"data: " + json.dumps(item).encode() + b"\n\n")
+            if failing and self.fail != "cut":
+                break
+        await response.write(b"data: [DONE]\n\n")
+        if role == "prefill":
+            self._finish(body)
+        return response
+
+    def _output(self, body: dict[str, Any]) -> tuple[list[int], str]:
+        start = len(body["prompt"])
+        tokens: list[int] = []
+        for position in range(start, start + body["max_tokens"]):
+            if position == self.eos_at and not body["ignore_eos"]:
+                return [*tokens, EOS], "stop"
+            tokens.append(self.says.get(position, token_at(position)))
+        return tokens, "length"
+
+    def _logprobs(self, token: int, body: dict[str, Any]) -> dict[str, Any]:
+        position = len(body["prompt"])
+        other = token_at(position) if token != token_at(position) else token + 1
+        return {"logprob": -0.5, "top": {f"token_id:{token}": -0.5, f"token_id:{other}": -0.5 - self.gap}}
+
+    def _finish(self, body: dict[str, Any]) -> dict[str, Any]:
+        """A prefill leg is over: the decode leg may go on."""
+        params, name = body["kv_transfer_params"], f"cmpl-{body.get('request_id', 'probe')}-0"
+        if "baton" in params:
+            leg = params["baton"]
+            whole = self.truncate or leg.get("seed_first_token", False)
+            self._check(leg["ticket"], body["prompt"] if whole else body["prompt"][:-1])
+            self.shared.of(leg["ticket"]).set()
+            return {}
+        self.shared.of(name).set()
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_block_ids": [[1, 2]],
+            "remote_engine_id": self.name,
+            "remote_request_id": name,
+            "remote_host": "127.0.0.1",
+            "remote_port": 5600,
+            "tp_size": 1,
+            "pp_size": 1,
+            "remote_num_tokens": len(body["prompt"]) - self.num_short,
+            "transfer_mode": self.kind,
+        }
+
+    async def _handed(self, body: dict[str, Any]) -> None:
+        """Wait for the prefill leg, as a decode server does before its first token."""
+        params = body["kv_transfer_params"]
+        if "baton" in params:
+            self._check(params["baton"]["ticket"], body["prompt"][:-1])
+            name = params["baton"]["ticket"]
+        else:
+            needed = {"remote_engine_id", "remote_host", "remote_port", "remote_request_id", "tp_size"}
+            assert needed <= params.keys()
+            assert self.kind == "push" or params["remote_block_ids"]
+            name = params["remote_request_id"]
+        if self.kind == "alone":
+            return
+        await asyncio.wait_for(self.shared.of(name).wait(), 5.0)
+
+    def _check(self, ticket: str, handed_over: Sequence[int]) -> None:
+        signed = tickets.verify(KEY, ticket, time.time())
+        assert signed.request_digest == tickets.request_digest(handed_over, SamplingParams())
+
+
+def _joined(each: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    return {"token_logprobs": [e["logprob"] for e in each], "top_logprobs": [e["top"] for e in each]}

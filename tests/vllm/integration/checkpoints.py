@@ -1,0 +1,99 @@
+"""Small random checkpoints of architectures that the demo models are not."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from servers import MODEL
+
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+LOUD = slice(3, 9)  # tokens between which these models choose, so that a drafter that guesses is right now and then
+COMMON: dict[str, Any] = {
+    "vocab_size": 2048,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 4096,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+
+def gemma3(folder: Path) -> None:
+    """Windows of 64 tokens, every third layer without."""
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    layers = ["sliding_attention", "sliding_attention", "full_attention"] * 2
+    sizes = {"num_hidden_layers": 6, "num_key_value_heads": 2, "head_dim": 32, "query_pre_attn_scalar": 32}
+    config = Gemma3TextConfig(**COMMON, **sizes, sliding_window=64, layer_types=layers)
+    _save(Gemma3ForCausalLM(config), folder)
+
+
+def mamba2(folder: Path) -> None:
+    """Mamba-2 and attention in turns."""
+    from transformers import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM
+
+    sizes = {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_n_groups": 1, "mamba_d_state": 32, "mamba_chunk_size": 64}
+    config = GraniteMoeHybridConfig(
+        **COMMON,
+        **sizes,
+        num_hidden_layers=4,
+        num_key_value_heads=2,
+        layer_types=["mamba", "attention"] * 2,
+        shared_intermediate_size=256,
+        num_local_experts=0,
+        num_experts_per_tok=0,
+        mamba_d_conv=4,
+        mamba_expand=2,
+        position_embedding_type="rope",
+        attention_multiplier=0.18,
+    )
+    _save(GraniteMoeHybridForCausalLM(config), folder)
+
+
+def deepseek(folder: Path) -> None:
+    """MLA in the one size that vLLM's CPU kernel takes, and an MTP module."""
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    rope = {"rope_type": "yarn", "factor": 40.0, "rope_theta": 10000.0, "original_max_position_embeddings": 4096}
+    heads = {"qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128, "kv_lora_rank": 512}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+    config = DeepseekV3Config(
+        **COMMON,
+        **heads,
+        **experts,
+        num_hidden_layers=3,
+        num_key_value_heads=4,
+        q_lora_rank=None,
+        first_k_dense_replace=4,
+        rope_parameters=rope | {"mscale": 0.707, "mscale_all_dim": 0.707},
+        num_nextn_predict_layers=1,
+    )
+    _save(DeepseekV3ForCausalLM(config), folder)
+    weights = load_file(folder / "model.safetensors")
+    module, hidden = "model.layers.3.", COMMON["hidden_size"]
+    for name in [name for name in weights if name.startswith("model.layers.2.")]:
+        weights[module + name.removeprefix("model.layers.2.")] = weights[name].roll(1, 0)
+    weights |= {f"{module}{name}.weight": torch.ones(hidden) for name in ("enorm", "hnorm", "shared_head.norm")}
+    weights[f"{module}eh_proj.weight"] = torch.randn(hidden, 2 * hidden) * 0.08
+    weights[f"{module}embed_tokens.weight"] = weights["model.embed_tokens.weight"].clone()
+    weights[f"{module}shared_head.head.weight"] = weights["lm_head.weight"].clone()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _save(model: Any, folder: Path) -> None:
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, 0.08)
+        if not model.config.tie_word_embeddings:
+            model.lm_head.weight[LOUD] *= 30
+    model.save_pretrained(folder)
+    for name in TOKENIZER:
+        shutil.copy(MODEL / name, folder)

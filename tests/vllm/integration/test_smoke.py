@@ -1,0 +1,39 @@
+"""The shortest proof that a version of vLLM works; `make test-vllm VLLM_VERSION=0.31.0` runs it alone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import aiohttp
+import pytest
+from servers import EAGLE3, Mode, Pair, demo_prompts, handoff, reference, same, serve_pair, wait_idle
+
+pytestmark = pytest.mark.timeout(900)
+
+# Less than a block, a block and its neighbours, several blocks, two chunks.
+LENGTHS = [2, 17, 31, 32, 33, 64, 65, 127, 500, 2050]
+
+
+@pytest.fixture(scope="module", params=[None, EAGLE3], ids=["no speculation", "EAGLE-3"])
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    with serve_pair(tmp_path_factory.mktemp("vllm"), spec=request.param) as found:
+        yield found
+
+
+@pytest.mark.parametrize(("mode", "seed"), [("push", 3), ("pull", 4)])
+def test_a_handoff_changes_no_token(pair: Pair, mode: Mode, seed: int) -> None:
+    async def run() -> None:
+        prompts = demo_prompts(LENGTHS, seed)
+        committed = pair.decode.metrics("vllm:baton_handoffs_total").get("committed", 0)
+        async with aiohttp.ClientSession() as session:
+            for prompt in prompts:
+                want, margins = await reference(session, pair.decode, prompt, 24)
+                first, tokens = await handoff(session, pair, prompt, 24, mode)
+                assert first == tokens[:1], f"{len(prompt)} tokens: the engines disagree on the first token"
+                assert same(tokens, want, margins) is not False, f"{len(prompt)} tokens: {tokens} instead of {want}"
+        # None was computed on the decode server instead.
+        assert pair.decode.metrics("vllm:baton_handoffs_total")["committed"] == committed + len(prompts)
+
+    asyncio.run(run())
+    wait_idle(pair)
