@@ -26,7 +26,7 @@ def missing(scheme: str) -> str:
 def uri_of(scheme: str, directory: Path) -> str:
     """The URI of a transport; skips the test when this machine cannot run it."""
     if scheme == "file":
-        return f"file://?path={directory}/store"
+        return f"file://{directory}/store"
     if missing(scheme):
         pytest.skip(missing(scheme))
     return f"{scheme}://"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -85,6 +87,40 @@ def test_prefix_cache_hits_change_nothing(prompts: list[list[int]]) -> None:
         results = llm.generate(extended, params)
         assert [r.num_cached_tokens for r in results] == [14, 15, 16, 39, 32, 89]
         assert [(r.outputs[0].token_ids, r.outputs[0].accepted) for r in results] == expected
+
+
+def shortened(source: str, folder: Path, max_position: int) -> str:
+    """The checkpoint with a shorter context."""
+    folder.mkdir()
+    for file in Path(source).iterdir():
+        (folder / file.name).symlink_to(file.resolve())
+    config = json.loads((folder / "config.json").read_text()) | {"max_position_embeddings": max_position}
+    (folder / "config.json").unlink()
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_speculation_goes_up_to_the_end_of_the_context(
+    prompts: list[list[int]], together: bool, tmp_path: Path
+) -> None:
+    target = shortened(TARGET, tmp_path / "target", 64)
+    spec = EAGLE3 | {"model": shortened(EAGLE3["model"], tmp_path / "head", 32), "num_speculative_tokens": 5}
+    many = [prompts[-1][:length] for length in (1, 40, *range(57, 64))]
+    params = [SamplingParams(max_tokens=64 - len(prompt), temperature=0.0, ignore_eos=True) for prompt in many]
+    found = []
+    for settings in ({"speculative_config": spec}, {}):
+        with LLM(target, batch_invariant=True, **settings) as llm:
+            if together:
+                results = llm.generate(many, params)
+            else:
+                results = [llm.generate([prompt], [one])[0] for prompt, one in zip(many, params, strict=True)]
+        found.append([r.outputs[0].token_ids for r in results])
+        # Nothing is drafted that the context has no room for, and the last token is chosen without drafts.
+        rounds = [r.outputs[0].accepted for r in results]
+        assert all(not accepted for accepted in rounds[-2:])
+    assert [len(prompt) + len(tokens) for prompt, tokens in zip(many, found[0], strict=True)] == [64] * len(many)
+    assert found[0] == found[1]
 
 
 def test_samples_of_one_prompt_differ_and_repeat(prompts: list[list[int]]) -> None:

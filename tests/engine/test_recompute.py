@@ -279,3 +279,12 @@ def test_bad_seeds_are_not_decoded(
         assert rest.token_ids == expected.token_ids[known:]
         assert two.decode.core.metrics.handoff_failures["bad_seeds"] == 1
         two.settle()
+
+
+def test_a_longer_context_of_the_prefill_engine_is_not_drafted_into(tmp_path: Path, prompt: list[int]) -> None:
+    params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
+    with pair(tmp_path, decode={"max_model_len": 64}, max_model_len=128) as two:
+        _, stream = two.legs("r", prompt[:62], params, "push")
+        two.step_until(lambda: stream.ended)
+        two.settle()
+    assert (len(stream.token_ids), stream.finish_reason, stream.accepted) == (2, "length", [])

@@ -61,6 +61,14 @@ async def test_completion_by_the_official_client(directory: Path) -> None:
         assert choice.logprobs.token_logprobs == [-0.5] * 14
         assert choice.logprobs.top_logprobs is not None
         assert set(choice.logprobs.top_logprobs[0].values()) == {-0.5, -1.5}
+        by_id = await client.completions.create(
+            model="fake", prompt="Say:", max_tokens=2, logprobs=2, extra_body={"return_tokens_as_token_ids": True}
+        )
+        assert by_id.choices[0].logprobs is not None
+        names = [f"token_id:{i}" for i in endpoint.engine.tokens[:2]]
+        assert by_id.choices[0].logprobs.tokens == names
+        assert by_id.choices[0].logprobs.text_offset == [0, 1]
+        assert all(name in (by_id.choices[0].logprobs.top_logprobs or [])[i] for i, name in enumerate(names))
         usage = answer.usage
         assert usage is not None
         assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (4, 14, 18)
@@ -70,7 +78,7 @@ async def test_completion_by_the_official_client(directory: Path) -> None:
         assert details is not None
         # 13 tokens after the first, three per round: five rounds of two accepted and one rejected.
         assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (10, 5)
-        assert endpoint.engine.requests[-1].sampling_params.seed == 9
+        assert endpoint.engine.requests[0].sampling_params.seed == 9
 
 
 async def test_streamed_completion_with_usage(directory: Path) -> None:

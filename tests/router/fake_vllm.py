@@ -44,8 +44,11 @@ class Shared:
 @dataclass
 class FakeVllm:
     """`says` replaces tokens by position of its text; `gap`: how far the token it would have said else is behind, in
-    nats. `kind` "alone": a decode leg is not waited for, as it is when its server recomputes. `fail`: "refuse" 400, "broken" 500, "cut" the connection in mid-stream (after `fail_after` tokens), "stream"
-    an error as an event, "error" as a finish reason; `fail_role` alone does, or all. `asked` are the bodies that came. `num_short`: tokens that it leaves out of a NIXL prefill.
+    nats. `kind` "alone": a decode leg is not waited for, as it is when its server recomputes.
+
+    `fail`: "refuse" 400, "broken" 500, "cut" the connection in mid-stream (after `fail_after` tokens), "stream" an
+    error as an event, "error" as a finish reason; legs of `fail_role` alone do, or all. `asked` are the bodies that
+    came. `num_short`: tokens that it leaves out of a NIXL prefill.
     """
 
     root: Path

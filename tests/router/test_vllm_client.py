@@ -44,7 +44,9 @@ def connector(kind: str = "BatonConnector") -> Connector:
     return create_connector(kind, ConnectorConfig(b"k" * 32))
 
 
-def client(session: aiohttp.ClientSession, url: str, role: Role = "prefill", kind: str = "BatonConnector") -> VllmClient:
+def client(
+    session: aiohttp.ClientSession, url: str, role: Role = "prefill", kind: str = "BatonConnector"
+) -> VllmClient:
     made = connector(kind).client(session, url, RouterTimers(), role)
     assert isinstance(made, VllmClient)
     return made

@@ -53,6 +53,17 @@ def test_bad_input_is_one_line(
             (["router", "--port", "0", "--keys", directory], "ticket.key does not exist"),
             (["keys", "--output", str(tmp_path / "keys"), "--engines", "ok,../x"], "'../x' is no engine id"),
             (["router", "--port", "0", "--both", "nonsense"], "'nonsense' is not a base URL"),
+            (["router", "--port", "0", "--seed-first-token"], "seed_first_token: is for --engine vllm"),
+            (["router", "--port", "0", "--kv-connector", "NixlConnector"], "kv_connector: is for --engine vllm"),
+            (["router", "--port", "0", "--near-tie", "0"], "near_tie: is for --engine vllm"),
+            (
+                ["router", "--port", "0", "--engine", "vllm", "--kv-connector", "LMCache"],
+                "kv_connector: must be one of BatonConnector, NixlConnector, NixlPushConnector, got 'LMCache'",
+            ),
+            (
+                ["router", "--port", "0", "--engine", "vllm", "--kv-connector", "NixlConnector", "--seed-first-token"],
+                "seed_first_token: is for vLLM servers with BatonConnector",
+            ),
             (["generate", str(tmp_path / "none"), "hi"], "model: must be a directory"),
         ]
         for arguments, message in cases:

@@ -80,8 +80,15 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert any(line.startswith("faulty+local: copies_exactly: expected that") for line in lines)
 
 
+def test_table_of_a_transport_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["shm", "tcp"]) == 2
+    streams = capsys.readouterr()
+    assert streams.out == ""
+    assert streams.err == "error: transport: unknown transport 'tcp'; known: file, local, mooncake, nixl, shm\n"
+
+
 def test_table_says_what_is_missing(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "mooncake.engine", None)
-    assert main(["mooncake://"]) == 0
+    assert main(["mooncake"]) == 0
     out = capsys.readouterr().out
     assert "mooncake: not run: transport: mooncake:// needs the package mooncake-transfer-engine-non-cuda" in out

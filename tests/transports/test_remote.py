@@ -6,6 +6,7 @@ import itertools
 import os
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -323,10 +324,7 @@ def test_a_missing_package_is_named(
 @pytest.mark.parametrize(
     ("error", "hint"),
     [
-        (
-            "libibverbs.so.1: cannot open shared object file: No such file or directory",
-            "apt-get install --no-install-recommends libibverbs1",
-        ),
+        ("libibverbs.so.1: cannot open shared object file: No such file or directory", "apt-get install libibverbs1"),
         ("libfancy.so.1: cannot open shared object file", "install the package that holds this library"),
     ],
 )
@@ -345,3 +343,18 @@ def test_a_missing_shared_object_is_named(
     assert str(caught.value) == f"transport: mooncake does not load: {error}; {hint}"
     for name in [name for name in sys.modules if name.split(".")[0] == "mooncake"]:
         monkeypatch.delitem(sys.modules, name)
+
+
+def test_a_process_with_nixl_ends_well(tmp_path: Path) -> None:
+    """Where RDMA drivers are installed, it crashes at exit unless the system's ibverbs library was loaded first."""
+    uri = uri_of("nixl", tmp_path)
+    code = (
+        "import ctypes, importlib\n"
+        "from baton.transports.registry import create_transport\n"
+        "order, load, module = [], ctypes.CDLL, importlib.import_module\n"
+        "ctypes.CDLL = lambda name, *rest: order.append(name) or load(name, *rest)\n"
+        "importlib.import_module = lambda name: order.append(name) or module(name)\n"
+        f"create_transport({uri!r}).close()\n"
+        "assert order[0] == 'libibverbs.so.1' and any('nixl' in name for name in order[1:]), order\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

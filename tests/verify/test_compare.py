@@ -9,8 +9,8 @@ import pytest
 
 from baton.errors import ConfigError
 from baton.verify import Case, Observed, compare
-from baton.verify.cli import parse_lengths, parse_modes
 from baton.verify.compare import acceptance
+from baton.verify.options import parse_lengths, parse_modes
 from baton.verify.report import format_reports
 from baton.wire import SamplingParams
 

@@ -196,7 +196,7 @@ def test_a_state_is_one_piece_of_bytes() -> None:
     assert groups[0].final(10, 10, 1) == 1
 
 
-def test_device_memory_is_refused() -> None:
+def test_memory_that_is_nowhere_is_refused() -> None:
     meta = {name: torch.zeros(2, HEADS, 32, 2 * DIM, device="meta") for name in names(0)}
-    with pytest.raises(ConfigError, match="host memory"):
+    with pytest.raises(ConfigError, match="this is on meta"):
         layout(meta, 32, 1)

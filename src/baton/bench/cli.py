@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from baton.bench.vllm import vllm_command
 from baton.engine.config import SpeculativeConfig
 
 app = typer.Typer(help="Measure a deployment on this machine.", no_args_is_help=True)
@@ -69,6 +70,9 @@ def engine_command(
         ratio, fast, slow = speculative_over_plain(model, json.loads(speculative_config))
         figures |= {"speculative_over_plain": ratio, "speculative_tokens_per_s": fast, "plain_tokens_per_s": slow}
     _show(figures, json_output)
+
+
+app.command("vllm")(vllm_command)
 
 
 def _show(figures: dict[str, Any], as_json: bool) -> None:

@@ -1,6 +1,6 @@
 """What disaggregation costs in vLLM on CPUs: one server against P/D over BatonConnector and vLLM's own NIXL connectors.
 
-    python -m baton.bench.vllm --vllm-python .venv-vllm/bin/python
+    baton bench vllm --vllm-python .venv-vllm/bin/python
 
 Every round asks all deployments for the same new prompt, in changing order, and waits in between until their processes
 sleep, so that only the one that is asked runs. Ratios are taken within rounds. vLLM's own connectors are measured "at
@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import random
 import secrets
 import signal
@@ -20,7 +21,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -36,10 +37,11 @@ FLAGS = ("--no-enable-prefix-caching", "--block-size", "32", "--no-enable-log-re
 ROLES = (("P", "kv_producer"), ("D", "kv_consumer"))
 WARM_UP = 2
 # vLLM's workers spin for a second after the last message.
+SPIN_S = 1.1
 SLEEP_S = 1.3
 IDLE_AFTER_S, WINDOW_S = 2.0, 5.0
 VOCABULARY = (3, 2000)
-TIMEOUT = aiohttp.ClientTimeout(total=300)
+TIMEOUT = aiohttp.ClientTimeout(total=120)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,30 +53,33 @@ class Deployment:
     servers: tuple[VllmServer, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Row:
     """Milliseconds, one per round. `second`: until the second token, by when the handoff is over; `tpot`: vLLM's
-    definition, (last - first) / (tokens - 1); `itl`: the mean gap between tokens from the second on, which are all the
-    decode server's.
+    definition, (last - first) / (tokens - 1); `late`: the mean gap between tokens once the prefill server's worker
+    sleeps; nan where there are none so late, or no answer. `num_other`: answers that were not those of one server.
     """
 
-    ttft: list[float]
-    second: list[float]
-    tpot: list[float]
-    itl: list[float]
+    ttft: list[float] = field(default_factory=list)
+    second: list[float] = field(default_factory=list)
+    tpot: list[float] = field(default_factory=list)
+    late: list[float] = field(default_factory=list)
+    num_other: int = 0
+    num_failed: int = 0
 
-    @staticmethod
-    def empty() -> Row:
-        """No rounds yet."""
-        return Row([], [], [], [])
-
-    def add(self, answer: Answer, num: int) -> None:
-        """One round."""
+    def add(self, answer: Answer | None) -> None:
+        """One round; None: it failed."""
+        if answer is None:
+            self.num_failed += 1
+            for values in (self.ttft, self.second, self.tpot, self.late):
+                values.append(math.nan)
+            return
         times = [1e3 * at for at in answer.times_s]
+        late = [at for at in times if at > times[0] + 1e3 * SPIN_S]
         self.ttft.append(times[0])
         self.second.append(times[1])
-        self.tpot.append((times[-1] - times[0]) / (num - 1))
-        self.itl.append((times[-1] - times[1]) / (num - 2))
+        self.tpot.append((times[-1] - times[0]) / (len(times) - 1))
+        self.late.append((late[-1] - late[0]) / (len(late) - 1) if len(late) > 2 else math.nan)
 
 
 def _transfer(connector: str, role: str, name: str, best: bool = False, **extra: Any) -> dict[str, Any]:
@@ -130,12 +135,9 @@ def _stop(deployments: Sequence[Deployment], number: signal.Signals) -> None:
 async def rounds(
     one: Deployment, others: Sequence[Deployment], length: int, num_rounds: int, num: int, pause: bool
 ) -> dict[str, Row]:
-    """Ask all of them `num_rounds` times. `pause`: stop the others while `one` is asked.
-
-    Raises BatonError when two deployments give different tokens.
-    """
+    """Ask all of them `num_rounds` times. `pause`: stop the others while `one` is asked."""
     rng = random.Random(length)
-    rows = {deployment.name: Row.empty() for deployment in (one, *others)}
+    rows = {deployment.name: Row() for deployment in (one, *others)}
     async with aiohttp.ClientSession(timeout=TIMEOUT) as session:
         for index in range(WARM_UP + num_rounds):
             prompt = [rng.randrange(*VOCABULARY) for _ in range(length)]
@@ -145,17 +147,27 @@ async def rounds(
             for deployment in order:
                 if pause and deployment is one:
                     _stop(others, signal.SIGSTOP)
-                answer = await deployment.legs.ask(session, prompt, num)
-                found[deployment.name] = answer.token_ids
+                answer = await _ask(deployment, session, prompt, num)
+                if answer is not None:
+                    found[deployment.name] = answer.token_ids
                 if index >= WARM_UP:
-                    rows[deployment.name].add(answer, num)
+                    rows[deployment.name].add(answer)
                 await asyncio.sleep(SLEEP_S)
                 if pause and deployment is one:
                     _stop(others, signal.SIGCONT)
             for name, tokens in found.items():
-                if tokens != found[one.name]:
-                    raise BatonError(f"{name} answers other tokens than one server: {tokens} and {found[one.name]}")
+                rows[name].num_other += tokens != found.get(one.name)
     return rows
+
+
+async def _ask(
+    deployment: Deployment, session: aiohttp.ClientSession, prompt: Sequence[int], num: int
+) -> Answer | None:
+    try:
+        return await deployment.legs.ask(session, prompt, num)
+    except (BatonError, aiohttp.ClientError, asyncio.TimeoutError) as error:
+        print(f"{deployment.name}: {type(error).__name__}: {error}", flush=True)
+        return None
 
 
 async def processor(deployment: Deployment) -> tuple[float, float]:
@@ -182,36 +194,44 @@ async def _cores(deployment: Deployment) -> float:
 
 def table(rows: dict[str, Row], one: str) -> list[str]:
     """Medians, and median ratios to `one` with their quartiles, as Markdown."""
-    lines = ["| deployment | TTFT ms | over one | 2nd token ms | TPOT ms | over one | ITL ms | over one |"]
-    lines.append("|---|---|---|---|---|---|---|---|")
+    lines = ["| deployment | TTFT ms | over one | 2nd token ms | TPOT ms | over one | late ITL ms | over one | notes |"]
+    lines.append("|---|---|---|---|---|---|---|---|---|")
+    base = rows[one]
     for name, row in rows.items():
-        cells = [name, f"{statistics.median(row.ttft):.1f}", _ratio(row.ttft, rows[one].ttft)]
-        cells += [f"{statistics.median(row.second):.1f}"]
-        cells += [f"{statistics.median(row.tpot):.2f}", _ratio(row.tpot, rows[one].tpot)]
-        cells += [f"{statistics.median(row.itl):.2f}", _ratio(row.itl, rows[one].itl)]
+        cells = [name, _median(row.ttft), _ratio(row.ttft, base.ttft), _median(row.second)]
+        cells += [_median(row.tpot), _ratio(row.tpot, base.tpot), _median(row.late), _ratio(row.late, base.late)]
+        notes = {"other answers": row.num_other, "failed": row.num_failed}
+        cells.append(", ".join(f"{count} {note}" for note, count in notes.items() if count))
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 
+def _median(values: list[float]) -> str:
+    known = [value for value in values if not math.isnan(value)]
+    return f"{statistics.median(known):.2f}" if known else "-"
+
+
 def _ratio(values: list[float], reference: list[float]) -> str:
-    ratios = sorted(a / b for a, b in zip(values, reference, strict=True))
+    ratios = sorted(a / b for a, b in zip(values, reference, strict=True) if not math.isnan(a / b))
+    if not ratios:
+        return "-"
     low, high = ratios[len(ratios) // 4], ratios[3 * len(ratios) // 4]
     return f"{statistics.median(ratios):.2f} ({low:.2f}-{high:.2f})"
 
 
-def main(
+def vllm_command(
     vllm_python: Annotated[str, typer.Option(help="An interpreter that has vLLM.")] = sys.executable,
     model: Annotated[str, typer.Option(help="Checkpoint directory.")] = MODEL,
     lengths: Annotated[str, typer.Option(help="Prompt lengths.")] = "512,2000",
-    num_rounds: Annotated[int, typer.Option(help="Rounds for each length.")] = 15,
+    num_rounds: Annotated[int, typer.Option(help="Rounds for each length.")] = 12,
     num_rounds_shipped: Annotated[int, typer.Option(help="The same for vLLM's connectors as shipped; 0: none.")] = 3,
-    max_tokens: Annotated[int, typer.Option(help="Tokens of an answer.")] = 128,
+    max_tokens: Annotated[int, typer.Option(help="Tokens of an answer.")] = 640,
     max_tokens_shipped: Annotated[int, typer.Option(help="The same as shipped.")] = 16,
     peers: Annotated[bool, typer.Option(help="Measure vLLM's own connectors too.")] = True,
     log_dir: Annotated[Path | None, typer.Option(help="Keep the servers' logs here.")] = None,
     json_output: Annotated[Path | None, typer.Option("--json", help="Write every time that was taken here.")] = None,
 ) -> None:
-    """Print the tables."""
+    """Time to first token, inter-token latency and CPU of vLLM servers, alone and with KV connectors."""
     sizes = [int(length) for length in lengths.split(",")]
     everything: dict[str, Any] = {}
     with contextlib.ExitStack() as stack:
@@ -225,7 +245,7 @@ def main(
             others.append(stack.enter_context(nixl_pair(vllm_python, model, folder, connector, best=True)))
         for length in sizes:
             found = asyncio.run(rounds(one, others, length, num_rounds, max_tokens, pause=False))
-            everything[f"{length}"] = {name: vars_of(row) for name, row in found.items()}
+            everything[f"{length}"] = {name: asdict(row) for name, row in found.items()}
             print(f"\n{length} tokens, {num_rounds} rounds, {max_tokens} tokens each:", flush=True)
             print("\n".join(table(found, one.name)), flush=True)
         for deployment in (one, *others):
@@ -238,7 +258,7 @@ def main(
                     found = asyncio.run(
                         rounds(one, [shipped], length, num_rounds_shipped, max_tokens_shipped, pause=True)
                     )
-                    everything[f"{length} {shipped.name}"] = {name: vars_of(row) for name, row in found.items()}
+                    everything[f"{length} {shipped.name}"] = {name: asdict(row) for name, row in found.items()}
                     print(f"\n{length} tokens, {num_rounds_shipped} rounds, {max_tokens_shipped} tokens each:")
                     print("\n".join(table(found, one.name)), flush=True)
                 idle, parked = asyncio.run(processor(shipped))
@@ -247,10 +267,5 @@ def main(
         json_output.write_text(json.dumps(everything))
 
 
-def vars_of(row: Row) -> dict[str, list[float]]:
-    """A row as JSON takes it."""
-    return {"ttft": row.ttft, "second": row.second, "tpot": row.tpot, "itl": row.itl}
-
-
 if __name__ == "__main__":
-    typer.run(main)
+    typer.run(vllm_command)

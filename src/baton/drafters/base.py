@@ -39,7 +39,9 @@ class Drafter(nn.Module, ABC):
         super().__init__()
         self.kv_layers = [KVLayerSpec(config.num_kv_heads, config.head_dim, None)] * config.num_layers
         self.draft_to_target = None
-        self.rotary = Rotary(config.rope, config.head_dim, config.max_position, build.dtype, build.device)
+        # It drafts wherever its target is, whatever length its own config names.
+        length = max(config.max_position, target.max_position)
+        self.rotary = Rotary(config.rope, config.head_dim, length, build.dtype, build.device)
         # A bound method, not the module: a shared module registered here would count as this head's weights.
         self._embed: Callable[[Tensor], Tensor] = target.model.embed_tokens.forward
         self._head: Callable[[Tensor], Tensor] = target.lm_head.forward

@@ -195,8 +195,13 @@ class EngineCore:
                 proposes = True
             if drafter is not None and request.finish_reason is None:
                 first = output.row_start[request]
-                draft_rows.append(DraftRows(request, first, rows.start, request.num_computed, proposes))
+                num_drafts = self._num_drafts(request) if proposes else 0
+                draft_rows.append(DraftRows(request, first, rows.start, request.num_computed, num_drafts))
         return draft_rows
+
+    def _num_drafts(self, request: Request) -> int:
+        """The token that fills the context follows the last draft, so that no row lies behind the context's end."""
+        return min(self.runner.num_speculative_tokens, self.max_model_len - len(request.token_ids) - 1)
 
     def _choose(
         self, sampling: Sequence[tuple[ScheduledRows, int]], output: TargetOutput, logit_rows: list[int]
@@ -285,7 +290,8 @@ class EngineCore:
             self._emit_seed(request, seeds, None, None)
             request.token_ids.append(seeds.first_token)
             request.sampler.advance([seeds.first_token])
-        request.draft_ids = list(seeds.draft_token_ids)
+        # The prefill engine's context may be longer.
+        request.draft_ids = list(seeds.draft_token_ids[: self._num_drafts(request)])
         self.scheduler.commit_receive(request)
         self._cache(request)
 

@@ -11,6 +11,7 @@ import msgspec
 
 from baton.engine.build import build_engine
 from baton.engine.config import EngineConfig, SpeculativeConfig
+from baton.engine.metrics import EngineMetrics
 from baton.engine.requests import make_request
 from baton.openai.output import SampleOutput
 from baton.wire import FinishReason, GenerateRequest, SamplingParams, TokenChunk, TokenLogprobs
@@ -63,6 +64,11 @@ class LLM:
     def close(self) -> None:
         """Release the pool."""
         self._engine.close()
+
+    @property
+    def metrics(self) -> EngineMetrics:
+        """Counters of everything that was generated so far."""
+        return self._engine.core.metrics
 
     def _emit(self, chunk: TokenChunk, last: bool) -> None:
         self._chunks[chunk.request_id].append(chunk)

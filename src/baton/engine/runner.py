@@ -34,13 +34,14 @@ class TargetOutput:
 
 @dataclass(frozen=True, slots=True)
 class DraftRows:
-    """Drafter rows [start, stop) of a request; their features are the step's rows `first_row`... `propose`: draft k."""
+    """Drafter rows [start, stop) of a request; their features are the step's rows `first_row`... `num_drafts`: how many
+    tokens to draft behind them."""
 
     request: Request
     first_row: int
     start: int
     stop: int
-    propose: bool
+    num_drafts: int
 
 
 class _Attend:
@@ -134,7 +135,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def propose(self, output: TargetOutput, rows: Sequence[DraftRows]) -> None:
-        """Drafter forward: writes drafter KV [start, stop) of each request and leaves its k drafts in `draft_ids`."""
+        """Drafter forward: writes drafter KV [start, stop) of each request and leaves its drafts in `draft_ids`."""
         drafter = self.drafter
         if drafter is None or not rows:
             return
@@ -154,21 +155,23 @@ class ModelRunner:
             features = features[self._ids(picked)]
         attend = _Attend(self, self._draft_layers, self._batches(self._draft_groups, requests, query_start, positions))
         out_TE, feedback_TE = drafter(self._ids(ids), features, self._ids(positions), attend, True)
-        drafting = [i for i, r in enumerate(rows) if r.propose]
+        drafting = [r for r in rows if r.num_drafts]
         if not drafting:
             return
-        last_rows = self._ids([query_start[i + 1] - 1 for i in drafting])
+        last_rows = self._ids([stop - 1 for r, stop in zip(rows, query_start[1:], strict=True) if r.num_drafts])
         out_RE, feedback_RE = out_TE[last_rows], feedback_TE[last_rows]
-        requests = [requests[i] for i in drafting]
-        slots = [rows[i].stop for i in drafting]
-        for request in requests:
-            request.draft_ids = []
-        starts = list(range(len(requests) + 1))
+        for r in drafting:
+            r.request.draft_ids = []
         for step in range(self.num_speculative_tokens):
-            self._choose_drafts(drafter.compute_logits(out_RE), requests)
-            if step + 1 == self.num_speculative_tokens:
+            self._choose_drafts(drafter.compute_logits(out_RE), [r.request for r in drafting])
+            going = [i for i, r in enumerate(drafting) if r.num_drafts > step + 1]
+            if not going:
                 return
-            positions = [slot + step for slot in slots]
+            if len(going) < len(drafting):
+                feedback_RE, drafting = feedback_RE[self._ids(going)], [drafting[i] for i in going]
+            requests = [r.request for r in drafting]
+            positions = [r.stop + step for r in drafting]
+            starts = list(range(len(requests) + 1))
             attend = _Attend(self, self._draft_layers, self._batches(self._draft_groups, requests, starts, positions))
             ids = [request.draft_ids[-1] for request in requests]
             out_RE, feedback_RE = drafter(self._ids(ids), feedback_RE, self._ids(positions), attend, False)

@@ -103,9 +103,9 @@ def _choice(
     choice: Json = {"index": index, "logprobs": None}
     if plan.requests[index].sampling_params.logprobs is not None:
         if plan.chat:
-            choice["logprobs"] = _chat_logprobs(plan.model.tokenizer, token_ids, logprobs)
+            choice["logprobs"] = _chat_logprobs(plan, token_ids, logprobs)
         else:
-            choice["logprobs"] = _completion_logprobs(plan.model.tokenizer, token_ids, logprobs, text_offset)
+            choice["logprobs"] = _completion_logprobs(plan, token_ids, logprobs, text_offset)
     if plan.return_token_ids:
         choice["token_ids"] = list(token_ids)
     return choice
@@ -115,29 +115,31 @@ def _spec_decode(plan: Plan, output: SampleOutput) -> Json:
     return {"accepted": output.accepted, "num_speculative_tokens": plan.model.num_speculative_tokens}
 
 
-def _completion_logprobs(
-    tokenizer: Tokenizer, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], offset: int
-) -> Json:
-    texts = [tokenizer.token_text(i) for i in token_ids]
+def _token_name(plan: Plan, token_id: int) -> str:
+    return f"token_id:{token_id}" if plan.return_tokens_as_token_ids else plan.model.tokenizer.token_text(token_id)
+
+
+def _completion_logprobs(plan: Plan, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], offset: int) -> Json:
     offsets = []
-    for text in texts:
+    for token_id in token_ids:
         offsets.append(offset)
-        offset += len(text)
+        offset += len(plan.model.tokenizer.token_text(token_id))
+    names = [_token_name(plan, i) for i in token_ids]
     return {
-        "tokens": texts,
+        "tokens": names,
         "token_logprobs": [entry.logprob for entry in logprobs],
         "top_logprobs": [
-            {tokenizer.token_text(i): value for i, value in reversed(entry.top)} | {text: entry.logprob}
-            for text, entry in zip(texts, logprobs, strict=False)
+            {_token_name(plan, i): value for i, value in reversed(entry.top)} | {name: entry.logprob}
+            for name, entry in zip(names, logprobs, strict=False)
         ],
         "text_offset": offsets,
     }
 
 
-def _chat_logprobs(tokenizer: Tokenizer, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> Json:
+def _chat_logprobs(plan: Plan, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> Json:
     def entry(token_id: int, logprob: float) -> Json:
-        text = tokenizer.token_text(token_id)
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        text = plan.model.tokenizer.token_text(token_id)
+        return {"token": _token_name(plan, token_id), "logprob": logprob, "bytes": list(text.encode())}
 
     content = [
         entry(i, value.logprob) | {"top_logprobs": [entry(j, other) for j, other in value.top]}

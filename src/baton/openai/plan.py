@@ -32,6 +32,7 @@ class Plan:
     stream: bool
     include_usage: bool
     return_token_ids: bool
+    return_tokens_as_token_ids: bool
     kv_mode: KVMode | None
 
 
@@ -99,6 +100,7 @@ def _plan(
         stream=bool(request.stream),
         include_usage=bool(options and options.include_usage),
         return_token_ids=bool(request.return_token_ids),
+        return_tokens_as_token_ids=bool(request.return_tokens_as_token_ids),
         kv_mode=request.kv_mode,
     )
 

@@ -64,6 +64,7 @@ class _Request(msgspec.Struct, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     kv_mode: KVMode | None = None
     # Known and refused:
     prompt_logprobs: int | None = None

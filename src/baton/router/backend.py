@@ -82,10 +82,9 @@ class RouterBackend:
         joined = Joined(request)
         tried: list[Instance] = []
         attempt = fruitless = 0
-        alone: tuple[Instance, ...] | None = None
+        chosen: tuple[Instance, ...] = ()
         while True:
-            chosen = alone or await self._choose(tried, self.pool.timers.patience if attempt else 0.0)
-            alone = None
+            chosen = chosen or await self._choose(tried, self.pool.timers.patience if attempt else 0.0)
             num_known = len(joined.token_ids)
             run = self._run(joined.rest(attempt), chosen, kv_mode or self._kv_mode)
             try:
@@ -101,7 +100,7 @@ class RouterBackend:
                     raise
                 self.near_ties += 1
                 attempt += 1
-                alone = chosen[-1:]  # it holds nearly all of the KV
+                chosen = chosen[-1:]  # the decode engine, which holds nearly all of the KV
                 continue
             except LegFailed as failure:
                 failed = failure
@@ -121,6 +120,7 @@ class RouterBackend:
             self.recoveries[rung] += 1
             logger.warning("%s: going on from %d tokens: %s", request.request_id, len(joined.token_ids), failed)
             tried.append(lost)
+            chosen = ()
 
     def ready(self) -> bool:
         """Whether a request could be taken now."""

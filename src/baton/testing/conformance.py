@@ -1,8 +1,8 @@
-"""`python -m baton.testing.conformance [URI ...]`: the conformance suite over transports, as a table.
+"""`python -m baton.testing.conformance [TRANSPORT ...]`: the conformance suite over transports, as a table.
 
 Without arguments: every transport that comes with Baton, the `file` store included. Each far side runs in a
-process of its own, except with `local://`. A transport that this machine cannot run is a column of dashes, and
-the reason a line below the table. Exits 1 when a check failed.
+process of its own, except with `local`. A transport that this machine cannot run is a column of dashes, and
+the reason a line below the table. Exits 1 when a check failed, 2 for a transport that does not exist.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from baton.errors import ConfigError
 from baton.testing.store_suite import check_store
 from baton.testing.transport_suite import check_names, check_transport
-from baton.transports.registry import create_transport
+from baton.transports.registry import create_transport, parse_uri
 from baton.transports.store import FileStore
 
 
@@ -53,8 +53,14 @@ def table(columns: dict[str, dict[str, str]]) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     """Print the table; the exit status."""
+    try:
+        for uri in arguments:
+            parse_uri(uri)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     with tempfile.TemporaryDirectory(prefix="baton-conformance-") as directory:
-        built_in = ["local://", "shm://", "nixl://", "mooncake://", f"file://?path={directory}/store"]
+        built_in = ["local", "shm", "nixl", "mooncake", f"file://{directory}/store"]
         columns, notes = {}, []
         for uri in arguments or built_in:
             print(f"{uri} ...", file=sys.stderr, flush=True)

@@ -79,7 +79,7 @@ class SpawnedPeer:
 
     def __init__(self, uri: str, sizes: Sequence[int]) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "baton.testing.transport_peer", uri],
+            [sys.executable, "-c", f"from {__name__} import serve; serve({uri!r})"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -124,7 +124,8 @@ class SpawnedPeer:
         self._process.wait()
 
 
-def _serve(uri: str) -> None:
+def serve(uri: str) -> None:
+    """The far side: does what it is asked on stdin, line by line, until that ends."""
     transport = create_transport(uri)
     peer: NearbyPeer | None = None
     try:
@@ -143,7 +144,3 @@ def _serve(uri: str) -> None:
             print(answer, flush=True)
     finally:
         transport.close()
-
-
-if __name__ == "__main__":
-    _serve(sys.argv[1])

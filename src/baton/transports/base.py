@@ -14,8 +14,8 @@ index, offset) and gets an `Operation` per copy list. The rules that the conform
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import numpy as np
@@ -44,11 +44,15 @@ State = Literal["pending", "done", "failed"]
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """`nbytes` of CUDA device number `device` at `address`, which stay allocated as long as they are registered."""
+    """`nbytes` of CUDA device number `device` at `address`, which stay allocated as long as they are registered.
+
+    `enter` gives the thread that calls it the device's context.
+    """
 
     address: int
     nbytes: int
     device: int
+    enter: Callable[[], None] = field(compare=False)
 
 
 Region = ByteArray | DeviceMemory

@@ -81,8 +81,8 @@ class Library:
         """Open memory to peers; the name of this endpoint, and its metadata."""
         raise NotImplementedError
 
-    def register_device(self, memory: list[DeviceMemory]) -> tuple[str, bytes, int]:
-        """As `register`, for memory of one device; also the address there where bytes read from new peers land.
+    def register_device(self, memory: list[DeviceMemory]) -> tuple[str, bytes]:
+        """As `register`, for memory of one device; bytes read from new peers still land on the host.
 
         Raises `TransportError` when the library cannot.
         """

@@ -145,7 +145,7 @@ def load_engine() -> Any:
 def _hint(library: str) -> str:
     packages = {"libibverbs.so.1": "libibverbs1", "librdmacm.so.1": "librdmacm1", "libnuma.so.1": "libnuma1"}
     package = packages.get(library)
-    return f"apt-get install --no-install-recommends {package}" if package else "install the package that holds this library"
+    return f"apt-get install {package}" if package else "install the package that holds this library"
 
 
 def create(query: dict[str, str]) -> RemoteTransport:

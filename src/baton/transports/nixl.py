@@ -20,6 +20,7 @@ ends the connection but proves nothing of what is on the wire: such a peer is no
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
 import os
 import secrets
@@ -57,13 +58,13 @@ class NixlLibrary(Library):
     def __init__(self, options: NixlOptions) -> None:
         self._options = options
         self._agent: Any = None
+        self._bounce: ByteArray
         self._device: int | None = None
-        self._landing: Any = None
 
     def start(self, lifeline: Lifeline, bounce: ByteArray) -> None:
         """See `Library`."""
+        self._bounce = bounce
         self._start_agent()
-        self._agent.register_memory([(bounce.ctypes.data, bounce.size, 0, "")], "DRAM")
 
     def _start_agent(self) -> None:
         api = load_api()
@@ -72,6 +73,7 @@ class NixlLibrary(Library):
         self._agent = api.nixl_agent(f"baton-{secrets.token_hex(16)}", config)
         if backend not in self._agent.backends:
             raise ConfigError("transport", f"this build of NIXL has no backend {backend!r}")
+        self._agent.register_memory([(self._bounce.ctypes.data, self._bounce.size, 0, "")], "DRAM")
 
     def stop(self) -> None:
         """See `Library`."""
@@ -82,16 +84,14 @@ class NixlLibrary(Library):
         self._agent.register_memory([(region.ctypes.data, region.size, 0, "") for region in regions], "DRAM")
         return self._agent.name, bytes(self._agent.get_agent_metadata())
 
-    def register_device(self, memory: list[DeviceMemory]) -> tuple[str, bytes, int]:
+    def register_device(self, memory: list[DeviceMemory]) -> tuple[str, bytes]:
         """See `Library`."""
         self._device = memory[0].device
-        self._landing = _touch_device(self._device)
+        memory[0].enter()
         # UCX offers what moves device memory only where it was started by a thread with that device's context.
         self._start_agent()
-        own = DeviceMemory(self._landing.data_ptr(), self._landing.numel(), self._device)
-        rows = [(part.address, part.nbytes, part.device, "") for part in [*memory, own]]
-        self._agent.register_memory(rows, "VRAM")
-        return self._agent.name, bytes(self._agent.get_agent_metadata()), own.address
+        self._agent.register_memory([(part.address, part.nbytes, part.device, "") for part in memory], "VRAM")
+        return self._agent.name, bytes(self._agent.get_agent_metadata())
 
     def add(self, endpoint: str, metadata: bytes) -> None:
         """See `Library`."""
@@ -115,7 +115,8 @@ class NixlLibrary(Library):
     def issue(self, peer: RemotePeer, direction: Direction, rows: Rows) -> Any:
         """See `Library`."""
         descs = []
-        for side, device in enumerate((self._device, peer.device)):
+        own = None if rows[0, 0] == self._bounce.ctypes.data else self._device
+        for side, device in enumerate((own, peer.device)):
             table = np.zeros((len(rows), 3), dtype=np.int64)
             table[:, 0], table[:, 1], table[:, 2] = rows[:, side], rows[:, 2], device or 0
             descs.append(self._agent.get_xfer_descs(table, "DRAM" if device is None else "VRAM"))
@@ -143,20 +144,16 @@ class NixlLibrary(Library):
             self._agent.get_new_notifs()
 
 
-def _touch_device(device: int) -> Any:
-    """64 bytes there; from then on this thread has the device's context."""
-    import torch
-
-    torch.cuda.set_device(device)
-    return torch.zeros(64, dtype=torch.uint8, device=f"cuda:{device}")
-
-
 def load_api() -> Any:
     """The Python API of NIXL, from whichever of its packages is installed.
 
     Raises `ConfigError` when there is none, or a library that it needs is missing.
     """
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
+    # NIXL's wheel brings an ibverbs library of its own, which loads the system's RDMA drivers and through them the
+    # system's libnl beside the wheel's. Unless the system's came first, the process crashes when it ends.
+    with contextlib.suppress(OSError):
+        ctypes.CDLL("libibverbs.so.1")
     for name in ("nixl", "nixl_cu12", "nixl_cu13"):
         try:
             return importlib.import_module(f"{name}._api")

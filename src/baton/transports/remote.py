@@ -72,7 +72,6 @@ class RemoteTransport:
         self._spans: list[tuple[int, int]] = []
         self._closed = False
         self._driver = Driver(library, host)
-        self._landing = self._driver.bounce.ctypes.data
         _transports.add(self)
 
     def allocate(self, name: str, nbytes: int) -> ByteArray:
@@ -98,7 +97,7 @@ class RemoteTransport:
             else:
                 parts = [region for region in regions if isinstance(region, DeviceMemory)]
                 spans = [(part.address, part.nbytes) for part in parts]
-                endpoint, metadata, self._landing = self._driver.call(lambda: self._library.register_device(parts))
+                endpoint, metadata = self._driver.call(lambda: self._library.register_device(parts))
             self._regions, self._spans = list(regions), spans
         digest = xxhash.xxh3_64_intdigest(metadata)
         contact = self._driver.lifeline.contact
@@ -116,7 +115,7 @@ class RemoteTransport:
         peer = RemotePeer(parsed.endpoint, parsed.regions, line, watch, driver.take_in, device=parsed.device)
         count = len(parsed.regions)
         rows = np.ones((count, 3), dtype=np.int64)
-        rows[:, 0] = self._landing
+        rows[:, 0] = driver.bounce.ctypes.data
         rows[:, 1] = [address for address, _ in parsed.regions]
         # A batch for each region, as a batch may lie in one region only.
         warm = Job(Operation("warm"), "read", rows, list(range(count + 1)))

@@ -1,4 +1,4 @@
-"""HTTP client of one OpenAI-compatible server. Nothing that it sends is trusted: sizes, types and lengths are checked."""
+"""HTTP client of one OpenAI-compatible server. Nothing that it sends is trusted: sizes and types are checked."""
 
 from __future__ import annotations
 

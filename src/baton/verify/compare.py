@@ -34,7 +34,7 @@ class Report:
     differences: list[Difference] = field(default_factory=list)
     near_ties: list[Difference] = field(default_factory=list)
     max_logprob_difference: float = 0.0
-    check: AcceptanceCheck = AcceptanceCheck()
+    check: AcceptanceCheck = field(default_factory=AcceptanceCheck)
 
     @property
     def acceptance(self) -> list[float]:
@@ -62,7 +62,7 @@ def compare(
     acceptance out, and nothing else.
 
     At the first token that differs, the candidate is excused if its token's logprob was within `near_tie` of the
-    reference's best: sums in another order may turn such a choice. What follows has another context, and is not compared.
+    reference's best: sums in another order may turn such a choice. What follows has another context and is left out.
     """
     report = Report(mode, len(cases))
     for index, (case, want, have) in enumerate(zip(cases, reference, candidate, strict=True)):
@@ -124,14 +124,14 @@ def _parting(want: Observed, have: Observed) -> int | None:
 
 
 def _near_tie(want: Observed, have: Observed, bound: float) -> float | None:
-    """How far the candidate's token was from the reference's best where they part; None if `bound` or more."""
+    """How far below the reference's best the tokens are where they part; None if `bound` or more, or not known."""
     position = _parting(want, have)
     if position is None or want.top is None or position >= len(want.top):
         return None
-    top, token = want.top[position], have.token_ids[position]
-    if token not in top:
+    top, tokens = want.top[position], (want.token_ids[position], have.token_ids[position])
+    if not all(token in top for token in tokens):
         return None
-    gap = max(top.values()) - top[token]
+    gap = max(top.values()) - min(top[token] for token in tokens)
     return gap if gap < bound else None
 
 

@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from baton.errors import EngineUnavailableError, ProtocolError
 from baton.verify.acceptance import Acceptance
-from baton.verify.client import Client, printable
+from baton.verify.client import Client, base_url, printable
 
 MAX_POSITIONS = 1024
 _PREFIXES = ("vllm:", "baton:")
@@ -22,9 +22,9 @@ _POLL_S = 0.25
 _POLLS = 40
 
 
-def metrics_urls(text: str) -> tuple[str, ...]:
-    """Comma-separated URLs of engines or of their metrics."""
-    urls = [part.strip().rstrip("/") for part in text.split(",")]
+def metrics_urls(text: str, field: str) -> tuple[str, ...]:
+    """Comma-separated URLs of engines or of their metrics. Raises `ConfigError` naming `field`."""
+    urls = [base_url(part.strip(), field) for part in text.split(",")]
     return tuple(url if url.endswith("/metrics") else f"{url}/metrics" for url in urls)
 
 

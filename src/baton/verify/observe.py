@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import pydoc_data.topics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,7 +66,7 @@ def observe_in_process(settings: dict[str, Any], cases: Sequence[Case]) -> list[
         return observe_llm(llm, cases, num_drafts(settings))
 
 
-def num_drafts(settings: dict[str, Any]) -> int:
+def num_drafts(settings: Mapping[str, Any]) -> int:
     """How many tokens an engine of these settings drafts."""
     spec = settings.get("speculative_config") or {}
     return int(spec.get("num_speculative_tokens", 3)) if spec else 0

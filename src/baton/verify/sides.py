@@ -1,19 +1,29 @@
-"""The two sides of a verification: an engine in this process, a deployment started for it, or servers that run."""
+"""The sides of a verification: an engine in this process, a deployment started for it, or a server that runs."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from baton.errors import BatonError
+from baton.errors import BatonError, ConfigError
 from baton.processes import Deployment
 from baton.verify.acceptance import Acceptance
-from baton.verify.client import Client
-from baton.verify.counters import read_counters, read_settled
-from baton.verify.observe import Case, Observed, num_drafts, observe_client, observe_llm, observe_url, served_model
+from baton.verify.client import Client, base_url
+from baton.verify.counters import metrics_urls, read_counters, read_settled
+from baton.verify.observe import (
+    REQUEST_TIMEOUT_S,
+    Case,
+    Observed,
+    num_drafts,
+    observe_client,
+    observe_llm,
+    served_model,
+)
+from baton.verify.prompts import read_prompts
 from baton.wire import Recovery
 
 
@@ -27,25 +37,45 @@ class Answers:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A server that runs already. `metrics_urls` None: its own `/metrics`, if there is one; else they are required."""
+    """A server that runs already; `side` names it in messages. `metrics` None: its own `/metrics`, if there are any;
+    else they are required."""
 
     side: str
     url: str
-    metrics_urls: tuple[str, ...] | None = None
+    metrics: tuple[str, ...] | None = None
     api_key: str | None = None
-    timeout_s: float = 300.0
+    timeout_s: float = REQUEST_TIMEOUT_S
     concurrency: int = 1
 
-    def client(self) -> Client:
-        return Client(self.url, self.timeout_s, self.api_key)
+    @classmethod
+    def parse(
+        cls, side: str, url: str | None, metrics: str | None, api_key: str | None, timeout_s: float, concurrency: int
+    ) -> Served | None:
+        """From the options `--SIDE` and `--SIDE-metrics`. Raises `ConfigError` naming the one that is bad."""
+        if url is None:
+            if metrics is not None:
+                raise ConfigError(f"{side}_metrics", f"is for a server that --{side} names")
+            return None
+        urls = None if metrics is None else metrics_urls(metrics, f"{side}_metrics")
+        return cls(side, base_url(url, side), urls, api_key, timeout_s, concurrency)
 
-    async def answers(self, cases: Sequence[Case], kv_mode: str | None = None, salted: bool = False) -> Answers:
+    def answers(self, cases: Sequence[Case], kv_mode: str | None = None, salted: bool = False) -> Answers:
         """Ask everything, with the counters read before and after. `salted`: keep vLLM's prefix cache out of it.
 
         Raises `EngineUnavailableError` or `ProtocolError` when the server lists no model, or required counters cannot
         be had.
         """
-        async with self.client() as client:
+        return asyncio.run(self._answers(cases, kv_mode, salted))
+
+    def read_prompts(self, path: str) -> list[list[int]]:
+        """Prompts of a file, tokenised by the server. Raises `ConfigError` for the file, and where it cannot do so."""
+        return asyncio.run(self._read_prompts(path))
+
+    def _client(self) -> Client:
+        return Client(self.url, self.timeout_s, self.api_key)
+
+    async def _answers(self, cases: Sequence[Case], kv_mode: str | None, salted: bool) -> Answers:
+        async with self._client() as client:
             model = await client.model()
             # Other servers might refuse a field that they do not know.
             salt = f"verify-{secrets.token_hex(8)}" if salted and model.owned_by == "vllm" else None
@@ -60,34 +90,51 @@ class Served:
         return Answers(observed, after.since(before))
 
     async def _counters(self, client: Client, settled: bool) -> Acceptance | str:
-        urls = self.metrics_urls or (f"{self.url}/metrics",)
+        urls = self.metrics or (f"{self.url}/metrics",)
         try:
             return await (read_settled(client, urls) if settled else read_counters(client, urls))
         except BatonError as error:
-            if self.metrics_urls is not None:
+            if self.metrics is not None:
                 raise
             return f"{self.side}: {error}"
 
+    async def _read_prompts(self, path: str) -> list[list[int]]:
+        async with self._client() as client:
+            model = await client.model()
 
-def answers_in_process(settings: dict[str, Any], cases: Sequence[Case]) -> Answers:
-    """Answers of one engine in this process. `settings` are those of `baton.LLM`, `model` included."""
-    from baton.engine.llm import LLM
+            async def encode(text: str) -> list[int]:
+                try:
+                    return await client.tokenize(model.id, text)
+                except BatonError as error:
+                    raise ConfigError("prompts", f"{error}; give MODEL, whose tokenizer then serves") from None
 
-    k = num_drafts(settings)
-    with LLM(**settings) as llm:
-        observed = observe_llm(llm, cases, k)
-        rounds, accepted = llm.metrics.num_drafts, llm.metrics.accepted_per_pos
-    return Answers(observed, Acceptance(rounds, tuple(accepted)) if k else "the reference drafts nothing")
+            return await read_prompts(path, encode)
+
+
+@dataclass(frozen=True, slots=True)
+class InProcess:
+    """One engine in this process. `settings` are those of `baton.LLM`, `model` included."""
+
+    settings: Mapping[str, Any]
+
+    def answers(self, cases: Sequence[Case]) -> Answers:
+        """Load it, ask everything, close it."""
+        from baton.engine.llm import LLM
+
+        with LLM(**self.settings) as llm:
+            observed = observe_llm(llm, cases, num_drafts(self.settings))
+            counters = Acceptance(llm.metrics.num_drafts, tuple(llm.metrics.accepted_per_pos))
+        return Answers(observed, counters)
 
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A deployment of Baton's own that is started anew for each mode."""
+    """A deployment of Baton's own, started anew for each mode: `settings` are those of `InProcess`."""
 
-    model: str
+    settings: Mapping[str, Any]
     prefill: int
     decode: int
-    engine_flags: tuple[str, ...]
+    flags: tuple[str, ...]
     kv_transport: str
     recovery: Recovery
     concurrency: int
@@ -95,13 +142,30 @@ class Started:
     def answers(self, cases: Sequence[Case], mode: str) -> Answers:
         """Start it, ask everything, end it. A second mode in the same one would find the first one's pages."""
         with Deployment(
-            self.model,
+            self.settings["model"],
             prefill=self.prefill,
             decode=self.decode,
-            engine_flags=self.engine_flags,
+            engine_flags=[*engine_flags(self.settings), *self.flags, "--recovery", self.recovery],
             kv_transport=self.kv_transport,
             router_flags=["--kv-mode", mode, "--recovery", self.recovery],
         ) as deployment:
-            name = asyncio.run(served_model(deployment.url))
-            observed = asyncio.run(observe_url(deployment.url, name, cases, self.concurrency))
-        return Answers(observed, "the answers tell more than the counters")
+            return asyncio.run(self._ask(cases, deployment.url, [f"{url}/metrics" for url in deployment.decode_urls]))
+
+    async def _ask(self, cases: Sequence[Case], url: str, metrics: Sequence[str]) -> Answers:
+        async with Client(url, REQUEST_TIMEOUT_S) as client:
+            observed = await observe_client(client, await served_model(url), cases, self.concurrency)
+            return Answers(observed, await read_settled(client, metrics))
+
+
+def engine_flags(settings: Mapping[str, Any]) -> list[str]:
+    """`baton serve` flags of `baton.LLM` settings, but for the model."""
+    flags: list[str] = []
+    for name, value in settings.items():
+        option = "--" + name.replace("_", "-")
+        if isinstance(value, bool):
+            flags += [option] if value else []
+        elif name == "speculative_config":
+            flags += [option, json.dumps(value)] if value else []
+        elif name != "model":
+            flags += [option, str(value)]
+    return flags

@@ -13,6 +13,10 @@ __all__ = ["BatonConnector"]
 def __getattr__(name: str) -> Any:
     if name != "BatonConnector":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from baton.vllm.compat import check_version
+
+    # Before the import of what another version may not have.
+    check_version()
     from baton.vllm.connector import BatonConnector
 
     return BatonConnector

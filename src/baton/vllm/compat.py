@@ -56,7 +56,8 @@ def check_config(config: Any) -> None:
         raise ConfigError(
             "speculative_config", "a model with state layers (Mamba) cannot be handed off with speculation"
         )
-    _check_rotary(config)
+    if config.device_config.device_type == "cpu":
+        _check_rotary(config)
 
 
 def _check_rotary(config: Any) -> None:
@@ -78,8 +79,9 @@ def _check_device(config: Any) -> None:
     from vllm.platforms import current_platform
 
     device, dtype = config.device_config.device_type, config.cache_config.cache_dtype
-    if device not in ("cpu", "cuda") or current_platform.is_rocm():
-        raise ConfigError("device", f"BatonConnector knows CPUs and CUDA devices, got {current_platform.device_name}")
+    device = "rocm" if current_platform.is_rocm() else device
+    if device not in ("cpu", "cuda"):
+        raise ConfigError("device", f"BatonConnector knows CPUs and CUDA devices, got {device}")
     if device == "cuda" and dtype not in _ROWS:
         raise ConfigError("kv_cache_dtype", f"BatonConnector knows {', '.join(_ROWS)} on GPUs, got {dtype!r}")
 

@@ -45,9 +45,10 @@ _ROLES = {
 
 @dataclass
 class BatonMetadata(KVConnectorMetadata):
-    """A step's news for the worker."""
+    """A step's news for the worker. `idle`: it computes nothing."""
 
     step: Step
+    idle: bool
 
 
 @dataclass
@@ -183,7 +184,8 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Ends of handoffs. Failed receives are among the finished ones too."""
-        results = self.worker.results()
+        metadata = self._connector_metadata
+        results = self.worker.results(idle=isinstance(metadata, BatonMetadata) and metadata.idle)
         return KVConnectorTransferResults(
             finished_sending=results.sent, finished_recving=results.received, failed_recving=results.failed
         )
@@ -238,7 +240,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         for request_id, start, blocks in zip(*columns, strict=True):
             end = start + scheduled[request_id]
             side.on_scheduled(request_id, end, blocks, replace=request_id in cached.resumed_req_ids)
-        return BatonMetadata(side.take_step())
+        return BatonMetadata(side.take_step(), idle=scheduler_output.total_num_scheduled_tokens == 0)
 
     def update_connector_output(self, connector_output: Any) -> None:
         """What the worker reported."""

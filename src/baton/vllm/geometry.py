@@ -85,7 +85,8 @@ def region_of(storage: torch.UntypedStorage) -> Region:
     if kind == "cpu":
         return torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
     if kind == "cuda":
-        return DeviceMemory(storage.data_ptr(), storage.nbytes(), storage.device.index)
+        device = storage.device.index
+        return DeviceMemory(storage.data_ptr(), storage.nbytes(), device, lambda: torch.cuda.set_device(device))
     raise ConfigError("kv_cache", f"BatonConnector moves memory of the host or of a CUDA device, this is on {kind}")
 
 

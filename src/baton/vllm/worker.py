@@ -5,6 +5,7 @@ For vLLM's worker thread. The agent has a thread of its own; its events wait in 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 from collections import Counter
@@ -24,6 +25,10 @@ log = logging.getLogger(__name__)
 log.addFilter(LogLimit())
 # Copies that end later than this do not end at all, and the blocks must not be used: better no engine than wrong text.
 QUIET_TIMEOUT_S = 60.0
+# While legs wait for their peers and there is nothing to compute, vLLM steps all the time, about once a
+# millisecond. Waiting here for the agent instead leaves the cores to others, and sees the agent's news at once.
+# A request that arrives meanwhile waits as long at most.
+IDLE_WAIT_S = 0.004
 
 
 class Agent(Protocol):
@@ -151,15 +156,22 @@ class WorkerSide:
                     # To the protocol the prompt ends before the token that the decode engine computes.
                     self.agent.finish_prefill(entry.key, Seeds(first_token=leg.next_token or 0), finished=False)
 
-    def results(self) -> Results:
-        """What ended since the last call."""
-        while True:
-            try:
-                self._on_event(self._events.get_nowait())
-            except queue.Empty:
-                break
+    def results(self, idle: bool = False) -> Results:
+        """What ended since the last call. After a step that computed nothing (`idle`), wait a little for the first
+        news if there is none yet."""
+        self._take_events()
+        waiting = self._decodes or self._prefills
+        if idle and waiting and self._results == Results():
+            with contextlib.suppress(queue.Empty):
+                self._on_event(self._events.get(timeout=IDLE_WAIT_S))
+            self._take_events()
         out, self._results = self._results, Results()
         return out
+
+    def _take_events(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._on_event(self._events.get_nowait())
 
     def _open_prefill(self, opened: OpenPrefill) -> None:
         key = opened.ticket.key

@@ -34,11 +34,12 @@ Mode = Literal["push", "pull"]
 
 @dataclass
 class Server:
-    """One vLLM server. `identity` is what its connector says of itself."""
+    """One vLLM server. `key` is what its tickets are signed with, `identity` what its connector says of itself."""
 
     name: str
     url: str
     process: subprocess.Popen[bytes]
+    key: bytes
     identity: dict[str, Any] = field(default_factory=dict)
 
     def metrics(self, pattern: str) -> dict[str, float]:
@@ -64,7 +65,6 @@ class Pair:
 
     prefill: Server
     decode: Server
-    key: bytes
 
     def ticket(self, prompt: Sequence[int], mode: Mode, life_s: int = 60) -> str:
         """A signed ticket for one handoff of `prompt`."""
@@ -81,7 +81,7 @@ class Pair:
             expiry=int(time.time()) + life_s,
             request_digest=handoff_digest(prompt[:-1]),
         )
-        return mint(self.key, content)
+        return mint(self.prefill.key, content)
 
 
 def free_port() -> int:
@@ -103,6 +103,7 @@ def serve(
     """Servers by (name, kv_role, further arguments), ready. `extra` is the connector's configuration, with a server's
     `own` over it; `policy` the `kv_load_failure_policy` of those that do not recompute."""
     servers = []
+    key = load_or_create_key(folder / "ticket.key")
     environment = dict(os.environ, VLLM_CPU_KVCACHE_SPACE="1", HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1")
     environment |= {
         "VLLM_NO_USAGE_STATS": "1",
@@ -132,7 +133,7 @@ def serve(
                 process = subprocess.Popen(
                     [*command, *arguments], env=environment, stdout=log, stderr=log, start_new_session=True
                 )
-            servers.append(Server(name, f"http://127.0.0.1:{port}", process))
+            servers.append(Server(name, f"http://127.0.0.1:{port}", process, key))
         for server in servers:
             wait_ready(server, folder)
             answer = asyncio.run(_once(server, request([5], 1, {"role": "identify"})))
@@ -170,10 +171,9 @@ def serve_pair(
     model: Path = MODEL,
 ) -> Iterator[Pair]:
     """One server that prefills, one that decodes."""
-    key = load_or_create_key(folder / "ticket.key")
     configs = [("P", "kv_producer", prefill), ("D", "kv_consumer", decode)]
     with serve(folder, configs, extra or {}, spec, model) as (p, d):
-        yield Pair(p, d, key)
+        yield Pair(p, d)
 
 
 def request(prompt: Sequence[int], num: int, leg: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
@@ -206,16 +206,24 @@ async def reference(
 
 
 async def handoff(
-    session: aiohttp.ClientSession, pair: Pair, prompt: Sequence[int], num: int, mode: Mode, late: float = 0.0
+    session: aiohttp.ClientSession,
+    pair: Pair,
+    prompt: Sequence[int],
+    num: int,
+    mode: Mode,
+    late: float = 0.0,
+    salt: str | None = None,
 ) -> tuple[list[int], list[int]]:
-    """Both legs at once (`late` > 0: decode so many seconds later; < 0: prefill): the tokens of each."""
+    """Both legs at once (`late` > 0: decode so many seconds later; < 0: prefill): the tokens of each. With a new `salt`
+    neither server has a prefix of the prompt."""
     ticket = pair.ticket(prompt, mode)
+    more = {} if salt is None else {"cache_salt": salt}
 
     async def leg(server: Server, role: str, count: int, wait: float) -> list[int]:
         await asyncio.sleep(max(wait, 0.0))
         # State layers cannot go back by a token: their prefill server computes all but the last.
         short = role == "prefill" and pair.prefill.identity["truncate_prefill"]
-        body = request(prompt[:-1] if short else prompt, count, {"role": role, "ticket": ticket})
+        body = request(prompt[:-1] if short else prompt, count, {"role": role, "ticket": ticket}, **more)
         answer = await ask(session, server, body)
         tokens: list[int] = answer["choices"][0]["token_ids"]
         return tokens
@@ -237,15 +245,15 @@ def accepted(pair: Pair) -> dict[str, float]:
     return pair.decode.metrics("vllm:spec_decode_num_accepted_tokens_per_pos")
 
 
-def wait_idle(pair: Pair, timeout_s: float = 60.0) -> None:
-    """Until neither server holds a block; fails after `timeout_s`."""
+def wait_idle(*servers: Server, timeout_s: float = 60.0) -> None:
+    """Until none of the servers holds a block; fails after `timeout_s`."""
     until = time.monotonic() + timeout_s
     while True:
-        usage = [server.metrics("vllm:kv_cache_usage_perc") for server in (pair.prefill, pair.decode)]
-        if all(value == 0 for found in usage for value in found.values()):
+        usage = {server.name: server.metrics("vllm:kv_cache_usage_perc") for server in servers}
+        if all(value == 0 for found in usage.values() for value in found.values()):
             return
         assert time.monotonic() < until, f"blocks are held: {usage}"
-        time.sleep(0.5)
+        time.sleep(0.2)
 
 
 def demo_prompts(lengths: Sequence[int], seed: int) -> list[list[int]]:

@@ -39,6 +39,7 @@ def config(**more: Any) -> Any:
         "parallel_config": SimpleNamespace(**ranks),
         "speculative_config": None,
         "device_config": SimpleNamespace(device_type="cpu"),
+        "cache_config": SimpleNamespace(cache_dtype="auto"),
         "model_config": SimpleNamespace(use_mla=False, has_inner_state=False),
         "compilation_config": SimpleNamespace(is_custom_op_enabled=lambda name: name == "rotary_embedding"),
     }
@@ -50,8 +51,8 @@ def test_what_cannot_be_handed_off_is_refused_by_name() -> None:
     ranks = {"tensor_parallel_size": 2, "pipeline_parallel_size": 1, "data_parallel_size": 1}
     with pytest.raises(ConfigError, match="tensor_parallel_size"):
         compat.check_config(config(parallel_config=SimpleNamespace(**ranks)))
-    with pytest.raises(ConfigError, match=r"device.*cuda"):
-        compat.check_config(config(device_config=SimpleNamespace(device_type="cuda")))
+    with pytest.raises(ConfigError, match=r"device.*xpu"):
+        compat.check_config(config(device_config=SimpleNamespace(device_type="xpu")))
     with pytest.raises(ConfigError, match=r"speculative_config.*medusa"):
         compat.check_config(config(speculative_config=SimpleNamespace(method="medusa")))
     state = SimpleNamespace(use_mla=False, has_inner_state=True)

@@ -50,6 +50,6 @@ def test_greedy_tokens_and_acceptance_are_those_of_one_vllm(pair: Pair, mode: Mo
             assert alone == {position: after[position] - between[position] for position in after}
 
     asyncio.run(run())
-    wait_idle(pair)
+    wait_idle(pair.prefill, pair.decode)
     # A prompt of 2 tokens hands over 1; nothing was computed instead of being handed over.
     assert pair.decode.metrics("vllm:baton_handoffs_total").keys() == {"committed"}

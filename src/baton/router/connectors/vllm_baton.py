@@ -17,7 +17,7 @@ from baton.handoff.ticket import request_digest
 from baton.openai.backend import KVMode
 from baton.router.connectors.base import Connector, ConnectorConfig, Handoff, Outcome, in_turn, muted
 from baton.router.connectors.tickets import mint_ticket
-from baton.router.join import Chunks
+from baton.router.join import Chunks, Leg
 from baton.router.pool import Instance, Role
 from baton.router.timers import RouterTimers
 from baton.router.vllm_api import Model, can_resume
@@ -50,13 +50,11 @@ class BatonConnector(Connector):
     def handoff(self, request: GenerateRequest, prefill: Instance, decode: Instance, kv_mode: KVMode) -> Handoff:
         """See `Connector.handoff`."""
         p, d = VllmClient.of(prefill), VllmClient.of(decode)
-        identity = self._identities.get(p.url)
-        if identity is None:
-            raise EngineUnavailableError(f"engine {p.url} is not known any more")
         tokens, seeded = request.prompt_token_ids, self.config.seed_first_token
-        handed_over = tokens if seeded else tokens[:-1]
+        if seeded and request.sampling_params.max_tokens - request.num_known == 1:
+            return Handoff({"decode": p.leg(request)})  # the first token is the last
         # A vLLM server knows of a ticket's request only the tokens that are handed over.
-        digest = request_digest(handed_over, SamplingParams())
+        digest = request_digest(tokens if seeded else tokens[:-1], SamplingParams())
         ticket = mint_ticket(self.config.ticket_key, prefill, decode, kv_mode, digest)
 
         async def over(outcome: Outcome) -> None:
@@ -64,40 +62,42 @@ class BatonConnector(Connector):
                 # The decode server may never have seen its leg, and so cannot say that it wants nothing.
                 await p.tell(_params(LegParams(role="cancel", ticket=ticket)), patient=True)
 
-        wanted = LegParams(role="decode", ticket=ticket)
-        if seeded and request.sampling_params.max_tokens - request.num_known == 1:
-            return Handoff({"decode": p.leg(request)})  # the first token is the last
-        if identity.truncate_prefill and not handed_over:
-            return Handoff({"decode": d.leg(request)})
-        if seeded:
+        legs = self._in_turn(request, p, d, ticket) if seeded else self._at_once(request, p, d, ticket)
+        return Handoff(legs, over=over)
+
+    def _in_turn(self, request: GenerateRequest, p: VllmClient, d: VllmClient, ticket: str) -> dict[Leg, Chunks]:
+        async def first(found: asyncio.Future[list[int] | None]) -> Chunks:
             offered = LegParams(role="prefill", ticket=ticket, seed_first_token=True)
+            async for chunk in p.leg(request, _params(offered), first_only=True):
+                if chunk.token_ids and chunk.finish_reason is None:
+                    found.set_result(chunk.token_ids)
+                yield chunk
 
-            async def first(found: asyncio.Future[list[int] | None]) -> Chunks:
-                async for chunk in p.leg(request, _params(offered), first_only=True):
-                    if chunk.token_ids and chunk.finish_reason is None:
-                        found.set_result(chunk.token_ids)
-                    yield chunk
-
-            def then(sampled: list[int]) -> Chunks:
-                num_prompt = len(tokens) - request.num_known
-                more = msgspec.structs.replace(request, prompt_token_ids=tokens + sampled, num_prompt_tokens=num_prompt)
-                return d.leg(more, _params(wanted))
-
-            return Handoff(in_turn(first, then), over=over)
-        offered = LegParams(role="prefill", ticket=ticket)
-        if identity.truncate_prefill:
-            short = msgspec.structs.replace(
-                request,
-                prompt_token_ids=handed_over,
-                num_prompt_tokens=min(len(handed_over), len(tokens) - request.num_known),
+        def then(sampled: list[int]) -> Chunks:
+            tokens, known = request.prompt_token_ids, request.num_known
+            more = msgspec.structs.replace(
+                request, prompt_token_ids=tokens + sampled, num_prompt_tokens=len(tokens) - known
             )
-            prefilling = muted(p.leg(short, _params(offered), first_only=True))
-        else:
-            prefilling = p.leg(request, _params(offered), first_only=True)
-            # A sampled token of a verification step is another draw than an ordinary one, whatever the seed.
-            if identity.num_speculative_tokens and request.sampling_params.temperature > 0:
-                prefilling = muted(prefilling)
-        return Handoff({"prefill": prefilling, "decode": d.leg(request, _params(wanted))}, over=over)
+            return d.leg(more, _params(LegParams(role="decode", ticket=ticket)))
+
+        return in_turn(first, then)
+
+    def _at_once(self, request: GenerateRequest, p: VllmClient, d: VllmClient, ticket: str) -> dict[Leg, Chunks]:
+        identity = self._identities.get(p.url)
+        if identity is None:
+            raise EngineUnavailableError(f"engine {p.url} is not known any more")
+        tokens, offered = request.prompt_token_ids, _params(LegParams(role="prefill", ticket=ticket))
+        decode = d.leg(request, _params(LegParams(role="decode", ticket=ticket)))
+        if identity.truncate_prefill:
+            if len(tokens) == 1:
+                return {"decode": d.leg(request)}  # there is nothing to hand over
+            num_prompt = min(len(tokens) - request.num_known, len(tokens) - 1)
+            short = msgspec.structs.replace(request, prompt_token_ids=tokens[:-1], num_prompt_tokens=num_prompt)
+            return {"prefill": muted(p.leg(short, offered, first_only=True)), "decode": decode}
+        prefill = p.leg(request, offered, first_only=True)
+        # A sampled token of a verification step is another draw than an ordinary one, whatever the seed.
+        drawn = identity.num_speculative_tokens > 0 and request.sampling_params.temperature > 0
+        return {"prefill": muted(prefill) if drawn else prefill, "decode": decode}
 
     async def _identify(self, client: VllmClient, model: Model, role: Role) -> EngineInfo:
         answer = await client.tell(_params(LegParams(role="identify")))

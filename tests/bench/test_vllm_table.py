@@ -1,0 +1,47 @@
+"""The table of `baton bench vllm`: ratios within rounds, failed rounds left out and counted."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from baton.bench.vllm import SPIN_S, Row, table
+from baton.bench.vllm_legs import Answer
+
+
+def answer(first: float, gap: float, num: int) -> Answer:
+    """`num` tokens: the first after `first` seconds, then one every `gap`."""
+    return Answer(list(range(num)), [first + gap * index for index in range(num)])
+
+
+def test_a_row_takes_times_in_milliseconds() -> None:
+    row = Row()
+    row.add(answer(0.030, 0.002, 1000))
+    assert row.ttft == [30.0]
+    assert row.second == pytest.approx([32.0])
+    assert row.tpot == pytest.approx([2.0])
+    assert row.late == pytest.approx([2.0])
+
+
+def test_late_tokens_are_those_after_the_spin() -> None:
+    times = [0.0, *(0.004 * n for n in range(1, 250)), *(SPIN_S + 0.1 + 0.002 * n for n in range(100))]
+    row = Row()
+    row.add(Answer(list(range(len(times))), times))
+    assert row.late == pytest.approx([2.0])
+    short = Row()
+    short.add(answer(0.03, 0.002, 10))
+    assert math.isnan(short.late[0])
+
+
+def test_ratios_are_within_rounds_and_failures_are_told() -> None:
+    one, other = Row(), Row()
+    for slow in (1, 10, 1):
+        one.add(answer(0.010 * slow, 0.002, 10))
+    other.add(answer(0.020, 0.002, 10))
+    other.add(answer(0.200, 0.002, 10))
+    other.add(None)
+    lines = table({"one vLLM": one, "two": other}, "one vLLM")
+    cells = [cell.strip() for cell in lines[-1].split("|")]
+    assert cells[1:4] == ["two", "110.00", "2.00 (2.00-2.00)"]
+    assert cells[-2] == "1 failed"

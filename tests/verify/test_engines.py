@@ -1,0 +1,62 @@
+"""`baton verify` between real engines that run already: one engine, and a prefill/decode deployment behind a router."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from baton.processes import Deployment
+
+TARGET = "models/baton-demo-llama"
+EAGLE3 = {"method": "eagle3", "model": "models/baton-demo-eagle3", "num_speculative_tokens": 3}
+FLAGS = ("--speculative-config", json.dumps(EAGLE3), "--batch-invariant")
+LENGTHS = "1,2,15-18,31-33,48"
+NUM = 10
+
+
+@pytest.fixture(scope="module")
+def reference() -> Iterator[str]:
+    with Deployment(TARGET, prefill=0, decode=0, both=1, engine_flags=FLAGS, router=False) as deployment:
+        yield deployment.url
+
+
+def verify(reference: str, candidate: str, *flags: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "baton.cli", "verify", "--reference", reference, "--candidate", candidate]
+    command += ["--lengths", LENGTHS, "--max-tokens", "20", *flags]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
+
+
+@pytest.mark.slow
+def test_a_deployment_is_identical_to_one_engine_also_by_its_counters(reference: str) -> None:
+    with Deployment(TARGET, engine_flags=FLAGS) as candidate:
+        strict = ("--near-tie", "0", "--logprob-tolerance", "1e-5", "--acceptance-tolerance", "0")
+        ids = ("--token-range", "3-2000")
+        by_counters = verify(reference, candidate.url, *strict, *ids, "--candidate-metrics", candidate.decode_urls[0])
+        by_answers = verify(reference, candidate.url, TARGET, *strict, "--concurrency", "4")
+        refused = verify(reference, candidate.url)
+    for result in (by_counters, by_answers):
+        assert result.returncode == 0, result.stdout + result.stderr
+        assert "acceptance candidate: accepted " in result.stdout
+        assert result.stdout.endswith(f": equal\nidentical: {NUM}/{NUM}\n")
+    assert refused.returncode == 1, refused.stdout + refused.stderr
+    assert "prompt token ids must be in [0, 2048)" in refused.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "what"),
+    [("drop-draft", "acceptance at draft position"), ("corrupt", "request ")],
+    ids=["draft", "target"],
+)
+def test_a_broken_deployment_is_found(fault: str, what: str, reference: str) -> None:
+    flags = (*FLAGS, "--recovery", "none")
+    with Deployment(TARGET, engine_flags=flags, kv_transport=f"faulty+shm://?fault={fault}") as candidate:
+        result = verify(reference, candidate.url, TARGET, "--candidate-metrics", candidate.decode_urls[0])
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert f"DIFFERENT candidate: {what}" in result.stdout

@@ -1,0 +1,93 @@
+"""Baton's own engine against vLLM on the same checkpoints, fp32: equal tokens, and the same drafts accepted."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from servers import EAGLE3, MODEL, demo_prompts
+
+from baton.bench.vllm_servers import ServerConfig, VllmServer, serve
+from baton.testing.checkpoints import make_checkpoint
+
+pytestmark = pytest.mark.timeout(900)
+
+# Every residue of a block, blocks' ends, several chunks, and with 32 tokens behind it the end of the context.
+LENGTHS = [1, 2, 3, *range(33, 98), 500, 1000, 2050, 3000, 4064]
+NUM_TOKENS = 32
+
+
+def verify(
+    folder: Path, model: Path, server: VllmServer, prompts: Sequence[Sequence[int]], *flags: str
+) -> dict[str, Any]:
+    """The report of `baton verify` with vLLM as the reference and one engine of Baton's as the candidate."""
+    file = folder / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"prompt": list(prompt)}) + "\n" for prompt in prompts))
+    command = [sys.executable, "-m", "baton.cli", "verify", str(model), "--reference", server.url, "--modes", "single"]
+    command += ["--prompts", str(file), "--max-tokens", str(NUM_TOKENS), "--ignore-eos", "--dtype", "float32"]
+    result = subprocess.run(
+        [*command, "--json", *flags],
+        capture_output=True,
+        text=True,
+        timeout=400,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    assert result.stdout, result.stderr
+    report: dict[str, Any] = json.loads(result.stdout)[0]
+    print(
+        {name: report[name] for name in ("requests", "identical", "near_ties", "max_logprob_difference")}
+        | {name: report[name] for name in ("counts", "reference_counts")}
+    )
+    assert report["differences"] == []
+    assert result.returncode == 0, report["acceptance_problem"]
+    return report
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, VllmServer]]:
+    configs = [ServerConfig("plain"), ServerConfig("eagle3", ["--speculative-config", json.dumps(EAGLE3)])]
+    with serve(sys.executable, str(MODEL), tmp_path_factory.mktemp("vllm"), configs) as found:
+        yield {server.name: server for server in found}
+
+
+def test_demo_model(servers: dict[str, VllmServer], tmp_path: Path) -> None:
+    report = verify(tmp_path, MODEL, servers["plain"], demo_prompts(LENGTHS, seed=7))
+    assert report["identical"] + len(report["near_ties"]) == len(LENGTHS)
+
+
+def test_demo_model_with_eagle3(servers: dict[str, VllmServer], tmp_path: Path) -> None:
+    """vLLM writes the drafter's entry at the end of a chunk of a prompt from another token than the next one: a draft
+    right behind a chunk may differ, here that of the 2,050 tokens."""
+    spec = ("--speculative-config", json.dumps(EAGLE3), "--reference-metrics", servers["eagle3"].url)
+    report = verify(tmp_path, MODEL, servers["eagle3"], demo_prompts(LENGTHS, seed=7), *spec)
+    assert report["acceptance_compared"]
+    assert report["reference_acceptance"][0] > 0.3
+
+
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}},
+    "mistral": {"sliding_window": 64},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {},
+}
+MODELS["llama"]["rope_scaling"]["original_max_position_embeddings"] = 512
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_random_models(model_type: str, tmp_path: Path) -> None:
+    """Grouped heads, windows, rotary scaling, tied embeddings, biases, norms of queries and keys."""
+    sizes = {"head_dim": 32, "hidden_size": 128, "max_position_embeddings": 4096}
+    model = make_checkpoint(tmp_path / "model", model_type, **sizes, **MODELS[model_type])
+    rng = random.Random(3)
+    prompts = [[rng.randrange(256) for _ in range(length)] for length in LENGTHS]
+    with serve(sys.executable, str(model), tmp_path, [ServerConfig("vllm")]) as (server,):
+        report = verify(tmp_path, model, server, prompts)
+    assert report["identical"] + len(report["near_ties"]) == len(LENGTHS)

@@ -1,0 +1,269 @@
+"""The router over real vLLM servers: the answers of one server, over Baton's connector and over vLLM's own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+from servers import EAGLE3, MODEL, NEAR_TIE, demo_prompts
+
+from baton.bench.vllm_servers import ServerConfig, VllmServer, serve
+from baton.handoff.ticket import load_or_create_key
+from baton.router import RouterConfig, build_app
+from baton.router.vllm_api import read_metrics
+
+pytestmark = pytest.mark.timeout(900)
+
+LENGTHS = [1, 2, 3, 17, 31, 32, 33, 47, 63, 64, 65, 96, 97, 127, 128, 129, 200, 333, 512, 1000]
+TIMEOUT = aiohttp.ClientTimeout(total=120)
+NUM_TOKENS = 24
+
+
+def baton(folder: Path, role: str, name: str) -> dict[str, Any]:
+    extra = {"ticket_key_file": str(folder / "ticket.key"), "lease": 20.0}
+    return {
+        "kv_connector": "BatonConnector",
+        "kv_connector_module_path": "baton.vllm",
+        "kv_role": role,
+        "engine_id": name,
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": extra,
+    }
+
+
+def nixl(kind: str, role: str) -> dict[str, Any]:
+    # As vLLM ships it, but for the thread that takes a whole core when idle.
+    return {"kv_connector": kind, "kv_connector_module_path": "baton.bench.vllm_peers", "kv_role": role}
+
+
+@contextlib.contextmanager
+def serve_pair(folder: Path, kind: str, spec: Any) -> Iterator[tuple[VllmServer, VllmServer]]:
+    configs = []
+    for index, (name, role) in enumerate((("P", "kv_producer"), ("D", "kv_consumer"))):
+        transfer = baton(folder, role, name) if kind == "BatonConnector" else nixl(kind, role)
+        flags = ["--block-size", "32", *([] if spec is None else ["--speculative-config", json.dumps(spec)])]
+        environment = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(5700 + 10 * index)}
+        configs.append(ServerConfig(name, flags, transfer, environment))
+    load_or_create_key(folder / "ticket.key")
+    with serve(sys.executable, str(MODEL), folder, configs) as (p, d):
+        yield p, d
+
+
+@contextlib.asynccontextmanager
+async def routed(p: str, d: str, folder: Path, **config: Any) -> AsyncIterator[str]:
+    """The URL of a router over two servers."""
+    key = load_or_create_key(folder / "ticket.key")
+    settings = RouterConfig(prefill=(p,), decode=(d,), ticket_key=key, engine="vllm", **config)
+    async with TestServer(await build_app(settings)) as server:
+        yield str(server.make_url("")).rstrip("/")
+
+
+async def complete(session: aiohttp.ClientSession, url: str, prompt: Sequence[int], **body: Any) -> dict[str, Any]:
+    asked = {"model": "demo", "prompt": list(prompt), "max_tokens": NUM_TOKENS, "temperature": 0, "logprobs": 2}
+    asked |= {"return_token_ids": True, **body}
+    async with session.post(f"{url}/v1/completions", json=asked, timeout=TIMEOUT) as response:
+        answer: dict[str, Any] = await response.json()
+        assert response.status == 200, answer
+        return answer
+
+
+async def streamed(session: aiohttp.ClientSession, url: str, prompt: Sequence[int], **body: Any) -> list[int]:
+    asked = {"model": "demo", "prompt": list(prompt), "max_tokens": NUM_TOKENS, "temperature": 0, "stream": True}
+    asked |= {"return_token_ids": True, **body}
+    async with session.post(f"{url}/v1/completions", json=asked, timeout=TIMEOUT) as response:
+        events = [json.loads(line[6:]) async for line in response.content if line.startswith(b"data: {")]
+    return [token for e in events for choice in e["choices"] for token in choice["token_ids"]]
+
+
+async def alone(session: aiohttp.ClientSession, server: VllmServer, prompt: Sequence[int], **body: Any) -> Any:
+    """What one server says, without its prefix cache."""
+    more = {"cache_salt": "reference", "return_tokens_as_token_ids": True, **body}
+    return await complete(session, server.url, prompt, **more)
+
+
+def parts_at(found: Sequence[int], expected: dict[str, Any]) -> int | None:
+    """Where tokens part from one server's, None where they do not, or at a near-tie of its own."""
+    tops = [sorted(top.values(), reverse=True) for top in expected["logprobs"]["top_logprobs"]]
+    for index, (have, want) in enumerate(zip(found, expected["token_ids"], strict=True)):
+        if have != want:
+            return None if tops[index][0] - tops[index][1] < NEAR_TIE else index
+    return None
+
+
+async def same_as_one_server(
+    session: aiohttp.ClientSession, url: str, server: VllmServer, prompts: Sequence[Sequence[int]]
+) -> None:
+    """Tokens, finish reason, usage and logprobs, of whole and of streamed answers."""
+    for prompt in prompts:
+        expected = await alone(session, server, prompt)
+        found = await complete(session, url, prompt)
+        want, have = expected["choices"][0], found["choices"][0]
+        where = f"prompt of {len(prompt)} tokens"
+        assert parts_at(have["token_ids"], want) is None, (where, have["token_ids"], want["token_ids"])
+        assert have["finish_reason"] == want["finish_reason"], where
+        for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
+            assert found["usage"][name] == expected["usage"][name], (where, name)
+        have_p, want_p = have["logprobs"]["token_logprobs"], want["logprobs"]["token_logprobs"]
+        assert len(have_p) == len(want_p)
+        assert abs(have_p[0] - want_p[0]) < 1e-3, where
+        assert parts_at(await streamed(session, url, prompt), want) is None, where
+
+
+async def usage(session: aiohttp.ClientSession, server: VllmServer) -> float:
+    async with session.get(f"{server.url}/metrics") as response:
+        return max(read_metrics(await response.text())["vllm:kv_cache_usage_perc"])
+
+
+async def until_free(session: aiohttp.ClientSession, servers: Sequence[VllmServer], timeout_s: float) -> float:
+    """Seconds until no server holds a block."""
+    begun = time.monotonic()
+    while any([await usage(session, server) for server in servers]):
+        assert time.monotonic() < begun + timeout_s, "blocks are held"
+        await asyncio.sleep(0.1)
+    return time.monotonic() - begun
+
+
+# ---------------------------------------------------------------- BatonConnector
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("vllm")
+
+
+@pytest.fixture(scope="module")
+def pair(folder: Path) -> Iterator[tuple[VllmServer, VllmServer]]:
+    with serve_pair(folder, "BatonConnector", EAGLE3) as found:
+        yield found
+
+
+@pytest.mark.parametrize("mode", ["push", "pull"])
+@pytest.mark.parametrize("seed", [False, True], ids=["both at once", "seeded"])
+def test_answers_are_those_of_one_server(
+    pair: tuple[VllmServer, VllmServer], folder: Path, seed: bool, mode: str
+) -> None:
+    async def run() -> None:
+        p, d = pair
+        async with aiohttp.ClientSession() as session:
+            async with routed(p.url, d.url, folder, seed_first_token=seed, kv_mode=mode) as url:
+                prompts = demo_prompts(LENGTHS, seed=100 + 10 * seed + (mode == "pull"))
+                await same_as_one_server(session, url, d, prompts)
+                async with session.get(f"{url}/status") as response:
+                    state = await response.json()
+                ends = state["handoffs"]
+                assert (state["near_ties"], ends["failed"], ends["aborted"]) == (0, 0, 0)
+                assert ends["completed"] + ends["finished_early"] == ends["started"]
+            await until_free(session, pair, 20)
+
+    asyncio.run(run())
+
+
+def test_a_seeded_drafter_goes_on_as_one_that_saw_it_all(pair: tuple[VllmServer, VllmServer], folder: Path) -> None:
+    """The drafter's KV of the prompt's last token depends on the first token: it is handed over as well."""
+    positions = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+
+    async def accepted(session: aiohttp.ClientSession, server: VllmServer) -> list[float]:
+        async with session.get(f"{server.url}/metrics") as response:
+            return read_metrics(await response.text())[positions]
+
+    async def run() -> None:
+        p, d = pair
+        async with aiohttp.ClientSession() as session:
+            async with routed(p.url, d.url, folder, seed_first_token=True) as url:
+                counts = [await accepted(session, d)]
+                tokens = [
+                    (await complete(session, url, prompt))["choices"][0]["token_ids"]
+                    for prompt in (prompts := demo_prompts(LENGTHS, seed=200))
+                ]
+                counts.append(await accepted(session, d))
+                for prompt, found in zip(prompts, tokens, strict=True):
+                    if len(found) > 1:
+                        more = await alone(session, d, [*prompt, found[0]], max_tokens=NUM_TOKENS - 1)
+                        assert parts_at(found[1:], more["choices"][0]) is None
+                counts.append(await accepted(session, d))
+        seeded, single = ([b - a for a, b in zip(*pair, strict=True)] for pair in itertools.pairwise(counts))
+        assert seeded == single
+        assert sum(single) > len(prompts)
+
+    asyncio.run(run())
+
+
+def test_ends_and_limits(pair: tuple[VllmServer, VllmServer], folder: Path) -> None:
+    async def run() -> None:
+        p, d = pair
+        (prompt,) = demo_prompts([150], seed=5)
+        async with aiohttp.ClientSession() as session:
+            for seed in (False, True):
+                async with routed(p.url, d.url, folder, seed_first_token=seed) as url:
+                    tokens = (await alone(session, d, prompt))["choices"][0]["token_ids"]
+                    for body in ({"max_tokens": 1}, {"max_tokens": 2}, {"stop_token_ids": tokens[:1]}):
+                        want = (await alone(session, d, prompt, **body))["choices"][0]
+                        have = (await complete(session, url, prompt, **body))["choices"][0]
+                        for name in ("token_ids", "finish_reason", "stop_reason"):
+                            assert have[name] == want[name], (seed, body, name)
+                    # Nobody comes for what a prefill server holds of a request that its token ended: it is told.
+                    assert await until_free(session, pair, 20) < 20
+
+    asyncio.run(run())
+
+
+def test_a_decode_server_that_never_saw_its_leg(pair: tuple[VllmServer, VllmServer], folder: Path) -> None:
+    """The prefill server has its blocks back at once, and not only when the ticket expires."""
+
+    async def run() -> None:
+        p, d = pair
+        (prompt,) = demo_prompts([700], seed=6)
+        async with aiohttp.ClientSession() as session, TestServer(impostor(session, d)) as deaf:
+            address = str(deaf.make_url("")).rstrip("/")
+            for seed in (False, True):
+                async with routed(p.url, address, folder, seed_first_token=seed, recovery="none") as url:
+                    body = {"model": "demo", "prompt": prompt, "max_tokens": 8, "temperature": 0}
+                    async with session.post(f"{url}/v1/completions", json=body) as response:
+                        assert response.status == 503
+                    assert await until_free(session, [p], 20) < 20
+
+    asyncio.run(run())
+
+
+def impostor(session: aiohttp.ClientSession, server: VllmServer) -> web.Application:
+    """Says that it is `server`, and takes no legs."""
+
+    async def forward(request: web.Request) -> web.Response:
+        body = await request.read()
+        if b'"decode"' in body:
+            await asyncio.sleep(0.3)
+            return web.json_response({"error": {"message": "not today"}}, status=500)
+        async with session.request(request.method, server.url + request.path, data=body, headers=request.headers) as r:
+            return web.Response(body=await r.read(), status=r.status, content_type=r.content_type)
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", forward)
+    return app
+
+
+# ---------------------------------------------------------------- vLLM's own connectors
+
+
+@pytest.mark.parametrize("kind", ["NixlConnector", "NixlPushConnector"])
+def test_vllms_own_connectors(tmp_path: Path, kind: str) -> None:
+    async def run(p: VllmServer, d: VllmServer) -> None:
+        async with aiohttp.ClientSession() as session, routed(p.url, d.url, tmp_path, kv_connector=kind) as url:
+            await same_as_one_server(session, url, d, demo_prompts(LENGTHS, seed=9))
+            (prompt,) = demo_prompts([90], seed=10)
+            want = await alone(session, d, prompt, temperature=0.8, seed=7)
+            have = await complete(session, url, prompt, temperature=0.8, seed=7)
+            assert have["choices"][0]["token_ids"] == want["choices"][0]["token_ids"]
+
+    with serve_pair(tmp_path, kind, None) as (p, d):
+        asyncio.run(run(p, d))

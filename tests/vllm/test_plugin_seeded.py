@@ -1,0 +1,198 @@
+"""Prefill legs that hand over their whole prompt and the first token, and those that nobody comes for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from baton.handoff import events as ev
+from baton.handoff.messages import Seeds
+from baton.handoff.ticket import Ticket, mint, new_transfer_id
+from baton.vllm.geometry import describe
+from baton.vllm.groups import CacheTable, split_tables
+from baton.vllm.scheduler import SchedulerSide, handoff_digest
+from baton.vllm.steps import ClosePrefill, Computed, OpenDecode, OpenPrefill, Step
+from baton.vllm.worker import WorkerSide
+from baton.wire import EngineIdentity
+
+KEY = b"k" * 32
+PROMPT = list(range(100, 110))
+FIRST = 77
+
+
+@dataclass
+class Request:
+    request_id: str
+    prompt_token_ids: Sequence[int] | None
+    kv_transfer_params: dict[str, Any] | None
+    output_token_ids: list[int] = field(default_factory=list)
+    lora_request: Any = None
+    mm_features: Sequence[Any] = ()
+
+
+class Pool:
+    blocks: Sequence[Any] = range(100)
+
+    def touch(self, blocks: Sequence[Any]) -> None:
+        assert not blocks
+
+    def free_blocks(self, ordered_blocks: Sequence[Any]) -> None:
+        assert not ordered_blocks
+
+
+def ticket(handed_over: Sequence[int] = PROMPT, expiry: int = 60) -> Ticket:
+    return Ticket(
+        transfer_id=new_transfer_id(),
+        prefill_engine="P",
+        prefill_incarnation="p",
+        prefill_address="tcp://127.0.0.1:1",
+        decode_engine="D",
+        decode_incarnation="d",
+        decode_address="tcp://127.0.0.1:2",
+        mode="push",
+        expiry=expiry,
+        request_digest=handoff_digest(handed_over),
+    )
+
+
+def side(engine: str) -> SchedulerSide:
+    identity = EngineIdentity(
+        engine, engine.lower(), "tcp://127.0.0.1:1", "{}", False, ["prefill", "decode"], 512, [2], 0
+    )
+    return SchedulerSide(identity, KEY, [CacheTable(0, "full", None, 32, ())], Pool(), clock=lambda: 0.0)
+
+
+def leg(t: Ticket, role: str, prompt: Sequence[int], **params: Any) -> Request:
+    return Request(f"{role}-1", prompt, {"baton": {"role": role, "ticket": mint(KEY, t), **params}})
+
+
+def cancel(t: Ticket, key: bytes = KEY) -> Request:
+    return Request("cancel-1", [0], {"baton": {"role": "cancel", "ticket": mint(key, t)}})
+
+
+def seeded_leg(p: SchedulerSide, t: Ticket) -> Request:
+    """A prefill leg that has computed its prompt."""
+    request = leg(t, "prefill", PROMPT, seed_first_token=True)
+    p.on_new_request(request)
+    assert p.take_step().opened == [OpenPrefill("prefill-1", t, 10, None, seeded=True)]
+    p.on_scheduled("prefill-1", 10, ([1],), replace=True)
+    assert p.take_step().computed == [Computed(t.key, 10, ([1],))]
+    return request
+
+
+def test_the_whole_prompt_is_handed_over_with_the_first_token() -> None:
+    p, d, t = side("P"), side("D"), ticket()
+    request = seeded_leg(p, t)
+    request.output_token_ids.append(FIRST)
+    assert p.on_finished(request) == (True, None)
+    assert p.take_step().closed == [ClosePrefill(t.key, held=True, failed=False, sampled=FIRST)]
+    decode = leg(t, "decode", [*PROMPT, FIRST])
+    d.on_new_request(decode)
+    assert d.num_matched("decode-1", 4) == 6
+    d.on_allocated("decode-1", ([5],), 6)
+    assert d.take_step().receives == [OpenDecode("decode-1", t, 10, 4, ([5],), FIRST, True)]
+
+
+def test_a_leg_that_ends_without_a_token_has_failed() -> None:
+    p, t = side("P"), ticket()
+    assert p.on_finished(seeded_leg(p, t)) == (True, None)
+    assert p.take_step().closed == [ClosePrefill(t.key, held=True, failed=True)]
+
+
+def test_a_ticket_for_another_length_permits_nothing() -> None:
+    p = side("P")
+    p.on_new_request(leg(ticket(PROMPT[:-1]), "prefill", PROMPT, seed_first_token=True))
+    p.on_new_request(leg(ticket(), "prefill", PROMPT))
+    assert p.take_step() == Step()
+    assert sum(p.refused.values()) == 2
+
+
+def test_a_cancelled_leg_is_let_go() -> None:
+    for finished in (True, False):
+        p, t, other = side("P"), ticket(), ticket()
+        request = seeded_leg(p, t)
+        request.output_token_ids.append(FIRST)
+        if finished:
+            p.on_finished(request)
+            p.take_step()
+        p.on_new_request(cancel(other))
+        assert p.take_step() == Step(), "that one is another's"
+        p.on_new_request(cancel(t))
+        if finished:
+            assert p.take_step().cancelled == [t.key]
+        else:
+            assert p.on_finished(request) == (True, None)
+            assert p.take_step().closed == [ClosePrefill(t.key, held=True, failed=True, sampled=FIRST)]
+        p.on_new_request(cancel(t))
+        assert p.on_finished(cancel(t)) == (False, None)
+
+
+@pytest.mark.parametrize("why", ["forged", "expired", "none"])
+def test_only_the_router_cancels(why: str) -> None:
+    p, t = side("P"), ticket()
+    request = seeded_leg(p, t)
+    request.output_token_ids.append(FIRST)
+    p.on_finished(request)
+    p.take_step()
+    hostile = cancel(t, b"x" * 32) if why == "forged" else cancel(ticket(expiry=-1) if why == "expired" else t)
+    if why == "none":
+        assert hostile.kv_transfer_params is not None
+        hostile.kv_transfer_params["baton"]["ticket"] = ""
+    p.on_new_request(hostile)
+    assert not p.has_news()
+    assert sum(p.refused.values()) == 1
+
+
+class Agent:
+    """Writes down what it is told."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *arguments, **more: self.calls.append((name, *arguments, *more.values()))
+
+
+@pytest.fixture
+def agent() -> Agent:
+    return Agent()
+
+
+@pytest.fixture
+def worker(agent: Agent) -> WorkerSide:
+    buffer = torch.zeros(2, 20, 2, 32, 16)
+    caches = {f"model.layers.{i}.attn": buffer[i] for i in range(2)}
+    groups = split_tables([CacheTable(0, "full", None, 32, tuple(caches))], num_target_layers=2)
+    side = WorkerSide(describe(caches, groups, dict.fromkeys(caches, "k_by_dimension")), quiet_timeout=0.2)
+    side.bind(agent)  # type: ignore[arg-type]
+    return side
+
+
+def test_a_seeded_leg_is_committed_with_the_token_that_was_sampled(agent: Agent, worker: WorkerSide) -> None:
+    t = ticket()
+    worker.begin(Step(opened=[OpenPrefill("r", t, 10, None, seeded=True)]))
+    worker.finalise([Computed(t.key, 10, ([1],))])
+    assert [call[0] for call in agent.calls] == ["open_prefill", "declare_final"]
+    worker.begin(Step(closed=[ClosePrefill(t.key, held=True, failed=False, sampled=FIRST)]))
+    assert agent.calls[-1] == ("finish_prefill", t.key, Seeds(first_token=FIRST), False)
+    assert not worker.results().sent
+    worker.post(ev.PrefillReleased(t.key, "committed"))
+    assert worker.results().sent == {"r"}
+
+
+def test_a_cancelled_leg_is_aborted_once(agent: Agent, worker: WorkerSide) -> None:
+    t = ticket()
+    worker.begin(Step(opened=[OpenPrefill("r", t, 10, None, seeded=True)]))
+    worker.finalise([Computed(t.key, 10, ([1],))])
+    worker.begin(Step(closed=[ClosePrefill(t.key, held=True, failed=False, sampled=FIRST)]))
+    worker.begin(Step(cancelled=[t.key]))
+    assert agent.calls[-1][:2] == ("abort", t.key)
+    worker.post(ev.PrefillReleased(t.key, "aborted"))
+    assert worker.results().sent == {"r"}
+    num_calls = len(agent.calls)
+    worker.begin(Step(cancelled=[t.key, ticket().key]))
+    assert len(agent.calls) == num_calls

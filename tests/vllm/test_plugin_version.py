@@ -1,0 +1,34 @@
+"""Versions of vLLM: those that are known are let in, others are refused before anything of theirs is imported."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+
+import pytest
+
+import baton.vllm
+from baton.errors import ConfigError
+from baton.vllm import compat
+
+
+def install(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    """A vLLM of which nothing but its version can be imported."""
+    module = ModuleType("vllm")
+    module.__version__ = version  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm", module)
+    monkeypatch.delitem(sys.modules, "baton.vllm.connector", raising=False)
+
+
+@pytest.mark.parametrize("version", ["0.29.1", "0.33.0", "1.32.0", "0.3", "dev", "0.x.1"])
+def test_another_version_is_refused_in_one_line(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, version)
+    with pytest.raises(ConfigError) as caught:
+        baton.vllm.BatonConnector  # noqa: B018
+    assert str(caught.value) == f"vllm: BatonConnector supports vLLM 0.30, 0.31, 0.32, this is {version}"
+
+
+@pytest.mark.parametrize("version", ["0.30.0", "0.31.2", "0.32.0", "0.32.1rc1", "0.32.0+cpu"])
+def test_known_versions_are_let_in(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, version)
+    assert compat.check_version() == version[:4]
