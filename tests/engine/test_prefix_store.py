@@ -114,15 +114,24 @@ def test_every_group_comes_from_the_store(
 
 
 def test_prompts_share_what_is_equal_and_no_more(prompts: list[list[int]], tmp_path: Path) -> None:
-    prompt = prompts[-1]
-    serve([prompt], PARAMS, **with_store(tmp_path))
-    other = prompts[-2]
-    # The drafter's entry 255 was computed from token 256.
-    cases = [(prompt[:256] + other[:100], 0), (prompt[:257] + other[:100], 256), (other[:1] + prompt[1:], 0)]
-    for tokens, loaded in cases:
-        want, _ = serve([tokens], PARAMS)
-        assert serve([tokens], PARAMS, **with_store(tmp_path)) == (want, loaded)
-        assert want[0][0] is not None
+    prompt, other = prompts[-1], prompts[-2]
+    serve([prompt, other[:256] + prompt[256:300]], PARAMS, **with_store(tmp_path))
+    cases = [
+        # The drafter's entry 255 was computed from token 256.
+        (prompt[:256] + other[:100], 0),
+        (prompt[:257] + other[:100], 256),
+        (other[:1] + prompt[1:], 0),
+        # Both spans are there, but the second was computed behind another first one.
+        (other[:256] + prompt[256:], 256),
+    ]
+    tokens = [case for case, _ in cases]
+    want, _ = serve(tokens, PARAMS, enable_prefix_caching=False)
+    with stepped(**with_store(tmp_path)) as engine:
+        for i, (case, loaded) in enumerate(cases):
+            before = engine.core.metrics.num_loaded_tokens
+            assert outcome(engine.run(str(i), case, PARAMS)) == want[i]
+            assert engine.core.metrics.num_loaded_tokens - before == loaded
+            settle(engine)
 
 
 @pytest.mark.parametrize("settings", [{"block_size": 7}, {"speculative_config": None}, {"dtype": "float32"}], ids=str)

@@ -1,6 +1,6 @@
 """What disaggregation costs in vLLM on CPUs: one server against P/D over BatonConnector and vLLM's own NIXL connectors.
 
-    baton bench vllm --vllm-python .venv-vllm/bin/python
+    baton bench vllm --vllm-python $(python3 tools/install_vllm.py)/bin/python
 
 Every round asks all deployments for the same new prompt, in changing order, and waits in between until their processes
 sleep, so that only the one that is asked runs. Ratios are taken within rounds. vLLM's own connectors are measured "at

@@ -204,7 +204,8 @@ class EnginePool:
             instance.num_silent += 1
             silent_s = time.monotonic() - instance.answered
             # Two questions: of one alone, it may be this process that did not run.
-            if instance.num_silent > 1 and silent_s >= self.timers.lease and not instance.evicted:
+            taken = instance.info is not None and not instance.evicted
+            if taken and instance.num_silent > 1 and silent_s >= self.timers.lease:
                 logger.warning("engine %s is given up after %.1f s", instance.url, silent_s)
                 instance.evict(EngineLostError(f"engine {instance.url} has not answered for {silent_s:.1f} s"))
 

@@ -36,6 +36,7 @@ class VllmClient(EngineClient):
     ) -> None:
         super().__init__(session, url, timers)
         self._identify = identify
+        self._tell_timeout = aiohttp.ClientTimeout(total=timers.tell, sock_connect=timers.connect)
         self._model: Model | None = None
         self._info: EngineInfo | None = None
 
@@ -74,14 +75,14 @@ class VllmClient(EngineClient):
         """Samples of the server's own metrics, by name. Raises as `load` does."""
         return read_metrics((await self._get("/metrics")).decode())
 
-    async def tell(self, kv_transfer_params: dict[str, object], patient: bool = False) -> Completion:
-        """Say something to the server's connector, by a request of one token; unless `patient`, it must answer soon.
+    async def tell(self, kv_transfer_params: dict[str, object]) -> Completion:
+        """Say something to the server's connector, by a request of one token.
 
         Raises `EngineUnavailableError`, `EngineLostError` when it does not answer, `ProtocolError`.
         """
         model = await self._served()
         body = {"model": model.id, "prompt": [0], "max_tokens": 1, "kv_transfer_params": kv_transfer_params}
-        async with self._post(body, self._leg_timeout if patient else self._ask_timeout) as response:
+        async with self._post(body, self._tell_timeout) as response:
             return self._decode(await read_body(response, _MAX_BODY_BYTES), Completion)
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
@@ -149,9 +150,9 @@ class VllmClient(EngineClient):
                     raise self._refused(response.status, await response.content.read(2**16))
                 yield response
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-            raise EngineUnavailableError(f"engine {self.url}: {error or type(error).__name__}") from None
+            raise EngineUnavailableError(f"engine {self.url}: {str(error) or type(error).__name__}") from None
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
-            raise EngineLostError(f"engine {self.url}: {error or type(error).__name__}") from None
+            raise EngineLostError(f"engine {self.url}: {str(error) or type(error).__name__}") from None
         except (msgspec.DecodeError, ValueError) as error:
             raise ProtocolError(f"engine {self.url} sent a malformed answer: {error}") from None
 
@@ -165,7 +166,7 @@ class VllmClient(EngineClient):
         except asyncio.TimeoutError:
             raise EngineLostError(f"engine {self.url} does not answer") from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            raise EngineUnavailableError(f"engine {self.url}: {error or type(error).__name__}") from None
+            raise EngineUnavailableError(f"engine {self.url}: {str(error) or type(error).__name__}") from None
 
     def _decode(self, body: bytes, kind: type[_T]) -> _T:
         try:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
 from vllm.v1 import kv_cache_interface as kv
 
 from baton.errors import ConfigError
@@ -75,3 +76,13 @@ def test_mla_needs_a_rope_that_is_right(rope: str, kernel: bool, good: bool) -> 
     else:
         with pytest.raises(ConfigError, match="-rotary_embedding"):
             compat.check_config(found)
+
+
+def test_the_layout_of_a_convolution_state_is_a_fact() -> None:
+    """vLLM chooses it by environment and CPU, and the bytes of two layouts are as many."""
+    mixer = SimpleNamespace(get_state_shape=lambda: ())
+    attention = SimpleNamespace(isa="vec")
+    context = {"model.layers.0.mixer": mixer, "model.layers.1.attn": attention}
+    found = config(compilation_config=SimpleNamespace(static_forward_context=context))
+    assert compat.layout_name(found, "model.layers.0.mixer") == f"SimpleNamespace/{get_conv_state_layout()}"
+    assert compat.layout_name(found, "model.layers.1.attn") == "SimpleNamespace/vec"

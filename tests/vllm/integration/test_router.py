@@ -179,19 +179,16 @@ def test_a_seeded_drafter_goes_on_as_one_that_saw_it_all(pair: tuple[VllmServer,
 
     async def run() -> None:
         p, d = pair
-        async with aiohttp.ClientSession() as session:
-            async with routed(p.url, d.url, folder, seed_first_token=True) as url:
-                counts = [await accepted(session, d)]
-                tokens = [
-                    (await complete(session, url, prompt))["choices"][0]["token_ids"]
-                    for prompt in (prompts := demo_prompts(LENGTHS, seed=200))
-                ]
-                counts.append(await accepted(session, d))
-                for prompt, found in zip(prompts, tokens, strict=True):
-                    if len(found) > 1:
-                        more = await alone(session, d, [*prompt, found[0]], max_tokens=NUM_TOKENS - 1)
-                        assert parts_at(found[1:], more["choices"][0]) is None
-                counts.append(await accepted(session, d))
+        prompts = demo_prompts(LENGTHS, seed=200)
+        async with aiohttp.ClientSession() as session, routed(p.url, d.url, folder, seed_first_token=True) as url:
+            counts = [await accepted(session, d)]
+            tokens = [(await complete(session, url, prompt))["choices"][0]["token_ids"] for prompt in prompts]
+            counts.append(await accepted(session, d))
+            for prompt, found in zip(prompts, tokens, strict=True):
+                if len(found) > 1:
+                    more = await alone(session, d, [*prompt, found[0]], max_tokens=NUM_TOKENS - 1)
+                    assert parts_at(found[1:], more["choices"][0]) is None
+            counts.append(await accepted(session, d))
         seeded, single = ([b - a for a, b in zip(*pair, strict=True)] for pair in itertools.pairwise(counts))
         assert seeded == single
         assert sum(single) > len(prompts)

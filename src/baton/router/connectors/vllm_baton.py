@@ -60,7 +60,7 @@ class BatonConnector(Connector):
         async def over(outcome: Outcome) -> None:
             if outcome in ("failed", "aborted") or (seeded and outcome == "finished_early"):
                 # The decode server may never have seen its leg, and so cannot say that it wants nothing.
-                await p.tell(_params(LegParams(role="cancel", ticket=ticket)), patient=True)
+                await p.tell(_params(LegParams(role="cancel", ticket=ticket)))
 
         legs = self._in_turn(request, p, d, ticket) if seeded else self._at_once(request, p, d, ticket)
         return Handoff(legs, over=over)
