@@ -318,6 +318,9 @@ def test_counters_that_go_back_or_never_rest_are_errors(verify: Verify, monkeypa
     result = verify(FakeOpenAI(), FakeOpenAI(rounds=-1), "--candidate-metrics", "{candidate}")
     assert result.code == 1
     assert "the counters went back: an engine was restarted" in result.err
+    result = verify(FakeOpenAI(), FakeOpenAI(rounds=-1))
+    assert result.code == 0
+    assert "not compared: candidate: the counters went back" in result.out
 
     class Busy(FakeOpenAI):
         async def other(self, request: Any) -> Any:

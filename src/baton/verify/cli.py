@@ -109,8 +109,8 @@ def verify_command(
         "device": device,
         "batch_invariant": batch_invariant,
     }
-    spec = SpeculativeConfig.parse(speculative_config) and json.loads(speculative_config or "")
-    settings = plain | {"speculative_config": spec}
+    spec = speculative_config if SpeculativeConfig.parse(speculative_config) else None
+    settings = plain | {"speculative_config": json.loads(spec) if spec else None}
     memory = () if kv_cache_memory is None else ("--kv-cache-memory", str(kv_cache_memory))
     flags = (*memory, "--integrity", integrity)
     # A handoff that fails must show: recomputed on the decode engine, it would give the same answer.

@@ -79,20 +79,23 @@ class Served:
             model = await client.model()
             # Other servers might refuse a field that they do not know.
             salt = f"verify-{secrets.token_hex(8)}" if salted and model.owned_by == "vllm" else None
-            before = await self._counters(client, settled=False)
+            before = await self._counters(client)
             observed = await observe_client(client, model.id, cases, self.concurrency, kv_mode, salt)
-            after = before if isinstance(before, str) else await self._counters(client, settled=True)
+            counters = await self._counters(client, before)
         if not any(o.accepted for o in observed):
             # A router in front of other engines than Baton's does not know of rounds.
             observed = [replace(o, accepted=None) for o in observed]
-        if isinstance(before, str) or isinstance(after, str):
-            return Answers(observed, str(after))
-        return Answers(observed, after.since(before))
+        return Answers(observed, counters)
 
-    async def _counters(self, client: Client, settled: bool) -> Acceptance | str:
+    async def _counters(self, client: Client, before: Acceptance | str | None = None) -> Acceptance | str:
+        """The counters now; with `before`, what was added to them since."""
         urls = self.metrics or (f"{self.url}/metrics",)
+        if isinstance(before, str):
+            return before
         try:
-            return await (read_settled(client, urls) if settled else read_counters(client, urls))
+            if before is None:
+                return await read_counters(client, urls)
+            return (await read_settled(client, urls)).since(before)
         except BatonError as error:
             if self.metrics is not None:
                 raise

@@ -28,8 +28,8 @@ CHUNKS = ["--block-size", "32", "--max-num-batched-tokens", "256"]
 TIGHT = [*CHUNKS, "--num-gpu-blocks-override", "48", "--max-model-len", "1024"]
 TIGHT += ["--long-prefill-token-threshold", "64", "--no-scheduler-reserve-full-isl"]
 SERVERS: dict[str, tuple[str, Sequence[str], dict[str, Any]]] = {
-    # Every third copy that it pushes fails.
-    "P": ("kv_producer", CHUNKS, {"kv_transport": "faulty+nixl://?fault=fail&every=3"}),
+    # Every third copy that it pushes fails, and of several requests those of one may.
+    "P": ("kv_producer", CHUNKS, {"kv_transport": "faulty+nixl://?fault=fail&every=3", "max_retries": 12}),
     # Its cache is too small for what it is asked, and what it pushes is slow.
     "TIGHT": ("kv_producer", TIGHT, {"kv_transport": "faulty+nixl://?fault=delay&delay_s=0.1"}),
     # Every second copy that it pulls fails, and is not tried again.
