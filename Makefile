@@ -6,7 +6,8 @@ STAMP := $(VENV)/.installed
 TRANSPORTS := $(VENV)/.transports
 # vLLM needs libraries in versions of its own: 3.7 GB, kept between runs and clones in the user's cache, or in VLLM_VENV.
 # All tests are for vLLM 0.32; VLLM_VERSION=0.31.0 runs the smoke test. ARGS goes to pytest: make test-vllm ARGS="-k abort"
-VLLM_TESTS ?= $(if $(filter-out 0.32.%,$(VLLM_VERSION)),tests/vllm/integration/test_smoke.py,tests/vllm)
+VLLM_SMOKE := tests/vllm/integration/test_smoke.py
+VLLM_TESTS ?= $(if $(filter-out 0.32.%,$(VLLM_VERSION)),$(VLLM_SMOKE),tests/vllm --ignore $(VLLM_SMOKE))
 
 .PHONY: demo test test-vllm conformance lint bench simulate train clean
 

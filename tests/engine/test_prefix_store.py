@@ -204,11 +204,13 @@ def test_a_slow_disk_takes_no_more_than_a_quarter_of_the_pages(
 
     monkeypatch.setattr(FileStore, "put", slow)
     with stepped(kv_cache_memory=80 * PAGE_BYTES, **with_store(tmp_path)) as engine:
-        results = [outcome(engine.run(str(i), prompt, PARAMS)) for i, prompt in enumerate(prompts)]
+        try:
+            results = [outcome(engine.run(str(i), prompt, PARAMS)) for i, prompt in enumerate(prompts)]
+            held = engine.core.load().num_referenced_pages
+        finally:
+            go_on.set()
         assert results == expected
-        held = engine.core.load().num_referenced_pages
         assert held == 2 * SPAN_TOKENS // 16  # one span of two groups
-        go_on.set()
         settle(engine)
     assert len(FileStore(tmp_path).keys()) == 1
 
@@ -227,10 +229,12 @@ def test_handoffs_after_a_restart(prompts: list[list[int]], expected: Results, t
 
 
 def test_a_decode_engine_writes_nothing(prompts: list[list[int]], tmp_path: Path) -> None:
+    """Also when it computes a prompt: it may have started from pages that it received."""
     local = {"kv_transfer_config": KVTransferConfig(kv_transport="local://")}
     with pair(tmp_path, with_store(tmp_path / "kv", kv_transport="local://"), **local) as two:
         _, d = two.legs("a", prompts[-1], PARAMS, "push")
         two.step_until(lambda: d.ended)
+        two.decode.run("b", prompts[-2], PARAMS)
         two.settle()
     assert list((tmp_path / "kv").iterdir()) == []
 

@@ -30,8 +30,10 @@ pytestmark = pytest.mark.timeout(900)
 # Every residue of a block, blocks' ends, several chunks.
 LENGTHS = [2, 3, *range(33, 98), 500, 1000, 2050, 3000]
 CONFIGS: dict[str, dict[str, Any]] = {
-    "whole pages": {"prefill": ["--block-size", "32"], "decode": ["--block-size", "32"]},
+    "no speculation": {"prefill": ["--block-size", "32"], "decode": ["--block-size", "32"]},
+    "whole pages": {"prefill": ["--block-size", "64"], "decode": ["--block-size", "64"], "spec": EAGLE3},
     "block sizes 32 and 64, chunks of 256, digests": {
+        "spec": EAGLE3,
         "prefill": ["--block-size", "32", "--max-num-batched-tokens", "256"],
         "decode": ["--block-size", "64"],
         "extra": {"granularity": "token", "integrity": "full"},
@@ -41,7 +43,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module", params=CONFIGS)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    with serve_pair(tmp_path_factory.mktemp("vllm"), spec=EAGLE3, **CONFIGS[request.param]) as found:
+    with serve_pair(tmp_path_factory.mktemp("vllm"), **CONFIGS[request.param]) as found:
         yield found
 
 
@@ -83,7 +85,7 @@ def test_greedy_tokens_and_acceptance_are_those_of_one_vllm(pair: Pair, alone: A
         print(f"{mode}: {len(found)} prompts, {near_ties} part at near-ties, accepted {alone.accepted}")
         if not near_ties:
             assert alone.accepted == {position: after[position] - before[position] for position in after}
-            assert sum(alone.accepted.values()) > len(found)
+            assert not alone.accepted or sum(alone.accepted.values()) > len(found)
 
     asyncio.run(run())
     wait_idle(pair.prefill, pair.decode)
