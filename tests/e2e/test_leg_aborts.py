@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from test_aborts import await_idle, resident_bytes
 
-from baton.handoff.ticket import Ticket, load_or_create_key, mint, new_transfer_id
+from baton.handoff.ticket import Ticket, load_or_create_key, mint, new_transfer_id, request_digest
 from baton.processes import Deployment
 from baton.router.client import EngineClient, new_session
 from baton.router.timers import RouterTimers
@@ -53,7 +53,7 @@ class Pair:
             decode_address=d.control_address,
             mode=self.mode,  # type: ignore[arg-type]
             expiry=int(time.time()) + TICKET_LIFE_S,
-            request_digest=self.clients["prefill"].digest(request),
+            request_digest=request_digest(prompt, params),
         )
         signed = mint(self.key, ticket)
         return {

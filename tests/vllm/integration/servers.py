@@ -5,11 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import re
-import signal
-import socket
-import subprocess
 import sys
 import time
 import urllib.request
@@ -20,26 +16,24 @@ from typing import Any, Literal
 
 import aiohttp
 
+from baton.bench.vllm_servers import ServerConfig, VllmServer
+from baton.bench.vllm_servers import serve as start_servers
 from baton.handoff.ticket import Ticket, load_or_create_key, mint, new_transfer_id
 from baton.vllm.scheduler import handoff_digest
 
 ROOT = Path(__file__).parents[3]
 MODEL = ROOT / "models" / "baton-demo-llama"
 EAGLE3 = {"method": "eagle3", "model": str(ROOT / "models" / "baton-demo-eagle3"), "num_speculative_tokens": 3}
-START_TIMEOUT_S = 400.0
 REQUEST_TIMEOUT = aiohttp.ClientTimeout(total=120)
 NEAR_TIE = 1e-4  # two best logprobs this close may change places with the last bits of a sum
 Mode = Literal["push", "pull"]
 
 
 @dataclass
-class Server:
+class Server(VllmServer):
     """One vLLM server. `key` is what its tickets are signed with, `identity` what its connector says of itself."""
 
-    name: str
-    url: str
-    process: subprocess.Popen[bytes]
-    key: bytes
+    key: bytes = b""
     identity: dict[str, Any] = field(default_factory=dict)
 
     def metrics(self, pattern: str) -> dict[str, float]:
@@ -52,11 +46,6 @@ class Server:
                 label = re.search(r'(?:outcome|position)="([^"]+)"', name)
                 found[label[1] if label else name.partition("{")[0]] = float(value)
         return found
-
-    def kill(self) -> None:
-        """End all its processes at once, without a word to anybody."""
-        os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
 
 
 @dataclass
@@ -84,12 +73,6 @@ class Pair:
         return mint(self.prefill.key, content)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @contextlib.contextmanager
 def serve(
     folder: Path,
@@ -102,63 +85,27 @@ def serve(
 ) -> Iterator[list[Server]]:
     """Servers by (name, kv_role, further arguments), ready. `extra` is the connector's configuration, with a server's
     `own` over it; `policy` the `kv_load_failure_policy` of those that do not recompute."""
-    servers = []
     key = load_or_create_key(folder / "ticket.key")
-    environment = dict(os.environ, VLLM_CPU_KVCACHE_SPACE="1", HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1")
-    environment |= {
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_SSM_CONV_STATE_LAYOUT": "DS",
-        "PYTHONPATH": str(ROOT / "src"),
-    }
-    try:
-        for name, role, arguments in configs:
-            port = free_port()
-            transfer = {
-                "kv_connector": "BatonConnector",
-                "kv_connector_module_path": "baton.vllm",
-                "kv_role": role,
-                "engine_id": name,
-                "kv_load_failure_policy": (policy or {}).get(name, "recompute"),
-                "kv_connector_extra_config": {"ticket_key_file": str(folder / "ticket.key"), "lease": 20.0}
-                | extra
-                | (own or {}).get(name, {}),
-            }
-            command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1"]
-            command += ["--port", str(port), "--model", str(model), "--served-model-name", "demo", "--dtype", "float32"]
-            command += ["--enforce-eager", "--max-model-len", "4096", "--kv-transfer-config", json.dumps(transfer)]
-            if spec is not None:
-                command += ["--speculative-config", json.dumps(spec)]
-            with open(folder / f"{name}.log", "wb") as log:
-                process = subprocess.Popen(
-                    [*command, *arguments], env=environment, stdout=log, stderr=log, start_new_session=True
-                )
-            servers.append(Server(name, f"http://127.0.0.1:{port}", process, key))
+    started = []
+    for name, role, arguments in configs:
+        transfer = {
+            "kv_connector": "BatonConnector",
+            "kv_connector_module_path": "baton.vllm",
+            "kv_role": role,
+            "engine_id": name,
+            "kv_load_failure_policy": (policy or {}).get(name, "recompute"),
+            "kv_connector_extra_config": {"ticket_key_file": str(folder / "ticket.key"), "lease": 20.0}
+            | extra
+            | (own or {}).get(name, {}),
+        }
+        flags = [*arguments] if spec is None else ["--speculative-config", json.dumps(spec), *arguments]
+        started.append(ServerConfig(name, flags, transfer))
+    with start_servers(sys.executable, str(model), folder, started) as found:
+        servers = [Server(each.name, each.url, each.process, each.log, key) for each in found]
         for server in servers:
-            wait_ready(server, folder)
             answer = asyncio.run(_once(server, request([5], 1, {"role": "identify"})))
             server.identity = answer["kv_transfer_params"]["baton"]
         yield servers
-    finally:
-        for server in servers:
-            server.process.terminate()
-        for server in servers:
-            try:
-                server.process.wait(30)
-            except subprocess.TimeoutExpired:
-                server.kill()
-
-
-def wait_ready(server: Server, folder: Path) -> None:
-    until = time.monotonic() + START_TIMEOUT_S
-    while time.monotonic() < until and server.process.poll() is None:
-        try:
-            urllib.request.urlopen(f"{server.url}/health", timeout=2)
-            return
-        except OSError:
-            time.sleep(0.5)
-    log = (folder / f"{server.name}.log").read_text(errors="replace")
-    raise RuntimeError(f"{server.name} did not start:\n{log[-3000:]}")
 
 
 @contextlib.contextmanager

@@ -130,7 +130,7 @@ def test_fifty_aborts_leave_no_block_behind(pair: Pair, mode: Mode) -> None:
             async def one(which: int) -> None:
                 prompt = [rng.randrange(3, 2000) for _ in range(rng.randrange(200, 2600))]
                 # A decode server that never saw its leg cannot say so: then the ticket's end frees the blocks.
-                ticket = pair.ticket(prompt, mode, life_s=20)
+                ticket = pair.ticket(prompt, mode, life_s=8)
                 bodies = [
                     (pair.prefill, request(prompt, 1, {"role": "prefill", "ticket": ticket})),
                     (pair.decode, request(prompt, 60, {"role": "decode", "ticket": ticket})),
