@@ -74,12 +74,12 @@ def test_demo_model_with_eagle3(servers: dict[str, VllmServer], tmp_path: Path) 
     assert report["reference_acceptance"][0] > 0.3
 
 
+SCALED = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 MODELS: dict[str, dict[str, Any]] = {
-    "llama": {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}},
+    "llama": {"rope_scaling": SCALED | {"original_max_position_embeddings": 512}},
     "mistral": {"sliding_window": 64},
     "qwen3": {"tie_word_embeddings": True},
 }
-MODELS["llama"]["rope_scaling"]["original_max_position_embeddings"] = 512
 
 
 @pytest.mark.parametrize("model_type", MODELS)
