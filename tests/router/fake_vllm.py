@@ -114,6 +114,8 @@ class FakeVllm:
 
     async def _metrics(self, request: web.Request) -> web.Response:
         lines = ["# HELP x", 'vllm:num_requests_running{model_name="a b"} 3.0', "vllm:kv_cache_usage_perc{} 0.5"]
+        if self.kind in ("pull", "push"):
+            lines.append('vllm:nixl_num_failed_transfers_total{engine="0"} 0.0')
         lines += [
             f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{position="{i}"}} 0.0' for i in range(self.num_drafts)
         ]

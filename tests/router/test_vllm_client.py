@@ -98,12 +98,15 @@ async def test_a_server_without_the_connector_or_the_role(
         await client(session, url).info()
 
 
-async def test_nixl_servers_say_where_they_are(server: FakeVllm, session: aiohttp.ClientSession, url: str) -> None:
+async def test_nixl_servers_are_known_by_their_metrics(
+    server: FakeVllm, session: aiohttp.ClientSession, url: str
+) -> None:
+    with pytest.raises(ProtocolError, match="NIXL connectors"):
+        await client(session, url, kind="NixlConnector").info()
     server.kind, server.num_drafts = "push", 3
     info = await client(session, url, kind="NixlPushConnector").info()
-    assert (info.engine_id, info.control_address, info.num_speculative_tokens) == ("P", "tcp://127.0.0.1:5600", 3)
-    with pytest.raises(ProtocolError, match="mode push, not pull"):
-        await client(session, url, kind="NixlConnector").info()
+    assert (info.engine_id, info.num_speculative_tokens) == (url, 3)
+    assert server.asked == [], "a request would hold a block for a while"
 
 
 async def test_load_comes_from_its_metrics(session: aiohttp.ClientSession, url: str) -> None:

@@ -323,6 +323,31 @@ async def test_a_lost_decode_server_costs_no_token(directory: Path, name: str, s
         assert bool(resumed) == (penalty == 0.0)
 
 
+async def test_servers_of_the_other_nixl_mode(directory: Path) -> None:
+    pair = Pair(directory, "NixlPushConnector")
+    pair.p.kind = pair.d.kind = "pull"
+    async with pair.run() as (url, session):
+        status, answer = await complete(session, url)
+        assert (status, answer["error"]["code"]) == (409, "protocol_error")
+        assert "hands over by pull, not by push" in answer["error"]["message"]
+
+
+async def test_push_is_at_once_from_the_second_request_on(directory: Path) -> None:
+    pair = Pair(directory, "NixlPushConnector")
+    async with pair.run() as (url, session):
+        for _ in range(3):
+            assert (await complete(session, url))[0] == 200
+        first, *rest = pair.d.legs("decode")
+        assert first["kv_transfer_params"]["remote_block_ids"]
+        assert not any("remote_block_ids" in body["kv_transfer_params"] for body in rest)
+        pair.d.fail, pair.d.fail_role = "error", "decode"
+        await complete(session, url)  # the address may be the reason
+        pair.d.fail = None
+        before = len(pair.d.legs("decode"))
+        assert (await complete(session, url))[0] == 200
+        assert pair.d.legs("decode")[before]["kv_transfer_params"]["remote_block_ids"]
+
+
 # ---------------------------------------------------------------- settings and clients
 
 

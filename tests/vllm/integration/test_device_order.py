@@ -43,7 +43,7 @@ def test_the_device_is_waited_for_before_copies_and_only_then(calls: list[str]) 
 
 
 def test_digests_of_a_gpus_memory_are_refused() -> None:
-    layout = CacheLayout([DeviceMemory(4096, 64, 0)], [], {}, {})
+    layout = CacheLayout([DeviceMemory(4096, 64, 0, enter=lambda: None)], [], {}, {})
     key = {"ticket_key_file": "ticket.key"}
     assert _digester(ConnectorConfig(**key), layout) is None
     with pytest.raises(ConfigError, match="integrity"):

@@ -15,8 +15,8 @@ import msgspec
 
 from baton.errors import EngineUnavailableError, ProtocolError
 from baton.openai.backend import KVMode
-from baton.router.connectors.base import Connector, ConnectorConfig, Handoff, in_turn
-from baton.router.join import Chunks
+from baton.router.connectors.base import Connector, ConnectorConfig, Handoff, Outcome, in_turn
+from baton.router.join import Chunks, Leg
 from baton.router.pool import Instance, Role
 from baton.router.timers import RouterTimers
 from baton.router.vllm_api import Model, can_resume
@@ -24,7 +24,7 @@ from baton.router.vllm_client import VllmClient
 from baton.wire import EngineInfo, GenerateRequest, SamplingParams, TokenChunk
 
 _FETCHED: dict[str, object] = {"do_remote_decode": True, "do_remote_prefill": False}
-_PER_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+_METRICS, _PER_POSITION = "vllm:nixl_", "vllm:spec_decode_num_accepted_tokens_per_pos_total"
 # vLLM says nowhere how many tokens it knows, and checks ids itself.
 _ANY_TOKEN = 2**31 - 1
 
@@ -42,15 +42,14 @@ class _Address(msgspec.Struct, frozen=True):
 
 
 class _NixlConnector(Connector):
-    """What both modes have in common. A server's address is asked for by a prefill leg of one token, whose block it
-    keeps until its lease ends."""
+    """What both modes have in common."""
 
     has_modes = False
     mode: ClassVar[Literal["pull", "push"]]
 
     def __init__(self, config: ConnectorConfig) -> None:
         super().__init__(config)
-        self._addresses: dict[str, _Address] = {}
+        self._addresses: dict[str, _Address] = {}  # by URL, once a prefill leg has said it
         self._num_drafts: dict[str, int] = {}
 
     def client(self, session: aiohttp.ClientSession, url: str, timers: RouterTimers, role: Role) -> VllmClient:
@@ -67,16 +66,25 @@ class _NixlConnector(Connector):
 
     def handoff(self, request: GenerateRequest, prefill: Instance, decode: Instance, kv_mode: KVMode) -> Handoff:
         """See `Connector.handoff`. The mode is the servers' own."""
-        p = VllmClient.of(prefill)
+        p, d = VllmClient.of(prefill), VllmClient.of(decode)
         if request.sampling_params.max_tokens - request.num_known == 1:
             return Handoff({"decode": p.leg(request)})  # the first token is the last
-        address = self._addresses.get(p.url)
-        if address is None:
-            raise EngineUnavailableError(f"engine {p.url} is not known any more")
-        return self._legs(request, p, VllmClient.of(decode), address)
 
-    def _legs(self, request: GenerateRequest, p: VllmClient, d: VllmClient, address: _Address) -> Handoff:
-        raise NotImplementedError
+        async def over(outcome: Outcome) -> None:
+            if outcome == "failed":
+                self._addresses.pop(p.url, None)  # it may have been another server's
+
+        return Handoff(self._legs(request, p, d), notices=False, over=over)
+
+    def _legs(self, request: GenerateRequest, p: VllmClient, d: VllmClient) -> dict[Leg, Chunks]:
+        async def first(found: asyncio.Future[dict[str, object] | None]) -> Chunks:
+            chunk, params, is_first = await self._first(request, p)
+            if not is_first or chunk.finish_reason is None:
+                found.set_result(params)
+            if is_first:
+                yield chunk
+
+        return in_turn(first, lambda params: d.leg(request, params))
 
     async def _first(self, request: GenerateRequest, p: VllmClient) -> tuple[TokenChunk, dict[str, object], bool]:
         """The prefill leg: its token, what the decode server needs, and whether the token is the request's. It is not
@@ -85,31 +93,31 @@ class _NixlConnector(Connector):
         chunk, params = await p.first_token(request, _FETCHED)
         if chunk.finish_reason == "error":
             raise EngineUnavailableError(f"engine {p.url}: {chunk.error}")
+        try:
+            address = self._addresses[p.url] = msgspec.convert(params, _Address)
+        except msgspec.ValidationError as error:
+            raise ProtocolError(f"{p.url} does not hand over as vLLM's NIXL connectors do: {error}") from None
+        if address.transfer_mode != self.mode:
+            raise ProtocolError(f"{p.url} hands over by {address.transfer_mode}, not by {self.mode}")
         drawn = self._num_drafts[p.url] > 0 and request.sampling_params.temperature > 0
         return chunk, params, not drawn and params.get("remote_num_tokens") == len(request.prompt_token_ids)
 
     async def _identify(self, client: VllmClient, model: Model, role: Role) -> EngineInfo:
-        answer = await client.tell(_FETCHED)
-        try:
-            address = msgspec.convert(answer.kv_transfer_params, _Address)
-        except msgspec.ValidationError as error:
-            raise ProtocolError(f"{client.url} does not run vLLM's NixlConnector: {error}") from None
-        if address.transfer_mode != self.mode:
-            raise ProtocolError(
-                f"{client.url} runs vLLM's NixlConnector in mode {address.transfer_mode}, not {self.mode}"
-            )
-        self._addresses[client.url] = address
-        num_drafts = self._num_drafts[client.url] = len((await client.metrics()).get(_PER_POSITION, ()))
+        metrics = await client.metrics()
+        if role != "both" and not any(name.startswith(_METRICS) for name in metrics):
+            raise ProtocolError(f"{client.url} does not run one of vLLM's NIXL connectors: it has no such metrics")
+        self._addresses.pop(client.url, None)
+        num_drafts = self._num_drafts[client.url] = len(metrics.get(_PER_POSITION, ()))
         return EngineInfo(
-            engine_id=address.remote_engine_id,
-            incarnation=address.remote_engine_id,
+            engine_id=client.url,
+            incarnation=client.url,
             role=role,
             model=model.id,
             model_path=model.root,
             max_model_len=model.max_model_len,
             vocab_size=_ANY_TOKEN,
             eos_token_ids=[],
-            control_address=f"tcp://{address.remote_host}:{address.remote_port}",
+            control_address=client.url,
             fingerprint="",
             num_speculative_tokens=num_drafts,
             batch_invariant=False,
@@ -121,23 +129,18 @@ class NixlPullConnector(_NixlConnector):
 
     mode = "pull"
 
-    def _legs(self, request: GenerateRequest, p: VllmClient, d: VllmClient, address: _Address) -> Handoff:
-        async def first(found: asyncio.Future[dict[str, object] | None]) -> Chunks:
-            chunk, params, is_first = await self._first(request, p)
-            if not is_first or chunk.finish_reason is None:
-                found.set_result(params)
-            if is_first:
-                yield chunk
-
-        return Handoff(in_turn(first, lambda params: d.leg(request, params)), notices=False)
-
 
 class NixlPushConnector(_NixlConnector):
-    """The prefill server writes, once it has finished; the decode server tells it where to."""
+    """The prefill server writes, once it has finished; the decode server tells it where to. A prefill server's first
+    handoff is in turn: with it comes its address."""
 
     mode = "push"
 
-    def _legs(self, request: GenerateRequest, p: VllmClient, d: VllmClient, address: _Address) -> Handoff:
+    def _legs(self, request: GenerateRequest, p: VllmClient, d: VllmClient) -> dict[Leg, Chunks]:
+        address = self._addresses.get(p.url)
+        if address is None:
+            return super()._legs(request, p, d)
+
         async def prefilling() -> Chunks:
             chunk, _, is_first = await self._first(request, p)
             if is_first:
@@ -150,4 +153,4 @@ class NixlPushConnector(_NixlConnector):
             # vLLM's own name for it, but for a suffix that is random.
             "remote_request_id": f"cmpl-{request.request_id}-0",
         }
-        return Handoff({"prefill": prefilling(), "decode": d.leg(request, wanted)}, notices=False)
+        return {"prefill": prefilling(), "decode": d.leg(request, wanted)}
