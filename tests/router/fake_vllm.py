@@ -112,14 +112,19 @@ class FakeVllm:
     async def _models(self, request: web.Request) -> web.Response:
         return web.json_response({"data": [{"id": "demo", "root": str(self.root), "max_model_len": 512}]})
 
-    async def _metrics(self, request: web.Request) -> web.Response:
+    async def _metrics(self, request: web.Request) -> web.StreamResponse:
         lines = ["# HELP x", 'vllm:num_requests_running{model_name="a b"} 3.0', "vllm:kv_cache_usage_perc{} 0.5"]
         if self.kind in ("pull", "push"):
             lines.append('vllm:nixl_num_failed_transfers_total{engine="0"} 0.0')
         lines += [
             f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{position="{i}"}} 0.0' for i in range(self.num_drafts)
         ]
-        return web.Response(text="\n".join(lines) + "\n")
+        response = web.StreamResponse()
+        await response.prepare(request)
+        for line in lines:  # long ones come in pieces
+            await response.write(line.encode() + b"\n")
+            await asyncio.sleep(0.001)
+        return response
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
