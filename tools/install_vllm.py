@@ -36,8 +36,6 @@ VERSION = "0.32.0"
 NOT_FOR_CPU = ("torchvision", "torchaudio", "torchcodec")
 NIXL = "1.5.1"
 TESTS = ("pytest", "pytest-timeout", "pytest-asyncio")
-# PyPI has torch for CUDA only, several gigabytes of it.
-TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 
 
 def why_not(python: tuple[int, int], system: str, machine: str, cpu_flags: str) -> str | None:
@@ -83,9 +81,9 @@ def install(directory: Path, version: str) -> None:
         wheel = next(Path(folder).glob("*.whl"))
         wanted = requirements(wheel)
         torch = [line for line in wanted if re.match(r"torch\b", line)]
-        found = subprocess.run([*pip, "install", "-c", str(CONSTRAINTS), *torch], stderr=subprocess.DEVNULL)
-        if found.returncode:
-            subprocess.run([*pip, "install", "--extra-index-url", TORCH_INDEX, *torch], check=True)
+        # First and alone, so that its lack is told plainly: PyPI has torch for CUDA only.
+        if subprocess.run([*pip, "install", "-c", str(CONSTRAINTS), *torch]).returncode:
+            raise SystemExit(f"no index that pip knows has {torch[0]}: set PIP_EXTRA_INDEX_URL to one of builds for CPUs")
         listed = Path(folder) / "requirements.txt"
         listed.write_text("\n".join([*wanted, *own_requirements(), *TESTS, f"nixl-cu12=={NIXL}"]) + "\n")
         subprocess.run([*pip, "install", "-c", str(CONSTRAINTS), "-r", str(listed)], check=True)
