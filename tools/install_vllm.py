@@ -83,7 +83,7 @@ def install(directory: Path, version: str) -> None:
         torch = [line for line in wanted if re.match(r"torch\b", line)]
         # First and alone, so that its lack is told plainly: PyPI has torch for CUDA only.
         if subprocess.run([*pip, "install", "-c", str(CONSTRAINTS), *torch]).returncode:
-            raise SystemExit(f"no index that pip knows has {torch[0]}: set PIP_EXTRA_INDEX_URL to one of builds for CPUs")
+            raise SystemExit(f"no index known to pip has {torch[0]}: name one of CPU builds in PIP_EXTRA_INDEX_URL")
         listed = Path(folder) / "requirements.txt"
         listed.write_text("\n".join([*wanted, *own_requirements(), *TESTS, f"nixl-cu12=={NIXL}"]) + "\n")
         subprocess.run([*pip, "install", "-c", str(CONSTRAINTS), "-r", str(listed)], check=True)

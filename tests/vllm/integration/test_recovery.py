@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import os
 import signal
 import time
 from collections.abc import Iterator, Sequence
@@ -131,7 +130,7 @@ def test_another_prefill_server_takes_over(fleet: Fleet) -> None:
         async with aiohttp.ClientSession() as session, TestServer(await build_app(config)) as router:
             url = str(router.make_url("")).rstrip("/")
             expected = [await reference(session, strict, prompt, 12) for prompt in prompts]
-            os.killpg(dying.process.pid, signal.SIGSTOP)
+            dying.signal(signal.SIGSTOP)
             front = dataclasses.replace(strict, url=url)
             answers = [asyncio.create_task(ask(session, front, request(prompt, 12))) for prompt in prompts]
             await asyncio.sleep(0.5)
