@@ -34,6 +34,9 @@ from baton.errors import BatonError
 
 MODEL = "models/baton-demo-llama"
 FLAGS = ("--no-enable-prefix-caching", "--block-size", "32", "--no-enable-log-requests")
+# By its name, since vLLM makes "uni" into "mp" on CPUs: two processes, which spin on a queue between them for a second
+# after every message. The servers that are compared share the cores, and would measure each other's spinning.
+FLAGS += ("--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor")
 ROLES = (("P", "kv_producer"), ("D", "kv_consumer"))
 WARM_UP = 2
 # vLLM's workers spin for a second after the last message.
