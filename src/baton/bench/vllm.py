@@ -29,15 +29,14 @@ import aiohttp
 import typer
 
 from baton.bench.vllm_legs import Answer, Baton, Legs, NixlPull, NixlPush, Single
-from baton.bench.vllm_servers import ServerConfig, VllmServer, free_port, serve
+from baton.bench.vllm_servers import ONE_PROCESS, ServerConfig, VllmServer, free_port, serve
 from baton.errors import BatonError
 
 MODEL = "models/baton-demo-llama"
-FLAGS = ("--no-enable-prefix-caching", "--block-size", "32", "--no-enable-log-requests")
-# By its name, since vLLM makes "uni" into "mp" on CPUs: two processes, which spin on a queue between them for a second
-# after every message. The servers that are compared share the cores, and would measure each other's spinning.
-FLAGS += ("--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor")
+SHIPPED_FLAGS = ("--no-enable-prefix-caching", "--block-size", "32", "--no-enable-log-requests")
+FLAGS = (*SHIPPED_FLAGS, *ONE_PROCESS)
 ROLES = (("P", "kv_producer"), ("D", "kv_consumer"))
+PEERS = ("NixlConnector", "NixlPushConnector")
 WARM_UP = 2
 # vLLM's workers spin for a second after the last message.
 SPIN_S = 1.1
@@ -118,8 +117,9 @@ def nixl_pair(python: str, model: str, folder: Path, connector: str, best: bool)
         environment = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)}
         environments.append(environment if best else environment | {"VLLM_CPU_OMP_THREADS_BIND": "auto"})
     tag = label.replace(" ", "-")
+    flags = FLAGS if best else SHIPPED_FLAGS
     configs = [
-        ServerConfig(f"{tag}-{name}", FLAGS, _transfer(connector, role, f"{tag}-{name}", best), environment)
+        ServerConfig(f"{tag}-{name}", flags, _transfer(connector, role, f"{tag}-{name}", best), environment)
         for (name, role), environment in zip(ROLES, environments, strict=True)
     ]
     with serve(python, model, folder, configs) as (p, d):
@@ -226,7 +226,7 @@ def vllm_command(
     vllm_python: Annotated[str, typer.Option(help="An interpreter that has vLLM.")] = sys.executable,
     model: Annotated[str, typer.Option(help="Checkpoint directory.")] = MODEL,
     lengths: Annotated[str, typer.Option(help="Prompt lengths.")] = "512,2000",
-    num_rounds: Annotated[int, typer.Option(help="Rounds for each length.")] = 12,
+    num_rounds: Annotated[int, typer.Option(help="Rounds for each length; 0: none.")] = 12,
     num_rounds_shipped: Annotated[int, typer.Option(help="The same for vLLM's connectors as shipped; 0: none.")] = 3,
     max_tokens: Annotated[int, typer.Option(help="Tokens of an answer.")] = 640,
     max_tokens_shipped: Annotated[int, typer.Option(help="The same as shipped.")] = 16,
@@ -236,38 +236,35 @@ def vllm_command(
 ) -> None:
     """Time to first token, inter-token latency and CPU of vLLM servers, alone and with KV connectors."""
     sizes = [int(length) for length in lengths.split(",")]
-    everything: dict[str, Any] = {}
+    connectors = PEERS if peers else ()
+    results: dict[str, Any] = {}
+
+    def compare(others: Sequence[Deployment], rounds_each: int, tokens: int, pause: bool) -> None:
+        for length in sizes:
+            found = asyncio.run(rounds(one, others, length, rounds_each, tokens, pause))
+            results[f"{length}, {rounds_each} rounds, {tokens} tokens"] = {n: asdict(row) for n, row in found.items()}
+            print(f"\n{length} tokens, {rounds_each} rounds, {tokens} tokens each:")
+            print("\n".join(table(found, one.name)), flush=True)
+        for deployment in others:
+            idle, parked = asyncio.run(processor(deployment))
+            results[f"cores {deployment.name}"] = [idle, parked]
+            print(f"cores, {deployment.name}: idle {idle:.3f}, one parked {parked:.2f}", flush=True)
+
     with contextlib.ExitStack() as stack:
         folder = log_dir or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="baton-bench-")))
         folder.mkdir(parents=True, exist_ok=True)
         (server,) = stack.enter_context(serve(vllm_python, model, folder, [ServerConfig("one", FLAGS)]))
         one = Deployment("one vLLM", Single(server.url), (server,))
-        others = stack.enter_context(baton_pair(vllm_python, model, folder))
-        connectors = ("NixlConnector", "NixlPushConnector") if peers else ()
-        for connector in connectors:
-            others.append(stack.enter_context(nixl_pair(vllm_python, model, folder, connector, best=True)))
-        for length in sizes:
-            found = asyncio.run(rounds(one, others, length, num_rounds, max_tokens, pause=False))
-            everything[f"{length}"] = {name: asdict(row) for name, row in found.items()}
-            print(f"\n{length} tokens, {num_rounds} rounds, {max_tokens} tokens each:", flush=True)
-            print("\n".join(table(found, one.name)), flush=True)
-        for deployment in (one, *others):
-            idle, parked = asyncio.run(processor(deployment))
-            everything[f"cores {deployment.name}"] = [idle, parked]
-            print(f"cores, {deployment.name}: idle {idle:.3f}, one parked {parked:.2f}", flush=True)
+        if num_rounds:
+            with contextlib.ExitStack() as pairs:
+                others = pairs.enter_context(baton_pair(vllm_python, model, folder))
+                others += [pairs.enter_context(nixl_pair(vllm_python, model, folder, c, best=True)) for c in connectors]
+                compare(others, num_rounds, max_tokens, pause=False)
         for connector in connectors if num_rounds_shipped else ():
             with nixl_pair(vllm_python, model, folder, connector, best=False) as shipped:
-                for length in sizes:
-                    found = asyncio.run(
-                        rounds(one, [shipped], length, num_rounds_shipped, max_tokens_shipped, pause=True)
-                    )
-                    everything[f"{length} {shipped.name}"] = {name: asdict(row) for name, row in found.items()}
-                    print(f"\n{length} tokens, {num_rounds_shipped} rounds, {max_tokens_shipped} tokens each:")
-                    print("\n".join(table(found, one.name)), flush=True)
-                idle, parked = asyncio.run(processor(shipped))
-                print(f"cores, {shipped.name}: idle {idle:.3f}, one parked {parked:.2f}", flush=True)
+                compare([shipped], num_rounds_shipped, max_tokens_shipped, pause=True)
     if json_output is not None:
-        json_output.write_text(json.dumps(everything))
+        json_output.write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

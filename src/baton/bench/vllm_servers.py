@@ -31,6 +31,9 @@ ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_SSM_CONV_STATE_LAYOUT": "DS",
 }
+# By its name, since vLLM makes "uni" into "mp" on CPUs: two processes, which spin on a queue between them for a second
+# after every message. Servers that share few cores would wait for each other's spinning.
+ONE_PROCESS = ("--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor")
 
 
 @dataclass(frozen=True, slots=True)
