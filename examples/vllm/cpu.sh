@@ -3,7 +3,9 @@
 # From the root of the repository, in an environment that the first run makes and later ones use:
 #   python3 tools/install_vllm.py examples/vllm/cpu.sh [MODEL [EAGLE3_HEAD]]
 # Then, when the router has said where it listens:
-#   curl http://127.0.0.1:8000/v1/completions -d '{"model": "demo", "prompt": "def main(", "max_tokens": 32}'
+#   curl http://127.0.0.1:8000/v1/completions -d '{"model": "demo", "prompt": "def main(", "max_tokens": 32, "temperature": 0}'
+# The executor is named because vLLM would put the model into a process of its own ("mp", which "uni" becomes on CPUs), and
+# the two spin on the queue between them: on few cores both servers would wait for that.
 set -euo pipefail
 MODEL=${1:-models/baton-demo-llama}
 HEAD=${2:-models/baton-demo-eagle3}
@@ -15,7 +17,7 @@ trap 'kill $(jobs -p) 2> /dev/null; wait' EXIT
 
 engine() { # name role port
     python -m vllm.entrypoints.openai.api_server --model "$MODEL" --served-model-name demo --host 127.0.0.1 --port "$3" \
-        --enforce-eager \
+        --enforce-eager --distributed-executor-backend vllm.v1.executor.uniproc_executor.UniProcExecutor \
         --speculative-config '{"method": "eagle3", "model": "'"$HEAD"'", "num_speculative_tokens": 3}' \
         --kv-transfer-config '{"kv_connector": "BatonConnector", "kv_connector_module_path": "baton.vllm",
             "kv_role": "'"$2"'", "engine_id": "'"$1"'", "kv_load_failure_policy": "recompute",

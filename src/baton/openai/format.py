@@ -14,7 +14,10 @@ Json = dict[str, Any]
 
 
 def usage(plan: Plan, outputs: Sequence[SampleOutput]) -> Json:
-    """Return the `usage` object; a prompt counts once, however many choices share it."""
+    """Return the `usage` object; a prompt counts once, however many choices share it.
+
+    It says nothing of drafts where the engine speculates and does not tell how its rounds went, as vLLM does not.
+    """
     num_prompt = sum(len(prompt) for prompt in plan.prompts)
     num_output = sum(len(output.token_ids) for output in outputs)
     k = plan.model.num_speculative_tokens
@@ -23,16 +26,16 @@ def usage(plan: Plan, outputs: Sequence[SampleOutput]) -> Json:
     # Choices of one prompt share its cached tokens, so the first of each speaks for it.
     per_prompt = max(1, len(outputs) // len(plan.prompts))
     cached = sum(output.num_cached_tokens for output in outputs[::per_prompt])
-    return {
+    found: Json = {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_output,
         "total_tokens": num_prompt + num_output,
         "prompt_tokens_details": {"cached_tokens": cached},
-        "completion_tokens_details": {
-            "accepted_prediction_tokens": accepted,
-            "rejected_prediction_tokens": drafted - accepted,
-        },
     }
+    if drafted or not k:
+        drafts = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted}
+        found["completion_tokens_details"] = drafts
+    return found
 
 
 def whole(plan: Plan, outputs: Sequence[SampleOutput]) -> Json:
