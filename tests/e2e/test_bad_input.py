@@ -16,11 +16,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from baton.handoff.ticket import Ticket, load_or_create_key, mint, new_transfer_id, request_digest
+from baton.handoff.ticket import Ticket, load_or_create_key, mint, request_digest
 from baton.testing.checkpoints import make_checkpoint, make_drafter
-from baton.wire import SamplingParams
+from baton.wire import EngineInfo, SamplingParams
 
 MODEL = "models/baton-demo-llama"
 BATON = (sys.executable, "-m", "baton.cli")
@@ -170,18 +171,8 @@ def decode_leg(prefill: dict[str, Any], decode: dict[str, Any], key: bytes) -> d
     """The body of a decode leg with a good ticket for this pair, as a router would have it without looking."""
     params = SamplingParams(max_tokens=4, temperature=0.0, seed=0)
     prompt = [5, 6, 7, 8]
-    ticket = Ticket(
-        transfer_id=new_transfer_id(),
-        prefill_engine=prefill["engine_id"],
-        prefill_incarnation=prefill["incarnation"],
-        prefill_address=prefill["control_address"],
-        decode_engine=decode["engine_id"],
-        decode_incarnation=decode["incarnation"],
-        decode_address=decode["control_address"],
-        mode="push",
-        expiry=int(time.time()) + 100,
-        request_digest=request_digest(prompt, params),
-    )
+    p, d = (msgspec.convert(info, EngineInfo) for info in (prefill, decode))
+    ticket = Ticket.between(p, d, "push", request_digest(prompt, params), int(time.time()) + 100)
     return {
         "request_id": "leg",
         "prompt_token_ids": prompt,

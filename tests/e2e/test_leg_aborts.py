@@ -12,7 +12,8 @@ import msgspec
 import pytest
 from test_aborts import await_idle, resident_bytes
 
-from baton.handoff.ticket import Ticket, load_or_create_key, mint, new_transfer_id, request_digest
+from baton.handoff.ticket import Ticket, load_or_create_key, mint, request_digest
+from baton.openai.backend import KVMode
 from baton.processes import Deployment
 from baton.router.client import EngineClient, new_session
 from baton.router.timers import RouterTimers
@@ -34,28 +35,17 @@ async def read(client: EngineClient, request: GenerateRequest) -> list[TokenChun
 class Pair:
     """Plays the router for one P and one D."""
 
-    def __init__(self, clients: dict[str, EngineClient], infos: dict[str, EngineInfo], key: bytes, mode: str) -> None:
+    def __init__(
+        self, clients: dict[str, EngineClient], infos: dict[str, EngineInfo], key: bytes, mode: KVMode
+    ) -> None:
         self.clients, self.infos, self.key, self.mode = clients, infos, key, mode
 
     def requests(self, name: str, prompt: list[int]) -> dict[str, GenerateRequest]:
         p, d = self.infos["prefill"], self.infos["decode"]
         params = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0, ignore_eos=True)
         request = GenerateRequest(request_id=name, prompt_token_ids=prompt, sampling_params=params)
-        assert p.control_address is not None
-        assert d.control_address is not None
-        ticket = Ticket(
-            transfer_id=new_transfer_id(),
-            prefill_engine=p.engine_id,
-            prefill_incarnation=p.incarnation,
-            prefill_address=p.control_address,
-            decode_engine=d.engine_id,
-            decode_incarnation=d.incarnation,
-            decode_address=d.control_address,
-            mode=self.mode,  # type: ignore[arg-type]
-            expiry=int(time.time()) + TICKET_LIFE_S,
-            request_digest=request_digest(prompt, params),
-        )
-        signed = mint(self.key, ticket)
+        expiry = int(time.time()) + TICKET_LIFE_S
+        signed = mint(self.key, Ticket.between(p, d, self.mode, request_digest(prompt, params), expiry))
         return {
             leg: msgspec.structs.replace(request, handoff=HandoffParams(role=leg, ticket=signed))  # type: ignore[arg-type]
             for leg in ("prefill", "decode")
@@ -75,7 +65,7 @@ class Pair:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["push", "pull"])
-async def test_a_leg_that_is_left_leaves_nothing(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_leg_that_is_left_leaves_nothing(mode: KVMode, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     rng = random.Random(23)
     prompts = [[rng.randrange(3, 2048) for _ in range(rng.choice((5, 64, 200, 600)))] for _ in range(2 * NUM_PER_SIDE)]

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from baton.engine.build import Engine, build_engine
 from baton.engine.config import EngineConfig, KVTransferConfig, SpeculativeConfig
 from baton.engine.requests import make_request
-from baton.handoff.ticket import Ticket, load_or_create_key, mint, new_transfer_id, request_digest
+from baton.handoff.ticket import Ticket, load_or_create_key, mint, request_digest
 from baton.wire import FinishReason, GenerateRequest, HandoffParams, SamplingParams, TokenChunk, TokenLogprobs
 
 TARGET = "models/baton-demo-llama"
@@ -128,21 +128,8 @@ class Pair:
     ) -> tuple[Stream, Stream]:
         """Add both legs of a request; returns what P says and what D says."""
         p, d = self.prefill.engine.info, self.decode.engine.info
-        assert p.control_address is not None
-        assert d.control_address is not None
-        ticket = Ticket(
-            transfer_id=new_transfer_id(),
-            prefill_engine=p.engine_id,
-            prefill_incarnation=p.incarnation,
-            prefill_address=p.control_address,
-            decode_engine=d.engine_id,
-            decode_incarnation=d.incarnation,
-            decode_address=d.control_address,
-            mode=mode,
-            expiry=int(time.time()) + 60,
-            request_digest=request_digest(prompt + (known or []), params, len(prompt)),
-        )
-        signed = mint(self._key, ticket)
+        digest = request_digest(prompt + (known or []), params, len(prompt))
+        signed = mint(self._key, Ticket.between(p, d, mode, digest, int(time.time()) + 60))
         prefill = request(name, prompt, params, known, HandoffParams(role="prefill", ticket=signed))
         decode = request(name, prompt, params, known, HandoffParams(role="decode", ticket=signed))
         return self.prefill.add(prefill), self.decode.add(decode)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.errors import ConfigError, ProtocolError
+from baton.errors import ConfigError, EngineUnavailableError, ProtocolError
 from baton.handoff.messages import AttemptKey
 from baton.handoff.ticket import Ticket, load_or_create_key, mint, new_transfer_id, request_digest, verify
-from baton.wire import SamplingParams
+from baton.wire import EngineIdentity, SamplingParams
 
 KEY = b"k" * 32
 TICKET = Ticket(
@@ -39,6 +40,19 @@ def test_round_trip() -> None:
     assert verify(KEY, text, now=900.0) == TICKET
     assert TICKET.key == AttemptKey(b"0123456789abcdef", 1, "p-1", "d-1")
     assert str(TICKET.key) == b"0123456789abcdef".hex() + "/1"
+
+
+def identity(name: str, address: str) -> EngineIdentity:
+    return EngineIdentity(name.upper(), f"{name}-1", address, "{}", False, ["prefill", "decode"], 9, [2], 0)
+
+
+def test_a_ticket_names_both_engines() -> None:
+    p, d = identity("p", "tcp://127.0.0.1:1234"), identity("d", "tcp://127.0.0.1:1235")
+    made, other = (Ticket.between(p, d, "push", bytes(32), 1000) for _ in range(2))
+    assert made.transfer_id != other.transfer_id
+    assert msgspec.structs.replace(made, transfer_id=TICKET.transfer_id, attempt=1) == TICKET
+    with pytest.raises(EngineUnavailableError, match="no control address"):
+        Ticket.between(p, SimpleNamespace(engine_id="D", incarnation="d", control_address=None), "pull", bytes(32), 1)
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import aiohttp
+import msgspec
 
 from baton.bench.client import stream_completion
 from baton.errors import BatonError
-from baton.handoff.ticket import TICKET_LIFE_S, Ticket, mint, new_transfer_id, request_digest
-from baton.wire import SamplingParams
+from baton.handoff.ticket import TICKET_LIFE_S, Ticket, mint, request_digest
+from baton.wire import EngineIdentity, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,7 @@ class Baton:
     decode: str
     key: bytes
     mode: Literal["push", "pull"]
-    _identities: list[dict[str, Any]] | None = None
+    _identities: list[EngineIdentity] | None = None
 
     async def ask(self, session: aiohttp.ClientSession, prompt: Sequence[int], num: int) -> Answer:
         """See `Legs.ask`."""
@@ -102,21 +103,11 @@ class Baton:
         if self._identities is None:
             probe = completion([5], 1, kv_transfer_params={"baton": {"role": "identify"}})
             answers = await asyncio.gather(*(_post(session, url, probe) for url in (self.prefill, self.decode)))
-            self._identities = [answer["kv_transfer_params"]["baton"] for answer in answers]
+            said = [answer["kv_transfer_params"]["baton"] for answer in answers]
+            self._identities = msgspec.convert(said, list[EngineIdentity])
         p, d = self._identities
-        ticket = Ticket(
-            transfer_id=new_transfer_id(),
-            prefill_engine=p["engine_id"],
-            prefill_incarnation=p["incarnation"],
-            prefill_address=p["control_address"],
-            decode_engine=d["engine_id"],
-            decode_incarnation=d["incarnation"],
-            decode_address=d["control_address"],
-            mode=self.mode,
-            expiry=int(time.time()) + TICKET_LIFE_S,
-            request_digest=request_digest(prompt[:-1], SamplingParams()),
-        )
-        return mint(self.key, ticket)
+        digest = request_digest(prompt[:-1], SamplingParams())
+        return mint(self.key, Ticket.between(p, d, self.mode, digest, int(time.time()) + TICKET_LIFE_S))
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,12 +15,12 @@ import os
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Protocol
 
 import msgspec
 from msgspec import Meta
 
-from baton.errors import ConfigError, ProtocolError, WrongEngineError
+from baton.errors import ConfigError, EngineUnavailableError, ProtocolError, WrongEngineError
 from baton.handoff.messages import AttemptKey, Name, TransferId
 from baton.wire import SamplingParams
 
@@ -34,6 +34,17 @@ _MAC_BYTES = 32
 _CONTEXT = b"baton-ticket-1\0"
 
 Address = Annotated[str, Meta(min_length=1, max_length=256, pattern=r"^[a-z]+://")]
+
+
+class Party(Protocol):
+    """An engine as a ticket names it: an `EngineInfo` or an `EngineIdentity`."""
+
+    @property
+    def engine_id(self) -> str: ...
+    @property
+    def incarnation(self) -> str: ...
+    @property
+    def control_address(self) -> str | None: ...
 
 
 class Ticket(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,6 +61,26 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     mode: Literal["push", "pull"]
     expiry: Annotated[int, Meta(ge=0, lt=1 << 62)]
     request_digest: Annotated[bytes, Meta(min_length=32, max_length=32)]
+
+    @classmethod
+    def between(
+        cls, prefill: Party, decode: Party, mode: Literal["push", "pull"], request_digest: bytes, expiry: int
+    ) -> Ticket:
+        """A ticket for a new transfer. Raises `EngineUnavailableError` for an engine that takes no handoffs."""
+        if prefill.control_address is None or decode.control_address is None:
+            raise EngineUnavailableError("an engine of the pair has no control address")
+        return cls(
+            transfer_id=new_transfer_id(),
+            prefill_engine=prefill.engine_id,
+            prefill_incarnation=prefill.incarnation,
+            prefill_address=prefill.control_address,
+            decode_engine=decode.engine_id,
+            decode_incarnation=decode.incarnation,
+            decode_address=decode.control_address,
+            mode=mode,
+            expiry=expiry,
+            request_digest=request_digest,
+        )
 
     @property
     def key(self) -> AttemptKey:

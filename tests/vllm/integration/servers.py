@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import aiohttp
+import msgspec
 
 from baton.bench.vllm_servers import ServerConfig, VllmServer
 from baton.bench.vllm_servers import serve as start_servers
-from baton.handoff.ticket import Ticket, load_or_create_key, mint, new_transfer_id
+from baton.handoff.ticket import Ticket, load_or_create_key, mint
 from baton.vllm.scheduler import handoff_digest
+from baton.wire import EngineIdentity
 
 ROOT = Path(__file__).parents[3]
 MODEL = ROOT / "models" / "baton-demo-llama"
@@ -57,20 +59,9 @@ class Pair:
 
     def ticket(self, prompt: Sequence[int], mode: Mode, life_s: int = 60) -> str:
         """A signed ticket for one handoff of `prompt`."""
-        p, d = self.prefill.identity, self.decode.identity
-        content = Ticket(
-            transfer_id=new_transfer_id(),
-            prefill_engine=p["engine_id"],
-            prefill_incarnation=p["incarnation"],
-            prefill_address=p["control_address"],
-            decode_engine=d["engine_id"],
-            decode_incarnation=d["incarnation"],
-            decode_address=d["control_address"],
-            mode=mode,
-            expiry=int(time.time()) + life_s,
-            request_digest=handoff_digest(prompt[:-1]),
-        )
-        return mint(self.prefill.key, content)
+        p, d = (msgspec.convert(server.identity, EngineIdentity) for server in (self.prefill, self.decode))
+        expiry = int(time.time()) + life_s
+        return mint(self.prefill.key, Ticket.between(p, d, mode, handoff_digest(prompt[:-1]), expiry))
 
 
 @contextlib.contextmanager
