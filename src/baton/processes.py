@@ -52,6 +52,12 @@ class _Urls:
     both: list[str] = field(default_factory=list)
 
 
+def check_shared_transport(uri: str) -> None:
+    """Raise `ConfigError` for what is no transport, and for one that processes cannot share."""
+    if parse_uri(uri)[0].rpartition("+")[2] == "local":
+        raise ConfigError("kv_transport", "local moves KV within one process only")
+
+
 class Deployment:
     """Engines of one model, and unless `router` is False a router, running when the constructor returns.
 
@@ -79,8 +85,8 @@ class Deployment:
     ) -> None:
         if min(prefill, decode, both) < 0 or (prefill == 0) != (decode == 0) or prefill + both == 0:
             raise ConfigError("prefill", "there must be engines of both roles, or engines of role both")
-        if kv_transport is not None and parse_uri(kv_transport)[0].rpartition("+")[2] == "local":
-            raise ConfigError("kv_transport", "local moves KV within one process only")
+        if kv_transport is not None:
+            check_shared_transport(kv_transport)
         self._command = tuple(BATON if command is None else command)
         self._show_progress = show_progress
         self._children: list[_Child] = []

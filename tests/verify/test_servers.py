@@ -363,6 +363,8 @@ def test_prompts_of_a_file(tmp_path: Path, verify: Verify) -> None:
         (("--near-tie", "nan"), "near_tie: must be at least 0"),
         (("--acceptance-tolerance", "-1"), "acceptance_tolerance: must be at least 0"),
         (("--modes", "single"), "modes: must be of push, pull"),
+        (("--kv-transport", "local"), "kv_transport: local moves KV within one process only"),
+        (("--kv-transport", "faulty+local://?fault=drop"), "kv_transport: local moves KV within one process only"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )

@@ -11,7 +11,7 @@ import typer
 
 from baton.engine.config import Integrity, SpeculativeConfig
 from baton.errors import ConfigError
-from baton.transports.registry import parse_uri
+from baton.processes import check_shared_transport
 from baton.verify.acceptance import AcceptanceCheck, check_acceptance
 from baton.verify.compare import compare, of_answers
 from baton.verify.observe import REQUEST_TIMEOUT_S, Case
@@ -20,7 +20,7 @@ from baton.verify.report import format_reports, report_json
 from baton.verify.sides import Answers, InProcess, Served, Started
 from baton.wire import MAX_LOGPROBS, Recovery, SamplingParams
 
-Engines = Annotated[int, typer.Option(help="Engines of that role in the deployment.")]
+Engines = Annotated[int, typer.Option(min=1, help="Engines of that role in the deployment.")]
 
 
 def verify_command(
@@ -81,7 +81,7 @@ def verify_command(
 
     Each is what verify starts from MODEL, or any OpenAI-compatible server.
     """
-    parse_uri(kv_transport)
+    check_shared_transport(kv_transport)
     chosen = parse_modes(modes, candidate is not None)
     want = Served.parse("reference", reference, reference_metrics, api_key, request_timeout, concurrency)
     have = Served.parse("candidate", candidate, candidate_metrics, api_key, request_timeout, concurrency)
