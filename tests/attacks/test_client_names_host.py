@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
 from fake_serving import KEY, FakeEngine, served, write_tokenizer
 
 from baton.engine.async_engine import AsyncEngine
 from baton.engine.config import EngineConfig
-from baton.handoff.ticket import Ticket, load_or_create_key, mint, new_transfer_id, request_digest
+from baton.handoff.ticket import Ticket, load_or_create_key, mint, request_digest
 from baton.router import RouterConfig, build_app
 from baton.server import build_app as build_engine_app
 from baton.testing.checkpoints import make_checkpoint
@@ -93,6 +94,44 @@ async def test_the_front_door_refuses_the_fields(directory: Path, front: str, ca
     assert "refused a client's request that sets kv_transfer_params" in caplog.text
 
 
+HOSTILE = {"do_remote_prefill": True, "remote_host": "10.0.0.1", "baton": {"role": "decode", "ticket": "x"}}
+PARAMS = {"kv_transfer_params": HOSTILE}
+# (fields, status): where no server looks for them, they are as any other field that nobody knows.
+ELSEWHERE: list[tuple[dict[str, Any], int]] = [
+    ({"extra_body": PARAMS}, 200),
+    ({"extra_args": PARAMS}, 200),
+    ({"nvext": PARAMS, "metadata": PARAMS}, 200),
+    ({"stream_options": PARAMS, "stream": True}, 200),
+    ({"vllm_xargs": PARAMS}, 400),  # vLLM takes them from there
+    ({"messages": [{"role": "user", "content": "a", **PARAMS}]}, 200),
+    ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a", **PARAMS}]}]}, 200),
+    ({"logit_bias": PARAMS}, 400),
+    ({"prompt": PARAMS, "messages": PARAMS}, 400),
+]
+
+
+async def test_params_elsewhere_in_a_request_reach_no_engine(directory: Path) -> None:
+    tokenizer = Tokenizer.load(directory)
+    handed: dict[bytes, asyncio.Future[str]] = {}
+    engines = [FakeEngine(directory, role=role, handed=handed) for role in ("prefill", "decode")]
+    async with contextlib.AsyncExitStack() as stack:
+        p, d = [await stack.enter_async_context(served(build_engine_app(e, tokenizer))) for e in engines]
+        app = await build_app(RouterConfig(prefill=(p,), decode=(d,), ticket_key=KEY))
+        url = await stack.enter_async_context(served(app))
+        session = await stack.enter_async_context(aiohttp.ClientSession())
+        for endpoint, body in BODIES.items():
+            for fields, status in ELSEWHERE:
+                async with session.post(url + endpoint, json={**body, **fields}) as response:
+                    assert response.status == status, (endpoint, fields, await response.text())
+        for twice in (b'"kv_transfer_params": null, "kv_transfer_params": {}', b'"kv_transfer_params": {}'):
+            body = json.dumps(BODIES["/v1/completions"]).encode()[:-1] + b", " + twice + b"}"
+            async with session.post(f"{url}/v1/completions", data=body) as response:
+                assert response.status == 400
+    for engine in engines:
+        assert "10.0.0.1" not in str(engine.requests)
+        assert all(request.handoff is not None and len(request.handoff.ticket) > 100 for request in engine.requests)
+
+
 MALFORMED = [
     b"[" * 100_000 + b"]" * 100_000,
     b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
@@ -154,22 +193,14 @@ async def test_a_ticket_that_the_router_did_not_sign(tmp_path: Path, caplog: pyt
     listener.settimeout(0.3)
     async with engine(tmp_path) as (url, running, key), aiohttp.ClientSession() as session:
         prompt, params = [5, 6, 7], SamplingParams(max_tokens=4, temperature=0.0, seed=0)
-        ticket = Ticket(
-            transfer_id=new_transfer_id(),
-            prefill_engine="evil",
-            prefill_incarnation="evil-1",
-            prefill_address=f"tcp://127.0.0.1:{listener.getsockname()[1]}",
-            decode_engine="D",
-            decode_incarnation=running.info.incarnation,
-            decode_address=running.info.control_address or "",
-            mode="push",
-            expiry=int(time.time()) + 60,
-            request_digest=request_digest(prompt, params),
-        )
+        address = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+        evil = msgspec.structs.replace(running.info, engine_id="evil", incarnation="evil-1", control_address=address)
+        digest = request_digest(prompt, params)
+        ticket = Ticket.between(evil, running.info, "push", digest, int(time.time()) + 60)
         sampling = {"max_tokens": 4, "temperature": 0.0, "seed": 0}
         body = {"request_id": "r", "prompt_token_ids": prompt, "sampling_params": sampling}
         forged = mint(bytes(32), ticket)
-        late = mint(key, Ticket(**{f: getattr(ticket, f) for f in ticket.__struct_fields__} | {"expiry": 1}))
+        late = mint(key, Ticket.between(evil, running.info, "push", digest, 1))
         cases: list[tuple[dict[str, Any], int, str]] = [
             ({**body, "handoff": {"role": "decode", "ticket": forged}}, 403, "signature"),
             ({**body, "handoff": {"role": "decode", "ticket": late}}, 403, "expired"),

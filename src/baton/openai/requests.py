@@ -70,6 +70,7 @@ class _Request(msgspec.Struct, kw_only=True):
     prompt_logprobs: int | None = None
     best_of: int | None = None
     use_beam_search: bool | None = None
+    vllm_xargs: dict[str, Any] | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     guided_json: Any = None
@@ -211,7 +212,7 @@ def _refuse_unserved(request: CompletionRequest | ChatRequest) -> None:
         if getattr(request, name) is not None:
             log.warning("refused a client's request that sets %s", name)
             raise RequestError(f"{name} is not a client's to set: the router decides where KV goes", name)
-    for name in ("prompt_logprobs", "suffix", "structured_outputs", "tools", "functions", "audio"):
+    for name in ("prompt_logprobs", "suffix", "structured_outputs", "tools", "functions", "audio", "vllm_xargs"):
         refuse(name)
     for name in ("guided_json", "guided_regex", "guided_choice", "guided_grammar"):
         refuse(name)
