@@ -30,6 +30,9 @@ Keys = Annotated[str | None, typer.Option(metavar="DIR", help="Key directory of 
 KvMode = Annotated[KVMode, typer.Option(help="Who issues the copies: prefill (push) or decode (pull).")]
 Policy = Annotated[Literal["round_robin", "least_loaded"], typer.Option(help="How engines are chosen.")]
 AllowMode = Annotated[bool, typer.Option(help="Let a request choose by its field kv_mode.")]
+_KvMode = Annotated[
+    KVMode | None, typer.Option(help="Who issues the copies: prefill (push, default) or decode (pull).")
+]
 _TokenizerDir = Annotated[str | None, typer.Option(help="Default: the engines' own checkpoint.")]
 _LastRung = Annotated[Recovery, typer.Option(help="How far the router goes for a request whose engines failed.")]
 _EngineKind = Annotated[Literal["baton", "vllm"], typer.Option(help="What runs at the URLs: `baton serve`, or vLLM.")]
@@ -55,7 +58,7 @@ def router_command(
     port: Port = 8000,
     ticket_key_file: KeyFile = None,
     keys: Keys = None,
-    kv_mode: KvMode = "push",
+    kv_mode: _KvMode = None,
     policy: Policy = "round_robin",
     allow_mode_override: AllowMode = False,
     tokenizer: _TokenizerDir = None,

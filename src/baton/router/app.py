@@ -31,13 +31,14 @@ DEFAULT_NEAR_TIE = 0.1
 class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How a router starts. URLs are engines' base URLs; `tokenizer` None takes the engines' checkpoint. `engine`: what
     runs there, Baton's own engines or vLLM; with vLLM, `kv_connector` is what it hands over with, `seed_first_token`
-    sends its token to the decode server, and `near_tie` excuses other first tokens, in nats."""
+    sends its token to the decode server, and `near_tie` excuses other first tokens, in nats. `kv_mode` None: push, or
+    the one that the connector has."""
 
     prefill: tuple[str, ...] = ()
     decode: tuple[str, ...] = ()
     both: tuple[str, ...] = ()
     ticket_key: bytes | None = None
-    kv_mode: KVMode = "push"
+    kv_mode: KVMode | None = None
     allow_mode_override: bool = False
     policy: Policy = "round_robin"
     tokenizer: str | None = None
@@ -73,14 +74,15 @@ async def build_app(config: RouterConfig) -> web.Application:
     )
     if connector.needs_ticket_key and config.ticket_key is None and (config.prefill or config.decode):
         raise ConfigError("ticket_key_file", "is required with prefill and decode engines")
-    if config.allow_mode_override and not connector.has_modes:
-        raise ConfigError("allow_mode_override", f"{config.kv_connector} has one mode")
+    for name in ("kv_mode", "allow_mode_override"):
+        if getattr(config, name) and not connector.has_modes:
+            raise ConfigError(name, f"{config.kv_connector} has one mode")
     session = new_session()
     pool = EnginePool(session, connector.client, config.policy, config.tokenizer, config.timers)
     backend = RouterBackend(
         pool,
         connector,
-        config.kv_mode,
+        config.kv_mode or "push",
         config.allow_mode_override,
         config.recovery,
         config.near_tie if vllm else 0.0,  # Baton's own engines compute nothing twice
