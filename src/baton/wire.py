@@ -6,13 +6,14 @@ The legs between router and engines carry token ids, never text: only the front 
 from __future__ import annotations
 
 import math
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
 import msgspec
 
 from baton.errors import RequestError
 
 MAX_LOGPROBS = 20
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 FinishReason = Literal["stop", "length", "abort", "error"]
 Recovery = Literal["none", "retry", "source", "recompute", "full"]
 RECOVERIES: tuple[Recovery, ...] = get_args(Recovery)
@@ -128,7 +129,7 @@ class TokenChunk(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     request_id: str
-    token_ids: list[int] = []
+    token_ids: list[TokenId] = []
     position: int | None = None
     logprobs: list[TokenLogprobs] | None = None
     accepted: list[int] = []

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from aiohttp import web
-from aiohttp.test_utils import TestServer
-from fake_serving import KEY
+from fake_serving import KEY, served
 
 from baton.handoff import ticket as tickets
 from baton.wire import SamplingParams
@@ -47,8 +46,10 @@ class FakeVllm:
     nats. `kind` "alone": a decode leg is not waited for, as it is when its server recomputes.
 
     `fail`: "refuse" 400, "broken" 500, "cut" the connection in mid-stream (after `fail_after` tokens), "stream" an
-    error as an event, "error" as a finish reason; legs of `fail_role` alone do, or all. `asked` are the bodies that
-    came. `num_short`: tokens that it leaves out of a NIXL prefill.
+    error as an event, "error" or "abort" as a finish reason; legs of `fail_role` alone do, or all. `halted`: legs of
+    this role get no answer, or ("all") nothing does. `raw`: bodies that it answers with, by path. `comments`: it says
+    so while nothing else is said. `asked` are the bodies that came, `left` roles whose client went away. `num_short`:
+    tokens that it leaves out of a NIXL prefill.
     """
 
     root: Path
@@ -66,10 +67,23 @@ class FakeVllm:
     eos_at: int | None = None
     healthy: bool = True
     step_s: float = 0.0
+    halted: str | None = None
+    raw: dict[str, bytes] = field(default_factory=dict)
+    comments: bool = False
     asked: list[dict[str, Any]] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
 
     def app(self) -> web.Application:
-        app = web.Application()
+        @web.middleware
+        async def first(request: web.Request, handler: Any) -> web.StreamResponse:
+            while self.halted == "all":
+                await asyncio.sleep(0.01)
+            if request.path in self.raw:
+                return web.Response(body=self.raw[request.path])
+            answer: web.StreamResponse = await handler(request)
+            return answer
+
+        app = web.Application(middlewares=[first], client_max_size=2**26)
         app.router.add_get("/health", self._health)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/metrics", self._metrics)
@@ -78,8 +92,8 @@ class FakeVllm:
 
     @contextlib.asynccontextmanager
     async def serve(self) -> AsyncIterator[str]:
-        async with TestServer(self.app()) as running:
-            yield str(running.make_url("")).rstrip("/")
+        async with served(self.app()) as url:
+            yield url
 
     def legs(self, role: str) -> list[dict[str, Any]]:
         """What it was asked in `kv_transfer_params` under `role`; "none": requests without a handoff."""
@@ -110,7 +124,8 @@ class FakeVllm:
         return web.Response(status=200 if self.healthy else 503)
 
     async def _models(self, request: web.Request) -> web.Response:
-        return web.json_response({"data": [{"id": "demo", "root": str(self.root), "max_model_len": 512}]})
+        adapter = {"id": "lora", "root": "elsewhere", "parent": "demo", "max_model_len": None}
+        return web.json_response({"data": [{"id": "demo", "root": str(self.root), "max_model_len": 512}, adapter]})
 
     async def _metrics(self, request: web.Request) -> web.StreamResponse:
         lines = ["# HELP x", 'vllm:num_requests_running{model_name="a b"} 3.0', "vllm:kv_cache_usage_perc{} 0.5"]
@@ -130,6 +145,15 @@ class FakeVllm:
         body = await request.json()
         self.asked.append(body)
         role = self._role(body)
+        try:
+            while self.halted == role:
+                await asyncio.sleep(0.01)
+            return await self._complete(request, body, role)
+        except asyncio.CancelledError:
+            self.left.append(role)
+            raise
+
+    async def _complete(self, request: web.Request, body: dict[str, Any], role: str) -> web.StreamResponse:
         failing = self.fail is not None and role == (self.fail_role or role) and role not in ("identify", "cancel")
         if failing and self.fail in ("refuse", "broken"):
             status = 400 if self.fail == "refuse" else 500
@@ -141,11 +165,12 @@ class FakeVllm:
         tokens, finish = self._output(body)
         logprobs = [self._logprobs(token, body) for token in tokens]
         if not body.get("stream"):
+            await asyncio.sleep(self.step_s)
             if failing and self.fail == "cut":
                 assert request.transport is not None
                 request.transport.abort()
             if failing:
-                finish = "error"
+                finish = "abort" if self.fail == "abort" else "error"
             answer = event(tokens, finish, logprobs=_joined(logprobs) if body.get("logprobs") is not None else None)
             if role == "prefill":
                 answer["kv_transfer_params"] = self._finish(body)
@@ -158,9 +183,15 @@ class FakeVllm:
                 assert request.transport is not None
                 request.transport.abort()
                 return response
+            if self.comments:
+                await response.write(b": keep-alive\n\n")
             last = finish if index == len(tokens) - 1 else None
             item = event([token], "error" if failing and self.fail == "error" else last)
-            if body.get("logprobs") is not None:
+            if index == 0:
+                item["choices"][0]["prompt_token_ids"] = body["prompt"]
+            if failing and self.fail == "abort":
+                item = event([], "abort")
+            if body.get("logprobs") is not None and item["choices"][0]["token_ids"]:
                 item["choices"][0]["logprobs"] = _joined(logprobs[index : index + 1])
             if failing and self.fail == "stream":
                 item = {"error": {"message": "no memory"}}
@@ -219,7 +250,7 @@ class FakeVllm:
         else:
             needed = {"remote_engine_id", "remote_host", "remote_port", "remote_request_id", "tp_size"}
             assert needed <= params.keys()
-            assert self.kind == "push" or params["remote_block_ids"]
+            assert self.kind != "pull" or params["remote_block_ids"]
             name = params["remote_request_id"]
         if self.kind == "alone":
             return

@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
-from fake_serving import KEY, FakeEngine, served, until, write_tokenizer
+from fake_serving import KEY, FakeEngine, served, until
 
 from baton.errors import EngineLostError, HandoffError, ProtocolError
 from baton.router import RouterConfig, build_app
@@ -25,11 +25,6 @@ from baton.wire import GenerateRequest, SamplingParams, TokenChunk, TokenLogprob
 
 QUICK = RouterTimers(check=0.05, answer=0.1, lease=0.4, patience=0.3)
 BODY = {"prompt": "a", "max_tokens": 30, "seed": 3, "logprobs": 1, "return_token_ids": True}
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tokenizer(tmp_path_factory.mktemp("model"))
 
 
 class Cluster:
@@ -361,6 +356,21 @@ def test_tokens_that_do_not_join_are_refused() -> None:
         with pytest.raises(ProtocolError, match="position 2 is next"):
             stream.push(misplaced)
     assert stream.token_ids == [5, 6]
+
+
+def test_more_tokens_than_asked_for_are_refused() -> None:
+    stream = Joined(GenerateRequest(request_id="r", prompt_token_ids=[1], sampling_params=SamplingParams(max_tokens=2)))
+    stream.push(chunk(0, 5))
+    with pytest.raises(ProtocolError, match="more tokens"):
+        stream.push(chunk(0, 5, 6, 7))
+    assert stream.push(chunk(0, 5, 6)) == chunk(1, 6)
+    with pytest.raises(ProtocolError, match="more tokens"):
+        stream.push(chunk(2, 7))
+
+
+def test_logprobs_are_of_their_tokens() -> None:
+    with pytest.raises(ProtocolError, match="0 logprobs came with 1 tokens"):
+        joined().push(TokenChunk(request_id="x", token_ids=[1], position=0, logprobs=[]))
 
 
 def test_the_rest_of_a_request_counts_from_its_prompt() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from fake_serving import KEY, TEXT, FakeEngine, served, until, write_tokenizer
+from fake_serving import KEY, TEXT, FakeEngine, served, until
 
 from baton.errors import IncompatiblePeerError, RequestError
 from baton.handoff import ticket as tickets
@@ -20,11 +20,6 @@ from baton.openai.http import bind, url_of
 from baton.router import RouterConfig, build_app
 from baton.server import build_app as build_engine_app
 from baton.text import Tokenizer
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tokenizer(tmp_path_factory.mktemp("model"))
 
 
 @contextlib.asynccontextmanager

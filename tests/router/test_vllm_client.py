@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 from fake_vllm import FakeVllm, token_at
 
-from baton.errors import EngineLostError, EngineUnavailableError, ProtocolError, RequestError
+from baton.errors import EngineLostError, EngineUnavailableError, HandoffError, ProtocolError, RequestError
 from baton.router.client import new_session
 from baton.router.connectors import Connector, ConnectorConfig, create_connector
 from baton.router.pool import Role
@@ -122,15 +122,16 @@ async def test_a_leg(server: FakeVllm, session: aiohttp.ClientSession, url: str)
     sent = server.asked[-1]
     assert (sent["prompt"], sent["kv_transfer_params"], sent["request_id"]) == (PROMPT, {"x": 1}, "r")
     assert (sent["max_tokens"], sent["seed"], sent["stop_token_ids"], sent["logprobs"]) == (2, 7, [9], 1)
+    assert sent["min_p"] == 0.0, "or the model's own default would count"
     assert "stop" not in sent, "the router finds stop strings itself"
 
 
 def test_what_a_choice_says() -> None:
     logprobs = Logprobs([-0.1], [{"token_id:8": -2.0, "token_id:6": -0.1}])
-    chunk = to_chunk("r", Choice([6], "stop", 9, logprobs), 3)
+    chunk = to_chunk(ask(logprobs=2), Choice([6], "stop", 9, logprobs), 3)
     assert (chunk.token_ids, chunk.position, chunk.finish_reason, chunk.stop_reason) == ([6], 3, "stop", 9)
     assert chunk.logprobs == [TokenLogprobs(-0.1, [(6, -0.1), (8, -2.0)])]
-    failed = to_chunk("r", Choice([], "error"), 3)
+    failed = to_chunk(ask(), Choice([], "error"), 3)
     assert failed.recoverable
     assert (failed.error or "").startswith("engine_error")
 
@@ -177,13 +178,82 @@ def test_penalties_do_not_survive_a_resumption() -> None:
         assert not kind.can_resume(SamplingParams(frequency_penalty=0.1))
 
 
+async def test_comments_are_no_events(server: FakeVllm, session: aiohttp.ClientSession, url: str) -> None:
+    server.comments = True
+    found = await chunks(client(session, url), ask(max_tokens=2))
+    assert [chunk.token_ids for chunk in found] == [[token_at(4)], [token_at(5)]]
+
+
+async def test_the_first_event_repeats_a_long_prompt(
+    server: FakeVllm, session: aiohttp.ClientSession, url: str
+) -> None:
+    request = GenerateRequest(
+        request_id="r", prompt_token_ids=[123456] * 400_000, sampling_params=SamplingParams(max_tokens=1)
+    )
+    (chunk,) = await chunks(client(session, url), request)
+    assert chunk.finish_reason == "length"
+
+
+GARBAGE = {
+    "no JSON": b"<html>",
+    "no text": b'{"data": "\xff"}',
+    "deep": b'{"data": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    "no model": b'{"data": []}',
+    "no length": b'{"data": [{"id": "m", "root": "r", "max_model_len": null}]}',
+    "too long": b" " * (16 * 2**20 + 1),
+}
+
+
+@pytest.mark.parametrize("what", GARBAGE)
+async def test_a_server_that_is_none(server: FakeVllm, session: aiohttp.ClientSession, url: str, what: str) -> None:
+    server.raw["/v1/models"] = GARBAGE[what]
+    with pytest.raises(ProtocolError):
+        await client(session, url).info()
+
+
+@pytest.mark.parametrize("metrics", [b"vllm:x nothing", b"\xff", b"vllm:num_requests_running NaN\nvllm:x +Inf"])
+async def test_metrics_that_are_none(
+    server: FakeVllm, session: aiohttp.ClientSession, url: str, metrics: bytes
+) -> None:
+    server.raw["/metrics"] = metrics
+    if b"NaN" in metrics:
+        assert (await client(session, url).load()).num_running == 0
+        return
+    with pytest.raises(ProtocolError):
+        await client(session, url).load()
+
+
+EVENTS = {
+    "negative token": b'{"choices": [{"token_ids": [-1]}]}',
+    "huge token": b'{"choices": [{"token_ids": [4294967296]}]}',
+    "token as text": b'{"choices": [{"token_ids": ["1"]}]}',
+    "deep": b'{"kv_transfer_params": {"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}}",
+    "no text": b'{"error": {"message": "\xff"}}',
+    "uneven logprobs": b'{"choices": [{"token_ids": [1], "logprobs": {"token_logprobs": [0.5], "top_logprobs": []}}]}',
+    "token by its text": b'{"choices": [{"token_ids": [1], "logprobs": '
+    b'{"token_logprobs": [0.5], "top_logprobs": [{"a": 0.5}]}}]}',
+}
+
+
+@pytest.mark.parametrize("what", EVENTS)
+async def test_malformed_events(server: FakeVllm, session: aiohttp.ClientSession, url: str, what: str) -> None:
+    engine = client(session, url)
+    await engine.info()
+    server.raw["/v1/completions"] = b"data: " + EVENTS[what] + b"\n\n"
+    with pytest.raises(ProtocolError):
+        await chunks(engine, ask(logprobs=1))
+    server.raw["/v1/completions"] = EVENTS[what]
+    with pytest.raises(ProtocolError):
+        await engine.first_token(ask(logprobs=1), {})
+
+
 async def test_failures_are_batons_own(server: FakeVllm, session: aiohttp.ClientSession, url: str) -> None:
     engine = client(session, url)
     server.fail = "cut"
     with pytest.raises(EngineLostError):
         await chunks(engine, ask())
     server.fail = "stream"
-    with pytest.raises(EngineUnavailableError, match="no memory"):
+    with pytest.raises(HandoffError, match=r"engine_error: .*no memory"):
         await chunks(engine, ask())
     server.fail = "refuse"
     with pytest.raises(RequestError, match="no such thing"):

@@ -1,77 +1,20 @@
-"""The router over pairs of vLLM servers: the answer of one server, and every way to go wrong."""
+"""The router over pairs of vLLM servers: the answer of one server."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
-from fake_serving import KEY, served, until, write_tokenizer
-from fake_vllm import FakeVllm, Kind, Shared, token_at
+from fake_serving import served, until
+from fake_vllm import FakeVllm, token_at
+from vllm_pair import BODY, CONNECTORS, PROMPT, QUICK, WAYS, Pair, complete, said, status_of
 
 from baton.errors import ConfigError
 from baton.router import RouterConfig, build_app
-from baton.router.timers import RouterTimers
-
-QUICK = RouterTimers(check=0.05, answer=0.3, lease=0.4, patience=0.3)
-CONNECTORS: dict[str, Kind] = {"BatonConnector": "baton", "NixlConnector": "pull", "NixlPushConnector": "push"}
-WAYS = [(name, False) for name in CONNECTORS] + [("BatonConnector", True)]
-PROMPT = [10, 11, 12, 13, 14]
-BODY = {"prompt": PROMPT, "max_tokens": 6, "temperature": 0, "logprobs": 1, "return_token_ids": True}
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tokenizer(tmp_path_factory.mktemp("model"))
-
-
-class Pair:
-    """A prefill and a decode server behind a router."""
-
-    def __init__(self, directory: Path, name: str = "BatonConnector", seed: bool = False, **both: Any) -> None:
-        shared = Shared()
-        self.name, self.seed = name, seed
-        self.p, self.d = (
-            FakeVllm(directory, name=name_, kind=CONNECTORS[name], shared=shared, **both) for name_ in ("P", "D")
-        )
-
-    @contextlib.asynccontextmanager
-    async def run(self, **config: Any) -> AsyncIterator[tuple[str, aiohttp.ClientSession]]:
-        async with contextlib.AsyncExitStack() as stack:
-            self.urls = [await stack.enter_async_context(server.serve()) for server in (self.p, self.d)]
-            settings = RouterConfig(
-                prefill=(self.urls[0],),
-                decode=(self.urls[1],),
-                engine="vllm",
-                kv_connector=self.name,
-                seed_first_token=self.seed,
-                **{"ticket_key": KEY, "timers": QUICK, **config},
-            )
-            url = await stack.enter_async_context(served(await build_app(settings)))
-            yield url, await stack.enter_async_context(aiohttp.ClientSession())
-
-    def legs(self) -> list[list[str]]:
-        """Roles of the requests that each server was sent, questions about itself apart."""
-        return [[r for r in map(s._role, s.asked) if r != "identify"] for s in (self.p, self.d)]
-
-
-async def complete(session: aiohttp.ClientSession, url: str, **body: Any) -> tuple[int, Any]:
-    async with session.post(f"{url}/v1/completions", json={**BODY, **body}) as response:
-        return response.status, await response.json()
-
-
-async def status_of(session: aiohttp.ClientSession, url: str) -> Any:
-    async with session.get(f"{url}/status") as response:
-        return await response.json()
-
-
-def said(num: int, start: int = len(PROMPT)) -> list[int]:
-    return [token_at(position) for position in range(start, start + num)]
 
 
 @pytest.mark.parametrize(("name", "seed"), WAYS)
@@ -94,6 +37,22 @@ async def test_two_servers_answer_as_one_does(directory: Path, name: str, seed: 
         handoffs = (await status_of(session, url))["handoffs"]
         assert handoffs["started"] == handoffs["completed"] + handoffs["finished_early"] == 2
     assert "cancel" not in pair.legs()[0]
+
+
+@pytest.mark.parametrize(("name", "seed"), WAYS)
+@pytest.mark.parametrize("num_top", [None, 0, 1, 2])
+async def test_chat_has_as_many_alternatives_as_were_asked_for(
+    directory: Path, name: str, seed: bool, num_top: int | None
+) -> None:
+    """vLLM's completions have the chosen token besides."""
+    pair = Pair(directory, name, seed)
+    body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3, "logprobs": True, "top_logprobs": num_top}
+    async with pair.run() as (url, session):
+        async with session.post(f"{url}/v1/chat/completions", json={"temperature": 0, **body}) as response:
+            answer = await response.json()
+        content = answer["choices"][0]["logprobs"]["content"]
+        assert [len(entry["top_logprobs"]) for entry in content] == [num_top or 0] * 3
+        assert all(entry["logprob"] == -0.5 for entry in content)
 
 
 @pytest.mark.parametrize(("name", "seed"), WAYS)
@@ -205,6 +164,30 @@ async def test_a_token_that_the_measure_does_not_know(directory: Path) -> None:
         assert (await complete(session, url))[1]["error"]["code"] == "token_mismatch"
 
 
+@pytest.mark.parametrize("name", ["BatonConnector", "NixlPushConnector"])
+async def test_a_first_token_may_come_late(directory: Path, name: str) -> None:
+    """The decode server said it first and has gone on: the client has its tokens, and keeps them."""
+    pair = Pair(directory, name)
+    async with pair.run() as (url, session):
+        pair.d.kind = "alone"
+        assert (await complete(session, url))[0] == 200  # the push connector's servers know each other now
+        pair.p.says, pair.p.step_s, pair.d.step_s = {5: 33}, 0.25, 0.1
+        status, answer = await complete(session, url)
+        assert (status, answer["choices"][0]["token_ids"]) == (200, said(6))
+        assert (await status_of(session, url))["near_ties"] == 1
+    resumed = pair.d.legs("none")[-1]
+    assert len(resumed["prompt"]) > len(PROMPT) + 1
+
+
+async def test_a_measure_that_takes_too_long_is_no_excuse(directory: Path) -> None:
+    pair = Pair(directory)
+    pair.p.says, pair.p.halted = {5: 33}, "none"
+    async with pair.run(timers=replace(QUICK, tell=0.3)) as (url, session):
+        _, answer = await asyncio.wait_for(complete(session, url), 5)
+        assert answer["error"]["code"] == "token_mismatch"
+        pair.p.halted = None
+
+
 async def test_a_measure_that_fails_is_no_excuse(directory: Path) -> None:
     pair = Pair(directory)
     pair.p.says, pair.p.fail, pair.p.fail_role = {5: 33}, "broken", "none"
@@ -232,122 +215,6 @@ async def test_a_prompt_of_one_token_that_would_be_cut(directory: Path) -> None:
         assert (status, answer["choices"][0]["token_ids"]) == (200, said(6, 1))
 
 
-# ---------------------------------------------------------------- servers that fail
-
-
-@pytest.mark.parametrize(("name", "seed"), WAYS)
-@pytest.mark.parametrize("fail", ["refuse", "broken", "cut", "error"])
-async def test_a_decode_server_that_fails_is_an_error_and_the_prefill_server_is_told(
-    directory: Path, name: str, seed: bool, fail: str
-) -> None:
-    pair = Pair(directory, name, seed)
-    pair.d.fail, pair.d.fail_role = fail, "decode"
-
-    def tickets(role: str) -> set[str]:
-        return {body["kv_transfer_params"]["baton"]["ticket"] for body in pair.p.legs(role)}
-
-    async with pair.run(recovery="none") as (url, session):
-        status, answer = await complete(session, url)
-        assert status == (400 if fail == "refuse" else 500 if fail == "error" else 503), answer
-        if name == "BatonConnector":
-            await until(lambda: tickets("cancel") == tickets("prefill"))
-            assert len(tickets("cancel")) == 1
-
-
-@pytest.mark.parametrize(("name", "seed"), WAYS)
-@pytest.mark.parametrize("fail", ["broken", "cut", "error"])
-async def test_a_decode_server_that_fails_changes_no_token(directory: Path, name: str, seed: bool, fail: str) -> None:
-    pair = Pair(directory, name, seed)
-    pair.d.fail, pair.d.fail_role = fail, "decode"
-    async with pair.run() as (url, session):
-        status, answer = await complete(session, url)
-        assert status == 200, answer
-        assert answer["choices"][0]["token_ids"] == said(6)
-
-
-@pytest.mark.parametrize(("name", "seed"), WAYS)
-@pytest.mark.parametrize("fail", ["broken", "cut", "error"])
-async def test_a_prefill_server_that_fails_is_avoided(directory: Path, name: str, seed: bool, fail: str) -> None:
-    pair = Pair(directory, name, seed)
-    pair.p.fail, pair.p.fail_role = fail, "prefill"
-    second = FakeVllm(directory, name="P2", kind=CONNECTORS[name], shared=pair.p.shared)
-    async with pair.run(recovery="source") as (url, session), second.serve() as other:
-        if name == "BatonConnector" and not seed and fail != "broken":
-            # The decode server notices by itself that nothing comes, and computes.
-            pair.d.kind = "alone"
-            status, answer = await complete(session, url)
-            assert (status, answer["choices"][0]["token_ids"]) == (200, said(6))
-            assert pair.legs() == [["prefill"], ["decode"]]
-            return
-        status, answer = await complete(session, url)
-        assert status >= 500, answer
-        async with session.post(f"{url}/instances/add", json={"url": other, "role": "prefill"}) as response:
-            assert response.status == 200, await response.text()
-        for _ in range(3):
-            status, answer = await complete(session, url)
-            assert (status, answer["choices"][0]["token_ids"]) == (200, said(6))
-
-
-async def test_a_client_that_leaves_while_the_decode_server_is_not_asked_yet(directory: Path) -> None:
-    pair = Pair(directory, seed=True)
-    pair.p.step_s = 0.5
-    async with pair.run() as (url, session):
-        leaving = asyncio.create_task(complete(session, url))
-        await until(lambda: pair.p.legs("prefill"))
-        leaving.cancel()
-        await until(lambda: pair.p.legs("cancel"))
-    assert pair.legs()[1] == []
-
-
-@pytest.mark.parametrize(("name", "seed"), WAYS)
-@pytest.mark.parametrize("penalty", [0.0, 0.5])
-async def test_a_lost_decode_server_costs_no_token(directory: Path, name: str, seed: bool, penalty: float) -> None:
-    """Another goes on, unless that would change what follows."""
-    pair = Pair(directory, name, seed)
-    second = FakeVllm(directory, name="D2", kind=CONNECTORS[name], shared=pair.p.shared)
-    if seed and penalty:
-        return
-    async with pair.run() as (url, session), second.serve() as other:
-        async with session.post(f"{url}/instances/add", json={"url": other, "role": "decode"}) as response:
-            assert response.status == 200, await response.text()
-        pair.d.fail, pair.d.fail_after = "cut", 3
-        for _ in range(2):  # they take turns
-            status, answer = await complete(session, url, frequency_penalty=penalty)
-            if not pair.legs()[1]:
-                continue
-            assert status == (503 if penalty else 200), answer
-            assert penalty or answer["choices"][0]["token_ids"] == said(6)
-            break
-        assert pair.legs()[1]
-        resumed = [body for body in second.legs("decode") if len(body["prompt"]) > len(PROMPT) + seed]
-        assert bool(resumed) == (penalty == 0.0)
-
-
-async def test_servers_of_the_other_nixl_mode(directory: Path) -> None:
-    pair = Pair(directory, "NixlPushConnector")
-    pair.p.kind = pair.d.kind = "pull"
-    async with pair.run() as (url, session):
-        status, answer = await complete(session, url)
-        assert (status, answer["error"]["code"]) == (409, "protocol_error")
-        assert "hands over by pull, not by push" in answer["error"]["message"]
-
-
-async def test_push_is_at_once_from_the_second_request_on(directory: Path) -> None:
-    pair = Pair(directory, "NixlPushConnector")
-    async with pair.run() as (url, session):
-        for _ in range(3):
-            assert (await complete(session, url))[0] == 200
-        first, *rest = pair.d.legs("decode")
-        assert first["kv_transfer_params"]["remote_block_ids"]
-        assert not any("remote_block_ids" in body["kv_transfer_params"] for body in rest)
-        pair.d.fail, pair.d.fail_role = "error", "decode"
-        await complete(session, url)  # the address may be the reason
-        pair.d.fail = None
-        before = len(pair.d.legs("decode"))
-        assert (await complete(session, url))[0] == 200
-        assert pair.d.legs("decode")[before]["kv_transfer_params"]["remote_block_ids"]
-
-
 # ---------------------------------------------------------------- settings and clients
 
 
@@ -357,6 +224,7 @@ async def test_push_is_at_once_from_the_second_request_on(directory: Path) -> No
         ({"kv_connector": "LMCacheConnector"}, "kv_connector"),
         ({"kv_connector": "NixlConnector", "seed_first_token": True}, "seed_first_token"),
         ({"kv_connector": "NixlConnector", "allow_mode_override": True}, "allow_mode_override"),
+        ({"kv_connector": "NixlPushConnector", "kv_mode": "pull"}, "kv_mode"),
         ({"engine": "baton", "seed_first_token": True}, "seed_first_token"),
         ({"prefill": ("http://127.0.0.1:1",)}, "ticket_key_file"),
     ],
@@ -381,7 +249,11 @@ async def test_hostile_params_reach_no_server(directory: Path, name: str, seed: 
         for params in hostile:
             status, answer = await complete(session, url, kv_transfer_params=params)
             assert (status, answer["error"]["param"]) == (400, "kv_transfer_params")
-        assert pair.legs() == [[], []] or name != "BatonConnector"
-        assert not any("remote_host" in (b["kv_transfer_params"] or {}) for b in pair.p.asked + pair.d.asked)
-        status, answer = await complete(session, url, kv_transfer_params=None)
+            status, answer = await complete(session, url, vllm_xargs={"kv_transfer_params": params})
+            assert (status, answer["error"]["param"]) == (400, "vllm_xargs")
+        assert pair.legs() == [[], []]
+        status, answer = await complete(
+            session, url, kv_transfer_params=None, extra_body={"kv_transfer_params": hostile[0]}
+        )
         assert (status, answer["choices"][0]["token_ids"]) == (200, said(6))
+        assert "10.0.0.1" not in str(pair.p.asked + pair.d.asked)

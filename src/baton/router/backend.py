@@ -12,7 +12,14 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Coroutine
 from typing import Any, get_args
 
-from baton.errors import BatonError, EngineLostError, EngineUnavailableError, ProtocolError, RequestError
+from baton.errors import (
+    BatonError,
+    EngineLostError,
+    EngineUnavailableError,
+    HandoffError,
+    ProtocolError,
+    RequestError,
+)
 from baton.openai import ServedModel
 from baton.openai.backend import KVMode
 from baton.openai.errors import error_of_chunk
@@ -35,12 +42,11 @@ class RouterBackend:
     An attempt that fails is followed by another from the tokens that the client has, as far as `recovery` allows:
     `retry` where there are none yet, `source` where the decode engine asks for it or was never reached, `full` where
     it was lost. `handoffs` counts attempts by outcome: `started`, `completed`, `finished_early` (the first token was
-    the last), `aborted` (a stop string was found or the client left), `failed` (by reason in `failures`);
-    `recoveries` counts by rung.
+    the last), `aborted` (a stop string was found, the client left, or tokens did not join), `failed` (by reason in
+    `failures`); `recoveries` counts by rung.
 
-    Where two engines name different tokens, the client keeps what it has: the decode engine goes on from that token
-    where the engine that said it sees the other at most `near_tie` nats away (counted in `near_ties`), else the
-    request fails.
+    Where two engines name different tokens, the client keeps what it has: the decode engine goes on from there where
+    the prefill engine sees the two at most `near_tie` nats apart (counted in `near_ties`), else the request fails.
     """
 
     OUTCOMES: tuple[str, ...] = ("started", *get_args(Outcome))
@@ -179,7 +185,8 @@ class RouterBackend:
         except LegFailed as failed:
             if outcome != "failed":
                 outcome = "failed"
-                self.failures[type(failed.error).__name__] += 1
+                error = failed.error
+                self.failures[error.reason if isinstance(error, HandoffError) else type(error).__name__] += 1
             raise
         finally:
             self.num_active_handoffs -= 1
@@ -196,18 +203,18 @@ class RouterBackend:
             return lambda error: items.put_nowait((leg, error))
 
         with contextlib.ExitStack() as counted:
-            for leg, engine in engines.items():
-                counted.enter_context(engine.leg(on_lost(leg)))
+            for leg in handoff.legs:
+                counted.enter_context(engines[leg].leg(on_lost(leg)))
             legs = join_legs(handoff.legs, items, self._drain, handoff.notices)
             async with contextlib.aclosing(legs) as joined:
                 async for item in joined:
                     yield item
 
-    async def _is_near_tie(self, joined: Joined, mismatch: TokenMismatch, said_first: Instance) -> bool:
+    async def _is_near_tie(self, joined: Joined, mismatch: TokenMismatch, prefill: Instance) -> bool:
         if self._near_tie <= 0.0:
             return False
-        with contextlib.suppress(BatonError):
-            gap = await measure_gap(said_first.client, joined, mismatch)
+        with contextlib.suppress(BatonError, asyncio.TimeoutError):
+            gap = await asyncio.wait_for(measure_gap(prefill.client, joined, mismatch), self.pool.timers.tell)
             logger.warning("%s: %s, %s nats apart", joined.request.request_id, mismatch, gap)
             return gap is not None and gap <= self._near_tie
         return False

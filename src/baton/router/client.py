@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+import contextlib
+import io
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import AbstractAsyncContextManager
 from typing import TypeVar
 
 import aiohttp
 import msgspec
+from aiohttp.http_exceptions import LineTooLong
 
 from baton.errors import BatonError, EngineLostError, EngineUnavailableError, ProtocolError, RequestError
 from baton.router.timers import RouterTimers
@@ -15,26 +19,51 @@ from baton.wire import EngineInfo, EngineLoad, GenerateRequest, TokenChunk
 
 _MAX_LINE_BYTES = 2**20
 _MAX_ASK_BYTES = 2**20
+_MAX_REFUSAL_BYTES = 2**16
 
 T = TypeVar("T")
+_Response = AbstractAsyncContextManager[aiohttp.ClientResponse]
 
 
 async def read_body(response: aiohttp.ClientResponse, limit: int) -> bytes:
     """Return a response's whole body. Raises `ProtocolError` when it is longer than `limit` bytes."""
-    body = bytearray()
-    async for part in response.content.iter_any():
-        body += part
-        if len(body) > limit:
-            raise ProtocolError(f"{response.url} answers with more than {limit} bytes")
-    return bytes(body)
+    body = await _read_start(response, limit)
+    if len(body) > limit:
+        raise ProtocolError(f"{response.url} answers with more than {limit} bytes")
+    return body
+
+
+async def read_refusal(response: aiohttp.ClientResponse) -> bytes:
+    """Return the body of a response that is not a success, cut where it is long."""
+    return await _read_start(response, _MAX_REFUSAL_BYTES)
+
+
+def decode_body(url: str, what: str, body: bytes, kind: type[T]) -> T:
+    """Return what an engine answers. Raises `ProtocolError`: it is not `what` it should be."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"{url} is not {what}: {error}") from None
+
+
+@contextlib.contextmanager
+def leg_errors(url: str) -> Iterator[None]:
+    """Bring out what goes wrong with a leg as a Baton error; see `EngineClient.generate`."""
+    try:
+        yield
+    except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+        raise EngineUnavailableError(f"engine {url}: {_describe(error)}") from None
+    except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
+        raise EngineLostError(f"engine {url}: {_describe(error)}") from None
+    except (msgspec.DecodeError, LineTooLong, ValueError, RecursionError) as error:
+        raise ProtocolError(f"engine {url} sent a malformed answer: {error}") from None
 
 
 def new_session() -> aiohttp.ClientSession:
-    """Return a session for `EngineClient`s: unlimited connections, no cookies, room for long lines."""
+    """Return a session for `EngineClient`s: unlimited connections, no cookies."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=30),
         cookie_jar=aiohttp.DummyCookieJar(),
-        read_bufsize=_MAX_LINE_BYTES,
         trust_env=False,
     )
 
@@ -67,45 +96,52 @@ class EngineClient:
         Raises `RequestError` (refused for good), `EngineUnavailableError` (the engine cannot be reached, or does not
         take this attempt), `EngineLostError` (it may have taken it, and went away) or `ProtocolError`.
         """
-        try:
-            async with self._session.post(
-                f"{self.url}/inference/v1/generate",
-                data=msgspec.json.encode(request),
-                headers={"Content-Type": "application/json"},
-                timeout=self._leg_timeout,
-                allow_redirects=False,
-            ) as response:
+        with leg_errors(self.url):
+            async with self._post("/inference/v1/generate", request, self._leg_timeout, _MAX_LINE_BYTES) as response:
                 if response.status != 200:
-                    raise _refusal(self.url, response.status, await response.content.read(2**16))
+                    raise _refusal(self.url, response.status, await read_refusal(response))
                 async for line in response.content:
                     if not line.endswith(b"\n"):
                         raise EngineLostError(f"engine {self.url} went away in mid-stream")
                     chunk = msgspec.json.decode(line, type=TokenChunk)
                     if chunk.finish_reason is not None:
                         # Reading the end that follows keeps the connection for the next request.
-                        await response.content.read()
+                        await read_body(response, _MAX_ASK_BYTES)
                     yield chunk
-        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-            raise EngineUnavailableError(f"engine {self.url}: {_describe(error)}") from None
-        except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
-            raise EngineLostError(f"engine {self.url}: {_describe(error)}") from None
-        except (msgspec.DecodeError, ValueError) as error:
-            raise ProtocolError(f"engine {self.url} sent a malformed chunk: {error}") from None
+
+    def _post(self, path: str, body: object, timeout: aiohttp.ClientTimeout, line_bytes: int) -> _Response:
+        return self._session.post(
+            self.url + path,
+            data=io.BytesIO(msgspec.json.encode(body)),  # as a file, of which aiohttp sends piece by piece
+            headers={"Content-Type": "application/json"},
+            timeout=timeout,
+            allow_redirects=False,
+            read_bufsize=line_bytes,
+        )
 
     async def _ask(self, path: str, kind: type[T]) -> T:
+        return decode_body(self.url, "a Baton engine", await self._get(path, _MAX_ASK_BYTES), kind)
+
+    async def _get(self, path: str, limit: int) -> bytes:
         try:
             async with self._session.get(self.url + path, timeout=self._ask_timeout, allow_redirects=False) as response:
-                body = await read_body(response, _MAX_ASK_BYTES)
+                body = await read_body(response, limit)
                 if response.status != 200:
                     raise EngineUnavailableError(f"engine {self.url}: HTTP {response.status} from {path}")
+                return body
         except asyncio.TimeoutError:
             raise EngineLostError(f"engine {self.url} does not answer") from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise EngineUnavailableError(f"engine {self.url}: {_describe(error)}") from None
-        try:
-            return msgspec.json.decode(body, type=kind)
-        except msgspec.DecodeError as error:
-            raise ProtocolError(f"{self.url} is not a Baton engine: {error}") from None
+
+
+async def _read_start(response: aiohttp.ClientResponse, limit: int) -> bytes:
+    body = bytearray()
+    async for part in response.content.iter_any():
+        body += part
+        if len(body) > limit:
+            break
+    return bytes(body)
 
 
 def _refusal(url: str, status: int, body: bytes) -> BatonError:
@@ -113,7 +149,7 @@ def _refusal(url: str, status: int, body: bytes) -> BatonError:
     try:
         fields = msgspec.json.decode(body, type=dict[str, dict[str, str | None]])["error"]
         message, param = fields.get("message") or message, fields.get("param")
-    except (msgspec.DecodeError, KeyError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, KeyError):
         pass  # not one of our error bodies: the status says enough
     if status == 400:
         return RequestError(message, param)

@@ -51,13 +51,17 @@ class Joined:
         """The part of a leg's chunk that the client does not have yet, None when there is none.
 
         Raises `TokenMismatch` when engines disagree on a token that was sent, `ProtocolError` when tokens are missing
-        before the chunk.
+        before the chunk, or are too many.
         """
         if not chunk.token_ids:
             return chunk if chunk.finish_reason is not None else None
+        if chunk.logprobs is not None and len(chunk.logprobs) != len(chunk.token_ids):
+            raise ProtocolError(f"{len(chunk.logprobs)} logprobs came with {len(chunk.token_ids)} tokens")
         start, known = chunk.position, len(self.token_ids)
         if start is None or not 0 <= start <= known:
             raise ProtocolError(f"tokens came for position {start}, but position {known} is next")
+        if start + len(chunk.token_ids) > self.request.sampling_params.max_tokens:
+            raise ProtocolError("more tokens came than were asked for")
         for position, (sent, said) in enumerate(zip(self.token_ids[start:], chunk.token_ids, strict=False), start):
             if sent != said:
                 raise TokenMismatch(position, sent, said)
@@ -88,16 +92,17 @@ class Joined:
 async def join_legs(
     legs: Mapping[Leg, Chunks], items: Items, drain: Callable[[Chunks], None], notices: bool = True
 ) -> AsyncGenerator[tuple[TokenChunk, Leg], None]:
-    """Yield (chunk, leg it came from) until a chunk with `finish_reason`; without a prefill leg, of the other alone.
+    """Yield (chunk, leg it came from) until a chunk with `finish_reason`. One leg alone, of either kind, must say all.
 
     Closing it closes the legs. Into `items` others may put that a leg is lost. When the prefill leg ended the request,
     the decode leg is handed to `drain`: its engine is told by its peer and ends the leg itself; so is the prefill leg
     when the decode leg ended well, as its engine ends it once its pages are free.
 
-    Raises `LegFailed` when the decode leg is lost, or no engine took the prefill leg. A prefill leg that fails later is
-    no matter where the decode engine `notices` whether it misses anything, and recovers or says so; where it does not,
-    this raises unless the decode leg has begun to say tokens.
+    Raises `LegFailed` when the decode leg, or the only one, is lost, or no engine took the prefill leg. A prefill leg
+    that fails later is no matter where the decode engine `notices` whether it misses anything, and recovers or says so;
+    where it does not, this raises unless the decode leg has begun to say tokens.
     """
+    alone = len(legs) == 1
     tasks = {leg: asyncio.create_task(_pump(leg, chunks, items)) for leg, chunks in legs.items()}
     ended: set[Leg] = set()
     drained: Leg | None = None
@@ -105,7 +110,7 @@ async def join_legs(
     try:
         while True:
             leg, item = await items.get()
-            if leg == "prefill":
+            if leg == "prefill" and not alone:
                 if isinstance(item, TokenChunk):
                     if item.finish_reason in ("stop", "length"):
                         drained = "decode"
@@ -121,7 +126,9 @@ async def join_legs(
                     raise LegFailed(leg, item)
             elif isinstance(item, TokenChunk):
                 decoding = True
-                if item.finish_reason in ("stop", "length") and "prefill" in legs:
+                if item.finish_reason == "abort":
+                    raise LegFailed(leg, EngineLostError("the engine gave the request up"))
+                if item.finish_reason in ("stop", "length") and not alone:
                     drained = "prefill"
                 yield item, leg
                 if item.finish_reason is not None:
@@ -129,7 +136,7 @@ async def join_legs(
             elif item is None:
                 raise LegFailed(leg, EngineLostError("the leg ended before the request did"))
             elif isinstance(item, BatonError):
-                raise LegFailed(leg, item)
+                raise LegFailed(leg, item, reported=isinstance(item, HandoffError))
             else:
                 raise item
     finally:

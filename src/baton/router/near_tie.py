@@ -8,14 +8,13 @@ from baton.wire import MAX_LOGPROBS, GenerateRequest, SamplingParams
 
 
 async def measure_gap(client: EngineClient, joined: Joined, mismatch: TokenMismatch) -> float | None:
-    """How far the logprobs of the two tokens of a mismatch are apart, in nats, as the engine behind `client` sees it,
-    that said the first of them; None where that says nothing: the choice was drawn, or biased, or the token said
-    later is none of the best.
+    """How far the logprobs of the two tokens of a mismatch are apart, in nats, as the engine behind `client` sees it;
+    None where that says nothing: the choice was drawn, or biased, or one of the tokens is none of the best.
 
     Raises what the engine's leg raises.
     """
     params = joined.request.sampling_params
-    if not _is_plain(params) or mismatch.position != len(joined.token_ids) - 1:
+    if not _is_plain(params):
         return None
     before = joined.token_ids[: mismatch.position]
     asked = GenerateRequest(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import msgspec
 
-from baton.wire import FinishReason, GenerateRequest, SamplingParams, TokenChunk, TokenLogprobs
+from baton.wire import FinishReason, GenerateRequest, SamplingParams, TokenChunk, TokenId, TokenLogprobs
 
 # vLLM's seeds are signed.
 _SEED_BITS = 63
@@ -24,9 +25,9 @@ class Model(msgspec.Struct, frozen=True):
 
 
 class Models(msgspec.Struct, frozen=True):
-    """`GET /v1/models`."""
+    """`GET /v1/models`: the model first, then its adapters, of which less is said."""
 
-    data: list[Model]
+    data: list[msgspec.Raw]
 
 
 class Logprobs(msgspec.Struct, frozen=True):
@@ -39,7 +40,7 @@ class Logprobs(msgspec.Struct, frozen=True):
 class Choice(msgspec.Struct, frozen=True):
     """One choice, whole or a piece of it."""
 
-    token_ids: list[int] | None = None
+    token_ids: list[TokenId] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     logprobs: Logprobs | None = None
@@ -75,6 +76,7 @@ def completion_body(
         "temperature": params.temperature,
         "top_p": params.top_p,
         "top_k": params.top_k,
+        "min_p": params.min_p,
         "presence_penalty": params.presence_penalty,
         "frequency_penalty": params.frequency_penalty,
         "repetition_penalty": params.repetition_penalty,
@@ -87,8 +89,6 @@ def completion_body(
         # Samples of one prompt differ; both legs of a sample do not. A server starts its noise anew with each request,
         # and what follows known tokens must not repeat theirs.
         body["seed"] = (params.seed + params.sample_index + num_sent * _SEED_STRIDE) % 2**_SEED_BITS
-    if params.min_p:
-        body["min_p"] = params.min_p
     if params.logit_bias:
         body["logit_bias"] = {str(token): bias for token, bias in params.logit_bias.items()}
     if params.logprobs is not None:
@@ -98,16 +98,20 @@ def completion_body(
     return body
 
 
-def to_chunk(request_id: str, choice: Choice, position: int) -> TokenChunk:
-    """A choice, or a piece of one, whose first token is the request's output token `position`."""
+def to_chunk(request: GenerateRequest, choice: Choice, position: int) -> TokenChunk:
+    """A choice, or a piece of one, whose first token is the request's output token `position`.
+
+    Raises `ValueError` for logprobs that do not fit the tokens.
+    """
     tokens = choice.token_ids or []
     logprobs = None
     if choice.logprobs is not None and tokens:
+        num_top = request.sampling_params.logprobs or 0
         own, top = choice.logprobs.token_logprobs, choice.logprobs.top_logprobs
-        logprobs = [TokenLogprobs(p if p is not None else 0.0, _top(t)) for p, t in zip(own, top, strict=True)]
+        logprobs = [TokenLogprobs(p or 0.0, _top(t)[:num_top]) for p, t in zip(own, top, strict=True)]
     error = "engine_error: the engine ended the request" if choice.finish_reason == "error" else None
     return TokenChunk(
-        request_id=request_id,
+        request_id=request.request_id,
         token_ids=tokens,
         position=position if tokens else None,
         logprobs=logprobs,
@@ -126,15 +130,19 @@ def can_resume(params: SamplingParams) -> bool:
 
 
 def read_metrics(text: str) -> dict[str, list[float]]:
-    """vLLM's own samples of `GET /metrics` by name, one for each set of labels."""
+    """vLLM's own samples of `GET /metrics` by name, one for each set of labels; those that are no numbers left out.
+
+    Raises `ValueError` for what are no metrics.
+    """
     found: dict[str, list[float]] = {}
     for line in text.splitlines():
         name, _, value = line.rpartition(" ")
-        if name.startswith("vllm:"):
-            found.setdefault(name.partition("{")[0], []).append(float(value))
+        if name.startswith("vllm:") and math.isfinite(number := float(value)):
+            found.setdefault(name.partition("{")[0], []).append(number)
     return found
 
 
 def _top(found: dict[str, float] | None) -> list[tuple[int, float]]:
+    # vLLM adds the token that was chosen, if it is not among the best.
     pairs = [(int(name.removeprefix(_TOKEN)), value) for name, value in (found or {}).items()]
     return sorted(pairs, key=lambda pair: -pair[1])

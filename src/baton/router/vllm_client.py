@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -10,8 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import aiohttp
 import msgspec
 
-from baton.errors import EngineLostError, EngineUnavailableError, ProtocolError, RequestError
-from baton.router.client import EngineClient, read_body
+from baton.errors import EngineLostError, EngineUnavailableError, HandoffError, ProtocolError, RequestError
+from baton.router.client import EngineClient, decode_body, leg_errors, read_body, read_refusal
 from baton.router.timers import RouterTimers
 from baton.router.vllm_api import Completion, Model, Models, completion_body, read_metrics, to_chunk
 from baton.wire import EngineInfo, EngineLoad, GenerateRequest, TokenChunk
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from baton.router.pool import Instance
 
 _MAX_BODY_BYTES = 16 * 2**20
-_EVENT, _DONE = b"data: ", b"[DONE]"
+_EVENT, _COMMENT, _DONE = b"data: ", b":", b"[DONE]"
 _T = TypeVar("_T")
 
 
@@ -49,12 +48,15 @@ class VllmClient(EngineClient):
     async def info(self) -> EngineInfo:
         """See `EngineClient.info`. A server that was away is asked anew who it is."""
         try:
-            await self._get("/health")
+            await self._get("/health", _MAX_BODY_BYTES)
         except EngineUnavailableError:
             self._info = None
             raise
         if self._info is None:
-            self._model = self._decode(await self._get("/v1/models"), Models).data[0]
+            listed = self._decode(await self._get("/v1/models", _MAX_BODY_BYTES), Models).data
+            if not listed:
+                raise ProtocolError(f"{self.url} lists no model")
+            self._model = self._decode(bytes(listed[0]), Model)
             self._info = await self._identify(self, self._model)
         return self._info
 
@@ -73,7 +75,11 @@ class VllmClient(EngineClient):
 
     async def metrics(self) -> dict[str, list[float]]:
         """Samples of the server's own metrics, by name. Raises as `load` does."""
-        return read_metrics((await self._get("/metrics")).decode())
+        text = await self._get("/metrics", _MAX_BODY_BYTES)
+        try:
+            return read_metrics(text.decode())
+        except ValueError as error:
+            raise ProtocolError(f"{self.url} is not a vLLM server: {error}") from None
 
     async def tell(self, kv_transfer_params: dict[str, object]) -> Completion:
         """Say something to the server's connector, by a request of one token.
@@ -82,7 +88,7 @@ class VllmClient(EngineClient):
         """
         model = await self._served()
         body = {"model": model.id, "prompt": [0], "max_tokens": 1, "kv_transfer_params": kv_transfer_params}
-        async with self._post(body, self._tell_timeout) as response:
+        async with self._completion(body, self._tell_timeout) as response:
             return self._decode(await read_body(response, _MAX_BODY_BYTES), Completion)
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
@@ -92,23 +98,26 @@ class VllmClient(EngineClient):
     async def leg(
         self, request: GenerateRequest, kv_transfer_params: dict[str, object] | None = None, first_only: bool = False
     ) -> AsyncGenerator[TokenChunk, None]:
-        """Yield the chunks of one leg; `first_only`: of its first token. Raises as `EngineClient.generate` does."""
+        """Yield the chunks of one leg; `first_only`: of its first token.
+
+        Raises as `EngineClient.generate` does, and `HandoffError` where the server is well and has ended the request.
+        """
         model = await self._served()
         position = request.num_known
         more = first_only and request.sampling_params.max_tokens - position > 1
         body = completion_body(request, model.id, position, kv_transfer_params, first_only, stream=True)
-        async with self._post(body, self._leg_timeout) as response:
+        async with self._completion(body, self._leg_timeout) as response:
             async for line in response.content:
                 data = line.rstrip().removeprefix(_EVENT)
                 if data == _DONE:
                     return
-                if not data:
+                if not data or data.startswith(_COMMENT):
                     continue
                 event = msgspec.json.decode(data, type=Completion)
                 if event.error is not None:
-                    raise EngineUnavailableError(f"engine {self.url}: {event.error.get('message')}")
+                    raise HandoffError("engine_error", f"engine {self.url}: {event.error.get('message')}")
                 for choice in event.choices[:1]:
-                    chunk = to_chunk(request.request_id, choice, position)
+                    chunk = to_chunk(request, choice, position)
                     position += len(chunk.token_ids)
                     yield _goes_on(chunk) if more else chunk
             raise EngineLostError(f"engine {self.url} went away in mid-stream")
@@ -123,11 +132,12 @@ class VllmClient(EngineClient):
         model = await self._served()
         position = request.num_known
         body = completion_body(request, model.id, position, kv_transfer_params, first_only=True, stream=False)
-        async with self._post(body, self._leg_timeout) as response:
+        async with self._completion(body, self._leg_timeout) as response:
             answer = self._decode(await read_body(response, _MAX_BODY_BYTES), Completion)
         if not answer.choices:
             raise ProtocolError(f"engine {self.url} sent no choice")
-        chunk = to_chunk(request.request_id, answer.choices[0], position)
+        with leg_errors(self.url):
+            chunk = to_chunk(request, answer.choices[0], position)
         more = request.sampling_params.max_tokens - position > 1
         return _goes_on(chunk) if more else chunk, answer.kv_transfer_params or {}
 
@@ -138,45 +148,24 @@ class VllmClient(EngineClient):
         return self._model
 
     @contextlib.asynccontextmanager
-    async def _post(
+    async def _completion(
         self, body: dict[str, Any], timeout: aiohttp.ClientTimeout
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """A completion's response, good so far. What goes wrong with it comes out as a Baton error."""
-        try:
-            async with self._session.post(
-                f"{self.url}/v1/completions", json=body, timeout=timeout, allow_redirects=False
-            ) as response:
+        with leg_errors(self.url):
+            # A line may be as long as a body: the first event repeats the prompt.
+            async with self._post("/v1/completions", body, timeout, _MAX_BODY_BYTES) as response:
                 if response.status != 200:
-                    raise self._refused(response.status, await response.content.read(2**16))
+                    raise self._refused(response.status, await read_refusal(response))
                 yield response
-        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-            raise EngineUnavailableError(f"engine {self.url}: {str(error) or type(error).__name__}") from None
-        except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
-            raise EngineLostError(f"engine {self.url}: {str(error) or type(error).__name__}") from None
-        except (msgspec.DecodeError, ValueError) as error:
-            raise ProtocolError(f"engine {self.url} sent a malformed answer: {error}") from None
-
-    async def _get(self, path: str) -> bytes:
-        try:
-            async with self._session.get(self.url + path, timeout=self._ask_timeout, allow_redirects=False) as response:
-                content = await read_body(response, _MAX_BODY_BYTES)
-                if response.status != 200:
-                    raise EngineUnavailableError(f"engine {self.url}: HTTP {response.status} from {path}")
-                return content
-        except asyncio.TimeoutError:
-            raise EngineLostError(f"engine {self.url} does not answer") from None
-        except (aiohttp.ClientError, OSError, ValueError) as error:
-            raise EngineUnavailableError(f"engine {self.url}: {str(error) or type(error).__name__}") from None
 
     def _decode(self, body: bytes, kind: type[_T]) -> _T:
-        try:
-            return msgspec.json.decode(body, type=kind)
-        except msgspec.DecodeError as error:
-            raise ProtocolError(f"{self.url} is not a vLLM server: {error}") from None
+        return decode_body(self.url, "a vLLM server", body, kind)
 
     def _refused(self, status: int, body: bytes) -> RequestError | EngineUnavailableError:
         message = f"HTTP {status}"
-        with contextlib.suppress(msgspec.DecodeError, KeyError):  # the status says enough
+        # Without a message the status says enough.
+        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError, KeyError):
             message = msgspec.json.decode(body, type=dict[str, dict[str, Any]])["error"]["message"]
         if status == 400:
             return RequestError(str(message))

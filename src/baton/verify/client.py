@@ -9,12 +9,12 @@ import aiohttp
 import msgspec
 
 from baton.errors import ConfigError, EngineUnavailableError, ProtocolError
+from baton.wire import TokenId
 
 MAX_BODY_BYTES = 32 * 2**20
 _MAX_MESSAGE = 300
 _TOKEN = "token_id:"
 T = TypeVar("T")
-TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 NumDrafts = Annotated[int, msgspec.Meta(ge=0, le=1024)]
 
 

@@ -35,9 +35,9 @@ class ConnectorConfig:
 
 @dataclass(frozen=True, slots=True)
 class Handoff:
-    """The legs of one attempt. `notices`: the decode engine itself finds out when what it waits for does not come, and
-    recovers or says so; else its leg is worth nothing once the prefill leg is lost. `over` is awaited when the attempt
-    has ended and both legs are closed; it may fail, and then time ends what it was to end.
+    """The legs of one attempt, both or any one. `notices`: the decode engine itself finds out when what it waits for
+    does not come, and recovers or says so; else its leg is worth nothing once the prefill leg is lost. `over` is
+    awaited when the attempt has ended and its legs are closed; it may fail, and then time ends what it was to end.
     """
 
     legs: Mapping[Leg, Chunks]
@@ -94,8 +94,8 @@ def in_turn(first: Callable[[asyncio.Future[_T | None]], Chunks], then: Callable
         try:
             async with contextlib.aclosing(first(found)) as chunks:
                 async for chunk in chunks:
-                    if chunk.finish_reason == "error":
-                        raise EngineUnavailableError(chunk.error or "the prefill leg failed")
+                    if chunk.finish_reason in ("error", "abort"):
+                        raise EngineUnavailableError(chunk.error or "the prefill engine gave the request up")
                     ended |= chunk.finish_reason is not None
                     yield chunk
             if not ended and not found.done():

@@ -10,18 +10,17 @@ from __future__ import annotations
 import asyncio
 from typing import ClassVar, Literal
 
-import aiohttp
 import msgspec
 
 from baton.errors import EngineUnavailableError, ProtocolError
 from baton.openai.backend import KVMode
-from baton.router.connectors.base import Connector, ConnectorConfig, Handoff, Outcome, in_turn
+from baton.router.connectors.base import ConnectorConfig, Handoff, Outcome, in_turn
+from baton.router.connectors.vllm import VllmConnector
 from baton.router.join import Chunks, Leg
 from baton.router.pool import Instance, Role
-from baton.router.timers import RouterTimers
-from baton.router.vllm_api import Model, can_resume
+from baton.router.vllm_api import Model
 from baton.router.vllm_client import VllmClient
-from baton.wire import EngineInfo, GenerateRequest, SamplingParams, TokenChunk
+from baton.wire import EngineInfo, GenerateRequest, TokenChunk
 
 _FETCHED: dict[str, object] = {"do_remote_decode": True, "do_remote_prefill": False}
 _METRICS, _PER_POSITION = "vllm:nixl_", "vllm:spec_decode_num_accepted_tokens_per_pos_total"
@@ -41,7 +40,7 @@ class _Address(msgspec.Struct, frozen=True):
     transfer_mode: Literal["pull", "push"] = "pull"
 
 
-class _NixlConnector(Connector):
+class _NixlConnector(VllmConnector):
     """What both modes have in common."""
 
     has_modes = False
@@ -52,23 +51,11 @@ class _NixlConnector(Connector):
         self._addresses: dict[str, _Address] = {}  # by URL, once a prefill leg has said it
         self._num_drafts: dict[str, int] = {}
 
-    def client(self, session: aiohttp.ClientSession, url: str, timers: RouterTimers, role: Role) -> VllmClient:
-        """See `Connector.client`."""
-
-        async def identify(client: VllmClient, model: Model) -> EngineInfo:
-            return await self._identify(client, model, role)
-
-        return VllmClient(session, url, timers, identify)
-
-    def can_resume(self, params: SamplingParams) -> bool:
-        """See `Connector.can_resume`."""
-        return can_resume(params)
-
     def handoff(self, request: GenerateRequest, prefill: Instance, decode: Instance, kv_mode: KVMode) -> Handoff:
         """See `Connector.handoff`. The mode is the servers' own."""
         p, d = VllmClient.of(prefill), VllmClient.of(decode)
         if request.sampling_params.max_tokens - request.num_known == 1:
-            return Handoff({"decode": p.leg(request)})  # the first token is the last
+            return Handoff({"prefill": p.leg(request)})  # the first token is the last
 
         async def over(outcome: Outcome) -> None:
             if outcome == "failed":
@@ -91,8 +78,8 @@ class _NixlConnector(Connector):
         where a model's prompts are not computed to the end, or a decode server that speculates draws another.
         """
         chunk, params = await p.first_token(request, _FETCHED)
-        if chunk.finish_reason == "error":
-            raise EngineUnavailableError(f"engine {p.url}: {chunk.error}")
+        if chunk.finish_reason in ("error", "abort"):
+            raise EngineUnavailableError(f"engine {p.url}: {chunk.error or 'it gave the request up'}")
         try:
             address = self._addresses[p.url] = msgspec.convert(params, _Address)
         except msgspec.ValidationError as error:

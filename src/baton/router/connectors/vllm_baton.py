@@ -9,23 +9,22 @@ from __future__ import annotations
 
 import asyncio
 
-import aiohttp
 import msgspec
 
 from baton.errors import EngineUnavailableError, ProtocolError, RequestError
 from baton.handoff.ticket import request_digest
 from baton.openai.backend import KVMode
-from baton.router.connectors.base import Connector, ConnectorConfig, Handoff, Outcome, in_turn, muted
+from baton.router.connectors.base import ConnectorConfig, Handoff, Outcome, in_turn, muted
 from baton.router.connectors.tickets import mint_ticket
+from baton.router.connectors.vllm import VllmConnector
 from baton.router.join import Chunks, Leg
 from baton.router.pool import Instance, Role
-from baton.router.timers import RouterTimers
-from baton.router.vllm_api import Model, can_resume
+from baton.router.vllm_api import Model
 from baton.router.vllm_client import VllmClient
 from baton.wire import BATON_PARAM, EngineIdentity, EngineInfo, GenerateRequest, LegParams, SamplingParams
 
 
-class BatonConnector(Connector):
+class BatonConnector(VllmConnector):
     """Knows of each server who it is, by URL."""
 
     needs_ticket_key = True
@@ -35,24 +34,12 @@ class BatonConnector(Connector):
         super().__init__(config)
         self._identities: dict[str, EngineIdentity] = {}
 
-    def client(self, session: aiohttp.ClientSession, url: str, timers: RouterTimers, role: Role) -> VllmClient:
-        """See `Connector.client`."""
-
-        async def identify(client: VllmClient, model: Model) -> EngineInfo:
-            return await self._identify(client, model, role)
-
-        return VllmClient(session, url, timers, identify)
-
-    def can_resume(self, params: SamplingParams) -> bool:
-        """See `Connector.can_resume`."""
-        return can_resume(params)
-
     def handoff(self, request: GenerateRequest, prefill: Instance, decode: Instance, kv_mode: KVMode) -> Handoff:
         """See `Connector.handoff`."""
         p, d = VllmClient.of(prefill), VllmClient.of(decode)
         tokens, seeded = request.prompt_token_ids, self.config.seed_first_token
         if seeded and request.sampling_params.max_tokens - request.num_known == 1:
-            return Handoff({"decode": p.leg(request)})  # the first token is the last
+            return Handoff({"prefill": p.leg(request)})  # the first token is the last
         # A vLLM server knows of a ticket's request only the tokens that are handed over.
         digest = request_digest(tokens if seeded else tokens[:-1], SamplingParams())
         ticket = mint_ticket(self.config.ticket_key, prefill, decode, kv_mode, digest)

@@ -1,0 +1,95 @@
+"""The client of one engine, against servers that say too much, too little, or something else."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+
+import pytest
+from aiohttp import web
+from fake_serving import served
+
+from baton.errors import EngineUnavailableError, ProtocolError, RequestError
+from baton.router.client import EngineClient, new_session
+from baton.router.timers import RouterTimers
+from baton.wire import GenerateRequest, SamplingParams, TokenChunk
+
+REQUEST = GenerateRequest(request_id="r", prompt_token_ids=[1], sampling_params=SamplingParams())
+
+
+@contextlib.asynccontextmanager
+async def engine(parts: Sequence[bytes], status: int = 200) -> AsyncIterator[EngineClient]:
+    """A client of a server that answers everything with `parts`, one after the other."""
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        await request.read()
+        response = web.StreamResponse(status=status)
+        await response.prepare(request)
+        for part in parts:
+            await response.write(part)
+            await asyncio.sleep(0.02)
+        return response
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", answer)
+    async with served(app) as url, new_session() as session:
+        yield EngineClient(session, url, RouterTimers())
+
+
+async def chunks(client: EngineClient) -> list[TokenChunk]:
+    return [chunk async for chunk in client.generate(REQUEST)]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"{}",
+        b"<html>",
+        b'{"engine_id": "\xff"}',
+        b'{"x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        b" " * (2**20 + 1),
+    ],
+    ids=["nothing", "no JSON", "no text", "deep", "too long"],
+)
+async def test_a_server_that_is_no_engine(body: bytes) -> None:
+    async with engine([body]) as client:
+        with pytest.raises(ProtocolError):
+            await client.info()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'{"request_id": "r", "token_ids": [-1], "position": 0}',
+        b'{"request_id": "r", "token_ids": [2147483648], "position": 0}',
+        b'{"request_id": "\xff"}',
+        b'{"request_id": "r", "x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        b"7" * 2**22,
+    ],
+    ids=["negative token", "huge token", "no text", "deep", "too long"],
+)
+async def test_malformed_chunks(line: bytes) -> None:
+    async with engine([line + b"\n"]) as client:
+        with pytest.raises(ProtocolError):
+            await chunks(client)
+
+
+async def test_what_follows_the_end_is_bounded() -> None:
+    last = b'{"request_id": "r", "finish_reason": "stop"}\n'
+    async with engine([last, b"\n"]) as client:
+        assert [chunk.finish_reason for chunk in await chunks(client)] == ["stop"]
+    async with engine([last, *[b" " * 2**18] * 8]) as client:
+        with pytest.raises(ProtocolError, match="answers with more than"):
+            await chunks(client)
+
+
+async def test_a_refusal_keeps_its_message_in_however_many_pieces() -> None:
+    body = b'{"error": {"message": "no such thing", "param": "seed"}}'
+    async with engine([body[:20], body[20:]], status=400) as client:
+        with pytest.raises(RequestError, match="no such thing") as refused:
+            await chunks(client)
+        assert refused.value.param == "seed"
+    async with engine([b'{"error": {"message": "\xff"}}'], status=409) as client:
+        with pytest.raises(EngineUnavailableError, match="HTTP 409"):
+            await chunks(client)

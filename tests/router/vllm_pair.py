@@ -1,0 +1,65 @@
+"""A router over a prefill and a decode server that speak as vLLM does."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from fake_serving import KEY, served
+from fake_vllm import FakeVllm, Kind, Shared, token_at
+
+from baton.router import RouterConfig, build_app
+from baton.router.timers import RouterTimers
+
+QUICK = RouterTimers(check=0.05, answer=0.3, lease=0.4, patience=0.3)
+CONNECTORS: dict[str, Kind] = {"BatonConnector": "baton", "NixlConnector": "pull", "NixlPushConnector": "push"}
+WAYS = [(name, False) for name in CONNECTORS] + [("BatonConnector", True)]
+PROMPT = [10, 11, 12, 13, 14]
+BODY = {"prompt": PROMPT, "max_tokens": 6, "temperature": 0, "logprobs": 1, "return_token_ids": True}
+
+
+class Pair:
+    """A prefill and a decode server behind a router."""
+
+    def __init__(self, directory: Path, name: str = "BatonConnector", seed: bool = False, **both: Any) -> None:
+        shared = Shared()
+        self.name, self.seed = name, seed
+        self.p, self.d = (
+            FakeVllm(directory, name=name_, kind=CONNECTORS[name], shared=shared, **both) for name_ in ("P", "D")
+        )
+
+    @contextlib.asynccontextmanager
+    async def run(self, **config: Any) -> AsyncIterator[tuple[str, aiohttp.ClientSession]]:
+        async with contextlib.AsyncExitStack() as stack:
+            self.urls = [await stack.enter_async_context(server.serve()) for server in (self.p, self.d)]
+            settings = RouterConfig(
+                prefill=(self.urls[0],),
+                decode=(self.urls[1],),
+                engine="vllm",
+                kv_connector=self.name,
+                seed_first_token=self.seed,
+                **{"ticket_key": KEY, "timers": QUICK, **config},
+            )
+            url = await stack.enter_async_context(served(await build_app(settings)))
+            yield url, await stack.enter_async_context(aiohttp.ClientSession())
+
+    def legs(self) -> list[list[str]]:
+        """Roles of the requests that each server was sent, questions about itself apart."""
+        return [[r for r in map(s._role, s.asked) if r != "identify"] for s in (self.p, self.d)]
+
+
+async def complete(session: aiohttp.ClientSession, url: str, **body: Any) -> tuple[int, Any]:
+    async with session.post(f"{url}/v1/completions", json={**BODY, **body}) as response:
+        return response.status, await response.json()
+
+
+async def status_of(session: aiohttp.ClientSession, url: str) -> Any:
+    async with session.get(f"{url}/status") as response:
+        return await response.json()
+
+
+def said(num: int, start: int = len(PROMPT)) -> list[int]:
+    return [token_at(position) for position in range(start, start + num)]
