@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from fake_serving import until
 from fake_vllm import FakeVllm
-from vllm_pair import BODY, CONNECTORS, PROMPT, WAYS, Pair, complete, said, status_of
+from vllm_pair import BODY, CONNECTORS, PROMPT, QUICK, WAYS, Pair, complete, said, status_of
 
 
 @pytest.mark.parametrize(("name", "seed"), WAYS)
@@ -123,6 +124,18 @@ async def test_an_error_of_a_decode_server_that_is_well_is_its_prefill_servers(d
     retried = {name: server for name, server in asked.items() if name.endswith(".1")}
     assert len(retried) == 2
     assert all(asked[name.removesuffix(".1")] != server for name, server in retried.items())
+
+
+async def test_a_busy_prefill_server_is_told_all_the_same(directory: Path) -> None:
+    """What it is told may wait for its turn longer than a leg is drained."""
+    pair = Pair(directory)
+    pair.d.fail, pair.d.fail_role, pair.p.halted = "broken", "decode", "cancel"
+    async with pair.run(recovery="none", timers=replace(QUICK, drain=0.05)) as (url, session):
+        assert (await complete(session, url))[0] == 503
+        await until(lambda: pair.p.legs("cancel"))
+        await asyncio.sleep(0.3)
+        assert pair.p.left == []
+        pair.p.halted = None
 
 
 @pytest.mark.parametrize(("name", "seed"), WAYS)

@@ -192,7 +192,7 @@ class RouterBackend:
             self.num_active_handoffs -= 1
             self.handoffs[outcome] += 1
             if handoff.over is not None:
-                self._do(handoff.over(outcome))
+                self._do(handoff.over(outcome), self.pool.timers.tell)
 
     async def _join(
         self, engines: dict[Leg, Instance], handoff: Handoff
@@ -226,14 +226,14 @@ class RouterBackend:
             async with contextlib.aclosing(leg):
                 await _exhaust(leg)
 
-        self._do(drain())
+        self._do(drain(), self.pool.timers.drain)
 
-    def _do(self, work: Coroutine[Any, Any, None]) -> None:
+    def _do(self, work: Coroutine[Any, Any, None], limit_s: float) -> None:
         """Do something for a request that is over; no harm is done where it fails or takes too long."""
 
         async def bounded() -> None:
             with contextlib.suppress(BatonError, asyncio.TimeoutError):
-                await asyncio.wait_for(work, self.pool.timers.drain)
+                await asyncio.wait_for(work, limit_s)
 
         task = asyncio.create_task(bounded())
         self._background.add(task)
