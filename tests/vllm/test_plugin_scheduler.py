@@ -24,6 +24,9 @@ class Request:
     request_id: str
     prompt_token_ids: Sequence[int] | None
     kv_transfer_params: dict[str, Any] | None
+    max_tokens: int = 1
+    output_token_ids: Sequence[int] = ()
+    prompt_embeds: Any = None
     lora_request: Any = None
     mm_features: Sequence[Any] = field(default_factory=list)
 
@@ -140,6 +143,33 @@ def test_a_preempted_prefill_leg_is_lost_but_goes_on() -> None:
     assert p.take_step().closed == [ClosePrefill(t.key, held=False, failed=True)]
 
 
+def test_a_leg_that_ends_before_its_preemption_is_told_of_is_lost() -> None:
+    # `reset_prefix_cache` preempts between two steps: until the next one nobody says so.
+    pool = Pool()
+    p, t = side("P", tables=[FULL, CacheTable(1, "sliding_window", 6, 5, ())], pool=pool), ticket()
+    request = leg("prefill", t)
+    p.on_new_request(request)
+    p.on_scheduled("prefill-1", 10, ([1, 2, 3], [7, 8]), replace=True)
+    p.take_step()
+    assert p.on_finished(request) == (True, None)
+    p.on_preempted({"prefill-1"})
+    step = p.take_step()
+    assert (step.preempted, step.closed) == ([t.key], [ClosePrefill(t.key, held=True, failed=False)])
+    p.on_sent("prefill-1")
+    assert set(pool.references.values()) == {0}
+
+
+def test_a_prefill_leg_that_would_decode_is_refused() -> None:
+    # Its states would go on, and its windows leave blocks behind, while they are copied.
+    p = side("P")
+    p.on_new_request(leg("prefill", ticket(), max_tokens=2))
+    assert not p.has_news()
+    assert list(p.refused) == ["a prefill leg samples one token"]
+    d = side("D")
+    d.on_new_request(leg("decode", ticket(), max_tokens=2))
+    assert d.num_matched("decode-1", 0) == 9
+
+
 def test_a_decode_leg_waits_for_all_but_the_last_token() -> None:
     d, t = side("D"), ticket()
     request = leg("decode", t)
@@ -216,7 +246,20 @@ def test_a_ticket_serves_one_leg_once() -> None:
     assert list(d.refused) == ["the ticket was used before"]
 
 
-@pytest.mark.parametrize("request_kw", [{"lora_request": object()}, {"mm_features": [object()]}, {"prompt": None}])
+def test_reasons_are_few_whatever_a_client_writes(caplog: pytest.LogCaptureFixture) -> None:
+    d = side("D")
+    for number in range(3):
+        hostile = Request("r", PROMPT, {"baton": {"role": "identify", f"{number}" * 100_000: 1}})
+        d.on_new_request(hostile)
+        assert d.on_finished(hostile) == (False, None)
+    assert d.refused == {"kv_transfer_params are malformed": 3}
+    assert max(len(record.getMessage()) for record in caplog.records) < 500
+
+
+@pytest.mark.parametrize(
+    "request_kw",
+    [{"lora_request": object()}, {"mm_features": [object()]}, {"prompt": None}, {"prompt_embeds": object()}],
+)
 def test_what_the_prompt_alone_does_not_decide_is_not_handed_off(request_kw: dict[str, Any]) -> None:
     d = side("D")
     d.on_new_request(leg("decode", ticket(), **request_kw))
@@ -249,6 +292,7 @@ def test_who_the_engine_is() -> None:
     p.on_new_request(request)
     held, answer = p.on_finished(request)
     assert not held
+    assert p.on_finished(request) == (False, None)
     assert answer is not None
     assert answer["baton"] == {
         "engine_id": "P",

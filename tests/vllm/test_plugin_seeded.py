@@ -30,6 +30,8 @@ class Request:
     prompt_token_ids: Sequence[int] | None
     kv_transfer_params: dict[str, Any] | None
     output_token_ids: list[int] = field(default_factory=list)
+    max_tokens: int = 1
+    prompt_embeds: Any = None
     lora_request: Any = None
     mm_features: Sequence[Any] = ()
 

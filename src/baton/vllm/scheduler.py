@@ -32,6 +32,8 @@ class VllmRequest(Protocol):
 
     request_id: str
     prompt_token_ids: Sequence[int] | None
+    prompt_embeds: Any
+    max_tokens: int
     output_token_ids: Sequence[int]
     kv_transfer_params: dict[str, Any] | None
     lora_request: Any
@@ -73,8 +75,8 @@ def handoff_digest(tokens: Sequence[int]) -> bytes:
 
 
 class SchedulerSide:
-    """Legs by request id. `refused` counts legs whose params or ticket were not good: such a request is served like
-    any other, without a handoff."""
+    """Legs by request id. `refused` counts, by reason, legs whose params or ticket were not good: such a request is
+    served like any other, without a handoff."""
 
     def __init__(
         self,
@@ -94,21 +96,29 @@ class SchedulerSide:
         self._prefills: dict[str, _Prefill] = {}
         self._held: dict[str, _Prefill] = {}  # finished, and their blocks are kept
         self._decodes: dict[str, _Decode] = {}
+        self._asked: set[str] = set()  # requests that are answered with who this engine is
         self._step = Step()
 
     # ------------------------------------------------------------ arrival
 
     def on_new_request(self, request: VllmRequest) -> None:
         """Take a leg's ticket, once, as the request arrives: the other engine may speak of it at any time."""
-        params = _params(request)
-        if params is None or params.role == "identify":
+        params = self._params(request)
+        if params is None:
+            return
+        if params.role == "identify":
+            self._asked.add(request.request_id)
             return
         if params.role == "cancel":
             self._cancel(request, params.ticket)
             return
         tokens = request.prompt_token_ids
-        if tokens is None or request.lora_request is not None or request.mm_features:
+        if tokens is None or not _plain(request):
             self._refuse(request, "only requests of plain token ids, without LoRA, can be handed off")
+            return
+        if params.role == "prefill" and request.max_tokens != 1:
+            # Decoding on, it would overwrite its states, and free the blocks that a window leaves behind.
+            self._refuse(request, "a prefill leg samples one token")
             return
         whole = params.role == "prefill" and (self.identity.truncate_prefill or params.seed_first_token)
         num_tokens = len(tokens) if whole else len(tokens) - 1
@@ -143,9 +153,20 @@ class SchedulerSide:
             leg.cancelled |= leg.ticket.key == key
         self._step.cancelled += [leg.ticket.key for leg in self._held.values() if leg.ticket.key == key]
 
-    def _refuse(self, request: VllmRequest, why: str) -> None:
+    def _params(self, request: VllmRequest) -> LegParams | None:
+        given = request.kv_transfer_params
+        if not isinstance(given, dict) or BATON_PARAM not in given:
+            return None
+        try:
+            return msgspec.convert(given[BATON_PARAM], LegParams)
+        except msgspec.ValidationError as error:
+            self._refuse(request, "kv_transfer_params are malformed", str(error))
+            return None
+
+    def _refuse(self, request: VllmRequest, why: str, detail: str = "") -> None:
         self.refused[why] += 1
-        log.warning("request %s is served without a handoff: %s", request.request_id, why)
+        # The detail may hold what a client chose.
+        log.warning("request %s is served without a handoff: %s %s", request.request_id, why, detail[:200])
 
     # ------------------------------------------------------------ the decode leg
 
@@ -213,9 +234,10 @@ class SchedulerSide:
 
     def on_preempted(self, request_ids: set[str]) -> None:
         """vLLM took these requests' blocks. Their handoff is over, they themselves are computed again."""
-        for request_id in request_ids & self._prefills.keys():
-            leg = self._prefills[request_id]
-            if not leg.lost:
+        for request_id in request_ids:
+            # Preempted outside of a step (`reset_prefix_cache`), it may have ended before this one.
+            leg = self._prefills.get(request_id) or self._held.get(request_id)
+            if leg is not None and not leg.lost:
                 leg.lost = True
                 self._unpin(leg)
                 self._step.preempted.append(leg.ticket.key)
@@ -224,8 +246,8 @@ class SchedulerSide:
 
     def on_finished(self, request: VllmRequest) -> tuple[bool, dict[str, Any] | None]:
         """A request has ended; whether its blocks must be kept for now, and what to tell its client."""
-        params = _params(request)
-        if params is not None and params.role == "identify":
+        if request.request_id in self._asked:
+            self._asked.discard(request.request_id)
             return False, {BATON_PARAM: msgspec.to_builtins(self.identity)}
         prefill = self._prefills.pop(request.request_id, None)
         if prefill is not None:
@@ -255,12 +277,6 @@ class SchedulerSide:
         return bool(self._step)
 
 
-def _params(request: VllmRequest) -> LegParams | None:
-    given = request.kv_transfer_params
-    if not isinstance(given, dict) or BATON_PARAM not in given:
-        return None
-    try:
-        return msgspec.convert(given[BATON_PARAM], LegParams)
-    except msgspec.ValidationError as error:
-        log.warning("request %s: kv_transfer_params are malformed: %s", request.request_id, error)
-        return None
+def _plain(request: VllmRequest) -> bool:
+    """Whether its token ids alone decide what is computed."""
+    return request.prompt_embeds is None and request.lora_request is None and not request.mm_features
