@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from baton.errors import ConfigError
 from baton.handoff.config import DEFAULT_MAX_RETRIES, Timers
 from baton.handoff.events import Integrity
 from baton.handoff.keys import check_bind, ticket_key_file
+from baton.handoff.messages import MAX_LEASE_S, MAX_ROUNDS
 from baton.handoff.ticket import load_or_create_key
 from baton.vllm.geometry import Granularity
 
@@ -33,22 +35,27 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     control_bind: str = "tcp://127.0.0.1:*"
     ticket_key_file: str | None = None
     keys: str | None = None
-    max_retries: int = DEFAULT_MAX_RETRIES
+    max_retries: Annotated[int, Meta(ge=0, le=MAX_ROUNDS)] = DEFAULT_MAX_RETRIES
     granularity: Granularity = "page"
     integrity: Integrity = "off"
-    lease: float = 5.0
+    lease: Annotated[float, Meta(gt=0, le=MAX_LEASE_S)] = 5.0
 
     @property
     def timers(self) -> Timers:
-        """The agent's timers. Raises `ConfigError` for a lease out of range."""
+        """The agent's timers."""
         return Timers(renew=self.lease / 5, lease=self.lease)
 
     def ticket_key(self) -> bytes:
-        """The key that tickets are signed with. Raises `ConfigError` when its file is missing or unsafe."""
-        if self.keys is not None:
-            return load_or_create_key(ticket_key_file(self.keys))
-        assert self.ticket_key_file is not None
-        return load_or_create_key(self.ticket_key_file)
+        """The key that tickets are signed with; `ticket_key_file` is made where there is none.
+
+        Raises `ConfigError` when the file is unsafe, cannot be read or made, or is missing in `keys`.
+        """
+        file = self.ticket_key_file if self.keys is None else ticket_key_file(self.keys)
+        assert file is not None
+        try:
+            return load_or_create_key(file)
+        except OSError as error:
+            raise ConfigError(FIELD, f"ticket_key_file {file}: {error.strerror}") from error
 
 
 def read_config(extra: Mapping[str, Any]) -> ConnectorConfig:
