@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import queue
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from baton.handoff.ticket import Ticket, new_transfer_id
 from baton.vllm.geometry import describe
 from baton.vllm.groups import CacheTable, split_tables
 from baton.vllm.steps import ClosePrefill, Computed, OpenDecode, OpenPrefill, Step
-from baton.vllm.worker import Results, WorkerSide
+from baton.vllm.worker import IDLE_WAIT_S, Results, WorkerSide
 
 
 class FakeAgent:
@@ -50,10 +52,15 @@ def agent() -> FakeAgent:
 
 @pytest.fixture
 def worker(agent: FakeAgent) -> WorkerSide:
+    return make_worker(agent)
+
+
+def make_worker(agent: FakeAgent, commit_at_end: bool = False) -> WorkerSide:
     buffer = torch.zeros(3, 20, 2, 32, 16)
     caches = {f"model.layers.{i}.attn": buffer[i] for i in range(3)}
     groups = split_tables([CacheTable(0, "full", None, 32, tuple(caches))], num_target_layers=2)
-    side = WorkerSide(describe(caches, groups, dict.fromkeys(caches, "k_by_dimension")), quiet_timeout=0.2)
+    layout = describe(caches, groups, dict.fromkeys(caches, "k_by_dimension"))
+    side = WorkerSide(layout, commit_at_end, quiet_timeout=0.2)
     side.bind(agent)
     return side
 
@@ -89,6 +96,44 @@ def test_chunks_become_final_by_whole_tiles(worker: WorkerSide, agent: FakeAgent
         ("declare_final", t.key, 99, both([1, 2, 3, 4]), both(99)),
         ("finish_prefill", t.key, Seeds(first_token=7), False),
     ]
+
+
+@pytest.mark.parametrize("preempted", [False, True])
+def test_a_runner_that_speaks_of_preemptions_late(agent: FakeAgent, preempted: bool) -> None:
+    """What its blocks hold is not said to be good before they are held for the leg."""
+    worker, t = make_worker(agent, commit_at_end=True), ticket()
+    worker.begin(Step(opened=[OpenPrefill("r", t, 99, 7)]))
+    worker.finalise([Computed(t.key, 100, ([1, 2, 3, 4],))])
+    assert [call[0] for call in agent.calls] == ["open_prefill", "declare_final"]
+    if preempted:
+        agent.on_abort = lambda key: worker.post(ev.PrefillReleased(key, "preempted"))
+        worker.release_preempted([t.key])
+        worker.begin(Step(closed=[ClosePrefill(t.key, held=True, failed=False)]))
+        assert [call[0] for call in agent.calls[2:]] == ["abort"]
+        assert worker.results() == Results(sent={"r"})
+    else:
+        worker.begin(Step(closed=[ClosePrefill(t.key, held=True, failed=False)]))
+        assert agent.calls[2:] == [("finish_prefill", t.key, Seeds(first_token=7), False)]
+
+
+def test_only_a_second_idle_step_waits(worker: WorkerSide, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Behind the first one, vLLM on a GPU may have the tokens of a step that computed something.
+    waits: list[float] = []
+
+    class Events(queue.SimpleQueue[ev.HandoffEvent]):
+        def get(self, block: bool = True, timeout: float | None = None) -> ev.HandoffEvent:
+            if timeout is not None:
+                waits.append(timeout)
+            raise queue.Empty
+
+    monkeypatch.setattr(worker, "_events", Events())
+    worker.begin(Step(opened=[OpenPrefill("r", ticket(), 99, 7)]))
+    counts = []
+    for idle in (True, True, True, False, True, True):
+        worker.results(idle)
+        counts.append(len(waits))
+    assert counts == [0, 1, 2, 2, 2, 3]
+    assert set(waits) == {IDLE_WAIT_S}
 
 
 @pytest.mark.parametrize("released_first", [True, False])
@@ -189,3 +234,25 @@ def test_preemption_without_proof_stops_the_engine(worker: WorkerSide) -> None:
     worker.begin(Step(opened=[OpenPrefill("r", t, 99, 7)]))
     with pytest.raises(HandoffError, match="do not end"):
         worker.release_preempted([t.key])
+
+
+def test_other_news_does_not_prolong_the_wait(worker: WorkerSide) -> None:
+    t, other, over = ticket(), ticket(), threading.Event()
+    worker.begin(Step(opened=[OpenPrefill("r", t, 99, 7)]))
+
+    def chatter() -> None:
+        for _ in range(60):
+            if over.wait(0.05):
+                return
+            worker.post(ev.PrefillReleased(other.key, "committed"))
+
+    thread = threading.Thread(target=chatter)
+    thread.start()
+    since = time.monotonic()
+    try:
+        with pytest.raises(HandoffError, match="do not end"):
+            worker.release_preempted([t.key])
+    finally:
+        over.set()
+        thread.join()
+    assert time.monotonic() - since < 2

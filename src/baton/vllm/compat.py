@@ -43,15 +43,19 @@ def check_version() -> str:
 def check_config(config: Any) -> None:
     """Raise `ConfigError` for what the connector cannot hand off, by name."""
     parallel, speculative = config.parallel_config, config.speculative_config
-    for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
-        if getattr(parallel, name) != 1:
-            raise ConfigError(name, f"BatonConnector hands off between single ranks, got {getattr(parallel, name)}")
-    if getattr(parallel, "decode_context_parallel_size", 1) != 1:
-        raise ConfigError("decode_context_parallel_size", "BatonConnector does not share a context among ranks")
+    for kind in ("tensor", "pipeline", "data", "prefill_context", "decode_context"):
+        name = f"{kind}_parallel_size"
+        if (ranks := getattr(parallel, name)) != 1:
+            raise ConfigError(name, f"BatonConnector hands off between single ranks, got {ranks}")
+    if config.model_config.enable_sleep_mode:
+        raise ConfigError("enable_sleep_mode", "the memory that peers have opened would be another's after a sleep")
     _check_device(config)
     if speculative is not None and speculative.method not in DRAFT_METHODS:
         known = ", ".join(DRAFT_METHODS)
         raise ConfigError("speculative_config", f"BatonConnector knows {known}, got {speculative.method!r}")
+    if speculative is not None and speculative.use_multi_module_mtp():
+        # What the later ones know of a token depends on tokens behind the prompt.
+        raise ConfigError("speculative_config", "BatonConnector knows drafters of one MTP module, this has several")
     if speculative is not None and config.model_config.has_inner_state:
         raise ConfigError(
             "speculative_config", "a model with state layers (Mamba) cannot be handed off with speculation"
@@ -159,7 +163,7 @@ def facts(config: Any, version: str) -> dict[str, str]:
     model, speculative = config.model_config, config.speculative_config
     known = {
         "engine": f"vllm {version}",
-        "model.weights": _weights(model.model, model.revision),
+        "model.weights": _weights(model),
         "model.dtype": str(model.dtype).removeprefix("torch."),
         "model.rope": repr(getattr(model.hf_text_config, "rope_parameters", None)),
         "model.quantization": str(model.quantization),
@@ -167,13 +171,21 @@ def facts(config: Any, version: str) -> dict[str, str]:
         "drafter.method": "none" if speculative is None else speculative.method,
     }
     if speculative is not None and speculative.draft_model_config is not None:
-        draft = speculative.draft_model_config
-        known["drafter.weights"] = _weights(draft.model, draft.revision)
+        known["drafter.weights"] = _weights(speculative.draft_model_config)
     return known
 
 
-def _weights(model: str, revision: str | None) -> str:
-    return fingerprint(Path(model)) if os.path.isdir(model) else f"{model}@{revision}"
+def _weights(model: Any) -> str:
+    if os.path.isdir(model.model):
+        return fingerprint(Path(model.model))
+    # A branch moves, and two hosts may have downloaded it at different times.
+    return f"{model.model}@{getattr(model.hf_config, '_commit_hash', None) or model.revision}"
+
+
+def zeroes_before_preemptions(config: Any) -> bool:
+    """Whether the model runner zeroes and copies blocks before it tells the connector which were taken away: the V2
+    runner does."""
+    return bool(config.use_v2_model_runner)
 
 
 def wait_for_device(config: Any) -> None:

@@ -7,7 +7,8 @@ import json
 import logging
 import os
 import secrets
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,9 +105,9 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         for group in layout.groups:
             facts[f"group.{group.name}.layout"] = compat.layout_name(config, group.layers[0])
             facts[f"group.{group.name}.window"] = str(group.window)
-        worker = WorkerSide(layout)
+        worker = WorkerSide(layout, commit_at_end=compat.zeroes_before_preemptions(config))
         incarnation = secrets.token_hex(8)
-        with _all_cpus():
+        with _unbound(config):
             self._transport = create_transport(self._config.kv_transport)
             self._agent = HandoffAgent(
                 AgentConfig(
@@ -177,6 +178,8 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
 
     def wait_for_save(self) -> None:
         """After the drafter. Copies start here, and go on behind the next step."""
+        if sys.exception() is not None:
+            return  # vLLM comes by on its way out of a step that failed, too
         if isinstance(metadata := self._connector_metadata, BatonMetadata):
             if metadata.step.computed:
                 compat.wait_for_device(self._vllm_config)
@@ -191,10 +194,13 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         )
 
     def get_kv_connector_stats(self) -> BatonStats | None:
-        """What changed since the last step."""
-        if self._worker is None:
+        """What changed since the last step: the worker's handoffs, or the legs that the scheduler refused."""
+        if self._worker is not None:
+            counts: Mapping[str, int] = self._worker.counts
+        elif self._scheduler is not None:
+            counts = {"refused": self._scheduler.refused.total()}
+        else:
             return None
-        counts = self._worker.counts
         new = {name: count - self._reported.get(name, 0) for name, count in counts.items()}
         self._reported = dict(counts)
         return BatonStats(data={name: count for name, count in new.items() if count})
@@ -296,10 +302,14 @@ def _log_with_vllm() -> None:
 
 
 @contextlib.contextmanager
-def _all_cpus() -> Iterator[None]:
-    """vLLM binds its CPU worker's thread to cores of its own. Threads inherit that, and would compete with it."""
+def _unbound(config: Any) -> Iterator[None]:
+    """vLLM binds its CPU worker's thread to cores of its own. Threads inherit that, and would compete with it: they get
+    the cores of the process that started this one."""
+    if config.device_config.device_type != "cpu":
+        yield
+        return
     bound = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    os.sched_setaffinity(0, os.sched_getaffinity(os.getppid()))
     try:
         yield
     finally:

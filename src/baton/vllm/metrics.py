@@ -44,7 +44,8 @@ class BatonPromMetrics(KVConnectorPromMetrics):
         counter = metric_types[Counter]
         self._handoffs = counter(
             name="vllm:baton_handoffs",
-            documentation="Handoffs by outcome: committed, released, failed_REASON; on the other side prefill_OUTCOME.",
+            documentation="Handoffs by outcome: committed, released, failed_REASON; on the other side prefill_OUTCOME; "
+            "on both, legs that were refused.",
             labelnames=[*labelnames, "outcome"],
         )
         self._totals = {

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import queue
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -75,10 +76,18 @@ class Results:
 
 
 class WorkerSide:
-    """Attempts of one worker. `counts` are handoffs by outcome, `bytes` and `runs` what the committed ones took."""
+    """Attempts of one worker. `counts` are handoffs by outcome, `bytes` and `runs` what the committed ones took.
 
-    def __init__(self, layout: CacheLayout, quiet_timeout: float = QUIET_TIMEOUT_S) -> None:
+    `commit_at_end`: a prefill leg is committed when vLLM has finished its request, not when its prompt is computed; for
+    a runner that writes to a preempted leg's blocks before it says that the leg was preempted.
+    """
+
+    def __init__(
+        self, layout: CacheLayout, commit_at_end: bool = False, quiet_timeout: float = QUIET_TIMEOUT_S
+    ) -> None:
         self.counts: Counter[str] = Counter()
+        self._commit_at_end = commit_at_end
+        self._was_idle = False
         self._layout = layout
         self._quiet_timeout = quiet_timeout
         self._tiles = {name: rank.geometry.tile for name, rank in layout.geometries.items()}
@@ -109,16 +118,21 @@ class WorkerSide:
 
         Raises `HandoffError` when that cannot be proven in time.
         """
-        waiting = {key for key in keys if key in self._prefills and not self._prefills[key].released}
-        for key in waiting:
-            self.agent.abort(key, "preempted")
-        while waiting:
+        for key in keys:
+            if self._reads(key):
+                self.agent.abort(key, "preempted")
+        until = time.monotonic() + self._quiet_timeout
+        while any(self._reads(key) for key in keys):
             try:
-                event = self._events.get(timeout=self._quiet_timeout)
+                event = self._events.get(timeout=max(until - time.monotonic(), 0))
             except queue.Empty:
                 raise HandoffError("not_quiet", "copies from preempted blocks do not end") from None
             self._on_event(event)
-            waiting = {key for key in waiting if not self._prefills[key].released}
+
+    def _reads(self, key: AttemptKey) -> bool:
+        """Whether copies may read a prefill leg's blocks."""
+        leg = self._prefills.get(key)
+        return leg is not None and not leg.released
 
     def begin(self, step: Step) -> None:
         """What can start before the forward pass."""
@@ -152,16 +166,20 @@ class WorkerSide:
             self.agent.declare_final(entry.key, leg.num_tokens, self._pages(entry.tables), final)
             if entry.num_computed >= leg.num_tokens:
                 leg.committed = True
-                if not leg.seeded:
-                    # To the protocol the prompt ends before the token that the decode engine computes.
-                    self.agent.finish_prefill(entry.key, Seeds(first_token=leg.next_token or 0), finished=False)
+                if not leg.seeded and not self._commit_at_end:
+                    self._commit(entry.key, leg.next_token)
+
+    def _commit(self, key: AttemptKey, token: int | None) -> None:
+        # To the protocol the prompt ends before the token that the decode engine computes.
+        self.agent.finish_prefill(key, Seeds(first_token=token or 0), finished=False)
 
     def results(self, idle: bool = False) -> Results:
-        """What ended since the last call. After a step that computed nothing (`idle`), wait a little for the first
-        news if there is none yet."""
+        """What ended since the last call. After two steps that computed nothing (`idle`), wait a little for the first
+        news if there is none yet: after one, vLLM may not have taken the tokens of the step before it."""
         self._take_events()
         waiting = self._decodes or self._prefills
-        if idle and waiting and self._results == Results():
+        waits, self._was_idle = idle and self._was_idle, idle
+        if waits and waiting and self._results == Results():
             with contextlib.suppress(queue.Empty):
                 self._on_event(self._events.get(timeout=IDLE_WAIT_S))
             self._take_events()
@@ -183,8 +201,8 @@ class WorkerSide:
         leg.closed, leg.held = True, closed.held
         if closed.failed:
             self.agent.abort(closed.key, "aborted")
-        elif closed.sampled is not None and not leg.released:
-            self.agent.finish_prefill(closed.key, Seeds(first_token=closed.sampled), finished=False)
+        elif (leg.seeded or self._commit_at_end) and not leg.released:
+            self._commit(closed.key, closed.sampled if leg.seeded else leg.next_token)
         self._settle(closed.key, leg)
 
     def _receive(self, receive: OpenDecode) -> None:

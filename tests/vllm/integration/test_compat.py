@@ -33,33 +33,44 @@ def test_a_group_of_mla_and_full_attention_is_two_kinds_on_one_table() -> None:
     ]
 
 
+RANKS = {f"{kind}_parallel_size": 1 for kind in ("tensor", "pipeline", "data", "prefill_context", "decode_context")}
+
+
 def config(**more: Any) -> Any:
     """A configuration of vLLM's that is accepted, but for `more`."""
-    ranks = dict.fromkeys(("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"), 1)
     found = {
-        "parallel_config": SimpleNamespace(**ranks),
+        "parallel_config": SimpleNamespace(**RANKS),
         "speculative_config": None,
         "device_config": SimpleNamespace(device_type="cpu"),
         "cache_config": SimpleNamespace(cache_dtype="auto"),
-        "model_config": SimpleNamespace(use_mla=False, has_inner_state=False),
+        "model_config": SimpleNamespace(use_mla=False, has_inner_state=False, enable_sleep_mode=False),
         "compilation_config": SimpleNamespace(is_custom_op_enabled=lambda name: name == "rotary_embedding"),
     }
     return SimpleNamespace(**found | more)
 
 
+def drafter(method: str, several_modules: bool = False) -> Any:
+    return SimpleNamespace(method=method, use_multi_module_mtp=lambda: several_modules)
+
+
 def test_what_cannot_be_handed_off_is_refused_by_name() -> None:
     compat.check_config(config())
-    ranks = {"tensor_parallel_size": 2, "pipeline_parallel_size": 1, "data_parallel_size": 1}
-    with pytest.raises(ConfigError, match="tensor_parallel_size"):
-        compat.check_config(config(parallel_config=SimpleNamespace(**ranks)))
+    for name in RANKS:
+        with pytest.raises(ConfigError, match=name):
+            compat.check_config(config(parallel_config=SimpleNamespace(**RANKS | {name: 2})))
+    with pytest.raises(ConfigError, match="enable_sleep_mode"):
+        compat.check_config(config(model_config=SimpleNamespace(enable_sleep_mode=True)))
     with pytest.raises(ConfigError, match=r"device.*xpu"):
         compat.check_config(config(device_config=SimpleNamespace(device_type="xpu")))
     with pytest.raises(ConfigError, match=r"speculative_config.*medusa"):
-        compat.check_config(config(speculative_config=SimpleNamespace(method="medusa")))
-    state = SimpleNamespace(use_mla=False, has_inner_state=True)
+        compat.check_config(config(speculative_config=drafter("medusa")))
+    compat.check_config(config(speculative_config=drafter("mtp")))
+    with pytest.raises(ConfigError, match="this has several"):
+        compat.check_config(config(speculative_config=drafter("mtp", several_modules=True)))
+    state = SimpleNamespace(use_mla=False, has_inner_state=True, enable_sleep_mode=False)
     compat.check_config(config(model_config=state))
     with pytest.raises(ConfigError, match="Mamba"):
-        compat.check_config(config(model_config=state, speculative_config=SimpleNamespace(method="ngram")))
+        compat.check_config(config(model_config=state, speculative_config=drafter("ngram")))
 
 
 @pytest.mark.parametrize(
@@ -68,7 +79,7 @@ def test_what_cannot_be_handed_off_is_refused_by_name() -> None:
 def test_mla_needs_a_rope_that_is_right(rope: str, kernel: bool, good: bool) -> None:
     text = SimpleNamespace(rope_parameters={"rope_type": rope})
     found = config(
-        model_config=SimpleNamespace(use_mla=True, has_inner_state=False, hf_text_config=text),
+        model_config=SimpleNamespace(use_mla=True, has_inner_state=False, enable_sleep_mode=False, hf_text_config=text),
         compilation_config=SimpleNamespace(is_custom_op_enabled=lambda name: kernel),
     )
     if good:
@@ -86,3 +97,21 @@ def test_the_layout_of_a_convolution_state_is_a_fact() -> None:
     found = config(compilation_config=SimpleNamespace(static_forward_context=context))
     assert compat.layout_name(found, "model.layers.0.mixer") == f"SimpleNamespace/{get_conv_state_layout()}"
     assert compat.layout_name(found, "model.layers.1.attn") == "SimpleNamespace/vec"
+
+
+def test_weights_from_a_hub_are_told_apart_by_commit() -> None:
+    """A branch moves, and two hosts may have downloaded it at different times."""
+
+    def weights(commit: str | None) -> str:
+        model = SimpleNamespace(
+            model="org/model",
+            revision="main",
+            dtype=torch.float32,
+            quantization=None,
+            hf_config=SimpleNamespace(_commit_hash=commit),
+            hf_text_config=SimpleNamespace(),
+        )
+        return compat.facts(config(model_config=model), "0.32")["model.weights"]
+
+    assert weights("a1") == weights("a1") != weights("b2")
+    assert weights(None) == "org/model@main"

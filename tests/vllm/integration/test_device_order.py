@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from vllm.v1.worker import kv_connector_model_runner_mixin as mixin
 
 from baton.errors import ConfigError
 from baton.transports.base import DeviceMemory
 from baton.vllm import compat
 from baton.vllm.config import ConnectorConfig
-from baton.vllm.connector import BatonConnector, BatonMetadata, _digester
+from baton.vllm.connector import BatonConnector, BatonMetadata, _digester, _unbound
 from baton.vllm.geometry import CacheLayout
 from baton.vllm.steps import Step
+from baton.vllm.worker import Results
 
 
 @pytest.fixture
@@ -40,6 +45,48 @@ def test_the_device_is_waited_for_before_copies_and_only_then(calls: list[str]) 
         half.wait_for_save()
         calls.append("|")
     assert " ".join(calls) == "begin finalise | wait begin finalise | begin wait finalise |"
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_step_that_failed_made_nothing_final(calls: list[str], fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    half = connector(calls)
+    half.worker.results = lambda idle: Results()  # type: ignore[method-assign]
+    half.worker.counts, half._reported = Counter(), {}
+    monkeypatch.setattr(mixin, "get_kv_transfer_group", lambda: half)
+    monkeypatch.setattr(mixin, "get_forward_context", lambda: None)
+    step: Any = SimpleNamespace(
+        kv_connector_metadata=BatonMetadata(Step(computed=[cast("Any", object())]), idle=False),
+        has_sync_kv_loads=False,
+        finished_req_ids=set(),
+    )
+    with contextlib.suppress(ZeroDivisionError), mixin.KVConnectorModelRunnerMixin._get_kv_connector_output(step):
+        assert not 1 / (not fails) - 1
+    assert calls == (["begin"] if fails else ["begin", "wait", "finalise"])
+
+
+def test_refusals_are_counted_beside_the_scheduler() -> None:
+    half = BatonConnector.__new__(BatonConnector)
+    half._worker, half._scheduler, half._reported = None, None, {}
+    assert half.get_kv_connector_stats() is None
+    refused = Counter(["the ticket was used before", "this engine takes no decode legs"])
+    half._scheduler = cast("Any", SimpleNamespace(refused=refused))
+    for expected in ({"refused": 2}, {}):
+        stats = half.get_kv_connector_stats()
+        assert stats is not None
+        assert stats.data == expected
+
+
+@pytest.mark.parametrize(("device", "given"), [("cpu", {0, 1}), ("cuda", {1})])
+def test_threads_get_the_cores_that_the_operator_gave(
+    device: str, given: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not those to which vLLM has bound its CPU worker, nor all that the host has."""
+    cores = {0: {1}, os.getppid(): {0, 1}}
+    monkeypatch.setattr(os, "sched_getaffinity", cores.__getitem__)
+    monkeypatch.setattr(os, "sched_setaffinity", cores.__setitem__)
+    with _unbound(SimpleNamespace(device_config=SimpleNamespace(device_type=device))):
+        assert cores[0] == given
+    assert cores[0] == {1}
 
 
 def test_digests_of_a_gpus_memory_are_refused() -> None:
