@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 from collections.abc import Callable, Mapping
@@ -169,6 +170,23 @@ def test_a_store_that_is_full_costs_no_answer(
     assert "a prefix was not stored: " in caplog.text
 
 
+@pytest.mark.parametrize("method", ["get", "put"])
+def test_whatever_the_store_raises_costs_no_answer(
+    prompts: list[list[int]],
+    expected: Results,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    method: str,
+) -> None:
+    def fail(*arguments: Any, **named: Any) -> None:
+        raise MemoryError("too much")
+
+    monkeypatch.setattr(FileStore, method, fail)
+    assert serve(prompts[-1:], PARAMS, **with_store(tmp_path)) == (expected[-1:], 0)
+    assert "too much" in caplog.text
+
+
 def test_a_small_pool_loads_what_it_has_room_for(prompts: list[list[int]], expected: Results, tmp_path: Path) -> None:
     serve(prompts, PARAMS, **with_store(tmp_path))
     with stepped(kv_cache_memory=48 * PAGE_BYTES, **with_store(tmp_path)) as engine:
@@ -267,6 +285,18 @@ def test_sliding_windows_and_other_weights(checkpoint: Callable[..., Path], tmp_
 def test_bad_settings_are_refused(uri: str, message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         Stepped(kv_transfer_config=KVTransferConfig(prefix_store=uri))
+
+
+def test_an_engine_that_does_not_start_gives_its_memory_back(tmp_path: Path) -> None:
+    def own() -> set[str]:
+        files = {name for name in os.listdir("/dev/shm") if name.startswith(f"baton-{os.getpid()}-")}
+        return files | {thread.name for thread in threading.enumerate() if thread.name.startswith("baton-shm")}
+
+    before = own()
+    transfer = KVTransferConfig(prefix_store="file:///proc/nothing")
+    with pytest.raises(ConfigError, match="cannot use the directory"):
+        Stepped(kv_transfer_config=transfer, ticket_key_file=str(tmp_path / "key"))
+    assert own() == before
 
 
 def test_it_needs_the_prefix_cache() -> None:

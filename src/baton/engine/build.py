@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import secrets
@@ -43,6 +44,8 @@ from baton.wire import EngineInfo
 SAMPLER_VERSION = "1"
 DEFAULT_KV_CACHE_MEMORY = 256 << 20
 DRAFT_GROUP = "draft"
+# To be counted on when stored pages of before mean something else now.
+PAGE_LAYOUT = "block-major 1"
 # The drafter's entry at position i is computed from token i + 1.
 DRAFT_LOOKAHEAD = 1
 
@@ -72,11 +75,25 @@ class Engine:
 
 def build_engine(config: EngineConfig, emit: EmitChunk, progress: Callable[[str], None] = lambda text: None) -> Engine:
     """Raises ConfigError, CheckpointError or TransportError with one clear line. `progress` gets start-up steps."""
+    with contextlib.ExitStack() as undo:
+        engine = _build(config, emit, progress, undo)
+        undo.pop_all()
+    return engine
+
+
+def _build(
+    config: EngineConfig, emit: EmitChunk, progress: Callable[[str], None], undo: contextlib.ExitStack
+) -> Engine:
     config.check()
     keys = KeyRing(config.keys, config.engine_id) if config.keys else None
     device = torch.device(config.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device", "cuda is not available here")
+    # Before what takes long, so that a library that is missing is told at once.
+    ticket_key = load_or_create_key(config.ticket_key_path) if config.ticket_key_path else None
+    transport = create_transport(config.kv_transfer_config.kv_transport) if ticket_key else None
+    if transport is not None:
+        undo.callback(transport.close)
     progress(f"loading target {config.model}")
     hf_config = read_config(config.model)
     model = load_model(config.model, config.dtype, config.device, config.batch_invariant)
@@ -98,8 +115,6 @@ def build_engine(config: EngineConfig, emit: EmitChunk, progress: Callable[[str]
         raise ConfigError("kv_cache_memory", f"must hold at least 2 pages of {page_bytes} bytes")
     progress(f"allocating {num_pages} pages of {config.block_size} tokens, {page_bytes * num_pages >> 20} MiB")
 
-    ticket_key = load_or_create_key(config.ticket_key_path) if config.ticket_key_path else None
-    transport = create_transport(config.kv_transfer_config.kv_transport) if ticket_key else None
     regions, kv = _allocate(groups, num_pages, transport, device)
     backend = get_backend(config.attention_backend, config.device)
     runner = ModelRunner(
@@ -149,6 +164,7 @@ def build_engine(config: EngineConfig, emit: EmitChunk, progress: Callable[[str]
             lambda event: core.post(lambda: core.legs.handle(event) if core.legs else None),
             None if config.integrity == "off" else MemoryDigester(geometries, regions),
         )
+        undo.callback(agent.close)
         alter_seeds = getattr(transport, "alter_seeds", None)
         legs = HandoffLegs(agent, groups, model.vocab_size, num_lookahead, config.recovery, alter_seeds)
     rejection = spec is not None and spec.verifier == "rejection"
@@ -235,7 +251,7 @@ def _prefix_store(
     if uri is None:
         return None
     # Pages are stored as they lie in memory.
-    model = json.dumps({**facts, "block_size": config.block_size}, sort_keys=True)
+    model = json.dumps({**facts, "block_size": config.block_size, "layout": PAGE_LAYOUT}, sort_keys=True)
     return PrefixStore(open_store(uri), model, pools, kv, writes=config.role != "decode")
 
 

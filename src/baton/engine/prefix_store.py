@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from baton.engine.request import Request
-from baton.errors import TransportError
 from baton.handoff.log_limit import LogLimit
 from baton.kv.page_pool import PagePool
 from baton.transports.base import ByteArray
@@ -95,7 +94,7 @@ class PrefixStore:
         def write() -> None:
             try:
                 self._write(tokens, pages)
-            except TransportError as error:
+            except Exception as error:
                 log.warning("a prefix was not stored: %s", error)
             finally:
                 self._post(lambda: self._written(count, pages))
@@ -150,7 +149,7 @@ class PrefixStore:
                 if entry is None or not self._fits(entry.tensors):
                     break
                 found.append(entry.tensors)
-        except TransportError as error:
+        except Exception as error:  # the request waits for an end of this, whatever happens here
             log.warning("a stored prefix is computed again: %s", error)
         return found
 
