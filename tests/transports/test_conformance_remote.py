@@ -80,6 +80,23 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert any(line.startswith("faulty+local: copies_exactly: expected that") for line in lines)
 
 
+def test_table_keeps_every_column(capsys: pytest.CaptureFixture[str]) -> None:
+    """Also of one transport with other options, and of one that raises what no transport should."""
+    assert main(["faulty+local://?fault=drop", "faulty+local://?fault=delay&delay_s=0"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["check", "faulty+local", "faulty+local"]
+    assert lines[1].split()[:2] == ["copies_exactly", "FAILED"]
+
+
+def test_table_of_a_transport_that_breaks(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def allocate(self: object, name: str, nbytes: int) -> None:
+        raise ZeroDivisionError("no")
+
+    monkeypatch.setattr("baton.transports.local.LocalTransport.allocate", allocate)
+    assert main(["local"]) == 1
+    assert "local: copies_exactly: ZeroDivisionError: no" in capsys.readouterr().out
+
+
 def test_table_of_a_transport_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["shm", "tcp"]) == 2
     streams = capsys.readouterr()

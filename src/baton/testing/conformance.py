@@ -36,18 +36,19 @@ def measure(uri: str) -> tuple[dict[str, str], list[str]]:
         except AssertionError as error:
             cells[name] = "FAILED"
             notes.append(f"{scheme}: {error}")
+        except Exception as error:  # a transport of another package may raise anything
+            cells[name] = "FAILED"
+            notes.append(f"{scheme}: {name}: {type(error).__name__}: {error}")
     return cells, notes
 
 
-def table(columns: dict[str, dict[str, str]]) -> str:
-    """Rows of checks, columns of transports."""
+def table(columns: Sequence[tuple[str, dict[str, str]]]) -> str:
+    """Rows of checks, columns of transports: names and cells."""
     names = check_names()
     width = max(len(name) for name in names)
-    lines = [" ".join([f"{'check':{width}}", *(f"{scheme:>9}" for scheme in columns)])]
-    lines += [
-        " ".join([f"{name:{width}}", *(f"{cells.get(name, '-'):>9}" for cells in columns.values())]) for name in names
-    ]
-    totals = [f"{sum(cell != 'FAILED' for cell in cells.values())}/{len(names)}" for cells in columns.values()]
+    lines = [" ".join([f"{'check':{width}}", *(f"{scheme:>9}" for scheme, _ in columns)])]
+    lines += [" ".join([f"{name:{width}}", *(f"{cells.get(name, '-'):>9}" for _, cells in columns)]) for name in names]
+    totals = [f"{sum(cell != 'FAILED' for cell in cells.values())}/{len(names)}" for _, cells in columns]
     return "\n".join([*lines, " ".join([f"{'passed':{width}}", *(f"{total:>9}" for total in totals)])])
 
 
@@ -61,17 +62,18 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     with tempfile.TemporaryDirectory(prefix="baton-conformance-") as directory:
         built_in = ["local", "shm", "nixl", "mooncake", f"file://{directory}/store"]
-        columns, notes = {}, []
+        columns, notes = [], []
         for uri in arguments or built_in:
             print(f"{uri} ...", file=sys.stderr, flush=True)
-            columns[uri.partition(":")[0]], more = measure(uri)
+            cells, more = measure(uri)
+            columns.append((uri.partition(":")[0], cells))
             notes += more
     try:
         notes.append(f"the store of file: {len(check_store(FileStore))} checks passed")
     except AssertionError as error:
         notes.append(f"the store of file: FAILED {error}")
     print("\n".join([table(columns), *notes]))
-    return int(any("FAILED" in cells.values() for cells in columns.values()) or "FAILED" in notes[-1])
+    return int(any("FAILED" in cells.values() for _, cells in columns) or "FAILED" in notes[-1])
 
 
 if __name__ == "__main__":

@@ -108,7 +108,7 @@ def _refuses_connection(factory: Callable[[], Transport], descriptor: bytes) -> 
 
 
 def check_reconnects(bench: Bench) -> None:
-    """Connections to one peer, one after the other."""
+    """Connections to one peer, one after the other, and to the process that comes after it."""
     with bench.far() as far:
         for seed in range(3):
             far.fill(0, seed)
@@ -118,6 +118,20 @@ def check_reconnects(bench: Bench) -> None:
             need(np.array_equal(bench.regions[0], pattern(SIZES[0], seed)), "it brings the new bytes")
             bench.near.disconnect(peer)
             _refuses_copies(bench, peer)
+        lost = bench.near.connect(far.descriptor)
+        into_the_end = bench.near.submit(lost, "write", scattered(1024, 64, seed=9), "into the end")
+        if not far.kill():
+            far.close()
+    with bench.far() as far:
+        peer = bench.near.connect(far.descriptor)
+        need(not lost.alive() and peer.alive(), "a peer's successor is another peer")
+        for copies in (copies_of([0], [0], [SIZES[1]], 1, 0), copies_of([0], [8], [64], 1, 1)):
+            operation = bench.run(peer, "write", copies)
+            need(operation.poll() == "done", f"a copy to a peer's successor is done ({operation.error})")
+            # Between the two copies.
+            bench.near.disconnect(lost)
+        need(into_the_end.wait(WAIT_S) != "pending", "an operation ends when its peer is gone")
+        need(np.array_equal(far.read(0)[: SIZES[1]], bench.regions[1]), "the successor has its bytes")
 
 
 def _refuses_copies(bench: Bench, peer: Peer) -> None:
