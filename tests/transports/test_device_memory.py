@@ -31,6 +31,9 @@ class FakeAgent:
         self.backends = {"UCX": object()}
         self.registered: list[tuple[list[tuple[int, int, int, str]], str]] = []
         self.copies: list[tuple[str, Any, Any, str]] = []
+        self.removed: list[str] = []
+        self.breaks = False
+        self.rounds = 0
 
     def register_memory(self, rows: list[tuple[int, int, int, str]], kind: str) -> None:
         self.registered.append((rows, kind))
@@ -41,9 +44,11 @@ class FakeAgent:
     def add_remote_agent(self, metadata: bytes) -> bytes:
         return metadata
 
-    def remove_remote_agent(self, name: str) -> None: ...
+    def remove_remote_agent(self, name: str) -> None:
+        self.removed.append(name)
 
-    def get_new_notifs(self) -> None: ...
+    def get_new_notifs(self) -> None:
+        self.rounds += 1
 
     def get_xfer_descs(self, table: np.ndarray, kind: str) -> tuple[list[list[int]], str]:
         return table.tolist(), kind
@@ -52,10 +57,12 @@ class FakeAgent:
         self.copies.append((direction, own, far, peer))
         return SimpleNamespace(release=lambda: None)
 
-    def transfer(self, handle: object) -> None: ...
+    def transfer(self, handle: object) -> None:
+        if self.breaks:
+            raise RuntimeError("posted in part")
 
     def check_xfer_state(self, handle: object) -> str:
-        return "DONE"
+        return "ERR" if self.breaks else "DONE"
 
 
 @pytest.fixture(autouse=True)
@@ -116,6 +123,25 @@ def test_descriptors_name_device_and_kind_of_memory() -> None:
     finally:
         for transport in (near, far, host):
             transport.close()
+
+
+def test_a_write_that_is_posted_in_part_has_failed() -> None:
+    """And not: was never begun. The peer takes in what it was sent."""
+    near, far = nixl_transport(), nixl_transport()
+    try:
+        near.register([memory_of(3, 1 << 42, 64)])
+        peer = near.connect(far.register([memory_of(0, 1 << 40, 64)]))
+        before = agent_of(far).rounds
+        agent_of(near).breaks = True
+        operation = near.submit(peer, "write", CopyList(0, 0, *[np.array([8], dtype=np.int64)] * 3))
+        assert operation.wait(10) == "failed"
+        assert operation.error == "nixl: a copy failed"
+        assert agent_of(near).removed == [agent_of(far).name]
+        assert agent_of(far).rounds >= before + 8192
+        assert not peer.alive()
+    finally:
+        far.close()
+        near.close()
 
 
 def test_one_transport_opens_one_kind_of_memory() -> None:

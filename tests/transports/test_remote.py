@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from baton.errors import ConfigError, ProtocolError, TransportError
 from baton.testing.transport_peer import SpawnedPeer, pattern
 from baton.transports import remote as remote_module
-from baton.transports.base import CopyList
+from baton.transports.base import CopyList, Direction
 from baton.transports.batches import batch_bounds, split_runs
 from baton.transports.file import FileLibrary
 from baton.transports.lifeline import MAX_FRAME, Lifeline, Line
@@ -91,6 +91,63 @@ def test_a_cancel_issues_no_further_batch(scheme: str, tmp_path: Path) -> None:
         assert int(theirs.sum()) == 16
     finally:
         far.close()
+        near.close()
+
+
+@pytest.mark.parametrize("direction", ["write", "read"])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_nothing_moves_after_the_end_of_an_operation_that_was_disconnected(
+    scheme: str, direction: Direction, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over sockets, with a batch under way that no library can stop."""
+    monkeypatch.setattr(remote_module, "CANCEL_TIMEOUT_S", 0.0)
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    uri, size = uri_of(scheme, tmp_path), 16 << 20
+    near, far = create_transport(uri), create_transport(uri)
+    try:
+        sides = near.allocate("near", size), far.allocate("far", size)
+        near.register([sides[0]])
+        descriptor = far.register([sides[1]])
+        source, dest = sides if direction == "write" else sides[::-1]
+        source[:] = 1
+        for _ in range(3):
+            peer = near.connect(descriptor)
+            operation = near.submit(peer, direction, run_of(size), "under way")
+            time.sleep(0.001)
+            near.disconnect(peer)
+            assert operation.wait(30) != "pending"
+            dest[:] = 0
+            time.sleep(0.1)
+            assert not dest.any()
+        peer = near.connect(descriptor)
+        assert near.submit(peer, direction, run_of(size), "again").wait(30) == "done"
+        assert bool(dest.all())
+    finally:
+        far.close()
+        near.close()
+
+
+@pytest.mark.parametrize("tls", ["tcp", "all"])
+@pytest.mark.parametrize("scheme", ["nixl", "file"])
+def test_copies_end_with_a_peer_of_another_host(
+    scheme: str, tls: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or of another container of this one. The source's pages come back; what the peer could write to does not."""
+    monkeypatch.setenv("UCX_TLS", tls)
+    uri, size = uri_of(scheme, tmp_path), 32 << 20
+    near, far = create_transport(uri), SpawnedPeer(uri, [size])
+    try:
+        near.register([near.allocate("near", size)])
+        contact = msgspec.msgpack.decode(far.descriptor, type=RemoteDescriptor).contact
+        elsewhere = msgspec.structs.replace(contact, host_key="another host")
+        peer = near.connect(altered(far.descriptor, contact=elsewhere))
+        operations = [near.submit(peer, "write", run_of(size), f"{i}") for i in range(4)]
+        far.kill()
+        assert all(operation.wait(40) != "pending" for operation in operations)
+        assert not peer.alive()
+        assert not peer.fenced()
+    finally:
+        far.kill()
         near.close()
 
 
@@ -284,7 +341,7 @@ def test_batches_cover_every_byte_once(sizes: list[int], max_runs: int, max_byte
 @pytest.mark.parametrize(
     ("uri", "message"),
     [
-        ("nixl://?prog_thread=2", "prog_thread is 0 or 1"),
+        ("nixl://?prog_thread=1", "unknown field `prog_thread`"),
         ("nixl://?host=localhost", "host is a numeric address"),
         ("nixl://?speed=1", "unknown field `speed`"),
         ("mooncake://?protocol=udp", "Invalid enum value 'udp'"),

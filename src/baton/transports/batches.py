@@ -18,7 +18,8 @@ BATCH_BYTES = 16 << 20
 @dataclass(slots=True, eq=False)
 class Job:
     """An operation under way. `rows` `[runs, 3]`: own address, the peer's address, bytes; batch i is
-    `rows[bounds[i]:bounds[i + 1]]`. `handle` is the library's, of batch `at`, once that is issued.
+    `rows[bounds[i]:bounds[i + 1]]`. `handle` is the library's, of batch `at`, once that is issued; `failed` when that
+    ended with an error, which does not prove that nothing of it is outstanding.
     """
 
     operation: Operation
@@ -27,11 +28,16 @@ class Job:
     bounds: list[int]
     at: int = 0
     handle: Any = None
+    failed: bool = False
 
     @property
     def num_batches(self) -> int:
         """Batches in all."""
         return len(self.bounds) - 1
+
+    def left(self) -> str | None:
+        """Why it fails if it ends here; None when all of it is copied."""
+        return None if self.at == self.num_batches else f"cancelled after {self.at} of {self.num_batches} batches"
 
     def batch(self) -> Rows:
         """The rows of batch `at`."""

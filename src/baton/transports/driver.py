@@ -17,7 +17,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from baton.errors import BatonError, TransportError
+from baton.errors import BatonError, ConfigError, TransportError
 from baton.transports.batches import Job
 from baton.transports.library import BatchFailedError, Library, RemotePeer
 from baton.transports.lifeline import BYE, Lifeline, Line
@@ -29,7 +29,7 @@ _POLL_S = (50e-6, 1e-3)  # pauses between polls: they double while nothing happe
 _LINGER_S = 0.05  # how often an operation whose end cannot be proven yet is looked at
 _IDLE_S = 1.0
 _DRAIN_TURNS = 256  # each takes in 64 KiB of a line: 16 MiB, more than a socket holds
-_BEGIN, _END = b"begin", b"end"
+_BEGIN, _END, _DRAIN, _DRAINED = b"begin", b"end", b"drain", b"drained"
 T = TypeVar("T")
 
 
@@ -37,10 +37,11 @@ class Driver:
     """A library, its lifeline, its peers, and the thread that serves them. `call` and `post` are for any thread."""
 
     def __init__(self, library: Library, host: str) -> None:
-        """Start the library; raises what it raises."""
+        """Start the library. Raises `ConfigError` when it does not start."""
         self.lifeline = Lifeline(host)
         self.bounce = np.zeros(64, dtype=np.uint8)
         self.peers: list[RemotePeer] = []
+        self._added: set[str] = set()  # endpoints that the library knows
         self._library = library
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._announced: dict[Line, int] = {}  # copies that peers have begun and not ended
@@ -50,9 +51,11 @@ class Driver:
         self._thread.start()
         try:
             started.result()
-        except BaseException:
+        except BaseException as error:
             self.lifeline.close()
-            raise
+            if isinstance(error, BatonError) or not isinstance(error, Exception):
+                raise
+            raise ConfigError("transport", f"{library.scheme} does not start: {error}") from error
 
     # ------------------------------------------------------------ any thread
 
@@ -98,18 +101,20 @@ class Driver:
 
     def add(self, peer: RemotePeer, metadata: bytes) -> None:
         """Take a peer in."""
-        if not self._users(peer.endpoint):
+        if peer.endpoint not in self._added:
             self._library.add(peer.endpoint, metadata)
+            self._added.add(peer.endpoint)
         self.peers.append(peer)
 
     def remove(self, peer: RemotePeer) -> None:
-        """Let go of a peer; with operations that cannot be proven quiet it stays until it is gone."""
-        if peer in self.peers:
-            if peer.jobs or self._users(peer.endpoint) == [peer]:
-                self._break(peer.endpoint, "disconnected")
-            if not peer.jobs:
+        """Let go of a peer; with operations that cannot be proven quiet it stays until they are."""
+        if peer in self.peers and peer.broken is None:
+            peer.broken = "disconnected"
+            self._settle(peer.endpoint)
+        if not peer.jobs:
+            if peer in self.peers:
                 self.peers.remove(peer)
-        self.lifeline.hang_up(peer.line)
+            self.lifeline.hang_up(peer.line)
 
     def begin(self, peer: RemotePeer, job: Job) -> None:
         """Queue a job behind the peer's others."""
@@ -120,29 +125,64 @@ class Driver:
             peer.line.send(_BEGIN)
         peer.jobs.append(job)
 
+    def drop_cancelled(self) -> None:
+        """End the operations that were cancelled and have nothing under way, wherever they are in a queue."""
+        for peer in self.peers:
+            for job in [job for job in peer.jobs if job.handle is None and job.operation.flags[0]]:
+                self._end(peer, job, job.left())
+
     def _users(self, endpoint: str) -> list[RemotePeer]:
         return [peer for peer in self.peers if peer.endpoint == endpoint and peer.broken is None]
 
     def _break(self, endpoint: str, error: str) -> None:
-        """Cut the connection to an endpoint. Operations end when nothing of them can be outstanding."""
-        users = self._users(endpoint)
-        for peer in users:
+        """Give the connection to an endpoint up. Operations end when nothing of them can be outstanding."""
+        for peer in self._users(endpoint):
             peer.broken = error
-        if users and self._library.remove(endpoint):
-            for peer in users:
+        self._settle(endpoint)
+
+    def _settle(self, endpoint: str) -> None:
+        """Of the peers that were given up, end the operations that are proven quiet; cut the connection when nobody
+        uses it and nothing is under way there.
+        """
+        peers = [peer for peer in self.peers if peer.endpoint == endpoint and peer.broken is not None]
+        for peer in peers:
+            for job in [job for job in peer.jobs if self._is_quiet(job)]:
+                self._end(peer, job, peer.broken)
+            if peer.jobs and peer.gone() and all(self._library.ended(job.handle) for job in peer.jobs):
+                self._take_in()
                 self._fail(peer)
+        moving = any(not job.failed for peer in peers for job in peer.jobs)
+        if endpoint in self._added and not moving and not self._users(endpoint):
+            self._added.remove(endpoint)
+            if self._library.remove(endpoint):
+                self._cut(peers)
+        for peer in peers:
+            if peer.jobs and peer.cut and (not peer.line.open() or peer.jobs[0].direction == "read"):
+                self._fail(peer)
+            if not peer.jobs and not peer.connected:
+                self.remove(peer)
+
+    def _cut(self, peers: list[RemotePeer]) -> None:
+        for peer in peers:
+            peer.cut = True
+            if peer.jobs:
+                # What was sent before the error may still be on its way into the peer's memory.
+                peer.line.send(_DRAIN)
+
+    def _is_quiet(self, job: Job) -> bool:
+        if job.handle is None or job.failed:
+            return not job.failed
+        try:
+            return self._library.check(job.handle)
+        except BatchFailedError:
+            return True
+        except Exception:
+            job.failed = True
+            return False
 
     def _fail(self, peer: RemotePeer) -> None:
         while peer.jobs:
-            peer.jobs.popleft().operation.end(peer.broken)
-
-    def _settle(self, peer: RemotePeer) -> None:
-        """End the operations of a broken peer once it is gone and what it sent has been taken in."""
-        if peer.gone() and all(job.handle is None or self._library.ended(job.handle) for job in peer.jobs):
-            self._take_in()
-            self._fail(peer)
-            if not peer.connected:
-                self.peers.remove(peer)
+            self._end(peer, peer.jobs[0], peer.broken)
 
     def _take_in(self) -> None:
         for _ in range(_DRAIN_TURNS):
@@ -150,17 +190,21 @@ class Driver:
                 self._on_frame(line, frame)
         self._library.take_in()
 
+    def _drain(self, line: Line) -> None:
+        """A peer's connection failed: take in what it had sent, then answer."""
+        self._take_in()
+        line.send(_DRAINED)
+
     def _step(self, peer: RemotePeer) -> bool:
         """Move the peer's first operation on; True when something happened."""
         if not peer.jobs:
             return False
         if peer.broken is not None:
-            self._settle(peer)
+            self._settle(peer.endpoint)
             return False
         job = peer.jobs[0]
-        if job.handle is None and (job.at == job.num_batches or job.operation.flags[0]):
-            done = job.at == job.num_batches
-            self._end_first(peer, None if done else f"cancelled after {job.at} of {job.num_batches} batches")
+        if job.handle is None and (job.left() is None or job.operation.flags[0]):
+            self._end(peer, job, job.left())
             return True
         try:
             if job.handle is None:
@@ -168,19 +212,21 @@ class Driver:
             if not self._library.check(job.handle):
                 return False
         except BatchFailedError as error:
-            self._end_first(peer, str(error))
+            self._end(peer, job, str(error))
             return True
         except Exception as error:
+            job.failed = job.handle is not None
             self._break(peer.endpoint, f"{self._library.scheme}: {error}")
             return True
         job.handle = None
         job.at += 1
         return True
 
-    def _end_first(self, peer: RemotePeer, error: str | None) -> None:
-        job = peer.jobs.popleft()
+    def _end(self, peer: RemotePeer, job: Job, error: str | None) -> None:
+        peer.jobs.remove(job)
         if not peer.jobs:
             peer.line.send(_END)
+        job.handle = None  # released before anybody hears of the end
         job.operation.end(error)
 
     # ------------------------------------------------------------ the thread: its loop
@@ -205,19 +251,25 @@ class Driver:
                 time.sleep(_POLL_S[1])
         self._run_calls()
         for peer in list(self.peers):
+            peer.connected = False
             self.remove(peer)
+            self.lifeline.hang_up(peer.line)
+        quiet = not any(peer.jobs for peer in self.peers)
         with contextlib.suppress(Exception):
             self._library.stop()
-        if not any(peer.jobs for peer in self.peers):
+        for peer in self.peers:
+            for job in [job for job in peer.jobs if self._library.ended(job.handle)]:
+                self._end(peer, job, peer.broken)
+        if quiet:
             self.lifeline.say_bye()
         self.lifeline.close()
 
     def _turn(self) -> bool:
         """Sleep if there is nothing to do, else do it; False when it should be looked at again soon."""
-        jobs = [peer.jobs for peer in self.peers if peer.broken is None and peer.jobs]
-        ready = any(job[0].handle is None for job in jobs)
-        busy = self._library.polls and (bool(self._announced) or bool(jobs))
-        linger = any(peer.jobs for peer in self.peers if peer.broken is not None)
+        firsts = [(peer, peer.jobs[0]) for peer in self.peers if peer.jobs]
+        ready = any(job.handle is None for _, job in firsts)
+        busy = self._library.polls and (bool(self._announced) or any(not job.failed for _, job in firsts))
+        linger = any(peer.broken is not None for peer, _ in firsts)
         for line, frame in self.lifeline.wait(0 if ready or busy else _LINGER_S if linger else _IDLE_S):
             self._on_frame(line, frame)
         self._run_calls()
@@ -226,9 +278,11 @@ class Driver:
         return not busy or any(moved)
 
     def _run_calls(self) -> None:
-        with contextlib.suppress(queue.Empty):
-            while True:
+        while not self._calls.empty():
+            try:
                 self._calls.get_nowait()()
+            except Exception:
+                log.exception("a call of the %s transport failed", self._library.scheme)
 
     def _on_frame(self, line: Line, frame: bytes | None) -> None:
         if frame == _BEGIN:
@@ -239,8 +293,14 @@ class Driver:
                 del self._announced[line]
         elif frame is None or frame == BYE:
             self._announced.pop(line, None)
+        elif frame == _DRAIN:
+            self.post(lambda: self._drain(line))
+        elif frame == _DRAINED:
+            for peer in [peer for peer in self.peers if peer.line is line and peer.cut]:
+                self._fail(peer)
+                self._settle(peer.endpoint)
         else:
             self._library.on_frame(line, frame)
         if frame is None:
-            for endpoint in {peer.endpoint for peer in self.peers if peer.line is line}:
+            for endpoint in {peer.endpoint for peer in self.peers if peer.line is line and peer.broken is None}:
                 self._break(endpoint, "the peer closed its transport or died")

@@ -33,6 +33,7 @@ from baton.transports.remote import RemoteTransport
 from baton.transports.store import FileStore, StoreOptions
 
 _LOOK_S = 0.1  # how often one who waits for an answer looks whether the peer is still there
+_MAX_PEERS = 64  # batches at a time, one for each peer: one that does not answer must not hold up the others
 _TENSOR = "bytes"
 
 
@@ -65,7 +66,7 @@ class FileLibrary(Library):
     def __init__(self, options: FileOptions) -> None:
         self._store = FileStore(options.path, options.max_bytes)
         # Two pools: those who ask wait for a peer, whose own may be waiting for those who serve.
-        self._askers = ThreadPoolExecutor(4, thread_name_prefix="baton-file-ask")
+        self._askers = ThreadPoolExecutor(_MAX_PEERS, thread_name_prefix="baton-file-ask")
         self._servers = ThreadPoolExecutor(4, thread_name_prefix="baton-file-serve")
         self._serving: set[Future[None]] = set()
         self._waiting: dict[int, tuple[Line, Future[str]]] = {}
@@ -108,7 +109,7 @@ class FileLibrary(Library):
 
         def read() -> None:
             key = self._ask(line, direction, "", far)
-            self._fetch(spans, key, near)
+            self._fetch(spans, key, near, line)
 
         work = self._askers.submit(write if direction == "write" else read)
         work.add_done_callback(lambda _: self._lifeline.wake())
@@ -143,20 +144,25 @@ class FileLibrary(Library):
             number = self._next
             self._waiting[number] = (line, answer)
         line.send(msgspec.msgpack.encode(_Ask(number, direction, key, np.ascontiguousarray(runs).tobytes())))
-        while True:
-            try:
-                return answer.result(_LOOK_S)
-            except TimeoutError:
-                if not line.open():
-                    raise TransportError("the peer is gone") from None
+        try:
+            while True:
+                try:
+                    return answer.result(_LOOK_S)
+                except TimeoutError:
+                    if not line.open():
+                        raise TransportError("the peer is gone") from None
+        finally:
+            self._waiting.pop(number, None)
 
-    def _fetch(self, spans: list[ByteArray], key: str, runs: Rows) -> None:
+    def _fetch(self, spans: list[ByteArray], key: str, runs: Rows, line: Line) -> None:
         entry = self._store.get(key)
         if entry is None:
             raise TransportError(f"the store has no entry {key}; do both engines use one directory?")
         data = entry.tensors.get(_TENSOR)
         if data is None or data.size != int(runs[1].sum()):
             raise TransportError(f"entry {key} of the store holds something else")
+        if not line.open():
+            raise TransportError("who asked for this copy is gone, or has given it up")
         _scatter(spans, runs, data)
 
     # ------------------------------------------------------------ a peer asks
@@ -170,14 +176,13 @@ class FileLibrary(Library):
                 self._serving = {each for each in self._serving if not each.done()} | {serving}
             else:
                 self._answered(line, message)
-        except (msgspec.MsgspecError, ProtocolError):
+        except (msgspec.MsgspecError, ValueError):
             line.abort()
 
     def _answered(self, line: Line, message: _Answer) -> None:
         asked, answer = self._waiting.get(message.number, (None, None))
-        if asked is not line or answer is None:
+        if asked is not line or answer is None or answer.done():
             return
-        del self._waiting[message.number]
         if message.error:
             answer.set_exception(TransportError(message.error))
         else:
@@ -190,11 +195,11 @@ class FileLibrary(Library):
                 raise ProtocolError("runs are pairs of int64")
             runs = np.frombuffer(ask.runs, dtype=np.int64).reshape(2, -1)
             if ask.direction == "write":
-                self._fetch(self._regions, ask.key, runs)
+                self._fetch(self._regions, ask.key, runs, line)
             else:
                 key = self._store.put({_TENSOR: _gather(self._regions, runs)})
-        except BatonError as refusal:
-            error = str(refusal)[:1000] or "refused"
+        except Exception as refusal:  # who asks waits for an answer, whatever happens here
+            error = str(refusal)[:1000] or type(refusal).__name__
         line.send(msgspec.msgpack.encode(_Answer(ask.number, key, error)))
 
 

@@ -24,7 +24,7 @@ class RemotePeer:
     """A peer of a `RemoteTransport`. Peer objects of one endpoint share the library's connection to it.
 
     `device` is where its regions are, None on the host. `take_in` is the library's, made on its thread; `broken` says
-    why its connection was cut.
+    why its connection was given up, `cut` that nothing goes over it to or from this process any more.
     """
 
     endpoint: str
@@ -35,6 +35,7 @@ class RemotePeer:
     jobs: deque[Job] = field(default_factory=deque)
     connected: bool = True
     broken: str | None = None
+    cut: bool = False
     taken_in: bool = False
     device: int | None = None
 
@@ -93,7 +94,9 @@ class Library:
         raise NotImplementedError
 
     def remove(self, endpoint: str) -> bool:
-        """Cut the connection to an endpoint; True when nothing that was issued on it is outstanding after that."""
+        """Cut the connection to an endpoint, on which no batch is under way, though some may have failed; True when
+        nothing of those touches this process's memory, or leaves it, after that.
+        """
         raise NotImplementedError
 
     def issue(self, peer: RemotePeer, direction: Direction, rows: Rows) -> Any:

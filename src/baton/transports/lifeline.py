@@ -23,6 +23,7 @@ from baton.transports.process import Contact, own_host_key, start_time_of
 
 DIAL_TIMEOUT_S = 5.0
 MAX_FRAME = 1 << 16
+MAX_STRANGERS = 64  # lines that have not shown the secret yet; a further one ends the oldest
 BYE = b"bye"  # sent at an orderly close, after the last operation of the sender ended
 _WELCOME = b"welcome"
 _LENGTH_BYTES = 4
@@ -59,8 +60,14 @@ class Line:
         """Send a frame of at most `MAX_FRAME` bytes without waiting; an end of the line is seen by `wait`."""
         data = memoryview(len(frame).to_bytes(_LENGTH_BYTES, "big") + frame)
         with self._lock, contextlib.suppress(OSError):
-            # A peer that reads nothing for a megabyte of frames is as good as gone.
-            if not self._closed and self.socket.send(data, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL) < len(data):
+            if self._closed:
+                return
+            try:
+                sent = self.socket.send(data, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            except BlockingIOError:
+                sent = 0
+            # A peer that reads nothing for a megabyte of frames is as good as gone, and no frame is left out.
+            if sent < len(data):
                 self.socket.shutdown(socket.SHUT_RDWR)
 
     def receive(self) -> list[bytes | None]:
@@ -117,6 +124,8 @@ class Lifeline:
         pid = os.getpid()
         self.contact = Contact(host, port, secrets.token_bytes(16), pid, start_time_of(pid), own_host_key())
         self._waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._waking = threading.Lock()  # nobody may write to the number of a closed file
+        self._strangers: dict[Line, None] = {}
         self._dialled: queue.SimpleQueue[Line] = queue.SimpleQueue()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
@@ -124,8 +133,9 @@ class Lifeline:
 
     def wake(self) -> None:
         """End the `wait` that runs, or the next one."""
-        with contextlib.suppress(OSError):
-            os.eventfd_write(self._waker, 1)
+        with self._waking, contextlib.suppress(BlockingIOError):
+            if self._waker >= 0:
+                os.eventfd_write(self._waker, 1)
 
     def dial(self, contact: Contact) -> Line:
         """Reach another lifeline. Blocks until it has answered.
@@ -156,7 +166,8 @@ class Lifeline:
         with contextlib.suppress(queue.Empty):
             while True:
                 line = self._dialled.get_nowait()
-                self._selector.register(line.socket, selectors.EVENT_READ, line)
+                with contextlib.suppress(ValueError):  # hung up meanwhile
+                    self._selector.register(line.socket, selectors.EVENT_READ, line)
         for key, _ in ready:
             if key.fileobj is self._listener:
                 self._accept()
@@ -168,8 +179,11 @@ class Lifeline:
         return events
 
     def _accept(self) -> None:
+        if len(self._strangers) == MAX_STRANGERS:
+            self.hang_up(next(iter(self._strangers)))
         with contextlib.suppress(OSError):
             line = Line(_tuned(self._listener.accept()[0]), admitted=False)
+            self._strangers[line] = None
             self._selector.register(line.socket, selectors.EVENT_READ, line)
 
     def _read(self, line: Line) -> list[Event]:
@@ -185,6 +199,7 @@ class Lifeline:
                 events.append(Event(line, frame))
             elif secrets.compare_digest(frame, self.contact.secret):
                 line.admitted = True
+                del self._strangers[line]
                 line.send(_WELCOME)
             else:
                 self.hang_up(line)
@@ -193,6 +208,7 @@ class Lifeline:
 
     def hang_up(self, line: Line) -> None:
         """Close a line. Idempotent."""
+        self._strangers.pop(line, None)
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(line.socket)
         line.close()
@@ -213,9 +229,10 @@ class Lifeline:
                 key.data.close()
         self._selector.close()
         self._listener.close()
-        if self._waker >= 0:
-            os.close(self._waker)
-            self._waker = -1
+        with self._waking:
+            if self._waker >= 0:
+                os.close(self._waker)
+                self._waker = -1
 
 
 def _tuned(sock: socket.socket) -> socket.socket:

@@ -19,6 +19,7 @@ connection but proves nothing of what is on the wire: such a peer is not alive, 
 from __future__ import annotations
 
 import importlib
+import ipaddress
 import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -56,7 +57,8 @@ class MooncakeLibrary(Library):
         self._endpoint = ""
         self._wake: Callable[[], None]
         self._bounce: ByteArray
-        self._registered: list[int] = []
+        # Kept after the end too: a batch that Mooncake has not given up works on this memory.
+        self._registered: list[ByteArray] = []
         self._workers = ThreadPoolExecutor(_MAX_PEERS, thread_name_prefix="baton-mooncake-copy")
 
     def start(self, lifeline: Lifeline, bounce: ByteArray) -> None:
@@ -72,13 +74,13 @@ class MooncakeLibrary(Library):
     def _open(self, region: ByteArray) -> None:
         if self._engine.register_memory(region.ctypes.data, region.size) != 0:
             raise TransportError(f"mooncake cannot register {region.size} bytes of memory; see its log")
-        self._registered.append(region.ctypes.data)
+        self._registered.append(region)
 
     def stop(self) -> None:
         """See `Library`."""
         # Peers are refused from here on, even if Mooncake keeps its port open.
-        for address in self._registered:
-            self._engine.unregister_memory(address)
+        for region in self._registered:
+            self._engine.unregister_memory(region.ctypes.data)
         self._workers.shutdown(wait=False)
         self._engine = None
 
@@ -91,8 +93,13 @@ class MooncakeLibrary(Library):
     def add(self, endpoint: str, metadata: bytes) -> None:
         """See `Library`."""
         host, _, port = endpoint.rpartition(":")
-        if not host or not port.isdecimal():
-            raise ProtocolError(f"not an endpoint of mooncake: {endpoint!r}")
+        try:
+            ipaddress.ip_address(host)
+            known = 0 < int(port) < 1 << 16
+        except ValueError:
+            known = False
+        if not known:
+            raise ProtocolError(f"not an endpoint of mooncake: {endpoint[:64]!r}")
 
     def remove(self, endpoint: str) -> bool:
         """See `Library`."""

@@ -1,15 +1,16 @@
 """`nixl://`: engines of a cluster, over NIXL and UCX (RDMA, NVLink, TCP; between processes of one host, CMA).
 
 Options: `host` (numeric address of this machine on which peers reach the lifeline; default 127.0.0.1. UCX
-chooses its own devices, see `UCX_NET_DEVICES`), `backend` (default UCX), `prog_thread` (1: NIXL's own progress
-thread, which burns a core; default 0).
+chooses its own devices, see `UCX_NET_DEVICES`), `backend` (default UCX). NIXL's progress thread is off: it burns a
+core, and what it has taken in cannot be counted.
 
 Memory of a CUDA device is opened by address ("VRAM"), for a UCX that was built with CUDA. All regions are then that
 device's, and NIXL starts anew on a thread that has its context.
 
 Over some of UCX's transports the bytes of a write are moved by the process that receives them, so a passive
-side has to make progress: it does while a peer has announced copies. After an error, the endpoint is closed by
-force before the operations on it are reported as failed.
+side has to make progress: it does while a peer has announced copies. NIXL can neither stop a batch nor tell, once a
+peer is removed, whether it still runs; so a connection that is given up is cut when its batch has ended. A write that
+failed is reported after the peer has taken in what had arrived, or when it cannot be reached any more.
 
 Fence: the peer's orderly close, which it announces after its last operation ended; or the death of its
 process, seen by pidfd, after which this side makes so many rounds of progress that everything which the dead
@@ -46,7 +47,6 @@ class NixlOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     host: str = "127.0.0.1"
     backend: str = "UCX"
-    prog_thread: int = 0
 
 
 class NixlLibrary(Library):
@@ -68,8 +68,8 @@ class NixlLibrary(Library):
 
     def _start_agent(self) -> None:
         api = load_api()
-        backend, prog_thread = self._options.backend, bool(self._options.prog_thread)
-        config = api.nixl_agent_config(enable_prog_thread=prog_thread, backends=[backend])
+        backend = self._options.backend
+        config = api.nixl_agent_config(enable_prog_thread=False, backends=[backend])
         self._agent = api.nixl_agent(f"baton-{secrets.token_hex(16)}", config)
         if backend not in self._agent.backends:
             raise ConfigError("transport", f"this build of NIXL has no backend {backend!r}")
@@ -121,7 +121,9 @@ class NixlLibrary(Library):
             table[:, 0], table[:, 1], table[:, 2] = rows[:, side], rows[:, 2], device or 0
             descs.append(self._agent.get_xfer_descs(table, "DRAM" if device is None else "VRAM"))
         handle = self._agent.initialize_xfer(direction.upper(), *descs, peer.endpoint)
-        self._agent.transfer(handle)
+        # Even if this fails, a part may be under way: `check` finds the error, and the connection is cut for it.
+        with contextlib.suppress(Exception):
+            self._agent.transfer(handle)
         return handle
 
     def check(self, handle: Any) -> bool:
@@ -171,6 +173,4 @@ def create(query: dict[str, str]) -> RemoteTransport:
         options = msgspec.convert(query, NixlOptions, strict=False)
     except msgspec.ValidationError as error:
         raise ConfigError("transport", f"nixl: {error}") from error
-    if options.prog_thread not in (0, 1):
-        raise ConfigError("transport", f"nixl: prog_thread is 0 or 1, got {options.prog_thread}")
     return RemoteTransport(NixlLibrary(options), options.host)

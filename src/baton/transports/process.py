@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import os
 import secrets
 import select
@@ -29,6 +30,10 @@ def check_contact(contact: Contact) -> None:
     """Raise `ProtocolError` for a contact that no lifeline makes."""
     if not (0 < contact.port < 1 << 16 and 0 < contact.pid < 1 << 31 and len(contact.secret) == 16):
         raise ProtocolError("the contact in the descriptor is out of range")
+    try:
+        ipaddress.ip_address(contact.host)  # a name would be looked up, for as long as that takes
+    except ValueError as error:
+        raise ProtocolError(f"the host in the descriptor is no numeric address: {contact.host[:64]!r}") from error
 
 
 class ProcessWatch:

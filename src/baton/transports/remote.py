@@ -10,6 +10,7 @@ import atexit
 import ipaddress
 import mmap
 import threading
+import time
 import weakref
 from collections.abc import Sequence
 from typing import Literal
@@ -35,8 +36,9 @@ from baton.transports.driver import CALL_TIMEOUT_S, Driver
 from baton.transports.library import Library, RemotePeer
 from baton.transports.process import Contact, ProcessWatch, check_contact
 
-CANCEL_TIMEOUT_S = 10.0
+CANCEL_TIMEOUT_S = 2.0  # who waits so long may have leases to renew
 MAX_DESCRIPTOR = 1 << 20
+MAX_REGIONS = 1024
 
 
 class RemoteDescriptor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -62,9 +64,11 @@ class RemoteTransport:
         Raises `ConfigError` when the library or a part of it is missing.
         """
         try:
-            ipaddress.ip_address(host)
+            address = ipaddress.ip_address(host)
         except ValueError as error:
             raise ConfigError("transport", f"{library.scheme}: host is a numeric address, got {host!r}") from error
+        if address.is_unspecified:
+            raise ConfigError("transport", f"{library.scheme}: host is an address that peers can reach, got {host!r}")
         self.scheme = library.scheme
         self._library = library
         self._lock = threading.Lock()
@@ -86,6 +90,8 @@ class RemoteTransport:
     def register(self, regions: Sequence[Region]) -> bytes:
         """See `Transport.register`."""
         device = _device(regions)
+        if not 0 < len(regions) <= MAX_REGIONS:
+            raise TransportError(f"a transport registers 1 to {MAX_REGIONS} regions, got {len(regions)}")
         with self._lock:
             self._need_open()
             if self._spans:
@@ -151,9 +157,19 @@ class RemoteTransport:
         return job.operation
 
     def cancel(self, operation: Operation) -> Literal["quiet", "unknown"]:
-        """See `Transport.cancel`. Waits for the batch in flight."""
-        operation.flags[0] = 1
-        return "unknown" if operation.wait(CANCEL_TIMEOUT_S) == "pending" else "quiet"
+        """See `Transport.cancel`. The first cancel waits for the batch in flight, others do not."""
+        timeout_s = 0.0 if operation.flags[0] else CANCEL_TIMEOUT_S
+        self._stop([operation], timeout_s)
+        return "unknown" if operation.poll() == "pending" else "quiet"
+
+    def _stop(self, operations: Sequence[Operation], timeout_s: float) -> None:
+        """Ask operations to end, and wait until they have, `timeout_s` at most."""
+        for operation in operations:
+            operation.flags[0] = 1
+        self._driver.post(self._driver.drop_cancelled)
+        deadline = time.monotonic() + timeout_s
+        for operation in operations:
+            operation.wait(max(0.0, deadline - time.monotonic()))
 
     def disconnect(self, peer: Peer) -> None:
         """See `Transport.disconnect`."""
@@ -164,10 +180,7 @@ class RemoteTransport:
             peer.connected = False
             if driver.stopping:
                 return
-        for job in list(peer.jobs):
-            job.operation.flags[0] = 1
-        for job in list(peer.jobs):
-            job.operation.wait(CANCEL_TIMEOUT_S)
+        self._stop([job.operation for job in list(peer.jobs)], CANCEL_TIMEOUT_S)
         driver.call(lambda: driver.remove(peer))
 
     def close(self) -> None:
@@ -177,8 +190,10 @@ class RemoteTransport:
                 return
             self._closed = True
             peers = list(self._driver.peers)
-        for peer in peers:
-            self.disconnect(peer)
+            for peer in peers:
+                peer.connected = False
+        # The thread removes its peers when it ends.
+        self._stop([job.operation for peer in peers for job in list(peer.jobs)], CANCEL_TIMEOUT_S)
         self._driver.stop()
         self._regions = []
 
@@ -201,11 +216,13 @@ def parse_descriptor(scheme: str, descriptor: bytes) -> RemoteDescriptor:
         raise ProtocolError(f"the descriptor of the {scheme} transport is too long")
     try:
         parsed = msgspec.msgpack.decode(descriptor, type=RemoteDescriptor)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, ValueError) as error:
         raise ProtocolError(f"not a descriptor of a {scheme} transport: {error}") from error
     if parsed.scheme != scheme:
         raise ProtocolError(f"a descriptor of {parsed.scheme!r} given to the {scheme} transport")
     check_contact(parsed.contact)
+    if not 0 < len(parsed.regions) <= MAX_REGIONS:
+        raise ProtocolError(f"the {scheme} descriptor names {len(parsed.regions)} regions")
     if xxhash.xxh3_64_intdigest(parsed.metadata) != parsed.digest:
         raise ProtocolError(f"the metadata in the {scheme} descriptor is damaged")
     for address, nbytes in parsed.regions:

@@ -5,15 +5,17 @@ its user names), and strings that describe them. Its key is 32 hex digits: eithe
 one that names the content, such as `content_key(context, token_ids)`. Under both, equal keys mean equal content, so
 an entry is never written twice.
 
-An entry appears whole (a rename) or not at all. Its digest is checked at every `get`; what is cut short, altered
-or no regular file is refused. When the entries outgrow `max_bytes`, those that were used longest ago go, but none
-of the last minute. The digest finds damage, not intent: whoever can write to the directory can forge an entry
-under a named content key; under a digest key, not even that.
+An entry appears whole (a rename) or not at all. Nothing is synchronised to the disk: after a power failure entries may
+be cut short. The digest is checked at every `get`; what is cut short, altered or no regular file is refused, and goes.
+When the entries outgrow `max_bytes`, those that were used longest ago go, but none of the last `KEEP_S` seconds, which
+somebody may be about to read: a store that holds no others takes no more. The digest finds damage, not intent: whoever
+can write to the directory can forge an entry under a named content key; under a digest key, not even that.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -24,7 +26,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -35,7 +37,8 @@ from baton.errors import ConfigError, TransportError
 from baton.transports.base import ByteArray
 from baton.transports.registry import parse_uri
 
-KEEP_S = 60.0
+KEEP_S = 5.0
+_ABANDONED_S = 3600.0  # nobody writes at one entry for so long
 _KEY = re.compile(r"[0-9a-f]{32}", re.ASCII)
 _TEMPORARY = re.compile(r"[0-9a-f]{32}\.tmp", re.ASCII)
 _DIGEST = "baton-digest"
@@ -51,7 +54,7 @@ class Entry(NamedTuple):
 class StoreOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where a store is, and its bound: options of a URI `file://`."""
 
-    path: str = os.path.join("~", ".cache", "baton", "kv")
+    path: Annotated[str, msgspec.Meta(min_length=1)] = os.path.join("~", ".cache", "baton", "kv")
     max_bytes: int = 8 << 30
 
 
@@ -64,7 +67,6 @@ class FileStore:
 
         Raises `ConfigError` when it cannot be used.
         """
-        self.directory = Path(directory).expanduser()
         self.max_bytes = max_bytes
         if max_bytes < 1:
             raise ConfigError("transport", f"file: max_bytes is at least 1, got {max_bytes}")
@@ -72,16 +74,17 @@ class FileStore:
         self._room = 0  # bytes that may be put before the directory is looked through again
         self._lock = threading.Lock()
         try:
+            self.directory = Path(directory).expanduser()
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             if not os.access(self.directory, os.R_OK | os.W_OK | os.X_OK):
                 raise PermissionError("not readable and writable")
-        except OSError as error:
-            raise ConfigError("transport", f"file: cannot use the directory {self.directory}: {error}") from error
+        except (OSError, ValueError, RuntimeError) as error:  # a null byte; `~` of nobody
+            raise ConfigError("transport", f"file: cannot use the directory {directory}: {error}") from error
 
     def put(self, tensors: Mapping[str, ByteArray], about: Mapping[str, str] | None = None, key: str = "") -> str:
         """Store uint8 arrays `[bytes]` and return the key: `key`, or by default the digest of all that is put.
 
-        Raises `TransportError` when the store cannot hold them.
+        Raises `TransportError` when the store cannot hold them or cannot be written to.
         """
         if key and self.use(key):
             return key
@@ -93,9 +96,9 @@ class FileStore:
         data = encode({name: np.ascontiguousarray(array) for name, array in tensors.items()}, {**about, _DIGEST: found})
         if len(data) > self.max_bytes:
             raise TransportError(f"an entry of {len(data)} bytes does not fit into a store of {self.max_bytes}")
-        self._make_room(len(data))
         part = self.directory / f"{secrets.token_hex(16)}.tmp"
         try:
+            self._make_room(len(data))
             fd = os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             with open(fd, "wb") as file:
                 file.write(data)
@@ -109,7 +112,8 @@ class FileStore:
     def get(self, key: str) -> Entry | None:
         """The entry of `key`; None when there is none.
 
-        Raises `TransportError` for an entry that is damaged; it is removed, so that it can be put again.
+        Raises `TransportError` for an entry that is damaged; it is removed, so that it can be put again. And for one
+        that cannot be read; that stays.
         """
         path = self._path(key)
         try:
@@ -121,6 +125,8 @@ class FileStore:
             with contextlib.suppress(OSError):
                 path.unlink()
             raise TransportError(f"entry {key} of the store is damaged: {error}") from error
+        except OSError as error:
+            raise TransportError(f"entry {key} of the store cannot be read: {error.strerror}") from error
         self._touch(path)
         return entry
 
@@ -130,8 +136,7 @@ class FileStore:
 
     def remove(self, key: str) -> None:
         """Remove an entry, if it is there."""
-        with contextlib.suppress(FileNotFoundError):
-            self._path(key).unlink()
+        self._path(key).unlink(missing_ok=True)
 
     def keys(self) -> list[str]:
         """All keys, those used longest ago first."""
@@ -156,7 +161,9 @@ class FileStore:
         except FileNotFoundError:
             return None
         except OSError as error:
-            raise ValueError(error.strerror) from error
+            if error.errno in (errno.ELOOP, errno.ENXIO):  # a link, a socket
+                raise ValueError(error.strerror) from error
+            raise
         with open(fd, "rb") as file:
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode) or status.st_size > self.max_bytes:
@@ -173,7 +180,7 @@ class FileStore:
                     status = item.stat(follow_symlinks=False)
                     if _KEY.fullmatch(item.name):
                         found.append((status.st_mtime, status.st_size, Path(item.path)))
-                    elif _TEMPORARY.fullmatch(item.name) and time.time() - status.st_mtime > 60 * KEEP_S:
+                    elif _TEMPORARY.fullmatch(item.name) and time.time() - status.st_mtime > _ABANDONED_S:
                         os.unlink(item.path)
         return sorted(found)
 
@@ -190,11 +197,17 @@ class FileStore:
         for used, size, path in entries:
             if room >= nbytes + self._margin or time.time() - used < KEEP_S:
                 break
-            with contextlib.suppress(OSError):
+            try:
+                if path.lstat().st_mtime != used:  # somebody uses it by now
+                    continue
                 path.unlink()
+            except FileNotFoundError:  # another process has made the same room
+                pass
+            except OSError:
+                continue
             room += size
         if room < nbytes:
-            raise TransportError(f"the store {self.directory} is full of entries of the last minute")
+            raise TransportError(f"the store {self.directory} is full of entries of the last {KEEP_S:g} seconds")
         return min(room, nbytes + self._margin)
 
 

@@ -1,0 +1,452 @@
+"""Connections that break while copies are under way, over a library whose batches end when the test says so."""
+
+from __future__ import annotations
+
+import gc
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from baton.errors import ConfigError, ProtocolError, TransportError
+from baton.transports import mooncake
+from baton.transports import remote as remote_module
+from baton.transports.base import ByteArray, CopyList, DeviceMemory, Direction, Operation, Peer
+from baton.transports.batches import Rows
+from baton.transports.library import BatchFailedError, Library, RemotePeer
+from baton.transports.lifeline import MAX_STRANGERS, Lifeline, Line
+from baton.transports.registry import create_transport
+from baton.transports.remote import MAX_REGIONS, RemoteTransport
+
+
+@dataclass(eq=False)
+class Batch:
+    state: str = "moving"
+
+
+class FakeLibrary(Library):
+    scheme = "fake"
+
+    def __init__(self, name: str, cuts: bool) -> None:
+        self.name, self.cuts = name, cuts
+        self.batches: list[Batch] = []
+        self.added: list[str] = []
+        self.removed: list[str] = []
+        self.may_take_in = threading.Event()
+        self.may_take_in.set()
+
+    def start(self, lifeline: Lifeline, bounce: ByteArray) -> None:
+        self._bounce = bounce
+
+    def stop(self) -> None: ...
+
+    def register(self, regions: list[ByteArray]) -> tuple[str, bytes]:
+        return self.name, b""
+
+    def register_device(self, memory: list[DeviceMemory]) -> tuple[str, bytes]:
+        return self.name, b""
+
+    def add(self, endpoint: str, metadata: bytes) -> None:
+        self.added.append(endpoint)
+
+    def remove(self, endpoint: str) -> bool:
+        self.removed.append(endpoint)
+        return self.cuts
+
+    def issue(self, peer: RemotePeer, direction: Direction, rows: Rows) -> Any:
+        if rows[0, 0] == self._bounce.ctypes.data:
+            return Batch("done")
+        self.batches.append(Batch())
+        return self.batches[-1]
+
+    def check(self, handle: Batch) -> bool:
+        if handle.state == "failed":
+            raise TransportError("a batch failed")
+        if handle.state == "refused":
+            raise BatchFailedError("a batch was refused")
+        return handle.state == "done"
+
+    def ended(self, handle: Batch) -> bool:
+        return self.cuts or handle.state != "moving"
+
+    def take_in(self) -> None:
+        assert self.may_take_in.wait(20)
+
+
+class Side:
+    """A transport over a fake library, with one region of 64 bytes."""
+
+    def __init__(self, name: str, cuts: bool) -> None:
+        self.library = FakeLibrary(name, cuts)
+        self.transport = RemoteTransport(self.library, "127.0.0.1")
+        self.descriptor = self.transport.register([self.transport.allocate(name, 64)])
+
+    def submit(self, peer: Peer, direction: Direction = "write") -> Operation:
+        return self.transport.submit(peer, direction, CopyList(0, 0, *[np.array([8], dtype=np.int64)] * 3))
+
+    def batch(self) -> Batch:
+        """The one under way."""
+        eventually(lambda: len(self.library.batches) == 1)
+        return self.library.batches[0]
+
+    def settle(self, state: str) -> None:
+        self.batch().state = state
+        self.transport._driver.lifeline.wake()
+
+
+def eventually(holds: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+@pytest.fixture(params=[True, False], ids=["cuts", "cannot cut"])
+def sides(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Side, Side]]:
+    monkeypatch.setattr(remote_module, "CANCEL_TIMEOUT_S", 0.3)
+    near, far = Side("near", request.param), Side("far", request.param)
+    yield near, far
+    for side in (near, far):
+        side.library.may_take_in.set()
+        side.transport.close()
+
+
+# ---------------------------------------------------------------- operations of a broken connection
+
+
+def test_what_has_not_begun_ends_with_the_connection(sides: tuple[Side, Side]) -> None:
+    near, far = sides
+    peer = near.transport.connect(far.descriptor)
+    first, *queued = [near.submit(peer) for _ in range(4)]
+    far.library.may_take_in.clear()
+    near.settle("failed")
+    assert [operation.wait(10) for operation in queued] == ["failed"] * 3
+    assert first.poll() == "pending"
+    assert not peer.alive()
+
+
+@pytest.mark.parametrize("sides", [True], indirect=True)
+def test_a_write_that_failed_ends_once_the_peer_has_taken_in_what_was_sent(sides: tuple[Side, Side]) -> None:
+    """It may still come in at the peer, whose pages must not be another's by then."""
+    near, far = sides
+    peer = near.transport.connect(far.descriptor)
+    operation = near.submit(peer)
+    far.library.may_take_in.clear()
+    near.settle("failed")
+    eventually(lambda: near.library.removed)
+    assert not peer.alive()
+    assert operation.wait(0.3) == "pending"
+    assert near.transport.cancel(operation) == "unknown"
+    far.library.may_take_in.set()
+    assert operation.wait(10) == "failed"
+    assert operation.error == "fake: a batch failed"
+    assert near.transport.cancel(operation) == "quiet"
+    again = near.transport.connect(far.descriptor)
+    near.library.batches.clear()
+    operation = near.submit(again)
+    near.settle("done")
+    assert operation.wait(10) == "done"
+
+
+@pytest.mark.parametrize("sides", [True], indirect=True)
+def test_a_write_that_failed_ends_when_the_peer_cannot_be_asked(sides: tuple[Side, Side]) -> None:
+    near, far = sides
+    peer = near.transport.connect(far.descriptor)
+    assert isinstance(peer, RemotePeer)
+    operation = near.submit(peer)
+    far.library.may_take_in.clear()
+    near.settle("failed")
+    assert operation.wait(0.3) == "pending"
+    peer.line.abort()
+    assert operation.wait(10) == "failed"
+
+
+@pytest.mark.parametrize("sides", [True], indirect=True)
+def test_a_read_that_failed_is_quiet(sides: tuple[Side, Side]) -> None:
+    near, far = sides
+    peer = near.transport.connect(far.descriptor)
+    operation = near.submit(peer, "read")
+    far.library.may_take_in.clear()
+    near.settle("failed")
+    assert operation.wait(10) == "failed"
+
+
+@pytest.mark.parametrize("direction", ["read", "write"])
+@pytest.mark.parametrize("state", ["done", "refused"])
+def test_a_connection_is_cut_when_its_batch_has_ended(
+    sides: tuple[Side, Side], state: str, direction: Direction
+) -> None:
+    """A library can neither stop a batch nor tell, once its peer is removed, whether it still runs."""
+    near, far = sides
+    peer = near.transport.connect(far.descriptor)
+    operation = near.submit(peer, direction)
+    near.batch()
+    near.transport.disconnect(peer)
+    assert operation.wait(0.2) == "pending"
+    assert near.library.removed == []
+    near.settle(state)
+    assert operation.wait(10) == "failed"
+    eventually(lambda: near.transport._driver.peers == [])
+    assert near.library.removed == ["far"]
+
+
+def test_a_connection_with_a_batch_under_way_is_used_again(sides: tuple[Side, Side]) -> None:
+    """To make the endpoint known anew would take away what tells of the old batch."""
+    near, far = sides
+    old = near.transport.connect(far.descriptor)
+    first = near.submit(old)
+    near.batch()
+    near.transport.disconnect(old)
+    new = near.transport.connect(far.descriptor)
+    near.settle("done")
+    assert first.wait(10) == "failed"
+    near.library.batches.clear()
+    second = near.submit(new)
+    near.settle("done")
+    assert second.wait(10) == "done"
+    assert (near.library.added, near.library.removed) == (["far"], [])
+    near.transport.disconnect(new)
+    assert near.library.removed == ["far"]
+
+
+@pytest.mark.parametrize("sides", [False], indirect=True)
+def test_a_word_of_the_peer_proves_nothing_of_what_this_side_does(sides: tuple[Side, Side]) -> None:
+    near, far = sides
+    peer = near.transport.connect(far.descriptor)
+    operation = near.submit(peer)
+    near.settle("failed")
+    eventually(lambda: not peer.alive())
+    for line in list(far.transport._driver._announced):
+        line.send(b"drained")
+    assert operation.wait(0.5) == "pending"
+
+
+def test_a_cancel_does_not_wait_for_what_is_before_it(sides: tuple[Side, Side]) -> None:
+    near, far = sides
+    peer = near.transport.connect(far.descriptor)
+    stuck, queued = near.submit(peer), near.submit(peer)
+    near.batch()
+    assert near.transport.cancel(queued) == "quiet"
+    assert queued.error == "cancelled after 0 of 1 batches"
+    start = time.monotonic()
+    assert near.transport.cancel(stuck) == "unknown"
+    waited = time.monotonic() - start
+    assert waited >= 0.3
+    start = time.monotonic()
+    assert near.transport.cancel(stuck) == "unknown"
+    assert time.monotonic() - start < 0.2  # it was waited for already
+    near.settle("done")
+    assert stuck.wait(10) == "done"
+
+
+def test_many_stuck_operations_hold_up_a_disconnect_once(sides: tuple[Side, Side]) -> None:
+    near, far = sides
+    peer = near.transport.connect(far.descriptor)
+    operations = [near.submit(peer) for _ in range(20)]
+    near.batch()
+    start = time.monotonic()
+    near.transport.disconnect(peer)
+    assert time.monotonic() - start < 3
+    assert [operation.wait(10) for operation in operations[1:]] == ["failed"] * 19
+
+
+def test_the_end_of_a_broken_connection_leaves_the_next_one_alone(sides: tuple[Side, Side]) -> None:
+    near, far = sides
+    old = near.transport.connect(far.descriptor)
+    near.submit(old)
+    near.settle("failed")
+    eventually(lambda: not old.alive())
+    new = near.transport.connect(far.descriptor)
+    near.transport.disconnect(old)
+    assert new.alive()
+    near.library.batches.clear()
+    operation = near.submit(new)
+    near.settle("done")
+    assert operation.wait(10) == "done"
+
+
+def test_a_close_with_a_copy_under_way_proves_nothing_to_the_peer(sides: tuple[Side, Side]) -> None:
+    near, far = sides
+    peer, back = near.transport.connect(far.descriptor), far.transport.connect(near.descriptor)
+    operation = near.submit(peer)
+    near.batch()
+    near.transport.close()
+    eventually(lambda: not back.alive())
+    time.sleep(0.1)
+    assert not back.fenced()
+    if near.library.cuts:
+        assert operation.wait(10) == "failed"
+
+
+# ---------------------------------------------------------------- starts, registrations, descriptors
+
+
+def test_a_library_that_does_not_start_is_one_line() -> None:
+    class Broken(FakeLibrary):
+        def start(self, lifeline: Lifeline, bounce: ByteArray) -> None:
+            raise RuntimeError("no device")
+
+    with pytest.raises(ConfigError) as caught:
+        RemoteTransport(Broken("x", True), "127.0.0.1")
+    assert str(caught.value) == "transport: fake does not start: no device"
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+def test_peers_need_an_address_that_they_can_reach(host: str) -> None:
+    with pytest.raises(ConfigError, match="an address that peers can reach"):
+        RemoteTransport(FakeLibrary("x", True), host)
+
+
+def test_regions_are_counted(sides: tuple[Side, Side]) -> None:
+    transport = RemoteTransport(FakeLibrary("x", True), "127.0.0.1")
+    try:
+        region = transport.allocate("x", 8)
+        for regions in ([], [region] * (MAX_REGIONS + 1)):
+            with pytest.raises(TransportError, match="1 to 1024 regions"):
+                transport.register(regions)
+    finally:
+        transport.close()
+
+
+def test_descriptors_that_are_no_text_are_refused(sides: tuple[Side, Side]) -> None:
+    near, far = sides
+    broken = far.descriptor.replace(b"127.0.0.1", b"127.0.0.\xff")
+    assert broken != far.descriptor
+    with pytest.raises(ProtocolError, match="not a descriptor"):
+        near.transport.connect(broken)
+    with pytest.raises(ProtocolError, match="no numeric address: 'localhos1'"):
+        near.transport.connect(far.descriptor.replace(b"127.0.0.1", b"localhos1"))
+
+
+# ---------------------------------------------------------------- lines
+
+
+def test_a_line_that_takes_no_more_frames_ends() -> None:
+    """A frame that was left out would be waited for by both sides."""
+    one, two = Lifeline("127.0.0.1"), Lifeline("127.0.0.1")
+    try:
+        thread = threading.Thread(target=lambda: [two.wait(0.1) for _ in range(20)])
+        thread.start()
+        line = one.dial(two.contact)
+        thread.join()
+        frame = bytes(4096 - 4)
+        for _ in range(1 << 14):
+            if not line.open():
+                break
+            line.send(frame)
+        assert not line.open()
+    finally:
+        one.close()
+        two.close()
+
+
+def test_a_full_line_ends_at_the_first_frame_that_does_not_fit() -> None:
+    class Full:
+        shut = False
+
+        def send(self, data: object, flags: int) -> int:
+            raise BlockingIOError
+
+        def shutdown(self, how: int) -> None:
+            self.shut = True
+
+    full = Full()
+    Line(full, admitted=True).send(b"x")  # type: ignore[arg-type]
+    assert full.shut
+
+
+def test_strangers_take_a_bounded_number_of_sockets() -> None:
+    lifeline = Lifeline("127.0.0.1")
+    callers = []
+    try:
+        contact = lifeline.contact
+        for _ in range(MAX_STRANGERS + 10):
+            callers.append(socket.create_connection((contact.host, contact.port), 5))
+            lifeline.wait(0.2)
+        lines = [key.data for key in lifeline._selector.get_map().values() if key.data is not None]
+        assert len(lines) == MAX_STRANGERS
+        callers[0].settimeout(5)
+        assert callers[0].recv(1) == b""
+        callers[-1].sendall(len(contact.secret).to_bytes(4, "big") + contact.secret)
+        lifeline.wait(1)
+        callers[-1].settimeout(5)
+        assert callers[-1].recv(64) == b"\0\0\0\x07welcome"
+    finally:
+        for caller in callers:
+            caller.close()
+        lifeline.close()
+
+
+def test_a_line_that_is_hung_up_at_once_disturbs_nobody() -> None:
+    one, two = Lifeline("127.0.0.1"), Lifeline("127.0.0.1")
+    try:
+        thread = threading.Thread(target=lambda: [two.wait(0.1) for _ in range(10)])
+        thread.start()
+        line = one.dial(two.contact)
+        thread.join()
+        one.hang_up(line)
+        assert one.wait(0) == []
+    finally:
+        one.close()
+        two.close()
+        one.wake()
+
+
+# ---------------------------------------------------------------- mooncake
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Mooncake's engine, which copies nothing; a batch takes until `go_on` is set."""
+    go_on, opened = threading.Event(), set()
+
+    def copy(endpoint: str, near: list[int], far: list[int], nbytes: list[int]) -> int:
+        if nbytes != [1]:
+            go_on.wait(20)
+        return 0
+
+    fake = SimpleNamespace(
+        go_on=go_on,
+        opened=opened,
+        initialize=lambda *arguments: 0,
+        get_rpc_port=lambda: 4321,
+        register_memory=lambda address, nbytes: opened.add(address) or 0,
+        unregister_memory=opened.remove,
+        batch_transfer_sync_write=copy,
+        batch_transfer_sync_read=copy,
+    )
+    monkeypatch.setattr(mooncake, "load_engine", lambda: lambda: fake)
+    monkeypatch.setattr(remote_module, "CANCEL_TIMEOUT_S", 0.2)
+    return fake
+
+
+def test_mooncakes_memory_outlives_a_batch_that_outlives_the_transport(engine: SimpleNamespace) -> None:
+    near, far = create_transport("mooncake"), create_transport("mooncake")
+    region = near.allocate("near", 64)
+    near.register([region])
+    peer = near.connect(far.register([far.allocate("far", 64)]))
+    near.submit(peer, "write", CopyList(0, 0, *[np.array([8], dtype=np.int64)] * 3))
+    assert isinstance(peer, RemotePeer)
+    eventually(lambda jobs=peer.jobs: jobs and jobs[0].handle is not None)
+    del peer
+    near.close()
+    far.close()
+    assert engine.opened == set()
+    alive = weakref.ref(region)
+    del near, region
+    gc.collect()
+    assert alive() is not None
+    engine.go_on.set()
+
+
+@pytest.mark.parametrize("endpoint", ["", "host:1", "127.0.0.1:0", "127.0.0.1:65536", "127.0.0.1:x", "127.0.0.1"])
+def test_endpoints_that_mooncake_does_not_make_are_refused(endpoint: str, engine: SimpleNamespace) -> None:
+    with pytest.raises(ProtocolError, match="not an endpoint of mooncake"):
+        mooncake.MooncakeLibrary(mooncake.MooncakeOptions()).add(endpoint, b"")

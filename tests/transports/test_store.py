@@ -1,0 +1,205 @@
+"""The store of `file` where the disk, the directory or another process does something else than it should."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from baton.errors import ConfigError, TransportError
+from baton.testing.transport_peer import pattern
+from baton.transports.base import CopyList
+from baton.transports.batches import Rows
+from baton.transports.file import FileLibrary
+from baton.transports.registry import create_transport
+from baton.transports.remote import RemoteTransport
+from baton.transports.store import KEEP_S, FileStore
+
+
+def age(path: Path, seconds: float) -> None:
+    at = time.time() - seconds
+    os.utime(path, (at, at))
+
+
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.EACCES, errno.EIO, errno.ESTALE])
+def test_an_entry_that_cannot_be_read_is_not_damaged(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = FileStore(tmp_path)
+    key = store.put({"x": pattern(64, 1)})
+
+    def refuse(*arguments: Any) -> int:
+        raise OSError(code, os.strerror(code))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", refuse)
+        with pytest.raises(TransportError, match=f"cannot be read: {os.strerror(code)}"):
+            store.get(key)
+    assert store.get(key) is not None
+
+
+def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = FileStore(tmp_path)
+    # What write() says of a full disk comes from a real one.
+    monkeypatch.setattr("baton.transports.store.open", lambda fd, mode: _full(fd), raising=False)
+    with pytest.raises(TransportError, match=r"cannot write to the store .*: No space left on device"):
+        store.put({"x": pattern(64, 1)})
+    assert list(tmp_path.iterdir()) == []
+
+
+def _full(fd: int) -> Any:
+    os.dup2(os.open("/dev/full", os.O_WRONLY), fd)
+    return os.fdopen(fd, "wb")
+
+
+def test_a_directory_that_is_gone_is_an_error_of_the_transport(tmp_path: Path) -> None:
+    store = FileStore(tmp_path / "kv")
+    (tmp_path / "kv").rmdir()
+    with pytest.raises(TransportError, match=r"cannot write to the store .*: No such file"):
+        store.put({"x": pattern(64, 1)})
+    assert store.get("00" * 16) is None
+
+
+def test_old_entries_go_and_those_of_the_last_seconds_stay(tmp_path: Path) -> None:
+    """Young entries may be on their way to a reader; they are few enough for a store to take in all that comes."""
+    store = FileStore(tmp_path, 4096)
+    keys = [store.put({"x": pattern(800, i)}) for i in range(4)]
+    with pytest.raises(TransportError, match=f"full of entries of the last {KEEP_S:g} seconds"):
+        store.put({"x": pattern(800, 9)})
+    assert sorted(store.keys()) == sorted(keys)
+    assert KEEP_S <= 5  # 8 GiB, the default, take 1.6 GiB/s
+    age(tmp_path / keys[2], KEEP_S + 1)
+    store.put({"x": pattern(800, 9)})
+    left = set(store.keys())
+    assert left >= {keys[0], keys[1], keys[3]}
+    assert keys[2] not in left
+
+
+def test_an_entry_that_is_used_while_room_is_made_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, other = FileStore(tmp_path, 4096), FileStore(tmp_path, 4096)
+    keys = [store.put({"x": pattern(800, i)}) for i in range(4)]
+    for i, key in enumerate(keys):
+        age(tmp_path / key, 100 - i)
+    look = FileStore._entries
+
+    def slow(self: FileStore) -> list[tuple[float, int, Path]]:
+        found = look(self)
+        assert other.use(keys[0])
+        other.remove(keys[1])
+        return found
+
+    monkeypatch.setattr(FileStore, "_entries", slow)
+    store.put({"x": pattern(800, 9)})
+    assert set(store.keys()) >= {keys[0], keys[2], keys[3]}, "one that was used, and the room that another made counts"
+
+
+def test_what_cannot_be_removed_makes_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = FileStore(tmp_path, 4096)
+    keys = [store.put({"x": pattern(800, i)}) for i in range(4)]
+    for key in keys:
+        age(tmp_path / key, 100)
+
+    def refuse(self: Path, missing_ok: bool = False) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    with pytest.raises(TransportError, match="is full"):
+        store.put({"x": pattern(800, 9)})
+
+
+@pytest.mark.parametrize(
+    ("uri", "message"),
+    [
+        ("file:///tmp/a%00b", "cannot use the directory /tmp/a\0b: embedded null byte"),
+        ("file://?path=~nobody-here/kv", "cannot use the directory ~nobody-here/kv: Could not determine"),
+        ("file://?path=", "Expected `str` of length >= 1 - at `$.path`"),
+    ],
+)
+def test_paths_that_are_none_are_refused(uri: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        create_transport(uri)
+
+
+# ---------------------------------------------------------------- the transport over it
+
+
+def pair(directory: Path) -> tuple[RemoteTransport, RemoteTransport]:
+    sides = [create_transport(f"file://{directory}/kv") for _ in range(2)]
+    assert all(isinstance(side, RemoteTransport) for side in sides)
+    return sides[0], sides[1]  # type: ignore[return-value]
+
+
+def test_whoever_asks_is_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever goes wrong at the peer: without an answer, a copy and its pages would wait for the peer's death."""
+    near, far = pair(tmp_path)
+    try:
+        near.register([near.allocate("near", 64)])
+        peer = near.connect(far.register([far.allocate("far", 64)]))
+
+        def fail(*arguments: Any) -> None:
+            raise MemoryError
+
+        assert isinstance(far._library, FileLibrary)
+        monkeypatch.setattr(far._library, "_fetch", fail)
+        operation = near.submit(peer, "write", CopyList(0, 0, *[np.array([8], dtype=np.int64)] * 3))
+        assert operation.wait(10) == "failed"
+        assert operation.error == "MemoryError"
+        assert peer.alive()
+        assert near._library._waiting == {}  # type: ignore[attr-defined]
+    finally:
+        far.close()
+        near.close()
+
+
+def test_nothing_is_written_for_one_who_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who lost the line may have told this engine, by another way, that its pages are free."""
+    near, far = pair(tmp_path)
+    reading, go_on, get = threading.Event(), threading.Event(), FileStore.get
+    memory = far.allocate("far", 64)
+    try:
+        own = near.allocate("near", 64)
+        own[:] = 7
+        near.register([own])
+        peer = near.connect(far.register([memory]))
+
+        def slow(self: FileStore, key: str) -> Any:
+            entry = get(self, key)
+            reading.set()
+            assert go_on.wait(20)
+            return entry
+
+        monkeypatch.setattr(FileStore, "get", slow)
+        operation = near.submit(peer, "write", CopyList(0, 0, *[np.array([8], dtype=np.int64)] * 3))
+        assert reading.wait(10)
+        peer.line.abort()  # type: ignore[attr-defined]
+        assert operation.wait(10) == "failed"
+    finally:
+        go_on.set()
+        far.close()
+        near.close()
+    assert not memory.any()
+
+
+def test_text_that_is_none_ends_the_line(tmp_path: Path) -> None:
+    near, far = pair(tmp_path)
+    try:
+        near.register([near.allocate("near", 64)])
+        peer = near.connect(far.register([far.allocate("far", 64)]))
+        runs: Rows = np.array([[1], [8]], dtype=np.int64)
+        frame = msgspec.msgpack.encode(["ask", 1, "write", "key", runs.tobytes()]).replace(b"key", b"k\xffy")
+        peer.line.send(frame)  # type: ignore[attr-defined]
+        deadline = time.monotonic() + 10
+        while peer.alive():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    finally:
+        far.close()
+        near.close()
