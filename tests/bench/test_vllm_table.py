@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 
-from baton.bench.vllm import SPIN_S, Row, table
+from baton.bench.vllm import Row, table
 from baton.bench.vllm_legs import Answer
 
 
@@ -21,17 +19,6 @@ def test_a_row_takes_times_in_milliseconds() -> None:
     assert row.ttft == [30.0]
     assert row.second == pytest.approx([32.0])
     assert row.tpot == pytest.approx([2.0])
-    assert row.late == pytest.approx([2.0])
-
-
-def test_late_tokens_are_those_after_the_spin() -> None:
-    times = [0.0, *(0.004 * n for n in range(1, 250)), *(SPIN_S + 0.1 + 0.002 * n for n in range(100))]
-    row = Row()
-    row.add(Answer(list(range(len(times))), times))
-    assert row.late == pytest.approx([2.0])
-    short = Row()
-    short.add(answer(0.03, 0.002, 10))
-    assert math.isnan(short.late[0])
 
 
 def test_ratios_are_within_rounds_and_failures_are_told() -> None:

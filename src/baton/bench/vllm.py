@@ -20,6 +20,7 @@ import signal
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -38,8 +39,7 @@ FLAGS = (*SHIPPED_FLAGS, *ONE_PROCESS)
 ROLES = (("P", "kv_producer"), ("D", "kv_consumer"))
 PEERS = ("NixlConnector", "NixlPushConnector")
 WARM_UP = 2
-# vLLM's workers spin for a second after the last message.
-SPIN_S = 1.1
+# As shipped, vLLM's workers spin for a second after the last message.
 SLEEP_S = 1.3
 IDLE_AFTER_S, WINDOW_S = 2.0, 5.0
 VOCABULARY = (3, 2000)
@@ -57,15 +57,14 @@ class Deployment:
 
 @dataclass(slots=True)
 class Row:
-    """Milliseconds, one per round. `second`: until the second token, by when the handoff is over; `tpot`: vLLM's
-    definition, (last - first) / (tokens - 1); `late`: the mean gap between tokens once the prefill server's worker
-    sleeps; nan where there are none so late, or no answer. `num_other`: answers that were not those of one server.
+    """Milliseconds, one per round; nan where there was no answer. `second`: until the second token, by when the handoff
+    is over; `tpot`: vLLM's definition, (last - first) / (tokens - 1). `num_other`: answers that were not those of one
+    server.
     """
 
     ttft: list[float] = field(default_factory=list)
     second: list[float] = field(default_factory=list)
     tpot: list[float] = field(default_factory=list)
-    late: list[float] = field(default_factory=list)
     num_other: int = 0
     num_failed: int = 0
 
@@ -73,15 +72,13 @@ class Row:
         """One round; None: it failed."""
         if answer is None:
             self.num_failed += 1
-            for values in (self.ttft, self.second, self.tpot, self.late):
+            for values in (self.ttft, self.second, self.tpot):
                 values.append(math.nan)
             return
         times = [1e3 * at for at in answer.times_s]
-        late = [at for at in times if at > times[0] + 1e3 * SPIN_S]
         self.ttft.append(times[0])
         self.second.append(times[1])
         self.tpot.append((times[-1] - times[0]) / (len(times) - 1))
-        self.late.append((late[-1] - late[0]) / (len(late) - 1) if len(late) > 2 else math.nan)
 
 
 def _transfer(connector: str, role: str, name: str, best: bool = False, **extra: Any) -> dict[str, Any]:
@@ -190,19 +187,20 @@ async def processor(deployment: Deployment) -> tuple[float, float]:
 
 
 async def _cores(deployment: Deployment) -> float:
-    before = [server.cpu_s() for server in deployment.servers]
+    started, before = time.monotonic(), sum(server.cpu_s() for server in deployment.servers)
     await asyncio.sleep(WINDOW_S)
-    return sum(s.cpu_s() - b for s, b in zip(deployment.servers, before, strict=True)) / WINDOW_S
+    # Longer than that where all cores are taken.
+    return (sum(server.cpu_s() for server in deployment.servers) - before) / (time.monotonic() - started)
 
 
 def table(rows: dict[str, Row], one: str) -> list[str]:
     """Medians, and median ratios to `one` with their quartiles, as Markdown."""
-    lines = ["| deployment | TTFT ms | over one | 2nd token ms | TPOT ms | over one | late ITL ms | over one | notes |"]
-    lines.append("|---|---|---|---|---|---|---|---|---|")
+    lines = ["| deployment | TTFT ms | over one | 2nd token ms | TPOT ms | over one | notes |"]
+    lines.append("|---|---|---|---|---|---|---|")
     base = rows[one]
     for name, row in rows.items():
         cells = [name, _median(row.ttft), _ratio(row.ttft, base.ttft), _median(row.second)]
-        cells += [_median(row.tpot), _ratio(row.tpot, base.tpot), _median(row.late), _ratio(row.late, base.late)]
+        cells += [_median(row.tpot), _ratio(row.tpot, base.tpot)]
         notes = {"other answers": row.num_other, "failed": row.num_failed}
         cells.append(", ".join(f"{count} {note}" for note, count in notes.items() if count))
         lines.append(f"| {' | '.join(cells)} |")
