@@ -286,7 +286,7 @@ class Reporter:
         self._fd = ready_fd
         if ready_fd is not None:
             os.set_inheritable(ready_fd, False)
-            _die_with_parent()
+            die_with_parent()
 
     def progress(self, text: str) -> None:
         """Tell what start-up does now."""
@@ -305,7 +305,7 @@ class Reporter:
         os.write(self._fd, json.dumps(report).encode() + b"\n")
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """Have the kernel send this process SIGTERM when its parent dies. Linux only."""
     if sys.platform != "linux":
         return

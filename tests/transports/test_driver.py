@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import socket
 import threading
@@ -328,23 +329,30 @@ def test_descriptors_that_are_no_text_are_refused(sides: tuple[Side, Side]) -> N
 # ---------------------------------------------------------------- lines
 
 
-def test_a_line_that_takes_no_more_frames_ends() -> None:
-    """A frame that was left out would be waited for by both sides."""
+@contextlib.contextmanager
+def dialled() -> Iterator[tuple[Lifeline, Line]]:
+    """A lifeline, and its line to another, which reads nothing any more."""
     one, two = Lifeline("127.0.0.1"), Lifeline("127.0.0.1")
     try:
         thread = threading.Thread(target=lambda: [two.wait(0.1) for _ in range(20)])
         thread.start()
         line = one.dial(two.contact)
         thread.join()
+        yield one, line
+    finally:
+        one.close()
+        two.close()
+
+
+def test_a_line_that_takes_no_more_frames_ends() -> None:
+    """A frame that was left out would be waited for by both sides."""
+    with dialled() as (_, line):
         frame = bytes(4096 - 4)
         for _ in range(1 << 14):
             if not line.open():
                 break
             line.send(frame)
         assert not line.open()
-    finally:
-        one.close()
-        two.close()
 
 
 def test_a_full_line_ends_at_the_first_frame_that_does_not_fit() -> None:
@@ -385,18 +393,10 @@ def test_strangers_take_a_bounded_number_of_sockets() -> None:
 
 
 def test_a_line_that_is_hung_up_at_once_disturbs_nobody() -> None:
-    one, two = Lifeline("127.0.0.1"), Lifeline("127.0.0.1")
-    try:
-        thread = threading.Thread(target=lambda: [two.wait(0.1) for _ in range(10)])
-        thread.start()
-        line = one.dial(two.contact)
-        thread.join()
+    with dialled() as (one, line):
         one.hang_up(line)
         assert one.wait(0) == []
-    finally:
-        one.close()
-        two.close()
-        one.wake()
+    one.wake()
 
 
 # ---------------------------------------------------------------- mooncake

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import signal
@@ -17,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from baton.errors import EngineUnavailableError
+from baton.processes import die_with_parent
 
 START_TIMEOUT_S = 400.0
 _STOP_TIMEOUT_S = 30.0
 _LOG_TAIL = 3000
-_PR_SET_PDEATHSIG = 1
 # One thread each: prefill, decode and the server that they are compared with share few cores.
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -120,14 +119,9 @@ def _start(python: str, model: str, folder: Path, config: ServerConfig) -> VllmS
     log = folder / f"{config.name}.log"
     with log.open("wb") as out:
         process = subprocess.Popen(
-            command, env=environment, stdout=out, stderr=out, start_new_session=True, preexec_fn=_end_with_parent
+            command, env=environment, stdout=out, stderr=out, start_new_session=True, preexec_fn=die_with_parent
         )
     return VllmServer(config.name, f"http://127.0.0.1:{port}", process, log)
-
-
-def _end_with_parent() -> None:
-    """No server outlives what started it, however that ended."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _wait_ready(server: VllmServer) -> None:
