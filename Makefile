@@ -46,7 +46,7 @@ bench: $(STAMP)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m baton.bench.all
 
 simulate: $(STAMP)
-	@$(BIN)/python -m baton.testing.simulator --seeds 20000 --first-seed 0
+	@$(BIN)/python -m baton.testing.simulator --seeds 20000
 
 train: $(STAMP)
 	$(BIN)/python tools/train_demo_models.py

@@ -574,3 +574,27 @@ def test_copies_go_on_only_where_the_peer_asked_for_them(world: World) -> None:
     world.run(0.5)
     assert used == [old]
     assert new.alive()
+
+
+def test_a_fence_is_not_taken_for_the_death_of_the_process(world: World) -> None:
+    """D's end of the connection is closed, its last word and all answers are lost, and it forgets the attempt."""
+    p, d = Node(world, "P"), Node(world, "D", stuck=True)
+    ticket = world.ticket(p, d, "pull", life=4)
+    p.runner.open_prefill(ticket)
+    d.runner.open_decode(ticket, {"target": (0, N)}, {"target": [3, 4]})
+    world.prefill(p, ticket)
+    world.run(0.5)
+    to_p, to_d = d.channel.send, p.channel.send
+    d.channel.send = lambda c, m: None if isinstance(m, Cancelled) else to_p(c, m)  # type: ignore[method-assign]
+    p.channel.send = lambda c, m: None  # type: ignore[method-assign]
+    (link,) = d.runner.links.servers.values()
+    link.peer.is_alive = lambda: False  # type: ignore[union-attr]
+    link.peer.is_fenced = lambda: True  # type: ignore[union-attr]
+    world.run(15)
+    assert d.count(DecodeReleased) == 1
+    assert not d.runner.machines.decodes.ended
+    assert p.count(PrefillReleased) == 0
+    d.channel.send, p.channel.send = to_p, to_d  # type: ignore[method-assign]
+    world.run(3)
+    assert p.count(PrefillReleased) == 1
+    assert world.settled()

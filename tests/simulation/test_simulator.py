@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
@@ -35,6 +36,20 @@ def test_each_fault_alone(kind: str) -> None:
     assert not total.failures
     assert total.injected[kind] > 0
     assert set(total.injected) == {kind}
+
+
+@pytest.mark.parametrize("seed", [7000557])
+def test_a_seed_that_failed_once(seed: int) -> None:
+    """D took the end of a connection for the end of P, so that P waited for its word for ever."""
+    assert run_seed(seed).violation is None
+
+
+def test_the_first_seed_is_drawn_and_printed() -> None:
+    command = [sys.executable, "-m", "baton.testing.simulator", "--seeds", "1", "--workers", "1"]
+    printed = [subprocess.run(command, capture_output=True, text=True, timeout=60).stdout for _ in range(2)]
+    firsts = [re.search(r"--first-seed (\d+)\)", text) for text in printed]
+    assert None not in firsts
+    assert len({match.group(1) for match in firsts if match}) == 2
 
 
 def test_a_seed_replays() -> None:

@@ -34,8 +34,8 @@ class Link:
     """One peer engine: the session with it, what it said in HELLO, and the transport's end.
 
     `refusal` is `(reason, message)` when its HELLO came but no KV may be exchanged with it. The peer is held for
-    alive for `lease` seconds after it was `heard` last (monotonic seconds). `was` is the transport's end of the session
-    before, whose process may come back `until` then with attempts of that time. `round_trip` is measured, in seconds.
+    alive for `lease` seconds after it was `heard` last (monotonic seconds). `until` then the process of the session before
+    may still wait for a word about attempts of that time. `round_trip` is measured, in seconds.
     """
 
     connection: Connection
@@ -43,7 +43,6 @@ class Link:
     peer: Peer | None = None
     refusal: tuple[str, str] | None = None
     next_hello: float = 0.0
-    was: Peer | None = None
     until: float = 0.0
     heard: float = 0.0
     lease: float = 0.0
@@ -111,10 +110,8 @@ class Links:
     def dial(self, address: str, lost: Link | None = None) -> Link:
         """A new link, whose HELLO is on its way; `lost` is the one whose place it takes."""
         link = self.servers[address] = self._link(self._channel.dial(address))
-        if lost is not None and lost.hello is not None:
-            link.was, link.until = lost.peer, self._clock.monotonic() + MAX_TICKET_LIFE_S
-        elif lost is not None:
-            link.was, link.until = lost.was, lost.until
+        if lost is not None:
+            link.until = self._clock.monotonic() + MAX_TICKET_LIFE_S if lost.peer is not None else lost.until
         self._say_hello(link)
         return link
 
@@ -232,11 +229,10 @@ class Links:
     def may_return(self, link: Link) -> bool:
         """True where a process that was talked to may still live, and wait for a word about attempts of that time.
 
-        No attempt outlives `MAX_TICKET_LIFE_S`, unless its engine was paused that long.
+        A fence is no sign of its death: it says that one connection is closed, here, and P may wait for the other end of
+        it. No attempt outlives `MAX_TICKET_LIFE_S`, unless its engine was paused that long.
         """
-        if link.hello is not None:
-            return link.peer is not None and not link.peer.fenced()
-        return link.was is not None and not link.was.fenced() and self._clock.monotonic() < link.until
+        return link.peer is not None or self._clock.monotonic() < link.until
 
     def forgive(self, now: float) -> None:
         """This process was paused, so that it cannot tell who was silent: all leases begin anew."""

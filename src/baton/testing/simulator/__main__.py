@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import sys
 import time
 from typing import Annotated
@@ -17,11 +18,13 @@ from baton.testing.simulator.settings import FAULTS
 
 _SHOWN_FAILURES = 5
 _MUTATION_SEEDS = 2000
+# What is drawn where no first seed is given; a number that can still be typed.
+_FIRST_SEEDS = 1_000_000_000
 
 
 def main(
     seeds: Annotated[int, typer.Option(help="How many schedules to play.")] = 20_000,
-    first_seed: Annotated[int, typer.Option(help="The first of them.")] = 0,
+    first_seed: Annotated[int | None, typer.Option(help="The first of them; drawn anew without it.")] = None,
     workers: Annotated[int, typer.Option(help="Processes.")] = 2,
     faults: Annotated[str, typer.Option(help=f"Kinds of faults, comma-separated. All: {','.join(FAULTS)}")] = "all",
     seed: Annotated[int | None, typer.Option(help="Play only this one.")] = None,
@@ -38,11 +41,14 @@ def main(
         if unknown := sorted(set(kinds) - set(FAULTS)):
             raise ConfigError("faults", f"{unknown} are none of {', '.join(FAULTS)}")
         if mutations:
-            ok = _mutations(range(first_seed, first_seed + min(seeds, _MUTATION_SEEDS)), workers)
+            first = first_seed or 0
+            ok = _mutations(range(first, first + min(seeds, _MUTATION_SEEDS)), workers)
         elif seed is not None:
             ok = _replay(seed, kinds, mutation, trace)
         else:
-            ok = _many(range(first_seed, first_seed + seeds), kinds, workers, mutation)
+            first = secrets.randbelow(_FIRST_SEEDS) if first_seed is None else first_seed
+            print(f"seeds {first} to {first + seeds - 1} (again: --seeds {seeds} --first-seed {first})", flush=True)
+            ok = _many(range(first, first + seeds), kinds, workers, mutation)
     except ConfigError as error:
         raise typer.BadParameter(str(error)) from error
     raise typer.Exit(0 if ok else 1)
