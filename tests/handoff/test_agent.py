@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import threading
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
@@ -110,12 +111,39 @@ def test_abort_from_either_side_releases_both_once(pair: Pair, mode: str, side: 
     assert p.agent.stats()["quarantined"] == d.agent.stats()["quarantined"] == 0
 
 
+@pytest.mark.parametrize("mode", ["push", "pull"])
+def test_what_is_given_up_may_be_overwritten_while_it_is_copied(pair: Pair, mode: str) -> None:
+    """`taken` waits for no copy, and nothing that was copied behind it is committed."""
+    p, d = pair.both("faulty+local://?fault=delay&delay_s=1")
+    ticket, n, taken = ticket_for(p, d, mode), 16, threading.Event()
+    source, dest = p.pages(1, n), d.pages(3, n)
+    d.agent.open_decode(ticket, n, {"target": (0, n), "draft": (0, n)}, dest)
+    p.agent.open_prefill(ticket)
+    p.agent.declare_final(ticket.key, n, source, {"target": n, "draft": n - 1})
+    p.agent.finish_prefill(ticket.key, SEEDS, False)
+    until = time.monotonic() + 20
+    while not any(len(node.agent._runner.operations) for node in (p, d)):
+        assert time.monotonic() < until, "no copy begins"
+        time.sleep(0.001)
+    p.agent.abort(ticket.key, "preempted", taken.set)
+    assert taken.wait(20)
+    for pool in p.pools.values():
+        pool[:] = -1.0
+    failed = d.next(DecodeFailed)
+    assert isinstance(failed, DecodeFailed)
+    assert failed.reason == "preempted"
+    d.next(DecodeReleased)
+    assert p.next(PrefillReleased) == PrefillReleased(ticket.key, "preempted")
+    settle(p, d)
+
+
 def test_d_gives_up_before_p_is_opened(pair: Pair) -> None:
     p, d = pair.both()
     ticket = ticket_for(p, d, "push")
     d.agent.open_decode(ticket, 8, {}, {})
     d.agent.abort(ticket.key, "client_gone")
-    d.next(DecodeReleased)
+    while not isinstance(d.events.get(timeout=10), DecodeReleased):
+        pass  # P may have refused the REGISTER, which wants nothing, before D gave up
     time.sleep(0.05)
     p.agent.open_prefill(ticket)
     assert p.next(PrefillReleased) == PrefillReleased(ticket.key, "client_gone")

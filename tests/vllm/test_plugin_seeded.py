@@ -169,7 +169,7 @@ def worker(agent: Agent) -> WorkerSide:
     buffer = torch.zeros(2, 20, 2, 32, 16)
     caches = {f"model.layers.{i}.attn": buffer[i] for i in range(2)}
     groups = split_tables([CacheTable(0, "full", None, 32, tuple(caches))], num_target_layers=2)
-    side = WorkerSide(describe(caches, groups, dict.fromkeys(caches, "k_by_dimension")), quiet_timeout=0.2)
+    side = WorkerSide(describe(caches, groups, dict.fromkeys(caches, "k_by_dimension")))
     side.bind(agent)  # type: ignore[arg-type]
     return side
 

@@ -124,9 +124,19 @@ class HandoffAgent:
         tables = {group: list(table) for group, table in pages.items()}
         self._call(lambda: self._runner.open_decode(ticket, dict(wanted), tables))
 
-    def abort(self, key: AttemptKey, reason: str) -> None:
-        """Give up on an attempt, on either side, at any moment. The pages stay the agent's until released."""
-        self._call(lambda: self._runner.abort(key, reason))
+    def abort(self, key: AttemptKey, reason: str, taken: Callable[[], None] | None = None) -> None:
+        """Give up on an attempt, on either side, at any moment. The pages stay the agent's until released.
+
+        `taken` is called on the agent's thread, after events of the end if there are any: from then on, this side says
+        COMMIT or CONFIRM of nothing that was not in place before. No peer delays that.
+        """
+
+        def give_up() -> None:
+            self._runner.abort(key, reason)
+            if taken is not None:
+                taken()
+
+        self._call(give_up)
 
     def stats(self) -> dict[str, Any]:
         """Figures since the start: `handoffs` committed, `finished` by the first token, `bytes`, `runs`,

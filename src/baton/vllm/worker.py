@@ -10,7 +10,7 @@ import logging
 import queue
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -24,8 +24,9 @@ from baton.vllm.steps import ClosePrefill, Computed, OpenDecode, OpenPrefill, St
 
 log = logging.getLogger(__name__)
 log.addFilter(LogLimit())
-# Copies that end later than this do not end at all, and the blocks must not be used: better no engine than wrong text.
-QUIET_TIMEOUT_S = 60.0
+# Taking an abort is no work, and waits for no peer: an agent that has not done so by now does nothing any more, and may
+# have left half a word unsaid. Better no engine than wrong text.
+ABORT_TIMEOUT_S = 60.0
 # While legs wait for their peers and there is nothing to compute, vLLM steps all the time, about once a
 # millisecond. Waiting here for the agent instead leaves the cores to others, and sees the agent's news at once.
 # A request that arrives meanwhile waits as long at most.
@@ -43,7 +44,7 @@ class Agent(Protocol):
     def open_decode(
         self, ticket: Ticket, prompt_len: int, wanted: dict[str, tuple[int, int]], pages: dict[str, list[int]]
     ) -> None: ...
-    def abort(self, key: AttemptKey, reason: str) -> None: ...
+    def abort(self, key: AttemptKey, reason: str, taken: Callable[[], None] | None = None) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -53,6 +54,7 @@ class _Prefill:
     next_token: int | None
     seeded: bool = False
     committed: bool = False
+    lost: bool = False  # preempted
     released: bool = False
     closed: bool = False
     held: bool = False
@@ -83,13 +85,13 @@ class WorkerSide:
     """
 
     def __init__(
-        self, layout: CacheLayout, commit_at_end: bool = False, quiet_timeout: float = QUIET_TIMEOUT_S
+        self, layout: CacheLayout, commit_at_end: bool = False, abort_timeout: float = ABORT_TIMEOUT_S
     ) -> None:
         self.counts: Counter[str] = Counter()
         self._commit_at_end = commit_at_end
         self._was_idle = False
         self._layout = layout
-        self._quiet_timeout = quiet_timeout
+        self._abort_timeout = abort_timeout
         self._tiles = {name: rank.geometry.tile for name, rank in layout.geometries.items()}
         self._truncated = any(group.kind == "state" for group in layout.groups)
         self._events: queue.SimpleQueue[ev.HandoffEvent] = queue.SimpleQueue()
@@ -114,25 +116,22 @@ class WorkerSide:
     # ------------------------------------------------------------ a step
 
     def release_preempted(self, keys: Sequence[AttemptKey]) -> None:
-        """Give up on prefill legs whose blocks are about to be overwritten, and wait until no copy reads them.
+        """Give up on prefill legs whose blocks are about to be overwritten, before they are.
 
-        Raises `HandoffError` when that cannot be proven in time.
+        Copies that read the blocks may go on: what they bring is committed nowhere, and lands in blocks that no request
+        has. So a peer that stalls keeps nobody waiting. Raises `HandoffError` when the agent does not answer.
         """
-        for key in keys:
-            if self._reads(key):
-                self.agent.abort(key, "preempted")
-        until = time.monotonic() + self._quiet_timeout
-        while any(self._reads(key) for key in keys):
+        lost = [key for key in keys if key in self._prefills and not self._prefills[key].lost]
+        answers: queue.SimpleQueue[None] = queue.SimpleQueue()
+        for key in lost:
+            self._prefills[key].lost = True
+            self.agent.abort(key, "preempted", lambda: answers.put(None))
+        until = time.monotonic() + self._abort_timeout
+        for _ in lost:
             try:
-                event = self._events.get(timeout=max(until - time.monotonic(), 0))
+                answers.get(timeout=max(until - time.monotonic(), 0))
             except queue.Empty:
-                raise HandoffError("not_quiet", "copies from preempted blocks do not end") from None
-            self._on_event(event)
-
-    def _reads(self, key: AttemptKey) -> bool:
-        """Whether copies may read a prefill leg's blocks."""
-        leg = self._prefills.get(key)
-        return leg is not None and not leg.released
+                raise HandoffError("not_answering", "the handoff agent does not give up preempted requests") from None
 
     def begin(self, step: Step) -> None:
         """What can start before the forward pass."""
@@ -157,7 +156,7 @@ class WorkerSide:
         """The step's forward passes, the drafter's too, are over: what they wrote is final."""
         for entry in computed:
             leg = self._prefills.get(entry.key)
-            if leg is None or leg.committed:
+            if leg is None or leg.committed or leg.lost:
                 continue
             final = {
                 group.name: group.final(leg.num_tokens, entry.num_computed, self._tiles[group.name])
@@ -199,9 +198,9 @@ class WorkerSide:
     def _close_prefill(self, closed: ClosePrefill) -> None:
         leg = self._prefills[closed.key]
         leg.closed, leg.held = True, closed.held
-        if closed.failed:
+        if closed.failed and not leg.lost:
             self.agent.abort(closed.key, "aborted")
-        elif (leg.seeded or self._commit_at_end) and not leg.released:
+        elif (leg.seeded or self._commit_at_end) and not (leg.lost or leg.released):
             self._commit(closed.key, closed.sampled if leg.seeded else leg.next_token)
         self._settle(closed.key, leg)
 
