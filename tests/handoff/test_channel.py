@@ -16,7 +16,7 @@ from baton.handoff.channel import Channel
 from baton.handoff.environment import Connection
 from baton.handoff.keys import KeyRing, check_bind, is_local, make_keys, ticket_key_file
 from baton.handoff.log_limit import LINES_PER_SECOND, LogLimit
-from baton.handoff.messages import AttemptKey, Bye, Cancel, Hello, Message, Renew, encode
+from baton.handoff.messages import AttemptKey, Bye, Cancel, Hello, Message, Renew, decode, encode
 
 LOOPBACK = "tcp://127.0.0.1:*"
 Received = list[tuple[Connection, Message]]
@@ -294,6 +294,29 @@ def test_unknown_sessions_are_told_and_repeats_dropped(p: Channel, stranger: Str
     exchange(p, until=lambda: p.frames == 4)
     assert other.poll(5000)
     assert b"unknown_session" in other.recv()
+
+
+def test_what_was_not_read_at_the_end_is_answered(p: Channel, stranger: Stranger) -> None:
+    """A peer whose session had just begun would wait for an answer, or for a fence that never comes."""
+    sock = stranger.connect()
+    sock.send_multipart([b"a", b"b"])
+    sock.send(encode(hello("D"), 5, 1))
+    poller = zmq.Poller()
+    poller.register(p._router, zmq.POLLIN)
+    assert poller.poll(20_000), "the frames have come"
+    until = time.monotonic() + 20
+    while not sock.poll(50) and time.monotonic() < until:
+        p._answer_unread(Bye("engine_closed", quiet=True))
+    session, _, message = decode(sock.recv())
+    assert (session, message) == (5, Bye("engine_closed", quiet=True))
+
+
+def test_a_close_lets_go_of_an_address_where_nobody_is() -> None:
+    channel = Channel(LOOPBACK)
+    channel.send(channel.dial("tcp://127.0.0.1:1"), hello("D"))
+    start = time.monotonic()
+    channel.close()
+    assert time.monotonic() - start < channels._LAST_LINGER_MS / 2000
 
 
 def test_a_session_that_was_dropped_is_heard_again_after_hello(opened: Callable[..., Channel]) -> None:

@@ -19,7 +19,7 @@ from baton.handoff.channel import Channel
 from baton.handoff.config import AgentConfig, Timers
 from baton.handoff.digest import Digester
 from baton.handoff.environment import SystemClock
-from baton.handoff.messages import AttemptKey, Seeds
+from baton.handoff.messages import AttemptKey, Bye, Seeds
 from baton.handoff.planner import RankGeometry
 from baton.handoff.runner import HandoffRunner
 from baton.handoff.ticket import Ticket
@@ -167,8 +167,9 @@ class HandoffAgent:
         until = time.monotonic() + self.config.timers.close
         while len(self._runner.operations) and time.monotonic() < until:
             self._step()
-        self._runner.links.say_bye("engine_closed", quiet=len(self._runner.operations) == 0)
-        self._channel.close()
+        quiet = len(self._runner.operations) == 0
+        self._runner.links.say_bye("engine_closed", quiet)
+        self._channel.close(Bye("engine_closed", quiet))
 
     def _step(self) -> None:
         """Wait for something, and deal with all of it. No error of one attempt ends the thread."""

@@ -36,6 +36,11 @@ MAX_UNPROVEN = 128
 _BURST = 256
 # Frames that wait in one connection before its sender is held back.
 _QUEUE = 128
+# How long what was sent may still take to leave, in milliseconds: for a session that ends, and at the end of all, where
+# a peer that hears no BYE would wait for its fence. Only a peer that takes nothing in costs so much.
+_LINGER_MS, _LAST_LINGER_MS = 200, 5000
+# Frames that are answered at the end though nobody reads them any more.
+_LAST_FRAMES = 4096
 # BYE ends a session whatever the receiver has counted so far.
 _LAST_SEQUENCE = (1 << 63) - 1
 _RECONNECT_MS = (100, 2000)
@@ -89,7 +94,7 @@ class Channel:
 
     def _socket(self, kind: int) -> Socket:
         sock = self._context.socket(kind)
-        sock.setsockopt(zmq.LINGER, 200)
+        sock.setsockopt(zmq.LINGER, _LINGER_MS)
         sock.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)
         sock.setsockopt(zmq.RCVHWM, _QUEUE)
         return sock
@@ -272,12 +277,29 @@ class Channel:
         connection.received = sequence
         return [(connection, message)]
 
-    def close(self) -> None:
-        """Close all sockets; what was sent gets a moment to leave."""
-        for sock in list(self._dialled):
-            sock.close()
+    def close(self, farewell: Bye | None = None) -> None:
+        """Close all sockets; what was sent gets time to leave, where somebody is there to take it.
+
+        `farewell` answers what was not read: whoever began a session just now learns that there is nobody.
+        """
+        if farewell is not None:
+            self._answer_unread(farewell)
+        for sock, connection in self._dialled.items():
+            sock.close(linger=_LAST_LINGER_MS if connection.received else 0)
         self._gate.close()
-        self._router.close()
+        self._router.close(linger=_LAST_LINGER_MS)
         self._context.term()
         self._wake_in.close()
         self._wake_out.close()
+
+    def _answer_unread(self, farewell: Bye) -> None:
+        for _ in range(_LAST_FRAMES):
+            try:
+                identity, *frames = self._router.recv_multipart(zmq.NOBLOCK)
+                session, _, message = decode(frames[0] if len(frames) == 1 else b"")
+            except zmq.ZMQError:
+                return
+            except ProtocolError:
+                continue
+            if not isinstance(message, Bye):
+                self._transmit(self._router, identity, encode(farewell, session, _LAST_SEQUENCE))
