@@ -6,6 +6,7 @@ The legs between router and engines carry token ids, never text: only the front 
 from __future__ import annotations
 
 import math
+import reprlib
 from typing import Annotated, Literal, get_args
 
 import msgspec
@@ -13,6 +14,8 @@ import msgspec
 from baton.errors import RequestError
 
 MAX_LOGPROBS = 20
+MAX_STOP_STRINGS, MAX_STOP_CHARS = 16, 1024
+MAX_STOP_TOKEN_IDS = 1024
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 FinishReason = Literal["stop", "length", "abort", "error"]
 Recovery = Literal["none", "retry", "source", "recompute", "full"]
@@ -55,7 +58,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
         def need(ok: bool, param: str, rule: str) -> None:
             if not ok:
-                raise RequestError(f"{param} must be {rule}, got {getattr(self, param)!r}", param)
+                raise RequestError(f"{param} must be {rule}, got {reprlib.repr(getattr(self, param))}", param)
 
         for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty"):
             need(math.isfinite(getattr(self, name)), name, "finite")
@@ -76,7 +79,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         need(self.seed is None or 0 <= self.seed < 2**64, "seed", "between 0 and 2**64 - 1")
         need(self.sample_index >= 0, "sample_index", "non-negative")
         need(self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, "logprobs", f"0 to {MAX_LOGPROBS}")
-        need(len(self.stop) <= 16 and all(self.stop), "stop", "at most 16 non-empty strings")
+        few = len(self.stop) <= MAX_STOP_STRINGS and all(0 < len(stop) <= MAX_STOP_CHARS for stop in self.stop)
+        need(few, "stop", f"at most {MAX_STOP_STRINGS} strings of 1 to {MAX_STOP_CHARS} characters")
+        need(len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS, "stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS} ids")
         if self.logit_bias is not None:
             in_range = all(math.isfinite(b) and -100 <= b <= 100 for b in self.logit_bias.values())
             need(len(self.logit_bias) <= 1024 and in_range, "logit_bias", "at most 1024 values in [-100, 100]")
@@ -84,6 +89,18 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 known = all(0 <= t < vocab_size for t in self.logit_bias)
                 need(known, "logit_bias", f"token ids below {vocab_size}")
         return self
+
+
+class PromptIds(list[int]):
+    """The ids of one prompt, which many legs are sent: their JSON is made once. Not changed after it was asked for."""
+
+    __slots__ = ("_json",)
+
+    def json(self) -> bytes:
+        """The ids as a JSON array."""
+        if not hasattr(self, "_json"):
+            self._json: bytes = msgspec.json.encode(self)
+        return self._json
 
 
 class HandoffParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

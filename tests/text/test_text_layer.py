@@ -105,12 +105,52 @@ def test_stop_strings_do_not_depend_on_where_the_text_is_cut(text: str, stops: l
         if checker.matched is not None:
             break
     whole = text[:consumed]
-    first = min((at for s in stops if (at := whole.find(s)) >= 0), default=None)
-    if first is None:
+    ends = [(at + len(stop), -len(stop)) for stop in stops if (at := whole.find(stop)) >= 0]
+    if not ends:
         assert shown + checker.flush() == text
     else:
-        assert shown == text[:first]
-        assert any(text[first:].startswith(s) for s in stops)
+        end, minus = min(ends)  # the one that is complete first, of two the longer
+        assert shown == text[: end + minus]
+        assert checker.matched == text[end + minus : end]
+
+
+def test_stop_strings_look_at_each_character_once() -> None:
+    """Text that is the start of a stop string again and again, as costly as it can be."""
+    looks = 0
+
+    class Counted(str):
+        """A character that counts how often it is compared."""
+
+        __slots__ = ()
+
+        def __eq__(self, other: object) -> bool:
+            nonlocal looks
+            looks += 1
+            return str.__eq__(self, other)
+
+        def __ne__(self, other: object) -> bool:
+            nonlocal looks
+            looks += 1
+            return str.__ne__(self, other)
+
+        __hash__ = str.__hash__
+
+    checker = StopChecker(["a" * 1000 + "b"])
+    for _ in range(20_000):
+        assert checker._advance(Counted("a")) is None
+    assert looks < 5 * 20_000
+    checker = StopChecker(["a" * 1000 + "b"])
+    assert sum(len(checker.push("a")) for _ in range(5_000)) == 4_000
+    assert len(checker.flush()) == 1_000
+
+
+def test_bytes_that_are_no_text_are_held_in_a_window(byte_level: Tokenizer) -> None:
+    """Each token decodes a window: one that only grows makes the whole quadratic."""
+    detokenizer = IncrementalDetokenizer(byte_level)
+    invalid = next(i for i in range(256) if byte_level.decode([i, i, i]) == "\N{REPLACEMENT CHARACTER}" * 3)
+    text = "".join(detokenizer.push(invalid) for _ in range(5_000))
+    assert len(detokenizer._window) <= 40
+    assert text + detokenizer.flush() == "\N{REPLACEMENT CHARACTER}" * 5_000
 
 
 def test_stop_string_can_be_included_and_held_off() -> None:

@@ -21,6 +21,8 @@ from baton.errors import (
 
 logger = logging.getLogger(__name__)
 
+_MAX_MESSAGE_CHARS = 2000  # a message may quote what the client sent
+
 # Reasons in an error chunk that say "not this engine, not now" instead of "this request failed".
 _UNAVAILABLE_REASONS = frozenset({"engine_unavailable", "engine_lost", "peer_lost", "shutdown"})
 
@@ -37,7 +39,12 @@ class ApiError:
 
     def body(self) -> bytes:
         """Return the JSON body."""
-        fields = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        fields = {
+            "message": self.message[:_MAX_MESSAGE_CHARS],
+            "type": self.type,
+            "param": self.param,
+            "code": self.code,
+        }
         return msgspec.json.encode({"error": fields})
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from baton.openai.errors import error_of_chunk
@@ -27,18 +28,24 @@ class SampleOutput:
     verification round), `num_cached_tokens`, `finish_reason`, `stop_reason`.
     """
 
-    def __init__(self, tokenizer: Tokenizer, request: GenerateRequest) -> None:
+    def __init__(self, tokenizer: Tokenizer, request: GenerateRequest, stop: Sequence[str] | None = None) -> None:
+        """`stop` None: the stop strings of the request itself, which legs are not sent."""
         params = request.sampling_params
         self._params = params
         self._detokenizer = IncrementalDetokenizer(tokenizer, request.prompt_token_ids, params.skip_special_tokens)
-        self._stop = StopChecker(params.stop, params.include_stop_str_in_output)
-        self.text = ""
+        self._stop = StopChecker(params.stop if stop is None else stop, params.include_stop_str_in_output)
+        self._pieces: list[str] = []
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
         self.accepted: list[int] = []
         self.num_cached_tokens = 0
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
+
+    @property
+    def text(self) -> str:
+        """All text so far."""
+        return "".join(self._pieces)
 
     def push(self, chunk: TokenChunk) -> Delta:
         """Add one chunk. After a delta with `finish_reason` nothing more may be pushed.
@@ -78,7 +85,7 @@ class SampleOutput:
         return delta
 
     def _add(self, delta: Delta) -> None:
-        self.text += delta.text
+        self._pieces.append(delta.text)
         self.token_ids += delta.token_ids
         self.logprobs += delta.logprobs
         self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason

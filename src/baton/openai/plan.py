@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 import secrets
 import time
 from collections.abc import Sequence
@@ -11,22 +12,23 @@ import msgspec
 
 from baton.errors import RequestError, UnknownModelError
 from baton.openai.backend import KVMode, ServedModel
-from baton.openai.requests import ChatRequest, CompletionRequest, Message, chat_logprobs, sampling_params
-from baton.wire import GenerateRequest, SamplingParams
+from baton.openai.requests import ChatRequest, CompletionRequest, Message, chat_logprobs, decode, sampling_params
+from baton.wire import GenerateRequest, PromptIds, SamplingParams
 
 MAX_CHOICES = 256  # prompts times n in one request
+MAX_MESSAGES = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """One API request, checked. `requests[i]` makes choice i; choices of one prompt are neighbours. `asked`: the
-    sampling parameters as the client gave them."""
+    sampling parameters as the client gave them. Stop strings are the front's alone: `requests` have none."""
 
     id: str
     created: int
     chat: bool
     model: ServedModel
-    prompts: list[list[int]]
+    prompts: list[PromptIds]
     asked: SamplingParams
     requests: list[GenerateRequest]
     stream: bool
@@ -55,9 +57,13 @@ def plan_chat(request: ChatRequest, model: ServedModel) -> Plan:
     _check_model(request.model, model)
     if not request.messages:
         raise RequestError("messages must not be empty", "messages")
+    if len(request.messages) > MAX_MESSAGES:
+        raise RequestError(f"messages must be at most {MAX_MESSAGES} messages", "messages")
     messages = [_message(index, message) for index, message in enumerate(request.messages)]
+    # Before the template runs: how long it takes depends on them.
+    _check_num_chars(sum(len(text) for message in messages for text in message.values()), "messages", model)
     text = model.tokenizer.apply_chat_template(messages, request.add_generation_prompt is not False)
-    prompt = model.tokenizer.encode(text, add_special_tokens=False)  # the template wrote BOS itself
+    prompt = _encode(text, model, False, "messages")  # the template wrote BOS itself
     asked, param = request.max_completion_tokens, "max_completion_tokens"
     if asked is None:
         asked, param = request.max_tokens, "max_tokens"
@@ -69,10 +75,20 @@ def plan_chat(request: ChatRequest, model: ServedModel) -> Plan:
     return _plan(request, model, [prompt], params, chat=True)
 
 
+def make_plan(body: bytes, model: ServedModel, chat: bool) -> Plan:
+    """Return the plan of a request's body, which may take seconds for a long one; other threads run meanwhile.
+
+    Raises as `decode`, `plan_completion` and `plan_chat` do.
+    """
+    if chat:
+        return plan_chat(decode(body, ChatRequest), model)
+    return plan_completion(decode(body, CompletionRequest), model)
+
+
 def _plan(
     request: CompletionRequest | ChatRequest,
     model: ServedModel,
-    prompts: list[list[int]],
+    prompts: list[PromptIds],
     params: SamplingParams,
     chat: bool,
 ) -> Plan:
@@ -84,7 +100,7 @@ def _plan(
         # A request without a seed gets one here, so that every leg and every retry draws the same noise.
         seed = secrets.randbits(63) if params.seed is None else params.seed
         for index in range(params.n):
-            own = msgspec.structs.replace(params, n=1, sample_index=index, seed=seed)
+            own = msgspec.structs.replace(params, n=1, sample_index=index, seed=seed, stop=())
             requests.append(
                 GenerateRequest(request_id=f"{plan_id}-{len(requests)}", prompt_token_ids=prompt, sampling_params=own)
             )
@@ -107,7 +123,9 @@ def _plan(
 
 def _check_model(asked: str | None, model: ServedModel) -> None:
     if asked is not None and asked != model.name:
-        raise UnknownModelError(f"the model {asked!r} does not exist; this endpoint serves {model.name!r}", "model")
+        raise UnknownModelError(
+            f"the model {reprlib.repr(asked)} does not exist; this endpoint serves {model.name!r}", "model"
+        )
 
 
 def _check_lengths(
@@ -131,24 +149,40 @@ def _check_lengths(
             )
 
 
-def _prompts(value: str | list[str | int | list[int]], model: ServedModel, special: bool) -> list[list[int]]:
+def _check_num_chars(num_chars: int, param: str, model: ServedModel) -> None:
+    """Raise `RequestError` for what cannot fit whatever its tokens are: to know them would take long."""
+    limit = model.max_model_len * model.tokenizer.max_token_chars
+    if num_chars > limit:
+        raise RequestError(
+            f"{param} has {num_chars} characters, and this model's context of {model.max_model_len} tokens holds "
+            f"at most {limit}",
+            param,
+        )
+
+
+def _encode(text: str, model: ServedModel, special: bool, param: str) -> PromptIds:
+    _check_num_chars(len(text), param, model)
+    return PromptIds(model.tokenizer.encode(text, special))
+
+
+def _prompts(value: str | list[str | int | list[int]], model: ServedModel, special: bool) -> list[PromptIds]:
     if isinstance(value, str):
-        return [model.tokenizer.encode(value, special)]
+        return [_encode(value, model, special, "prompt")]
     if not value:
         raise RequestError("prompt must not be empty", "prompt")
     if len(value) > MAX_CHOICES and not isinstance(value[0], int):
         raise RequestError(f"prompt must be at most {MAX_CHOICES} prompts", "prompt")
     texts = [item for item in value if isinstance(item, str)]
     if len(texts) == len(value):
-        return [model.tokenizer.encode(text, special) for text in texts]
+        return [_encode(text, model, special, "prompt") for text in texts]
     if all(isinstance(item, int) for item in value):
-        lists = [[item for item in value if isinstance(item, int)]]
+        lists = [PromptIds(item for item in value if isinstance(item, int))]
     else:
-        lists = [item for item in value if isinstance(item, list)]
+        lists = [PromptIds(item) for item in value if isinstance(item, list)]
         if len(lists) != len(value):
             raise RequestError("prompt must be text(s) or (lists of) token ids, not a mixture", "prompt")
     for prompt in lists:
-        if not all(0 <= i < model.vocab_size for i in prompt):
+        if len(prompt) < model.max_model_len and not all(0 <= i < model.vocab_size for i in prompt):
             raise RequestError(f"prompt token ids must be in [0, {model.vocab_size})", "prompt")
     return lists
 

@@ -15,7 +15,7 @@ import msgspec
 
 from baton.errors import RequestError
 from baton.openai.backend import KVMode
-from baton.wire import MAX_LOGPROBS, SamplingParams
+from baton.wire import MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, SamplingParams
 
 log = logging.getLogger(__name__)
 
@@ -162,6 +162,8 @@ def sampling_params(
     """
     stop = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
     stop_ids = tuple(request.stop_token_ids or ())
+    if len(stop_ids) > MAX_STOP_TOKEN_IDS:
+        raise RequestError(f"stop_token_ids must be at most {MAX_STOP_TOKEN_IDS} ids", "stop_token_ids")
     if not all(0 <= i < vocab_size for i in stop_ids):
         raise RequestError(f"stop_token_ids must be below {vocab_size}", "stop_token_ids")
 

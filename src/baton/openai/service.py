@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -16,8 +17,11 @@ from baton.openai.backend import Backend
 from baton.openai.errors import to_api_error
 from baton.openai.metrics import FrontMetrics
 from baton.openai.output import Delta, SampleOutput
-from baton.openai.plan import Plan, plan_chat, plan_completion
-from baton.openai.requests import ChatRequest, CompletionRequest, decode
+from baton.openai.plan import Plan, make_plan
+
+# A longer body is planned on a worker, so that streams go on while it is tokenised.
+_MAX_INLINE_BYTES = 4096
+_NUM_WORKERS = 2
 
 T = TypeVar("T")
 
@@ -35,6 +39,7 @@ class OpenAIService:
     def __init__(self, backend: Backend, metrics: FrontMetrics) -> None:
         self._backend = backend
         self._metrics = metrics
+        self._workers = ThreadPoolExecutor(_NUM_WORKERS, thread_name_prefix="baton-plan")
 
     def models(self) -> dict[str, object]:
         """Return the body of `GET /v1/models`."""
@@ -50,19 +55,23 @@ class OpenAIService:
 
     async def completions(self, body: bytes) -> bytes | EventStream:
         """Answer `POST /v1/completions`."""
-        request = decode(body, CompletionRequest)
-        return await self._answer(plan_completion(request, self._backend.model()))
+        return await self._answer(await self._plan(body, chat=False))
 
     async def chat(self, body: bytes) -> bytes | EventStream:
         """Answer `POST /v1/chat/completions`."""
-        request = decode(body, ChatRequest)
-        return await self._answer(plan_chat(request, self._backend.model()))
+        return await self._answer(await self._plan(body, chat=True))
+
+    async def _plan(self, body: bytes, chat: bool) -> Plan:
+        model = self._backend.model()
+        if len(body) <= _MAX_INLINE_BYTES:
+            return make_plan(body, model, chat)
+        return await asyncio.get_running_loop().run_in_executor(self._workers, make_plan, body, model, chat)
 
     async def _answer(self, plan: Plan) -> bytes | EventStream:
         if plan.kv_mode is not None and not self._backend.allows_kv_mode:
             raise RequestError("kv_mode cannot be chosen by a request here", "kv_mode")
         self._backend.check(plan.asked)
-        outputs = [SampleOutput(plan.model.tokenizer, request) for request in plan.requests]
+        outputs = [SampleOutput(plan.model.tokenizer, request, plan.asked.stop) for request in plan.requests]
         if plan.stream:
             events = self._events(plan, outputs)
             # A refusal is known with the first event; waiting for it keeps the HTTP status honest.

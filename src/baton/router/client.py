@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import io
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import TypeVar
 
@@ -15,11 +14,12 @@ from aiohttp.http_exceptions import LineTooLong
 
 from baton.errors import BatonError, EngineLostError, EngineUnavailableError, ProtocolError, RequestError
 from baton.router.timers import RouterTimers
-from baton.wire import EngineInfo, EngineLoad, GenerateRequest, TokenChunk
+from baton.wire import EngineInfo, EngineLoad, GenerateRequest, PromptIds, TokenChunk
 
 _MAX_LINE_BYTES = 2**20
 _MAX_ASK_BYTES = 2**20
 _MAX_REFUSAL_BYTES = 2**16
+_PIECE_BYTES = 2**16
 
 T = TypeVar("T")
 _Response = AbstractAsyncContextManager[aiohttp.ClientResponse]
@@ -97,7 +97,8 @@ class EngineClient:
         take this attempt), `EngineLostError` (it may have taken it, and went away) or `ProtocolError`.
         """
         with leg_errors(self.url):
-            async with self._post("/inference/v1/generate", request, self._leg_timeout, _MAX_LINE_BYTES) as response:
+            body = _leg_body(request)
+            async with self._post("/inference/v1/generate", body, self._leg_timeout, _MAX_LINE_BYTES) as response:
                 if response.status != 200:
                     raise _refusal(self.url, response.status, await read_refusal(response))
                 async for line in response.content:
@@ -109,11 +110,11 @@ class EngineClient:
                         await read_body(response, _MAX_ASK_BYTES)
                     yield chunk
 
-    def _post(self, path: str, body: object, timeout: aiohttp.ClientTimeout, line_bytes: int) -> _Response:
+    def _post(self, path: str, body: Sequence[bytes], timeout: aiohttp.ClientTimeout, line_bytes: int) -> _Response:
         return self._session.post(
             self.url + path,
-            data=io.BytesIO(msgspec.json.encode(body)),  # as a file, of which aiohttp sends piece by piece
-            headers={"Content-Type": "application/json"},
+            data=_pieces(body),
+            headers={"Content-Type": "application/json", "Content-Length": str(sum(map(len, body)))},
             timeout=timeout,
             allow_redirects=False,
             read_bufsize=line_bytes,
@@ -133,6 +134,23 @@ class EngineClient:
             raise EngineLostError(f"engine {self.url} does not answer") from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise EngineUnavailableError(f"engine {self.url}: {_describe(error)}") from None
+
+
+def _leg_body(request: GenerateRequest) -> list[bytes]:
+    """The request as JSON, in parts. That of the prompt is shared by all legs of all its samples."""
+    prompt = request.prompt_token_ids
+    if not isinstance(prompt, PromptIds):
+        return [msgspec.json.encode(request)]
+    rest = msgspec.json.encode(msgspec.structs.replace(request, prompt_token_ids=[]))
+    # No text can hold this: its quotes would be escaped.
+    before, name, after = rest.partition(b'"prompt_token_ids":')
+    return [before + name, prompt.json(), after.removeprefix(b"[]")]
+
+
+async def _pieces(body: Sequence[bytes]) -> AsyncGenerator[memoryview, None]:
+    for part in body:
+        for start in range(0, len(part), _PIECE_BYTES):
+            yield memoryview(part)[start : start + _PIECE_BYTES]
 
 
 async def _read_start(response: aiohttp.ClientResponse, limit: int) -> bytes:

@@ -154,7 +154,7 @@ class VllmClient(EngineClient):
         """A completion's response, good so far. What goes wrong with it comes out as a Baton error."""
         with leg_errors(self.url):
             # A line may be as long as a body: the first event repeats the prompt.
-            async with self._post("/v1/completions", body, timeout, _MAX_BODY_BYTES) as response:
+            async with self._post("/v1/completions", [msgspec.json.encode(body)], timeout, _MAX_BODY_BYTES) as response:
                 if response.status != 200:
                     raise self._refused(response.status, await read_refusal(response))
                 yield response

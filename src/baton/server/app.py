@@ -162,6 +162,8 @@ def _check(wire: GenerateRequest, info: EngineInfo) -> None:
     """Raise `RequestError` for what this door does not serve; the engine checks the rest."""
     if wire.sampling_params.n != 1:
         raise RequestError("n must be 1 here: the front door fans out", "n")
+    if wire.sampling_params.stop:
+        raise RequestError("stop strings are not for legs: the front door applies them", "stop")
     role = wire.handoff.role if wire.handoff is not None else None
     if info.role != "both" and role != info.role:
         raise RequestError(f"this engine's role is {info.role!r}, the request's is {role!r}", "handoff")

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from baton.text.tokenizer import Tokenizer
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_MAX_WINDOW_TOKENS = 32
 _CONTEXT_TOKENS = 6  # enough that the window starts before any character that the prompt left open
 
 
@@ -57,6 +58,10 @@ class IncrementalDetokenizer:
             # Nothing is pending, so the last token alone is context enough for the next.
             self._window = [token_id]
             self._num_emitted = len(self._text())
+        elif len(self._window) > _MAX_WINDOW_TOKENS:
+            # Bytes that never become characters: what is still open lies in the last four tokens at most.
+            self._window = self._window[-_CONTEXT_TOKENS:]
+            self._num_emitted = len(_complete(self._text()))
         return out
 
     def flush(self) -> str:

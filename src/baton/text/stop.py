@@ -1,7 +1,13 @@
-"""Stop strings over a stream of text: a match may span pieces, and none of it may be shown too early."""
+"""Stop strings over a stream of text: a match may span pieces, and none of it may be shown too early.
+
+Each character is looked at once per stop string (Knuth, Morris, Pratt), so the work does not depend on how the text is
+cut into pieces, and neither does the answer: the stop string that is complete first ends the text, of two that end with
+the same character the longer one.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 
@@ -12,6 +18,8 @@ class StopChecker:
         """`include_stop`: the text ends after the stop string instead of before it."""
         self._stop = tuple(stop)
         self._include = include_stop
+        # How many characters of each stop string the text ends with.
+        self._num_matched = [0] * len(self._stop)
         self._held = ""
         self.matched: str | None = None
 
@@ -25,27 +33,51 @@ class StopChecker:
         if not self._stop:
             return piece
         text = self._held + piece
-        if armed and piece:
-            # The earliest start wins; at the same start, the first in the client's order.
-            found = [(at, order) for order, s in enumerate(self._stop) if (at := text.find(s)) >= 0]
-            if found:
-                at, order = min(found)
-                self.matched = self._stop[order]
-                self._held = ""
-                return text[: at + len(self.matched)] if self._include else text[:at]
-        keep = self._num_pending(text)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep]
+        for end in range(len(self._held) + 1, len(text) + 1):
+            found = self._advance(text[end - 1])
+            if armed and found is not None:
+                self.matched, self._held = found, ""
+                return text[:end] if self._include else text[: end - len(found)]
+        pending = max(
+            _borders(stop)[-1] if number == len(stop) else number
+            for stop, number in zip(self._stop, self._num_matched, strict=True)
+        )
+        shown = len(text) - pending
+        self._held = text[shown:]
+        return text[:shown]
 
     def flush(self) -> str:
         """Return what was held back; for the end of the sequence without a match."""
         held, self._held = self._held, ""
         return held
 
-    def _num_pending(self, text: str) -> int:
-        """Return the length of the longest end of `text` that begins some stop string."""
-        longest = min(len(text), max(len(s) for s in self._stop) - 1)
-        for size in range(longest, 0, -1):
-            if any(s.startswith(text[-size:]) for s in self._stop if len(s) > size):
-                return size
-        return 0
+    def _advance(self, character: str) -> str | None:
+        """Add one character; the longest stop string that it completes."""
+        found: str | None = None
+        for index, stop in enumerate(self._stop):
+            number = self._num_matched[index]
+            if number and (number == len(stop) or stop[number] != character):
+                borders = _borders(stop)
+                number = borders[number - 1]
+                while number and stop[number] != character:
+                    number = borders[number - 1]
+            if stop[number] == character:
+                number += 1
+            self._num_matched[index] = number
+            if number == len(stop) and (found is None or number > len(found)):
+                found = stop
+        return found
+
+
+@functools.lru_cache(maxsize=64)
+def _borders(text: str) -> tuple[int, ...]:
+    """For each start of `text`: the length of its longest proper end that is a start too."""
+    borders = [0] * len(text)
+    length = 0
+    for end in range(1, len(text)):
+        while length and text[end] != text[length]:
+            length = borders[length - 1]
+        if text[end] == text[length]:
+            length += 1
+        borders[end] = length
+    return tuple(borders)

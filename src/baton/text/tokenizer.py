@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,6 +13,9 @@ import tokenizers
 
 from baton.errors import CheckpointError, RequestError
 from baton.text.template import ChatTemplate
+
+# One text is never split over threads, and whoever forks must not be warned of threads that do not exist.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
 _SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
@@ -32,6 +36,8 @@ class Tokenizer:
         self._template = ChatTemplate(chat_template, special_tokens or {}) if chat_template else None
         self.eos_token_ids: tuple[int, ...] = tuple(eos_token_ids)
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+        # A bound for texts that are worth tokenising: none of n tokens' worth is longer than n times this.
+        self.max_token_chars: int = max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
         added = backend.get_added_tokens_decoder()
         self.special_ids: frozenset[int] = frozenset(i for i, token in added.items() if token.special)
         # Byte-fallback vocabularies spell unknown characters as tokens <0x00>..<0xFF>.
@@ -67,8 +73,13 @@ class Tokenizer:
         )
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the ids of `text`; `add_special_tokens` lets the tokenizer add its own, such as BOS."""
-        return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        """Return the ids of `text`; `add_special_tokens` lets the tokenizer add its own, such as BOS.
+
+        Other threads run meanwhile.
+        """
+        # The one call that keeps no positions: half the time, and a fraction of the memory.
+        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return list(encoding.ids)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of `token_ids`; bytes that are no UTF-8 become U+FFFD."""

@@ -1,0 +1,150 @@
+"""What a client can make the front do for little: it is bounded before it is done, and never stops the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+from fake_serving import MAX_MODEL_LEN, FakeEngine, served, write_tokenizer
+
+from baton.openai.plan import MAX_MESSAGES
+from baton.router.client import _leg_body
+from baton.server import build_app
+from baton.text import Tokenizer
+from baton.wire import GenerateRequest, HandoffParams, PromptIds, SamplingParams
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tokenizer(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+async def session() -> AsyncIterator[aiohttp.ClientSession]:
+    async with aiohttp.ClientSession() as session:
+        yield session
+
+
+async def post(session: aiohttp.ClientSession, url: str, path: str, body: dict[str, Any]) -> tuple[int, Any]:
+    async with session.post(f"{url}/v1/{path}", data=io.BytesIO(json.dumps(body).encode())) as response:
+        return response.status, await response.json()
+
+
+def chat(content: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": content}]}
+
+
+async def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(
+    directory: Path, session: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts: list[str] = []
+    original = Tokenizer.encode
+
+    def encode(self: Tokenizer, text: str, add_special_tokens: bool = True) -> list[int]:
+        texts.append(text)
+        return original(self, text, add_special_tokens)
+
+    monkeypatch.setattr(Tokenizer, "encode", encode)
+    engine = FakeEngine(directory)
+    tokenizer = Tokenizer.load(directory)
+    limit = MAX_MODEL_LEN * tokenizer.max_token_chars
+    async with served(build_app(engine, tokenizer)) as url:
+        long = "a" * (limit + 1)
+        for path, body, param in (
+            ("completions", {"prompt": long}, "prompt"),
+            ("completions", {"prompt": ["a", long]}, "prompt"),
+            ("chat/completions", chat(long), "messages"),
+        ):
+            status, answer = await post(session, url, path, body)
+            assert (status, answer["error"]["param"]) == (400, param)
+            assert f"at most {limit}" in answer["error"]["message"]
+        assert long not in texts
+        # One that might fit is looked at, and then refused for its tokens.
+        status, answer = await post(session, url, "completions", {"prompt": "a" * limit})
+        assert (status, answer["error"]["param"]) == (400, "prompt")
+        assert texts[-1] == "a" * limit
+    assert engine.requests == []
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+async def test_the_event_loop_goes_on_while_a_long_text_is_tokenised(
+    directory: Path, session: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    begun, answered = threading.Event(), threading.Event()
+
+    def encode(self: Tokenizer, text: str, add_special_tokens: bool = True) -> list[int]:
+        begun.set()
+        assert answered.wait(20), "nothing else was served meanwhile"
+        return [1, 2, 3]
+
+    tokenizer = Tokenizer.load(directory)
+    monkeypatch.setattr(Tokenizer, "encode", encode)
+    tokenizer.max_token_chars = 1000
+    async with served(build_app(FakeEngine(directory), tokenizer)) as url:
+        text = "a" * 10_000
+        body = {"prompt": text} if path == "completions" else chat(text)
+        waiting = asyncio.create_task(post(session, url, path, body))
+        while not begun.is_set():
+            await asyncio.sleep(0.01)
+        async with session.get(f"{url}/health") as response:
+            assert response.status == 200
+        answered.set()
+        assert (await waiting)[0] == 200
+
+
+async def test_bounds(directory: Path, session: aiohttp.ClientSession) -> None:
+    engine = FakeEngine(directory)
+    async with served(build_app(engine, Tokenizer.load(directory))) as url:
+        for path, body, param in (
+            ("completions", {"prompt": "a", "stop": "x" * 1025}, "stop"),
+            ("completions", {"prompt": "a", "stop": ["x"] * 17}, "stop"),
+            ("completions", {"prompt": "a", "stop_token_ids": [5] * 1_000_000}, "stop_token_ids"),
+            ("completions", {"prompt": [1] * 1_000_000}, "prompt"),
+            ("completions", {"prompt": "a", "model": "m" * 1_000_000}, "model"),
+            ("chat/completions", {"messages": [{"role": "user"}] * (MAX_MESSAGES + 1)}, "messages"),
+        ):
+            status, answer = await post(session, url, path, body)
+            assert (status, answer["error"]["param"]) == (404 if param == "model" else 400, param)
+            assert len(answer["error"]["message"]) <= 2000
+    assert engine.requests == []
+
+
+async def test_legs_are_not_sent_stop_strings(directory: Path, session: aiohttp.ClientSession) -> None:
+    engine = FakeEngine(directory)
+    async with served(build_app(engine, Tokenizer.load(directory))) as url:
+        body = {"prompt": "a", "stop": ["quick", "x" * 1000], "n": 4, "max_tokens": 30}
+        status, answer = await post(session, url, "completions", body)
+        assert status == 200
+        assert {choice["stop_reason"] for choice in answer["choices"]} == {"quick"}
+        assert {request.sampling_params.stop for request in engine.requests} == {()}
+        # An engine says so to a router that sends them.
+        leg = GenerateRequest(request_id="r", prompt_token_ids=[1], sampling_params=SamplingParams(stop=("x",)))
+        async with session.post(f"{url}/inference/v1/generate", data=msgspec.json.encode(leg)) as response:
+            assert response.status == 400
+            assert (await response.json())["error"]["param"] == "stop"
+
+
+def test_the_legs_of_all_samples_share_their_prompt() -> None:
+    prompt = PromptIds(range(1000))
+    bodies = []
+    for index in range(8):
+        handoff = HandoffParams(role="decode", ticket='"prompt_token_ids":[]')
+        params = SamplingParams(sample_index=index, logit_bias={5: 1.0})
+        request = GenerateRequest(
+            request_id='"prompt_token_ids":[7]', prompt_token_ids=prompt, sampling_params=params, handoff=handoff
+        )
+        bodies.append(_leg_body(request))
+        assert msgspec.json.decode(b"".join(bodies[-1]), type=GenerateRequest) == request
+    assert len({id(part) for body in bodies for part in body if len(part) > 1000}) == 1
+    resumed = GenerateRequest(
+        request_id="r", prompt_token_ids=[*prompt, 1], sampling_params=SamplingParams(), num_prompt_tokens=1000
+    )
+    assert msgspec.json.decode(b"".join(_leg_body(resumed)), type=GenerateRequest) == resumed
