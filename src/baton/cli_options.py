@@ -35,10 +35,13 @@ class EngineOptions:
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu"
     attention_backend: Annotated[str | None, typer.Option(help="Default: the best for the device.")] = None
     kv_cache_memory: Annotated[int | None, typer.Option(help="Bytes of KV cache.")] = None
-    seed: Annotated[int, typer.Option(help="Seed of the engine.")] = 0
+    seed: Annotated[int | None, typer.Option(help="Seed of requests without one; default: a new one each.")] = None
     enable_prefix_caching: Annotated[bool, typer.Option(help="Reuse KV of equal prefixes.")] = True
     batch_invariant: Annotated[bool, typer.Option(help="Same bits in every batch, at a cost.")] = False
     recovery: Annotated[Recovery, typer.Option(help="Last rung that a failed handoff may take.")] = "full"
+    token_api: Annotated[
+        bool, typer.Option(help="Role both: take a router's requests in token ids too, on the clients' port.")
+    ] = False
     integrity: Annotated[Integrity, typer.Option(help="Digests of moved bytes, checked before they are used.")] = "off"
 
     def to_config(

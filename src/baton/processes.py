@@ -106,6 +106,8 @@ class Deployment:
                 flags = ["--role", role, "--engine-id", name, "--port", "0", *engine_flags, *transport_flags]
                 if role != "both":
                     flags += ["--keys", str(keys)]
+                elif router:
+                    flags.append("--token-api")
                 self._children.append(self._spawn(name, ["serve", model, *flags]))
             self._await_ready(self._children)
             self._urls = _Urls()

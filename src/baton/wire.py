@@ -5,7 +5,6 @@ The legs between router and engines carry token ids, never text: only the front 
 
 from __future__ import annotations
 
-import math
 import reprlib
 from typing import Annotated, Literal, get_args
 
@@ -14,9 +13,18 @@ import msgspec
 from baton.errors import RequestError
 
 MAX_LOGPROBS = 20
+MAX_SAMPLES = 64
+MAX_TOKEN_ID = 2**31 - 1
+# A request's seed and sample index are the 64-bit words of the noise's key.
+MAX_WORD = 2**64 - 1
 MAX_STOP_STRINGS, MAX_STOP_CHARS = 16, 1024
+# Each costs work in every step of the request.
 MAX_STOP_TOKEN_IDS = 1024
-TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+MAX_LOGIT_BIASES = 1024
+MIN_TEMPERATURE = 0.01
+TokenId = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN_ID)]
+RequestId = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+TicketText = Annotated[str, msgspec.Meta(max_length=8192)]
 FinishReason = Literal["stop", "length", "abort", "error"]
 Recovery = Literal["none", "retry", "source", "recompute", "full"]
 RECOVERIES: tuple[Recovery, ...] = get_args(Recovery)
@@ -30,7 +38,8 @@ def recovers(recovery: Recovery, rung: Recovery) -> bool:
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How to choose tokens. Names and meanings are those of vLLM and the OpenAI API.
 
-    Raises `RequestError` naming the parameter when `check` finds one out of range.
+    `check` holds every bound there is: what passes it cannot make an engine fail. Raises `RequestError` naming the
+    parameter that is out of range.
     """
 
     max_tokens: int = 16
@@ -60,35 +69,51 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             if not ok:
                 raise RequestError(f"{param} must be {rule}, got {reprlib.repr(getattr(self, param))}", param)
 
-        for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty"):
-            need(math.isfinite(getattr(self, name)), name, "finite")
-        need(self.max_tokens >= 1, "max_tokens", "at least 1")
+        def within(param: str, low: float, high: float) -> None:
+            # Not a number is in no range.
+            need(low <= getattr(self, param) <= high, param, f"between {low:g} and {high:g}")
+
+        last_token = MAX_TOKEN_ID if vocab_size is None else vocab_size - 1
+        need(1 <= self.max_tokens <= MAX_TOKEN_ID, "max_tokens", f"between 1 and {MAX_TOKEN_ID}")
         need(0 <= self.min_tokens <= self.max_tokens, "min_tokens", "between 0 and max_tokens")
-        need(1 <= self.n <= 64, "n", "between 1 and 64")
-        need(0.0 <= self.temperature <= 100.0, "temperature", "between 0 and 100")
+        within("n", 1, MAX_SAMPLES)
+        within("temperature", 0.0, 100.0)
         need(0.0 < self.top_p <= 1.0, "top_p", "in (0, 1]")
-        need(self.top_k >= -1, "top_k", "-1, 0 (all) or positive")
-        need(0.0 <= self.min_p <= 1.0, "min_p", "between 0 and 1")
-        need(-2.0 <= self.presence_penalty <= 2.0, "presence_penalty", "between -2 and 2")
-        need(-2.0 <= self.frequency_penalty <= 2.0, "frequency_penalty", "between -2 and 2")
-        need(
-            math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0.0,
-            "repetition_penalty",
-            "positive",
-        )
-        need(self.seed is None or 0 <= self.seed < 2**64, "seed", "between 0 and 2**64 - 1")
-        need(self.sample_index >= 0, "sample_index", "non-negative")
+        need(-1 <= self.top_k <= MAX_TOKEN_ID, "top_k", f"-1, 0 (all) or at most {MAX_TOKEN_ID}")
+        within("min_p", 0.0, 1.0)
+        within("presence_penalty", -2.0, 2.0)
+        within("frequency_penalty", -2.0, 2.0)
+        within("repetition_penalty", 0.01, 100.0)
+        need(self.seed is None or 0 <= self.seed <= MAX_WORD, "seed", "between 0 and 2**64 - 1")
+        need(0 <= self.sample_index <= MAX_WORD, "sample_index", "between 0 and 2**64 - 1")
         need(self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, "logprobs", f"0 to {MAX_LOGPROBS}")
-        few = len(self.stop) <= MAX_STOP_STRINGS and all(0 < len(stop) <= MAX_STOP_CHARS for stop in self.stop)
-        need(few, "stop", f"at most {MAX_STOP_STRINGS} strings of 1 to {MAX_STOP_CHARS} characters")
-        need(len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS, "stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS} ids")
+        need(
+            len(self.stop) <= MAX_STOP_STRINGS and all(0 < len(s) <= MAX_STOP_CHARS for s in self.stop),
+            "stop",
+            f"at most {MAX_STOP_STRINGS} strings of 1 to {MAX_STOP_CHARS} characters",
+        )
+        need(
+            len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS and all(0 <= i <= last_token for i in self.stop_token_ids),
+            "stop_token_ids",
+            f"at most {MAX_STOP_TOKEN_IDS} token ids between 0 and {last_token}",
+        )
         if self.logit_bias is not None:
-            in_range = all(math.isfinite(b) and -100 <= b <= 100 for b in self.logit_bias.values())
-            need(len(self.logit_bias) <= 1024 and in_range, "logit_bias", "at most 1024 values in [-100, 100]")
-            if vocab_size is not None:
-                known = all(0 <= t < vocab_size for t in self.logit_bias)
-                need(known, "logit_bias", f"token ids below {vocab_size}")
+            in_range = all(-100.0 <= bias <= 100.0 for bias in self.logit_bias.values())
+            need(
+                len(self.logit_bias) <= MAX_LOGIT_BIASES and in_range,
+                "logit_bias",
+                f"at most {MAX_LOGIT_BIASES} values in [-100, 100]",
+            )
+            known = all(0 <= token <= last_token for token in self.logit_bias)
+            need(known, "logit_bias", f"of token ids between 0 and {last_token}")
         return self
+
+    def normalised(self) -> SamplingParams:
+        """Return what is sampled with: a temperature below `MIN_TEMPERATURE` that is not 0 counts as that, as in vLLM,
+        because scores divided by less may overflow."""
+        if not 0.0 < self.temperature < MIN_TEMPERATURE:
+            return self
+        return msgspec.structs.replace(self, temperature=MIN_TEMPERATURE)
 
 
 class PromptIds(list[int]):
@@ -107,7 +132,7 @@ class HandoffParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """What makes a request one leg of a handoff. `ticket` is signed by the router (see `baton.handoff.ticket`)."""
 
     role: Literal["prefill", "decode"]
-    ticket: str
+    ticket: TicketText
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -117,7 +142,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     already sent) it is smaller than the list, so that penalties, limits and positions do not shift.
     """
 
-    request_id: str
+    request_id: RequestId
     prompt_token_ids: list[int]
     sampling_params: SamplingParams
     num_prompt_tokens: int | None = None
@@ -158,7 +183,11 @@ class TokenChunk(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """`GET /inference/v1/info`: what a router needs to know of an engine to mint tickets and check requests."""
+    """`GET /inference/v1/info`: what a router needs to know of an engine to mint tickets and check requests.
+
+    `default_seed`: the seed of requests that bring none; None draws one for each. `token_api`: whether it serves
+    `POST /inference/v1/generate`.
+    """
 
     engine_id: str
     incarnation: str
@@ -172,6 +201,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     fingerprint: str
     num_speculative_tokens: int
     batch_invariant: bool
+    default_seed: int | None = None
+    token_api: bool = True
 
 
 # Where `kv_transfer_params` of a request to a vLLM server, and of its response, hold what is Baton's.

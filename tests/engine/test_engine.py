@@ -132,6 +132,15 @@ def test_samples_of_one_prompt_differ_and_repeat(prompts: list[list[int]]) -> No
     assert len({tuple(tokens) for tokens in first}) == 3
 
 
+def test_the_engines_seed_is_that_of_requests_without_one(prompts: list[list[int]]) -> None:
+    found = []
+    for engine_seed, own in ((5, None), (None, 5), (6, None)):
+        with LLM(TARGET, batch_invariant=True, seed=engine_seed) as llm:
+            params = SamplingParams(max_tokens=12, temperature=1.0, seed=own)
+            found.append(llm.generate([prompts[4]], params)[0].outputs[0].token_ids)
+    assert found[0] == found[1] != found[2]
+
+
 def test_stop_conditions(prompts: list[list[int]]) -> None:
     with LLM(TARGET, speculative_config=EAGLE3, batch_invariant=True) as llm:
         free = llm.generate([prompts[5]], SamplingParams(max_tokens=24, temperature=0.0))[0].outputs[0]

@@ -106,13 +106,33 @@ def test_logprobs_are_normalised_and_sorted() -> None:
     assert entry.logprob == dict(entry.top)[3]
 
 
+def test_every_seed_has_noise_of_its_own() -> None:
+    """Also beyond 2**63, where a float no longer tells neighbours apart."""
+    seeds = [0, 1, 2**53, 2**53 + 1, 2**63 - 1, 2**63, 2**63 + 1, 2**64 - 2, 2**64 - 1]
+    assert len({gumbel(seed, 0, 10, 1)[0] for seed in seeds}) == len(seeds)
+    assert len({gumbel(seed, index, 10, 1)[0] for seed in seeds for index in seeds}) == len(seeds) ** 2
+    # As NumPy gives it for words that are no floats: what a stored answer was made with.
+    assert gumbel(7, 0, 10, VOCAB)[0] == pytest.approx(1.1199555438670727, abs=1e-12)
+
+
+def test_a_tiny_temperature_counts_as_the_least_one() -> None:
+    assert SamplingParams(temperature=1e-320).normalised().temperature == 0.01
+    for temperature in (0.0, 0.01, 0.7):
+        params = SamplingParams(temperature=temperature)
+        assert params.normalised() is params
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
         ("max_tokens", -1), ("max_tokens", 0), ("temperature", -0.1), ("temperature", float("nan")), ("top_p", 0.0),
         ("top_p", 1.1), ("top_k", -2), ("min_p", 2.0), ("n", 0), ("seed", -1), ("presence_penalty", 3.0),
         ("frequency_penalty", -3.0), ("repetition_penalty", 0.0), ("logprobs", 99), ("logit_bias", {99: 1.0}),
-        ("min_tokens", 99), ("stop", ("",)),
+        ("min_tokens", 99), ("stop", ("",)), ("stop", ("x" * 1025,)), ("stop", ("x",) * 17), ("seed", 2**64),
+        ("sample_index", 2**64), ("sample_index", -1), ("stop_token_ids", (-1,)), ("stop_token_ids", (VOCAB,)),
+        ("stop_token_ids", (-1000000000,)), ("stop_token_ids", (1,) * 1025), ("logit_bias", {-1: 1.0}),
+        ("logit_bias", {1: float("nan")}), ("repetition_penalty", 1e-320), ("repetition_penalty", float("inf")),
+        ("max_tokens", 2**31), ("top_k", 2**31),
     ],
 )  # fmt: skip
 def test_bad_parameters_are_named(name: str, value: object) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import threading
 import time
 import types
 from pathlib import Path
@@ -29,6 +30,9 @@ def engine_of(config: EngineConfig, progress: Any) -> FakeEngine:
     engine = FakeEngine(Path(config.model), role=config.role, handed=Handed())
     if config.served_model_name == "stuck":
         engine.close = lambda: time.sleep(60)  # type: ignore[method-assign]
+    if config.served_model_name == "fails":
+        # The thread of a real engine calls it, at any time.
+        engine.on_failure = lambda call: threading.Timer(0.1, call, ["the engine failed: out of luck"]).start()  # type: ignore[method-assign]
     return engine
 
 

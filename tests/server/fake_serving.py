@@ -8,7 +8,7 @@ import json
 import socket
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import tokenizers
@@ -105,6 +105,9 @@ class FakeEngine:
 
     def close(self) -> None:
         """Nothing to free."""
+
+    def on_failure(self, call: Callable[[str], None]) -> None:
+        """It never fails as a whole."""
 
     def metrics(self) -> FakeMetrics:
         """Return fixed rows."""

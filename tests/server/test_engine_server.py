@@ -11,6 +11,9 @@ import msgspec
 import pytest
 from fake_serving import FakeEngine, served, until, write_tokenizer
 
+from baton.errors import ProtocolError
+from baton.router import RouterConfig
+from baton.router.app import build_app as build_router
 from baton.server import build_app
 from baton.text import Tokenizer
 from baton.wire import EngineInfo, EngineLoad, TokenChunk
@@ -52,6 +55,8 @@ async def test_generate_refuses_and_reports(directory: Path) -> None:
             b"{",
             json.dumps(body(extra=1)).encode(),
             json.dumps(body(sampling_params={"n": 2})).encode(),
+            json.dumps(body(request_id="x" * 257)).encode(),
+            json.dumps(body(handoff={"role": "decode", "ticket": "x" * 8193})).encode(),
         ]
         for data in bad:
             async with session.post(f"{url}/inference/v1/generate", data=data) as response:
@@ -87,6 +92,28 @@ async def test_legs_engines_refuse_the_api(directory: Path, role: str) -> None:
             assert f"role is '{role}'" in (await response.json())["error"]["message"]
         async with session.post(f"{url}/inference/v1/generate", json=body()) as response:
             assert response.status == 400
+
+
+async def test_an_engine_for_clients_serves_no_legs(directory: Path) -> None:
+    """Unless its owner says that the port is a router's too."""
+    engine = FakeEngine(directory)
+    engine.info = msgspec.structs.replace(engine.info, token_api=False)
+    async with served(build_app(engine, Tokenizer.load(directory))) as url, aiohttp.ClientSession() as session:
+        async with session.post(f"{url}/inference/v1/generate", json=body()) as response:
+            assert response.status == 404
+        async with session.post(f"{url}/v1/completions", json={"prompt": "a"}) as response:
+            assert response.status == 200
+        with pytest.raises(ProtocolError, match="start it with --token-api"):
+            await build_router(RouterConfig(both=(url,)))
+
+
+async def test_requests_without_a_seed_get_the_engines(directory: Path) -> None:
+    engine = FakeEngine(directory)
+    engine.info = msgspec.structs.replace(engine.info, default_seed=7)
+    async with served(build_app(engine, Tokenizer.load(directory))) as url, aiohttp.ClientSession() as session:
+        for given, used in (({}, 7), ({"seed": 9}, 9)):
+            await session.post(f"{url}/v1/completions", json={"prompt": "a", **given})
+            assert engine.requests[-1].sampling_params.seed == used
 
 
 async def test_metrics(directory: Path) -> None:

@@ -130,6 +130,14 @@ def test_a_child_that_fails_ends_all_and_is_quoted(directory: str) -> None:
         Deployment(directory, prefill=1, decode=0, command=FAKE)
 
 
+def test_an_engine_that_fails_ends_its_process_with_the_cause(directory: str) -> None:
+    """One that stayed would answer 503 for ever, and nobody would start it anew."""
+    command = [*FAKE, "serve", directory, "--served-model-name", "fails", "--port", "0"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1
+    assert ended.stderr.splitlines()[-1] == "error: the engine failed: out of luck"
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_up_ends_every_process(directory: str, number: signal.Signals) -> None:
     up = subprocess.Popen([*FAKE, "up", directory, "--port", "0"], stderr=subprocess.PIPE, text=True)

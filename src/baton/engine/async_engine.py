@@ -47,6 +47,9 @@ class AsyncEngine:
         self._warm_up()
         self._thread = threading.Thread(target=self._run, name="baton-engine", daemon=True)
         self._dead: str | None = None
+        self._failure: str | None = None
+        self._on_failure: Callable[[str], None] | None = None
+        self._lock = threading.Lock()
 
     @property
     def info(self) -> EngineInfo:
@@ -66,6 +69,14 @@ class AsyncEngine:
             self._thread.join()
         self._engine.close()
         self._fail_streams()
+
+    def on_failure(self, call: Callable[[str], None]) -> None:
+        """Have `call` called with the cause when the engine thread dies, or now where it has died. Any thread."""
+        with self._lock:
+            self._on_failure = call
+            failure = self._failure
+        if failure is not None:
+            call(failure)
 
     def load(self) -> EngineLoad:
         """A snapshot of load and pages. Raises EngineUnavailableError when the engine thread has ended."""
@@ -146,13 +157,18 @@ class AsyncEngine:
     def _run(self) -> None:
         try:
             self._engine.core.run()
-        except Exception as error:
+        except BaseException as error:
             logger.exception("the engine thread died")
+            # Clients learn the kind of error, whoever reads the log of the process all of it.
             self._dead = f"the engine failed: {type(error).__name__}"
             self._fail_streams()
             if self._engine.agent is not None:
                 # Its thread lives and would go on telling peers that all is well.
                 self._engine.agent.close()
+            with self._lock:
+                self._failure, call = f"the engine failed: {error!r}", self._on_failure
+            if call is not None:
+                call(self._failure)
 
     def _fail_streams(self) -> None:
         for stream in list(self._streams.values()):

@@ -41,7 +41,8 @@ from baton.transports.registry import create_transport
 from baton.transports.store import open_store
 from baton.wire import EngineInfo
 
-SAMPLER_VERSION = "1"
+# Raised whenever the same request may get other tokens than before.
+SAMPLER_VERSION = "2"
 DEFAULT_KV_CACHE_MEMORY = 256 << 20
 DRAFT_GROUP = "draft"
 # To be counted on when stored pages of before mean something else now.
@@ -185,6 +186,8 @@ def _build(
         fingerprint=json.dumps(facts, sort_keys=True),
         num_speculative_tokens=num_lookahead,
         batch_invariant=config.batch_invariant,
+        default_seed=config.seed,
+        token_api=config.role != "both" or config.token_api,
     )
     redeemer = Redeemer(ticket_key, config.engine_id, incarnation) if ticket_key else None
     return Engine(info, core, tokenizer, agent, transport, redeemer)

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 from baton.errors import ConfigError
 from baton.handoff.keys import check_bind, ticket_key_file
 from baton.transports.registry import parse_uri
-from baton.wire import Recovery
+from baton.wire import MAX_WORD, Recovery
 
 Role = Literal["both", "prefill", "decode"]
 Verifier = Literal["coupled", "rejection"]
@@ -82,6 +82,8 @@ class EngineConfig:
 
     `kv_cache_memory` is in bytes over all groups; None takes 256 MiB. `max_model_len` None takes the checkpoint's.
     `keys` is a key directory, which holds the ticket key too; without one the control socket stays on loopback.
+    `seed` is that of requests that bring none; None draws one for each. `token_api`: an engine of role both takes
+    requests in token ids, from a router, beside those of clients; the other roles always do.
     `recovery` is the last rung that a failed handoff may take, `integrity` how many digests guard its bytes.
     """
 
@@ -95,7 +97,7 @@ class EngineConfig:
     dtype: str = "auto"
     device: str = "cpu"
     kv_cache_memory: int | None = None
-    seed: int = 0
+    seed: int | None = None
     enable_prefix_caching: bool = True
     batch_invariant: bool = False
     attention_backend: str | None = None
@@ -106,6 +108,7 @@ class EngineConfig:
     engine_id: str = "engine"
     recovery: Recovery = "full"
     integrity: Integrity = "off"
+    token_api: bool = False
 
     def check(self) -> EngineConfig:
         def need(ok: bool, name: str, rule: str) -> None:
@@ -122,7 +125,7 @@ class EngineConfig:
         need(self.dtype in DTYPES, "dtype", f"one of {', '.join(DTYPES)}")
         need(re.fullmatch(r"cpu|cuda(:\d+)?", self.device) is not None, "device", "cpu, cuda or cuda:N")
         need(self.kv_cache_memory is None or self.kv_cache_memory > 0, "kv_cache_memory", "positive bytes")
-        need(0 <= self.seed < 2**63, "seed", "between 0 and 2**63 - 1")
+        need(self.seed is None or 0 <= self.seed <= MAX_WORD, "seed", "between 0 and 2**64 - 1")
         need(
             re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", self.engine_id) is not None, "engine_id", "1-64 of A-Z a-z 0-9 _ . -"
         )

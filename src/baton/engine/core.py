@@ -6,25 +6,24 @@ run. Everything here runs on the engine thread; other threads reach it through `
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-import numpy as np
-import numpy.typing as npt
-
 from baton.engine.handoff import HandoffLegs
 from baton.engine.metrics import EngineMetrics
 from baton.engine.prefix_store import PrefixStore
 from baton.engine.request import Request, RequestStatus
-from baton.engine.runner import DraftRows, ModelRunner, TargetOutput
-from baton.engine.sampler import token_logprobs
+from baton.engine.runner import DraftRows, ModelRunner
 from baton.engine.scheduler import ScheduledRows, Scheduler
+from baton.engine.step import compute
 from baton.engine.stopping import until_stop
-from baton.engine.verifier import Verified, verify_greedy
 from baton.handoff.messages import Seeds
-from baton.wire import EngineLoad, FinishReason, TokenChunk, TokenLogprobs
+from baton.wire import EngineLoad, FinishReason, TokenChunk
+
+log = logging.getLogger(__name__)
 
 EmitChunk = Callable[[TokenChunk, bool], None]
 
@@ -163,101 +162,17 @@ class EngineCore:
         scheduled = self.scheduler.schedule()
         if not scheduled:
             return False
-        output = self.runner.forward(scheduled)
-        draft_rows = self._sample(scheduled, output)
-        self.runner.propose(output, draft_rows)
-        self._finalise(scheduled, draft_rows)
+        done = compute(self, scheduled)
+        for request, error in done.failed.items():
+            self._fail(request, error)
+        self._finalise([rows for rows in scheduled if rows.request not in done.failed], done.draft_rows)
         self.metrics.num_steps += 1
         return True
 
-    def _sample(self, scheduled: Sequence[ScheduledRows], output: TargetOutput) -> list[DraftRows]:
-        """Choose tokens for the rows that need it and send them to their clients; returns the drafter's rows."""
-        sampling: list[tuple[ScheduledRows, int]] = []
-        logit_rows: list[int] = []
-        for rows in scheduled:
-            request, first = rows.request, output.row_start[rows.request]
-            if not request.is_prefilling:
-                sampling.append((rows, len(logit_rows)))
-                logit_rows += range(first, first + rows.num_rows)
-            elif rows.start + rows.num_rows == len(request.token_ids):
-                sampling.append((rows, len(logit_rows)))
-                logit_rows.append(first + rows.num_rows - 1)
-        self._choose(sampling, output, logit_rows)
-        drafter = self.runner.drafter
-        draft_rows: list[DraftRows] = []
-        for rows in scheduled:
-            request = rows.request
-            if request.is_prefilling:
-                request.num_computed = rows.start + rows.num_rows
-                proposes = request.num_computed == request.prefill_len
-            else:
-                request.num_computed = len(request.token_ids) - 1
-                proposes = True
-            if drafter is not None and request.finish_reason is None:
-                first = output.row_start[request]
-                num_drafts = self._num_drafts(request) if proposes else 0
-                draft_rows.append(DraftRows(request, first, rows.start, request.num_computed, num_drafts))
-        return draft_rows
-
-    def _num_drafts(self, request: Request) -> int:
-        """The token that fills the context follows the last draft, so that no row lies behind the context's end."""
-        return min(self.runner.num_speculative_tokens, self.max_model_len - len(request.token_ids) - 1)
-
-    def _choose(
-        self, sampling: Sequence[tuple[ScheduledRows, int]], output: TargetOutput, logit_rows: list[int]
-    ) -> None:
-        if not sampling:
-            return
-        logits = self.runner.logits(output, logit_rows)
-        greedy: list[int] = logits.argmax(dim=-1).tolist()
-        host: npt.NDArray[np.float32] | None = None
-        for rows, first in sampling:
-            request = rows.request
-            drafts = request.draft_ids
-            if request.sampler.plain_greedy:
-                verified = verify_greedy(drafts, greedy, first)
-            else:
-                if host is None:
-                    host = logits.cpu().numpy()
-                verified = request.sampler.verify(host[first : first + 1 + len(drafts)], drafts, self.rejection)
-            self._append(request, verified, host, first)
-
-    def _append(
-        self, request: Request, verified: Verified, host: npt.NDArray[np.float32] | None, first_row: int
-    ) -> None:
-        num_drafts, request.draft_ids = len(request.draft_ids), []
-        kept, reason, stop_reason = until_stop(request, verified.token_ids, self.eos_ids, self.max_model_len)
-        logprobs: list[TokenLogprobs] | None = None
-        if request.params.logprobs is not None:
-            assert host is not None
-            num_top = request.params.logprobs
-            logprobs = [token_logprobs(host[first_row + i], token, num_top) for i, token in enumerate(kept)]
-        position = request.num_output
-        request.token_ids += kept
-        request.sampler.advance(kept)
-        accepted: list[int] = []
-        if num_drafts:
-            accepted = [min(verified.num_accepted, len(kept))]
-            # Counters tell of the drafter, so they count drafts beyond the request's end too, as vLLM's do.
-            self.metrics.verified(num_drafts, verified.num_accepted)
-        self.metrics.num_generation_tokens += len(kept)
-        if position == 0:
-            self.metrics.num_cached_tokens += request.num_cached
-        request.finish_reason = reason
-        if request.role == "prefill":
-            request.first_logprobs = logprobs[0] if logprobs else None
-        chunk = TokenChunk(
-            request_id=request.request_id,
-            token_ids=kept,
-            position=position,
-            logprobs=logprobs,
-            accepted=accepted,
-            finish_reason=reason,
-            stop_reason=stop_reason,
-            num_cached_tokens=request.num_cached,
-        )
-        # A prefill leg's stream stays open until its pages are free: its end is how a client that left is noticed.
-        self.emit(chunk, reason is not None)
+    def _fail(self, request: Request, error: Exception) -> None:
+        """End a request that the engine cannot compute; `error` is of no interest to its client."""
+        log.error("%s ends: its step failed", request.request_id, exc_info=error)
+        self.finish(request, "error", f"step_failed: {type(error).__name__}")
 
     def _finalise(self, scheduled: Sequence[ScheduledRows], draft_rows: Sequence[DraftRows]) -> None:
         for drafted in draft_rows:
@@ -282,6 +197,10 @@ class EngineCore:
     def _num_final(self, request: Request, group: str) -> int:
         return request.num_drafted if group == self.scheduler.draft_group else request.num_computed
 
+    def num_drafts(self, request: Request) -> int:
+        """The token that fills the context follows the last draft, so that no row lies behind the context's end."""
+        return min(self.runner.num_speculative_tokens, self.max_model_len - len(request.token_ids) - 1)
+
     def committed(self, request: Request, seeds: Seeds) -> None:
         """A decode leg has everything: its first step verifies the drafts that came with the first token."""
         request.num_computed = request.prefill_len
@@ -291,7 +210,7 @@ class EngineCore:
             request.token_ids.append(seeds.first_token)
             request.sampler.advance([seeds.first_token])
         # The prefill engine's context may be longer.
-        request.draft_ids = list(seeds.draft_token_ids[: self._num_drafts(request)])
+        request.draft_ids = list(seeds.draft_token_ids[: self.num_drafts(request)])
         self.scheduler.commit_receive(request)
         self._cache(request)
 

@@ -15,7 +15,10 @@ _GUMBEL, _UNIFORM = 0, 1
 
 
 def _uniforms(seed: int, sample_index: int, position: int, stream: int, count: int) -> npt.NDArray[np.float64]:
-    bits = np.random.Philox(counter=[0, position, stream, 0], key=[seed, sample_index]).random_raw(count)
+    # As a list, words from 2**63 on would go through a float, which makes neighbouring seeds equal.
+    key = np.array([seed, sample_index], dtype=np.uint64)
+    counter = np.array([0, position, stream, 0], dtype=np.uint64)
+    bits = np.random.Philox(counter=counter, key=key).random_raw(count)
     # 52 bits and a half: never 0 and never 1, so that both logarithms below are finite.
     return (np.asarray(bits >> np.uint64(12), dtype=np.float64) + 0.5) * 2.0**-52
 

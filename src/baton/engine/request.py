@@ -39,6 +39,7 @@ class Request:
     def __init__(self, wire: GenerateRequest, sampler: SamplerState, ticket: Ticket | None = None) -> None:
         self.request_id = wire.request_id
         self.params: SamplingParams = wire.sampling_params
+        self.stop_token_ids = frozenset(self.params.stop_token_ids)
         self.token_ids: list[int] = list(wire.prompt_token_ids)
         self.num_prompt = wire.num_prompt_tokens or len(wire.prompt_token_ids)
         self.sampler = sampler

@@ -14,7 +14,7 @@ from baton.engine.sampler import SamplerState
 from baton.errors import ForbiddenError, ProtocolError, RequestError, WrongEngineError
 from baton.handoff.log_limit import LogLimit
 from baton.handoff.ticket import Ticket, request_digest
-from baton.wire import GenerateRequest
+from baton.wire import MIN_TEMPERATURE, GenerateRequest
 
 log = logging.getLogger(__name__)
 log.addFilter(LogLimit())
@@ -49,11 +49,15 @@ def make_request(engine: Engine, wire: GenerateRequest) -> Request:
     ticket: Ticket | None = None
     if wire.handoff is not None:
         ticket = _ticket(engine, wire)
+    if params.normalised() is not params:
+        log.warning("%s: temperature %g counts as %g", wire.request_id, params.temperature, MIN_TEMPERATURE)
+        params = params.normalised()
     if params.seed is None:
         if ticket is not None and params.temperature > 0.0:
             raise RequestError("a handoff needs one seed for both legs", "seed")
-        params = msgspec.structs.replace(params, seed=secrets.randbits(63))
-        wire = msgspec.structs.replace(wire, sampling_params=params)
+        seed = secrets.randbits(63) if info.default_seed is None else info.default_seed
+        params = msgspec.structs.replace(params, seed=seed)
+    wire = msgspec.structs.replace(wire, sampling_params=params)
     sampler = SamplerState(params, prompt[:num_prompt], info.vocab_size, info.eos_token_ids)
     sampler.advance(prompt[num_prompt:])
     return Request(wire, sampler, ticket)

@@ -30,7 +30,7 @@ class SamplerState:
         self.num_prompt = len(prompt_ids)
         self.num_output = 0
         stop_ids = [*params.stop_token_ids] if params.ignore_eos else [*eos_ids, *params.stop_token_ids]
-        self._min_tokens_ids = [i for i in stop_ids if i < vocab_size]
+        self._min_tokens_ids = np.unique(np.asarray([i for i in stop_ids if i < vocab_size], dtype=np.int64))
         self._penalised = (
             params.presence_penalty != 0.0 or params.frequency_penalty != 0.0 or params.repetition_penalty != 1.0
         )

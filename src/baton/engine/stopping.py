@@ -23,7 +23,7 @@ def until_stop(
         if num_output >= params.min_tokens:
             if token in eos_ids and not params.ignore_eos:
                 return kept, "stop", None
-            if token in params.stop_token_ids:
+            if token in request.stop_token_ids:
                 return kept, "stop", token
         if num_output >= params.max_tokens or request.num_prompt + num_output >= max_model_len:
             return kept, "length", None

@@ -14,13 +14,15 @@ KVMode = Literal["push", "pull"]
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What the API must know of the model behind a backend. Lengths are in tokens."""
+    """What the API must know of the model behind a backend. Lengths are in tokens. `default_seed`: that of requests
+    without one, None for a new one each."""
 
     name: str
     tokenizer: Tokenizer
     max_model_len: int
     vocab_size: int
     num_speculative_tokens: int
+    default_seed: int | None = None
 
 
 class Backend(Protocol):

@@ -98,7 +98,8 @@ def _plan(
     requests: list[GenerateRequest] = []
     for prompt in prompts:
         # A request without a seed gets one here, so that every leg and every retry draws the same noise.
-        seed = secrets.randbits(63) if params.seed is None else params.seed
+        seed = model.default_seed if params.seed is None else params.seed
+        seed = secrets.randbits(63) if seed is None else seed
         for index in range(params.n):
             own = msgspec.structs.replace(params, n=1, sample_index=index, seed=seed, stop=())
             requests.append(

@@ -15,7 +15,7 @@ import msgspec
 
 from baton.errors import RequestError
 from baton.openai.backend import KVMode
-from baton.wire import MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, SamplingParams
+from baton.wire import MAX_LOGPROBS, SamplingParams
 
 log = logging.getLogger(__name__)
 
@@ -161,11 +161,6 @@ def sampling_params(
     Raises `RequestError` naming the parameter.
     """
     stop = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
-    stop_ids = tuple(request.stop_token_ids or ())
-    if len(stop_ids) > MAX_STOP_TOKEN_IDS:
-        raise RequestError(f"stop_token_ids must be at most {MAX_STOP_TOKEN_IDS} ids", "stop_token_ids")
-    if not all(0 <= i < vocab_size for i in stop_ids):
-        raise RequestError(f"stop_token_ids must be below {vocab_size}", "stop_token_ids")
 
     def pick(name: str, default: Any) -> Any:
         value = getattr(request, name)
@@ -187,7 +182,7 @@ def sampling_params(
         logit_bias=request.logit_bias or None,
         logprobs=logprobs,
         stop=stop,
-        stop_token_ids=stop_ids,
+        stop_token_ids=tuple(request.stop_token_ids or ()),
         ignore_eos=pick("ignore_eos", False),
         include_stop_str_in_output=pick("include_stop_str_in_output", False),
         skip_special_tokens=pick("skip_special_tokens", True),

@@ -215,6 +215,8 @@ class EnginePool:
             raise RequestError(f"{instance.url} has role {info.role!r}, not {instance.role!r}", "role")
         if instance.role != "both" and info.control_address is None:
             raise ProtocolError(f"{instance.url} has role {info.role!r} but no control address")
+        if not info.token_api:
+            raise ProtocolError(f"{instance.url} takes no router's requests: start it with --token-api")
         self._check_same_model(instance, info)
         if self._model is None:
             directory = self._tokenizer_dir or info.model_path
@@ -224,7 +226,12 @@ class EnginePool:
                 raise ConfigError("tokenizer", f"{error}; name its directory with --tokenizer") from None
             if self._model is None:
                 self._model = ServedModel(
-                    info.model, tokenizer, info.max_model_len, info.vocab_size, info.num_speculative_tokens
+                    info.model,
+                    tokenizer,
+                    info.max_model_len,
+                    info.vocab_size,
+                    info.num_speculative_tokens,
+                    info.default_seed,
                 )
         instance.info, instance.problem = info, None
         instance.answered, instance.num_silent, instance.evicted = time.monotonic(), 0, False

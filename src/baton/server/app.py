@@ -2,13 +2,13 @@
 
 `POST /inference/v1/generate` takes a `GenerateRequest` as JSON and answers with one `TokenChunk` per line,
 each sent as its step ends. It speaks in token ids, because a stop string may span two engines and only the
-front door sees both.
+front door sees both. An engine of role both serves it only with `--token-api`: it is a router's, not a client's.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from typing import Protocol
 
 import msgspec
@@ -50,6 +50,10 @@ class Engine(Protocol):
         """End all requests and free everything."""
         ...
 
+    def on_failure(self, call: Callable[[str], None]) -> None:
+        """Have `call` called with the cause, on any thread, when the engine has failed for good."""
+        ...
+
     def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
         """Yield chunks; closing aborts."""
         ...
@@ -72,7 +76,12 @@ class EngineBackend:
         info = engine.info
         self._engine = engine
         self._model = ServedModel(
-            info.model, tokenizer, info.max_model_len, info.vocab_size, info.num_speculative_tokens
+            info.model,
+            tokenizer,
+            info.max_model_len,
+            info.vocab_size,
+            info.num_speculative_tokens,
+            info.default_seed,
         )
 
     def model(self) -> ServedModel:
@@ -115,7 +124,8 @@ def build_app(engine: Engine, tokenizer: Tokenizer) -> web.Application:
         engine.load()  # raises when the engine is down
         return web.Response()
 
-    app.router.add_post("/inference/v1/generate", generate)
+    if engine.info.token_api:
+        app.router.add_post("/inference/v1/generate", generate)
     app.router.add_get("/inference/v1/info", info)
     app.router.add_get("/inference/v1/load", load)
     app.router.add_get("/health", health)

@@ -12,6 +12,9 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import NoReturn
 
+from aiohttp import web
+
+from baton.errors import EngineUnavailableError
 from baton.openai.http import serve, url_of
 from baton.server.app import Engine, build_app
 from baton.text import Tokenizer
@@ -28,14 +31,15 @@ def run_engine(
     """Serve one engine until SIGINT or SIGTERM, then close it.
 
     `make_engine` may take long; a signal meanwhile ends the process. `on_ready` is called with the engine and
-    its URL when requests are served. Raises what `make_engine` raises.
+    its URL when requests are served. Raises what `make_engine` raises, and `EngineUnavailableError` with the cause when
+    the engine failed: an engine that serves nothing must not stay.
     """
     with ending_on_sigterm():
         engine = make_engine()
         try:
             engine.start()
             app = build_app(engine, tokenizer)
-            asyncio.run(serve(app, listener, lambda: on_ready(engine, url_of(listener))))
+            failure = asyncio.run(_serve(engine, app, listener, lambda: on_ready(engine, url_of(listener))))
         finally:
             # One that was told to end must not stay because an engine thread hangs.
             timer = threading.Timer(_CLOSE_LIMIT_S, os._exit, [1])
@@ -43,6 +47,24 @@ def run_engine(
             timer.start()
             engine.close()
             timer.cancel()
+        if failure is not None:
+            raise EngineUnavailableError(failure)
+
+
+async def _serve(
+    engine: Engine, app: web.Application, listener: socket.socket, on_ready: Callable[[], None]
+) -> str | None:
+    """Serve until told to end, or until the engine fails; returns the cause then."""
+    loop, ended, failures = asyncio.get_running_loop(), asyncio.Event(), list[str]()
+
+    def failed(cause: str) -> None:
+        failures.append(cause)
+        with contextlib.suppress(RuntimeError):  # the loop has ended already
+            loop.call_soon_threadsafe(ended.set)
+
+    engine.on_failure(failed)
+    await serve(app, listener, on_ready, ended)
+    return failures[0] if failures else None
 
 
 @contextlib.contextmanager

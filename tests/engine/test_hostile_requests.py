@@ -1,0 +1,176 @@
+"""One request ends no engine: what is out of bounds is refused, and what fails in a step all the same fails alone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from engines import EAGLE3, TARGET, request
+
+from baton.engine import step
+from baton.engine.async_engine import AsyncEngine
+from baton.engine.config import EngineConfig, SpeculativeConfig
+from baton.engine.runner import ModelRunner
+from baton.engine.sampler import SamplerState
+from baton.errors import EngineUnavailableError, RequestError
+from baton.wire import SamplingParams, TokenChunk
+
+PROMPTS = [[1, 2, 3], [7, 8], [9] * 20, [4, 5, 6, 7]]
+GUILTY = 2
+
+
+@asynccontextmanager
+async def running() -> AsyncIterator[AsyncEngine]:
+    engine = AsyncEngine(
+        EngineConfig(model=TARGET, batch_invariant=True, speculative_config=SpeculativeConfig.parse(EAGLE3))
+    )
+    engine.start()
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def params(**changes: Any) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": 6, "temperature": 0.9, "seed": 5, **changes})
+
+
+async def answer(engine: AsyncEngine, name: str, prompt: list[int], asked: SamplingParams) -> list[TokenChunk]:
+    return [chunk async for chunk in engine.generate(request(name, prompt, asked))]
+
+
+async def answers(engine: AsyncEngine) -> list[list[TokenChunk]]:
+    """To all prompts at once; in order."""
+    names = [f"r{index}" for index in range(len(PROMPTS))]
+    asked = [answer(engine, name, prompt, params()) for name, prompt in zip(names, PROMPTS, strict=True)]
+    return await asyncio.wait_for(asyncio.gather(*asked), 60)
+
+
+async def idle(engine: AsyncEngine) -> None:
+    """A request's last chunk leaves before its pages are free."""
+    for _ in range(2000):
+        load = engine.load()
+        if (load.num_running, load.num_referenced_pages, load.num_quarantined_pages) == (0, 0, 0):
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError(engine.load())
+
+
+def tokens(chunks: list[TokenChunk]) -> list[int]:
+    return [token for chunk in chunks for token in chunk.token_ids]
+
+
+async def test_what_is_out_of_bounds_is_refused_and_the_engine_goes_on() -> None:
+    hostile: list[tuple[str, dict[str, Any]]] = [
+        ("stop_token_ids", {"stop_token_ids": (-1000000000,), "min_tokens": 3}),
+        ("sample_index", {"sample_index": 2**64}),
+        ("stop_token_ids", {"stop_token_ids": tuple(range(100)) * 11}),
+        ("logit_bias", {"logit_bias": {-1000000000: 1.0}}),
+        ("seed", {"seed": 2**64}),
+    ]
+    at_the_bounds = params(
+        sample_index=2**64 - 1,
+        seed=2**64 - 1,
+        stop_token_ids=(0, 0, 1),
+        min_tokens=6,
+        temperature=1e-320,
+        repetition_penalty=0.01,
+        top_k=2**31 - 1,
+    )
+    async with running() as engine:
+        expected = tokens(await answer(engine, "before", PROMPTS[0], params()))
+        for param, changes in hostile:
+            with pytest.raises(RequestError) as caught:
+                await answer(engine, "hostile", PROMPTS[0], params(**changes))
+            assert caught.value.param == param
+        assert len(tokens(await answer(engine, "edge", PROMPTS[0], at_the_bounds))) == 6
+        assert tokens(await answer(engine, "after", PROMPTS[0], params())) == expected
+
+
+def guilty_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The target fails whenever the guilty request is among the rows."""
+    whole = ModelRunner.forward
+
+    def forward(self: ModelRunner, scheduled: Any) -> Any:
+        if any(rows.request.request_id == f"r{GUILTY}" for rows in scheduled):
+            raise IndexError("guilty rows")
+        return whole(self, scheduled)
+
+    monkeypatch.setattr(ModelRunner, "forward", forward)
+
+
+def guilty_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = SamplerState.verify
+
+    def verify(self: SamplerState, *arguments: Any) -> Any:
+        if self.num_prompt == len(PROMPTS[GUILTY]) and self.num_output > 0:
+            raise IndexError("guilty sampling")
+        return whole(self, *arguments)
+
+    monkeypatch.setattr(SamplerState, "verify", verify)
+
+
+def guilty_drafting(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = ModelRunner.propose
+
+    def propose(self: ModelRunner, output: Any, rows: Any) -> None:
+        whole(self, output, rows)
+        if any(drafted.request.request_id == f"r{GUILTY}" for drafted in rows):
+            raise IndexError("guilty drafting")
+
+    monkeypatch.setattr(ModelRunner, "propose", propose)
+
+
+@pytest.fixture(scope="module")
+def quiet() -> list[list[int]]:
+    async def run() -> list[list[int]]:
+        async with running() as engine:
+            return [tokens(chunks) for chunks in await answers(engine)]
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("break_it", [guilty_forward, guilty_sampling, guilty_drafting], ids=lambda f: f.__name__)
+async def test_a_request_that_fails_in_a_step_ends_alone(
+    break_it: Callable[[pytest.MonkeyPatch], None], quiet: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running() as engine:
+        with monkeypatch.context() as broken:
+            break_it(broken)
+            found = await answers(engine)
+        for index, chunks in enumerate(found):
+            if index == GUILTY:
+                assert (chunks[-1].finish_reason, chunks[-1].error) == ("error", "step_failed: IndexError")
+            else:
+                assert tokens(chunks) == quiet[index]
+        assert [tokens(chunks) for chunks in await answers(engine)] == quiet
+        await idle(engine)
+
+
+async def test_an_engine_that_can_compute_nothing_fails_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It must not answer every request with an error for ever."""
+
+    def forward(self: ModelRunner, scheduled: Any) -> Any:
+        raise RuntimeError("the device is gone")
+
+    async with running() as engine:
+        failures: list[str] = []
+        engine.on_failure(failures.append)
+        monkeypatch.setattr(ModelRunner, "forward", forward)
+        with pytest.raises(EngineUnavailableError, match="RuntimeError"):
+            await answers(engine)
+        await asyncio.wait_for(asyncio.to_thread(engine._thread.join), 30)
+        assert failures == ["the engine failed: RuntimeError('the device is gone')"]
+        engine.on_failure(failures.append)  # late, and told at once
+        assert len(failures) == 2
+
+
+async def test_a_canary_leaves_nothing(quiet: list[list[int]]) -> None:
+    async with running() as engine:
+        core = engine._engine.core
+        assert step._works(core)
+        assert core.load().num_referenced_pages == 0
+        assert [tokens(chunks) for chunks in await answers(engine)] == quiet
