@@ -9,12 +9,15 @@ from pathlib import Path
 import msgspec
 import zmq
 
+from baton.handoff.greeting import prove
 from baton.handoff.keys import KeyRing, make_keys
-from baton.handoff.messages import Hello, Message, decode, encode
+from baton.handoff.messages import CHALLENGE_BYTES, Hello, Message, decode, encode
 from baton.handoff.ticket import Ticket, new_transfer_id
 from baton.testing.fuzz import Node, Traffic
 
 TICKET_KEY = b"k" * 32
+CHALLENGE = bytes(CHALLENGE_BYTES)
+Kinds = type[Message] | tuple[type[Message], ...]
 
 
 class Attacker:
@@ -27,6 +30,7 @@ class Attacker:
         if pair is not None and server is not None:
             self.sock.curve_publickey, self.sock.curve_secretkey = pair
             self.sock.curve_serverkey = server
+        self.address = address
         self.sock.connect(address.replace("curve://P@", "tcp://"))
         self.session, self.sequence = random.getrandbits(62), 0
 
@@ -35,16 +39,26 @@ class Attacker:
             self.sequence += 1
             self.sock.send(encode(message, self.session, self.sequence))
 
-    def hear(self, kind: type[Message], limit_s: float = 10.0) -> Message:
-        """The next message of a kind."""
+    def join(self, hello: Hello, key: bytes = TICKET_KEY) -> Hello:
+        """Open a session as one who knows the ticket key; the last answer."""
+        self.say(msgspec.structs.replace(hello, proof=b"", descriptor=None))
+        answer = self.hear(Hello)
+        assert isinstance(answer, Hello)
+        self.say(prove(key, "dialled", self.address, answer.challenge, hello))
+        answer = self.hear(Hello)
+        assert isinstance(answer, Hello)
+        return answer
+
+    def hear(self, kind: Kinds, limit_s: float = 10.0) -> Message:
+        """The next message of a kind, or of several."""
         deadline = time.monotonic() + limit_s
         while self.sock.poll(max(0.0, deadline - time.monotonic()) * 1000):
             message = decode(self.sock.recv())[2]
             if isinstance(message, kind):
                 return message
-        raise AssertionError(f"no {kind.__name__} came")
+        raise AssertionError(f"no {kind} came")
 
-    def hears_nothing(self, kind: type[Message], for_s: float = 0.3) -> bool:
+    def hears_nothing(self, kind: Kinds, for_s: float = 0.3) -> bool:
         try:
             self.hear(kind, for_s)
         except AssertionError:

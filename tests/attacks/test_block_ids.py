@@ -11,6 +11,7 @@ from attacker import TICKET_KEY, Scene
 
 from baton.errors import ProtocolError
 from baton.handoff.events import DecodeFailed, DecodeReleased
+from baton.handoff.greeting import prove
 from baton.handoff.messages import Bye, Hello, Nack, Ready, Register, decode, encode
 from baton.handoff.ticket import mint
 from baton.testing.fuzz import Node
@@ -38,7 +39,8 @@ def test_destination_pages_out_of_range(scene: Scene, caplog: pytest.LogCaptureF
     attacker = scene.attacker()
     wanted = {"target": (0, 8), "draft": (0, 8)}
     tables = {**FIT, "target": BAD_TABLES[what]}
-    attacker.say(scene.d.hello, Register(ticket.key, ticket=mint(TICKET_KEY, ticket), wanted=wanted, pages=tables))
+    attacker.join(scene.as_d())
+    attacker.say(Register(ticket.key, ticket=mint(TICKET_KEY, ticket), wanted=wanted, pages=tables))
     nack = attacker.hear(Nack)
     assert isinstance(nack, Nack)
     assert "group 'target'" in nack.message
@@ -62,7 +64,8 @@ def test_destination_pages_out_of_range(scene: Scene, caplog: pytest.LogCaptureF
 def test_intervals_that_do_not_exist(scene: Scene, wanted: dict[str, tuple[int, int]]) -> None:
     ticket = scene.ticket()
     attacker = scene.attacker()
-    attacker.say(scene.as_d(), Register(ticket.key, ticket=mint(TICKET_KEY, ticket), wanted=wanted, pages=FIT))
+    attacker.join(scene.as_d())
+    attacker.say(Register(ticket.key, ticket=mint(TICKET_KEY, ticket), wanted=wanted, pages=FIT))
     attacker.hear(Nack)
     assert scene.p.agent.stats()["rejected"] == 1
 
@@ -73,9 +76,9 @@ def test_page_ids_that_are_no_page_ids(scene: Scene, until: Until, body: bytes) 
     ticket = scene.ticket()
     attacker = scene.attacker()
     register = Register(ticket.key, ticket=mint(TICKET_KEY, ticket), wanted={}, pages={"target": [77]})
-    frame = encode(register, attacker.session, 2)
+    frame = encode(register, attacker.session, 3)
     assert frame.count(b"\x91\x4d") == 1
-    attacker.say(scene.as_d())
+    attacker.join(scene.as_d())
     attacker.sock.send(frame.replace(b"\x91\x4d", b"\x91" + body))
     until(lambda: scene.p.agent.stats()["malformed"] == 1)
 
@@ -99,7 +102,8 @@ def test_source_pages_out_of_range(scene: Scene, caplog: pytest.LogCaptureFixtur
             session, _, message = decode(frame)
             sequence += 1
             if isinstance(message, Hello):
-                router.send_multipart([identity, encode(scene.p.hello, session, sequence)])
+                answer = prove(TICKET_KEY, "answered", hostile, message.challenge, scene.p.hello)
+                router.send_multipart([identity, encode(answer, session, sequence)])
             elif isinstance(message, Register):
                 tables = {**FIT, "target": BAD_TABLES[what]}
                 ready = Ready(ticket.key, final={"target": 8, "draft": 8}, pages=tables)
@@ -119,6 +123,7 @@ def test_source_pages_out_of_range(scene: Scene, caplog: pytest.LogCaptureFixtur
 def test_a_copy_outside_the_registered_memory_is_refused_by_the_transport(scene: Scene) -> None:
     """The last line: even a plan that is wrong moves no byte outside a region."""
     other: Node = scene.d
+    assert other.hello.descriptor is not None
     peer = scene.p.transport.connect(other.hello.descriptor)
     size = other.pools["target"].size
     at, count = np.array([0], dtype=np.int64), np.array([16], dtype=np.int64)

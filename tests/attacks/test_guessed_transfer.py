@@ -36,7 +36,7 @@ def finish(scene: Scene, ticket: Ticket) -> None:
 def test_guessed_ids_touch_nobody(scene: Scene, until: Until, caplog: pytest.LogCaptureFixture) -> None:
     ticket = begin(scene)
     attacker = scene.attacker()
-    attacker.say(scene.as_d(engine_id="E", incarnation="E-1"))
+    attacker.join(scene.as_d(engine_id="E", incarnation="E-1"))
     guesses = [AttemptKey(bytes([i]) * 16, 0, scene.p.incarnation, "E-1") for i in range(20)]
     for key in guesses:
         attacker.say(Ack(key), ReadDone(key), Repair(key, round=1, bad={}), Confirm(key, Seeds(first_token=1)))
@@ -49,7 +49,7 @@ def test_guessed_ids_touch_nobody(scene: Scene, until: Until, caplog: pytest.Log
 def test_a_transfer_overheard_cannot_be_ended_by_another(scene: Scene, until: Until, mode: str) -> None:
     ticket = begin(scene, mode)
     attacker = scene.attacker()
-    attacker.say(scene.as_d(engine_id="E", incarnation="E-1"))
+    attacker.join(scene.as_d(engine_id="E", incarnation="E-1"))
     attacker.say(Cancel(ticket.key, "x"), Ack(ticket.key), ReadDone(ticket.key), Cancelled(ticket.key, "x"))
     until(lambda: scene.p.agent.stats()["rejected"] == 4)
     # Its own incarnation in the key makes it another attempt, of which there is none.
@@ -65,7 +65,7 @@ def test_cancelling_guesses_costs_bounded_memory(scene: Scene, until: Until) -> 
     scene.traffic.serve_one()
     spent, _ = scene.traffic.spent[-1]
     attacker = scene.attacker()
-    attacker.say(scene.as_d(engine_id="E", incarnation="E-1"))
+    attacker.join(scene.as_d(engine_id="E", incarnation="E-1"))
     before = scene.p.agent.stats()["frames"]
     for i in range(20_000):
         attacker.say(Cancel(AttemptKey(i.to_bytes(16, "big"), 0, scene.p.incarnation, "E-1"), "x"))

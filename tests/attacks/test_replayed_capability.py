@@ -36,7 +36,8 @@ def test_the_same_engine_gets_no_second_copy(scene: Scene) -> None:
     before = scene.p.agent.stats()
     pools = {name: pool.copy() for name, pool in scene.d.pools.items()}
     attacker = scene.attacker()
-    attacker.say(scene.as_d(), replay, replay)
+    attacker.join(scene.as_d())
+    attacker.say(replay, replay)
     attacker.hear(Cancelled)
     after = scene.p.agent.stats()
     assert (after["bytes"], after["runs"], after["outstanding"]) == (before["bytes"], before["runs"], 0)
@@ -47,7 +48,7 @@ def test_the_same_engine_gets_no_second_copy(scene: Scene) -> None:
 def test_another_engine_gets_nothing(scene: Scene, until: Until, caplog: pytest.LogCaptureFixture) -> None:
     """Neither for a spent ticket nor for one that is good, but another's."""
     attacker = scene.attacker()
-    attacker.say(scene.as_d(engine_id="E"))
+    attacker.join(scene.as_d(engine_id="E"))
     for number, what in enumerate((spent_ticket(scene), register(scene.ticket())), start=1):
         attacker.say(what)
         nack = attacker.hear(Nack)
@@ -56,7 +57,8 @@ def test_another_engine_gets_nothing(scene: Scene, until: Until, caplog: pytest.
         until(lambda number=number: scene.p.agent.stats()["rejected"] == number)
     assert caplog.text.count("the ticket names another decode engine") == 2
     other = scene.attacker()
-    other.say(scene.as_d(incarnation="D-after-restart"), spent_ticket(scene))
+    other.join(scene.as_d(incarnation="D-after-restart"))
+    other.say(spent_ticket(scene))
     until(lambda: "message for an attempt of other engines" in caplog.text)
     assert scene.p.agent.stats()["outstanding"] == 0
 
@@ -65,7 +67,8 @@ def test_a_restarted_prefill_engine_knows_no_old_ticket(scene: Scene, until: Unt
     replay = spent_ticket(scene)
     again = scene.node("P")
     attacker = scene.attacker(again)
-    attacker.say(scene.as_d(), replay)
+    attacker.join(scene.as_d())
+    attacker.say(replay)
     until(lambda: again.agent.stats()["rejected"] == 1)
     # Nor when the message claims to be for the new process: the ticket says otherwise.
     forged = msgspec.structs.replace(replay.key, prefill_incarnation=again.incarnation)
@@ -88,7 +91,8 @@ def test_tickets_that_were_never_good(
     scene: Scene, caplog: pytest.LogCaptureFixture, changes: dict[str, object], key: bytes, why: str
 ) -> None:
     attacker = scene.attacker()
-    attacker.say(scene.as_d(), register(scene.ticket(**changes), key))
+    attacker.join(scene.as_d())
+    attacker.say(register(scene.ticket(**changes), key))
     nack = attacker.hear(Nack)
     assert isinstance(nack, Nack)
     assert nack.reason == "register_refused"

@@ -46,8 +46,7 @@ def test_an_authorised_engine_cannot_speak_for_another(
     assert attacker.hears_nothing(Hello)
     assert "HELLO of engine 'D' came with the key of 'E'" in caplog.text
     # Nor take its session over by naming its process and memory.
-    attacker.say(keyed.as_d(engine_id="E"))
-    attacker.hear(Hello)
+    attacker.join(keyed.as_d(engine_id="E"))
     assert keyed.p.agent.stats()["sessions"] == 2
     keyed.traffic.serve_one()
 

@@ -200,10 +200,15 @@ def test_a_bad_ticket_is_refused(pair: Pair, fault: str) -> None:
     d.agent.open_decode(ticket, 4, {"target": (0, 4), "draft": (0, 4)}, d.pages(1, 4))
     failed = d.next(DecodeFailed)
     assert isinstance(failed, DecodeFailed)
-    assert failed.reason == "register_refused"
-    assert ("signature" if fault == "key" else "another prefill engine") in failed.message
+    if fault == "key":
+        assert (failed.reason, failed.recoverable) == ("unreachable_peer", True)
+        assert "does not prove that it knows the ticket key" in failed.message
+        assert d.agent.stats()["rejected"] >= 1
+    else:
+        assert failed.reason == "register_refused"
+        assert "another prefill engine" in failed.message
+        assert p.agent.stats()["rejected"] >= 1
     d.next(DecodeReleased)
-    assert p.agent.stats()["rejected"] >= 1
     settle(p, d)
 
 
@@ -321,7 +326,7 @@ def test_garbage_never_stops_the_agent(pair: Pair) -> None:
     context = zmq.Context()
     sock = context.socket(zmq.DEALER)
     sock.connect(p.agent.address)
-    hello = Hello("D", "D-1", {}, {}, b"")
+    hello = Hello("D", "D-1", {}, {}, bytes(16))
     ticket = ticket_for(p, d, "push")
     frames = [
         b"",

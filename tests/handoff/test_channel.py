@@ -23,7 +23,7 @@ Received = list[tuple[Connection, Message]]
 
 
 def hello(engine_id: str) -> Hello:
-    return Hello(engine_id, f"{engine_id}-1", {}, {}, b"")
+    return Hello(engine_id, f"{engine_id}-1", {}, {}, bytes(16))
 
 
 @pytest.fixture

@@ -66,7 +66,7 @@ def rank(page_size: int = 16, dtype: str = "bfloat16") -> RankGeometry:
 
 
 MESSAGES: list[Message] = [
-    Hello("P", "p-1", {"model": "m"}, {"target": rank()}, b"descriptor"),
+    Hello("P", "p-1", {"model": "m"}, {"target": rank()}, bytes(16), b"proof", b"descriptor"),
     Bye("closing", True),
     Register(KEY, ticket="t", wanted={"target": (3, 9)}, pages={"target": [4, 2]}),
     Ready(KEY, final={"target": 9}, pages={"target": [1]}),
@@ -162,7 +162,7 @@ def test_values_are_bounded() -> None:
 
 def test_a_geometry_that_describes_no_memory_is_refused() -> None:
     geometry = msgspec.structs.replace(rank().geometry, region_bytes=10)
-    hello = Hello("P", "p", {}, {"target": RankGeometry(rank=0, geometry=geometry)}, b"")
+    hello = Hello("P", "p", {}, {"target": RankGeometry(rank=0, geometry=geometry)}, bytes(16))
     _, _, message = decode(encode(hello, 1, 1))
     assert isinstance(message, Hello)
     with pytest.raises(ProtocolError, match="outside the region"):

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 log.addFilter(LogLimit())
 
 MAX_SESSIONS = 1024
-# Sessions through which no valid ticket has come: the oldest makes room for the next.
+# Sessions of peers that have not proven themselves: the oldest makes room for the next.
 MAX_UNPROVEN = 128
 _BURST = 256
 # Frames that wait in one connection before its sender is held back.
@@ -181,7 +181,7 @@ class Channel:
         """Wait up to `timeout_s` seconds for messages or for `wake`. Malformed frames are only counted.
 
         A session that was closed to make room, or replaced by its peer, ends with a BYE of this side's making. Each
-        frame is read when the message before it has been dealt with, so that nobody who has just shown a ticket
+        frame is read when the message before it has been dealt with, so that nobody who has just proven itself
         is closed as a stranger.
         """
         for ready, _ in self._poller.poll(max(0, round(timeout_s * 1000))):

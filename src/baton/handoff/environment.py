@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import secrets
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from baton.handoff.messages import Message
+from baton.handoff.messages import CHALLENGE_BYTES, Message
 
 
 class Clock(Protocol):
@@ -41,8 +42,8 @@ class SystemClock:
 class Connection:
     """One session. `identity` is set where the peer dialled us, `address` where we dialled.
 
-    `engine` is the engine id that the peer's key belongs to, None without keys. `proven`: a valid ticket came
-    through it, so that it is not closed to make room for a stranger.
+    `engine` is the engine id that the peer's key belongs to, None without keys. `proven`: the peer has proven that it
+    knows the ticket key, so that it is not closed to make room for a stranger. `challenge` is what it proves it by.
     """
 
     session: int
@@ -53,10 +54,16 @@ class Connection:
     received: int = 0
     engine: str | None = None
     proven: bool = False
+    challenge: bytes = field(default_factory=lambda: secrets.token_bytes(CHALLENGE_BYTES))
 
 
 class ControlChannel(Protocol):
     """What the runner needs of `baton.handoff.channel.Channel`."""
+
+    @property
+    def address(self) -> str:
+        """Where this engine is dialled."""
+        ...
 
     @property
     def malformed(self) -> int:

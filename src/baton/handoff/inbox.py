@@ -90,15 +90,24 @@ class Inbox:
         link.heard = self._clock.monotonic()
         if isinstance(message, Hello):
             if link.hello is None:
-                self._links.greet(link, message)
-                for attempt in self._decodes_at(connection.address):
-                    self.join(attempt, link, message)
+                self._greeted(link, message)
         elif isinstance(message, Bye):
             self._server_left(link, message)
         elif isinstance(message, Renew):
             self._links.renewed(link, message)
         elif isinstance(message, AttemptMessage):
             self._answered(link, message)
+
+    def _greeted(self, link: Link, message: Hello) -> None:
+        try:
+            opened = self._links.server_hello(link, message)
+        except ProtocolError as error:
+            for attempt in self._decodes_at(link.connection.address):
+                self._machines.lose(attempt, "unreachable_peer", str(error))
+            raise
+        if opened:
+            for attempt in self._decodes_at(link.connection.address):
+                self.join(attempt, link, message)
 
     def _answered(self, link: Link, message: AttemptMessage) -> None:
         key, hello = message.key, link.hello
@@ -204,12 +213,15 @@ class Inbox:
                 # The same process in a new session: what it is still owed goes there.
                 if attempt.link is not None and attempt.link.is_same(link):
                     attempt.link = link
-                    self._links.admit(link)
                     attempt.meet(link)
             return
         known = self._links.clients.get(connection)
         if known is None or known.hello is None:
-            raise ProtocolError("a session begins with HELLO")
+            if known is not None:
+                # A stranger; or this side has lost the session of a peer, which then begins another.
+                self._channel.send(connection, Bye("unknown_session"))
+                self._links.hang_up(known)
+            raise ProtocolError("a session begins with HELLO, and a proof that the ticket key is known")
         known.heard = self._clock.monotonic()
         if isinstance(message, Bye):
             self._links.hang_up(known)

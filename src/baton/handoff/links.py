@@ -1,7 +1,8 @@
 """Peer engines: who they are, whether KV may be exchanged with them, and the session with each.
 
-A link is opened by HELLO: fingerprints are compared field by field and the transport is connected there, so
-that the first copy finds it warm and an unfit peer is refused before any request.
+A link is opened by HELLO, in which each side proves that it knows the ticket key: whoever does not is a stranger, gets
+no descriptor of the transport, and moves or ends no session. Then fingerprints are compared field by field and the
+transport is connected, so that the first copy finds it warm and an unfit peer is refused before any request.
 """
 
 from __future__ import annotations
@@ -10,13 +11,16 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import msgspec
+
 from baton.errors import BatonError, IncompatiblePeerError, ProtocolError
 from baton.handoff.config import AgentConfig
 from baton.handoff.environment import Clock, Connection, ControlChannel
 from baton.handoff.events import DecodeCommitted, DecodeFailed, HandoffEvent
 from baton.handoff.fingerprint import compare, geometry_fields
+from baton.handoff.greeting import Side, is_proven, prove
 from baton.handoff.log_limit import LogLimit
-from baton.handoff.messages import Bye, Hello, Register, Renew, check_table
+from baton.handoff.messages import CHALLENGE_BYTES, Bye, Hello, Register, Renew, check_table
 from baton.handoff.planner import RankGeometry
 from baton.handoff.ticket import MAX_TICKET_LIFE_S, Ticket, verify
 from baton.transports.base import Peer, Transport
@@ -33,8 +37,9 @@ MAX_SUSPECTS = 1024
 class Link:
     """One peer engine: the session with it, what it said in HELLO, and the transport's end.
 
-    `refusal` is `(reason, message)` when its HELLO came but no KV may be exchanged with it. The peer is held for
-    alive for `lease` seconds after it was `heard` last (monotonic seconds). `until` then the process of the session before
+    `hello` is what it said once it had proven itself. `refusal` is `(reason, message)` when no KV may be exchanged
+    with it all the same. `challenge` is the one that it was last shown a proof by. The peer is held for alive for
+    `lease` seconds after it was `heard` last (monotonic seconds). `until` then the process of the session before
     may still wait for a word about attempts of that time. `round_trip` is measured, in seconds.
     """
 
@@ -42,6 +47,7 @@ class Link:
     hello: Hello | None = None
     peer: Peer | None = None
     refusal: tuple[str, str] | None = None
+    challenge: bytes = b""
     next_hello: float = 0.0
     until: float = 0.0
     heard: float = 0.0
@@ -56,11 +62,11 @@ class Link:
         return self.hello is not None and self.refusal is None
 
     def is_same(self, other: Link) -> bool:
-        """True when both lead to the same process with the same memory, by the same key."""
-        # All of HELLO, lest a stranger who says half of it has a refusal wait for the engine itself.
-        return (
-            self.hello is not None and self.hello == other.hello and self.connection.engine == other.connection.engine
-        )
+        """True when both lead to the same process, by the same key."""
+        mine, theirs = self.hello, other.hello
+        if mine is None or theirs is None or self.connection.engine != other.connection.engine:
+            return False
+        return (mine.engine_id, mine.incarnation) == (theirs.engine_id, theirs.incarnation)
 
 
 class Links:
@@ -82,7 +88,8 @@ class Links:
         self._channel = channel
         self._clock = clock
         facts = {**config.fingerprint, "handoff.integrity": config.integrity}
-        self._hello = Hello(config.engine_id, config.incarnation, facts, dict(geometries), descriptor)
+        self._hello = Hello(config.engine_id, config.incarnation, facts, dict(geometries), bytes(CHALLENGE_BYTES))
+        self._descriptor = descriptor
         self._fields = {**facts, **geometry_fields(geometries)}
         self._repaired: dict[str, int] = {}  # by incarnation: handoffs in a row that needed repair
         self._retired: list[Peer] = []
@@ -120,7 +127,18 @@ class Links:
 
     def _say_hello(self, link: Link) -> None:
         link.next_hello = self._clock.monotonic() + self._config.timers.retry
-        self._channel.send(link.connection, self._hello)
+        known = bool(link.challenge)
+        hello = self._own_hello(link.connection, with_descriptor=known)
+        if known:
+            hello = prove(self._config.ticket_key, "dialled", link.connection.address, link.challenge, hello)
+        self._channel.send(link.connection, hello)
+
+    def _own_hello(self, connection: Connection, with_descriptor: bool) -> Hello:
+        descriptor = self._descriptor if with_descriptor else None
+        return msgspec.structs.replace(self._hello, challenge=connection.challenge, descriptor=descriptor)
+
+    def _is_proven(self, side: Side, address: str, connection: Connection, hello: Hello) -> bool:
+        return is_proven(self._config.ticket_key, side, address, connection.challenge, hello)
 
     def repeat_hello(self, now: float) -> None:
         """Repeat what was not answered; `now` in monotonic seconds."""
@@ -128,19 +146,31 @@ class Links:
             if link.hello is None and now >= link.next_hello:
                 self._say_hello(link)
 
-    def greet(self, link: Link, hello: Hello) -> None:
-        """Take a peer's HELLO: compare, and connect the transport.
+    def server_hello(self, link: Link, hello: Hello) -> bool:
+        """Take an answer to HELLO; True when the session is open by it, or refused.
 
-        A stranger's descriptor leads nowhere yet: without keys, who dialled us first shows a ticket.
+        Raises `ProtocolError` when whoever answers at the address does not know the ticket key.
         """
+        address = link.connection.address
+        if not self._is_proven("answered", address, link.connection, hello):
+            raise ProtocolError(f"who answers at {address} does not prove that it knows the ticket key")
+        if hello.descriptor is None:
+            # The same challenge again waits for the repetition, lest two that differ answer each other for ever.
+            if hello.challenge != link.challenge:
+                link.challenge = hello.challenge
+                self._say_hello(link)
+            return False
+        self._greet(link, hello)
+        return True
+
+    def _greet(self, link: Link, hello: Hello) -> None:
+        """A peer that has proven itself: compare, and connect the transport."""
         link.hello = hello
         try:
             for rank in hello.geometries.values():
                 rank.geometry.check()
             compare(self._fields, {**hello.fingerprint, **geometry_fields(hello.geometries)})
-            known = link.connection.engine is not None or link.connection.proven
-            if link.connection.identity is None or known:
-                self._connect(link, hello)
+            link.peer = self._transport.connect(hello.descriptor or b"")
         except IncompatiblePeerError as error:
             link.refusal = ("incompatible_peer", str(error))
         except BatonError as error:
@@ -148,34 +178,28 @@ class Links:
         if link.refusal is not None:
             log.warning("no handoff with engine %s: %s", hello.engine_id, link.refusal[1])
 
-    def _connect(self, link: Link, hello: Hello) -> None:
-        try:
-            link.peer = self._transport.connect(hello.descriptor)
-        except BatonError as error:
-            link.refusal = ("unreachable_peer", str(error))
-
-    def admit(self, link: Link) -> None:
-        """Take a client for more than a stranger: it has shown a ticket, now or in a session before."""
-        link.connection.proven = True
-        if link.hello is not None and link.peer is None and link.refusal is None:
-            self._connect(link, link.hello)
-
     # ------------------------------------------------------------ P's side: engines that dialled us
 
     def client_hello(self, connection: Connection, hello: Hello) -> Link:
-        """Answer a HELLO, and return the link it opened; the first one of a session counts."""
-        link = self.clients.get(connection)
-        if link is None:
-            link = self._link(connection)
+        """Answer a HELLO, and return its link, which is open once the peer has proven itself.
+
+        Raises `ProtocolError` for a proof that does not hold.
+        """
+        link = self.clients.setdefault(connection, self._link(connection))
+        proven = self._is_proven("dialled", self._channel.address, connection, hello)
+        if proven and link.hello is None:
+            connection.proven = True
             link.hello = hello
-            for old in [old for old in self.clients.values() if old.is_same(link)]:
+            for old in [old for old in self.clients.values() if old is not link and old.is_same(link)]:
                 # Its attempts go on in the new session. The old connection of the transport may be broken at the other
                 # end already, so there is a new one too.
-                connection.proven = connection.proven or old.connection.proven
                 self.hang_up(old)
-            self.greet(link, hello)
-            self.clients[connection] = link
-        self._channel.send(connection, self._hello)
+            self._greet(link, hello)
+        own = self._own_hello(connection, with_descriptor=proven)
+        answer = prove(self._config.ticket_key, "answered", self._channel.address, hello.challenge, own)
+        self._channel.send(connection, answer)
+        if hello.proof and not proven:
+            raise ProtocolError(f"HELLO of {hello.engine_id!r} proves no knowledge of the ticket key")
         return link
 
     def check_register(self, link: Link, message: Register) -> Ticket:
@@ -197,9 +221,6 @@ class Links:
             if ticket.mode == "push":
                 size, count = rank.geometry.page_size, rank.geometry.num_pages
                 check_table(group, message.pages.get(group, []), start, stop, size, count)
-        self.admit(link)
-        if link.refusal is not None:
-            raise ProtocolError(link.refusal[1])
         return ticket
 
     # ------------------------------------------------------------ life and health
@@ -217,9 +238,7 @@ class Links:
 
     def renewed(self, link: Link, message: Renew) -> None:
         """Take a RENEW: answer it, or learn the round trip from its echo."""
-        if link.connection.identity is None or link.connection.proven:
-            # A stranger's word holds no session open.
-            link.lease = message.lease
+        link.lease = message.lease
         if not message.echo:
             self._channel.send(link.connection, Renew(self._config.timers.lease, message.nonce, echo=True))
         elif message.nonce == link.nonce:
@@ -267,12 +286,7 @@ class Links:
         self.clients.pop(link.connection, None)
         if self.servers.get(link.connection.address) is link:
             del self.servers[link.connection.address]
-        if link.peer is None:
-            return
-        if link.connection.identity is not None and not link.connection.proven:
-            # A stranger, who had no attempt: a flood of them must not pile up mappings until the next sweep.
-            self._transport.disconnect(link.peer)
-        else:
+        if link.peer is not None:
             self._retired.append(link.peer)
 
     def dead(self) -> list[Link]:

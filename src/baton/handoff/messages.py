@@ -19,7 +19,7 @@ from baton.errors import ProtocolError
 from baton.handoff.planner import RankGeometry
 from baton.wire import TokenLogprobs
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 MAX_GROUPS = 64
 MAX_PAGES = 1 << 20
 MAX_TOKENS = 1 << 24
@@ -33,6 +33,7 @@ MAX_ROUNDS = 16
 # Each of them is a copy of its own.
 MAX_REPAIRS = 256
 MAX_LEASE_S = 600.0
+CHALLENGE_BYTES = 16
 
 TransferId = Annotated[bytes, Meta(min_length=16, max_length=16)]
 # Printable ASCII: names and reasons end up in logs and metrics.
@@ -96,13 +97,19 @@ class Message(msgspec.Struct, frozen=True, tag_field="kind"):
 
 
 class Hello(Message, frozen=True, tag="HELLO"):
-    """Opens a session. D sends it first; P answers with its own."""
+    """Opens a session: D's first says what its challenge is, P's answer proves P by it, D's second proves D by P's
+    challenge and brings D's `descriptor` of the transport, P's second answer brings P's.
+
+    `challenge` is random, the sender's own for this connection; `proof` is empty in D's first (`greeting.py`).
+    """
 
     engine_id: Name
     incarnation: Name
     fingerprint: Annotated[dict[Name, Text], Meta(max_length=256)]
     geometries: Annotated[dict[Name, RankGeometry], Meta(max_length=MAX_GROUPS)]
-    descriptor: Annotated[bytes, Meta(max_length=1 << 16)]
+    challenge: Annotated[bytes, Meta(min_length=CHALLENGE_BYTES, max_length=CHALLENGE_BYTES)]
+    proof: Annotated[bytes, Meta(max_length=32)] = b""
+    descriptor: Annotated[bytes, Meta(max_length=1 << 16)] | None = None
 
 
 class Bye(Message, frozen=True, tag="BYE"):

@@ -34,8 +34,9 @@ import zmq
 from baton.handoff.agent import AgentConfig, HandoffAgent
 from baton.handoff.config import Timers
 from baton.handoff.events import DecodeCommitted, HandoffEvent
+from baton.handoff.greeting import prove
 from baton.handoff.keys import KeyRing, make_keys
-from baton.handoff.messages import AttemptKey, Hello, Seeds
+from baton.handoff.messages import CHALLENGE_BYTES, AttemptKey, Hello, Seeds, decode
 from baton.handoff.planner import RankGeometry
 from baton.handoff.ticket import Ticket, mint, new_transfer_id
 from baton.kv.geometry import Geometry, GroupSpec
@@ -51,6 +52,7 @@ _SPENT = 64  # tickets of past handoffs that the attackers know
 # Those stay valid for the whole attack; of the others the tombstones must go while it lasts.
 _LONG_LIFE_S, _SHORT_LIFE_S = 600, 15
 _FRAMES_PER_SESSION, _SESSIONS_PER_SOCKET = 30, 40
+_ANSWER_MS = 2000
 
 
 class Node:
@@ -83,7 +85,8 @@ class Node:
         timers = Timers(retry=0.2, renew=0.5, lease=3.0)
         config = AgentConfig(name, self.incarnation, fingerprint=facts, ticket_key=ticket_key, keys=keys, timers=timers)
         facts = {**facts, "handoff.integrity": config.integrity}
-        self.hello = Hello(name, self.incarnation, facts, geometries, descriptor)
+        challenge = os.urandom(CHALLENGE_BYTES)
+        self.hello = Hello(name, self.incarnation, facts, geometries, challenge, descriptor=descriptor)
         self.agent = HandoffAgent(config, geometries, self.transport, descriptor, self.events.put)
         self.agent.start()
 
@@ -106,7 +109,7 @@ class Traffic:
         self.spent: list[tuple[AttemptKey, str]] = []
         self.served = 0
         self.slowest_s = 0.0
-        self._key = ticket_key
+        self.key = ticket_key
         self._rng = np.random.default_rng(0)
 
     def serve_one(self) -> None:
@@ -149,7 +152,7 @@ class Traffic:
             assert np.array_equal(want[:-1], got[:-1]), f"other bytes in group {group}"
         self.served += 1
         self.slowest_s = max(self.slowest_s, time.monotonic() - began)
-        self.spent = [*self.spent[-_SPENT + 1 :], (ticket.key, mint(self._key, ticket))]
+        self.spent = [*self.spent[-_SPENT + 1 :], (ticket.key, mint(self.key, ticket))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +165,7 @@ class Attack:
     hellos: tuple[bytes, ...]  # of P and D, as msgpack
     spent: tuple[tuple[tuple[bytes, int, str, str], str], ...]
     keys: str | None
+    ticket_key: bytes
 
 
 def attack(order: Attack) -> None:
@@ -177,7 +181,7 @@ def attack(order: Attack) -> None:
     ring = None if order.keys is None else KeyRing(order.keys, ATTACKER)
     left = order.messages
     while left > 0:
-        address = rng.choice(order.addresses)
+        address = named = rng.choice(order.addresses)
         sock = context.socket(zmq.DEALER)
         sock.setsockopt(zmq.LINGER, 60_000)
         if ring is not None:
@@ -187,21 +191,35 @@ def attack(order: Attack) -> None:
             address = f"tcp://{host}"
         sock.connect(address)
         for _ in range(_SESSIONS_PER_SOCKET):
+            # Some know the ticket key, so that what they say afterwards is looked at.
+            insider = rng.random() < 0.4
             # Under its own name, or another's; with memory of its own, or what it heard another has.
             as_whom = rng.choice(victims)
             hello = msgspec.structs.replace(as_whom, descriptor=rng.choice((own, own, rng.randbytes(20))))
-            if ring is not None or rng.random() < 0.5:
+            if ring is not None or insider or rng.random() < 0.5:
                 hello = msgspec.structs.replace(hello, engine_id=ATTACKER, incarnation=f"{ATTACKER}-{rng.random()}")
             mine = [msgspec.structs.replace(key, decode_incarnation=hello.incarnation) for key in keys[::8]]
             maker = FrameMaker(rng, hello, keys + mine, [ticket for _, ticket in order.spent])
             for number in range(min(left, _FRAMES_PER_SESSION)):
                 sock.send_multipart(maker.open() if number == 0 else maker.next())
                 left -= 1
+                if number == 0 and insider:
+                    left -= _prove(sock, maker, hello, order.ticket_key, named)
             while sock.poll(0):
                 sock.recv_multipart()
         sock.close()
     context.term()
     transport.close()
+
+
+def _prove(sock: zmq.Socket[bytes], maker: FrameMaker, hello: Hello, ticket_key: bytes, address: str) -> int:
+    """Answer the challenge in the other side's HELLO, if it comes in time; the number of messages sent."""
+    while sock.poll(_ANSWER_MS):
+        session, _, message = decode(sock.recv_multipart()[0])
+        if session == maker.session and isinstance(message, Hello):
+            sock.send_multipart(maker.say(prove(ticket_key, "dialled", address, message.challenge, hello)))
+            return 1
+    return 0
 
 
 @dataclass(slots=True)
@@ -262,7 +280,8 @@ def _run(traffic: Traffic, messages: int, seed: int, processes: int, keys: str |
     def wave(number: int, count: int) -> None:
         shares = [count // processes + (index < count % processes) for index in range(processes)]
         orders = [
-            Attack(seed * 1000 + number * 100 + i, n, addresses, hellos, spent, keys) for i, n in enumerate(shares)
+            Attack(seed * 1000 + number * 100 + i, n, addresses, hellos, spent, keys, traffic.key)
+            for i, n in enumerate(shares)
         ]
         _attack_all(orders, traffic)
 

@@ -58,7 +58,11 @@ class FrameMaker:
     def open(self) -> list[bytes]:
         """The HELLO of a new session."""
         self.session, self._sequence = self.rng.getrandbits(62), 0
-        return [self._encode("HELLO", self._hello)[1]]
+        return self.say(self._hello)
+
+    def say(self, hello: Tree) -> list[bytes]:
+        """A HELLO (a struct, or what it becomes in msgpack) in this session."""
+        return [self._encode("HELLO", msgspec.to_builtins(hello, builtin_types=(bytes,)))[1]]
 
     def next(self) -> list[bytes]:
         """The parts of one message."""

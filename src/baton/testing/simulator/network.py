@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 _LAST_SEQUENCE = (1 << 63) - 1
 _ONE_WAY = (0.0002, 0.002)
+# Fields that a trace leaves out: long, or not of the seed.
+_UNSAID = ("key", "ticket", "fingerprint", "geometries", "challenge", "proof")
 
 
 class Network:
@@ -107,6 +109,7 @@ class SimChannel:
 
     def __init__(self, process: Process, network: Network) -> None:
         self.process, self.network, self.world = process, network, process.world
+        self.address = process.address
         self.malformed = 0
         self.dialled: set[Connection] = set()
         self.inbox: list[tuple[Connection, Message]] = []
@@ -149,7 +152,7 @@ class SimChannel:
     def _note(self, connection: Connection, message: Message) -> None:
         key = getattr(message, "key", None)
         far = connection.address or connection.socket[0].process.name
-        what = {k: v for k, v in _fields(message).items() if k not in ("key", "ticket", "fingerprint", "geometries")}
+        what = {k: v for k, v in _fields(message).items() if k not in _UNSAID}
         self.world.note(self.process.name, f"sends {kind_of(message)} {_short(key)} to {far} {what}")
 
     # ------------------------------------------------------------ arriving frames

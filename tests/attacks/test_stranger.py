@@ -1,0 +1,137 @@
+"""Somebody without the ticket key, on an engine without CURVE keys, who says again what an engine has said."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+import numpy as np
+import pytest
+import zmq
+from attacker import CHALLENGE, TICKET_KEY, Scene
+
+from baton.handoff.events import DecodeCommitted, DecodeFailed, DecodeReleased, PrefillReleased
+from baton.handoff.greeting import is_proven, prove
+from baton.handoff.messages import (
+    Ack,
+    Bye,
+    Cancel,
+    Cancelled,
+    Commit,
+    Hello,
+    ReadDone,
+    Ready,
+    Register,
+    Renew,
+    Seeds,
+    decode,
+    encode,
+)
+from baton.handoff.ticket import mint
+
+Until = Callable[[Callable[[], object]], None]
+TOKENS = 8
+PAGES = {"target": [1, 2], "draft": [3, 4]}
+WANTED = {"target": (0, TOKENS), "draft": (0, TOKENS)}
+
+
+@pytest.mark.parametrize("mode", ["push", "pull"])
+def test_a_session_is_not_taken_over_by_repeating_its_hello(scene: Scene, until: Until, mode: str) -> None:
+    """The whole of D's HELLO, its REGISTER with the ticket, and whatever would make P free pages."""
+    p, d = scene.p, scene.d
+    ticket = scene.ticket(mode=mode)
+    p.agent.open_prefill(ticket)
+    p.agent.declare_final(ticket.key, TOKENS, PAGES, {"target": 4, "draft": 3})
+    d.agent.open_decode(ticket, TOKENS, WANTED, PAGES)
+    until(lambda: p.agent.stats()["sessions"] == 1)
+    before = p.agent.stats()["rejected"]
+    stranger = scene.attacker()
+    register = Register(ticket.key, mint(TICKET_KEY, ticket), WANTED, PAGES)
+    said = [register, Renew(5.0, 1), Ack(ticket.key), ReadDone(ticket.key), Cancel(ticket.key, "x")]
+    said += [Cancelled(ticket.key, "x"), Bye("x", quiet=True)]
+    proofs = [b"", bytes(32), prove(b"x" * 32, "dialled", stranger.address, CHALLENGE, d.hello).proof]
+    for number, message in enumerate(said):
+        stranger.session, stranger.sequence = number + 1, 0
+        stranger.say(msgspec.structs.replace(scene.as_d(), proof=proofs[number % 3]))
+        answer = stranger.hear(Hello)
+        assert isinstance(answer, Hello)
+        assert answer.descriptor is None
+        stranger.say(message)
+    until(lambda: p.agent.stats()["rejected"] - before >= len(said) - 1)
+    assert (p.agent.stats()["sessions"], p.agent.stats()["outstanding"]) == (1, 1)
+    assert p.events.empty()
+    p.agent.finish_prefill(ticket.key, Seeds(first_token=1), False)
+    assert isinstance(d.events.get(timeout=20), DecodeCommitted)
+    assert p.events.get(timeout=20) == PrefillReleased(ticket.key, "committed")
+    assert stranger.hears_nothing((Ready, Commit))
+
+
+def test_a_proof_that_was_overheard_is_of_no_use_again(scene: Scene) -> None:
+    """P draws a challenge per connection, and a proof is for one address and one side."""
+    first, second = scene.attacker(), scene.attacker()
+    hello = scene.as_d(engine_id="E", incarnation="E-1")
+    first.say(msgspec.structs.replace(hello, descriptor=None))
+    challenge = first.hear(Hello).challenge  # type: ignore[attr-defined]
+    proven = prove(TICKET_KEY, "dialled", first.address, challenge, hello)
+    second.session, second.sequence = first.session, first.sequence
+    second.say(proven)
+    assert second.hear(Hello).descriptor is None  # type: ignore[attr-defined]
+    for wrong in (
+        prove(TICKET_KEY, "answered", first.address, challenge, hello),
+        prove(TICKET_KEY, "dialled", scene.d.agent.address, challenge, hello),
+        msgspec.structs.replace(proven, incarnation="D-1"),
+        msgspec.structs.replace(proven, descriptor=b"another"),
+    ):
+        first.say(wrong)
+        assert first.hear(Hello).descriptor is None  # type: ignore[attr-defined]
+    assert scene.p.agent.stats()["sessions"] == 0
+    first.say(proven)
+    assert first.hear(Hello).descriptor is not None  # type: ignore[attr-defined]
+    assert scene.p.agent.stats()["sessions"] == 1
+
+
+def test_who_listens_at_the_address_of_an_engine_that_is_gone_gets_nothing(scene: Scene) -> None:
+    """Neither D's descriptor nor its REGISTER, and no word of it makes D free or commit pages."""
+    context = zmq.Context()
+    router = context.socket(zmq.ROUTER)
+    router.setsockopt(zmq.LINGER, 0)
+    router.bind("tcp://127.0.0.1:*")
+    address = router.getsockopt_string(zmq.LAST_ENDPOINT)
+    try:
+        ticket = scene.ticket(prefill_address=address)
+        before = {name: pool.copy() for name, pool in scene.d.pools.items()}
+        scene.d.agent.open_decode(ticket, TOKENS, WANTED, PAGES)
+        assert router.poll(20_000)
+        identity, frame = router.recv_multipart()
+        session, _, hello = decode(frame)
+        assert isinstance(hello, Hello)
+        assert (hello.proof, hello.descriptor) == (b"", None)
+        commit = Commit(ticket.key, final={"target": TOKENS, "draft": TOKENS}, seeds=Seeds(first_token=1))
+        said = [scene.p.hello, prove(b"x" * 32, "answered", address, hello.challenge, scene.p.hello), commit]
+        said += [Cancelled(ticket.key, "x"), Bye("x", quiet=True)]
+        for number, message in enumerate(said, start=1):
+            router.send_multipart([identity, encode(message, session, number)])
+        failed = scene.d.events.get(timeout=20)
+        assert isinstance(failed, DecodeFailed)
+        assert (failed.reason, failed.recoverable) == ("unreachable_peer", True)
+        # It never sent a REGISTER, so that nobody can write its pages.
+        assert isinstance(scene.d.events.get(timeout=20), DecodeReleased)
+        while router.poll(300):
+            message = decode(router.recv_multipart()[1])[2]
+            assert isinstance(message, Hello), message
+            assert (message.proof, message.descriptor) == (b"", None)
+        assert all(np.array_equal(before[name], pool) for name, pool in scene.d.pools.items())
+    finally:
+        router.close()
+        context.term()
+
+
+def test_a_proof_covers_all_of_a_hello(scene: Scene) -> None:
+    address, hello = "tcp://127.0.0.1:9", scene.p.hello
+    proven = prove(TICKET_KEY, "answered", address, CHALLENGE, hello)
+    assert is_proven(TICKET_KEY, "answered", address, CHALLENGE, decode(encode(proven, 1, 1))[2])  # type: ignore[arg-type]
+    assert not is_proven(TICKET_KEY, "answered", address, b"x" * 16, proven)
+    assert not is_proven(b"x" * 32, "answered", address, CHALLENGE, proven)
+    for name, other in (("engine_id", "Q"), ("fingerprint", {}), ("geometries", {}), ("challenge", b"x" * 16)):
+        changed = msgspec.structs.replace(proven, **{name: other})
+        assert not is_proven(TICKET_KEY, "answered", address, CHALLENGE, changed), name
