@@ -20,6 +20,7 @@ from baton.processes import die_with_parent
 
 START_TIMEOUT_S = 400.0
 _STOP_TIMEOUT_S = 30.0
+_TRACKER_TIMEOUT_S = 10.0
 _LOG_TAIL = 3000
 # One thread each: prefill, decode and the server that they are compared with share few cores.
 ENVIRONMENT = {
@@ -59,19 +60,45 @@ class VllmServer:
         os.killpg(self.process.pid, number)
 
     def kill(self) -> None:
-        """End all its processes at once, without a word to anybody."""
-        self.signal(signal.SIGKILL)
+        """End all its processes at once, without a word to anybody.
+
+        Python's resource trackers are among them, and last: when the others are dead they remove the shared memory that
+        these had, which nobody else would.
+        """
+        self.signal(signal.SIGSTOP)
+        processes = self._processes()
+        trackers = {pid for pid in processes if _is_tracker(pid)}
+        for pid in processes.keys() - trackers:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.signal(signal.SIGCONT)
         self.process.wait()
+        until = time.monotonic() + _TRACKER_TIMEOUT_S
+        while trackers & self._processes().keys() and time.monotonic() < until:
+            time.sleep(0.01)
+        with contextlib.suppress(ProcessLookupError):
+            self.signal(signal.SIGKILL)
 
     def cpu_s(self) -> float:
         """CPU seconds that its processes have taken so far."""
-        ticks = 0
+        return sum(self._processes().values())
+
+    def _processes(self) -> dict[int, float]:
+        """CPU seconds of its living processes, by process id."""
+        found = {}
         for stat in Path("/proc").glob("[0-9]*/stat"):
             with contextlib.suppress(OSError):  # it ended meanwhile
                 fields = stat.read_text().rpartition(")")[2].split()
-                if int(fields[3]) == self.process.pid:
-                    ticks += int(fields[11]) + int(fields[12])
-        return ticks / os.sysconf("SC_CLK_TCK")
+                if int(fields[3]) == self.process.pid and fields[0] != "Z":
+                    ticks = int(fields[11]) + int(fields[12])
+                    found[int(stat.parent.name)] = ticks / os.sysconf("SC_CLK_TCK")
+        return found
+
+
+def _is_tracker(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
 
 
 def free_port() -> int:

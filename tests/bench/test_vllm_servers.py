@@ -1,0 +1,38 @@
+"""What a server that is killed leaves behind, without vLLM."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from baton.bench.vllm_servers import VllmServer
+
+# As an engine does: it makes shared memory, whose name a resource tracker has, and starts a process that has it too.
+ENGINE = """
+import multiprocessing, time
+from multiprocessing.shared_memory import SharedMemory
+
+memory = SharedMemory(create=True, size=64)
+child = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(600,))
+child.start()
+print(memory.name, child.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_killed_server_leaves_no_process_and_no_shared_memory(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", ENGINE]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=tmp_path, start_new_session=True)
+    server = VllmServer("engine", "", process, tmp_path / "log")
+    try:
+        assert process.stdout is not None
+        with process.stdout:
+            name, child = process.stdout.readline().decode().split()
+        memory = Path("/dev/shm") / name
+        assert memory.exists()
+        assert int(child) in server._processes()
+    finally:
+        server.kill()
+    assert not memory.exists()
+    assert not server._processes()
