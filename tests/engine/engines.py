@@ -58,11 +58,8 @@ class Stepped:
 
     def __init__(self, **settings: Any) -> None:
         self.streams: dict[str, Stream] = defaultdict(Stream)
-        config = EngineConfig(
-            model=TARGET,
-            batch_invariant=True,
-            **{"speculative_config": SpeculativeConfig.parse(json.dumps(EAGLE3)), **settings},
-        )
+        defaults: dict[str, Any] = {"model": TARGET, "speculative_config": SpeculativeConfig.parse(json.dumps(EAGLE3))}
+        config = EngineConfig(batch_invariant=True, **{**defaults, **settings})
         self.engine: Engine = build_engine(config, lambda chunk, last: self.streams[chunk.request_id].push(chunk, last))
         self.core = self.engine.core
 

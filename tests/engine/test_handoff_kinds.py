@@ -1,0 +1,221 @@
+"""Every kind of KV that the engine keeps crosses a handoff: same tokens, same acceptance, in pages of any size.
+
+A kind that is handed over wrongly must show, so some of these tests break the engine on purpose.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engines import EAGLE3, TARGET, Mode, Pair, Stepped, Stream, pair, request, stepped
+
+from baton.engine.config import SpeculativeConfig
+from baton.engine.core import EngineCore
+from baton.engine.runner import ModelRunner
+from baton.engine.scheduler import Scheduler
+from baton.testing.checkpoints import make_checkpoint, make_drafter
+from baton.wire import SamplingParams
+
+EAGLE = {"method": "eagle", "model": "models/baton-demo-eagle", "num_speculative_tokens": 3}
+WINDOW = 24
+GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+SAMPLED = SamplingParams(max_tokens=12, temperature=0.8, seed=3, ignore_eos=True)
+Settings = dict[str, Any]
+
+
+def settings_of(target: str | Path, drafter: dict[str, Any] | None) -> Settings:
+    spec = None if drafter is None else SpeculativeConfig.parse(json.dumps(drafter))
+    return {"model": str(target), "speculative_config": spec}
+
+
+def windowed_demo(folder: Path) -> Path:
+    """The demo target as a Mistral whose layers all have a window: the heads trained for it go on drafting well."""
+    folder.mkdir()
+    for file in Path(TARGET).iterdir():
+        (folder / file.name).symlink_to(file.resolve())
+    changed = {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": WINDOW}
+    config = json.loads((folder / "config.json").read_text()) | changed
+    (folder / "config.json").unlink()
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def mixed_layers(folder: Path) -> Settings:
+    """Full and windowed layers in turn, and a head on top: three groups."""
+    types = ["full_attention", "sliding_attention", "full_attention"]
+    window = {"use_sliding_window": True, "sliding_window": WINDOW, "layer_types": types}
+    target = make_checkpoint(folder / "target", "qwen3", **window)
+    head = make_drafter(folder / "head", "eagle", target)
+    return settings_of(target, {"method": "eagle", "model": str(head), "num_speculative_tokens": 3})
+
+
+KINDS: dict[str, Callable[[Path], Settings]] = {
+    "eagle": lambda _: settings_of(TARGET, EAGLE),
+    "eagle3": lambda _: settings_of(TARGET, EAGLE3),
+    "window": lambda folder: settings_of(windowed_demo(folder / "windowed"), EAGLE3),
+    "mixed": mixed_layers,
+}
+
+
+def prompt_of(length: int, salt: int = 0) -> list[int]:
+    return [3 + (7 * i + 13 * salt + i * i) % 200 for i in range(length)]
+
+
+def both_ways(single: Stepped, two: Pair, lengths: list[int], params: SamplingParams, mode: Mode) -> list[Stream]:
+    """Prompts on one engine and through handoffs, all at once; returns the streams, where they are equal."""
+    prompts = [prompt_of(length, salt=length) for length in lengths]
+    whole = [single.add(request(f"{mode}-{len(p)}-{params.seed}", p, params)) for p in prompts]
+    while not all(stream.ended for stream in whole):
+        single.step()
+    legs = [two.legs(f"{mode}-{len(p)}-{params.seed}", p, params, mode) for p in prompts]
+    two.step_until(lambda: all(told.ended and rest.ended for told, rest in legs), limit_s=60.0)
+    two.settle()
+    # Recomputed on D, a handoff that failed would have given the same answer.
+    assert not two.decode.core.metrics.recoveries
+    assert not two.decode.core.metrics.handoff_failures
+    for length, one, (_, rest) in zip(lengths, whole, legs, strict=True):
+        assert rest.result == one.result, (mode, length)
+        assert rest.accepted == one.accepted, (mode, length)
+    return whole
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_a_handoff_changes_neither_tokens_nor_acceptance(kind: str, tmp_path: Path) -> None:
+    settings = KINDS[kind](tmp_path)
+    lengths = [1, 15, 16, 17, WINDOW + 16, 70]
+    modes: tuple[Mode, Mode] = ("push", "pull")
+    with stepped(**settings) as single, pair(tmp_path, max_num_batched_tokens=32, **settings) as two:
+        for mode, params in zip(modes, (GREEDY, SAMPLED), strict=True):
+            streams = both_ways(single, two, lengths, params, mode)
+            if kind != "mixed":  # whose head is not trained
+                assert sum(sum(stream.accepted) for stream in streams) > 0
+        assert two.decode.core.metrics.num_handoffs["committed"] == 2 * len(lengths)
+
+
+@pytest.mark.parametrize(("p_size", "d_size"), [(16, 32), (32, 16), (7, 16)])
+@pytest.mark.parametrize("kind", ["eagle3", "window"])
+def test_engines_with_pages_of_other_sizes(kind: str, p_size: int, d_size: int, tmp_path: Path) -> None:
+    """Prompts that end at every place of a page."""
+    settings = KINDS[kind](tmp_path)
+    sizes: Settings = {"block_size": p_size, "decode": {"block_size": d_size}}
+    params = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
+    with stepped(**settings) as single, pair(tmp_path, **sizes, **settings) as two:
+        both_ways(single, two, list(range(33, 33 + 32)), params, "push" if kind == "eagle3" else "pull")
+        both_ways(single, two, [1, 16, 31, 32, 96, 97], params, "pull" if kind == "eagle3" else "push")
+
+
+# ---------------------------------------------------------------- what a broken engine would do
+
+
+def drop_one_page_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Scheduler.drop_outside_window
+
+    def drop(self: Scheduler, request: Any, group: str, first_wanted: int) -> None:
+        original(self, request, group, first_wanted + self.pools[group].page_size)
+
+    monkeypatch.setattr(Scheduler, "drop_outside_window", drop)
+
+
+def want_one_page_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    from baton.engine import handoff
+    from baton.handoff.interval import Interval
+
+    original = handoff.wanted
+
+    def wanted(kind: Any, window: int | None, n: int, hit: int, **which: Any) -> Interval:
+        found = original(kind, window, n, hit, **which)
+        return Interval(min(found.start + 16, found.stop), found.stop) if window is not None else found
+
+    monkeypatch.setattr(handoff, "wanted", wanted)
+
+
+@pytest.mark.parametrize("breaks", [drop_one_page_more, want_one_page_less])
+@pytest.mark.parametrize("kind", ["window", "mixed"])
+def test_a_page_of_the_window_that_is_missing_shows(
+    kind: str, breaks: Callable[[pytest.MonkeyPatch], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = KINDS[kind](tmp_path)
+    with stepped(**settings) as single, pair(tmp_path, **settings) as two:
+        breaks(monkeypatch)
+        with pytest.raises(AssertionError):
+            both_ways(single, two, [70, 75], GREEDY, "push")
+
+
+class Finals:
+    """Remembers what a prefill engine declares final, and finds what it changed afterwards."""
+
+    def __init__(self, engine: Stepped) -> None:
+        self.kv = engine.core.runner.kv
+        self.held: dict[tuple[str, int], torch.Tensor] = {}
+        self.pages: dict[str, list[int]] = {}
+        assert engine.core.legs is not None
+        agent = engine.core.legs.agent
+        declare, finish = agent.declare_final, agent.finish_prefill
+
+        def declare_final(key: Any, prompt_len: int, pages: dict[str, list[int]], final: dict[str, int]) -> None:
+            self.pages, self.prompt_len = pages, prompt_len
+            self.hold(final)
+            declare(key, prompt_len, pages, final)
+
+        def finish_prefill(key: Any, seeds: Any, finished: bool) -> None:
+            # With the first token everything is final, the drafter's last entry too.
+            self.hold(dict.fromkeys(self.pages, self.prompt_len))
+            finish(key, seeds, finished)
+
+        agent.declare_final = declare_final  # type: ignore[method-assign]
+        agent.finish_prefill = finish_prefill  # type: ignore[method-assign]
+
+    def hold(self, final: dict[str, int]) -> None:
+        for group, end in final.items():
+            for t in range(end):
+                self.held.setdefault((group, t), self.entry(group, t).clone())
+
+    def entry(self, group: str, t: int) -> torch.Tensor:
+        size = self.kv[group].shape[3]
+        return self.kv[group][self.pages[group][t // size], :, :, t % size]
+
+    def changed(self) -> list[tuple[str, int]]:
+        return [place for place, value in self.held.items() if not torch.equal(value, self.entry(*place))]
+
+
+def finalise_before_the_drafter(monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting: list[tuple[Any, Any]] = []
+    propose, finalise = ModelRunner.propose, EngineCore._finalise
+
+    def later(core: EngineCore, scheduled: Any, rows: Any) -> None:
+        finalise(core, scheduled, rows)
+        propose(core.runner, *waiting.pop())
+
+    monkeypatch.setattr(ModelRunner, "propose", lambda self, output, rows: waiting.append((output, rows)))
+    monkeypatch.setattr(EngineCore, "_finalise", later)
+
+
+def finals_that_changed(tmp_path: Path, kind: str) -> list[tuple[str, int]]:
+    """A prompt in several chunks, D's half there from the start."""
+    settings = KINDS[kind](tmp_path)
+    with pair(tmp_path, max_num_batched_tokens=32, **settings) as two:
+        finals = Finals(two.prefill)
+        told, rest = two.legs("r", prompt_of(100), GREEDY, "push")
+        two.step_until(lambda: told.ended and rest.ended)
+        changed = finals.changed()
+        assert len(finals.held) == 100 * len(finals.kv)
+        two.settle()
+        return changed
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_what_was_declared_final_stays_as_it_is(kind: str, tmp_path: Path) -> None:
+    assert finals_that_changed(tmp_path, kind) == []
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_finalising_before_the_drafter_shows(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    finalise_before_the_drafter(monkeypatch)
+    changed = finals_that_changed(tmp_path, kind)
+    assert {group for group, _ in changed} == {"draft"}
+    assert len(changed) > 50
