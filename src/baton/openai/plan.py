@@ -62,8 +62,14 @@ def plan_chat(request: ChatRequest, model: ServedModel) -> Plan:
     messages = [_message(index, message) for index, message in enumerate(request.messages)]
     # Before the template runs: how long it takes depends on them.
     _check_num_chars(sum(len(text) for message in messages for text in message.values()), "messages", model)
-    text = model.tokenizer.apply_chat_template(messages, request.add_generation_prompt is not False)
-    prompt = _encode(text, model, False, "messages")  # the template wrote BOS itself
+    variables = dict(request.chat_template_kwargs or {})
+    if request.reasoning_effort is not None:
+        variables["reasoning_effort"] = request.reasoning_effort
+        if "reasoning_effort" not in model.tokenizer.template_variables:
+            raise RequestError("reasoning_effort: this model's chat template knows no such thing", "reasoning_effort")
+    text = model.tokenizer.apply_chat_template(messages, request.add_generation_prompt is not False, variables)
+    # The template wrote BOS itself.
+    prompt = _encode(text, model, request.add_special_tokens is True, "messages")
     asked, param = request.max_completion_tokens, "max_completion_tokens"
     if asked is None:
         asked, param = request.max_tokens, "max_tokens"
@@ -190,8 +196,9 @@ def _prompts(value: str | list[str | int | list[int]], model: ServedModel, speci
 
 def _message(index: int, message: Message) -> dict[str, str]:
     param = f"messages[{index}].content"
-    if message.tool_calls:
-        raise RequestError("tool_calls is not supported", f"messages[{index}].tool_calls")
+    for name in ("tool_calls", "function_call", "audio", "refusal", "tools"):
+        if getattr(message, name):
+            raise RequestError(f"{name} is not supported in a message", f"messages[{index}].{name}")
     content = message.content
     if isinstance(content, list):
         for part in content:
@@ -199,6 +206,7 @@ def _message(index: int, message: Message) -> dict[str, str]:
                 raise RequestError(f"content parts of type {part.type!r} are not supported, only text", param)
         content = "".join(part.text or "" for part in content)
     out = {"role": message.role, "content": content or ""}
-    if message.name is not None:
-        out["name"] = message.name
+    for name in ("name", "reasoning_content", "reasoning", "tool_call_id"):
+        if (value := getattr(message, name)) is not None:
+            out[name] = value
     return out

@@ -1,13 +1,10 @@
 """Request bodies of the OpenAI API, and their translation into `SamplingParams`.
 
-Fields that Baton does not know are ignored, as OpenAI and vLLM do. Fields it knows and cannot honour are
-refused by name, because ignoring them would change the answer. Fields by which other servers let a client steer a
-handoff (a host, a port, a transfer) are refused and logged: only the router decides where KV goes.
+Fields that are not here are refused by name or ignored, as `fields` says.
 """
 
 from __future__ import annotations
 
-import logging
 import re
 from typing import Any, Literal, TypeVar
 
@@ -15,29 +12,18 @@ import msgspec
 
 from baton.errors import RequestError
 from baton.openai.backend import KVMode
+from baton.openai.fields import refuse_unserved
 from baton.wire import MAX_LOGPROBS, SamplingParams
-
-log = logging.getLogger(__name__)
 
 _PATH = re.compile(r" - at `(key in )?\$\.?([^`]*)`\Z")
 _MISSING = re.compile(r"required field `([^`]+)`")
-_FORBIDDEN = (
-    "kv_transfer_params",
-    "disaggregated_params",
-    "bootstrap_host",
-    "bootstrap_port",
-    "bootstrap_room",
-    "remote_host",
-    "remote_port",
-    "handoff",
-    "ticket",
-)
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
-    """`stream_options`."""
+    """`stream_options`. Padding against traffic analysis (`include_obfuscation`) is not added."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class _Request(msgspec.Struct, kw_only=True):
@@ -66,27 +52,8 @@ class _Request(msgspec.Struct, kw_only=True):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     kv_mode: KVMode | None = None
-    # Known and refused:
-    prompt_logprobs: int | None = None
+    add_special_tokens: bool | None = None
     best_of: int | None = None
-    use_beam_search: bool | None = None
-    vllm_xargs: dict[str, Any] | None = None
-    response_format: dict[str, Any] | None = None
-    structured_outputs: dict[str, Any] | None = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
-    # Never a client's to say:
-    kv_transfer_params: Any = None
-    disaggregated_params: Any = None
-    bootstrap_host: Any = None
-    bootstrap_port: Any = None
-    bootstrap_room: Any = None
-    remote_host: Any = None
-    remote_port: Any = None
-    handoff: Any = None
-    ticket: Any = None
 
 
 class CompletionRequest(_Request, kw_only=True):
@@ -94,9 +61,6 @@ class CompletionRequest(_Request, kw_only=True):
 
     prompt: str | list[str | int | list[int]]
     logprobs: int | None = None
-    add_special_tokens: bool | None = None
-    echo: bool | None = None
-    suffix: str | None = None
 
 
 class ContentPart(msgspec.Struct, kw_only=True):
@@ -112,7 +76,15 @@ class Message(msgspec.Struct, kw_only=True):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[ContentPart] | None = None
     name: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_call_id: str | None = None
+    # Refused:
     tool_calls: list[Any] | None = None
+    function_call: Any = None
+    audio: Any = None
+    refusal: str | None = None
+    tools: list[Any] | None = None
 
 
 class ChatRequest(_Request, kw_only=True):
@@ -123,12 +95,8 @@ class ChatRequest(_Request, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
-    tools: list[Any] | None = None
-    tool_choice: Any = None
-    functions: list[Any] | None = None
-    function_call: Any = None
-    modalities: list[str] | None = None
-    audio: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
 
 
 R = TypeVar("R", CompletionRequest, ChatRequest)
@@ -140,6 +108,7 @@ def decode(body: bytes, kind: type[R]) -> R:
     Raises `RequestError` naming the parameter that is malformed or not served.
     """
     try:
+        refuse_unserved(msgspec.json.decode(body, type=dict[str, msgspec.Raw]))
         request = msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
         message = str(error)
@@ -149,7 +118,13 @@ def decode(body: bytes, kind: type[R]) -> R:
         raise RequestError(f"{param or 'body'}: {_PATH.sub('', message)}", param) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RequestError(f"the request body is not valid JSON: {error}") from None
-    _refuse_unserved(request)
+    if request.best_of is not None and request.best_of != (request.n or 1):
+        raise RequestError("best_of must be n: all samples are returned", "best_of")
+    options = request.stream_options
+    if options is not None and not request.stream:
+        raise RequestError("stream_options needs stream to be true", "stream_options")
+    if options is not None and options.continuous_usage_stats:
+        raise RequestError("continuous_usage_stats is not supported", "stream_options.continuous_usage_stats")
     return request
 
 
@@ -197,29 +172,3 @@ def chat_logprobs(request: ChatRequest) -> int | None:
     if top is not None and not 0 <= top <= MAX_LOGPROBS:
         raise RequestError(f"top_logprobs must be 0 to {MAX_LOGPROBS}, got {top}", "top_logprobs")
     return (top or 0) if request.logprobs else None
-
-
-def _refuse_unserved(request: CompletionRequest | ChatRequest) -> None:
-    def refuse(name: str, served: object = None) -> None:
-        value = getattr(request, name, None)
-        if value is not None and value != served and value not in ([], {}):
-            raise RequestError(f"{name} is not supported", name)
-
-    for name in _FORBIDDEN:
-        if getattr(request, name) is not None:
-            log.warning("refused a client's request that sets %s", name)
-            raise RequestError(f"{name} is not a client's to set: the router decides where KV goes", name)
-    for name in ("prompt_logprobs", "suffix", "structured_outputs", "tools", "functions", "audio", "vllm_xargs"):
-        refuse(name)
-    for name in ("guided_json", "guided_regex", "guided_choice", "guided_grammar"):
-        refuse(name)
-    refuse("echo", False)
-    refuse("use_beam_search", False)
-    refuse("best_of", request.n if request.n is not None else 1)
-    refuse("response_format", {"type": "text"})
-    refuse("modalities", ["text"])
-    for name in ("tool_choice", "function_call"):
-        if getattr(request, name, None) not in ("none", "auto"):
-            refuse(name)
-    if request.stream_options is not None and not request.stream:
-        raise RequestError("stream_options needs stream to be true", "stream_options")

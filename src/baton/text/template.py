@@ -1,17 +1,19 @@
 """Chat templates: Jinja text that comes with a checkpoint, rendered in a sandbox.
 
 A template is code from a downloaded directory, so it gets Jinja's immutable sandbox: no attribute that starts
-with an underscore, no mutation of its arguments. Clients cannot send one.
+with an underscore, no mutation of its arguments. Clients cannot send one, only values for its variables.
 """
 
 from __future__ import annotations
 
 import datetime
 import json
+import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import jinja2
+import jinja2.meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from baton.errors import CheckpointError, RequestError
@@ -21,7 +23,8 @@ class ChatTemplate:
     """One compiled template. Raises `CheckpointError` when `source` is not valid Jinja."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        """`special_tokens` gives the names that templates use, such as `bos_token` and `eos_token`."""
+        """`special_tokens` gives the names that templates use, such as `bos_token` and `eos_token`; `variables`: all
+        the names that this one asks for."""
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
@@ -31,23 +34,35 @@ class ChatTemplate:
         environment.filters["tojson"] = _to_json
         try:
             self._template = environment.from_string(source)
+            self.variables = frozenset(jinja2.meta.find_undeclared_variables(environment.parse(source)))
         except jinja2.TemplateError as error:
             raise CheckpointError(f"the chat template does not compile: {error}") from None
         self._special_tokens = dict(special_tokens)
 
-    def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
-        """Return the prompt text of a conversation.
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Return the prompt text of a conversation. `variables`: a client's own, such as `enable_thinking`.
 
-        Raises `RequestError("messages")` if the template refuses it.
+        Raises `RequestError("messages")` if the template refuses it, `RequestError("chat_template_kwargs")` for a
+        variable that is not a client's to set.
         """
+        given: dict[str, Any] = {
+            "messages": [dict(message) for message in messages],
+            "add_generation_prompt": add_generation_prompt,
+            "tools": None,
+            "documents": None,
+            **self._special_tokens,
+        }
+        for name in variables or {}:
+            if name in given or not name.isidentifier():
+                shown = reprlib.repr(name)
+                raise RequestError(f"chat_template_kwargs: {shown} cannot be set there", "chat_template_kwargs")
         try:
-            return self._template.render(
-                messages=[dict(message) for message in messages],
-                add_generation_prompt=add_generation_prompt,
-                tools=None,
-                documents=None,
-                **self._special_tokens,
-            )
+            return self._template.render({**given, **(variables or {})})
         except (
             jinja2.TemplateError,
             ArithmeticError,

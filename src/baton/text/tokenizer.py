@@ -95,15 +95,25 @@ class Tokenizer:
         """Whether the checkpoint came with a chat template."""
         return self._template is not None
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
-        """Return the prompt text of a conversation.
+    @property
+    def template_variables(self) -> frozenset[str]:
+        """The names that the chat template asks for; none without a template."""
+        return self._template.variables if self._template else frozenset()
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Return the prompt text of a conversation; `variables` are more of the template's.
 
         Raises `RequestError("messages")` when there is no template, or when it refuses the messages. Encode
         the result with `add_special_tokens=False`: templates write BOS themselves.
         """
         if self._template is None:
             raise RequestError("this model has no chat template, use /v1/completions", "messages")
-        return self._template.render(messages, add_generation_prompt)
+        return self._template.render(messages, add_generation_prompt, variables)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

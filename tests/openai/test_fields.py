@@ -1,0 +1,146 @@
+"""Every request field that OpenAI, vLLM and SGLang know is honoured, refused by name, or known to be harmless."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_serving import write_tokenizer
+from openai.types import completion_create_params
+from openai.types.chat import completion_create_params as chat_create_params
+
+from baton.errors import RequestError
+from baton.openai.backend import ServedModel
+from baton.openai.fields import FORBIDDEN, IGNORED, REFUSED
+from baton.openai.plan import plan_chat
+from baton.openai.requests import ChatRequest, CompletionRequest, decode
+from baton.text import Tokenizer
+
+VLLM = """
+add_generation_prompt add_special_tokens allowed_token_ids bad_words cache_salt chat_template chat_template_kwargs
+continue_final_message documents ec_transfer_params echo frequency_penalty ignore_eos include_reasoning
+include_stop_str_in_output kv_transfer_params length_penalty logit_bias logprob_token_ids logprobs
+max_completion_tokens max_tokens media_io_kwargs messages min_p min_tokens mm_payload mm_processor_kwargs model n
+parallel_tool_calls presence_penalty priority prompt prompt_embeds prompt_logprobs reasoning_effort
+repetition_detection repetition_penalty request_id response_format return_mm_kwargs return_prompt_text
+return_token_ids return_token_offsets return_tokens_as_token_ids routed_experts_prompt_start seed session_id
+skip_special_tokens spaces_between_special_tokens stop stop_token_ids stream stream_interval stream_options
+structured_outputs suffix temperature thinking_token_budget tool_choice tools top_k top_logprobs top_p
+truncate_prompt_tokens truncation_side use_beam_search user vllm_xargs watermarking guided_json guided_regex
+guided_choice guided_grammar guided_decoding_backend guided_whitespace_pattern best_of logits_processors
+"""
+SGLANG = """
+best_of bootstrap_host bootstrap_port bootstrap_room cache_salt chat_template_kwargs continue_final_message
+custom_labels custom_logit_processor custom_params data_parallel_rank disagg_prefill_dp_rank ebnf echo extra_key
+frequency_penalty ignore_eos images_config input_ids json_schema logit_bias logprobs lora_path max_completion_tokens
+max_dynamic_patch max_tokens messages min_dynamic_patch min_p min_tokens model n ngram_corpus_id no_stop_trim
+parallel_tool_calls presence_penalty priority prompt reasoning reasoning_effort regex repetition_penalty
+response_format return_cached_tokens_details return_hidden_states return_meta_info return_prompt_token_ids
+return_routed_experts return_token_ids rid routed_dp_rank routed_experts_start_len seed separate_reasoning
+session_id session_params skip_special_tokens stop stop_regex stop_token_ids stream stream_options stream_reasoning
+suffix task temperature tool_choice tools top_k top_logprobs top_p use_audio_in_video user
+"""
+OPENAI = {
+    *completion_create_params.CompletionCreateParamsBase.__annotations__,
+    *chat_create_params.CompletionCreateParamsBase.__annotations__,
+    "stream",
+}
+HONOURED = {*CompletionRequest.__struct_fields__, *ChatRequest.__struct_fields__}
+# Fields of one endpoint alone, which the other does not know either where they come from.
+ALONE = {"prompt", "messages", "max_completion_tokens", "top_logprobs", "add_generation_prompt"}
+ALONE |= {"chat_template_kwargs", "reasoning_effort"}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    directory = write_tokenizer(tmp_path_factory.mktemp("model"))
+    (directory / "chat_template.jinja").write_text(
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ m.reasoning_content }}\n{% endfor %}"
+        "{% if not enable_thinking | default(true) %}<think></think>{% endif %}{{ reasoning_effort }}"
+    )
+    return Tokenizer.load(directory)
+
+
+def completion(**fields: Any) -> CompletionRequest:
+    return decode(json.dumps({"prompt": "a", **fields}).encode(), CompletionRequest)
+
+
+def chat(**fields: Any) -> ChatRequest:
+    return decode(json.dumps({"messages": [{"role": "user", "content": "a"}], **fields}).encode(), ChatRequest)
+
+
+def test_every_field_is_known_once() -> None:
+    known = [*HONOURED, *REFUSED, *FORBIDDEN, *IGNORED]
+    assert len(known) == len(set(known))
+    for name in {*OPENAI, *VLLM.split(), *SGLANG.split()}:
+        assert name in known, f"{name} would be ignored in silence"
+    assert set(CompletionRequest.__struct_fields__) ^ set(ChatRequest.__struct_fields__) == ALONE
+
+
+@pytest.mark.parametrize("ask", [completion, chat])
+def test_a_field_that_is_not_served_is_refused_by_name(ask: Any) -> None:
+    for name in [*REFUSED, *FORBIDDEN]:
+        for value in ("something", 7, True, {"a": "b"}, ["x" * 100]):
+            if name in REFUSED and value in REFUSED[name].neutral:
+                continue
+            with pytest.raises(RequestError, match=name) as refused:
+                ask(**{name: value})
+            assert refused.value.param == name
+        ask(**{name: None})
+    for name, field in REFUSED.items():
+        for value in field.neutral:
+            ask(**{name: value})
+    for name in IGNORED:
+        ask(**{name: "something"})
+    for name in HONOURED - ALONE:
+        with pytest.raises(RequestError) as malformed:
+            ask(**{name: [{}]})
+        assert str(malformed.value.param).startswith(name), "it is looked at"
+
+
+def test_parts_of_fields(tokenizer: Tokenizer) -> None:
+    model = ServedModel("fake", tokenizer, 256, 258, 0)
+    with pytest.raises(RequestError, match="continuous_usage_stats"):
+        completion(stream=True, stream_options={"continuous_usage_stats": True})
+    for name, value in (
+        ("tool_calls", [{}]),
+        ("function_call", {"name": "f"}),
+        ("audio", {"id": "a"}),
+        ("refusal", "no"),
+    ):
+        with pytest.raises(RequestError, match=name) as refused:
+            plan_chat(chat(messages=[{"role": "assistant", "content": "", name: value}]), model)
+        assert refused.value.param == f"messages[0].{name}"
+
+
+def test_a_template_gets_the_clients_variables(tokenizer: Tokenizer) -> None:
+    model = ServedModel("fake", tokenizer, 256, 258, 0)
+
+    def prompt(**fields: Any) -> str:
+        return tokenizer.decode(plan_chat(chat(**fields), model).prompts[0])
+
+    assert prompt() == "<user>a\n"
+    assert prompt(chat_template_kwargs={"enable_thinking": False}) == "<user>a\n<think></think>"
+    assert prompt(chat_template_kwargs={"enable_thinking": True, "unknown": [1]}) == "<user>a\n"
+    assert prompt(reasoning_effort="low") == "<user>a\nlow"
+    thought = [{"role": "assistant", "content": "a", "reasoning_content": "b"}]
+    assert prompt(messages=thought) == "<assistant>ab\n"
+    for name in ("messages", "tools", "bos_token", "add_generation_prompt", "a b"):
+        with pytest.raises(RequestError, match=name) as refused:
+            prompt(chat_template_kwargs={name: ""})
+        assert refused.value.param == "chat_template_kwargs"
+
+
+def test_an_effort_that_the_template_does_not_know_is_refused(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(write_tokenizer(tmp_path))
+    with pytest.raises(RequestError) as refused:
+        plan_chat(chat(reasoning_effort="low"), ServedModel("fake", tokenizer, 256, 258, 0))
+    assert refused.value.param == "reasoning_effort"
+
+
+def test_the_documents_list_them_all() -> None:
+    text = Path("docs/api.md").read_text()
+    for name in (*HONOURED, *REFUSED, *FORBIDDEN, *IGNORED):
+        assert f"`{name}`" in text, name
