@@ -11,8 +11,24 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from baton.engine.config import EngineConfig, Integrity, KVTransferConfig, Role, SpeculativeConfig
+from baton.engine.config import MAX_BLOCK_SIZE, EngineConfig, Integrity, KVTransferConfig, Role, SpeculativeConfig
+from baton.errors import ConfigError
 from baton.wire import Recovery
+
+BlockSize = Annotated[
+    int | None, typer.Option(help="Tokens per KV page on engines of that role [default: --block-size].")
+]
+
+
+def block_size_flags(prefill: int | None, decode: int | None) -> dict[str, list[str]]:
+    """Flags by role, for engines of a deployment. Raises `ConfigError` naming the option that is out of range."""
+    flags: dict[str, list[str]] = {}
+    for role, size in (("prefill", prefill), ("decode", decode)):
+        if size is not None:
+            if not 1 <= size <= MAX_BLOCK_SIZE:
+                raise ConfigError(f"{role}_block_size", f"must be 1 to {MAX_BLOCK_SIZE}, got {size}")
+            flags[role] = ["--block-size", str(size)]
+    return flags
 
 
 @dataclass(frozen=True, slots=True)

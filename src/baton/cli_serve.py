@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from baton.cli_options import EngineOptions, with_engine_options
+from baton.cli_options import BlockSize, EngineOptions, block_size_flags, with_engine_options
 from baton.cli_router import AllowMode, Host, KeyFile, Keys, KvMode, Policy, Port, ReadyFd, serve_router
 from baton.engine.config import Role
 from baton.openai.http import bind
@@ -57,6 +57,8 @@ def up_command(
     model: Annotated[str, typer.Argument(help="Checkpoint directory in Hugging Face format.")],
     prefill: Annotated[int, typer.Option(min=0, help="Prefill engines.")] = 1,
     decode: Annotated[int, typer.Option(min=0, help="Decode engines.")] = 1,
+    prefill_block_size: BlockSize = None,
+    decode_block_size: BlockSize = None,
     host: Host = "127.0.0.1",
     port: Port = 8000,
     kv_mode: KvMode = "push",
@@ -72,12 +74,14 @@ def up_command(
     with contextlib.closing(listener), ending_on_sigterm():
         # Checked here too, so that a bad flag is one line instead of one per engine.
         kv_transport = options.to_config(model).kv_transfer_config.kv_transport
+        role_flags = block_size_flags(prefill_block_size, decode_block_size)
         print(f"starting {prefill} prefill and {decode} decode engines of {model}", file=sys.stderr, flush=True)
         deployment = Deployment(
             model,
             prefill,
             decode,
             engine_flags=options.to_flags(),
+            role_flags=role_flags,
             kv_transport=kv_transport,
             router=False,
             show_progress=True,

@@ -18,10 +18,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 
 from baton.errors import ConfigError, EngineUnavailableError
 from baton.handoff.keys import make_keys, ticket_key_file
@@ -61,7 +61,8 @@ def check_shared_transport(uri: str) -> None:
 class Deployment:
     """Engines of one model, and unless `router` is False a router, running when the constructor returns.
 
-    `url` is the router's, or the first engine's without one. Ports are free ones, but for `port`, the router's.
+    `role_flags` are flags for the engines of one role, after `engine_flags`. `url` is the router's, or the first
+    engine's without one. Ports are free ones, but for `port`, the router's.
     With `kv_transport` `file` and no path, KV goes through a directory that ends with the deployment. Create it on
     a thread that outlives it: on Linux the parent is the thread, not the process.
 
@@ -76,6 +77,7 @@ class Deployment:
         decode: int = 1,
         both: int = 0,
         engine_flags: Sequence[str] = (),
+        role_flags: Mapping[str, Sequence[str]] = MappingProxyType({}),
         kv_transport: str | None = None,
         router_flags: Sequence[str] = (),
         port: int = 0,
@@ -104,6 +106,7 @@ class Deployment:
             self.ticket_key_file = str(ticket_key_file(keys))
             for name, role in zip(names, roles, strict=True):
                 flags = ["--role", role, "--engine-id", name, "--port", "0", *engine_flags, *transport_flags]
+                flags += role_flags.get(role, ())
                 if role != "both":
                     flags += ["--keys", str(keys)]
                 elif router:

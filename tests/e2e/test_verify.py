@@ -33,6 +33,8 @@ def verify(*flags: str, lengths: str = LENGTHS, speculation: bool = True) -> sub
         ("--modes", "push,pull,single-nospec"),
         ("--temperature", "0.8", "--seed", "7", "--modes", "push,pull"),
         ("--block-size", "7", "--max-num-batched-tokens", "48", "--modes", "push,pull"),
+        ("--prefill-block-size", "16", "--decode-block-size", "32", "--modes", "push"),
+        ("--prefill-block-size", "32", "--decode-block-size", "16", "--modes", "pull"),
         ("--concurrency", "8", "--kv-cache-memory", str(20 * PAGE_BYTES), "--modes", "push,pull"),
         ("--prefill", "2", "--decode", "2", "--concurrency", "4", "--modes", "push"),
     ],

@@ -37,6 +37,11 @@ def test_bad_input_is_one_line(
             ),
             (["serve", directory, "--port", "0", "--kv-transport", "tcp"], "unknown transport 'tcp'; known: file,"),
             (["up", directory, "--port", "0", "--kv-transport", "tcp"], "unknown transport 'tcp'; known: file,"),
+            (
+                ["up", directory, "--port", "0", "--decode-block-size", "0"],
+                "decode_block_size: must be 1 to 1024, got 0",
+            ),
+            (["verify", directory, "--prefill-block-size", "2000"], "prefill_block_size: must be 1 to 1024, got 2000"),
             (["verify", directory, "--kv-transport", "tcp"], "unknown transport 'tcp'; known: file,"),
             (
                 ["generate", directory, "hi", "--kv-transfer-config", '{"kv_transport": "nixl:"}'],
@@ -87,7 +92,7 @@ def test_unknown_flag_and_help(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert "No such option" in capsys.readouterr().err
     flags: dict[str, list[str]] = {
         "serve": ["--speculative-config", "--no-enable-prefix-caching", "--kv-transfer-config", "--role"],
-        "up": ["--prefill", "--decode", "--block-size", "--kv-mode", "--kv-transport"],
+        "up": ["--prefill", "--decode", "--block-size", "--decode-block-size", "--kv-mode", "--kv-transport"],
         "router": ["--prefill", "--ticket-key-file", "--allow-mode-override"],
         "generate": ["--chat", "--max-tokens", "--dtype"],
     }

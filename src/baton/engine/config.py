@@ -19,6 +19,8 @@ KVMode = Literal["push", "pull"]
 Integrity = Literal["off", "sampled", "full"]
 DTYPES = ("auto", "float32", "bfloat16")
 
+MAX_BLOCK_SIZE = 1024
+
 
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
@@ -117,7 +119,7 @@ class EngineConfig:
 
         need(Path(self.model).is_dir(), "model", "a directory in Hugging Face format")
         need(self.role in get_args(Role), "role", "both, prefill or decode")
-        need(1 <= self.block_size <= 1024, "block_size", "1 to 1024")
+        need(1 <= self.block_size <= MAX_BLOCK_SIZE, "block_size", f"1 to {MAX_BLOCK_SIZE}")
         need(self.max_model_len is None or self.max_model_len >= 2, "max_model_len", "at least 2")
         need(1 <= self.max_num_seqs <= 4096, "max_num_seqs", "1 to 4096")
         need(self.recovery in get_args(Recovery), "recovery", f"one of {', '.join(get_args(Recovery))}")

@@ -248,8 +248,8 @@ class Links:
     def may_return(self, link: Link) -> bool:
         """True where a process that was talked to may still live, and wait for a word about attempts of that time.
 
-        A fence is no sign of its death: it says that one connection is closed, here, and P may wait for the other end of
-        it. No attempt outlives `MAX_TICKET_LIFE_S`, unless its engine was paused that long.
+        A fence is no sign of its death: it says that one connection is closed, here, and P may wait for the other end
+        of it. No attempt outlives `MAX_TICKET_LIFE_S`, unless its engine was paused that long.
         """
         return link.peer is not None or self._clock.monotonic() < link.until
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from baton.cli_options import BlockSize, block_size_flags
 from baton.engine.config import Integrity, SpeculativeConfig
 from baton.errors import ConfigError
 from baton.processes import check_shared_transport
@@ -64,6 +65,8 @@ def verify_command(
     prefill: Engines = 1,
     decode: Engines = 1,
     block_size: int = 16,
+    prefill_block_size: BlockSize = None,
+    decode_block_size: BlockSize = None,
     max_num_batched_tokens: int = 2048,
     max_num_seqs: int = 64,
     kv_cache_memory: Annotated[
@@ -82,6 +85,7 @@ def verify_command(
     Each is what verify starts from MODEL, or any OpenAI-compatible server.
     """
     check_shared_transport(kv_transport)
+    role_flags = block_size_flags(prefill_block_size, decode_block_size)
     chosen = parse_modes(modes, candidate is not None)
     want = Served.parse("reference", reference, reference_metrics, api_key, request_timeout, concurrency)
     have = Served.parse("candidate", candidate, candidate_metrics, api_key, request_timeout, concurrency)
@@ -114,7 +118,7 @@ def verify_command(
     memory = () if kv_cache_memory is None else ("--kv-cache-memory", str(kv_cache_memory))
     flags = (*memory, "--integrity", integrity)
     # A handoff that fails must show: recomputed on the decode engine, it would give the same answer.
-    deployment = Started(settings, prefill, decode, flags, kv_transport, recovery, concurrency)
+    deployment = Started(settings, prefill, decode, flags, role_flags, kv_transport, recovery, concurrency)
     cases = choose_cases(model, want or have, lengths, prompts, token_range, params)
 
     def ask(mode: str) -> Answers:

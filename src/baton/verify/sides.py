@@ -132,12 +132,14 @@ class InProcess:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A deployment of Baton's own, started anew for each mode: `settings` are those of `InProcess`."""
+    """A deployment of Baton's own, started anew for each mode: `settings` are those of `InProcess`; `flags` are for all
+    of its engines, `role_flags` for those of one role."""
 
     settings: Mapping[str, Any]
     prefill: int
     decode: int
     flags: tuple[str, ...]
+    role_flags: Mapping[str, Sequence[str]]
     kv_transport: str
     recovery: Recovery
     concurrency: int
@@ -149,6 +151,7 @@ class Started:
             prefill=self.prefill,
             decode=self.decode,
             engine_flags=[*engine_flags(self.settings), *self.flags, "--recovery", self.recovery],
+            role_flags=self.role_flags,
             kv_transport=self.kv_transport,
             router_flags=["--kv-mode", mode, "--recovery", self.recovery],
         ) as deployment:
