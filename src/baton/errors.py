@@ -7,7 +7,8 @@ BatonError
 │   ├── UnknownModelError
 │   └── ForbiddenError   the request carries a ticket that is not for it (HTTP 403)
 ├── EngineUnavailableError   an engine is down or refuses work (HTTP 503)
-│   └── EngineLostError      an engine went away with a request that it had taken
+│   ├── EngineLostError      an engine went away with a request that it had taken
+│   └── EngineStalledError   an engine's thread has been at one step for too long
 ├── CapacityError        pages or slots that can never fit were asked for
 ├── ProtocolError        a peer sent a message that is malformed or out of bounds
 │   ├── IncompatiblePeerError   P and D differ in a field that must be equal
@@ -57,6 +58,10 @@ class EngineUnavailableError(BatonError):
 
 class EngineLostError(EngineUnavailableError):
     """An engine that may have taken a request went away: its connection broke, or its lease ended."""
+
+
+class EngineStalledError(EngineUnavailableError):
+    """An engine's thread has not come to an end of what it does for `stall_timeout_s`: it may hang."""
 
 
 class CapacityError(BatonError):

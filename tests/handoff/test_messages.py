@@ -75,7 +75,7 @@ MESSAGES: list[Message] = [
     Commit(KEY, final={"target": 9}, seeds=SEEDS, num_bytes=100, num_runs=2, round=1, digests=DIGESTS),
     Progress(KEY, DIGESTS),
     Repair(KEY, 1, {"target": [(3, 9)]}),
-    Renew(5.0, 17, echo=True),
+    Renew(5.0, 17, echo=True, stalled=True),
     Finished(KEY, SEEDS),
     Ack(KEY),
     Nack(KEY, "no", "text"),

@@ -15,13 +15,13 @@ import pytest
 from aiohttp import web
 from fake_serving import KEY, FakeEngine, served, until
 
-from baton.errors import EngineLostError, HandoffError, ProtocolError
+from baton.errors import EngineLostError, EngineStalledError, HandoffError, ProtocolError
 from baton.router import RouterConfig, build_app
 from baton.router.join import Joined
 from baton.router.timers import RouterTimers
 from baton.server import build_app as build_engine_app
 from baton.text import Tokenizer
-from baton.wire import GenerateRequest, SamplingParams, TokenChunk, TokenLogprobs
+from baton.wire import EngineLoad, GenerateRequest, SamplingParams, TokenChunk, TokenLogprobs
 
 QUICK = RouterTimers(check=0.05, answer=0.1, lease=0.4, patience=0.3)
 BODY = {"prompt": "a", "max_tokens": 30, "seed": 3, "logprobs": 1, "return_token_ids": True}
@@ -386,3 +386,26 @@ def test_a_lost_engine_is_an_unavailable_one_to_clients() -> None:
     from baton.openai.errors import to_api_error
 
     assert to_api_error(EngineLostError("gone")).status == 503
+
+
+async def test_a_decode_engine_that_hangs_is_given_up(directory: Path) -> None:
+    """Its server answers every question, and what it holds never moves again."""
+    cluster = Cluster(directory)
+    hangs = cluster.decodes[0]
+    hangs.step_s, whole = 1000.0, hangs.load
+
+    def load() -> EngineLoad:
+        if hangs.requests:
+            raise EngineStalledError("the engine thread has been at one step for 200 s")
+        return whole()
+
+    hangs.load = load  # type: ignore[method-assign]
+    async with cluster.run() as (url, session):
+        status, answer = await asyncio.wait_for(complete(session, url), 30)
+        assert status == 200, answer
+        assert bare(answer) == await expected_answer(directory, session)
+        assert len(hangs.requests) == 1
+        assert (await recoveries(session, url))["full"] == 1
+        async with session.get(f"{url}/status") as response:
+            problems = [engine["problem"] for engine in (await response.json())["engines"]]
+        assert [problem is not None and "is stalled" in problem for problem in problems] == [False, False, True, False]

@@ -11,7 +11,7 @@ from baton.engine.build import build_engine
 from baton.engine.config import EngineConfig
 from baton.engine.metrics import EngineMetrics
 from baton.engine.requests import make_request
-from baton.errors import EngineUnavailableError, RequestError
+from baton.errors import EngineStalledError, EngineUnavailableError, RequestError
 from baton.wire import EngineInfo, EngineLoad, GenerateRequest, SamplingParams, TokenChunk
 
 logger = logging.getLogger(__name__)
@@ -46,6 +46,7 @@ class AsyncEngine:
         progress("running a first request")
         self._warm_up()
         self._thread = threading.Thread(target=self._run, name="baton-engine", daemon=True)
+        self._stall_timeout_s = config.stall_timeout_s
         self._dead: str | None = None
         self._failure: str | None = None
         self._on_failure: Callable[[str], None] | None = None
@@ -79,10 +80,19 @@ class AsyncEngine:
             call(failure)
 
     def load(self) -> EngineLoad:
-        """A snapshot of load and pages. Raises EngineUnavailableError when the engine thread has ended."""
+        """A snapshot of load and pages.
+
+        Raises EngineUnavailableError when the engine thread has ended, EngineStalledError while it seems to hang.
+        """
+        self._check_alive()
+        return self._engine.core.load()
+
+    def _check_alive(self) -> None:
         if self._dead is not None:
             raise EngineUnavailableError(self._dead)
-        return self._engine.core.load()
+        busy_s = self._engine.core.busy_s()
+        if busy_s > self._stall_timeout_s:
+            raise EngineStalledError(f"the engine thread has been at one step for {busy_s:.0f} s")
 
     def metrics(self) -> EngineMetrics:
         """The engine's counters, gauges refreshed."""
@@ -112,10 +122,11 @@ class AsyncEngine:
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
         """Yield the request's chunks; closing the generator early aborts the request.
 
-        Raises RequestError for a request that is refused, EngineUnavailableError when the engine is down.
+        Raises RequestError for a request that is refused, EngineUnavailableError when the engine is down or hangs.
         """
-        if self._dead is not None or not self._thread.is_alive():
-            raise EngineUnavailableError(self._dead or "the engine is not running")
+        self._check_alive()
+        if not self._thread.is_alive():
+            raise EngineUnavailableError("the engine is not running")
         core = self._engine.core
         if request.request_id in self._streams:
             raise RequestError(f"request id {request.request_id!r} is in use", "request_id")

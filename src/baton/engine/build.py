@@ -164,6 +164,7 @@ def _build(
             transport.register(regions),
             lambda event: core.post(lambda: core.legs.handle(event) if core.legs else None),
             None if config.integrity == "off" else MemoryDigester(geometries, regions),
+            lambda: core.busy_s() > config.stall_timeout_s,
         )
         undo.callback(agent.close)
         alter_seeds = getattr(transport, "alter_seeds", None)

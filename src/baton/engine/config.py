@@ -86,6 +86,7 @@ class EngineConfig:
     `keys` is a key directory, which holds the ticket key too; without one the control socket stays on loopback.
     `seed` is that of requests that bring none; None draws one for each. `token_api`: an engine of role both takes
     requests in token ids, from a router, beside those of clients; the other roles always do.
+    An engine that needs more than `stall_timeout_s` seconds for one step is taken for one that hangs.
     `recovery` is the last rung that a failed handoff may take, `integrity` how many digests guard its bytes.
     """
 
@@ -111,6 +112,7 @@ class EngineConfig:
     recovery: Recovery = "full"
     integrity: Integrity = "off"
     token_api: bool = False
+    stall_timeout_s: float = 120.0
 
     def check(self) -> EngineConfig:
         def need(ok: bool, name: str, rule: str) -> None:
@@ -131,6 +133,7 @@ class EngineConfig:
         need(
             re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", self.engine_id) is not None, "engine_id", "1-64 of A-Z a-z 0-9 _ . -"
         )
+        need(0 < self.stall_timeout_s <= 86400, "stall_timeout_s", "in (0, 86400]")
         rows = 1 + (self.speculative_config.num_speculative_tokens if self.speculative_config else 0)
         need(self.max_num_batched_tokens >= rows, "max_num_batched_tokens", f"at least {rows} (one verification)")
         if self.role != "both" and self.ticket_key_path is None:

@@ -49,7 +49,8 @@ class EngineCore:
         self.rejection = rejection
         self.metrics = EngineMetrics()
         self.requests: dict[str, Request] = {}
-        self._posted: deque[Callable[[], None]] = deque()
+        self._posted: deque[tuple[float, Callable[[], None]]] = deque()
+        self._turn_started: float | None = None
         self._wake = threading.Condition()
         self._stopping = False
         if legs is not None:
@@ -62,7 +63,7 @@ class EngineCore:
     def post(self, call: Callable[[], None]) -> None:
         """Run `call` on the engine thread before its next step. Thread-safe."""
         with self._wake:
-            self._posted.append(call)
+            self._posted.append((time.monotonic(), call))
             self._wake.notify()
 
     def stop(self) -> None:
@@ -78,8 +79,11 @@ class EngineCore:
 
     def turn(self) -> None:
         """Do what was posted, then one step; with nothing to compute, sleep until something is posted."""
+        self._turn_started = time.monotonic()
         self.drain()
-        if not self.step():
+        computed = self.step()
+        self._turn_started = None
+        if not computed:
             with self._wake:
                 if not self._posted and not self._stopping:
                     # Requests that wait for pages are looked at again at least this often, for their deadlines.
@@ -88,7 +92,17 @@ class EngineCore:
     def drain(self) -> None:
         """Run everything posted so far."""
         while self._posted:
-            self._posted.popleft()()
+            self._posted.popleft()[1]()
+
+    def busy_s(self) -> float:
+        """Seconds since the turn that runs now began, or since the oldest call was posted that was not taken yet,
+        whichever is more; 0 while idle. A thread that hangs is known by it. Thread-safe."""
+        since = [self._turn_started]
+        with self._wake:
+            if self._posted:
+                since.append(self._posted[0][0])
+        began = [start for start in since if start is not None]
+        return time.monotonic() - min(began) if began else 0.0
 
     def load(self) -> EngineLoad:
         """A snapshot; callable from any thread."""

@@ -36,7 +36,8 @@ class HandoffAgent:
 
     `geometries` describe this engine's groups in the regions that `descriptor` (of `transport.register`)
     opens. `on_event` is called on the agent's thread and should return soon. `digester` is needed unless
-    `config.integrity` is off. The owner closes the transport after the agent.
+    `config.integrity` is off. While `is_stalled()`, peers are told that the engine
+    behind this agent hangs. The owner closes the transport after the agent.
 
     Per opened prefill exactly one `PrefillReleased` comes. Per opened decode exactly one of
     `DecodeCommitted`, `DecodeFinished` and `DecodeReleased` comes, a `DecodeFailed` before the last one
@@ -53,6 +54,7 @@ class HandoffAgent:
         descriptor: bytes,
         on_event: Callable[[ev.HandoffEvent], None],
         digester: Digester | None = None,
+        is_stalled: Callable[[], bool] = lambda: False,
     ) -> None:
         if digester is None and config.integrity != "off":
             raise ConfigError("integrity", f"{config.integrity!r} needs a digester")
@@ -62,6 +64,7 @@ class HandoffAgent:
         self._runner = HandoffRunner(
             config, geometries, transport, descriptor, self._channel, on_event, SystemClock(), digester
         )
+        self._runner.links.is_stalled = is_stalled
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="baton-handoff", daemon=True)

@@ -6,7 +6,7 @@ For one thread. An engine we dialled is a server (it prefills for us), one that 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from baton.errors import ProtocolError
@@ -95,6 +95,8 @@ class Inbox:
             self._server_left(link, message)
         elif isinstance(message, Renew):
             self._links.renewed(link, message)
+            if message.stalled:
+                self._stalled([a for a in self._machines.decodes.live.values() if a.address == connection.address])
         elif isinstance(message, AttemptMessage):
             self._answered(link, message)
 
@@ -228,8 +230,15 @@ class Inbox:
             self._client_lost(known, "peer_lost", f"the decode engine left: {message.reason}", message.quiet)
         elif isinstance(message, Renew):
             self._links.renewed(known, message)
+            if message.stalled:
+                self._stalled([a for a in self._machines.prefills.live.values() if a.link is known])
         elif isinstance(message, AttemptMessage):
             self._attempt_message(known, known.hello, message)
+
+    def _stalled(self, attempts: Sequence[DecodeAttempt | PrefillAttempt]) -> None:
+        """The peer's agent says that its engine hangs. It still answers, and so tells when the pages are quiet."""
+        for attempt in attempts:
+            self._machines.feed(attempt, ev.Fault("engine_stalled", "the peer's engine thread hangs"))
 
     def _client_lost(self, link: Link, reason: str, text: str, quiet: bool = False) -> None:
         for attempt in list(self._machines.prefills.live.values()):

@@ -8,7 +8,7 @@ transport is connected, so that the first copy finds it warm and an unfit peer i
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -83,6 +83,7 @@ class Links:
     ) -> None:
         self.clients: dict[Connection, Link] = {}  # engines that dialled us, to decode
         self.servers: dict[str, Link] = {}  # engines we dialled, by address, to decode from
+        self.is_stalled: Callable[[], bool] = lambda: False  # whether the engine behind the agent hangs
         self._config = config
         self._transport = transport
         self._channel = channel
@@ -234,13 +235,15 @@ class Links:
         for link in self._all():
             if link.ready and now >= link.asked + timers.renew:
                 link.nonce, link.asked = link.nonce + 1, now
-                self._channel.send(link.connection, Renew(timers.lease, link.nonce))
+                self._channel.send(link.connection, Renew(timers.lease, link.nonce, stalled=self.is_stalled()))
 
     def renewed(self, link: Link, message: Renew) -> None:
         """Take a RENEW: answer it, or learn the round trip from its echo."""
         link.lease = message.lease
         if not message.echo:
-            self._channel.send(link.connection, Renew(self._config.timers.lease, message.nonce, echo=True))
+            stalled = self.is_stalled()
+            echo = Renew(self._config.timers.lease, message.nonce, echo=True, stalled=stalled)
+            self._channel.send(link.connection, echo)
         elif message.nonce == link.nonce:
             sample = self._clock.monotonic() - link.asked
             link.round_trip = sample if link.round_trip is None else (3 * link.round_trip + sample) / 4

@@ -123,12 +123,13 @@ class Renew(Message, frozen=True, tag="RENEW"):
     """Keeps a session alive: the sender may be held for alive for `lease` seconds after this arrives.
 
     The receiver sends the same `nonce` back with `echo` set, which measures the round trip; an echo renews
-    the other direction.
+    the other direction. `stalled`: the agent lives, but the engine behind it hangs, so that nothing will come.
     """
 
     lease: Annotated[float, Meta(gt=0, le=MAX_LEASE_S)]
     nonce: Count
     echo: bool = False
+    stalled: bool = False
 
 
 class AttemptMessage(Message, frozen=True):

@@ -10,6 +10,7 @@ import msgspec
 from baton.errors import (
     BatonError,
     CapacityError,
+    EngineStalledError,
     EngineUnavailableError,
     ForbiddenError,
     HandoffError,
@@ -23,8 +24,11 @@ logger = logging.getLogger(__name__)
 
 _MAX_MESSAGE_CHARS = 2000  # a message may quote what the client sent
 
+# By this code a router knows an engine that answers, but may never make a token again.
+ENGINE_STALLED = "engine_stalled"
+
 # Reasons in an error chunk that say "not this engine, not now" instead of "this request failed".
-_UNAVAILABLE_REASONS = frozenset({"engine_unavailable", "engine_lost", "peer_lost", "shutdown"})
+_UNAVAILABLE_REASONS = frozenset({"engine_unavailable", "engine_lost", ENGINE_STALLED, "peer_lost", "shutdown"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +63,8 @@ def to_api_error(error: BaseException) -> ApiError:
         return ApiError(400, text, "invalid_request_error", error.param)
     if isinstance(error, CapacityError):
         return ApiError(400, text, "invalid_request_error", None, "capacity")
+    if isinstance(error, EngineStalledError):
+        return ApiError(503, text, "service_unavailable_error", None, ENGINE_STALLED)
     if isinstance(error, EngineUnavailableError):
         return ApiError(503, text, "service_unavailable_error", None, "engine_unavailable")
     if isinstance(error, IncompatiblePeerError):

@@ -13,6 +13,7 @@ import msgspec
 from aiohttp.http_exceptions import LineTooLong
 
 from baton.errors import BatonError, EngineLostError, EngineUnavailableError, ProtocolError, RequestError
+from baton.openai.errors import ENGINE_STALLED
 from baton.router.timers import RouterTimers
 from baton.wire import EngineInfo, EngineLoad, GenerateRequest, PromptIds, TokenChunk
 
@@ -81,8 +82,8 @@ class EngineClient:
     async def info(self) -> EngineInfo:
         """Return the engine's identity.
 
-        Raises `EngineLostError` when the engine is silent, `EngineUnavailableError` when it is not there,
-        `ProtocolError` when it is something else.
+        Raises `EngineLostError` when the engine is silent or says that it hangs, `EngineUnavailableError` when it is
+        not there, `ProtocolError` when it is something else.
         """
         return await self._ask("/inference/v1/info", EngineInfo)
 
@@ -127,6 +128,9 @@ class EngineClient:
         try:
             async with self._session.get(self.url + path, timeout=self._ask_timeout, allow_redirects=False) as response:
                 body = await read_body(response, limit)
+                if response.status == 503 and ENGINE_STALLED.encode() in body:
+                    # It answers, but what it holds moves no more than that of a silent one.
+                    raise EngineLostError(f"engine {self.url} is stalled")
                 if response.status != 200:
                     raise EngineUnavailableError(f"engine {self.url}: HTTP {response.status} from {path}")
                 return body

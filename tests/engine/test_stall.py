@@ -1,0 +1,112 @@
+"""An engine whose thread hangs says so to everyone who would wait for it: health checks, clients, router and peers."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engines import TARGET, pair, request, stepped
+
+from baton.engine.async_engine import AsyncEngine
+from baton.engine.config import EngineConfig
+from baton.errors import ConfigError, EngineStalledError
+from baton.wire import SamplingParams
+
+LIMIT_S = 30.0
+PARAMS = SamplingParams(max_tokens=8, temperature=0.0, seed=1, ignore_eos=True)
+
+
+async def until_stalled(engine: AsyncEngine, stalled: bool) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while time.monotonic() < deadline:
+        try:
+            engine.load()
+        except EngineStalledError:
+            if stalled:
+                return
+        else:
+            if not stalled:
+                return
+        await asyncio.sleep(0.02)
+    raise AssertionError(f"stalled is not {stalled}")
+
+
+async def test_a_thread_that_hangs_is_told_and_may_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = AsyncEngine(EngineConfig(model=TARGET, stall_timeout_s=0.3))
+    core = engine._engine.core
+    go_on = threading.Event()
+    whole = core.step
+
+    def hang() -> bool:
+        go_on.wait(LIMIT_S)
+        return whole()
+
+    async def ask() -> list[int]:
+        stream = engine.generate(request("r", [1, 2, 3], PARAMS))
+        return [token async for chunk in stream for token in chunk.token_ids]
+
+    engine.start()
+    try:
+        engine.load()  # idle is not stalled, however long
+        monkeypatch.setattr(core, "step", hang)
+        asked = asyncio.create_task(ask())
+        await until_stalled(engine, True)
+        with pytest.raises(EngineStalledError):
+            await anext(engine.generate(request("other", [1], PARAMS)))
+        go_on.set()
+        assert len(await asyncio.wait_for(asked, LIMIT_S)) == 8
+        await until_stalled(engine, False)
+    finally:
+        go_on.set()
+        engine.close()
+
+
+def test_idle_time_and_short_turns_count_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    with stepped() as one:
+        core = one.core
+        now[0] += 1000.0
+        assert core.busy_s() == 0.0
+        core.post(lambda: None)
+        now[0] += 7.0
+        assert core.busy_s() == 7.0  # nobody takes it
+        seen: list[float] = []
+
+        def slow() -> None:
+            now[0] += 5.0
+            seen.append(core.busy_s())
+
+        core.post(slow)
+        core.stop()  # so that the turn does not sleep at its end
+        core.turn()
+        assert seen == [5.0]
+        assert core.busy_s() == 0.0
+
+
+@pytest.mark.parametrize("mode", ["push", "pull"])
+def test_a_decode_engine_waits_for_no_prefill_engine_that_hangs(tmp_path: Path, mode: Any) -> None:
+    """The prefill engine's agent lives, renews its lease, and says that nothing will come."""
+    prompt = list(range(5, 55))
+    with stepped() as alone:
+        expected = alone.run("r", prompt, PARAMS).result
+    with pair(tmp_path, stall_timeout_s=0.2) as engines:
+        _, decoded = engines.legs("r", prompt, PARAMS, mode)
+        engines.prefill.core.post(lambda: None)  # and nobody takes it: no turn of this engine runs
+        deadline = time.monotonic() + LIMIT_S
+        while not decoded.ended:
+            assert time.monotonic() < deadline
+            if not engines.decode.step():
+                time.sleep(0.001)
+        assert decoded.result == expected
+        assert engines.decode.core.metrics.handoff_failures == {"engine_stalled": 1}
+        engines.settle()  # the agent of the one that hangs has freed what it can, once it goes on
+
+
+def test_the_timeout_is_checked() -> None:
+    with pytest.raises(ConfigError, match="stall_timeout_s"):
+        EngineConfig(model=TARGET, stall_timeout_s=0.0).check()
