@@ -13,7 +13,7 @@ import typer
 
 from baton.engine.config import KVMode
 from baton.errors import ConfigError
-from baton.openai.http import bind, serve, url_of
+from baton.openai.serving import SHUTDOWN_TIMEOUT_S, bind, serve, url_of
 from baton.processes import Reporter
 from baton.wire import Recovery
 
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 Host = Annotated[str, typer.Option(help="Address to listen on; loopback unless you protect it yourself.")]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")]
+ShutdownTimeout = Annotated[
+    float, typer.Option(min=0.0, help="Seconds that requests have to end after SIGTERM; then they end in an error.")
+]
 ReadyFd = Annotated[int | None, typer.Option(hidden=True)]
 KeyFile = Annotated[str | None, typer.Option(help="32 random bytes shared by router and engines.")]
 Keys = Annotated[str | None, typer.Option(metavar="DIR", help="Key directory of `baton keys`, ticket key included.")]
@@ -67,6 +70,7 @@ def router_command(
     kv_connector: _KvConnector = None,
     seed_first_token: _Seed = False,
     near_tie: _NearTie = None,
+    shutdown_timeout: ShutdownTimeout = SHUTDOWN_TIMEOUT_S,
     ready_fd: ReadyFd = None,
 ) -> None:
     """The front door over engines that run already; more may join by POST /instances/add."""
@@ -106,7 +110,7 @@ def router_command(
             print(f"router is served at {url}/v1", file=sys.stderr, flush=True)
 
     with contextlib.closing(listener):
-        asyncio.run(serve_router(config, listener, on_ready))
+        asyncio.run(serve_router(config, listener, on_ready, shutdown_timeout_s=shutdown_timeout))
 
 
 async def serve_router(
@@ -114,14 +118,15 @@ async def serve_router(
     listener: socket.socket,
     on_ready: Callable[[str], None],
     beside: Callable[[web.Application], AsyncIterator[None]] | None = None,
+    shutdown_timeout_s: float = SHUTDOWN_TIMEOUT_S,
 ) -> None:
-    """Serve a router until SIGINT or SIGTERM; what `beside` starts runs meanwhile."""
+    """Serve a router until SIGINT or SIGTERM; what `beside` starts runs meanwhile. See `baton.openai.serving.serve`."""
     from baton.router import build_app
 
     app = await build_app(config)
     if beside is not None:
         app.cleanup_ctx.append(beside)
-    await serve(app, listener, lambda: on_ready(url_of(listener)))
+    await serve(app, listener, lambda: on_ready(url_of(listener)), None, shutdown_timeout_s)
 
 
 def _split(urls: list[str] | None) -> tuple[str, ...]:

@@ -11,9 +11,20 @@ from typing import Annotated
 import typer
 
 from baton.cli_options import BlockSize, EngineOptions, block_size_flags, with_engine_options
-from baton.cli_router import AllowMode, Host, KeyFile, Keys, KvMode, Policy, Port, ReadyFd, serve_router
+from baton.cli_router import (
+    AllowMode,
+    Host,
+    KeyFile,
+    Keys,
+    KvMode,
+    Policy,
+    Port,
+    ReadyFd,
+    ShutdownTimeout,
+    serve_router,
+)
 from baton.engine.config import Role
-from baton.openai.http import bind
+from baton.openai.serving import SHUTDOWN_TIMEOUT_S, bind
 from baton.processes import Deployment, Reporter
 
 
@@ -27,6 +38,7 @@ def serve_command(
     ticket_key_file: KeyFile = None,
     keys: Keys = None,
     engine_id: Annotated[str | None, typer.Option(help="Default: role and port.")] = None,
+    shutdown_timeout: ShutdownTimeout = SHUTDOWN_TIMEOUT_S,
     ready_fd: ReadyFd = None,
 ) -> None:
     """Serve one engine with the OpenAI API."""
@@ -48,7 +60,7 @@ def serve_command(
             if ready_fd is None:
                 print(f"{engine.info.model} ({role}) is served at {url}/v1", file=sys.stderr, flush=True)
 
-        run_engine(lambda: AsyncEngine(config, reporter.progress), tokenizer, listener, on_ready)
+        run_engine(lambda: AsyncEngine(config, reporter.progress), tokenizer, listener, on_ready, shutdown_timeout)
 
 
 @with_engine_options
@@ -64,6 +76,7 @@ def up_command(
     kv_mode: KvMode = "push",
     policy: Policy = "round_robin",
     allow_mode_override: AllowMode = False,
+    shutdown_timeout: ShutdownTimeout = SHUTDOWN_TIMEOUT_S,
 ) -> None:
     """A whole P/D deployment on this host: engines as child processes, the router here."""
     from baton.handoff.ticket import load_or_create_key
@@ -102,7 +115,7 @@ def up_command(
             def on_ready(url: str) -> None:
                 print(f"ready: {url}/v1   (status: {url}/status, Ctrl-C ends all)", file=sys.stderr, flush=True)
 
-            asyncio.run(serve_router(config, listener, on_ready, lambda _: _tell_of_ends(deployment)))
+            asyncio.run(serve_router(config, listener, on_ready, lambda _: _tell_of_ends(deployment), shutdown_timeout))
             print("ending all processes", file=sys.stderr, flush=True)
 
 

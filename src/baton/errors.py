@@ -6,6 +6,7 @@ BatonError
 ├── RequestError         a client's request is malformed; names the parameter (HTTP 4xx)
 │   ├── UnknownModelError
 │   └── ForbiddenError   the request carries a ticket that is not for it (HTTP 403)
+├── OverloadedError      too much is waiting already (HTTP 429)
 ├── EngineUnavailableError   an engine is down or refuses work (HTTP 503)
 │   ├── EngineLostError      an engine went away with a request that it had taken
 │   └── EngineStalledError   an engine's thread has been at one step for too long
@@ -50,6 +51,10 @@ class UnknownModelError(RequestError):
 
 class ForbiddenError(RequestError):
     """The request carries a ticket that the router has not signed for it (HTTP 403)."""
+
+
+class OverloadedError(BatonError):
+    """Too many requests wait already (HTTP 429); one that comes later may be taken."""
 
 
 class EngineUnavailableError(BatonError):

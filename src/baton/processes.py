@@ -238,7 +238,8 @@ class Deployment:
         try:
             with log.open("ab") as output:
                 process = subprocess.Popen(
-                    [*self._command, *arguments, "--ready-fd", str(write)],
+                    # Whoever closes a deployment has let its requests end.
+                    [*self._command, *arguments, "--shutdown-timeout", "0", "--ready-fd", str(write)],
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,

@@ -16,7 +16,7 @@ from fake_serving import KEY, TEXT, FakeEngine, served, until
 
 from baton.errors import IncompatiblePeerError, RequestError
 from baton.handoff import ticket as tickets
-from baton.openai.http import bind, url_of
+from baton.openai.serving import bind, url_of
 from baton.router import RouterConfig, build_app
 from baton.server import build_app as build_engine_app
 from baton.text import Tokenizer
@@ -185,6 +185,8 @@ async def test_engines_that_are_down(directory: Path) -> None:
     async with served(app) as url, aiohttp.ClientSession() as session:
         status, answer = await complete(session, url)
         assert (status, answer["error"]["code"]) == (503, "engine_unavailable")
+        assert "127.0.0.1" not in answer["error"]["message"]
+        assert dead_url.rpartition(":")[2] not in answer["error"]["message"]
         async with session.get(f"{url}/health") as response:
             assert response.status == 503
         state = await status_of(session, url)

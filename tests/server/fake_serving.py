@@ -17,7 +17,8 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from baton.errors import EngineUnavailableError, ProtocolError, RequestError
 from baton.handoff import ticket as tickets
-from baton.openai.http import bind, url_of
+from baton.openai import serving
+from baton.openai.serving import bind, url_of
 from baton.wire import EngineInfo, EngineLoad, GenerateRequest, TokenChunk, TokenLogprobs
 
 KEY = b"k" * 32
@@ -221,13 +222,8 @@ def _logprobs(token: int, num: int) -> TokenLogprobs:
 async def served(app: web.Application) -> AsyncIterator[str]:
     """Serve an app on a free port as Baton does; yields its base URL."""
     listener: socket.socket = bind("127.0.0.1", 0)
-    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.5)
-    await runner.setup()
-    await web.SockSite(runner, listener).start()
-    try:
+    async with serving.served(app, listener):
         yield url_of(listener)
-    finally:
-        await runner.cleanup()
 
 
 async def until(condition: object) -> None:

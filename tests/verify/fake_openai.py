@@ -13,7 +13,7 @@ from typing import Any
 
 from aiohttp import web
 
-from baton.openai.http import bind, url_of
+from baton.openai.serving import bind, url_of
 
 Json = dict[str, Any]
 TIE = 3  # the output position at which token and runner-up may be close

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from dataclasses import dataclass
 
 import msgspec
@@ -15,6 +16,7 @@ from baton.errors import (
     ForbiddenError,
     HandoffError,
     IncompatiblePeerError,
+    OverloadedError,
     ProtocolError,
     RequestError,
     UnknownModelError,
@@ -23,6 +25,12 @@ from baton.errors import (
 logger = logging.getLogger(__name__)
 
 _MAX_MESSAGE_CHARS = 2000  # a message may quote what the client sent
+# URLs, what sockets call addresses, IPv4 and IPv6, and names with ports: where things are is no client's business.
+_ADDRESS = re.compile(
+    r"""[a-z][a-z0-9+.-]*://[^\s'",;)]*[^\s'",;):]|\('[^']*',\ \d+[^)]*\)"""
+    r"""|\b\d{1,3}(?:\.\d{1,3}){3}\b(?::\d+)?|\[[0-9a-f:]*:[0-9a-f:]*\](?::\d+)?|\b[A-Za-z][\w.-]*:\d{2,5}\b""",
+    re.VERBOSE,
+)
 
 # By this code a router knows an engine that answers, but may never make a token again.
 ENGINE_STALLED = "engine_stalled"
@@ -61,6 +69,11 @@ def to_api_error(error: BaseException) -> ApiError:
         return ApiError(403, text, "permission_error", error.param, "forbidden")
     if isinstance(error, RequestError):
         return ApiError(400, text, "invalid_request_error", error.param)
+    text = _ADDRESS.sub("(address)", text)
+    if text != str(error):
+        logger.warning("a client is told an error without its addresses: %s", error)
+    if isinstance(error, OverloadedError):
+        return ApiError(429, text, "rate_limit_error", None, "overloaded")
     if isinstance(error, CapacityError):
         return ApiError(400, text, "invalid_request_error", None, "capacity")
     if isinstance(error, EngineStalledError):

@@ -1,31 +1,71 @@
-"""The OpenAI API over HTTP: aiohttp routes, server-sent events, and how a Baton process listens and ends."""
+"""The OpenAI API over HTTP: aiohttp routes, errors in OpenAI's shape, and server-sent events."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
-import ipaddress
-import signal
-import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 
 import msgspec
 from aiohttp import web
 from prometheus_client import generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from baton.errors import ConfigError
+from baton.errors import EngineUnavailableError
 from baton.openai.errors import ApiError, to_api_error
+from baton.openai.limits import Bodies, HttpLimits
 from baton.openai.metrics import FrontMetrics
+from baton.openai.plan import Plan
 from baton.openai.service import EventStream, OpenAIService
 
-MAX_BODY_BYTES = 16 * 2**20
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+_RETRY_AFTER_S = 1
 
 
-def new_app(metrics: FrontMetrics) -> web.Application:
+class Drain:
+    """The requests that run, and how far the server is on its way to its end."""
+
+    def __init__(self) -> None:
+        self.tasks: set[asyncio.Task[object]] = set()
+        self.idle = asyncio.Event()
+        self.idle.set()
+        self.begun = self.ended = False
+
+    def begin(self) -> None:
+        """Take no new requests."""
+        self.begun = True
+
+    def end(self) -> None:
+        """Cancel those that run; their handlers say so to their clients."""
+        self.begun = self.ended = True
+        for task in self.tasks:
+            task.cancel()
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Count the current task as a request. Raises `EngineUnavailableError` when none is taken."""
+        if self.begun:
+            raise EngineUnavailableError("this server is shutting down")
+        task = asyncio.current_task()
+        assert task is not None
+        self.tasks.add(task)
+        self.idle.clear()
+        try:
+            yield
+        finally:
+            self.tasks.discard(task)
+            if not self.tasks:
+                self.idle.set()
+
+
+DRAIN: web.AppKey[Drain] = web.AppKey("drain", Drain)
+LIMITS: web.AppKey[HttpLimits] = web.AppKey("limits", HttpLimits)
+BODIES: web.AppKey[Bodies] = web.AppKey("bodies", Bodies)
+
+
+def new_app(metrics: FrontMetrics, limits: HttpLimits | None = None) -> web.Application:
     """Return an app that answers every error in OpenAI's shape and serves `GET /metrics`."""
+    drain, limits = Drain(), limits or HttpLimits()
 
     @web.middleware
     async def shape_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -33,9 +73,15 @@ def new_app(metrics: FrontMetrics) -> web.Application:
         endpoint = resource.canonical if resource is not None else "unknown"
         status = 499  # a client that went away gets no answer; this is how it is counted
         try:
-            response = await handler(request)
+            with contextlib.nullcontext() if endpoint == "/metrics" else drain.running():
+                response = await handler(request)
             status = response.status
             return response
+        except asyncio.CancelledError:
+            if not drain.ended or request.writer.output_size > 0:
+                raise
+            status = 503
+            return error_response(_shutting_down())
         except web.HTTPException as error:
             status = error.status
             return error_response(ApiError(error.status, error.reason, "invalid_request_error"))
@@ -52,7 +98,8 @@ def new_app(metrics: FrontMetrics) -> web.Application:
         body = generate_latest(metrics.registry)
         return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
-    app = web.Application(middlewares=[shape_errors], client_max_size=MAX_BODY_BYTES)
+    app = web.Application(middlewares=[shape_errors])
+    app[DRAIN], app[LIMITS], app[BODIES] = drain, limits, Bodies(limits)
     app.router.add_get("/metrics", show_metrics)
     return app
 
@@ -64,10 +111,14 @@ def add_openai_routes(app: web.Application, service: OpenAIService) -> None:
         return json_response(service.models())
 
     async def completions(request: web.Request) -> web.StreamResponse:
-        return await _reply(request, await service.completions(await request.read()))
+        return await _reply(request, await service.answer(await plan(request, False)))
 
     async def chat(request: web.Request) -> web.StreamResponse:
-        return await _reply(request, await service.chat(await request.read()))
+        return await _reply(request, await service.answer(await plan(request, True)))
+
+    async def plan(request: web.Request, chat: bool) -> Plan:
+        async with app[BODIES].read(request) as body:
+            return await service.plan(body, chat)
 
     app.router.add_get("/v1/models", models)
     app.router.add_post("/v1/completions", completions)
@@ -81,7 +132,22 @@ def json_response(value: object, status: int = 200) -> web.Response:
 
 def error_response(error: ApiError) -> web.Response:
     """Return an error in OpenAI's shape."""
-    return web.Response(body=error.body(), status=error.status, content_type="application/json")
+    headers = {"Retry-After": str(_RETRY_AFTER_S)} if error.status == 429 else None
+    return web.Response(body=error.body(), status=error.status, content_type="application/json", headers=headers)
+
+
+async def write(request: web.Request, response: web.StreamResponse, data: bytes) -> None:
+    """Write a part of an answer. A client that takes nothing for `HttpLimits.write_s` is cut off."""
+
+    def cut() -> None:
+        if request.transport is not None:
+            request.transport.abort()
+
+    timer = asyncio.get_running_loop().call_later(request.app[LIMITS].write_s, cut)
+    try:
+        await response.write(data)
+    finally:
+        timer.cancel()
 
 
 async def _reply(request: web.Request, reply: bytes | EventStream) -> web.StreamResponse:
@@ -91,61 +157,16 @@ async def _reply(request: web.Request, reply: bytes | EventStream) -> web.Stream
         headers = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
         response = web.StreamResponse(headers=headers)
         await response.prepare(request)
-        async for event in events:
-            await response.write(event)
+        try:
+            async for event in events:
+                await write(request, response, event)
+        except asyncio.CancelledError:
+            if not request.app[DRAIN].ended:
+                raise
+            await write(request, response, b"data: " + _shutting_down().body() + b"\n\n")
         await response.write_eof()
     return response
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """Return a listening TCP socket; port 0 takes a free one. Raises `ConfigError` when it cannot be had.
-
-    Binding comes before anything slow is loaded, so that a port in use is known at once.
-    """
-    try:
-        family = socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET
-    except ValueError:
-        family = socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-        listener.listen(512)
-    except (OSError, OverflowError) as error:
-        listener.close()
-        if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
-            raise ConfigError("port", f"{port} on {host} is already in use") from None
-        raise ConfigError("port", f"cannot listen on {host}:{port}: {error}") from None
-    return listener
-
-
-def url_of(listener: socket.socket) -> str:
-    """Return the base URL at which `listener` is reached."""
-    host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-async def serve(
-    app: web.Application,
-    listener: socket.socket,
-    on_ready: Callable[[], None],
-    stop: asyncio.Event | None = None,
-) -> None:
-    """Serve `app` until SIGINT, SIGTERM or `stop`; requests that still run are then cancelled.
-
-    `handler_cancellation` is what turns a client that goes away into an aborted request.
-    """
-    ended = stop or asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, ended.set)
-    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
-    try:
-        await runner.setup()
-        await web.SockSite(runner, listener).start()
-        on_ready()
-        await ended.wait()
-    finally:
-        await runner.cleanup()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(number)
+def _shutting_down() -> ApiError:
+    return to_api_error(EngineUnavailableError("this server is shutting down"))

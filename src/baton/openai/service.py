@@ -53,21 +53,15 @@ class OpenAIService:
         }
         return {"object": "list", "data": [card]}
 
-    async def completions(self, body: bytes) -> bytes | EventStream:
-        """Answer `POST /v1/completions`."""
-        return await self._answer(await self._plan(body, chat=False))
-
-    async def chat(self, body: bytes) -> bytes | EventStream:
-        """Answer `POST /v1/chat/completions`."""
-        return await self._answer(await self._plan(body, chat=True))
-
-    async def _plan(self, body: bytes, chat: bool) -> Plan:
+    async def plan(self, body: bytes, chat: bool) -> Plan:
+        """Understand the body of `POST /v1/completions` or, with `chat`, of `POST /v1/chat/completions`."""
         model = self._backend.model()
         if len(body) <= _MAX_INLINE_BYTES:
             return make_plan(body, model, chat)
         return await asyncio.get_running_loop().run_in_executor(self._workers, make_plan, body, model, chat)
 
-    async def _answer(self, plan: Plan) -> bytes | EventStream:
+    async def answer(self, plan: Plan) -> bytes | EventStream:
+        """Answer a request."""
         if plan.kv_mode is not None and not self._backend.allows_kv_mode:
             raise RequestError("kv_mode cannot be chosen by a request here", "kv_mode")
         self._backend.check(plan.asked)

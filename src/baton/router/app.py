@@ -14,7 +14,7 @@ from aiohttp import web
 from baton.errors import BatonError, ConfigError, EngineUnavailableError, RequestError
 from baton.openai import FrontMetrics, OpenAIService
 from baton.openai.backend import KVMode
-from baton.openai.http import add_openai_routes, json_response, new_app
+from baton.openai.http import BODIES, add_openai_routes, json_response, new_app
 from baton.openai.metrics import Row, RowCollector
 from baton.router.backend import RouterBackend
 from baton.router.client import new_session
@@ -130,11 +130,11 @@ def _add_router_routes(app: web.Application, backend: RouterBackend) -> None:
         return json_response(await _status(backend))
 
     async def add(request: web.Request) -> web.StreamResponse:
-        asked = _body(await request.read(), _AddInstance)
+        asked = await _body(request, _AddInstance)
         return json_response(_describe(await pool.add(asked.url, asked.role), None))
 
     async def remove(request: web.Request) -> web.StreamResponse:
-        asked = _body(await request.read(), _RemoveInstance)
+        asked = await _body(request, _RemoveInstance)
         return json_response(_describe(pool.remove(asked.url), None))
 
     app.router.add_get("/health", health)
@@ -143,9 +143,10 @@ def _add_router_routes(app: web.Application, backend: RouterBackend) -> None:
     app.router.add_post("/instances/remove", remove)
 
 
-def _body(body: bytes, kind: type[T]) -> T:
+async def _body(request: web.Request, kind: type[T]) -> T:
     try:
-        return msgspec.json.decode(body, type=kind)
+        async with request.app[BODIES].read(request) as body:
+            return msgspec.json.decode(body, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RequestError(f"the request body is malformed: {error}") from None
 

@@ -18,7 +18,8 @@ from baton.errors import RequestError
 from baton.openai import FrontMetrics, OpenAIService, ServedModel
 from baton.openai.backend import KVMode
 from baton.openai.errors import to_api_error
-from baton.openai.http import add_openai_routes, json_response, new_app
+from baton.openai.http import BODIES, add_openai_routes, json_response, new_app, write
+from baton.openai.limits import HttpLimits
 from baton.openai.metrics import Row, RowCollector
 from baton.text import Tokenizer
 from baton.wire import EngineInfo, EngineLoad, GenerateRequest, SamplingParams, TokenChunk
@@ -103,11 +104,11 @@ class EngineBackend:
                 yield chunk
 
 
-def build_app(engine: Engine, tokenizer: Tokenizer) -> web.Application:
+def build_app(engine: Engine, tokenizer: Tokenizer, limits: HttpLimits | None = None) -> web.Application:
     """Return the app of a started engine. Closing the engine is left to the caller."""
     metrics = FrontMetrics()
     metrics.registry.register(RowCollector(lambda: engine.metrics().collect_rows()))
-    app = new_app(metrics)
+    app = new_app(metrics, limits)
     add_openai_routes(app, OpenAIService(EngineBackend(engine, tokenizer), metrics))
 
     async def generate(request: web.Request) -> web.StreamResponse:
@@ -134,7 +135,9 @@ def build_app(engine: Engine, tokenizer: Tokenizer) -> web.Application:
 
 async def _generate(engine: Engine, metrics: FrontMetrics, request: web.Request) -> web.StreamResponse:
     try:
-        wire = msgspec.json.decode(await request.read(), type=GenerateRequest)
+        async with request.app[BODIES].read(request) as body:
+            wire = msgspec.json.decode(body, type=GenerateRequest)
+        del body
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RequestError(f"the body is not a GenerateRequest: {error}") from None
     _check(wire, engine.info)
@@ -148,7 +151,7 @@ async def _generate(engine: Engine, metrics: FrontMetrics, request: web.Request)
                     response = web.StreamResponse(headers={"Content-Type": NDJSON})
                     await response.prepare(request)
                 timer.tokens(len(chunk.token_ids), chunk.accepted)
-                await response.write(msgspec.json.encode(chunk) + b"\n")
+                await write(request, response, msgspec.json.encode(chunk) + b"\n")
     except ConnectionResetError:
         raise
     except Exception as error:

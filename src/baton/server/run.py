@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import signal
 import socket
@@ -15,7 +16,7 @@ from typing import NoReturn
 from aiohttp import web
 
 from baton.errors import EngineUnavailableError
-from baton.openai.http import serve, url_of
+from baton.openai.serving import SHUTDOWN_TIMEOUT_S, serve, url_of
 from baton.server.app import Engine, build_app
 from baton.text import Tokenizer
 
@@ -27,8 +28,9 @@ def run_engine(
     tokenizer: Tokenizer,
     listener: socket.socket,
     on_ready: Callable[[Engine, str], None],
+    shutdown_timeout_s: float = SHUTDOWN_TIMEOUT_S,
 ) -> None:
-    """Serve one engine until SIGINT or SIGTERM, then close it.
+    """Serve one engine until SIGINT or SIGTERM, then close it; see `baton.openai.serving.serve`.
 
     `make_engine` may take long; a signal meanwhile ends the process. `on_ready` is called with the engine and
     its URL when requests are served. Raises what `make_engine` raises, and `EngineUnavailableError` with the cause when
@@ -39,7 +41,8 @@ def run_engine(
         try:
             engine.start()
             app = build_app(engine, tokenizer)
-            failure = asyncio.run(_serve(engine, app, listener, lambda: on_ready(engine, url_of(listener))))
+            ready = functools.partial(on_ready, engine, url_of(listener))
+            failure = asyncio.run(_serve(engine, app, listener, ready, shutdown_timeout_s))
         finally:
             # One that was told to end must not stay because an engine thread hangs.
             timer = threading.Timer(_CLOSE_LIMIT_S, os._exit, [1])
@@ -52,7 +55,11 @@ def run_engine(
 
 
 async def _serve(
-    engine: Engine, app: web.Application, listener: socket.socket, on_ready: Callable[[], None]
+    engine: Engine,
+    app: web.Application,
+    listener: socket.socket,
+    on_ready: Callable[[], None],
+    shutdown_timeout_s: float,
 ) -> str | None:
     """Serve until told to end, or until the engine fails; returns the cause then."""
     loop, ended, failures = asyncio.get_running_loop(), asyncio.Event(), list[str]()
@@ -63,7 +70,7 @@ async def _serve(
             loop.call_soon_threadsafe(ended.set)
 
     engine.on_failure(failed)
-    await serve(app, listener, on_ready, ended)
+    await serve(app, listener, on_ready, ended, shutdown_timeout_s)
     return failures[0] if failures else None
 
 

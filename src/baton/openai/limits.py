@@ -1,0 +1,69 @@
+"""What one connection may cost a server: times in seconds, sizes in bytes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from aiohttp import web
+
+from baton.errors import OverloadedError
+
+
+@dataclass(frozen=True, slots=True)
+class HttpLimits:
+    """`head_s`: from the first byte of a request to the end of its head. `body_s`: for its body. `write_s`: a client
+    that takes nothing of its answer for so long is gone. `keep_alive_s`: between two requests; longer than clients
+    keep connections, so that none is closed under a request. `body_bytes`: one body, `bodies_bytes`: all that are
+    being read or understood.
+    """
+
+    head_s: float = 30.0
+    body_s: float = 30.0
+    write_s: float = 60.0
+    keep_alive_s: float = 75.0
+    body_bytes: int = 16 * 2**20
+    bodies_bytes: int = 256 * 2**20
+
+
+class Bodies:
+    """The bodies that a server holds."""
+
+    def __init__(self, limits: HttpLimits) -> None:
+        self._limits = limits
+        self.num_bytes = 0
+
+    @asynccontextmanager
+    async def read(self, request: web.Request) -> AsyncIterator[bytes]:
+        """A request's body, held until the context ends.
+
+        Raises `HTTPRequestTimeout` when it comes too slowly, `HTTPRequestEntityTooLarge`, and `OverloadedError` when
+        too much is held already.
+        """
+        size = 0
+        body = bytearray()
+        parts = request.content.iter_any()
+
+        async def read() -> None:
+            nonlocal size
+            async for part in parts:
+                size += len(part)
+                self.num_bytes += len(part)
+                if size > self._limits.body_bytes:
+                    raise web.HTTPRequestEntityTooLarge(self._limits.body_bytes, size)
+                if self.num_bytes > self._limits.bodies_bytes:
+                    raise OverloadedError("too many long requests at once")
+                body.extend(part)
+
+        try:
+            try:
+                await asyncio.wait_for(read(), self._limits.body_s)
+            except asyncio.TimeoutError:
+                raise web.HTTPRequestTimeout from None
+            whole = bytes(body)
+            body.clear()
+            yield whole
+        finally:
+            self.num_bytes -= size

@@ -1,0 +1,153 @@
+"""How a Baton process listens, serves, and ends: what runs may end first, and what does not is told so."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import ipaddress
+import logging
+import resource
+import signal
+import socket
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any
+
+from aiohttp import web
+
+from baton.errors import ConfigError
+from baton.openai.connections import Connection
+from baton.openai.http import DRAIN, LIMITS
+from baton.openai.limits import HttpLimits
+
+logger = logging.getLogger(__name__)
+
+# Less than what service managers give a process between SIGTERM and SIGKILL, which is 30 s at most of them.
+SHUTDOWN_TIMEOUT_S = 20.0
+_GOODBYE_S = 2.0
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Return a listening TCP socket; port 0 takes a free one. Raises `ConfigError` when it cannot be had.
+
+    Binding comes before anything slow is loaded, so that a port in use is known at once.
+    """
+    try:
+        family = socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET
+    except ValueError:
+        family = socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(512)
+    except (OSError, OverflowError) as error:
+        listener.close()
+        if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+            raise ConfigError("port", f"{port} on {host} is already in use") from None
+        raise ConfigError("port", f"cannot listen on {host}:{port}: {error}") from None
+    if not ipaddress.ip_address(listener.getsockname()[0]).is_loopback:
+        logger.warning("LISTENING BEYOND THIS HOST, on %s: whoever reaches this port may use the model", host)
+    return listener
+
+
+def url_of(listener: socket.socket) -> str:
+    """Return the base URL at which `listener` is reached."""
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+@contextlib.asynccontextmanager
+async def served(app: web.Application, listener: socket.socket) -> AsyncIterator[asyncio.Server]:
+    """Serve `app` while the context lasts; closing what it yields ends the listening, and no connection.
+
+    `handler_cancellation` is what turns a client that goes away into an aborted request.
+    """
+    limits = app.get(LIMITS) or HttpLimits()
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+    try:
+        await runner.setup()
+        manager = runner.server
+        assert manager is not None
+
+        def connection() -> Connection:
+            return Connection(
+                manager, limits.head_s, access_log=None, keepalive_timeout=limits.keep_alive_s, lingering_time=2.0
+            )
+
+        server = await asyncio.get_running_loop().create_server(connection, sock=listener)
+        try:
+            yield server
+        finally:
+            server.close()
+    finally:
+        await runner.cleanup()
+
+
+async def serve(
+    app: web.Application,
+    listener: socket.socket,
+    on_ready: Callable[[], None],
+    stop: asyncio.Event | None = None,
+    shutdown_timeout_s: float = SHUTDOWN_TIMEOUT_S,
+) -> None:
+    """Serve `app` until SIGINT, SIGTERM or `stop`.
+
+    After SIGTERM no new requests are taken, and those that run have `shutdown_timeout_s` to end, or until a second
+    signal. What still runs then, or after SIGINT or `stop`, ends in an error that says so.
+    """
+    _raise_file_limit()
+    asked, ended = asyncio.Event(), stop or asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def terminate() -> None:
+        (ended if asked.is_set() else asked).set()
+
+    loop.add_signal_handler(signal.SIGTERM, terminate)
+    loop.add_signal_handler(signal.SIGINT, ended.set)
+    try:
+        await serve_until(asked, ended, app, listener, on_ready, shutdown_timeout_s)
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+
+
+async def serve_until(
+    asked: asyncio.Event,
+    ended: asyncio.Event,
+    app: web.Application,
+    listener: socket.socket,
+    on_ready: Callable[[], None],
+    shutdown_timeout_s: float,
+) -> None:
+    """Serve `app` until it is `asked` to end, which requests that run may delay, or is `ended`."""
+    drain = app[DRAIN]
+    async with served(app, listener) as server:
+        on_ready()
+        await _first(asked.wait(), ended.wait())
+        server.close()
+        drain.begin()
+        if not ended.is_set() and drain.tasks:
+            logger.warning("ending: %d requests have %g s to end", len(drain.tasks), shutdown_timeout_s)
+            await _first(drain.idle.wait(), ended.wait(), asyncio.sleep(shutdown_timeout_s))
+        drain.end()
+        await _first(drain.idle.wait(), asyncio.sleep(_GOODBYE_S))
+
+
+async def _first(*many: Coroutine[Any, Any, object]) -> None:
+    """Wait for any of them, and end the others."""
+    tasks = [asyncio.ensure_future(one) for one in many]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _raise_file_limit() -> None:
+    """Allow as many open files as there may be: each request has connections of its own."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        if soft != hard:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

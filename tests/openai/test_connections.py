@@ -1,0 +1,220 @@
+"""Connections that send half of something, nothing, or no HTTP; clients that read nothing; and how a server ends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+import pytest
+from aiohttp import web
+from fake_serving import TEXT, FakeEngine, served, until, write_tokenizer
+
+from baton.openai import FrontMetrics
+from baton.openai.http import BODIES, DRAIN, new_app, write
+from baton.openai.limits import HttpLimits
+from baton.openai.serving import bind, serve_until, url_of
+from baton.server import build_app
+from baton.text import Tokenizer
+
+LIMIT_S = 20.0
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tokenizer(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+async def session() -> AsyncIterator[aiohttp.ClientSession]:
+    async with aiohttp.ClientSession() as session:
+        yield session
+
+
+def app_with(directory: Path, engine: FakeEngine | None = None, **limits: Any) -> web.Application:
+    return build_app(engine or FakeEngine(directory), Tokenizer.load(directory), HttpLimits(**limits))
+
+
+class Raw:
+    """A connection of plain bytes."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+
+    @classmethod
+    async def open(cls, url: str, data: bytes = b"") -> Raw:
+        parts = urlsplit(url)
+        raw = cls(*await asyncio.open_connection(parts.hostname, parts.port))
+        raw.writer.write(data)
+        return raw
+
+    async def answer(self) -> tuple[int, dict[str, Any]]:
+        """The status and the JSON of what comes until the server closes the connection."""
+        answer = await asyncio.wait_for(self.reader.read(), LIMIT_S)
+        head, _, body = answer.partition(b"\r\n\r\n")
+        self.writer.close()
+        return int(head.split()[1]), json.loads(body)
+
+
+async def test_half_sent_requests_end(directory: Path, session: aiohttp.ClientSession) -> None:
+    async with served(app_with(directory, head_s=0.5)) as url:
+        starts = (b"", b"G", b"POST /v1/completions HTTP/1.1\r\nHost: a\r\n")
+        many = [await Raw.open(url, start) for start in starts for _ in range(10)]
+
+        async def trickle(raw: Raw) -> None:
+            """A byte now and then does not make the time start anew."""
+            while not raw.reader.at_eof():
+                raw.writer.write(b"a")
+                await asyncio.sleep(0.05)
+
+        trickling = [asyncio.create_task(trickle(raw)) for raw in many[-5:]]
+        for raw in many:
+            status, body = await raw.answer()
+            assert status == 408
+            assert body["error"]["type"] == "invalid_request_error"
+        for task in trickling:
+            task.cancel()
+        # A connection between two requests is none of them.
+        async with session.get(f"{url}/health") as response:
+            assert response.status == 200
+        await asyncio.sleep(1.0)
+        async with session.get(f"{url}/health") as response:
+            assert response.status == 200
+
+
+async def test_malformed_http_is_one_line_and_answered(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with served(app_with(directory)) as url:
+        starts = (
+            b"\x16\x03\x01\x02\x00\x01\r\n\r\n",
+            b"GET / HTTP/9.9\r\n\r\n",
+            b"GET /\r\nno header\r\n\r\n",
+            b"\r\n" * 2,
+        )
+        for data in starts:
+            caplog.clear()
+            raw = await Raw.open(url, data + b"X: " + b"y" * 20_000 + b"\r\n\r\n")
+            status, body = await raw.answer()
+            assert status == 400
+            assert body["error"]["type"] == "invalid_request_error"
+            assert body["error"]["message"].startswith("malformed HTTP")
+            (record,) = [r for r in caplog.records if r.levelno >= logging.WARNING]
+            assert record.exc_info is None
+            assert "\n" not in record.getMessage()
+
+
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+
+
+async def test_slow_bodies_end(directory: Path, session: aiohttp.ClientSession) -> None:
+    engine = FakeEngine(directory)
+    async with served(app_with(directory, engine, body_s=0.5)) as url:
+        many = [await Raw.open(url, POST % 1000 + b'{"prompt"') for _ in range(20)]
+        for raw in many:
+            status, body = await raw.answer()
+            assert status == 408
+            assert body["error"]["type"] == "invalid_request_error"
+    assert engine.requests == []
+
+
+async def test_bodies_share_a_bound(directory: Path, session: aiohttp.ClientSession) -> None:
+    app = app_with(directory, bodies_bytes=1_000_000, body_s=LIMIT_S)
+    async with served(app) as url:
+        many = [await Raw.open(url, POST % 900_000 + b" " * 300_000) for _ in range(3)]
+        await until(lambda: app[BODIES].num_bytes == 900_000)
+        async with session.post(f"{url}/v1/completions", data=b" " * 200_000) as response:
+            assert response.status == 429
+            assert int(response.headers["Retry-After"]) >= 1
+            assert (await response.json())["error"]["code"] == "overloaded"
+        for raw in many:
+            raw.writer.close()
+        await until(lambda: app[BODIES].num_bytes == 0)
+        async with session.post(f"{url}/v1/completions", json={"prompt": "a", "max_tokens": 3}) as response:
+            assert response.status == 200
+
+
+async def test_a_client_that_reads_nothing_is_cut_off() -> None:
+    app = new_app(FrontMetrics(), HttpLimits(write_s=0.5))
+    ended = asyncio.Event()
+
+    async def endless(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        try:
+            while True:
+                await write(request, response, b" " * 2**20)
+        finally:
+            ended.set()
+
+    app.router.add_get("/endless", endless)
+    async with served(app) as url:
+        raw = await Raw.open(url, b"GET /endless HTTP/1.1\r\nHost: a\r\n\r\n")
+        await asyncio.wait_for(ended.wait(), LIMIT_S)
+        raw.writer.close()
+
+
+class Ending:
+    """A server that is told to end."""
+
+    def __init__(self, directory: Path, step_s: float, shutdown_timeout_s: float) -> None:
+        self.engine = FakeEngine(directory, step_s=step_s)
+        self.app = build_app(self.engine, Tokenizer.load(directory))
+        self.asked, self.ended = asyncio.Event(), asyncio.Event()
+        listener = bind("127.0.0.1", 0)
+        self.url = url_of(listener)
+        ready = asyncio.Event()
+        self.task = asyncio.create_task(
+            serve_until(self.asked, self.ended, self.app, listener, ready.set, shutdown_timeout_s)
+        )
+        self.ready = ready
+
+    async def stream(self, session: aiohttp.ClientSession) -> list[str]:
+        body = {"prompt": "a", "max_tokens": 40, "stream": True}
+        async with session.post(f"{self.url}/v1/completions", json=body) as response:
+            assert response.status == 200
+            return [line[6:].decode().strip() async for line in response.content if line.startswith(b"data: ")]
+
+
+async def test_a_server_that_ends_lets_streams_run(directory: Path, session: aiohttp.ClientSession) -> None:
+    server = Ending(directory, step_s=1.0, shutdown_timeout_s=LIMIT_S)
+    await server.ready.wait()
+    health = b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n"
+    idle = await Raw.open(server.url, health)
+    assert b" 200 " in await idle.reader.readuntil(b"\r\n\r\n")
+    streams = [asyncio.create_task(server.stream(session)) for _ in range(3)]
+    await until(lambda: server.engine.running == 3)
+    server.asked.set()
+    await until(lambda: server.app[DRAIN].begun)
+    idle.writer.write(health)
+    assert b" 503 " in await idle.reader.readuntil(b"\r\n\r\n"), "on a connection that it has"
+    async with aiohttp.ClientSession() as other:
+        with pytest.raises(aiohttp.ClientConnectorError):
+            await other.get(f"{server.url}/health")
+    server.engine.step_s = 0.0
+    for events in await asyncio.gather(*streams):
+        assert "".join(json.loads(e)["choices"][0]["text"] for e in events[:-1]) == TEXT.encode()[:40].decode()
+        assert events[-1] == "[DONE]"
+    await asyncio.wait_for(server.task, LIMIT_S / 2)
+    idle.writer.close()
+
+
+@pytest.mark.parametrize("how", ["timeout", "at once"])
+async def test_what_still_runs_at_the_end_is_told(directory: Path, session: aiohttp.ClientSession, how: str) -> None:
+    server = Ending(directory, step_s=5.0, shutdown_timeout_s=0.3 if how == "timeout" else 1000.0)
+    await server.ready.wait()
+    stream = asyncio.create_task(server.stream(session))
+    body = {"prompt": "a", "max_tokens": 40}
+    whole = asyncio.create_task(session.post(f"{server.url}/v1/completions", json=body))
+    await until(lambda: server.engine.running == 2)
+    (server.asked if how == "timeout" else server.ended).set()
+    events = await stream
+    assert json.loads(events[-1])["error"]["message"] == "this server is shutting down"
+    async with await whole as response:
+        assert response.status == 503
+        assert (await response.json())["error"]["type"] == "service_unavailable_error"
+    await asyncio.wait_for(server.task, LIMIT_S)
+    assert server.engine.running == 0

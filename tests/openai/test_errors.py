@@ -1,0 +1,31 @@
+"""Errors as clients see them: in OpenAI's shape, and without where things are."""
+
+from __future__ import annotations
+
+import pytest
+
+from baton.errors import EngineUnavailableError, HandoffError, OverloadedError, ProtocolError, RequestError
+from baton.openai.errors import to_api_error
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("engine http://10.1.2.3:8100: HTTP 503", "engine (address): HTTP 503"),
+        ("no engine; http://p-0.internal:81/x: gone; tcp://[::1]:5 too", "no engine; (address): gone; (address) too"),
+        (
+            "Cannot connect to host p-0.internal:8100 ssl:default [Connect call failed ('10.1.2.3', 8100)]",
+            "Cannot connect to host (address) ssl:default [Connect call failed (address)]",
+        ),
+        ("Connect call failed ('::1', 8100, 0, 0)", "Connect call failed (address)"),
+        ("peer 10.1.2.3 and [fe80::1]:80", "peer (address) and (address)"),
+        ("lease_expired: engine p-0 was silent for 5.0 s", "lease_expired: engine p-0 was silent for 5.0 s"),
+        ("model.weights: here '3:ab', peer [1, 2]", "model.weights: here '3:ab', peer [1, 2]"),
+    ],
+)
+def test_addresses_stay_in_the_log(text: str, shown: str, caplog: pytest.LogCaptureFixture) -> None:
+    for error in (EngineUnavailableError(text), ProtocolError(text), OverloadedError(text)):
+        assert to_api_error(error).message == shown
+    assert to_api_error(HandoffError("lost", text)).message == f"lost: {shown}"
+    assert (text in caplog.text) == (text != shown)
+    assert to_api_error(RequestError(text)).message == text, "it is the client's own"
