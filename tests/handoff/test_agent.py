@@ -6,12 +6,13 @@ import multiprocessing
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from multiprocessing.connection import Connection
 
 import msgspec
 import pytest
 import zmq
-from nodes import KEY, NUM_PAGES, SEEDS, Node, Pair, hand_over, settle, ticket_for
+from nodes import KEY, NUM_PAGES, SEEDS, TIMERS, Node, Pair, hand_over, settle, ticket_for
 
 from baton.errors import ProtocolError
 from baton.handoff.events import (
@@ -168,8 +169,8 @@ def test_a_peer_that_never_joins_ends_in_a_named_timeout(pair: Pair, mode: str) 
 
 
 def test_an_address_where_nobody_listens(pair: Pair) -> None:
-    p, d = pair.both()
-    ticket = ticket_for(p, d, "push", expiry=int(time.time()) + 1, prefill_address="tcp://127.0.0.1:9")
+    p, d = pair.node("P"), pair.node("D", timers=replace(TIMERS, handoff=1.0))
+    ticket = ticket_for(p, d, "push", prefill_address="tcp://127.0.0.1:9")
     d.agent.open_decode(ticket, 4, {"target": (0, 4), "draft": (0, 4)}, d.pages(1, 4))
     failed = d.next(DecodeFailed)
     assert isinstance(failed, DecodeFailed)

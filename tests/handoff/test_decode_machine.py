@@ -381,7 +381,7 @@ def test_what_the_engine_did_not_ask_for_is_told() -> None:
     assert not d.closed
 
 
-@pytest.mark.parametrize("reason", ["handoff_timeout", "register_refused", "superseded"])
+@pytest.mark.parametrize("reason", ["not_final", "register_refused", "superseded"])
 def test_failures_that_computing_anew_would_not_help(reason: str) -> None:
     _, actions = machine("push", Received(Cancel(KEY, reason)))
     assert actions[0] == Notify(DecodeFailed(KEY, reason, "", recoverable=False))

@@ -20,6 +20,7 @@ from baton.handoff.decode import DecodeHandoff
 from baton.handoff.events import (
     Abort,
     Action,
+    Admitted,
     BadPiece,
     CancelCopies,
     CheckDigests,
@@ -27,6 +28,7 @@ from baton.handoff.events import (
     CopyEnded,
     Deadline,
     Declared,
+    DecodeAdmitted,
     DecodeCommitted,
     DecodeFailed,
     DecodeFinished,
@@ -41,6 +43,7 @@ from baton.handoff.events import (
     Opened,
     PeerLost,
     PeerReady,
+    Placed,
     PrefillReleased,
     Received,
     Sampled,
@@ -84,7 +87,10 @@ class World:
         self.d_memory: dict[tuple[str, int, int], int] = {}
         self.p_free = self.d_free = False
         self.p = PrefillHandoff(KEY, mode, GROUPS, integrity=integrity)
-        self.d = DecodeHandoff(KEY, mode, "t", self.wanted, self.d_pages, integrity=integrity)
+        self.announces = self.random.random() < 0.5
+        self.places = False
+        given = (None, None) if self.announces else (self.wanted, self.d_pages)
+        self.d = DecodeHandoff(KEY, mode, "t", *given, integrity=integrity)
         self.proven: dict[str, int] = {}
         self.checks: list[CheckDigests] = []
         self.to_p: list[AttemptMessage] = []
@@ -154,6 +160,10 @@ class World:
     def note(self, event: HandoffEvent) -> None:
         self.events.append(event)
         match event:
+            case DecodeAdmitted():
+                assert self.announces
+                assert not self.places
+                self.places = True
             case PrefillReleased():
                 assert not self.p_free
                 self.p_free = True
@@ -179,6 +189,7 @@ class World:
         step, self.step_of_p = self.step_of_p, self.step_of_p + 1
         if step == 0:
             self.feed_p(Opened())
+            self.feed_p(Admitted())
         elif self.p_free:
             return  # the engine was told to drop the request
         elif step <= self.n:
@@ -228,6 +239,7 @@ class World:
     def choices(self) -> list[str]:
         out = ["p_step"] * 2 + ["tick"]
         out += ["to_p"] * 3 * bool(self.to_p) + ["to_d"] * 3 * bool(self.to_d) + ["copy"] * 4 * bool(self.copies)
+        out += ["place"] * self.places
         return out + ["ready"] * (not self.peer_ready) + ["check"] * 2 * bool(self.checks)
 
     def run(self) -> None:
@@ -263,6 +275,9 @@ class World:
                     self.move(copy_id)
             case "check":
                 self.check()
+            case "place":
+                self.places = False
+                self.feed_d(Placed(self.wanted, self.d_pages))
             case "ready":
                 self.peer_ready = True
                 self.feed_d(PeerReady())

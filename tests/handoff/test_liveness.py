@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -33,7 +34,7 @@ from baton.transports.local import LocalTransport
 SEEDS = Seeds(first_token=5)
 STEP = 0.05
 N = 8
-TIMERS = Timers()
+TIMERS = Timers(handoff=100.0)
 
 
 class Clock:
@@ -410,7 +411,7 @@ def test_a_heartbeat_needs_a_session(world: World) -> None:
 
 def test_a_forgotten_attempt_is_quiet(world: World) -> None:
     """P asks about an attempt that D has forgotten: D has no read of it, and must say so."""
-    p, d = Node(world, "P"), Node(world, "D")
+    p, d = Node(world, "P", replace(TIMERS, handoff=20.0)), Node(world, "D")
     ticket = world.ticket(p, d, "pull", life=20)
     p.runner.open_prefill(ticket)
     d.runner.open_decode(ticket, {"target": (0, N)}, {"target": [3, 4]})
@@ -590,7 +591,7 @@ def test_a_fence_is_not_taken_for_the_death_of_the_process(world: World) -> None
     (link,) = d.runner.links.servers.values()
     link.peer.is_alive = lambda: False  # type: ignore[union-attr]
     link.peer.is_fenced = lambda: True  # type: ignore[union-attr]
-    world.run(15)
+    world.run(70)
     assert d.count(DecodeReleased) == 1
     assert not d.runner.machines.decodes.ended
     assert p.count(PrefillReleased) == 0

@@ -16,6 +16,8 @@ from baton.handoff.messages import (
     MAX_FRAME,
     PROTOCOL_VERSION,
     Ack,
+    Admitted,
+    Announce,
     AttemptKey,
     Bye,
     Cancel,
@@ -68,6 +70,8 @@ def rank(page_size: int = 16, dtype: str = "bfloat16") -> RankGeometry:
 MESSAGES: list[Message] = [
     Hello("P", "p-1", {"model": "m"}, {"target": rank()}, bytes(16), b"proof", b"descriptor"),
     Bye("closing", True),
+    Announce(KEY, ticket="t"),
+    Admitted(KEY),
     Register(KEY, ticket="t", wanted={"target": (3, 9)}, pages={"target": [4, 2]}),
     Ready(KEY, final={"target": 9}, pages={"target": [1]}),
     ReadDone(KEY),

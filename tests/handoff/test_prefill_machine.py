@@ -133,9 +133,7 @@ def test_abort_in_push_waits_for_its_own_copies_only() -> None:
 @pytest.mark.parametrize("proof", ["cancelled", "fence", "ack"])
 def test_deadline_in_pull_frees_nothing_before_the_reader_is_quiet(proof: str) -> None:
     p, _ = machine("pull", REGISTER, ALL, Sampled(SEEDS, False), Received(ReadDone(KEY)))
-    assert p.handle(Deadline())[0] == Send(
-        Cancel(KEY, "handoff_timeout", "the handoff did not end before its ticket expired")
-    )
+    assert p.handle(Deadline())[0] == Send(Cancel(KEY, "handoff_timeout", "the handoff did not end in time"))
     for event in (Deadline(), Abort("again"), PeerLost("peer_lost", "", fenced=False)):
         assert p.handle(event) == []
     assert p.handle(Tick()) == [Send(Cancel(KEY, "handoff_timeout"))]
@@ -280,7 +278,7 @@ def test_repair_of_what_was_not_wanted_is_refused(bad: dict[str, list[tuple[int,
 def test_repair_after_the_end_starts_nothing() -> None:
     p = committed()
     assert p.handle(Received(Cancel(KEY, "gone")))[-1] == released("gone")
-    assert p.handle(repair(1, target=[(2, 3)])) == []
+    assert p.handle(repair(1, target=[(2, 3)])) == [Send(Cancelled(KEY, "gone"))]
     p, _ = machine("push", REGISTER, ALL)
     assert p.handle(repair(1, target=[(2, 3)])) == []
     p = committed()

@@ -24,7 +24,7 @@ from baton.engine.prefix_store import PrefixStore
 from baton.engine.runner import ModelRunner
 from baton.engine.scheduler import Scheduler
 from baton.errors import ConfigError
-from baton.handoff.agent import AgentConfig, HandoffAgent
+from baton.handoff.agent import AgentConfig, HandoffAgent, Timers
 from baton.handoff.config import DEFAULT_MAX_RETRIES
 from baton.handoff.digest import MemoryDigester
 from baton.handoff.keys import KeyRing
@@ -156,6 +156,7 @@ def _build(
                 fingerprint=facts,
                 ticket_key=ticket_key,
                 keys=keys,
+                timers=Timers(handoff=config.kv_transfer_config.handoff_timeout_s),
                 integrity=config.integrity,
                 max_retries=0 if config.recovery == "none" else DEFAULT_MAX_RETRIES,
             ),

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from baton.errors import ConfigError
+from baton.handoff.config import DEFAULT_HANDOFF_TIMEOUT_S
 from baton.handoff.keys import check_bind, ticket_key_file
 from baton.transports.registry import parse_uri
 from baton.wire import MAX_WORD, Recovery
@@ -54,12 +55,13 @@ class SpeculativeConfig:
 class KVTransferConfig:
     """`--kv-transfer-config`: transport of the KV pool (a name or a URI) and the control socket's bind address.
 
+    A handoff may take `handoff_timeout_s` from the moment on at which both engines have pages for it.
     `prefix_store` (`file:///DIRECTORY?max_bytes=N`) keeps the KV of prompts, for all engines of the model.
     """
 
     kv_transport: str = "shm"
     control_bind: str = "tcp://127.0.0.1:*"
-    handoff_timeout_s: float = 60.0
+    handoff_timeout_s: float = DEFAULT_HANDOFF_TIMEOUT_S
     prefix_store: str | None = None
 
     @classmethod
@@ -71,7 +73,7 @@ class KVTransferConfig:
         for key in ("kv_transport", "control_bind", "prefix_store"):
             if key in data and not isinstance(data[key], str):
                 raise ConfigError(f"kv_transfer_config.{key}", "must be a string")
-        timeout = data.get("handoff_timeout_s", 60.0)
+        timeout = data.get("handoff_timeout_s", DEFAULT_HANDOFF_TIMEOUT_S)
         if not isinstance(timeout, int | float) or isinstance(timeout, bool) or not 0 < timeout <= 3600:
             raise ConfigError("kv_transfer_config.handoff_timeout_s", f"must be in (0, 3600], got {timeout!r}")
         given = {} if kv_transport is None else {"kv_transport": kv_transport}

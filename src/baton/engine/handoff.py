@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 from baton.engine.request import Request, RequestStatus
 from baton.engine.stopping import until_stop
 from baton.handoff.events import (
+    DecodeAdmitted,
     DecodeCommitted,
     DecodeFailed,
     DecodeFinished,
@@ -197,7 +198,7 @@ class HandoffLegs:
             self.core.metrics.handoff_failures[event.reason] += 1
             if self._receives(leg):
                 self._failed(leg, f"{event.reason}: {event.message}", event.recoverable)
-        else:
+        elif not isinstance(event, DecodeAdmitted):
             del self.open[event.key]
             self._ended(leg, event)
 

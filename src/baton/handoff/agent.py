@@ -41,7 +41,8 @@ class HandoffAgent:
 
     Per opened prefill exactly one `PrefillReleased` comes. Per opened decode exactly one of
     `DecodeCommitted`, `DecodeFinished` and `DecodeReleased` comes, a `DecodeFailed` before the last one
-    unless the engine itself aborted. Pages belong to the agent from the open call until that event.
+    unless the engine itself aborted. Pages belong to the agent from the open call until that event. A decode that was
+    announced counts as opened.
 
     Raises `ConfigError` when `config.bind` cannot be bound, or a digester is missing.
     """
@@ -94,6 +95,10 @@ class HandoffAgent:
         self._need(ticket.prefill_engine, ticket.prefill_incarnation)
         self._call(lambda: self._runner.open_prefill(ticket))
 
+    def admit_prefill(self, key: AttemptKey) -> None:
+        """P's engine has given the request pages for its whole prompt: nothing keeps it from being computed."""
+        self._call(lambda: self._runner.to_prefill(key, ev.Admitted()))
+
     def declare_final(
         self, key: AttemptKey, prompt_len: int, pages: dict[str, list[int]], final: dict[str, int]
     ) -> None:
@@ -109,6 +114,14 @@ class HandoffAgent:
         """
         self._call(lambda: self._runner.to_prefill(key, ev.Sampled(seeds, finished)))
 
+    def announce_decode(self, ticket: Ticket) -> None:
+        """Take D's leg of a verified ticket before there are pages for it; `DecodeAdmitted` says when to look for some.
+
+        Nothing of it expires while P lives. Raises `ProtocolError` when the ticket names another engine.
+        """
+        self._need(ticket.decode_engine, ticket.decode_incarnation)
+        self._call(lambda: self._runner.announce_decode(ticket))
+
     def open_decode(
         self,
         ticket: Ticket,
@@ -116,7 +129,9 @@ class HandoffAgent:
         wanted: dict[str, tuple[int, int]],
         pages: dict[str, list[int]],
     ) -> None:
-        """Take D's leg of a verified ticket: per group the interval wanted, and the block table it goes to.
+        """There are pages for D's leg of a verified ticket: per group the interval wanted, and the block table it goes
+        to. To be called after `DecodeAdmitted`, or without `announce_decode` by an engine whose pages are enough for
+        all: pages given to a leg that P has no room for could be those that P waits for.
 
         Raises `ProtocolError` when the ticket names another engine or an interval goes beyond the prompt.
         """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import Counter
 from collections.abc import Mapping
@@ -10,15 +11,18 @@ from typing import Any, Generic, TypeVar
 
 from baton.handoff import events as ev
 from baton.handoff.copies import CopyLedger
-from baton.handoff.decode import DecodeHandoff, DecodePhase
+from baton.handoff.decode import DecodeHandoff
 from baton.handoff.links import Link
 from baton.handoff.messages import AttemptKey
+from baton.handoff.phases import DecodePhase, PrefillPhase
 from baton.handoff.planner import RankGeometry
-from baton.handoff.prefill import PrefillHandoff, PrefillPhase
+from baton.handoff.prefill import PrefillHandoff
 from baton.transports.base import Peer
 
-# Ended attempts are kept as tombstones; beyond this many the oldest go.
+# Ended attempts are kept as tombstones, until their ticket has expired and so much longer than they lasted that a peer
+# has asked for their end; beyond this many the oldest go.
 MAX_TOMBSTONES = 1 << 16
+TOMBSTONE_S = 60.0
 # Handoffs committed, or ended by the first token; what was moved; messages refused; copies issued again; rounds of
 # repair; pieces that did not match their digests; peers whose lease ended.
 COUNTED = ("handoffs", "finished", "bytes", "runs", "rejected", "retries", "repairs", "bad_pieces", "lost_leases")
@@ -26,7 +30,8 @@ COUNTED = ("handoffs", "finished", "bytes", "runs", "rejected", "retries", "repa
 
 @dataclass(slots=True, eq=False)
 class _Attempt:
-    """Common part. `deadline` is the time (monotonic seconds) at which the ticket expires.
+    """Common part. `expiry` is the time (monotonic seconds) at which the ticket expires, `begun` that from which the
+    handoff's own time counts, `ended` that at which it was over.
 
     `peers` are the transport's ends of all sessions in which pages could have been exchanged: all of them must be
     fenced. Copies use `open`, the end of the session in which the peer asked for them last: it may have given the
@@ -34,7 +39,9 @@ class _Attempt:
     when the last message is repeated, `gap` how long after that again.
     """
 
-    deadline: float
+    expiry: float
+    begun: float | None = None
+    ended: float = 0.0
     peers: list[Peer] = field(default_factory=list)
     open: Peer | None = None
     far: Mapping[str, RankGeometry] = field(default_factory=dict)
@@ -76,6 +83,21 @@ class PrefillAttempt(_Attempt):
         """Failed, and not proven quiet."""
         return self.machine.phase is PrefillPhase.CLOSING
 
+    def served(self, link: Link) -> bool:
+        """Whether D's claim was checked before, so that this session may repeat it, or register what it announced."""
+        claimed = self.machine.announced or self.machine.registered
+        return claimed and (self.machine.closed or link.peer is not None)
+
+    def heard(self, now: float) -> None:
+        """D has spoken of the attempt: each ANNOUNCE, and the first REGISTER, give it its time anew."""
+        if not self.machine.registered:
+            self.begun = now
+
+    def deadline(self, handoff_s: float) -> float:
+        """When the attempt ends at the latest: an engine can take the leg, and D come, until the ticket expires; after
+        that D says time and again that it waits, until it has registered."""
+        return self.expiry if self.begun is None or not self.machine.opened else self.begun + handoff_s
+
 
 @dataclass(slots=True, eq=False)
 class DecodeAttempt(_Attempt):
@@ -88,6 +110,10 @@ class DecodeAttempt(_Attempt):
     def closing(self) -> bool:
         """Failed, and not proven quiet."""
         return self.machine.phase is DecodePhase.CLOSING
+
+    def deadline(self, handoff_s: float) -> float:
+        """When the attempt ends at the latest: waiting for P to admit it, and for pages, is no failure."""
+        return math.inf if self.begun is None else self.begun + handoff_s
 
 
 AttemptT = TypeVar("AttemptT", PrefillAttempt, DecodeAttempt)
@@ -115,18 +141,21 @@ class Book(Generic[AttemptT]):
         """Keys of all known attempts of the same transfer."""
         return self._transfers.get(key.transfer_id, set())
 
-    def settle(self, key: AttemptKey) -> None:
-        """Make an attempt that has closed a tombstone."""
+    def settle(self, key: AttemptKey, now: float) -> None:
+        """Make an attempt that has closed by `now` (monotonic seconds) a tombstone."""
         attempt = self.live.get(key)
         if attempt is not None and attempt.machine.closed:
             self.ended[key] = self.live.pop(key)
+            attempt.ended = now
             if len(self.ended) > MAX_TOMBSTONES:
                 self._drop(next(iter(self.ended)))
 
-    def forget(self, before: float) -> None:
-        """Drop tombstones whose ticket expired before `before` (monotonic seconds)."""
-        for key in [key for key, attempt in self.ended.items() if attempt.deadline < before]:
-            self._drop(key)
+    def forget(self, now: float, margin: float) -> None:
+        """Drop tombstones that nobody can ask for any more, `margin` seconds after that; `now` in monotonic seconds."""
+        ends = [(key, max(attempt.expiry + margin, attempt.ended + TOMBSTONE_S)) for key, attempt in self.ended.items()]
+        for key, end in ends:
+            if now > end:
+                self._drop(key)
 
     def _drop(self, key: AttemptKey) -> None:
         del self.ended[key]
@@ -161,7 +190,7 @@ class Figures:
                     self.counts["finished"] += 1
                 case ev.DecodeFailed(_, reason, _) | ev.PrefillReleased(_, reason):
                     self.failures[reason] += 1
-                case ev.DecodeReleased() | ev.DecodeProgress():
+                case ev.DecodeReleased() | ev.DecodeProgress() | ev.DecodeAdmitted():
                     pass  # its failure was booked, or the engine gave up by itself
 
     def _committed(self, num_bytes: int, num_runs: int) -> None:

@@ -11,6 +11,7 @@ from baton.handoff.keys import KeyRing
 from baton.handoff.messages import MAX_LEASE_S, MAX_ROUNDS
 
 DEFAULT_MAX_RETRIES = 3
+DEFAULT_HANDOFF_TIMEOUT_S = 300.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,8 @@ class Timers:
     A peer that was silent for its lease is evicted. Leases are relative: each engine announces its own, and the
     other measures it by its own clock from each message on. `lease` must be at least three times `renew`.
 
+    A handoff may take `handoff` seconds from REGISTER on; what it waits before, in queues, does not count.
+
     Raises `ConfigError` for durations that contradict each other.
     """
 
@@ -32,10 +35,11 @@ class Timers:
     check: float = 0.1  # deadlines, leases and the life of peers are looked at
     renew: float = 1.0  # RENEW is sent on each session
     lease: float = 5.0  # this engine may be taken for dead after so long a silence
+    handoff: float = DEFAULT_HANDOFF_TIMEOUT_S
     close: float = 5.0  # closing waits at most this long for copies to end
 
     def __post_init__(self) -> None:
-        if min(self.retry_min, self.check, self.renew, self.close) <= 0 or self.retry < self.retry_min:
+        if min(self.retry_min, self.check, self.renew, self.handoff, self.close) <= 0 or self.retry < self.retry_min:
             raise ConfigError("timers", "durations must be positive, and retry at least retry_min")
         if not 3 * self.renew <= self.lease <= MAX_LEASE_S:
             raise ConfigError("timers.lease", f"must be at least three times renew and at most {MAX_LEASE_S} s")

@@ -1,6 +1,9 @@
 """D's half of one attempt as a pure state machine: events in, actions out.
 
-D registers, and is committed by COMMIT (push) or by CONFIRM after its reads (pull), never by a timeout or a
+D announces the attempt, and registers it once P has admitted it and there are destination pages: what holds pages here
+waits for nothing but P's computing. An engine that has pages to spare may register at once.
+
+D is committed by COMMIT (push) or by CONFIRM after its reads (pull), never by a timeout or a
 count of its own. With integrity on, every piece that is due must match P's digest first; bad pieces are asked
 for again (push: REPAIR) or read again (pull). FINISHED says that nothing is left to decode.
 
@@ -12,7 +15,6 @@ Whatever was never asked for is free at once.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from enum import Enum
 from typing import Literal
 
 from baton.handoff import events as ev
@@ -20,29 +22,18 @@ from baton.handoff import messages as msg
 from baton.handoff.copies import CopyLedger
 from baton.handoff.digest import check_shape, seeds_digest, uncovered
 from baton.handoff.messages import AttemptKey
+from baton.handoff.phases import DecodePhase
 from baton.handoff.proofs import Proofs, spans
 
 _BAD_SEEDS = "the seeds do not match their digest"
-
-
-class DecodePhase(Enum):
-    """Where D's half of an attempt is."""
-
-    WAITING = "waiting"  # no session with P yet: nothing was sent
-    REGISTERED = "registered"  # REGISTER or REPAIR sent
-    READING = "reading"  # pull: own reads outstanding
-    CHECKING = "checking"  # everything is here; digests are being compared
-    READ = "read"  # pull: READ_DONE sent
-    CLOSING = "closing"  # failed; waiting until the pages are quiet
-    FAILED = "failed"  # failed, and released
-    DONE = "done"  # committed or finished
 
 
 class DecodeHandoff:
     """State machine of D for one attempt.
 
     `wanted` are the intervals `[start, stop)` D needs per group, `pages` its block tables (exclusive to
-    this attempt where wanted), `ticket` the router's signed ticket that REGISTER carries. At most `max_retries`
+    this attempt where wanted); without them the attempt is announced, and they come with `Placed`. `ticket` is the
+    router's signed ticket that ANNOUNCE and REGISTER carry. At most `max_retries`
     reads are issued again, and as many rounds of repair begun. `handle` raises `ProtocolError` for digests of what
     was not wanted; the attempt is then as before.
     """
@@ -52,8 +43,8 @@ class DecodeHandoff:
         key: AttemptKey,
         mode: Literal["push", "pull"],
         ticket: str,
-        wanted: dict[str, tuple[int, int]],
-        pages: dict[str, list[int]],
+        wanted: dict[str, tuple[int, int]] | None = None,
+        pages: dict[str, list[int]] | None = None,
         max_retries: int = 3,
         integrity: ev.Integrity = "off",
     ) -> None:
@@ -65,17 +56,20 @@ class DecodeHandoff:
         self.reason = ""
         self.copies = CopyLedger(max_retries)
         self.round = 0  # repairs asked for
-        self._wanted = dict(wanted)
-        self._pages = {group: list(table) for group, table in pages.items()}
-        self._proofs = Proofs(self._wanted, self._pages)
+        self.placed = False
+        self._ticket = ticket
+        self._admitted = False
+        self._wanted: dict[str, tuple[int, int]] = {}
+        self._pages: dict[str, list[int]] = {}
+        self._proofs = Proofs({}, {})
         self._proven: dict[str, int] = {}
         self._source: Mapping[str, list[int]] = {}  # pull: P's block tables
         self._claim: msg.Commit | msg.Ready | None = None  # what the digests under check came with
         self._peer_quiet = True  # push: nothing that P could do touches D's pages
-        # P learns D's pages only where it has to write them.
-        tables = self._pages if mode == "push" else {}
         self._farewell: msg.AttemptMessage | None = None
-        self._pending: msg.AttemptMessage | None = msg.Register(key, ticket=ticket, wanted=self._wanted, pages=tables)
+        self._pending: msg.AttemptMessage | None = msg.Announce(key, ticket)
+        if wanted is not None:
+            self._place(wanted, pages or {})
 
     @property
     def closed(self) -> bool:
@@ -87,11 +81,14 @@ class DecodeHandoff:
         match event:
             case ev.PeerReady():
                 if self.phase is DecodePhase.WAITING:
-                    self.phase, self._peer_quiet = DecodePhase.REGISTERED, False
+                    self.phase = DecodePhase.REGISTERED if self.placed else DecodePhase.ANNOUNCED
+                    self._peer_quiet = False
                 if self._farewell is not None:
                     farewell, self._farewell = self._farewell, None
                     return [ev.Send(farewell)]
                 return self._repeat()
+            case ev.Placed(wanted, pages):
+                return self._placed(wanted, pages)
             case ev.Received(message):
                 return self._receive(message)
             case ev.CopyEnded():
@@ -102,8 +99,8 @@ class DecodeHandoff:
                 return self._fail(reason, message)
             case ev.Abort(reason):
                 return self._fail(reason, "", notify=False)
-            case ev.Deadline():
-                return self._fail("handoff_timeout", "the handoff did not end before its ticket expired")
+            case ev.Deadline(message):
+                return self._fail("handoff_timeout", message)
             case ev.PeerLost(reason, message, fenced):
                 return self._fail(reason, message, tell=False) + (self._settle(peer_quiet=True) if fenced else [])
             case ev.Tick():
@@ -111,12 +108,34 @@ class DecodeHandoff:
             case _:
                 return []
 
+    # ------------------------------------------------------------ destination pages
+
+    def _place(self, wanted: dict[str, tuple[int, int]], pages: dict[str, list[int]]) -> None:
+        self.placed, self._wanted = True, dict(wanted)
+        self._pages = {group: list(table) for group, table in pages.items()}
+        self._proofs = Proofs(self._wanted, self._pages)
+        # P learns D's pages only where it has to write them.
+        tables = self._pages if self.mode == "push" else {}
+        self._pending = msg.Register(self.key, ticket=self._ticket, wanted=self._wanted, pages=tables)
+
+    def _placed(self, wanted: dict[str, tuple[int, int]], pages: dict[str, list[int]]) -> list[ev.Action]:
+        """Register. Where the attempt has failed meanwhile, P has never heard of the pages, and they are free."""
+        if self.placed or self.phase not in (DecodePhase.WAITING, DecodePhase.ANNOUNCED):
+            return []
+        self._place(wanted, pages)
+        if self.phase is DecodePhase.WAITING:
+            return []
+        self.phase = DecodePhase.REGISTERED
+        return self._repeat()
+
     # ------------------------------------------------------------ messages
 
     def _receive(self, message: msg.AttemptMessage) -> list[ev.Action]:
         match message:
             case msg.Commit() | msg.Finished() | msg.Confirm() | msg.Cancel() if self.phase is DecodePhase.DONE:
                 return [ev.Send(msg.Ack(self.key))]
+            case msg.Admitted():
+                return self._admit()
             case msg.Progress() if self.mode == "push":
                 return self._progress(message)
             case msg.Commit() if self.mode == "push":
@@ -136,6 +155,12 @@ class DecodeHandoff:
                 return actions + self._settle(peer_quiet=True)
             case _:
                 return self._answer()
+
+    def _admit(self) -> list[ev.Action]:
+        if self._admitted or self.phase is not DecodePhase.ANNOUNCED:
+            return self._answer()
+        self._admitted = True
+        return [ev.Notify(ev.DecodeAdmitted(self.key))]
 
     def _progress(self, message: msg.Progress) -> list[ev.Action]:
         # Once a repair was asked for, copies go over what an earlier PROGRESS called done.
@@ -178,7 +203,7 @@ class DecodeHandoff:
 
     def _finished(self, message: msg.Finished) -> list[ev.Action]:
         # P sends FINISHED with none of its copies outstanding.
-        if self.phase is DecodePhase.REGISTERED:
+        if self.phase in (DecodePhase.ANNOUNCED, DecodePhase.REGISTERED):
             self._close(DecodePhase.DONE)
             return [ev.Send(msg.Ack(self.key)), ev.Notify(ev.DecodeFinished(self.key, message.seeds))]
         return self._settle(peer_quiet=True) or self._answer()
@@ -288,7 +313,8 @@ class DecodeHandoff:
         self._peer_quiet = self._peer_quiet or peer_quiet
         if self.phase is not DecodePhase.CLOSING or self.copies.outstanding:
             return []
-        if self.mode == "push" and not self._peer_quiet:
+        # Without pages there is nothing to free, but P may be holding its own until it has heard of the end.
+        if (self.mode == "push" or not self.placed) and not self._peer_quiet:
             return []
         asked = self._pending is not None
         self._close(DecodePhase.FAILED)

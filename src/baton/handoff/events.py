@@ -34,6 +34,11 @@ class Opened:
 
 
 @dataclass(frozen=True, slots=True)
+class Admitted:
+    """P: the engine has given the request pages for its whole prompt."""
+
+
+@dataclass(frozen=True, slots=True)
 class Declared:
     """P: per group, tokens `[0, final)` will not change any more; `pages` is the block table so far."""
 
@@ -56,6 +61,14 @@ class Sampled:
 @dataclass(frozen=True, slots=True)
 class PeerReady:
     """D: the session with P is open, messages can be sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """D: the engine has destination pages for an attempt that was announced; per group the interval wanted."""
+
+    wanted: dict[str, Span]
+    pages: dict[str, list[int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +123,9 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """The ticket's time is over."""
+    """The time that the attempt had is over; `message` says which."""
+
+    message: str = "the handoff did not end in time"
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,9 +146,11 @@ class PeerLost:
 
 MachineEvent = (
     Opened
+    | Admitted
     | Declared
     | Sampled
     | PeerReady
+    | Placed
     | Received
     | CopyEnded
     | DigestsComputed
@@ -224,6 +241,13 @@ class PrefillReleased:
 
 
 @dataclass(frozen=True, slots=True)
+class DecodeAdmitted:
+    """P can finish the prefill of an announced attempt, so that it is worth giving it destination pages."""
+
+    key: AttemptKey
+
+
+@dataclass(frozen=True, slots=True)
 class DecodeCommitted:
     """Every wanted interval of every group is in place. The pages are the engine's alone from now on."""
 
@@ -271,8 +295,10 @@ class DecodeReleased:
     key: AttemptKey
 
 
-HandoffEvent = PrefillReleased | DecodeCommitted | DecodeFinished | DecodeFailed | DecodeProgress | DecodeReleased
+HandoffEvent = (
+    PrefillReleased | DecodeAdmitted | DecodeCommitted | DecodeFinished | DecodeFailed | DecodeProgress | DecodeReleased
+)
 
 # Failures after which computing the KV anew would not help: the request is over, or was never allowed. An engine's own
 # abort is no failure that it would be told of; P's may be of P's leg alone.
-FINAL_REASONS = frozenset({"handoff_timeout", "incompatible_peer", "not_final", "register_refused", "superseded"})
+FINAL_REASONS = frozenset({"incompatible_peer", "not_final", "register_refused", "superseded"})

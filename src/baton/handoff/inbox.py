@@ -13,12 +13,12 @@ from baton.errors import ProtocolError
 from baton.handoff import events as ev
 from baton.handoff.attempts import DecodeAttempt, PrefillAttempt
 from baton.handoff.config import AgentConfig
-from baton.handoff.decode import DecodePhase
 from baton.handoff.environment import Clock, Connection, ControlChannel
 from baton.handoff.links import Link, Links
 from baton.handoff.log_limit import LogLimit
 from baton.handoff.machines import Machines
 from baton.handoff.messages import (
+    Announce,
     AttemptKey,
     AttemptMessage,
     Bye,
@@ -27,11 +27,14 @@ from baton.handoff.messages import (
     Hello,
     Message,
     Nack,
+    ReadDone,
     Ready,
     Register,
     Renew,
     Repair,
+    kind_of,
 )
+from baton.handoff.phases import DecodePhase
 from baton.handoff.planner import RankGeometry
 from baton.handoff.prefill import PrefillHandoff
 from baton.handoff.ticket import MAX_TICKET_LIFE_S, Ticket
@@ -40,6 +43,7 @@ log = logging.getLogger(__name__)
 log.addFilter(LogLimit())
 
 MAX_CANCELLED = 4096
+Claim = Announce | Register
 
 
 class Inbox:
@@ -60,14 +64,14 @@ class Inbox:
         self._links = links
         self._machines = machines
         self._clock = clock
-        # A REGISTER whose transfer has an earlier attempt that is not quiet yet waits here.
-        self._held: dict[AttemptKey, tuple[Link, Register]] = {}
+        # A claim whose transfer has an earlier attempt that is not quiet yet waits here.
+        self._held: dict[AttemptKey, tuple[Link, Claim]] = {}
         # Attempts that D cancelled before P's engine or a REGISTER came for them, and why. Their keys have no ticket.
         self._cancelled: dict[AttemptKey, str] = {}
 
     @property
     def holding(self) -> bool:
-        """True while a REGISTER waits for an earlier attempt to become quiet."""
+        """True while an ANNOUNCE or REGISTER waits for an earlier attempt to become quiet."""
         return bool(self._held)
 
     def on_message(self, connection: Connection, message: Message) -> None:
@@ -182,20 +186,20 @@ class Inbox:
 
     # ------------------------------------------------------------ P's side
 
-    def prefill(self, key: AttemptKey, mode: Literal["push", "pull"], deadline: float) -> PrefillAttempt:
+    def prefill(self, key: AttemptKey, mode: Literal["push", "pull"], expiry: float) -> PrefillAttempt:
         """P's half of an attempt, made where it is not known yet."""
         found = self._machines.prefills.get(key)
         if found is not None:
             return found
         config = self._config
         machine = PrefillHandoff(key, mode, list(self._geometries), config.max_retries, config.integrity)
-        attempt = self._machines.prefills.add(key, PrefillAttempt(deadline, machine=machine))
+        attempt = self._machines.prefills.add(key, PrefillAttempt(expiry, machine=machine))
         reason = self._cancelled.pop(key, None)
         if reason is not None:
             self._machines.feed(attempt, ev.Received(Cancel(key, reason)))
         return attempt
 
-    def deadline(self, ticket: Ticket) -> float:
+    def expiry(self, ticket: Ticket) -> float:
         """When a ticket expires, in monotonic seconds."""
         return self._clock.monotonic() + min(ticket.expiry - self._clock.time(), MAX_TICKET_LIFE_S)
 
@@ -249,13 +253,17 @@ class Inbox:
         key = message.key
         if key.decode_incarnation != hello.incarnation or key.prefill_incarnation != self._config.incarnation:
             raise ProtocolError("message for an attempt of other engines")
-        if isinstance(message, Register):
-            self._register(link, message)
+        if isinstance(message, Announce | Register):
+            self._claimed(link, message)
             return
         attempt = self._machines.prefills.get(key)
         if attempt is None:
-            if not isinstance(message, Cancel):
+            if not isinstance(message, Cancel | ReadDone | Repair):
                 raise ProtocolError("message for an attempt that is not open here")
+            if not isinstance(message, Cancel):
+                # It had begun once, and only what is over is forgotten, with its ticket expired.
+                self._channel.send(link.connection, Cancelled(key, "forgotten"))
+                return
             # The REGISTER that may come after it must start nothing.
             self._cancelled[key] = message.reason
             if len(self._cancelled) > MAX_CANCELLED:
@@ -268,38 +276,41 @@ class Inbox:
         (attempt.asked if isinstance(message, Repair) else attempt.meet)(link)
         self._machines.feed(attempt, ev.Received(message))
 
-    def _register(self, link: Link, message: Register) -> None:
+    def _claimed(self, link: Link, message: Claim) -> None:
+        """D lays claim to an attempt, by ANNOUNCE or REGISTER."""
         key = message.key
         known = self._machines.prefills.get(key)
-        served = known is not None and known.machine.registered and (known.machine.closed or link.peer is not None)
-        if known is not None and served and _may_speak(link, known):
-            # A repetition. Its ticket was good when it came first, and may have expired since.
-            known.link = link
-            known.asked(link)
-            self._machines.feed(known, ev.Received(message))
-            return
         try:
+            if known is not None and known.served(link) and _may_speak(link, known):
+                # Its ticket was good when it came first, and may have expired since.
+                if isinstance(message, Register) and not known.machine.registered:
+                    self._links.check_tables(link, message, known.machine.mode)
+                self._take(known, link, message)
+                return
             ticket = self._links.check_register(link, message)
             if any(other.attempt > key.attempt for other in self._machines.prefills.same_transfer(key)):
                 raise ProtocolError("a later attempt of this transfer has begun")
             if self.supersede(key):
                 self._held[key] = link, message
                 return
-            attempt = self.prefill(key, ticket.mode, self.deadline(ticket))
-            attempt.link = link
-            attempt.asked(link)
-            self._machines.feed(attempt, ev.Received(message), strict=True)
+            self._take(self.prefill(key, ticket.mode, self.expiry(ticket)), link, message)
         except ProtocolError as error:
             self._machines.figures.count("rejected")
-            log.warning("refused REGISTER of %s: %s", key, error)
+            log.warning("refused %s of %s: %s", kind_of(message), key, error)
             reason = link.refusal[0] if link.refusal else "register_refused"
             self._channel.send(link.connection, Nack(key, reason, str(error)[:2000]))
 
+    def _take(self, attempt: PrefillAttempt, link: Link, message: Claim) -> None:
+        attempt.link = link
+        attempt.heard(self._clock.monotonic())
+        (attempt.asked if isinstance(message, Register) else attempt.meet)(link)
+        self._machines.feed(attempt, ev.Received(message), strict=True)
+
     def retry_held(self) -> None:
-        """Try again the REGISTERs that wait for an earlier attempt."""
+        """Try again the claims that wait for an earlier attempt."""
         held, self._held = self._held, {}
         for link, message in held.values():
-            self._register(link, message)
+            self._claimed(link, message)
 
     # ------------------------------------------------------------ silence and death
 

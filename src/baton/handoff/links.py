@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import msgspec
 
@@ -20,7 +21,7 @@ from baton.handoff.events import DecodeCommitted, DecodeFailed, HandoffEvent
 from baton.handoff.fingerprint import compare, geometry_fields
 from baton.handoff.greeting import Side, is_proven, prove
 from baton.handoff.log_limit import LogLimit
-from baton.handoff.messages import CHALLENGE_BYTES, Bye, Hello, Register, Renew, check_table
+from baton.handoff.messages import CHALLENGE_BYTES, Announce, Bye, Hello, Register, Renew, check_table
 from baton.handoff.planner import RankGeometry
 from baton.handoff.ticket import MAX_TICKET_LIFE_S, Ticket, verify
 from baton.transports.base import Peer, Transport
@@ -203,8 +204,8 @@ class Links:
             raise ProtocolError(f"HELLO of {hello.engine_id!r} proves no knowledge of the ticket key")
         return link
 
-    def check_register(self, link: Link, message: Register) -> Ticket:
-        """The ticket of a REGISTER that this link's peer may send, else `ProtocolError` that says why not."""
+    def check_register(self, link: Link, message: Announce | Register) -> Ticket:
+        """The ticket of a claim that this link's peer may make, else `ProtocolError` that says why not."""
         config, hello = self._config, link.hello
         if hello is None or link.refusal is not None:
             raise ProtocolError(link.refusal[1] if link.refusal else "a session begins with HELLO")
@@ -215,14 +216,20 @@ class Links:
             raise ProtocolError("the ticket names another prefill engine")
         if (ticket.decode_engine, ticket.decode_incarnation) != (hello.engine_id, hello.incarnation):
             raise ProtocolError("the ticket names another decode engine")
+        if isinstance(message, Register):
+            self.check_tables(link, message, ticket.mode)
+        return ticket
+
+    def check_tables(self, link: Link, message: Register, mode: Literal["push", "pull"]) -> None:
+        """Raise `ProtocolError` unless what a REGISTER names lies inside its sender's geometry."""
+        geometries = link.hello.geometries if link.hello is not None else {}
         for group, (start, stop) in message.wanted.items():
-            rank = hello.geometries.get(group)
+            rank = geometries.get(group)
             if rank is None or start > stop:
                 raise ProtocolError(f"group {group!r} or its interval [{start}, {stop}) does not exist")
-            if ticket.mode == "push":
+            if mode == "push":
                 size, count = rank.geometry.page_size, rank.geometry.num_pages
                 check_table(group, message.pages.get(group, []), start, stop, size, count)
-        return ticket
 
     # ------------------------------------------------------------ life and health
 

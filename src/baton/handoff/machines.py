@@ -84,8 +84,9 @@ class Machines:
                     self._carry_out(target, action)
                 if not isinstance(what, ev.Tick) and any(isinstance(action, ev.Send) for action in actions):
                     self._rewind(target)
-                self.prefills.settle(target.machine.key)
-                self.decodes.settle(target.machine.key)
+                now = self._clock.monotonic()
+                self.prefills.settle(target.machine.key, now)
+                self.decodes.settle(target.machine.key, now)
         finally:
             self._running = False
 

@@ -138,6 +138,16 @@ class AttemptMessage(Message, frozen=True):
     key: AttemptKey
 
 
+class Announce(AttemptMessage, frozen=True, tag="ANNOUNCE"):
+    """D to P: this leg waits here, and will be registered once P has admitted it. Carries the router's ticket."""
+
+    ticket: Annotated[str, Meta(max_length=4096)]
+
+
+class Admitted(AttemptMessage, frozen=True, tag="ADMITTED"):
+    """P to D: P has pages for the whole prompt, so that its prefill waits for nothing any more."""
+
+
 class Register(AttemptMessage, frozen=True, tag="REGISTER"):
     """D to P: the intervals wanted per group and, for push, D's block tables. Carries the router's ticket."""
 
@@ -242,6 +252,8 @@ _LIMITS: dict[type[Message], int] = {
     Hello: 1024 * 1024,
     Bye: _SMALL,
     Renew: 256,
+    Announce: _SMALL,
+    Admitted: _SMALL,
     Register: _TABLES,
     Ready: _TABLES,
     ReadDone: _SMALL,

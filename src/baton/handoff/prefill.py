@@ -1,5 +1,7 @@
 """P's half of one attempt as a pure state machine: events in, actions out.
 
+D announces itself, and hears ADMITTED once P's engine has pages for the whole prompt.
+
 Push: P copies each newly final stretch once D has registered, COMMITs when all copies are done, copies again
 what D found bad (REPAIR), and frees on ACK. Pull: P offers READY when its prefill is over, D reads and says
 READ_DONE, P CONFIRMs and frees on ACK. With integrity on, each final stretch is digested as it is copied.
@@ -12,7 +14,6 @@ read.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import Enum
 from typing import Literal
 
 from baton.errors import ProtocolError
@@ -21,15 +22,7 @@ from baton.handoff import messages as msg
 from baton.handoff.copies import CopyLedger
 from baton.handoff.digest import due, seeds_digest
 from baton.handoff.messages import AttemptKey
-
-
-class PrefillPhase(Enum):
-    """Where P's half of an attempt is."""
-
-    OPEN = "open"  # prefilling, or waiting for REGISTER
-    OFFERED = "offered"  # COMMIT, READY, CONFIRM or FINISHED sent and repeated until answered
-    CLOSING = "closing"  # failed; waiting until the pages are quiet
-    CLOSED = "closed"  # nothing left to do
+from baton.handoff.phases import PrefillPhase
 
 
 class PrefillHandoff:
@@ -55,6 +48,8 @@ class PrefillHandoff:
         self.groups = frozenset(groups)
         self.phase = PrefillPhase.OPEN
         self.opened = False
+        self.admitted = False
+        self.announced = False
         self.released = False
         self.reason = ""
         self.copies = CopyLedger(max_retries)
@@ -85,6 +80,9 @@ class PrefillHandoff:
             case ev.Opened():
                 self.opened = True
                 return self._notify_released() if self.released else self._advance()
+            case ev.Admitted():
+                self.admitted = True
+                return self._say_admitted()
             case ev.Received(message):
                 return self._receive(message)
             case ev.Declared():
@@ -101,8 +99,8 @@ class PrefillHandoff:
                 return self._digested(group, pieces)
             case ev.Abort(reason, message) | ev.Fault(reason, message):
                 return self._fail(reason, message)
-            case ev.Deadline():
-                return self._fail("handoff_timeout", "the handoff did not end before its ticket expired")
+            case ev.Deadline(message):
+                return self._fail("handoff_timeout", message)
             case ev.PeerLost(reason, message, fenced):
                 self._peer_quiet = self._peer_quiet or fenced
                 return self._fail(reason, message) or self._settle()
@@ -116,11 +114,17 @@ class PrefillHandoff:
     def _receive(self, message: msg.AttemptMessage) -> list[ev.Action]:
         self._known = True
         match message:
+            case msg.Announce():
+                self.announced = True
+                # The request may have ended with its first token before D came.
+                return self._say_admitted() or self._advance() or self._repeat() or self._answer()
             case msg.Register():
                 return self._registered(message)
             case msg.ReadDone() if self._exposed and self.phase is PrefillPhase.OFFERED:
                 assert self._seeds is not None
                 return self._make_offer(msg.Confirm(self.key, self._seeds, self._seeds_digest(self._seeds)))
+            case msg.ReadDone():
+                return self._answer()
             case msg.Repair():
                 return self._repair(message)
             case msg.Ack():
@@ -134,6 +138,10 @@ class PrefillHandoff:
             case _:
                 return []
 
+    def _say_admitted(self) -> list[ev.Action]:
+        waits = self.announced and not self.registered and self.phase is PrefillPhase.OPEN and not self._finished
+        return [ev.Send(msg.Admitted(self.key))] if self.admitted and waits else []
+
     def _registered(self, message: msg.Register) -> list[ev.Action]:
         if self.registered:
             return self._repeat() or self._answer()
@@ -143,8 +151,8 @@ class PrefillHandoff:
             raise ProtocolError("REGISTER for push must bring a block table for each group")
         self.registered = True
         if self.phase is not PrefillPhase.OPEN:
-            # The attempt failed before D came; it learns so at once.
-            return self._answer()
+            # The attempt was over before D came; it learns so at once.
+            return self._repeat() or self._answer()
         self._register = message
         self._reached = {group: start for group, (start, _) in message.wanted.items()}
         return self._advance()
@@ -230,7 +238,7 @@ class PrefillHandoff:
     def _repair(self, message: msg.Repair) -> list[ev.Action]:
         """Copy again what D found bad. A REPAIR that was carried out is answered with its COMMIT again."""
         if self.phase is not PrefillPhase.OFFERED or not isinstance(self._offer, msg.Commit):
-            return []
+            return self._answer()
         if message.round <= self._round:
             return self._repeat()
         register = self._register
@@ -252,11 +260,11 @@ class PrefillHandoff:
         return actions + self._advance()
 
     def _finish(self) -> list[ev.Action]:
-        """The request ended with its first token: stop copying, free, and tell D once it has registered."""
+        """The request ended with its first token: stop copying, free, and tell D once it has been heard of."""
         if self.copies.outstanding:
             return self.copies.cancel()
         actions = self._release("finished")
-        if self._register is None:
+        if not (self.announced or self.registered):
             return actions
         assert self._seeds is not None
         return actions + self._make_offer(msg.Finished(self.key, self._seeds))

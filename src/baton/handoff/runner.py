@@ -55,20 +55,40 @@ class HandoffRunner:
 
     def open_prefill(self, ticket: Ticket) -> None:
         """The engine took P's leg."""
-        attempt = self.inbox.prefill(ticket.key, ticket.mode, self.inbox.deadline(ticket))
+        attempt = self.inbox.prefill(ticket.key, ticket.mode, self.inbox.expiry(ticket))
         self.inbox.supersede(ticket.key)
         self.machines.feed(attempt, ev.Opened())
 
-    def open_decode(self, ticket: Ticket, wanted: dict[str, tuple[int, int]], pages: dict[str, list[int]]) -> None:
-        """The engine took D's leg and has destination pages."""
+    def announce_decode(self, ticket: Ticket) -> None:
+        """The engine took D's leg, and has no destination pages yet."""
         if self.machines.decodes.get(ticket.key) is not None:
             log.warning("attempt %s is open already", ticket.key)
             return
+        self._decode(ticket)
+
+    def open_decode(self, ticket: Ticket, wanted: dict[str, tuple[int, int]], pages: dict[str, list[int]]) -> None:
+        """The engine has destination pages for D's leg, announced or not."""
+        attempt = self.machines.decodes.get(ticket.key)
+        if attempt is None:
+            self._decode(ticket, wanted, pages)
+        elif attempt.machine.placed:
+            log.warning("attempt %s is open already", ticket.key)
+        else:
+            attempt.begun = self.clock.monotonic()
+            self.machines.feed(attempt, ev.Placed(wanted, pages))
+
+    def _decode(
+        self,
+        ticket: Ticket,
+        wanted: dict[str, tuple[int, int]] | None = None,
+        pages: dict[str, list[int]] | None = None,
+    ) -> None:
         config = self.config
         signed = mint(config.ticket_key, ticket)
         machine = DecodeHandoff(ticket.key, ticket.mode, signed, wanted, pages, config.max_retries, config.integrity)
-        deadline = self.inbox.deadline(ticket)
-        attempt = DecodeAttempt(deadline, machine=machine, address=ticket.prefill_address)
+        attempt = DecodeAttempt(self.inbox.expiry(ticket), machine=machine, address=ticket.prefill_address)
+        if wanted is not None:
+            attempt.begun = self.clock.monotonic()
         self.machines.decodes.add(ticket.key, attempt)
         self.inbox.dial(attempt, ticket)
 
@@ -125,7 +145,7 @@ class HandoffRunner:
         """Deadlines, held REGISTERs, and peers that died or fell silent."""
         timers, machines = self.config.timers, self.machines
         for attempt in machines.live():
-            if now >= attempt.deadline and not attempt.expired:
+            if now >= attempt.deadline(timers.handoff) and not attempt.expired:
                 attempt.expired = True
                 machines.feed(attempt, ev.Deadline())
         self.inbox.retry_held()
@@ -136,8 +156,8 @@ class HandoffRunner:
         self.inbox.drop_dead()
         self.links.sweep([peer for attempt in machines.live() for peer in attempt.peers])
         # A REGISTER delayed past its ticket's end is refused by the ticket, so the tombstone may go.
-        machines.prefills.forget(now - timers.retry)
-        machines.decodes.forget(now - timers.retry)
+        machines.prefills.forget(now, timers.retry)
+        machines.decodes.forget(now, timers.retry)
 
     def stats(self) -> dict[str, Any]:
         """See `HandoffAgent.stats`. Any thread."""

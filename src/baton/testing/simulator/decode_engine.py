@@ -115,7 +115,9 @@ class DecodeEngine(EngineModel):
             if leg.late_since is None or leg.late_since < self.process.resumed:
                 leg.late_since = now
             elif now > leg.late_since + grace:
-                self.world.fail("deadline", f"{leg.key} waits on {self.process.name} beyond its ticket's expiry")
+                self.world.fail(
+                    "deadline", f"{leg.key} waits on {self.process.name} for longer than a handoff may take"
+                )
 
     def handle(self, event: HandoffEvent) -> None:
         """See `EngineModel`."""
@@ -233,6 +235,7 @@ class DecodeEngine(EngineModel):
                 for page in table[first : last + 1]:
                     memory.pages[page].writer = str(leg.key)
         leg.state = "receiving"
+        leg.deadline = self.process.clock.monotonic() + self.world.settings.timers.handoff
         tables = {group: list(table) for group, table in leg.pages.items()}
         intervals = dict(leg.wanted)
         self.process.call(lambda: self.process.runner.open_decode(leg.ticket, intervals, tables))

@@ -15,7 +15,7 @@ import msgspec
 from baton.errors import ConfigError
 from baton.handoff import machines
 from baton.handoff.attempts import Book
-from baton.handoff.decode import DecodeHandoff, DecodePhase
+from baton.handoff.decode import DecodeHandoff
 from baton.handoff.events import (
     Abort,
     Action,
@@ -32,6 +32,7 @@ from baton.handoff.inbox import Inbox
 from baton.handoff.links import Links
 from baton.handoff.messages import (
     Ack,
+    Announce,
     AttemptKey,
     Bye,
     Cancel,
@@ -43,7 +44,8 @@ from baton.handoff.messages import (
     Register,
 )
 from baton.handoff.operations import Operations
-from baton.handoff.prefill import PrefillHandoff, PrefillPhase
+from baton.handoff.phases import DecodePhase, PrefillPhase
+from baton.handoff.prefill import PrefillHandoff
 from baton.handoff.ticket import verify
 from baton.testing.simulator.settings import FAULTS
 
@@ -363,7 +365,7 @@ def _attempts_are_one() -> list[Patch]:
 
 @_mutation("REGISTER brings a ticket for this very attempt")
 def _no_ticket_check() -> list[Patch]:
-    def check(self: Links, link: Any, message: Register) -> Any:
+    def check(self: Links, link: Any, message: Announce | Register) -> Any:
         ticket = verify(self._config.ticket_key, message.ticket, 0.0)
         return msgspec.structs.replace(ticket, transfer_id=message.key.transfer_id, attempt=message.key.attempt)
 

@@ -8,6 +8,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from random import Random
 
+from baton.handoff.attempts import TOMBSTONE_S
 from baton.handoff.ticket import MAX_TICKET_LIFE_S
 from baton.testing.simulator.cluster import Cluster
 from baton.testing.simulator.router import Request
@@ -93,7 +94,7 @@ def _play(world: World, cluster: Cluster) -> None:
     strikes = list(world.settings.strikes)
     latest = _load(world, cluster)
     world.after(latest, cluster.calm_down)
-    rest_by = latest + world.settings.life + _REST_S
+    rest_by = latest + world.settings.life + world.settings.timers.handoff + _REST_S
     count = world.settings.num_requests * (2 if world.settings.has("burst") else 1)
     next_look = 0.0
     while world.step():
@@ -148,7 +149,7 @@ def _check_rest(world: World, cluster: Cluster) -> None:
     world.skip(MAX_TICKET_LIFE_S * 1.3)
     for process in living:
         for _ in range(2):
-            world.skip(2 * world.settings.timers.retry)
+            world.skip(1.3 * TOMBSTONE_S + 2 * world.settings.timers.retry)
             process.agent_step()
         books = process.runner.machines.prefills, process.runner.machines.decodes
         kept = sum(len(book.ended) for book in books) + process.runner.inbox.holding

@@ -148,6 +148,7 @@ def _timers(random: Random) -> Timers:
         check=random.uniform(0.1, 0.4),
         renew=renew,
         lease=renew * random.uniform(3.0, 5.0),
+        handoff=random.uniform(4.0, 12.0),
         close=random.uniform(0.5, 5.0),
     )
 

@@ -1,0 +1,249 @@
+"""What a handoff waits for before it is registered: P's pages, then D's, and nothing that ends by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Literal
+
+import pytest
+from nodes import SEEDS, Pair, settle, ticket_for
+from test_liveness import TIMERS as CALM
+from test_liveness import Node as Engine
+from test_liveness import World
+
+from baton.errors import ProtocolError
+from baton.handoff import events as ev
+from baton.handoff import messages as msg
+from baton.handoff.decode import DecodeHandoff
+from baton.handoff.prefill import PrefillHandoff
+
+KEY = msg.AttemptKey(b"0" * 16, 0, "p", "d")
+WANTED = {"target": (2, 8), "draft": (7, 8)}
+TABLES = {"draft": [3, 4], "target": [8, 9]}
+ANNOUNCE = msg.Announce(KEY, "t")
+MODES = pytest.mark.parametrize("mode", ["push", "pull"])
+Mode = Literal["push", "pull"]
+N = 8
+TIMERS = replace(CALM, handoff=20.0)
+
+
+def engine(world: World, name: str) -> Engine:
+    return Engine(world, name, TIMERS)
+
+
+def announced(mode: Mode) -> DecodeHandoff:
+    d = DecodeHandoff(KEY, mode, "t")
+    assert d.handle(ev.Tick()) == []
+    assert d.handle(ev.PeerReady()) == [ev.Send(ANNOUNCE)] == d.handle(ev.Tick())
+    return d
+
+
+def prefill(mode: Mode, *events: ev.MachineEvent) -> PrefillHandoff:
+    p = PrefillHandoff(KEY, mode, list(WANTED))
+    for event in events:
+        p.handle(event)
+    return p
+
+
+# ---------------------------------------------------------------- the machines
+
+
+@MODES
+def test_d_registers_when_it_was_admitted_and_has_pages(mode: Mode) -> None:
+    d = announced(mode)
+    assert d.handle(ev.Received(msg.Admitted(KEY))) == [ev.Notify(ev.DecodeAdmitted(KEY))]
+    assert d.handle(ev.Received(msg.Admitted(KEY))) == []
+    assert d.handle(ev.Tick()) == [ev.Send(ANNOUNCE)], "P is to know that D waits for pages of its own"
+    register = msg.Register(KEY, ticket="t", wanted=WANTED, pages=TABLES if mode == "push" else {})
+    assert d.handle(ev.Placed(WANTED, TABLES)) == [ev.Send(register)] == d.handle(ev.Tick())
+    assert d.handle(ev.Received(msg.Admitted(KEY))) == [], "a late one"
+
+
+@MODES
+@pytest.mark.parametrize("first", ["announced", "admitted"])
+def test_p_says_admitted_in_either_order_and_again(mode: Mode, first: str) -> None:
+    p = prefill(mode, ev.Opened())
+    came, room = ev.Received(ANNOUNCE), ev.Admitted()
+    said = [ev.Send(msg.Admitted(KEY))]
+    before, after = (came, room) if first == "announced" else (room, came)
+    assert p.handle(before) == []
+    assert p.handle(after) == said == p.handle(came)
+    assert p.handle(ev.Tick()) == [], "D asks"
+
+
+@MODES
+def test_a_refused_leg_is_told_to_whoever_waits_for_it(mode: Mode) -> None:
+    p = prefill(mode, ev.Opened(), ev.Received(ANNOUNCE))
+    assert p.handle(ev.Abort("failed"))[:2] == [
+        ev.Send(msg.Cancel(KEY, "failed")),
+        ev.Send(msg.Cancelled(KEY, "failed")),
+    ]
+    assert p.handle(ev.Received(ANNOUNCE)) == [ev.Send(msg.Cancelled(KEY, "failed"))]
+    d = announced(mode)
+    told = d.handle(ev.Received(msg.Cancel(KEY, "failed")))
+    assert told == [ev.Notify(ev.DecodeFailed(KEY, "failed", "", recoverable=True))]
+    assert ev.Notify(ev.DecodeReleased(KEY)) in d.handle(ev.Received(msg.Cancelled(KEY, "failed")))
+
+
+@MODES
+def test_p_hears_of_a_leg_that_gives_up_while_it_waits(mode: Mode) -> None:
+    d = announced(mode)
+    cancel = [ev.Send(msg.Cancel(KEY, "gone"))]
+    assert d.handle(ev.Abort("gone")) == cancel == d.handle(ev.Tick()), "said until it is answered"
+    assert d.handle(ev.Placed(WANTED, TABLES)) == [], "the engine's call crossed it: P never heard of these pages"
+    assert d.handle(ev.Received(msg.Cancelled(KEY, "gone")))[-1] == ev.Notify(ev.DecodeReleased(KEY))
+    assert d.closed
+
+
+@MODES
+def test_a_request_that_ends_with_its_first_token_takes_no_pages(mode: Mode) -> None:
+    p = prefill(mode, ev.Opened(), ev.Received(ANNOUNCE), ev.Admitted())
+    finished = ev.Send(msg.Finished(KEY, SEEDS))
+    assert finished in p.handle(ev.Sampled(SEEDS, True))
+    assert p.handle(ev.Received(ANNOUNCE)) == [finished]
+    d = announced(mode)
+    assert d.handle(ev.Received(finished.message)) == [
+        ev.Send(msg.Ack(KEY)),
+        ev.Notify(ev.DecodeFinished(KEY, SEEDS)),
+    ]
+    assert d.handle(ev.Placed(WANTED, TABLES)) == []
+    late = prefill(mode, ev.Opened(), ev.Admitted(), ev.Sampled(SEEDS, True))
+    assert late.handle(ev.Received(ANNOUNCE)) == [finished]
+
+
+@MODES
+def test_an_attempt_that_is_over_answers_whatever_is_asked(mode: Mode) -> None:
+    p = prefill(mode, ev.Opened(), ev.Received(ANNOUNCE), ev.Abort("engine_closed"))
+    for question in (msg.ReadDone(KEY), msg.Repair(KEY, 1, {}), ANNOUNCE):
+        assert p.handle(ev.Received(question)) == [ev.Send(msg.Cancelled(KEY, "engine_closed"))]
+
+
+# ---------------------------------------------------------------- engines by a clock of the test's
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+@MODES
+def test_a_wait_outlasts_the_ticket(world: World, mode: Mode) -> None:
+    p, d = engine(world, "P"), engine(world, "D")
+    ticket = world.ticket(p, d, mode, life=10)
+    p.runner.open_prefill(ticket)
+    d.runner.announce_decode(ticket)
+    world.run(40)
+    p.runner.to_prefill(ticket.key, ev.Admitted())
+    world.run(0.2)
+    assert d.events == [ev.DecodeAdmitted(ticket.key)]
+    world.prefill(p, ticket)
+    world.run(40)
+    assert p.events == [], "its pages wait for D's"
+    d.runner.open_decode(ticket, {"target": (0, N)}, {"target": [3, 4]})
+    world.run(1)
+    assert p.events == [ev.PrefillReleased(ticket.key, "committed")]
+    assert d.count(ev.DecodeCommitted) == 1
+    assert world.settled()
+
+
+def test_a_leg_that_no_engine_takes_ends_with_its_ticket(world: World) -> None:
+    p, d = engine(world, "P"), engine(world, "D")
+    ticket = world.ticket(p, d, "push", life=10)
+    d.runner.announce_decode(ticket)
+    world.run(9)
+    assert d.events == []
+    world.run(3)
+    assert d.failures() == ["handoff_timeout"]
+    assert d.events[0].recoverable  # type: ignore[union-attr]
+    assert world.settled()
+    assert p.events == []
+
+
+@MODES
+def test_time_counts_from_register(world: World, mode: Mode) -> None:
+    p, d = engine(world, "P"), engine(world, "D")
+    ticket = world.ticket(p, d, mode, life=10)
+    p.runner.open_prefill(ticket)
+    d.runner.announce_decode(ticket)
+    p.runner.to_prefill(ticket.key, ev.Admitted())
+    world.run(30)
+    d.runner.open_decode(ticket, {"target": (0, N)}, {"target": [3, 4]})
+    world.run(TIMERS.handoff - 1)
+    assert d.failures() == []
+    world.run(2)
+    assert d.failures() == ["handoff_timeout"]
+    assert world.settled()
+
+
+def test_p_keeps_no_pages_for_a_leg_that_fell_silent(world: World) -> None:
+    p, d = engine(world, "P"), engine(world, "D")
+    ticket = world.ticket(p, d, "pull", life=10)
+    p.runner.open_prefill(ticket)
+    d.runner.announce_decode(ticket)
+    p.runner.to_prefill(ticket.key, ev.Admitted())
+    world.prefill(p, ticket)
+    world.run(15)
+    # D's session lives, but it does not speak of this attempt any more.
+    d.runner.machines.decodes.live.clear()
+    world.run(TIMERS.handoff + 2)
+    assert p.events == [ev.PrefillReleased(ticket.key, "handoff_timeout")]
+
+
+def test_what_was_forgotten_is_quiet(world: World) -> None:
+    p, d = engine(world, "P"), engine(world, "D")
+    ticket = world.ticket(p, d, "pull", life=10)
+    d.runner.announce_decode(ticket)
+    world.run(0.5)
+    p.runner.machines.prefills.live.clear()
+    link = next(iter(d.runner.links.servers.values()))
+    for question in (msg.ReadDone(ticket.key), msg.Repair(ticket.key, 1, {})):
+        d.channel.send(link.connection, question)
+    world.run(0.5)
+    assert d.failures() == ["forgotten"]
+    assert world.settled()
+
+
+# ---------------------------------------------------------------- whole agents
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    made = Pair()
+    yield made
+    for node in made.nodes:
+        node.close()
+
+
+@MODES
+def test_two_steps_over_real_sockets(pair: Pair, mode: Mode) -> None:
+    p, d = pair.both()
+    ticket = ticket_for(p, d, mode)
+    with pytest.raises(ProtocolError, match="another engine"):
+        p.agent.announce_decode(ticket)
+    d.agent.announce_decode(ticket)
+    p.agent.open_prefill(ticket)
+    p.agent.admit_prefill(ticket.key)
+    d.next(ev.DecodeAdmitted)
+    source, dest = p.pages(1, N), d.pages(3, N)
+    p.agent.declare_final(ticket.key, N, source, {"target": N, "draft": N - 1})
+    p.agent.finish_prefill(ticket.key, SEEDS, False)
+    d.agent.open_decode(ticket, N, {"target": (0, N), "draft": (0, N)}, dest)
+    d.next(ev.DecodeCommitted)
+    assert p.next(ev.PrefillReleased) == ev.PrefillReleased(ticket.key, "committed")
+    settle(p, d)
+
+
+def test_pages_of_an_announced_leg_are_checked_too(pair: Pair) -> None:
+    p, d = pair.both()
+    ticket = ticket_for(p, d, "push")
+    d.agent.announce_decode(ticket)
+    p.agent.open_prefill(ticket)
+    p.agent.admit_prefill(ticket.key)
+    d.next(ev.DecodeAdmitted)
+    d.agent.open_decode(ticket, N, {"target": (0, N), "draft": (0, 4)}, {"target": [3, 9999], "draft": [1]})
+    failed = d.next(ev.DecodeFailed)
+    assert isinstance(failed, ev.DecodeFailed)
+    assert failed.reason == "register_refused"
+    d.next(ev.DecodeReleased)
+    settle(p, d)
