@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.errors import CapacityError
+from baton.kv import page_pool
 from baton.kv.page_pool import PagePool
 
 
@@ -81,6 +82,61 @@ def test_eviction_is_least_recently_used_and_forgets_the_hash() -> None:
     pool.allocate(2)
     assert pool.lookup([1, 2, 3, 4], 4).num_tokens == 0
     assert pool.lookup([5, 6, 7, 8], 4).num_tokens == 4
+
+
+def test_a_lookup_compares_few_pages_however_many_begin_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thousands of prompts that share their first page and differ in the second."""
+    count = 5000
+    pool = PagePool(count + 3, 4)
+    first = pool.allocate(1)
+    for branch in range(count):
+        own = pool.allocate(1)
+        pool.cache([1, 2, 3, 4, branch, 7, 7, 7], first + own, [], 8)
+        pool.release(own)
+    compared = []
+    whole = page_pool._common_prefix
+    monkeypatch.setattr(page_pool, "_common_prefix", lambda *a: compared.append(a) or whole(*a))
+    for branch in (0, 17, count - 1):
+        assert pool.lookup([1, 2, 3, 4, branch, 7, 9, 9], 8).num_tokens == 6
+    assert pool.lookup([1, 2, 3, 4, count, 7, 9, 9], 8).num_tokens == 4
+    assert len(compared) <= 8
+
+
+def test_a_prompt_is_hashed_once_however_often_it_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = PagePool(33, 4)
+    fill(pool, list(range(40)))
+    hashed = []
+    whole = page_pool.chain_hash
+    monkeypatch.setattr(page_pool, "chain_hash", lambda *a: hashed.append(a) or whole(*a))
+    digests: list[bytes] = []
+    tokens = [*range(38), 99, 99, 99]
+    hits = [pool.lookup(tokens, limit, digests) for limit in (41, 41, 22, 41)]
+    assert [hit.num_tokens for hit in hits] == [38, 38, 22, 38]
+    assert len(hashed) == 10
+    # With what is cached meanwhile, a later look finds more.
+    fill(pool, tokens)
+    assert pool.lookup(tokens, 41, digests).num_tokens == 40
+    assert len(hashed) == 10 + 10  # those of `fill`
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), max_size=12), st.integers(0, 1), st.data())
+def test_a_lookup_finds_the_longest_prefix_there_is(
+    prompts: list[list[int]], lookahead: int, data: st.DataObject
+) -> None:
+    pool = PagePool(64, 3, lookahead)
+    entered: list[list[int]] = []
+    for prompt in prompts:
+        pages = fill(pool, prompt)
+        if data.draw(st.booleans()):
+            pool.release(pages)
+        whole = (len(prompt) - lookahead) // 3
+        entered.append(prompt[: 3 * whole + lookahead] if whole else [])
+    asked = data.draw(st.lists(st.integers(0, 2), min_size=1, max_size=9))
+    # An entry depends on the tokens up to `lookahead` behind it, and whole pages alone are entered.
+    shared = [page_pool._common_prefix(asked, prompt) - lookahead for prompt in entered]
+    limit = max(0, len(asked) - lookahead)
+    assert pool.lookup(asked, limit).num_tokens == max(0, *shared, 0)
 
 
 @settings(max_examples=150, deadline=None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections import defaultdict
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -54,6 +55,8 @@ class Request:
         self.pages: dict[str, list[int]] = {}
         self.tables: dict[str, npt.NDArray[np.int32]] = {}
         self.chains: dict[str, list[bytes]] = {}
+        # What was hashed of its tokens to look them up in the prefix cache; tokens are only ever added.
+        self.digests: defaultdict[str, list[bytes]] = defaultdict(list)
         self.uncached_groups: set[str] = set()
         self.first_logprobs: TokenLogprobs | None = None
         self.set_prefill_length()

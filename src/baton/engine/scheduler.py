@@ -173,15 +173,17 @@ class Scheduler:
 
     def _common_hit(self, request: Request) -> dict[str, int]:
         limit = request.prefill_len - 1
-        common = min(pool.lookup(request.token_ids, limit).num_tokens for pool in self.pools.values())
+        tokens, digests = request.token_ids, request.digests
+        common = min(pool.lookup(tokens, limit, digests[name]).num_tokens for name, pool in self.pools.items())
         return dict.fromkeys(self.pools, common)
 
     def receive_hits(self, request: Request) -> dict[str, int]:
         """Prefix hits of a decode leg, per group: it computes nothing, so they need not agree, and the target's may be
         all of it. The drafter's last entry depends on the first token to decode from and always moves."""
         num = request.prefill_len
+        tokens = request.token_ids[:num]
         return {
-            name: pool.lookup(request.token_ids[:num], num - (name == self.draft_group)).num_tokens
+            name: pool.lookup(tokens, num - (name == self.draft_group), request.digests[name]).num_tokens
             for name, pool in self.pools.items()
         }
 
@@ -192,7 +194,7 @@ class Scheduler:
         """
         attached = dict(hits)
         for name, pool in self.pools.items():
-            found = pool.lookup(request.token_ids, hits[name])
+            found = pool.lookup(request.token_ids, hits[name], request.digests[name])
             num = min(found.num_tokens, hits[name])
             whole, rest = divmod(num, pool.page_size)
             pages = found.pages[:whole]

@@ -8,6 +8,7 @@ the engine thread owns it.
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -48,7 +49,8 @@ class PagePool:
         self._evictable: OrderedDict[int, None] = OrderedDict()
         self._by_hash: dict[bytes, int] = {}
         self._cached: dict[int, tuple[bytes, bytes, tuple[int, ...]]] = {}
-        self._children: dict[bytes, set[int]] = {}
+        # By parent, in the order of their identities: what shares most with a prompt lies beside its place.
+        self._children: dict[bytes, list[tuple[tuple[int, ...], int]]] = {}
 
     @property
     def num_available(self) -> int:
@@ -156,10 +158,10 @@ class PagePool:
         entry = self._cached.pop(page, None)
         if entry is None:
             return
-        parent, own, _ = entry
+        parent, own, identity = entry
         del self._by_hash[own]
         siblings = self._children[parent]
-        siblings.discard(page)
+        del siblings[bisect_left(siblings, (identity, page))]
         if not siblings:
             del self._children[parent]
 
@@ -182,29 +184,37 @@ class PagePool:
                 continue
             self._by_hash[own] = page
             self._cached[page] = (parent, own, identity)
-            self._children.setdefault(parent, set()).add(page)
+            insort(self._children.setdefault(parent, []), (identity, page))
 
-    def lookup(self, tokens: Sequence[int], max_tokens: int) -> PrefixHit:
-        """Longest cached prefix of at most `max_tokens` entries, to the token: the last page may match in part."""
+    def lookup(self, tokens: Sequence[int], max_tokens: int, digests: list[bytes] | None = None) -> PrefixHit:
+        """Longest cached prefix of at most `max_tokens` entries, to the token: the last page may match in part.
+
+        `digests` holds those of the first pages of `tokens` as far as they were asked for before, and is extended, so
+        that a prompt that is looked up again while it waits is hashed once.
+        """
         pages: list[int] = []
         parent, index, size = ROOT, 0, self.page_size
+        known = [] if digests is None else digests
         while self.enable_caching and index * size < max_tokens:
-            identity = page_identity(tokens, index, size, self.lookahead)
-            page = None
-            if identity is not None:
-                own = chain_hash(parent, identity)
-                page = self._by_hash.get(own)
+            if index == len(known):
+                identity = page_identity(tokens, index, size, self.lookahead)
+                if identity is None:
+                    break
+                known.append(chain_hash(parent, identity))
+            page = self._by_hash.get(known[index])
             if page is None:
                 break
             pages.append(page)
-            parent = own
+            parent = known[index]
             index += 1
         num_tokens = min(index * size, max_tokens)
         if self.enable_caching and num_tokens == index * size and num_tokens < max_tokens:
             rest = tuple(tokens[num_tokens : num_tokens + size + self.lookahead])
             best, best_len = 0, 0
-            for page in sorted(self._children.get(parent, ())):
-                matched = _common_prefix(self._cached[page][2], rest) - self.lookahead
+            siblings = self._children.get(parent, [])
+            place = bisect_left(siblings, (rest, 0))
+            for identity, page in siblings[max(0, place - 1) : place + 1]:
+                matched = _common_prefix(identity, rest) - self.lookahead
                 if matched > best_len:
                     best, best_len = page, matched
             if best_len > 0:
