@@ -142,6 +142,9 @@ def layout_name(config: Any, layer: str) -> str:
         from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
 
         return f"{type(module).__name__}/{get_conv_state_layout()}"
+    if config.device_config.device_type == "cpu" and config.model_config.use_mla:
+        # Of MLA's kernels for CPUs, one is for AMX alone.
+        return f"{type(module).__name__}/{module.attn_backend.get_name()}"
     return f"{type(module).__name__}/{getattr(module, 'isa', 'plain')}"
 
 

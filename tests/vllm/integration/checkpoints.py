@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,18 @@ def deepseek(folder: Path) -> None:
     weights[f"{module}embed_tokens.weight"] = weights["model.embed_tokens.weight"].clone()
     weights[f"{module}shared_head.head.weight"] = weights["lm_head.weight"].clone()
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def shallow(folder: Path, num_layers: int = 3) -> None:
+    """The demo model's first layers: a draft model that is right often, and not always."""
+    config = json.loads((MODEL / "config.json").read_text()) | {"num_hidden_layers": num_layers}
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = load_file(MODEL / "model.safetensors")
+    kept = {name: weight for name, weight in weights.items() if f".layers.{num_layers}." not in name}
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    for name in TOKENIZER:
+        shutil.copy(MODEL / name, folder)
 
 
 def _save(model: Any, folder: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
 from vllm.v1 import kv_cache_interface as kv
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from baton.errors import ConfigError
 from baton.vllm import compat
@@ -97,6 +98,18 @@ def test_the_layout_of_a_convolution_state_is_a_fact() -> None:
     found = config(compilation_config=SimpleNamespace(static_forward_context=context))
     assert compat.layout_name(found, "model.layers.0.mixer") == f"SimpleNamespace/{get_conv_state_layout()}"
     assert compat.layout_name(found, "model.layers.1.attn") == "SimpleNamespace/vec"
+
+
+def test_the_kernel_of_mla_is_a_fact() -> None:
+    """vLLM chooses it by CPU and by `--attention-backend`."""
+    names = []
+    for kernel in (AttentionBackendEnum.CPU_MLA, AttentionBackendEnum.AMX_MLA):
+        context = {"model.layers.0.attn": SimpleNamespace(attn_backend=kernel.get_class())}
+        model = SimpleNamespace(use_mla=True)
+        found = config(compilation_config=SimpleNamespace(static_forward_context=context), model_config=model)
+        names.append(compat.layout_name(found, "model.layers.0.attn"))
+        assert compat.kernel_layout(found, "model.layers.0.attn") == "tokens"
+    assert names == ["SimpleNamespace/CPU_MLA", "SimpleNamespace/AMX_MLA"]
 
 
 def test_weights_from_a_hub_are_told_apart_by_commit() -> None:

@@ -15,7 +15,8 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp.test_utils import TestServer
-from servers import Mode, Pair, Server, ask, demo_prompts, handoff, reference, request, same, serve, wait_idle
+from answers import Answer, same
+from servers import Mode, Pair, Server, ask, demo_prompts, handoff, reference, request, serve, wait_idle
 
 from baton.router import RouterConfig, build_app
 
@@ -64,9 +65,9 @@ async def exact(pair: Pair, alone: Server, lengths: Sequence[int], mode: Mode) -
     async with aiohttp.ClientSession() as session:
         expected = [await reference(session, alone, prompt, 12) for prompt in prompts]
         found = await asyncio.gather(*(handoff(session, pair, prompt, 12, mode, salt=salt) for prompt in prompts))
-    for (first, tokens), (want, margins) in zip(found, expected, strict=True):
-        assert first == tokens[:1]
-        assert same(tokens, want, margins) is not False
+    for (first, answer), want in zip(found, expected, strict=True):
+        assert first.tokens == answer.tokens[:1]
+        assert same(answer, want) is not False
 
 
 async def legs(session: aiohttp.ClientSession, pair: Pair, prompt: Sequence[int], mode: Mode) -> tuple[Any, Any]:
@@ -135,8 +136,8 @@ def test_another_prefill_server_takes_over(fleet: Fleet) -> None:
             answers = [asyncio.create_task(ask(session, front, request(prompt, 12))) for prompt in prompts]
             await asyncio.sleep(0.5)
             dying.kill()
-            for answer, (want, margins) in zip(answers, expected, strict=True):
-                assert same((await answer)["choices"][0]["token_ids"], want, margins) is not False
+            for answer, want in zip(answers, expected, strict=True):
+                assert same(Answer.of(await answer), want) is not False
             async with session.get(f"{url}/status") as response:
                 assert sum((await response.json())["recoveries"].values()) > 0
 
@@ -172,10 +173,10 @@ def test_the_prefill_server_dies(fleet: Fleet) -> None:
             ends = [asyncio.create_task(legs(session, pair, prompt, "push")) for prompt in prompts]
             await asyncio.sleep(0.3)
             pair.prefill.kill()
-            for task, (want, margins) in zip(ends, expected, strict=True):
+            for task, want in zip(ends, expected, strict=True):
                 _, end = await task
                 assert isinstance(end, dict), end
-                assert same(end["choices"][0]["token_ids"], want, margins) is not False
+                assert same(Answer.of(end), want) is not False
 
     asyncio.run(run())
     wait_idle(pair.decode)

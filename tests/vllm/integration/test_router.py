@@ -16,7 +16,8 @@ import aiohttp
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
-from servers import EAGLE3, MODEL, NEAR_TIE, demo_prompts
+from answers import NEAR_TIE
+from servers import EAGLE3, MODEL, demo_prompts
 
 from baton.bench.vllm_servers import ONE_PROCESS, ServerConfig, VllmServer, free_port, serve
 from baton.handoff.ticket import load_or_create_key

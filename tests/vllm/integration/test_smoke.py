@@ -8,7 +8,8 @@ from importlib.metadata import version
 
 import aiohttp
 import pytest
-from servers import EAGLE3, Mode, Pair, demo_prompts, handoff, reference, same, serve_pair, wait_idle
+from answers import same
+from servers import EAGLE3, Mode, Pair, demo_prompts, handoff, reference, serve_pair, wait_idle
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -36,10 +37,12 @@ def test_a_handoff_changes_no_token(pair: Pair, mode: Mode, seed: int) -> None:
         committed = pair.decode.metrics("vllm:baton_handoffs_total").get("committed", 0)
         async with aiohttp.ClientSession() as session:
             for prompt in prompts:
-                want, margins = await reference(session, pair.decode, prompt, 24)
-                first, tokens = await handoff(session, pair, prompt, 24, mode)
-                assert first == tokens[:1], f"{len(prompt)} tokens: the engines disagree on the first token"
-                assert same(tokens, want, margins) is not False, f"{len(prompt)} tokens: {tokens} instead of {want}"
+                want = await reference(session, pair.decode, prompt, 24)
+                first, found = await handoff(session, pair, prompt, 24, mode)
+                assert first.tokens == found.tokens[:1], (
+                    f"{len(prompt)} tokens: the engines disagree on the first token"
+                )
+                assert same(found, want) is not False, f"{len(prompt)} tokens: {found} instead of {want}"
         # None was computed on the decode server instead.
         assert pair.decode.metrics("vllm:baton_handoffs_total")["committed"] == committed + len(prompts)
 
