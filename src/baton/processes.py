@@ -59,10 +59,10 @@ def check_shared_transport(uri: str) -> None:
 
 
 class Deployment:
-    """Engines of one model, and unless `router` is False a router, running when the constructor returns.
+    """Engines of one model, and unless `router` is False `routers` of them, running when the constructor returns.
 
-    `role_flags` are flags for the engines of one role, after `engine_flags`. `url` is the router's, or the first
-    engine's without one. Ports are free ones, but for `port`, the router's.
+    `role_flags` are flags for the engines of one role, after `engine_flags`. `url` is the first
+    router's, or the first engine's without one. Ports are free ones, but for `port`, the first router's.
     With `kv_transport` `file` and no path, KV goes through a directory that ends with the deployment. Create it on
     a thread that outlives it: on Linux the parent is the thread, not the process.
 
@@ -82,6 +82,7 @@ class Deployment:
         router_flags: Sequence[str] = (),
         port: int = 0,
         router: bool = True,
+        routers: int = 1,
         show_progress: bool = False,
         command: Sequence[str] | None = None,
     ) -> None:
@@ -117,13 +118,21 @@ class Deployment:
             for child, role in zip(self._children, roles, strict=True):
                 getattr(self._urls, role).append(child.url)
             self.url = self.engine_urls[0]
-            if router:
-                self._children.append(self._spawn("router", ["router", *self._router_flags(port), *router_flags]))
-                self._await_ready(self._children[-1:])
-                self.url = self._children[-1].url or ""
+            started = []
+            for number in range(routers if router else 0):
+                flags = [*self._router_flags(0 if number else port), *router_flags]
+                started.append(self._spawn("router" + f"-{number}" * (number > 0), ["router", *flags]))
+                self._children.append(started[-1])
+            self._await_ready(started)
+            self.url = started[0].url or "" if started else self.url
         except BaseException:
             self.close()
             raise
+
+    @property
+    def router_urls(self) -> list[str]:
+        """Base URLs of the routers."""
+        return [child.url or "" for child in self._children if child.name.startswith("router")]
 
     @property
     def prefill_urls(self) -> list[str]:
@@ -147,7 +156,7 @@ class Deployment:
 
     @property
     def pids(self) -> dict[str, int]:
-        """Process id by name: `prefill-0`, ..., `decode-0`, ..., `both-0`, ..., `router`."""
+        """Process id by name: `prefill-0`, ..., `decode-0`, ..., `both-0`, ..., `router`, `router-1`, ..."""
         return {child.name: child.process.pid for child in self._children}
 
     def ended(self) -> dict[str, str]:

@@ -1,17 +1,20 @@
 """`python -m baton.bench.chaos`: engines are killed and halted at random moments, and no answer may change.
 
 A whole deployment of real processes serves streams whose tokens and logprobs one undisturbed engine has given before.
-Meanwhile engines get SIGKILL, or SIGSTOP and later SIGCONT or SIGKILL, at seeded random moments, at most one of each
-role at a time; what was killed is restarted at its port. At last the router is killed in the middle of streams.
+Meanwhile engines get SIGKILL, or SIGSTOP and later SIGCONT or SIGKILL, at seeded random moments or just when a peer
+has met them, at most one of each role at a time; what was killed is restarted at its port. At last a router is killed
+in the middle of streams. `--kv-cache-memory 2500000` leaves room for one or two requests per engine.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import random
 import sys
+import tempfile
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -20,8 +23,9 @@ from typing import Any, get_args
 
 import aiohttp
 
+from baton.bench.chaos_faults import Breaker, await_healthy, count_recoveries, engines_of, get_json
 from baton.bench.chaos_report import ChaosReport
-from baton.bench.client import scrape, stream_completion
+from baton.bench.client import stream_completion
 from baton.bench.demo import SPECULATIVE, TARGET
 from baton.errors import BatonError
 from baton.processes import Deployment
@@ -29,28 +33,32 @@ from baton.text import Tokenizer
 from baton.verify.observe import Case, Observed, make_cases, observe_in_process
 from baton.wire import Recovery, SamplingParams
 
-FAULTS = ("kill", "stop, cont", "stop, kill")
-# Longer than a lease, so that peers and router give the engine up, or so short that nobody notices.
-LONG_STOP_S, SHORT_STOP_S = (5.5, 8.0), (0.1, 2.0)
-REJOIN_LIMIT_S = 60.0
 IDLE_LIMIT_S = 30.0
+# Of the streams, where a fast machine serves them all before each role has had its faults.
+MOST_ROUNDS = 50
 LOGPROB_TOLERANCE = 1e-4
 IDLE = ("num_running", "num_waiting", "num_handoffs", "num_referenced_pages", "num_quarantined_pages")
 
 
 @dataclass(frozen=True, slots=True)
 class ChaosConfig:
-    """What to do. `pause_s`: range of the time between two faults of one role, in seconds."""
+    """What to do. `kv_cache_memory`: bytes per engine. `pause_s`: range of the time between two faults of one role, in
+    seconds; each role gets `least_faults`, if need be with more streams."""
 
     requests: int = 300
     concurrency: int = 4
     prefill: int = 2
     decode: int = 2
+    routers: int = 1
+    transport: str = "shm"
+    prefix_store: bool = False
+    kv_cache_memory: int = 32 << 20
     seed: int = 0
     mode: str = "push"
     recovery: Recovery = "full"
     integrity: str = "off"
     pause_s: tuple[float, float] = (0.1, 1.5)
+    least_faults: int = 1
 
 
 def run_chaos(config: ChaosConfig) -> ChaosReport:
@@ -59,12 +67,24 @@ def run_chaos(config: ChaosConfig) -> ChaosReport:
     engine = {"model": TARGET, "speculative_config": SPECULATIVE, "batch_invariant": True}
     want = observe_in_process(engine, cases)
     flags = ["--speculative-config", json.dumps(SPECULATIVE), "--batch-invariant", "--max-num-batched-tokens", "64"]
-    flags += ["--recovery", config.recovery, "--integrity", config.integrity, "--kv-cache-memory", str(32 << 20)]
+    flags += ["--recovery", config.recovery, "--integrity", config.integrity]
+    flags += ["--kv-cache-memory", str(config.kv_cache_memory)]
     router_flags = ["--kv-mode", config.mode, "--recovery", config.recovery]
-    report = ChaosReport()
-    with Deployment(TARGET, config.prefill, config.decode, engine_flags=flags, router_flags=router_flags) as deployment:
-        chaos = _Chaos(config, deployment, cases, want, report)
-        asyncio.run(chaos.run())
+    report = ChaosReport(recovery=config.recovery)
+    with tempfile.TemporaryDirectory(prefix="baton-chaos-") as directory:
+        if config.prefix_store:
+            flags += ["--kv-transfer-config", json.dumps({"prefix_store": f"file://{directory}/store"})]
+        with Deployment(
+            TARGET,
+            config.prefill,
+            config.decode,
+            engine_flags=flags,
+            kv_transport=config.transport,
+            router_flags=router_flags,
+            routers=config.routers,
+        ) as deployment:
+            chaos = _Chaos(config, deployment, cases, want, report)
+            asyncio.run(chaos.run())
     segments = (path.name for path in Path("/dev/shm").glob("baton-*"))
     left = [name for name in segments if int(name.split("-")[1]) in chaos.pids]
     report.leaks += [f"/dev/shm/{name}" for name in left]
@@ -73,7 +93,9 @@ def run_chaos(config: ChaosConfig) -> ChaosReport:
 
 def _cases(config: ChaosConfig) -> list[Case]:
     rng = random.Random(config.seed)
-    lengths = [rng.choice((3, 16, 47, 130, 300)) + rng.randrange(16) for _ in range(config.requests)]
+    # A store keeps spans of 256 tokens.
+    some = (16, 130, 300, 600) if config.prefix_store else (3, 16, 47, 130, 300)
+    lengths = [rng.choice(some) + rng.randrange(16) for _ in range(config.requests)]
     cases = make_cases(Tokenizer.load(TARGET), lengths, SamplingParams())
     return [Case(case.prompt_token_ids, _params(rng, number)) for number, case in enumerate(cases)]
 
@@ -114,26 +136,42 @@ class _Chaos:
             await self._stream_under_faults()
             self._report.elapsed_s = time.monotonic() - started
             await self._await_idle("after the streams")
-            for name, url in self._engines().items():
-                await self._count_recoveries(name, url)
-            await self._count_router()
+            for url in self._deployment.engine_urls:
+                await count_recoveries(self._session, self._report, url)
+            await self._count_routers()
             await self._kill_router()
 
     async def _stream_under_faults(self) -> None:
-        report, slots = self._report, asyncio.Semaphore(self._config.concurrency)
+        """All cases, and again until each role has had its faults."""
+        config, report, over = self._config, self._report, asyncio.Event()
+        breakers = [
+            Breaker(
+                role,
+                random.Random(f"{config.seed} {role}"),
+                self._session,
+                self._deployment,
+                report,
+                self.pids,
+            )
+            for role in ("prefill", "decode")
+        ]
+        numbers = itertools.count()
 
-        async def one(number: int) -> None:
-            async with slots:
+        def enough(number: int) -> bool:
+            broken = all(breaker.num_faults >= config.least_faults for breaker in breakers)
+            return number >= len(self._cases) * (1 if broken else MOST_ROUNDS)
+
+        async def stream() -> None:
+            while not enough(number := next(numbers)):
                 started = time.monotonic()
-                outcome = await self._check(number)
+                outcome = await self._check(number % len(self._cases))
                 report.slowest_s = max(report.slowest_s, time.monotonic() - started)
                 report.num_requests += 1
                 report.num_exact += outcome is None
 
-        over = asyncio.Event()
-        faults = [asyncio.create_task(self._break(role, over)) for role in ("prefill", "decode")]
+        faults = [asyncio.create_task(breaker.run(config.pause_s, over)) for breaker in breakers]
         try:
-            await asyncio.gather(*(one(number) for number in range(len(self._cases))))
+            await asyncio.gather(*(stream() for _ in range(config.concurrency)))
         finally:
             over.set()
             await asyncio.gather(*faults)
@@ -151,9 +189,13 @@ class _Chaos:
             "presence_penalty": params.presence_penalty,
             "ignore_eos": params.ignore_eos,
         }
+        urls = self._deployment.router_urls
         try:
-            have = await stream_completion(self._session, self._deployment.url, body)
-        except (BatonError, aiohttp.ClientError, asyncio.TimeoutError) as error:
+            have = await stream_completion(self._session, urls[number % len(urls)], body)
+        except BatonError as error:
+            self._report.refusals[str(error)[:200]] += 1
+            return str(error)
+        except (aiohttp.ClientError, asyncio.TimeoutError) as error:
             name = f"{type(error).__name__}: {error}"[:200]
             self._report.errors[name] += 1
             return name
@@ -171,74 +213,33 @@ class _Chaos:
             self._report.different.append(f"request {number}: {difference}")
         return difference
 
-    # ------------------------------------------------------------ faults
-
-    async def _break(self, role: str, over: asyncio.Event) -> None:
-        """Break engines of one role, one at a time, until `over`; at the end all of them run."""
-        rng = random.Random(f"{self._config.seed} {role}")
-        names = [name for name in self._deployment.pids if name.startswith(role)]
-        while not over.is_set():
-            await asyncio.sleep(rng.uniform(*self._config.pause_s))
-            name, kind = rng.choice(names), rng.choice(FAULTS)
-            stop_s = rng.uniform(*rng.choice((LONG_STOP_S, SHORT_STOP_S)))
-            if over.is_set():
-                return
-            self._report.faults[role, kind] += 1
-            if kind == "kill":
-                await self._count_recoveries(name, self._engines()[name])
-                self._deployment.kill(name)
-            else:
-                self._deployment.stop(name)
-                await asyncio.sleep(stop_s)
-                if kind == "stop, cont":
-                    self._deployment.cont(name)
-                else:
-                    self._deployment.kill(name)
-            if kind != "stop, cont":
-                # From this thread, which outlives it: an engine ends with the thread that started it.
-                self._deployment.restart(name, wait=False)
-                self.pids.add(self._deployment.pids[name])
-                await asyncio.to_thread(self._deployment.await_ready, name)
-            started = time.monotonic()
-            await self._await_healthy(name)
-            if kind != "stop, cont":
-                self._report.rejoined_s.append(time.monotonic() - started)
-
-    def _engines(self) -> dict[str, str]:
-        names = [name for name in self._deployment.pids if name != "router"]
-        return dict(zip(names, self._deployment.engine_urls, strict=True))
-
-    async def _await_healthy(self, name: str) -> None:
-        url, deadline = self._engines()[name], time.monotonic() + REJOIN_LIMIT_S
-        while True:
-            status = await self._get(f"{self._deployment.url}/status")
-            if any(engine["url"] == url and engine["healthy"] for engine in status["engines"]):
-                return
-            if time.monotonic() > deadline:
-                raise BatonError(f"{name} did not rejoin: {status}")
-            await asyncio.sleep(0.1)
+    # ------------------------------------------------------------ the end of a router
 
     async def _kill_router(self) -> None:
-        """Cut streams by the router's death; their engines must free them, and serve its successor."""
-        report = self._report
-        numbers = [n for n, case in enumerate(self._cases) if case.params.max_tokens > 60][:8]
-        errors_before = Counter(report.errors)
-        streams = [asyncio.create_task(self._check(number)) for number in numbers]
+        """Cut streams by a router's death; their engines must free them, and serve its successor. Streams of other
+        routers go on."""
+        report, num_routers = self._report, len(self._deployment.router_urls)
+        numbers = [n for n, case in enumerate(self._cases) if case.params.max_tokens > 60][: 8 * num_routers]
+        mine = [n for n in numbers if n % num_routers == 0]
+        before = Counter(report.errors), Counter(report.refusals)
+        streams = {number: asyncio.create_task(self._check(number)) for number in numbers}
         await asyncio.sleep(self._rng.uniform(0.1, 0.3))
         self._deployment.kill("router")
-        outcomes = await asyncio.gather(*streams)
-        report.num_orphans = sum(outcome is not None for outcome in outcomes)
-        report.errors = errors_before
+        outcomes = dict(zip(numbers, await asyncio.gather(*streams.values()), strict=True))
+        report.num_orphans = sum(outcomes[number] is not None for number in mine)
+        others = [outcome for number, outcome in outcomes.items() if number not in mine]
+        report.num_beside, report.num_exact_beside = len(others), sum(outcome is None for outcome in others)
+        report.errors, report.refusals = before
         started = time.monotonic()
         await self._await_idle("after the router's death")
         report.orphans_freed_s = time.monotonic() - started
         self._deployment.restart("router", wait=False)
         await asyncio.to_thread(self._deployment.await_ready, "router")
-        for name in self._engines():
-            await self._await_healthy(name)
-        outcomes = await asyncio.gather(*(self._check(number) for number in numbers))
+        for name in engines_of(self._deployment):
+            await await_healthy(self._session, self._deployment, name)
+        found = await asyncio.gather(*(self._check(number) for number in numbers))
         report.num_after = len(numbers)
-        report.num_exact_after = sum(outcome is None for outcome in outcomes)
+        report.num_exact_after = sum(outcome is None for outcome in found)
         await self._await_idle("after the new router's streams")
 
     # ------------------------------------------------------------ figures
@@ -248,8 +249,8 @@ class _Chaos:
         deadline = time.monotonic() + IDLE_LIMIT_S
         while True:
             held = {}
-            for name, url in self._engines().items():
-                load = await self._get(f"{url}/inference/v1/load")
+            for name, url in engines_of(self._deployment).items():
+                load = await get_json(self._session, f"{url}/inference/v1/load")
                 held.update({f"{name} {key} {when}": load[key] for key in IDLE if load[key]})
             if not held:
                 return
@@ -258,20 +259,11 @@ class _Chaos:
                 return
             await asyncio.sleep(0.1)
 
-    async def _count_recoveries(self, name: str, url: str) -> None:
-        """An engine's counters die with it."""
-        for rung in ("retry", "recompute"):
-            count = await scrape(self._session, url, "baton:recoveries", rung=rung)
-            self._report.recoveries["engine", rung] += int(count)
-
-    async def _count_router(self) -> None:
-        status = await self._get(f"{self._deployment.url}/status")
-        for rung, count in status["recoveries"].items():
-            self._report.recoveries["router", rung] += count
-
-    async def _get(self, url: str) -> Any:
-        async with self._session.get(url) as response:
-            return await response.json()
+    async def _count_routers(self) -> None:
+        for url in self._deployment.router_urls:
+            status = await get_json(self._session, f"{url}/status")
+            for rung, count in status["recoveries"].items():
+                self._report.recoveries["router", rung] += count
 
 
 def main() -> int:
@@ -282,12 +274,17 @@ def main() -> int:
     parser.add_argument("--concurrency", type=int, default=default.concurrency)
     parser.add_argument("--prefill", type=int, default=default.prefill)
     parser.add_argument("--decode", type=int, default=default.decode)
+    parser.add_argument("--routers", type=int, default=default.routers)
+    parser.add_argument("--transport", default=default.transport, help="shm, nixl, ... or a URI")
+    parser.add_argument("--prefix-store", action="store_true")
+    parser.add_argument("--kv-cache-memory", type=int, default=default.kv_cache_memory, help="bytes per engine")
     parser.add_argument("--seed", type=int, default=default.seed)
     parser.add_argument("--mode", choices=("push", "pull"), default=default.mode)
     parser.add_argument("--recovery", choices=get_args(Recovery), default=default.recovery)
     parser.add_argument("--integrity", choices=("off", "sampled", "full"), default=default.integrity)
     config = ChaosConfig(**vars(parser.parse_args()))
-    print(f"{config.prefill} prefill and {config.decode} decode engines, {config.requests} streams", flush=True)
+    engines = f"{config.prefill} prefill and {config.decode} decode engines over {config.transport}"
+    print(f"{engines}, {config.routers} routers, {config.requests} streams", flush=True)
     report = run_chaos(config)
     print(report.table())
     return 0 if report.ok else 1
