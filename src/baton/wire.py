@@ -185,8 +185,8 @@ class TokenChunk(msgspec.Struct, frozen=True, kw_only=True):
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """`GET /inference/v1/info`: what a router needs to know of an engine to mint tickets and check requests.
 
-    `default_seed`: the seed of requests that bring none; None draws one for each. `token_api`: whether it serves
-    `POST /inference/v1/generate`.
+    `clock`: what its monotonic clock said, in seconds, as it answered: tickets expire by it. `default_seed`: the seed
+    of requests that bring none; None draws one for each. `token_api`: whether it serves `POST /inference/v1/generate`.
     """
 
     engine_id: str
@@ -201,6 +201,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     fingerprint: str
     num_speculative_tokens: int
     batch_invariant: bool
+    clock: float = 0.0
     default_seed: int | None = None
     token_api: bool = True
 
@@ -224,7 +225,7 @@ class LegParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 class EngineIdentity(msgspec.Struct, frozen=True):
     """What a router has to know of a vLLM server with `BatonConnector`. `roles`: the legs that it takes;
-    `truncate_prefill`: those of prefill come without their prompt's last token."""
+    `truncate_prefill`: those of prefill come without their prompt's last token. `clock` as in `EngineInfo`."""
 
     engine_id: str
     incarnation: str
@@ -235,6 +236,7 @@ class EngineIdentity(msgspec.Struct, frozen=True):
     vocab_size: int
     eos_token_ids: list[int]
     num_speculative_tokens: int
+    clock: float = 0.0
 
 
 class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):

@@ -105,7 +105,8 @@ class Scene:
             decode_incarnation=d.incarnation,
             decode_address=d.agent.address,
             mode="push",
-            expiry=int(time.time()) + 60,
+            prefill_expiry=time.monotonic() + 60,
+            decode_expiry=time.monotonic() + 60,
             request_digest=bytes(32),
         )
         return msgspec.structs.replace(ticket, **changes)

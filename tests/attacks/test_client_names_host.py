@@ -196,11 +196,11 @@ async def test_a_ticket_that_the_router_did_not_sign(tmp_path: Path, caplog: pyt
         address = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
         evil = msgspec.structs.replace(running.info, engine_id="evil", incarnation="evil-1", control_address=address)
         digest = request_digest(prompt, params)
-        ticket = Ticket.between(evil, running.info, "push", digest, int(time.time()) + 60)
+        ticket = Ticket.between(evil, running.info, "push", digest, (time.monotonic() + 60, time.monotonic() + 60))
         sampling = {"max_tokens": 4, "temperature": 0.0, "seed": 0}
         body = {"request_id": "r", "prompt_token_ids": prompt, "sampling_params": sampling}
         forged = mint(bytes(32), ticket)
-        late = mint(key, Ticket.between(evil, running.info, "push", digest, 1))
+        late = mint(key, Ticket.between(evil, running.info, "push", digest, (1.0, 1.0)))
         cases: list[tuple[dict[str, Any], int, str]] = [
             ({**body, "handoff": {"role": "decode", "ticket": forged}}, 403, "signature"),
             ({**body, "handoff": {"role": "decode", "ticket": late}}, 403, "expired"),

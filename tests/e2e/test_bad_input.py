@@ -172,7 +172,8 @@ def decode_leg(prefill: dict[str, Any], decode: dict[str, Any], key: bytes) -> d
     params = SamplingParams(max_tokens=4, temperature=0.0, seed=0)
     prompt = [5, 6, 7, 8]
     p, d = (msgspec.convert(info, EngineInfo) for info in (prefill, decode))
-    ticket = Ticket.between(p, d, "push", request_digest(prompt, params), int(time.time()) + 100)
+    expiry = time.monotonic() + 100  # of every engine on this host
+    ticket = Ticket.between(p, d, "push", request_digest(prompt, params), (expiry, expiry))
     return {
         "request_id": "leg",
         "prompt_token_ids": prompt,

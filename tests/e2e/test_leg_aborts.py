@@ -44,8 +44,8 @@ class Pair:
         p, d = self.infos["prefill"], self.infos["decode"]
         params = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0, ignore_eos=True)
         request = GenerateRequest(request_id=name, prompt_token_ids=prompt, sampling_params=params)
-        expiry = int(time.time()) + TICKET_LIFE_S
-        signed = mint(self.key, Ticket.between(p, d, self.mode, request_digest(prompt, params), expiry))
+        expiry = time.monotonic() + TICKET_LIFE_S  # of every engine on this host
+        signed = mint(self.key, Ticket.between(p, d, self.mode, request_digest(prompt, params), (expiry, expiry)))
         return {
             leg: msgspec.structs.replace(request, handoff=HandoffParams(role=leg, ticket=signed))  # type: ignore[arg-type]
             for leg in ("prefill", "decode")

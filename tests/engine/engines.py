@@ -126,7 +126,8 @@ class Pair:
         """Add both legs of a request; returns what P says and what D says."""
         p, d = self.prefill.engine.info, self.decode.engine.info
         digest = request_digest(prompt + (known or []), params, len(prompt))
-        signed = mint(self._key, Ticket.between(p, d, mode, digest, int(time.time()) + 60))
+        expiry = time.monotonic() + 60.0
+        signed = mint(self._key, Ticket.between(p, d, mode, digest, (expiry, expiry)))
         prefill = request(name, prompt, params, known, HandoffParams(role="prefill", ticket=signed))
         decode = request(name, prompt, params, known, HandoffParams(role="decode", ticket=signed))
         return self.prefill.add(prefill), self.decode.add(decode)

@@ -215,8 +215,8 @@ def test_no_room_to_recompute_ends_in_time(tmp_path: Path, prompt: list[int], mo
         for _ in range(3):
             two.decode.step()
         assert not stream.ended
-        expiry = two.decode.core.legs.open[key].request.ticket.expiry
-        monkeypatch.setattr("baton.engine.core.time.time", lambda: expiry + 1.0)
+        expiry = two.decode.core.legs.open[key].request.ticket.decode_expiry
+        monkeypatch.setattr("baton.engine.core.time.monotonic", lambda: expiry + 1.0)
         two.decode.step()
         assert stream.ended
         assert stream.error == "no_room: no pages came free to recompute"

@@ -115,7 +115,8 @@ def ticket_for(p: Node, d: Node, mode: str, life: float = 60, **changes: object)
         "decode_incarnation": f"{d.name}-1",
         "decode_address": d.agent.address,
         "mode": mode,
-        "expiry": int(time.time() + life),
+        "prefill_expiry": time.monotonic() + life,
+        "decode_expiry": time.monotonic() + life,
         "request_digest": bytes(32),
     }
     return Ticket(**{**fields, **changes})  # type: ignore[arg-type]

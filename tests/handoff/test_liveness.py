@@ -44,9 +44,6 @@ class Clock:
     def monotonic(self) -> float:
         return self.now
 
-    def time(self) -> float:
-        return self.now
-
 
 class FakeChannel:
     """What one engine sends and receives. A frame takes one step of the world, and waits for one that is paused."""
@@ -196,7 +193,8 @@ class World:
             decode_incarnation=d.incarnation,
             decode_address=d.address,
             mode=mode,  # type: ignore[arg-type]
-            expiry=int(self.clock.now + life),
+            prefill_expiry=self.clock.now + life,
+            decode_expiry=self.clock.now + life,
             request_digest=bytes(32),
         )
 

@@ -27,7 +27,8 @@ TICKET = Ticket(
     decode_incarnation="d-1",
     decode_address="tcp://127.0.0.1:1235",
     mode="push",
-    expiry=1000,
+    prefill_expiry=1000.0,
+    decode_expiry=5000.0,
     request_digest=bytes(32),
 )
 
@@ -37,7 +38,7 @@ def test_round_trip() -> None:
     assert text == mint(KEY, TICKET)
     assert text.isascii()
     assert "=" not in text
-    assert verify(KEY, text, now=900.0) == TICKET
+    assert verify(KEY, text, "prefill", now=900.0) == verify(KEY, text, "decode", now=4900.0) == TICKET
     assert TICKET.key == AttemptKey(b"0123456789abcdef", 1, "p-1", "d-1")
     assert str(TICKET.key) == b"0123456789abcdef".hex() + "/1"
 
@@ -48,11 +49,12 @@ def identity(name: str, address: str) -> EngineIdentity:
 
 def test_a_ticket_names_both_engines() -> None:
     p, d = identity("p", "tcp://127.0.0.1:1234"), identity("d", "tcp://127.0.0.1:1235")
-    made, other = (Ticket.between(p, d, "push", bytes(32), 1000) for _ in range(2))
+    made, other = (Ticket.between(p, d, "push", bytes(32), (1000.0, 5000.0)) for _ in range(2))
     assert made.transfer_id != other.transfer_id
     assert msgspec.structs.replace(made, transfer_id=TICKET.transfer_id, attempt=1) == TICKET
+    nobody = SimpleNamespace(engine_id="D", incarnation="d", control_address=None)
     with pytest.raises(EngineUnavailableError, match="no control address"):
-        Ticket.between(p, SimpleNamespace(engine_id="D", incarnation="d", control_address=None), "pull", bytes(32), 1)
+        Ticket.between(p, nobody, "pull", bytes(32), (1.0, 1.0))
 
 
 @pytest.mark.parametrize(
@@ -61,6 +63,8 @@ def test_a_ticket_names_both_engines() -> None:
         (mint(b"x" * 32, TICKET), 900.0, "signature"),
         (mint(KEY, TICKET), 1000.0, "expired"),
         (mint(KEY, TICKET), 100.0, "more than"),
+        (mint(KEY, msgspec.structs.replace(TICKET, prefill_expiry=float("inf"))), 900.0, "more than"),
+        (mint(KEY, msgspec.structs.replace(TICKET, prefill_expiry=float("nan"))), 900.0, "more than|malformed"),
         ("", 900.0, "signature"),
         ("a" * 5000, 900.0, "too long"),
         ("***", 900.0, "base64url"),
@@ -71,7 +75,7 @@ def test_a_ticket_names_both_engines() -> None:
 )
 def test_refusals_are_named(text: str, now: float, what: str) -> None:
     with pytest.raises(ProtocolError, match=what):
-        verify(KEY, text, now)
+        verify(KEY, text, "prefill", now)
 
 
 @given(st.integers(0, 10_000), st.sampled_from("ABab01-_"))
@@ -81,7 +85,7 @@ def test_no_changed_character_passes(position: int, character: str) -> None:
     changed = text[:position] + character + text[position + 1 :]
     try:
         # The last character may carry unused bits, so that two texts can be one ticket.
-        assert verify(KEY, changed, 900.0) == TICKET
+        assert verify(KEY, changed, "prefill", 900.0) == TICKET
         assert changed == text or position == len(text) - 1
     except ProtocolError:
         assert changed != text

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -110,6 +109,8 @@ class FakeVllm:
             "vocab_size": 258,
             "eos_token_ids": [EOS],
             "num_speculative_tokens": self.num_drafts,
+            # As on two hosts: one of them has been up for longer.
+            "clock": float(1000 * ord(self.name[0])),
         }
 
     def _role(self, body: dict[str, Any]) -> str:
@@ -223,7 +224,7 @@ class FakeVllm:
         if "baton" in params:
             leg = params["baton"]
             whole = self.truncate or leg.get("seed_first_token", False)
-            self._check(leg["ticket"], body["prompt"] if whole else body["prompt"][:-1])
+            self._check("prefill", leg["ticket"], body["prompt"] if whole else body["prompt"][:-1])
             self.shared.of(leg["ticket"]).set()
             return {}
         self.shared.of(name).set()
@@ -245,7 +246,7 @@ class FakeVllm:
         """Wait for the prefill leg, as a decode server does before its first token."""
         params = body["kv_transfer_params"]
         if "baton" in params:
-            self._check(params["baton"]["ticket"], body["prompt"][:-1])
+            self._check("decode", params["baton"]["ticket"], body["prompt"][:-1])
             name = params["baton"]["ticket"]
         else:
             needed = {"remote_engine_id", "remote_host", "remote_port", "remote_request_id", "tp_size"}
@@ -256,8 +257,8 @@ class FakeVllm:
             return
         await asyncio.wait_for(self.shared.of(name).wait(), 5.0)
 
-    def _check(self, ticket: str, handed_over: Sequence[int]) -> None:
-        signed = tickets.verify(KEY, ticket, time.time())
+    def _check(self, role: tickets.TicketRole, ticket: str, handed_over: Sequence[int]) -> None:
+        signed = tickets.verify(KEY, ticket, role, float(1000 * ord(self.name[0])))
         assert signed.request_digest == tickets.request_digest(handed_over, SamplingParams())
 
 

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import socket
-import time
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -92,6 +91,8 @@ class FakeEngine:
             fingerprint=fingerprint,
             num_speculative_tokens=K,
             batch_invariant=True,
+            # As on two hosts: one of them has been up for long.
+            clock=1000.0 if role == "prefill" else 9_000_000.0,
         )
         backend = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
         self.tokens: list[int] = backend.encode(TEXT).ids
@@ -162,7 +163,7 @@ class FakeEngine:
         role, start = "both", known
         if request.handoff is not None:
             role = request.handoff.role
-            ticket = tickets.verify(KEY, request.handoff.ticket, time.time())
+            ticket = tickets.verify(KEY, request.handoff.ticket, request.handoff.role, self.info.clock)
             digest = tickets.request_digest(request.prompt_token_ids, params, request.num_prompt_tokens)
             if ticket.request_digest != digest:
                 raise ProtocolError("another request's ticket")

@@ -41,7 +41,8 @@ def ticket(prompt: Sequence[int] = PROMPT, incarnation: str = "inc-P") -> Ticket
         decode_incarnation="inc-D",
         decode_address="tcp://127.0.0.1:2",
         mode="push",
-        expiry=int(NOW) + 60,
+        prefill_expiry=NOW + 60,
+        decode_expiry=NOW + 60,
         request_digest=handoff_digest(prompt[:-1]),
     )
 
@@ -304,4 +305,5 @@ def test_who_the_engine_is() -> None:
         "vocab_size": 512,
         "eos_token_ids": [2],
         "num_speculative_tokens": 0,
+        "clock": NOW,
     }

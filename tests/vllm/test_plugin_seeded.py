@@ -46,7 +46,7 @@ class Pool:
         assert not ordered_blocks
 
 
-def ticket(handed_over: Sequence[int] = PROMPT, expiry: int = 60) -> Ticket:
+def ticket(handed_over: Sequence[int] = PROMPT, expiry: float = 60.0) -> Ticket:
     return Ticket(
         transfer_id=new_transfer_id(),
         prefill_engine="P",
@@ -56,7 +56,8 @@ def ticket(handed_over: Sequence[int] = PROMPT, expiry: int = 60) -> Ticket:
         decode_incarnation="d",
         decode_address="tcp://127.0.0.1:2",
         mode="push",
-        expiry=expiry,
+        prefill_expiry=expiry,
+        decode_expiry=expiry,
         request_digest=handoff_digest(handed_over),
     )
 
@@ -140,7 +141,7 @@ def test_only_the_router_cancels(why: str) -> None:
     request.output_token_ids.append(FIRST)
     p.on_finished(request)
     p.take_step()
-    hostile = cancel(t, b"x" * 32) if why == "forged" else cancel(ticket(expiry=-1) if why == "expired" else t)
+    hostile = cancel(t, b"x" * 32) if why == "forged" else cancel(ticket(expiry=0.0) if why == "expired" else t)
     if why == "none":
         assert hostile.kv_transfer_params is not None
         hostile.kv_transfer_params["baton"]["ticket"] = ""

@@ -78,7 +78,8 @@ def ticket() -> Ticket:
         decode_incarnation="d",
         decode_address="tcp://127.0.0.1:2",
         mode="push",
-        expiry=1,
+        prefill_expiry=1.0,
+        decode_expiry=1.0,
         request_digest=bytes(32),
     )
 

@@ -79,6 +79,7 @@ class Baton:
     key: bytes
     mode: Literal["push", "pull"]
     _identities: list[EngineIdentity] | None = None
+    _read: float = 0.0
 
     async def ask(self, session: aiohttp.ClientSession, prompt: Sequence[int], num: int) -> Answer:
         """See `Legs.ask`."""
@@ -104,10 +105,11 @@ class Baton:
             probe = completion([5], 1, kv_transfer_params={"baton": {"role": "identify"}})
             answers = await asyncio.gather(*(_post(session, url, probe) for url in (self.prefill, self.decode)))
             said = [answer["kv_transfer_params"]["baton"] for answer in answers]
-            self._identities = msgspec.convert(said, list[EngineIdentity])
+            self._identities, self._read = msgspec.convert(said, list[EngineIdentity]), time.monotonic()
         p, d = self._identities
         digest = request_digest(prompt[:-1], SamplingParams())
-        return mint(self.key, Ticket.between(p, d, self.mode, digest, int(time.time()) + TICKET_LIFE_S))
+        life_s = time.monotonic() - self._read + TICKET_LIFE_S
+        return mint(self.key, Ticket.between(p, d, self.mode, digest, (p.clock + life_s, d.clock + life_s)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import AsyncGenerator, Callable
+
+import msgspec
 
 from baton.engine.build import build_engine
 from baton.engine.config import EngineConfig
@@ -54,8 +57,8 @@ class AsyncEngine:
 
     @property
     def info(self) -> EngineInfo:
-        """What a router must know."""
-        return self._engine.info
+        """What a router must know, with the time by this engine's clock."""
+        return msgspec.structs.replace(self._engine.info, clock=time.monotonic())
 
     def start(self) -> None:
         """Start the engine thread."""

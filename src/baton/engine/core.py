@@ -172,7 +172,7 @@ class EngineCore:
     def step(self) -> bool:
         """One engine step. False when there was nothing to compute."""
         if self.legs is not None:
-            self.legs.start_receives(time.time())
+            self.legs.start_receives(time.monotonic())
         scheduled = self.scheduler.schedule()
         if not scheduled:
             return False

@@ -106,14 +106,14 @@ class HandoffLegs:
             self.agent.open_prefill(request.ticket)
 
     def start_receives(self, now: float) -> None:
-        """Register decode legs for which there is room, in order of arrival. `now`: unix seconds, as expiries."""
+        """Register decode legs for which there is room, in order of arrival. `now`: monotonic seconds."""
         scheduler = self.core.scheduler
         self._expire_recomputing(now)
         while scheduler.receive_queue:
             request = scheduler.receive_queue[0]
             ticket = request.ticket
             assert ticket is not None
-            if now >= ticket.expiry:
+            if now >= ticket.decode_expiry:
                 self.core.finish(request, "error", "handoff_timeout: no pages came free in time", recoverable=True)
                 continue
             hits = scheduler.start_receive(request)
@@ -135,7 +135,7 @@ class HandoffLegs:
         for request, ticket in list(self._recomputing.items()):
             if request.status is not RequestStatus.WAITING:
                 del self._recomputing[request]
-            elif now >= ticket.expiry:
+            elif now >= ticket.decode_expiry:
                 del self._recomputing[request]
                 self.core.finish(request, "error", "no_room: no pages came free to recompute", recoverable=True)
 

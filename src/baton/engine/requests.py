@@ -69,7 +69,7 @@ def _ticket(engine: Engine, wire: GenerateRequest) -> Ticket:
         raise RequestError("this engine takes no part in handoffs: it has no ticket key", "handoff")
     digest = request_digest(wire.prompt_token_ids, wire.sampling_params, wire.num_prompt_tokens)
     try:
-        return engine.redeemer.redeem(wire.handoff.ticket, wire.handoff.role, digest, time.time())
+        return engine.redeemer.redeem(wire.handoff.ticket, wire.handoff.role, digest, time.monotonic())
     except ProtocolError as error:
         log.warning("refused the ticket of a request: %s", error)
         if isinstance(error, WrongEngineError):

@@ -11,31 +11,19 @@ from baton.handoff.messages import CHALLENGE_BYTES, Message
 
 
 class Clock(Protocol):
-    """A process's clocks, in seconds."""
+    """A process's clock. The time of day matters to no handoff."""
 
     def monotonic(self) -> float:
-        """Never goes back; of no meaning to another process."""
-        ...
-
-    def time(self) -> float:
-        """Unix time, to judge a ticket's expiry by."""
+        """Seconds; never goes back. Of no meaning to another process, unless it has read it there."""
         ...
 
 
 class SystemClock:
-    """The machine's own clocks. Unix time never goes back: a ticket that has expired stays expired."""
-
-    def __init__(self) -> None:
-        self._latest = 0.0
+    """The machine's own clock."""
 
     def monotonic(self) -> float:
         """See `Clock`."""
         return time.monotonic()
-
-    def time(self) -> float:
-        """See `Clock`."""
-        self._latest = max(self._latest, time.time())
-        return self._latest
 
 
 @dataclass(slots=True, eq=False)

@@ -37,7 +37,7 @@ from baton.handoff.messages import (
 from baton.handoff.phases import DecodePhase
 from baton.handoff.planner import RankGeometry
 from baton.handoff.prefill import PrefillHandoff
-from baton.handoff.ticket import MAX_TICKET_LIFE_S, Ticket
+from baton.handoff.ticket import MAX_TICKET_LIFE_S, Ticket, TicketRole
 
 log = logging.getLogger(__name__)
 log.addFilter(LogLimit())
@@ -199,9 +199,9 @@ class Inbox:
             self._machines.feed(attempt, ev.Received(Cancel(key, reason)))
         return attempt
 
-    def expiry(self, ticket: Ticket) -> float:
+    def expiry(self, ticket: Ticket, role: TicketRole) -> float:
         """When a ticket expires, in monotonic seconds."""
-        return self._clock.monotonic() + min(ticket.expiry - self._clock.time(), MAX_TICKET_LIFE_S)
+        return min(ticket.expiry(role), self._clock.monotonic() + MAX_TICKET_LIFE_S)
 
     def supersede(self, key: AttemptKey) -> bool:
         """End earlier attempts of the same transfer; True while one of them is not quiet."""
@@ -293,7 +293,7 @@ class Inbox:
             if self.supersede(key):
                 self._held[key] = link, message
                 return
-            self._take(self.prefill(key, ticket.mode, self.expiry(ticket)), link, message)
+            self._take(self.prefill(key, ticket.mode, self.expiry(ticket, "prefill")), link, message)
         except ProtocolError as error:
             self._machines.figures.count("rejected")
             log.warning("refused %s of %s: %s", kind_of(message), key, error)

@@ -209,7 +209,7 @@ class Links:
         config, hello = self._config, link.hello
         if hello is None or link.refusal is not None:
             raise ProtocolError(link.refusal[1] if link.refusal else "a session begins with HELLO")
-        ticket = verify(config.ticket_key, message.ticket, self._clock.time())
+        ticket = verify(config.ticket_key, message.ticket, "prefill", self._clock.monotonic())
         if ticket.key != message.key:
             raise ProtocolError("the ticket is for another attempt")
         if (ticket.prefill_engine, ticket.prefill_incarnation) != (config.engine_id, config.incarnation):

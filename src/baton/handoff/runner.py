@@ -55,7 +55,7 @@ class HandoffRunner:
 
     def open_prefill(self, ticket: Ticket) -> None:
         """The engine took P's leg."""
-        attempt = self.inbox.prefill(ticket.key, ticket.mode, self.inbox.expiry(ticket))
+        attempt = self.inbox.prefill(ticket.key, ticket.mode, self.inbox.expiry(ticket, "prefill"))
         self.inbox.supersede(ticket.key)
         self.machines.feed(attempt, ev.Opened())
 
@@ -86,7 +86,8 @@ class HandoffRunner:
         config = self.config
         signed = mint(config.ticket_key, ticket)
         machine = DecodeHandoff(ticket.key, ticket.mode, signed, wanted, pages, config.max_retries, config.integrity)
-        attempt = DecodeAttempt(self.inbox.expiry(ticket), machine=machine, address=ticket.prefill_address)
+        expiry = self.inbox.expiry(ticket, "decode")
+        attempt = DecodeAttempt(expiry, machine=machine, address=ticket.prefill_address)
         if wanted is not None:
             attempt.begun = self.clock.monotonic()
         self.machines.decodes.add(ticket.key, attempt)

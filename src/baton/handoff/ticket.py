@@ -3,6 +3,9 @@
 An engine dials the peer that a ticket names, and serves KV only to the peer that a ticket names. A ticket is
 `base64url(msgpack(Ticket) + HMAC-SHA256)` without padding; it expires, and serves one attempt: `Redeemer` sees to
 that where requests come in, the tombstones of attempts where REGISTER does.
+
+When it expires is said twice, in the monotonic clock of either engine, which the router has read. So nobody's time of
+day matters: one that is set forward or back refuses no ticket and revives none.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ _MAC_BYTES = 32
 # Separates this use of the key from any other that may come.
 _CONTEXT = b"baton-ticket-1\0"
 
+TicketRole = Literal["prefill", "decode"]
 Address = Annotated[str, Meta(min_length=1, max_length=256, pattern=r"^[a-z]+://")]
 
 
@@ -48,7 +52,8 @@ class Party(Protocol):
 
 
 class Ticket(msgspec.Struct, frozen=True, kw_only=True):
-    """What the router promises both engines. `expiry` is in unix seconds; `request_digest` is 32 bytes."""
+    """What the router promises both engines. `prefill_expiry` and `decode_expiry` are in seconds of that engine's own
+    monotonic clock; `request_digest` is 32 bytes."""
 
     transfer_id: TransferId
     attempt: Annotated[int, Meta(ge=0, lt=1 << 31)] = 0
@@ -59,14 +64,23 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     decode_incarnation: Name
     decode_address: Address
     mode: Literal["push", "pull"]
-    expiry: Annotated[int, Meta(ge=0, lt=1 << 62)]
+    prefill_expiry: Annotated[float, Meta(ge=0)]
+    decode_expiry: Annotated[float, Meta(ge=0)]
     request_digest: Annotated[bytes, Meta(min_length=32, max_length=32)]
 
     @classmethod
     def between(
-        cls, prefill: Party, decode: Party, mode: Literal["push", "pull"], request_digest: bytes, expiry: int
+        cls,
+        prefill: Party,
+        decode: Party,
+        mode: Literal["push", "pull"],
+        request_digest: bytes,
+        expiries: tuple[float, float],
     ) -> Ticket:
-        """A ticket for a new transfer. Raises `EngineUnavailableError` for an engine that takes no handoffs."""
+        """A ticket for a new transfer. `expiries`: when, by the clock of `prefill` and by that of `decode`.
+
+        Raises `EngineUnavailableError` for an engine that takes no handoffs.
+        """
         if prefill.control_address is None or decode.control_address is None:
             raise EngineUnavailableError("an engine of the pair has no control address")
         return cls(
@@ -78,7 +92,8 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
             decode_incarnation=decode.incarnation,
             decode_address=decode.control_address,
             mode=mode,
-            expiry=expiry,
+            prefill_expiry=expiries[0],
+            decode_expiry=expiries[1],
             request_digest=request_digest,
         )
 
@@ -86,6 +101,10 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     def key(self) -> AttemptKey:
         """The attempt that this ticket permits."""
         return AttemptKey(self.transfer_id, self.attempt, self.prefill_incarnation, self.decode_incarnation)
+
+    def expiry(self, role: TicketRole) -> float:
+        """When it expires, by the monotonic clock of the engine of that role."""
+        return self.prefill_expiry if role == "prefill" else self.decode_expiry
 
 
 _decoder = msgspec.msgpack.Decoder(Ticket)
@@ -115,8 +134,9 @@ def mint(key: bytes, ticket: Ticket) -> str:
     return base64.urlsafe_b64encode(signed).rstrip(b"=").decode("ascii")
 
 
-def verify(key: bytes, text: str, now: float) -> Ticket:
-    """The ticket in `text`, whose signature holds and whose expiry is after `now` (unix seconds).
+def verify(key: bytes, text: str, role: TicketRole, now: float) -> Ticket:
+    """The ticket in `text`, whose signature holds and whose expiry is after `now`, in monotonic seconds of this engine,
+    which has `role` in it.
 
     Raises `ProtocolError` that says which check failed; nothing of an unsigned ticket is looked at.
     """
@@ -134,9 +154,10 @@ def verify(key: bytes, text: str, now: float) -> Ticket:
         ticket = _decoder.decode(body)
     except (msgspec.MsgspecError, ValueError) as error:
         raise ProtocolError(f"ticket is malformed: {error}") from error
-    if ticket.expiry <= now:
+    left = ticket.expiry(role) - now
+    if left <= 0:
         raise ProtocolError("ticket has expired")
-    if ticket.expiry > now + MAX_TICKET_LIFE_S:
+    if not left <= MAX_TICKET_LIFE_S:
         raise ProtocolError(f"ticket is valid for more than {MAX_TICKET_LIFE_S} s")
     return ticket
 
@@ -144,28 +165,26 @@ def verify(key: bytes, text: str, now: float) -> Ticket:
 class Redeemer:
     """One engine's judge of the tickets that come with requests: each is served once per leg. For one thread.
 
-    `refused` counts those that were not served. Used tickets are remembered until they expire, and time never goes
-    back here, so that a clock that is set back revives none.
+    `refused` counts those that were not served. Used tickets are remembered until they expire.
     """
 
     def __init__(self, key: bytes, engine_id: str, incarnation: str) -> None:
         self.refused = 0
         self._key = key
         self._self = (engine_id, incarnation)
-        self._used: dict[tuple[str, AttemptKey], int] = {}
-        self._now = 0.0
+        self._used: dict[tuple[str, AttemptKey], float] = {}
 
-    def redeem(self, text: str, role: Literal["prefill", "decode"], digest: bytes, now: float) -> Ticket:
-        """The ticket in `text`, if this engine may serve its leg `role` of the request with `digest` now.
+    def redeem(self, text: str, role: TicketRole, digest: bytes, now: float) -> Ticket:
+        """The ticket in `text`, if this engine may serve its leg `role` of the request with `digest` at `now`, in
+        monotonic seconds.
 
         Raises `ProtocolError` that says why not.
         """
-        self._now = max(self._now, now)
         # Tickets live 600 s at most and come in order of time, so this lets go of each soon after its end.
-        while self._used and next(iter(self._used.values())) <= self._now:
+        while self._used and next(iter(self._used.values())) <= now:
             del self._used[next(iter(self._used))]
         try:
-            ticket = verify(self._key, text, self._now)
+            ticket = verify(self._key, text, role, now)
             prefill = (ticket.prefill_engine, ticket.prefill_incarnation)
             decode = (ticket.decode_engine, ticket.decode_incarnation)
             if (prefill if role == "prefill" else decode) != self._self:
@@ -177,7 +196,7 @@ class Redeemer:
         except ProtocolError:
             self.refused += 1
             raise
-        self._used[role, ticket.key] = ticket.expiry
+        self._used[role, ticket.key] = ticket.expiry(role)
         return ticket
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import aiohttp
 import msgspec
 
-from baton.errors import EngineLostError, EngineUnavailableError, HandoffError, ProtocolError, RequestError
+from baton.errors import BatonError, EngineLostError, EngineUnavailableError, HandoffError, ProtocolError, RequestError
 from baton.router.client import EngineClient, decode_body, leg_errors, read_body, read_refusal
 from baton.router.timers import RouterTimers
 from baton.router.vllm_api import Completion, Model, Models, completion_body, read_metrics, to_chunk
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from baton.router.pool import Instance
 
 _MAX_BODY_BYTES = 16 * 2**20
+# So long a reading of a server's clock is good: clocks drift by less than a tenth of a second meanwhile.
+_CLOCK_S = 600.0
 _EVENT, _COMMENT, _DONE = b"data: ", b":", b"[DONE]"
 _T = TypeVar("_T")
 
@@ -38,6 +41,7 @@ class VllmClient(EngineClient):
         self._tell_timeout = aiohttp.ClientTimeout(total=timers.tell, sock_connect=timers.connect)
         self._model: Model | None = None
         self._info: EngineInfo | None = None
+        self._read = 0.0
 
     @staticmethod
     def of(instance: Instance) -> VllmClient:
@@ -46,19 +50,27 @@ class VllmClient(EngineClient):
         return instance.client
 
     async def info(self) -> EngineInfo:
-        """See `EngineClient.info`. A server that was away is asked anew who it is."""
+        """See `EngineClient.info`. A server that was away is asked anew who it is, and every now and then its clock."""
         try:
             await self._get("/health", _MAX_BODY_BYTES)
         except EngineUnavailableError:
             self._info = None
             raise
         if self._info is None:
-            listed = self._decode(await self._get("/v1/models", _MAX_BODY_BYTES), Models).data
-            if not listed:
-                raise ProtocolError(f"{self.url} lists no model")
-            self._model = self._decode(bytes(listed[0]), Model)
-            self._info = await self._identify(self, self._model)
-        return self._info
+            self._info = await self._ask_identity()
+        elif time.monotonic() - self._read >= _CLOCK_S:
+            with contextlib.suppress(BatonError):  # a busy server is asked again, and its clock goes on
+                self._info = await self._ask_identity()
+        return msgspec.structs.replace(self._info, clock=self._info.clock + time.monotonic() - self._read)
+
+    async def _ask_identity(self) -> EngineInfo:
+        listed = self._decode(await self._get("/v1/models", _MAX_BODY_BYTES), Models).data
+        if not listed:
+            raise ProtocolError(f"{self.url} lists no model")
+        self._model = self._decode(bytes(listed[0]), Model)
+        found = await self._identify(self, self._model)
+        self._read = time.monotonic()
+        return found
 
     async def load(self) -> EngineLoad:
         """See `EngineClient.load`; from vLLM's metrics, as far as it has them."""

@@ -115,6 +115,7 @@ class Traffic:
     def serve_one(self) -> None:
         """One handoff. Raises `AssertionError` when it fails, takes too long or a byte differs."""
         p, d, began = self.p, self.d, time.monotonic()
+        expiry = time.monotonic() + (_LONG_LIFE_S if self.served < _SPENT else _SHORT_LIFE_S)
         ticket = Ticket(
             transfer_id=new_transfer_id(),
             prefill_engine=p.name,
@@ -124,7 +125,8 @@ class Traffic:
             decode_incarnation=d.incarnation,
             decode_address=d.agent.address,
             mode="pull" if self.served % 2 else "push",
-            expiry=int(time.time()) + (_LONG_LIFE_S if self.served < _SPENT else _SHORT_LIFE_S),
+            prefill_expiry=expiry,
+            decode_expiry=expiry,
             request_digest=bytes(32),
         )
         count = -(-_TOKENS // _PAGE_SIZE)

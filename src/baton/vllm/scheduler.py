@@ -84,7 +84,7 @@ class SchedulerSide:
         ticket_key: bytes,
         cache_tables: Sequence[CacheTable],
         pool: BlockPool,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.identity = identity
         self.refused: Counter[str] = Counter()
@@ -145,7 +145,7 @@ class SchedulerSide:
     def _cancel(self, request: VllmRequest, text: str) -> None:
         """Let go of the prefill leg that a ticket permitted: its decode engine will not come for it."""
         try:
-            key = verify(self._ticket_key, text, self._clock()).key
+            key = verify(self._ticket_key, text, "prefill", self._clock()).key
         except ProtocolError as error:
             self._refuse(request, str(error))
             return
@@ -248,7 +248,8 @@ class SchedulerSide:
         """A request has ended; whether its blocks must be kept for now, and what to tell its client."""
         if request.request_id in self._asked:
             self._asked.discard(request.request_id)
-            return False, {BATON_PARAM: msgspec.to_builtins(self.identity)}
+            identity = msgspec.structs.replace(self.identity, clock=self._clock())
+            return False, {BATON_PARAM: msgspec.to_builtins(identity)}
         prefill = self._prefills.pop(request.request_id, None)
         if prefill is not None:
             failed = prefill.num_computed < prefill.num_tokens or prefill.lost or prefill.cancelled

@@ -60,11 +60,11 @@ class Pair:
     prefill: Server
     decode: Server
 
-    def ticket(self, prompt: Sequence[int], mode: Mode, life_s: int = 60) -> str:
+    def ticket(self, prompt: Sequence[int], mode: Mode, life_s: float = 60) -> str:
         """A signed ticket for one handoff of `prompt`."""
         p, d = (msgspec.convert(server.identity, EngineIdentity) for server in (self.prefill, self.decode))
-        expiry = int(time.time()) + life_s
-        return mint(self.prefill.key, Ticket.between(p, d, mode, handoff_digest(prompt[:-1]), expiry))
+        expiry = time.monotonic() + life_s  # of every engine on this host
+        return mint(self.prefill.key, Ticket.between(p, d, mode, handoff_digest(prompt[:-1]), (expiry, expiry)))
 
 
 @contextlib.contextmanager

@@ -17,4 +17,7 @@ def mint_ticket(key: bytes | None, prefill: Instance, decode: Instance, mode: KV
         raise EngineUnavailableError("the router has no ticket key, and so cannot hand off")
     if p is None or d is None:
         raise EngineUnavailableError("an engine of the pair is not known any more")
-    return mint(key, Ticket.between(p, d, mode, request_digest, int(time.time()) + TICKET_LIFE_S))
+    # An engine's clock went on since it was read; that the reading took a while makes its tickets live shorter.
+    now = time.monotonic()
+    expiries = (p.clock + now - prefill.answered + TICKET_LIFE_S, d.clock + now - decode.answered + TICKET_LIFE_S)
+    return mint(key, Ticket.between(p, d, mode, request_digest, expiries))

@@ -108,6 +108,7 @@ class BatonConnector(VllmConnector):
             fingerprint=identity.fingerprint,
             num_speculative_tokens=identity.num_speculative_tokens,
             batch_invariant=False,
+            clock=identity.clock,
         )
 
 

@@ -58,13 +58,12 @@ class Cluster:
     def _take_leg(self, stream: Stream, text: str, known: int) -> None:
         process, request = stream.process, stream.request
         try:
-            ticket = verify(process.config.ticket_key, text, process.clock.time())
+            ticket = verify(process.config.ticket_key, text, stream.role, process.clock.monotonic())
         except ProtocolError as error:
             self.world.note(process.name, f"refuses a leg: {error}")
             stream.end("bad_ticket", False)
             return
-        deadline = process.clock.monotonic() + ticket.expiry - process.clock.time()
-        stream.leg = Leg(request.story, known, ticket, stream, deadline, str(ticket.key))
+        stream.leg = Leg(request.story, known, ticket, stream, ticket.expiry(stream.role), str(ticket.key))
         process.engine.start_leg(stream.leg)
         if stream.gone:
             # It was sent before its sender left, and says nothing of that.
@@ -88,6 +87,11 @@ class Cluster:
             world.note("net", f"{names} cannot reach each other")
             self.network.cut.add(pair)
             world.after(random.choice((0.5, 5.0, 12.0)) * random.random(), self._heal, pair)
+            struck = True
+        elif kind == "clock_step":
+            stepped = random.choice(sorted(self.processes.values(), key=lambda process: process.name))
+            stepped.clock.stepped += random.choice((-1.0, 1.0)) * random.choice((2.0, 60.0, 3600.0))
+            world.note(stepped.name, f"its time of day is set {stepped.clock.stepped:+g} s off")
             struck = True
         elif kind == "broken_connection":
             struck = self.fabric.break_one()

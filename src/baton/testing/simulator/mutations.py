@@ -366,8 +366,20 @@ def _attempts_are_one() -> list[Patch]:
 @_mutation("REGISTER brings a ticket for this very attempt")
 def _no_ticket_check() -> list[Patch]:
     def check(self: Links, link: Any, message: Announce | Register) -> Any:
-        ticket = verify(self._config.ticket_key, message.ticket, 0.0)
+        ticket = verify(self._config.ticket_key, message.ticket, "prefill", self._clock.monotonic())
         return msgspec.structs.replace(ticket, transfer_id=message.key.transfer_id, attempt=message.key.attempt)
+
+    return [(Links, "check_register", check)]
+
+
+@_mutation("a ticket expires by the engine's monotonic clock, whatever the time of day", ("clock_step", "reorder"))
+def _expiry_by_time_of_day() -> list[Patch]:
+    original = Links.check_register
+
+    def check(self: Links, link: Any, message: Register) -> Any:
+        clock: Any = self._clock
+        verify(self._config.ticket_key, message.ticket, "prefill", clock.monotonic() + clock.stepped)
+        return original(self, link, message)
 
     return [(Links, "check_register", check)]
 

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from baton.testing.simulator.cluster import Cluster
 
 Role = Literal["prefill", "decode"]
-EPOCH = 1_700_000_000.0
 TICKET_KEY = b"simulated ticket key of 32 bytes"
 _ENGINE_STEP = (0.002, 0.03)
 _SLOW_ENGINE_STEP = (0.02, 0.6)
@@ -35,19 +34,22 @@ _MAX_IDLE_TURNS = 20
 
 
 class SimClock:
-    """A process's clocks: `rate` is how fast they run, `skew` how far unix time is off."""
+    """A process's clock: `rate` is how fast it runs, `start` what it said when the world began. `stepped` is how far
+    its time of day was set forward or back, which the protocol must not look at.
+    """
 
-    def __init__(self, cluster: Cluster, rate: float, skew: float) -> None:
+    def __init__(self, cluster: Cluster, rate: float, start: float) -> None:
         self.rate = rate
-        self._world, self._skew = cluster.world, skew
+        self.stepped = 0.0
+        self._world, self._start = cluster.world, start
 
     def monotonic(self) -> float:
         """See `Clock`."""
-        return 100.0 + self._world.now * self.rate
+        return self._start + self._world.now * self.rate
 
-    def time(self) -> float:
-        """See `Clock`."""
-        return EPOCH + self._skew + self._world.now * self.rate
+    def read(self, age: float) -> float:
+        """What it says now, as somebody thinks who has read it `age` seconds ago, and has a clock of rate 1."""
+        return self._start + (self._world.now - age) * self.rate + age
 
 
 class Process:
@@ -60,9 +62,7 @@ class Process:
         self.cluster, self.world, self.name, self.role, self.address = cluster, world, name, role, address
         self.uid = f"{name}#{generation}"
         skewed = world.settings.has("clock_rates")
-        self.clock = SimClock(
-            cluster, random.uniform(0.85, 1.15) if skewed else 1.0, random.uniform(-1.0, 1.0) if skewed else 0.0
-        )
+        self.clock = SimClock(cluster, random.uniform(0.85, 1.15) if skewed else 1.0, random.uniform(100.0, 1e6))
         self.dead = self.paused = self.leaving = self.closed = False
         # A batch may take long, while the agent, a thread of its own, goes on.
         slow = world.settings.has("slow_engine") and random.random() < 0.5

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from baton.handoff.ticket import Ticket, mint
-from baton.testing.simulator.process import EPOCH, TICKET_KEY, Role
+from baton.testing.simulator.process import TICKET_KEY, Role
 from baton.testing.simulator.story import Story
 
 if TYPE_CHECKING:
@@ -193,7 +193,8 @@ class Router:
             decode_incarnation=decode.uid,
             decode_address=decode.address,
             mode=random.choice(("push", "pull")),
-            expiry=int(EPOCH + self.world.now) + self.world.settings.life,
+            prefill_expiry=prefill.clock.read(random.random()) + self.world.settings.life,
+            decode_expiry=decode.clock.read(random.random()) + self.world.settings.life,
             request_digest=bytes(32),
         )
         self.world.note(

@@ -40,6 +40,7 @@ STRIKES: dict[str, int] = {
     "leave": 1,
     "engine_abort": 12,
     "forged_register": 3,
+    "clock_step": 2,
 }
 # Properties of the whole run.
 TRAITS = ("clock_rates", "full_pools", "burst", "slow_engine")
