@@ -178,10 +178,10 @@ def test_key_files(directory: Path) -> None:
     ("file", "change", "what"),
     [
         ("secret/P.key", "unlink", "cannot read"),
-        ("secret/P.key", "readable", "chmod 600"),
+        ("secret/P.key", "readable", "chmod go-rwx"),
         ("secret/P.key", "garbage", "does not hold a CURVE key"),
         ("public/D.pub", "garbage", "does not hold a CURVE key"),
-        ("public/D.pub", "writable", "chmod 644"),
+        ("public/D.pub", "writable", "chmod go-w"),
         ("public", "writable", "chmod go-w"),
         ("public/P.pub", "unlink", "does not belong"),
         ("public/D.pub", "swap", "same key"),

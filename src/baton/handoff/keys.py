@@ -19,6 +19,7 @@ from pathlib import Path
 import zmq
 from zmq.utils import z85
 
+from baton.directories import OTHERS, OTHERS_WRITE, check_own, own_directory
 from baton.errors import ConfigError
 from baton.handoff.ticket import load_or_create_key
 
@@ -29,10 +30,14 @@ _FIELD = "kv_transfer_config.control_bind"
 
 
 def ticket_key_file(directory: str | Path) -> Path:
-    """The ticket key of a key directory. Raises `ConfigError` when there is none: another one would fit no peer."""
+    """The ticket key of a key directory.
+
+    Raises `ConfigError` when there is none (another one would fit no peer), and for a directory that others may write to.
+    """
     path = Path(directory) / _TICKET_KEY
     if not path.is_file():
         raise ConfigError("keys", f"{path} does not exist; `baton keys` makes a key directory")
+    check_own(path.parent, "keys")
     return path
 
 
@@ -47,7 +52,7 @@ def make_keys(directory: str | Path, engines: Sequence[str]) -> list[str]:
     root = Path(directory)
     made = []
     try:
-        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        own_directory(root, "output")
         (root / "secret").mkdir(mode=0o700, exist_ok=True)
         (root / "public").mkdir(mode=0o755, exist_ok=True)
         load_or_create_key(root / _TICKET_KEY)
@@ -70,8 +75,8 @@ class KeyRing:
     The authorised list is read again when its directory has changed, so that engines join and leave without
     a restart; a connection that is open stays open.
 
-    Raises `ConfigError` that names the file which is missing, malformed, readable (a secret) or writable (the
-    list) by others.
+    Raises `ConfigError` that names the file or directory which is missing, malformed, another user's, readable (a
+    secret) or writable by others.
     """
 
     def __init__(self, directory: str | Path, engine_id: str) -> None:
@@ -81,6 +86,11 @@ class KeyRing:
         self._by_name: dict[str, bytes] = {}
         self._by_key: dict[bytes, str] = {}
         file = _secret_file(Path(directory), engine_id)
+        try:
+            for folder in (file.parent.parent, file.parent):
+                check_own(folder, "keys")
+        except OSError as error:
+            raise ConfigError("keys", f"cannot read {folder}: {error.strerror}") from error
         self.secret = _read(file, private=True)
         self.public = zmq.curve_public(self.secret)
         if self.public_of(engine_id) != self.public:
@@ -98,15 +108,13 @@ class KeyRing:
 
     def _refresh(self) -> None:
         try:
-            writable = self._public_dir.stat().st_mode & 0o022
+            check_own(self._public_dir, "keys")
             files = sorted(path for path in self._public_dir.glob("*.pub") if _NAME.fullmatch(path.stem))
             stamp = [(path.name, path.stat().st_mtime_ns) for path in files]
         except OSError as error:
             raise ConfigError("keys", f"cannot read {self._public_dir}: {error.strerror}") from error
         if stamp == self._stamp:
             return
-        if writable:
-            raise ConfigError("keys", f"{self._public_dir} may be written by others; chmod go-w it")
         found = {path.stem: _read(path, private=False) for path in files}
         by_key = {key: name for name, key in found.items()}
         if len(by_key) != len(found):
@@ -155,12 +163,10 @@ def _write(path: Path, key: bytes, mode: int) -> None:
 
 def _read(path: Path, private: bool) -> bytes:
     try:
-        mode, key = path.stat().st_mode, path.read_bytes().strip()
+        check_own(path, "keys", OTHERS if private else OTHERS_WRITE)
+        key = path.read_bytes().strip()
     except OSError as error:
         raise ConfigError("keys", f"cannot read {path}: {error.strerror}") from error
-    if mode & (0o077 if private else 0o022):
-        what = "read" if private else "written"
-        raise ConfigError("keys", f"{path} may be {what} by others; chmod {'600' if private else '644'} it")
     try:
         usable = len(key) == _Z85_CHARS and len(z85.decode(key)) == 32
     except (ValueError, KeyError, struct.error):

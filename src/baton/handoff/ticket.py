@@ -23,6 +23,7 @@ from typing import Annotated, Literal, Protocol
 import msgspec
 from msgspec import Meta
 
+from baton.directories import OTHERS, check_own
 from baton.errors import ConfigError, EngineUnavailableError, ProtocolError, WrongEngineError
 from baton.handoff.messages import AttemptKey, Name, TransferId
 from baton.wire import SamplingParams
@@ -203,7 +204,7 @@ class Redeemer:
 def load_or_create_key(path: str | Path) -> bytes:
     """The 32-byte ticket key in a file; made, readable by its owner only, where there is none.
 
-    Raises `ConfigError` when the file has another length or others may read it.
+    Raises `ConfigError` when the file has another length, is another user's, or others may read it.
     """
     path = Path(path)
     fresh = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
@@ -218,9 +219,8 @@ def load_or_create_key(path: str | Path) -> bytes:
             pass
         finally:
             fresh.unlink()
+    check_own(path, "ticket_key_file", OTHERS)
     key = path.read_bytes()
     if len(key) != _KEY_BYTES:
         raise ConfigError("ticket_key_file", f"{path} must hold {_KEY_BYTES} bytes, has {len(key)}")
-    if path.stat().st_mode & 0o077:
-        raise ConfigError("ticket_key_file", f"{path} may be read by others; chmod 600 it")
     return key

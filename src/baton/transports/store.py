@@ -33,6 +33,7 @@ import numpy as np
 import safetensors
 from safetensors.numpy import save as encode
 
+from baton.directories import own_directory
 from baton.errors import ConfigError, TransportError
 from baton.transports.base import ByteArray
 from baton.transports.registry import parse_uri
@@ -65,7 +66,7 @@ class FileStore:
         """Make the directory if need be, for this user alone; `~` is expanded. `max_bytes` bounds all entries
         together; each process that writes besides may exceed it by a 32nd.
 
-        Raises `ConfigError` when it cannot be used.
+        Raises `ConfigError` when it cannot be used, is another user's, or others may write to it.
         """
         self.max_bytes = max_bytes
         if max_bytes < 1:
@@ -74,8 +75,7 @@ class FileStore:
         self._room = 0  # bytes that may be put before the directory is looked through again
         self._lock = threading.Lock()
         try:
-            self.directory = Path(directory).expanduser()
-            self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.directory = own_directory(Path(directory).expanduser(), "transport")
             if not os.access(self.directory, os.R_OK | os.W_OK | os.X_OK):
                 raise PermissionError("not readable and writable")
         except (OSError, ValueError, RuntimeError) as error:  # a null byte; `~` of nobody

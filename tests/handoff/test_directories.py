@@ -1,0 +1,65 @@
+"""Directories of keys and of stored KV are refused alike: another user's, or open to others."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from baton.errors import ConfigError
+from baton.handoff.keys import KeyRing, make_keys, ticket_key_file
+from baton.handoff.ticket import load_or_create_key
+from baton.transports.store import FileStore
+
+Spoil = Callable[[Path], None]
+
+
+def another_users(path: Path) -> None:
+    """As root, give it away; else pretend to be another user."""
+    if os.geteuid() == 0:
+        os.chown(path, 4711, 4711)
+
+
+@pytest.fixture(params=["0777", "0770", "another user's"])
+def spoil(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[Spoil, str]:
+    if request.param == "another user's":
+        if os.geteuid() != 0:
+            monkeypatch.setattr("baton.directories.os.geteuid", lambda: 4711)
+        return another_users, "belongs to another user"
+    return lambda path: path.chmod(int(request.param, 8)), "may be written by others; chmod go-w"
+
+
+@pytest.mark.parametrize("what", [".", "public", "secret"])
+def test_a_key_directory(tmp_path: Path, spoil: tuple[Spoil, str], what: str) -> None:
+    make_keys(tmp_path / "keys", ["P"])
+    KeyRing(tmp_path / "keys", "P")
+    change, why = spoil
+    change(tmp_path / "keys" / what)
+    with pytest.raises(ConfigError, match=why):
+        KeyRing(tmp_path / "keys", "P")
+    if what == ".":
+        with pytest.raises(ConfigError, match=why):
+            ticket_key_file(tmp_path / "keys")
+        with pytest.raises(ConfigError, match=why):
+            make_keys(tmp_path / "keys", ["Q"])
+
+
+def test_a_store(tmp_path: Path, spoil: tuple[Spoil, str]) -> None:
+    FileStore(tmp_path / "kv")
+    change, why = spoil
+    change(tmp_path / "kv")
+    with pytest.raises(ConfigError, match=why):
+        FileStore(tmp_path / "kv")
+
+
+@pytest.mark.parametrize("file", ["keys/secret/P.key", "keys/public/P.pub", "keys/ticket.key"])
+def test_a_key_file_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str) -> None:
+    make_keys(tmp_path / "keys", ["P"])
+    path = tmp_path / file
+    another_users(path)
+    if os.geteuid() != 0:
+        monkeypatch.setattr("baton.directories.os.geteuid", lambda: 4711)
+    with pytest.raises(ConfigError, match="belongs to another user"):
+        load_or_create_key(path) if path.name == "ticket.key" else KeyRing(tmp_path / "keys", "P")
