@@ -27,11 +27,17 @@ app.command("verify")(verify_command)
 app.add_typer(bench_app, name="bench")
 
 
+def _dashes(argument: str) -> str:
+    """A flag's name with dashes: vLLM takes underscores too."""
+    name, equals, value = argument.partition("=")
+    return name.replace("_", "-") + equals + value if name.startswith("--") else argument
+
+
 def main() -> None:
     """Run the command line. Exit status: 2 for a bad setting or request, 1 for another error of Baton's."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:
-        app()
+        app([_dashes(argument) for argument in sys.argv[1:]])
     except BatonError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         raise SystemExit(2 if isinstance(error, ConfigError | RequestError) else 1) from None

@@ -11,7 +11,15 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from baton.engine.config import MAX_BLOCK_SIZE, EngineConfig, Integrity, KVTransferConfig, Role, SpeculativeConfig
+from baton.engine.config import (
+    MAX_BLOCK_SIZE,
+    EngineConfig,
+    Integrity,
+    KVTransferConfig,
+    Role,
+    SpeculativeConfig,
+    parse_size,
+)
 from baton.errors import ConfigError
 from baton.wire import Recovery
 
@@ -50,7 +58,14 @@ class EngineOptions:
     dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto"
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu"
     attention_backend: Annotated[str | None, typer.Option(help="Default: the best for the device.")] = None
-    kv_cache_memory: Annotated[int | None, typer.Option(help="Bytes of KV cache.")] = None
+    kv_cache_memory: Annotated[
+        int | None, typer.Option(parser=parse_size, metavar="SIZE", help="KV cache: bytes, 512M, 2G; default: a share.")
+    ] = None
+    gpu_memory_utilization: Annotated[
+        float | None,
+        typer.Option(help="Part of free memory, a host's too, for weights and KV; default 0.6, CUDA 0.9."),
+    ] = None
+    engines_per_host: Annotated[int, typer.Option(help="Engines that have this share in equal parts.")] = 1
     seed: Annotated[int | None, typer.Option(help="Seed of requests without one; default: a new one each.")] = None
     enable_prefix_caching: Annotated[bool, typer.Option(help="Reuse KV of equal prefixes.")] = True
     batch_invariant: Annotated[bool, typer.Option(help="Same bits in every batch, at a cost.")] = False

@@ -172,12 +172,14 @@ def test_refusals_name_the_cause(prompts: list[list[int]]) -> None:
         LLM("models/none")
     with pytest.raises(CheckpointError):
         LLM("tests")
-    with LLM(TARGET, max_model_len=64, kv_cache_memory=3 * PAGE_BYTES) as llm:
+    with pytest.raises(ConfigError, match="the greatest --max-model-len that fits is 32"):
+        LLM(TARGET, max_model_len=64, kv_cache_memory=3 * PAGE_BYTES)
+    with LLM(TARGET, kv_cache_memory=3 * PAGE_BYTES) as llm:
         for ids, params, name in (
             ([1] * 64, SamplingParams(), "prompt"),
             ([], SamplingParams(), "prompt"),
             ([999999], SamplingParams(), "prompt"),
-            ([1] * 20, SamplingParams(max_tokens=40), "max_tokens"),
+            ([1] * 32, SamplingParams(), "prompt"),
         ):
             with pytest.raises(RequestError) as caught:
                 llm.generate([ids], params)

@@ -55,6 +55,15 @@ def test_bad_input_is_one_line(
                 ["serve", directory, "--port", "0", "--role", "prefill", "--keys", directory],
                 "ticket.key does not exist",
             ),
+            (
+                ["serve", directory, "--port", "0", "--kv_cache_memory", "2X"],
+                "kv_cache_memory: must be bytes, or a size",
+            ),
+            (
+                ["up", directory, "--port", "0", "--gpu_memory_utilization=2"],
+                "gpu_memory_utilization: must be in (0, 1]",
+            ),
+            (["serve", directory, "--port", "0", "--kv_cache_memory=2G", "--dtype", "x"], "dtype: must be one of"),
             (["router", "--port", "0", "--keys", directory], "ticket.key does not exist"),
             (["keys", "--output", str(tmp_path / "keys"), "--engines", "ok,../x"], "'../x' is no engine id"),
             (["router", "--port", "0", "--both", "nonsense"], "'nonsense' is not a base URL"),

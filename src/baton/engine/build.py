@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from baton.engine.attention import get_backend
 from baton.engine.config import EngineConfig
 from baton.engine.core import EmitChunk, EngineCore
 from baton.engine.handoff import HandoffLegs
+from baton.engine.pool_size import Memory, pool_size
 from baton.engine.prefix_store import PrefixStore
 from baton.engine.runner import ModelRunner
 from baton.engine.scheduler import Scheduler
@@ -38,12 +40,14 @@ from baton.models.loader import fingerprint, load_model, read_config
 from baton.text import Tokenizer
 from baton.transports.base import Transport
 from baton.transports.registry import create_transport
+from baton.transports.shm import ShmTransport
 from baton.transports.store import open_store
 from baton.wire import EngineInfo
 
+log = logging.getLogger(__name__)
+
 # Raised whenever the same request may get other tokens than before.
 SAMPLER_VERSION = "2"
-DEFAULT_KV_CACHE_MEMORY = 256 << 20
 DRAFT_GROUP = "draft"
 # To be counted on when stored pages of before mean something else now.
 PAGE_LAYOUT = "block-major 1"
@@ -95,6 +99,8 @@ def _build(
     transport = create_transport(config.kv_transfer_config.kv_transport) if ticket_key else None
     if transport is not None:
         undo.callback(transport.close)
+    uses_shm = transport is not None and transport.scheme.rpartition("+")[2] == ShmTransport.scheme
+    memory = Memory.measure(device, uses_shm)
     progress(f"loading target {config.model}")
     hf_config = read_config(config.model)
     model = load_model(config.model, config.dtype, config.device, config.batch_invariant)
@@ -104,18 +110,18 @@ def _build(
     if spec is not None:
         progress(f"loading drafter {spec.model} ({spec.method})")
         drafter = load_drafter(spec.method, spec.model, model, config.dtype, config.device, config.batch_invariant)
-    max_model_len = _max_model_len(config, model)
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     groups = _groups(model.kv_layers, "target", config.block_size, dtype)
     if drafter is not None:
         groups += _groups(drafter.kv_layers, "draft", config.block_size, dtype)
     page_bytes = sum(group.page_bytes for group in groups)
-    num_pages = (config.kv_cache_memory or DEFAULT_KV_CACHE_MEMORY) // page_bytes
     num_lookahead = spec.num_speculative_tokens if spec else 0
-    if num_pages < 2:
-        raise ConfigError("kv_cache_memory", f"must hold at least 2 pages of {page_bytes} bytes")
-    progress(f"allocating {num_pages} pages of {config.block_size} tokens, {page_bytes * num_pages >> 20} MiB")
-
+    max_position = _max_position(config, model)
+    size = pool_size(config, memory, Memory.measure(device, uses_shm), page_bytes, num_lookahead, max_position)
+    num_pages, max_model_len = size.num_pages, size.max_model_len
+    if size.lowered:
+        log.warning("%s", size)
+    progress(f"{size}; allocating {num_pages} pages of {config.block_size} tokens, {page_bytes * num_pages >> 20} MiB")
     regions, kv = _allocate(groups, num_pages, transport, device)
     backend = get_backend(config.attention_backend, config.device)
     runner = ModelRunner(
@@ -195,12 +201,10 @@ def _build(
     return Engine(info, core, tokenizer, agent, transport, redeemer)
 
 
-def _max_model_len(config: EngineConfig, model: CausalLM) -> int:
-    if config.max_model_len is None:
-        return model.max_position
-    if config.max_model_len > model.max_position:
+def _max_position(config: EngineConfig, model: CausalLM) -> int:
+    if config.max_model_len is not None and config.max_model_len > model.max_position:
         raise ConfigError("max_model_len", f"must be at most the checkpoint's {model.max_position}")
-    return config.max_model_len
+    return model.max_position
 
 
 def _groups(layers: Sequence[KVLayerSpec], owner: Owner, page_size: int, dtype: str) -> list[GroupSpec]:

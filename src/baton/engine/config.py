@@ -18,6 +18,7 @@ Role = Literal["both", "prefill", "decode"]
 Verifier = Literal["coupled", "rejection"]
 KVMode = Literal["push", "pull"]
 Integrity = Literal["off", "sampled", "full"]
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 DTYPES = ("auto", "float32", "bfloat16")
 
 MAX_BLOCK_SIZE = 1024
@@ -84,7 +85,9 @@ class KVTransferConfig:
 class EngineConfig:
     """Everything that an engine is started with. `check()` raises ConfigError naming the first bad field.
 
-    `kv_cache_memory` is in bytes over all groups; None takes 256 MiB. `max_model_len` None takes the checkpoint's.
+    `kv_cache_memory` is in bytes over all groups; None takes this engine's share of what is free, which is
+    `gpu_memory_utilization` of it, on a host too, in equal parts for `engines_per_host` engines (see
+    `engine/pool_size.py`). `max_model_len` None takes the checkpoint's, or what fits into that memory.
     `keys` is a key directory, which holds the ticket key too; without one the control socket stays on loopback.
     `seed` is that of requests that bring none; None draws one for each. `token_api`: an engine of role both takes
     requests in token ids, from a router, beside those of clients; the other roles always do.
@@ -102,6 +105,8 @@ class EngineConfig:
     dtype: str = "auto"
     device: str = "cpu"
     kv_cache_memory: int | None = None
+    gpu_memory_utilization: float | None = None
+    engines_per_host: int = 1
     seed: int | None = None
     enable_prefix_caching: bool = True
     batch_invariant: bool = False
@@ -131,6 +136,9 @@ class EngineConfig:
         need(self.dtype in DTYPES, "dtype", f"one of {', '.join(DTYPES)}")
         need(re.fullmatch(r"cpu|cuda(:\d+)?", self.device) is not None, "device", "cpu, cuda or cuda:N")
         need(self.kv_cache_memory is None or self.kv_cache_memory > 0, "kv_cache_memory", "positive bytes")
+        utilization = self.gpu_memory_utilization
+        need(utilization is None or 0.0 < utilization <= 1.0, "gpu_memory_utilization", "in (0, 1]")
+        need(1 <= self.engines_per_host <= 1024, "engines_per_host", "1 to 1024")
         need(self.seed is None or 0 <= self.seed <= MAX_WORD, "seed", "between 0 and 2**64 - 1")
         need(
             re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", self.engine_id) is not None, "engine_id", "1-64 of A-Z a-z 0-9 _ . -"
@@ -155,6 +163,17 @@ class EngineConfig:
         if self.ticket_key_file is not None:
             return Path(self.ticket_key_file)
         return None if self.keys is None else ticket_key_file(self.keys)
+
+
+def parse_size(text: str, field: str = "kv_cache_memory") -> int:
+    """Bytes of `2G`, `512M`, `1.5G` (powers of 1024), `2g` (powers of 1000) or a plain number, as in vLLM.
+
+    Raises `ConfigError` naming `field`.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgtKMGT]?)(?:i?B)?", text.strip())
+    if found is None:
+        raise ConfigError(field, f"must be bytes, or a size such as 512M or 2G, got {text!r}")
+    return int(float(found[1]) * _UNITS[found[2]]) if "." in found[1] else int(found[1]) * _UNITS[found[2]]
 
 
 def _json_object(name: str, value: str | dict[str, Any] | None) -> dict[str, Any] | None:

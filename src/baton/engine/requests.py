@@ -43,9 +43,6 @@ def make_request(engine: Engine, wire: GenerateRequest) -> Request:
         raise RequestError("num_prompt_tokens must be between 1 and the number of tokens", "num_prompt_tokens")
     if len(prompt) - num_prompt >= params.max_tokens:
         raise RequestError("the known tokens leave nothing to generate", "num_prompt_tokens")
-    total = min(num_prompt + params.max_tokens, info.max_model_len)
-    if not engine.core.scheduler.fits(total):
-        raise RequestError(f"{total} tokens do not fit into the KV cache of this engine", "max_tokens")
     ticket: Ticket | None = None
     if wire.handoff is not None:
         ticket = _ticket(engine, wire)

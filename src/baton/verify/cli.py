@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from baton.cli_options import BlockSize, block_size_flags
-from baton.engine.config import Integrity, SpeculativeConfig
+from baton.engine.config import Integrity, SpeculativeConfig, parse_size
 from baton.errors import ConfigError
 from baton.processes import check_shared_transport
 from baton.verify.acceptance import AcceptanceCheck, check_acceptance
@@ -70,7 +70,12 @@ def verify_command(
     max_num_batched_tokens: int = 2048,
     max_num_seqs: int = 64,
     kv_cache_memory: Annotated[
-        int | None, typer.Option(help="Bytes of KV per engine of the deployment; the reference keeps the default.")
+        int | None,
+        typer.Option(
+            parser=parse_size,
+            metavar="SIZE",
+            help="KV per engine of the deployment: bytes, 512M, 2G; the reference keeps the default.",
+        ),
     ] = None,
     dtype: str = "auto",
     device: str = "cpu",

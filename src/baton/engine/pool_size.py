@@ -1,0 +1,129 @@
+"""How many pages an engine's KV pool has, and how long a context they allow.
+
+The pool takes its share of the memory that was free when the engine started: `gpu_memory_utilization` of it, in equal
+parts for the engines of the host, less what the weights took of that part. It takes no more than is likely to be used.
+Pools of the transport `shm` lie in a file system of their own, which may be smaller than the memory.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from baton.engine.config import EngineConfig
+from baton.errors import ConfigError
+from baton.transports.shm import SHM_DIR
+
+# Host memory has other users: activations, the page cache, other programs.
+HOST_UTILIZATION = 0.6
+DEVICE_UTILIZATION = 0.9
+# Small models keep old prefixes in what is left of this.
+MIN_POOL_BYTES = 256 << 20
+# Few sequences are as long as the context.
+USED_CONTEXT = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes, as measured before an engine loads anything: what is `free` for all, and what this process has `taken`."""
+
+    free: int
+    taken: int
+    shm_free: int | None = None
+
+    @classmethod
+    def measure(cls, device: torch.device, uses_shm: bool) -> Memory:
+        """Of the host, or of the CUDA device."""
+        if device.type == "cuda":
+            return cls(torch.cuda.mem_get_info(device)[0], torch.cuda.memory_reserved(device))
+        free = _host_free()
+        status = os.statvfs(SHM_DIR) if uses_shm else None
+        return cls(free, _resident(), None if status is None else status.f_bavail * status.f_frsize)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSize:
+    """`num_tokens` is what the pages hold at once; `max_model_len` the context, lowered to that where it was longer."""
+
+    num_pages: int
+    num_tokens: int
+    max_model_len: int
+    lowered: bool
+
+    def __str__(self) -> str:
+        text = f"KV holds {self.num_tokens} tokens, context {self.max_model_len}"
+        return f"{text}: more of the model's context needs more --kv-cache-memory" if self.lowered else text
+
+
+def pool_size(
+    config: EngineConfig, before: Memory, now: Memory, page_bytes: int, num_lookahead: int, max_position: int
+) -> PoolSize:
+    """Size the pool of an engine that has loaded its weights. `max_position` is the checkpoint's context.
+
+    Without `config.max_model_len` the context is as long as fits. Raises `ConfigError` naming what to change where the
+    pool is too small for the context that was asked for, or memory for the pool that was.
+    """
+    page = config.block_size
+    context = config.max_model_len or max_position
+
+    def pages_of(tokens: int) -> int:
+        return -(-(tokens + num_lookahead) // page)
+
+    if config.kv_cache_memory is not None:
+        num_bytes = config.kv_cache_memory
+        if before.shm_free is not None and num_bytes > before.shm_free:
+            raise ConfigError("kv_cache_memory", f"is {num_bytes} bytes, and {SHM_DIR} has {before.shm_free} left")
+    else:
+        used = max(pages_of(context), config.max_num_seqs * pages_of(context // USED_CONTEXT)) + 1
+        num_bytes = min(max(MIN_POOL_BYTES, used * page_bytes), _share(config, before, now))
+    num_pages = max(0, num_bytes) // page_bytes
+    longest = (num_pages - 1) * page - num_lookahead
+    if longest < 2:
+        need = (pages_of(2) + 1) * page_bytes
+        raise ConfigError(
+            "kv_cache_memory", f"must be at least {need} bytes, for 2 pages or more; there are {num_bytes}"
+        )
+    if config.max_model_len is not None and longest < context:
+        need = (pages_of(context) + 1) * page_bytes
+        raise ConfigError(
+            "max_model_len",
+            f"{context} tokens need {need} bytes of KV cache, and there are {num_bytes}: the greatest --max-model-len "
+            f"that fits is {longest}; or raise --kv-cache-memory or --gpu-memory-utilization",
+        )
+    return PoolSize(num_pages, (num_pages - 1) * page, min(context, longest), longest < context)
+
+
+def _share(config: EngineConfig, before: Memory, now: Memory) -> int:
+    """Bytes that this engine may take for its pool."""
+    utilization = config.gpu_memory_utilization
+    if utilization is None:
+        utilization = HOST_UTILIZATION if config.device == "cpu" else DEVICE_UTILIZATION
+    part = int(utilization * before.free) // config.engines_per_host - max(0, now.taken - before.taken)
+    # It is never more than there is by now.
+    part = min(part, int(utilization * now.free))
+    if before.shm_free is not None:
+        part = min(part, int(utilization * before.shm_free) // config.engines_per_host)
+    return part
+
+
+def _host_free() -> int:
+    """What the kernel says is available, within the limit of this process's control group."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    sizes = {name: int(rest.split()[0]) << 10 for name, _, rest in (line.partition(":") for line in lines)}
+    free = sizes["MemAvailable"]
+    for limit, usage in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        try:
+            free = min(free, int(Path(limit).read_text()) - int(Path(usage).read_text()))
+        except (OSError, ValueError):
+            continue  # no such control group, or no limit
+    return max(0, free)
+
+
+def _resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

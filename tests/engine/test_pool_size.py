@@ -1,0 +1,107 @@
+"""The size of the KV pool: a fair share of free memory, no more than is used, and a context that fits into it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from engines import EAGLE3, TARGET
+
+from baton import LLM, SamplingParams
+from baton.engine.config import EngineConfig, parse_size
+from baton.engine.pool_size import MIN_POOL_BYTES, Memory, PoolSize, pool_size
+from baton.errors import ConfigError
+
+GIB = 1 << 30
+PAGE_BYTES = 2 << 20  # 16 tokens of an 8 B model
+CONTEXT = 8192
+
+
+def size(
+    free: int = 64 * GIB,
+    weights: int = 0,
+    shm_free: int | None = None,
+    page_bytes: int = PAGE_BYTES,
+    max_position: int = CONTEXT,
+    **settings: Any,
+) -> PoolSize:
+    before = Memory(free, GIB, shm_free)
+    now = Memory(free - weights, GIB + weights, shm_free)
+    return pool_size(EngineConfig(model=TARGET, **settings), before, now, page_bytes, 3, max_position)
+
+
+def num_bytes(found: PoolSize, page_bytes: int = PAGE_BYTES) -> int:
+    return found.num_pages * page_bytes
+
+
+def test_a_share_of_what_is_free_less_the_weights() -> None:
+    alone = size(free=20 * GIB, weights=4 * GIB)
+    assert num_bytes(alone) == pytest.approx(8 * GIB, rel=0.01)  # 0.6 * 20 - 4
+    assert str(alone) == f"KV holds {(alone.num_pages - 1) * 16} tokens, context {CONTEXT}"
+    of_two = size(free=20 * GIB, weights=4 * GIB, engines_per_host=2)
+    assert num_bytes(of_two) == pytest.approx(2 * GIB, rel=0.01)
+    more = size(free=20 * GIB, weights=4 * GIB, engines_per_host=2, gpu_memory_utilization=0.9)
+    assert num_bytes(more) == pytest.approx(5 * GIB, rel=0.01)
+    small_shm = size(free=20 * GIB, weights=4 * GIB, shm_free=5 * GIB, engines_per_host=2)
+    assert num_bytes(small_shm) == pytest.approx(1.5 * GIB, rel=0.01)
+
+
+def test_no_more_than_is_used() -> None:
+    """64 sequences of a quarter of the context; a small model keeps what a small pool costs."""
+    assert num_bytes(size(free=1000 * GIB)) == pytest.approx(64 * CONTEXT / 4 / 16 * PAGE_BYTES, rel=0.01)
+    assert num_bytes(size(free=1000 * GIB, max_num_seqs=1)) == pytest.approx(CONTEXT / 16 * PAGE_BYTES, rel=0.01)
+    assert num_bytes(size(page_bytes=1 << 10), 1 << 10) == MIN_POOL_BYTES
+
+
+def test_the_context_is_what_fits() -> None:
+    lowered = size(kv_cache_memory=100 * PAGE_BYTES)
+    assert (lowered.num_tokens, lowered.max_model_len) == (99 * 16, 99 * 16 - 3)
+    assert "more of the model's context needs more --kv-cache-memory" in str(lowered)
+    with pytest.raises(ConfigError, match="the greatest --max-model-len that fits is 1581") as refused:
+        size(kv_cache_memory=100 * PAGE_BYTES, max_model_len=4096)
+    assert refused.value.field == "max_model_len"
+    assert size(kv_cache_memory=100 * PAGE_BYTES, max_model_len=1581).max_model_len == 1581
+    # The share alone, too: of 1.5 GiB, after the weights.
+    assert size(free=4 * GIB, weights=2 * GIB, kv_cache_memory=None).max_model_len < CONTEXT
+
+
+@pytest.mark.parametrize(
+    ("settings", "field", "text"),
+    [
+        ({"kv_cache_memory": PAGE_BYTES}, "kv_cache_memory", "must be at least 4194304 bytes"),
+        ({"free": GIB, "weights": GIB}, "kv_cache_memory", "must be at least"),
+        ({"kv_cache_memory": 2 * GIB, "shm_free": GIB}, "kv_cache_memory", "/dev/shm has 1073741824 left"),
+    ],
+)
+def test_what_cannot_be_had_is_named(settings: dict[str, Any], field: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=text) as refused:
+        size(**settings)
+    assert refused.value.field == field
+
+
+def test_sizes_are_read_as_vllm_reads_them() -> None:
+    sizes = {
+        "123": 123,
+        "2G": 2 * GIB,
+        "2GiB": 2 * GIB,
+        "2g": 2 * 10**9,
+        "512M": GIB // 2,
+        "1.5k": 1500,
+        "1T": GIB << 10,
+    }
+    assert {text: parse_size(text) for text in sizes} == sizes
+    for text in ("", "G", "-1", "2X", "1e9", "2 G"):
+        with pytest.raises(ConfigError, match="kv_cache_memory: must be bytes, or a size such as 512M or 2G"):
+            parse_size(text)
+
+
+def test_a_request_may_have_all_of_the_context_and_the_start_says_how_much() -> None:
+    """Without `max_tokens` a chat request asks for just that."""
+    page_bytes = 16 * 2 * 4 * 32 * 2 * 5
+    with LLM(TARGET, speculative_config=EAGLE3, kv_cache_memory=10 * page_bytes, batch_invariant=True) as llm:
+        context = llm._engine.info.max_model_len
+        assert context == 9 * 16 - 3
+        prompt = list(range(5, 45))
+        params = SamplingParams(max_tokens=context - len(prompt), temperature=0.0, ignore_eos=True)
+        found = llm.generate([prompt, prompt], params)
+        assert [len(one.outputs[0].token_ids) for one in found] == [context - len(prompt)] * 2
