@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import logging
 import secrets
@@ -20,6 +19,7 @@ from baton.drafters.registry import load_drafter
 from baton.engine.attention import get_backend
 from baton.engine.config import EngineConfig
 from baton.engine.core import EmitChunk, EngineCore
+from baton.engine.facts import engine_facts
 from baton.engine.handoff import HandoffLegs
 from baton.engine.pool_size import Memory, pool_size
 from baton.engine.prefix_store import PrefixStore
@@ -36,7 +36,7 @@ from baton.kv.geometry import Geometry, GroupSpec, Kind, Owner
 from baton.kv.page_pool import PagePool
 from baton.models.base import CausalLM
 from baton.models.layers import KVLayerSpec
-from baton.models.loader import fingerprint, load_model, read_config
+from baton.models.loader import load_model, read_config
 from baton.text import Tokenizer
 from baton.transports.base import Transport
 from baton.transports.registry import create_transport
@@ -46,8 +46,6 @@ from baton.wire import EngineInfo
 
 log = logging.getLogger(__name__)
 
-# Raised whenever the same request may get other tokens than before.
-SAMPLER_VERSION = "2"
 DRAFT_GROUP = "draft"
 # To be counted on when stored pages of before mean something else now.
 PAGE_LAYOUT = "block-major 1"
@@ -145,7 +143,7 @@ def _build(
         runner.copy_page,
     )
     incarnation = secrets.token_hex(8)
-    facts = _fingerprint(config, hf_config, groups, dtype, drafter)
+    facts = engine_facts(config, hf_config, groups, model, drafter, backend)
     agent: HandoffAgent | None = None
     legs: HandoffLegs | None = None
     core: EngineCore
@@ -262,43 +260,3 @@ def _prefix_store(
     # Pages are stored as they lie in memory.
     model = json.dumps({**facts, "block_size": config.block_size, "layout": PAGE_LAYOUT}, sort_keys=True)
     return PrefixStore(open_store(uri), model, pools, kv, writes=config.role != "decode")
-
-
-def _fingerprint(
-    config: EngineConfig,
-    hf_config: dict[str, object],
-    groups: Sequence[GroupSpec],
-    dtype: str,
-    drafter: Drafter | None,
-) -> dict[str, str]:
-    """Every fact that must be equal on P and D, by name, as compared in HELLO. Page sizes may differ."""
-    spec = config.speculative_config
-    facts = {
-        "model.type": str(hf_config.get("model_type")),
-        "model.dtype": dtype,
-        "model.weights": fingerprint(config.model),
-        "model.rope": repr(
-            (hf_config.get("rope_theta"), hf_config.get("rope_scaling"), hf_config.get("rope_parameters"))
-        ),
-        "model.tokenizer": _tokenizer_hash(Path(config.model)),
-        "sampler.version": SAMPLER_VERSION,
-        "sampler.batch_invariant": str(config.batch_invariant),
-        "drafter.method": spec.method if spec else "none",
-    }
-    for group in groups:
-        shape = (group.kind, group.num_layers, group.num_kv_heads, group.head_dim, group.window, group.layer_ids)
-        facts[f"group.{group.name}"] = repr(shape)
-    if spec is not None and drafter is not None:
-        facts["drafter.num_speculative_tokens"] = str(spec.num_speculative_tokens)
-        facts["drafter.verifier"] = spec.verifier
-        facts["drafter.weights"] = fingerprint(spec.model)
-        facts["drafter.aux_layers"] = repr(tuple(drafter.aux_layers))
-    return facts
-
-
-def _tokenizer_hash(directory: Path) -> str:
-    digest = hashlib.sha256()
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        path = directory / name
-        digest.update(path.read_bytes() if path.exists() else b"")
-    return digest.hexdigest()[:16]

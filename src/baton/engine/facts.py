@@ -1,0 +1,99 @@
+"""The facts of an engine that must be equal on P and D, by name, as compared in HELLO. Page sizes may differ."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from baton.drafters.base import Drafter
+from baton.engine.attention import AttentionBackend
+from baton.engine.config import EngineConfig
+from baton.engine.noise import gumbel
+from baton.engine.request import Request
+from baton.engine.runner import ModelRunner
+from baton.engine.sampler import SamplerState
+from baton.engine.scheduler import ScheduledRows
+from baton.kv.geometry import GroupSpec
+from baton.models.base import CausalLM
+from baton.models.loader import fingerprint
+from baton.wire import GenerateRequest, SamplingParams
+
+# Raised whenever the same request may get other tokens than before.
+SAMPLER_VERSION = "2"
+# More than one tile of keys in attention, and no whole number of pages.
+PROBE_TOKENS = 75
+
+
+def engine_facts(
+    config: EngineConfig,
+    hf_config: dict[str, object],
+    groups: Sequence[GroupSpec],
+    model: CausalLM,
+    drafter: Drafter | None,
+    backend: AttentionBackend,
+) -> dict[str, str]:
+    """Every fact by its name. With `config.batch_invariant` the numbers that this machine computes are among them."""
+    spec = config.speculative_config
+    parameter = next(model.parameters())
+    facts = {
+        "model.type": str(hf_config.get("model_type")),
+        "model.dtype": str(parameter.dtype).removeprefix("torch."),
+        "model.weights": fingerprint(config.model),
+        "model.rope": repr(
+            (hf_config.get("rope_theta"), hf_config.get("rope_scaling"), hf_config.get("rope_parameters"))
+        ),
+        "model.tokenizer": _tokenizer_hash(Path(config.model)),
+        "sampler.version": SAMPLER_VERSION,
+        "sampler.batch_invariant": str(config.batch_invariant),
+        "drafter.method": spec.method if spec else "none",
+    }
+    for group in groups:
+        shape = (group.kind, group.num_layers, group.num_kv_heads, group.head_dim, group.window, group.layer_ids)
+        facts[f"group.{group.name}"] = repr(shape)
+    if spec is not None and drafter is not None:
+        facts["drafter.num_speculative_tokens"] = str(spec.num_speculative_tokens)
+        facts["drafter.verifier"] = spec.verifier
+        facts["drafter.weights"] = fingerprint(spec.model)
+        facts["drafter.aux_layers"] = repr(tuple(drafter.aux_layers))
+    if config.batch_invariant:
+        facts["numerics.probe"] = numeric_probe(model, groups, backend, parameter.device)
+    return facts
+
+
+def numeric_probe(model: CausalLM, groups: Sequence[GroupSpec], backend: AttentionBackend, device: torch.device) -> str:
+    """16 hex digits over the bits of a fixed prompt's logits and of sampling noise.
+
+    Another attention backend, library or type of CPU may round otherwise; the same tokens are then no longer certain,
+    which is what batch-invariant mode promises.
+    """
+    targets = [group for group in groups if group.owner == "target"]
+    kv = {}
+    params = SamplingParams(max_tokens=1, temperature=0.0)
+    ids = [(7 * i + 1) % model.vocab_size for i in range(min(PROBE_TOKENS, model.max_position))]
+    wire = GenerateRequest(request_id="probe", prompt_token_ids=ids, sampling_params=params)
+    request = Request(wire, SamplerState(params, ids, model.vocab_size, ()))
+    for group in targets:
+        num_pages = 1 + -(-len(ids) // group.page_size)
+        shape = (num_pages, group.num_layers, 2, group.page_size, group.num_kv_heads, group.head_dim)
+        kv[group.name] = torch.zeros(shape, dtype=getattr(torch, group.dtype), device=device)
+        request.set_pages(group.name, list(range(1, num_pages)))
+    runner = ModelRunner(model, None, targets, kv, backend, device, 0, True)
+    output = runner.forward([ScheduledRows(request, 0, len(ids))])
+    logits = runner.logits(output, [0, len(ids) // 2, len(ids) - 1]).float().cpu().numpy()
+    noise = gumbel(1, 0, len(ids), 64)
+    digest = hashlib.blake2b(digest_size=8)
+    for numbers in (logits, noise, np.exp(noise)):
+        digest.update(np.ascontiguousarray(numbers).tobytes())
+    return digest.hexdigest()
+
+
+def _tokenizer_hash(directory: Path) -> str:
+    digest = hashlib.sha256()
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        path = directory / name
+        digest.update(path.read_bytes() if path.exists() else b"")
+    return digest.hexdigest()[:16]
