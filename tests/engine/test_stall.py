@@ -36,7 +36,7 @@ async def until_stalled(engine: AsyncEngine, stalled: bool) -> None:
 
 
 async def test_a_thread_that_hangs_is_told_and_may_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = AsyncEngine(EngineConfig(model=TARGET, stall_timeout_s=0.3))
+    engine = AsyncEngine(EngineConfig(model=TARGET, stall_timeout_s=1.0))
     core = engine._engine.core
     go_on = threading.Event()
     whole = core.step
