@@ -69,6 +69,7 @@ class EngineOptions:
     seed: Annotated[int | None, typer.Option(help="Seed of requests without one; default: a new one each.")] = None
     enable_prefix_caching: Annotated[bool, typer.Option(help="Reuse KV of equal prefixes.")] = True
     batch_invariant: Annotated[bool, typer.Option(help="Same bits in every batch, at a cost.")] = False
+    queue_timeout_s: Annotated[float, typer.Option(help="Longest wait of a request for its start; 0: any.")] = 0.0
     recovery: Annotated[Recovery, typer.Option(help="Last rung that a failed handoff may take.")] = "full"
     token_api: Annotated[
         bool, typer.Option(help="Role both: take a router's requests in token ids too, on the clients' port.")

@@ -140,6 +140,14 @@ class Pair:
             if not busy:
                 time.sleep(0.001)
 
+    def decode_until(self, condition: Callable[[], bool], limit_s: float = 20.0) -> None:
+        """Run steps of D alone."""
+        deadline = time.monotonic() + limit_s
+        while not condition():
+            assert time.monotonic() < deadline, self.decode.streams
+            if not self.decode.step():
+                time.sleep(0.001)
+
     def await_session(self) -> None:
         """Wait until D has a session with P, without a step of either."""
         assert self.decode.engine.agent is not None

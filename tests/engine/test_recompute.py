@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from engines import TARGET, Mode, Pair, Stepped, Stream, pair, stepped
 
 from baton.errors import WrongEngineError
-from baton.handoff.events import DecodeFailed, DecodeProgress, DecodeReleased
+from baton.handoff.events import DecodeAdmitted, DecodeFailed, DecodeProgress, DecodeReleased
 from baton.handoff.messages import AttemptKey, Seeds
 from baton.openai.errors import to_api_error
 from baton.text import Tokenizer
@@ -41,6 +42,9 @@ class SilentAgent:
         self.calls: list[str] = []
         self.wanted: dict[str, tuple[int, int]] = {}
 
+    def announce_decode(self, ticket: Any) -> None:
+        self.calls.append("announce_decode")
+
     def open_decode(self, ticket: Any, prompt_len: int, wanted: dict[str, tuple[int, int]], pages: Any) -> None:
         self.calls.append("open_decode")
         self.wanted = wanted
@@ -58,9 +62,12 @@ def silence(decode: Stepped) -> SilentAgent:
 def waiting_leg(two: Pair, prompt: list[int], known: list[int] | None = None) -> tuple[Stream, AttemptKey]:
     """A decode leg that has its pages and waits for P."""
     _, stream = two.legs("r", prompt, PARAMS, "push", known)
-    two.decode.step()
     assert two.decode.core.legs is not None
     (key,) = two.decode.core.legs.open
+    two.decode.step()
+    assert two.decode.core.load().num_referenced_pages == 0, "P may have no room for it"
+    two.decode.core.legs.handle(DecodeAdmitted(key))
+    two.decode.step()
     return stream, key
 
 
@@ -84,7 +91,7 @@ def test_a_prefill_engine_that_leaves_costs_no_token(
     with pair(tmp_path, max_num_batched_tokens=32) as two:
         told, rest = two.legs("r", prompt, PARAMS, mode, expected.token_ids[:known] or None)
         two.prefill.step()  # one chunk of several
-        two.decode.step()
+        two.decode_until(lambda: two.decode.core.load().num_referenced_pages > 0)
         assert two.prefill.engine.agent is not None
         two.await_session()
         two.prefill.engine.agent.close()
@@ -199,7 +206,7 @@ def test_an_error_where_recomputation_is_not_allowed(
         assert stream.ended
         assert stream.error == "peer_lost: gone"
         assert stream.recoverable is recoverable
-        assert agent.calls == ["open_decode", "abort failed"]
+        assert agent.calls == ["announce_decode", "open_decode", "abort failed"]
         assert two.decode.core.load().num_quarantined_pages > 0
         two.decode.core.legs.handle(DecodeReleased(key))
         assert two.decode.is_idle()
@@ -215,8 +222,8 @@ def test_no_room_to_recompute_ends_in_time(tmp_path: Path, prompt: list[int], mo
         for _ in range(3):
             two.decode.step()
         assert not stream.ended
-        expiry = two.decode.core.legs.open[key].request.ticket.decode_expiry
-        monkeypatch.setattr("baton.engine.core.time.monotonic", lambda: expiry + 1.0)
+        late = time.monotonic() + two.decode.core.legs.handoff_timeout_s + 1.0
+        monkeypatch.setattr("baton.engine.core.time.monotonic", lambda: late)
         two.decode.step()
         assert stream.ended
         assert stream.error == "no_room: no pages came free to recompute"
@@ -233,7 +240,7 @@ def test_a_client_that_leaves_meanwhile_frees_everything(tmp_path: Path, prompt:
         two.decode.step()
         two.decode.core.abort("r")
         assert two.decode.core.load().num_referenced_pages == 0
-        assert agent.calls == ["open_decode"], "the attempt is over already"
+        assert agent.calls == ["announce_decode", "open_decode"], "the attempt is over already"
         two.decode.core.legs.handle(DecodeReleased(key))
         assert two.decode.is_idle()
 

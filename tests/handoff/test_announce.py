@@ -17,6 +17,7 @@ from baton.handoff import events as ev
 from baton.handoff import messages as msg
 from baton.handoff.decode import DecodeHandoff
 from baton.handoff.prefill import PrefillHandoff
+from baton.handoff.ticket import mint
 
 KEY = msg.AttemptKey(b"0" * 16, 0, "p", "d")
 WANTED = {"target": (2, 8), "draft": (7, 8)}
@@ -202,6 +203,26 @@ def test_what_was_forgotten_is_quiet(world: World) -> None:
     world.run(0.5)
     assert d.failures() == ["forgotten"]
     assert world.settled()
+
+
+@pytest.mark.parametrize("claim", ["announce", "register"])
+def test_a_claim_that_cancel_overtook_starts_nothing(world: World, claim: str) -> None:
+    p, d = engine(world, "P"), engine(world, "D")
+    d.runner.announce_decode(world.ticket(p, d, "push"))
+    world.run(0.5)
+    ticket = world.ticket(p, d, "push")
+    (link,) = d.runner.links.servers.values()
+    late: msg.AttemptMessage = msg.Announce(ticket.key, mint(b"k", ticket))
+    if claim == "register":
+        late = msg.Register(ticket.key, mint(b"k", ticket), {"target": (0, N)}, {"target": [3, 4]})
+    for message in (msg.Cancel(ticket.key, "gone"), late):
+        d.channel.send(link.connection, message)
+    world.run(0.5)
+    p.runner.open_prefill(ticket)
+    world.prefill(p, ticket)
+    world.run(0.5)
+    assert p.events == [ev.PrefillReleased(ticket.key, "gone")]
+    assert not len(p.runner.operations)
 
 
 # ---------------------------------------------------------------- whole agents

@@ -172,11 +172,22 @@ def _build(
             lambda: core.busy_s() > config.stall_timeout_s,
         )
         undo.callback(agent.close)
+        timeout_s = config.kv_transfer_config.handoff_timeout_s
         alter_seeds = getattr(transport, "alter_seeds", None)
-        legs = HandoffLegs(agent, groups, model.vocab_size, num_lookahead, config.recovery, alter_seeds)
+        legs = HandoffLegs(agent, groups, model.vocab_size, num_lookahead, config.recovery, timeout_s, alter_seeds)
     rejection = spec is not None and spec.verifier == "rejection"
     prefix_store = _prefix_store(config, facts, pools, kv)
-    core = EngineCore(runner, scheduler, legs, tokenizer.eos_token_ids, max_model_len, rejection, emit, prefix_store)
+    core = EngineCore(
+        runner,
+        scheduler,
+        legs,
+        tokenizer.eos_token_ids,
+        max_model_len,
+        rejection,
+        emit,
+        prefix_store,
+        config.queue_timeout_s,
+    )
     if agent is not None:
         agent.start()
     info = EngineInfo(

@@ -92,6 +92,7 @@ class EngineConfig:
     `seed` is that of requests that bring none; None draws one for each. `token_api`: an engine of role both takes
     requests in token ids, from a router, beside those of clients; the other roles always do.
     An engine that needs more than `stall_timeout_s` seconds for one step is taken for one that hangs.
+    A request that has not started `queue_timeout_s` after it came ends with an error; 0 lets it wait.
     `recovery` is the last rung that a failed handoff may take, `integrity` how many digests guard its bytes.
     """
 
@@ -118,6 +119,7 @@ class EngineConfig:
     engine_id: str = "engine"
     recovery: Recovery = "full"
     integrity: Integrity = "off"
+    queue_timeout_s: float = 0.0
     token_api: bool = False
     stall_timeout_s: float = 120.0
 
@@ -133,6 +135,7 @@ class EngineConfig:
         need(1 <= self.max_num_seqs <= 4096, "max_num_seqs", "1 to 4096")
         need(self.recovery in get_args(Recovery), "recovery", f"one of {', '.join(get_args(Recovery))}")
         need(self.integrity in get_args(Integrity), "integrity", f"one of {', '.join(get_args(Integrity))}")
+        need(0 <= self.queue_timeout_s < 1e6, "queue_timeout_s", "seconds, or 0 for no limit")
         need(self.dtype in DTYPES, "dtype", f"one of {', '.join(DTYPES)}")
         need(re.fullmatch(r"cpu|cuda(:\d+)?", self.device) is not None, "device", "cpu, cuda or cuda:N")
         need(self.kv_cache_memory is None or self.kv_cache_memory > 0, "kv_cache_memory", "positive bytes")

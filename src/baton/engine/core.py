@@ -6,6 +6,7 @@ run. Everything here runs on the engine thread; other threads reach it through `
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
@@ -41,12 +42,15 @@ class EngineCore:
         rejection: bool,
         emit: EmitChunk,
         prefix_store: PrefixStore | None = None,
+        queue_timeout_s: float = 0.0,
     ) -> None:
         self.runner, self.scheduler, self.legs, self.emit = runner, scheduler, legs, emit
         self.prefix_store = prefix_store
         self.eos_ids = frozenset(eos_ids)
         self.max_model_len = max_model_len
         self.rejection = rejection
+        self.queue_timeout_s = queue_timeout_s
+        self._arrivals = itertools.count(1)
         self.metrics = EngineMetrics()
         self.requests: dict[str, Request] = {}
         self._posted: deque[tuple[float, Callable[[], None]]] = deque()
@@ -86,7 +90,7 @@ class EngineCore:
         if not computed:
             with self._wake:
                 if not self._posted and not self._stopping:
-                    # Requests that wait for pages are looked at again at least this often, for their deadlines.
+                    # Requests that wait for pages are looked at again at least this often, for their limits.
                     self._wake.wait(0.5 if self.scheduler.has_work else None)
 
     def drain(self) -> None:
@@ -109,7 +113,7 @@ class EngineCore:
         pools = list(self.scheduler.pools.values())
         return EngineLoad(
             num_running=len(self.scheduler.running),
-            num_waiting=len(self.scheduler.waiting) + len(self.scheduler.receive_queue),
+            num_waiting=len(self.scheduler.queued()),
             num_handoffs=len(self.legs.open) if self.legs else 0,
             kv_usage=max(pool.num_referenced / (pool.num_pages - 1) for pool in pools),
             num_referenced_pages=sum(pool.num_referenced for pool in pools),
@@ -122,6 +126,7 @@ class EngineCore:
     def add(self, request: Request) -> None:
         """Queue a request. Its id is not in use."""
         self.requests[request.request_id] = request
+        request.arrival, request.queued_at = next(self._arrivals), time.monotonic()
         self.metrics.num_prompt_tokens += request.num_prompt
         if self.legs is not None and request.role is not None:
             self.legs.opened(request)
@@ -134,8 +139,10 @@ class EngineCore:
             self._queue(request)
 
     def _queue(self, request: Request) -> None:
-        queue = self.scheduler.receive_queue if request.role == "decode" else self.scheduler.waiting
-        queue.append(request)
+        if request.role == "decode" and self.legs is not None:
+            self.legs.is_ready(request)
+        else:
+            self.scheduler.enqueue(request)
 
     def abort(self, request_id: str) -> None:
         """The client is gone. Pages that a transport may touch stay until it is proven quiet."""
@@ -152,18 +159,17 @@ class EngineCore:
         self, request: Request, reason: FinishReason, error: str | None = None, recoverable: bool = False
     ) -> None:
         """End a request outside the normal flow of tokens."""
-        self._end(request, reason)
+        self._end(request, reason, error)
         chunk = TokenChunk(request_id=request.request_id, finish_reason=reason, error=error, recoverable=recoverable)
         self.emit(chunk, True)
 
-    def _end(self, request: Request, reason: FinishReason) -> None:
+    def _end(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
         self.requests.pop(request.request_id, None)
         request.finish_reason = reason
-        was = request.status
         self.scheduler.remove(request)
         request.status = RequestStatus.FINISHED
         self.metrics.num_requests[reason] += 1
-        if self.legs is not None and self.legs.keeps_pages(request, was):
+        if self.legs is not None and self.legs.keeps_pages(request, error):
             return
         self.scheduler.release(request)
 
@@ -171,9 +177,13 @@ class EngineCore:
 
     def step(self) -> bool:
         """One engine step. False when there was nothing to compute."""
+        now = time.monotonic()
+        self._expire_queues(now)
         if self.legs is not None:
-            self.legs.start_receives(time.monotonic())
+            self.legs.start_receives(now)
         scheduled = self.scheduler.schedule()
+        if self.legs is not None:
+            self.legs.admitted(rows.request for rows in scheduled)
         if not scheduled:
             return False
         done = compute(self, scheduled)
@@ -182,6 +192,14 @@ class EngineCore:
         self._finalise([rows for rows in scheduled if rows.request not in done.failed], done.draft_rows)
         self.metrics.num_steps += 1
         return True
+
+    def _expire_queues(self, now: float) -> None:
+        """Waiting is no failure, unless there is a limit to it: who has not started by then is told early."""
+        if self.queue_timeout_s <= 0:
+            return
+        for request in self.scheduler.queued():
+            if not request.started and now >= request.queued_at + self.queue_timeout_s:
+                self.finish(request, "error", f"queue_timeout: no room within {self.queue_timeout_s:g} s")
 
     def _fail(self, request: Request, error: Exception) -> None:
         """End a request that the engine cannot compute; `error` is of no interest to its client."""

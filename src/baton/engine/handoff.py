@@ -7,7 +7,8 @@ handoff failed need not wait for that: it goes on with other pages.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -37,10 +38,12 @@ class Agent(Protocol):
     """The part of `baton.handoff.agent.HandoffAgent` that an engine uses. Thread-safe calls, none blocks."""
 
     def open_prefill(self, ticket: Ticket) -> None: ...
+    def admit_prefill(self, key: AttemptKey) -> None: ...
     def declare_final(
         self, key: AttemptKey, prompt_len: int, pages: dict[str, list[int]], final: dict[str, int]
     ) -> None: ...
     def finish_prefill(self, key: AttemptKey, seeds: Seeds, finished: bool) -> None: ...
+    def announce_decode(self, ticket: Ticket) -> None: ...
     def open_decode(
         self,
         ticket: Ticket,
@@ -53,14 +56,18 @@ class Agent(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Leg:
-    """One open attempt. `attached`: what becomes of the request still depends on it.
+    """One open attempt. `attached`: what becomes of the request still depends on it. `admitted`: P has pages for the
+    whole prompt.
 
-    On D: `first_wanted` is, per group, the first token that P may write; `proven` the end of those that digests have
-    shown to be final; `quarantined` the pages that the request has given up, as block tables (null: not among them).
+    On D: `ready`: nothing else keeps the request from its queue; `first_wanted` is, per group, the first token that
+    P may write; `proven` the end of those that digests have shown to be final; `quarantined` the pages that the request
+    has given up, as block tables (null: not among them).
     """
 
     request: Request
     attached: bool = True
+    admitted: bool = False
+    ready: bool = False
     first_wanted: dict[str, int] = field(default_factory=dict)
     proven: dict[str, int] = field(default_factory=dict)
     quarantined: dict[str, list[int]] = field(default_factory=dict)
@@ -76,6 +83,7 @@ class HandoffLegs:
         vocab_size: int,
         num_drafts: int,
         recovery: Recovery,
+        handoff_timeout_s: float,
         alter_seeds: Callable[[Seeds], Seeds] | None = None,
     ) -> None:
         """`alter_seeds` is the seam at which the `faulty` transport breaks seeds on purpose."""
@@ -85,8 +93,9 @@ class HandoffLegs:
         self.vocab_size = vocab_size
         self.num_drafts = num_drafts
         self.recovery = recovery
+        self.handoff_timeout_s = handoff_timeout_s
         self.open: dict[AttemptKey, Leg] = {}
-        self._recomputing: dict[Request, Ticket] = {}
+        self._recomputing: dict[Request, float] = {}  # with the time (monotonic) at which its old pages should be free
         self._core: EngineCore | None = None
 
     def bind(self, core: EngineCore) -> None:
@@ -99,23 +108,47 @@ class HandoffLegs:
         return self._core
 
     def opened(self, request: Request) -> None:
-        """A leg arrived. A prefill leg is announced at once, so that an early REGISTER finds it."""
+        """A leg arrived. The other side may speak of it at any time, or is to know of it."""
         assert request.ticket is not None
         self.open[request.ticket.key] = Leg(request)
         if request.role == "prefill":
             self.agent.open_prefill(request.ticket)
+        else:
+            self.core.scheduler.announced[request] = None
+            self.agent.announce_decode(request.ticket)
+
+    def is_ready(self, request: Request) -> None:
+        """A decode leg may enter its queue, once P has admitted it."""
+        assert request.ticket is not None
+        leg = self.open.get(request.ticket.key)
+        if leg is not None:
+            leg.ready = True
+            self._enqueue(leg)
+
+    def _enqueue(self, leg: Leg) -> None:
+        """Pages go to legs that P has admitted, alone: those that it has no room for would never free them."""
+        request, scheduler = leg.request, self.core.scheduler
+        if leg.ready and leg.admitted and request in scheduler.announced:
+            del scheduler.announced[request]
+            scheduler.enqueue(request)
+
+    def admitted(self, requests: Iterable[Request]) -> None:
+        """Prefill legs that have their pages: D may look for its own."""
+        for request in requests:
+            leg = self.open.get(request.ticket.key) if request.ticket is not None else None
+            if leg is not None and request.role == "prefill" and not leg.admitted:
+                leg.admitted = True
+                assert request.ticket is not None
+                self.agent.admit_prefill(request.ticket.key)
 
     def start_receives(self, now: float) -> None:
-        """Register decode legs for which there is room, in order of arrival. `now`: monotonic seconds."""
+        """Register decode legs for which there is room, in the order of their queue. `now`: monotonic seconds."""
         scheduler = self.core.scheduler
         self._expire_recomputing(now)
         while scheduler.receive_queue:
             request = scheduler.receive_queue[0]
             ticket = request.ticket
             assert ticket is not None
-            if now >= ticket.decode_expiry:
-                self.core.finish(request, "error", "handoff_timeout: no pages came free in time", recoverable=True)
-                continue
             hits = scheduler.start_receive(request)
             if hits is None:
                 return
@@ -131,11 +164,12 @@ class HandoffLegs:
             self.agent.open_decode(ticket, request.prefill_len, intervals, dict(request.pages))
 
     def _expire_recomputing(self, now: float) -> None:
-        """A request that finds no room for its recomputation before its ticket expires may succeed elsewhere."""
-        for request, ticket in list(self._recomputing.items()):
+        """A request that finds no room for its recomputation may succeed elsewhere, where pages that a peer might still
+        write are what is missing: nobody knows when they come back. Pages in use do."""
+        for request, until in list(self._recomputing.items()):
             if request.status is not RequestStatus.WAITING:
                 del self._recomputing[request]
-            elif now >= ticket.decode_expiry:
+            elif now >= until and any(pool.num_quarantined for pool in self.core.scheduler.pools.values()):
                 del self._recomputing[request]
                 self.core.finish(request, "error", "no_room: no pages came free to recompute", recoverable=True)
 
@@ -164,16 +198,15 @@ class HandoffLegs:
         self.core.metrics.num_requests[request.finish_reason or "handoff"] += 1
         self.agent.finish_prefill(key, seeds, request.finish_reason is not None)
 
-    def keeps_pages(self, request: Request, was: RequestStatus) -> bool:
-        """A request ended early: whether the agent must first prove its pages quiet (it is told to give up)."""
+    def keeps_pages(self, request: Request, error: str | None) -> bool:
+        """A request ended early: whether the agent must first prove its pages quiet. It is told to give up, and tells
+        the other side."""
         leg = self.open.get(request.ticket.key) if request.ticket is not None else None
         if leg is None or not leg.attached:
             return False
         assert request.ticket is not None
-        if request.role == "decode" and was is RequestStatus.WAITING:
-            # P may already hold pages for it; without a word from here it would until the ticket expires.
-            self.agent.open_decode(request.ticket, request.prefill_len, {}, {})
-        self.agent.abort(request.ticket.key, "aborted" if request.finish_reason == "abort" else "failed")
+        reason = "queue_timeout" if error is not None and error.startswith("queue_timeout") else "failed"
+        self.agent.abort(request.ticket.key, "aborted" if request.finish_reason == "abort" else reason)
         if request.role == "decode":
             self._quarantine(leg)
         return True
@@ -198,7 +231,10 @@ class HandoffLegs:
             self.core.metrics.handoff_failures[event.reason] += 1
             if self._receives(leg):
                 self._failed(leg, f"{event.reason}: {event.message}", event.recoverable)
-        elif not isinstance(event, DecodeAdmitted):
+        elif isinstance(event, DecodeAdmitted):
+            leg.admitted = True
+            self._enqueue(leg)
+        else:
             del self.open[event.key]
             self._ended(leg, event)
 
@@ -232,7 +268,7 @@ class HandoffLegs:
             self._leave_quarantine(leg)
 
     def _receives(self, leg: Leg) -> bool:
-        return leg.attached and leg.request.status is RequestStatus.RECEIVING
+        return leg.attached and leg.request.status in (RequestStatus.WAITING, RequestStatus.RECEIVING)
 
     def _take(self, leg: Leg, seeds: Seeds, finished: bool) -> None:
         """Go on from the seeds, or end with them; the pages are quiet."""
@@ -274,7 +310,7 @@ class HandoffLegs:
             scheduler.release(request)
         leg.attached = False
         scheduler.recompute(request)
-        self._recomputing[request] = request.ticket
+        self._recomputing[request] = time.monotonic() + self.handoff_timeout_s
 
     def _quarantine(self, leg: Leg) -> None:
         """The request lets go of its pages, but P may still write them."""

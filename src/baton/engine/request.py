@@ -35,6 +35,9 @@ class Request:
     request that resumes with known output (preemption, failover) prefills all tokens but the last, without
     sampling; its drafter then starts from the last token, so that draft rounds fall exactly where they
     would have fallen. The same tokens, `[0, prefill_len)`, are what a handoff moves.
+
+    `arrival` numbers the requests of an engine as they come; `queued_at` is when it came (monotonic seconds). One that
+    has `started`, and lost its pages, goes before those that have not.
     """
 
     def __init__(self, wire: GenerateRequest, sampler: SamplerState, ticket: Ticket | None = None) -> None:
@@ -47,6 +50,9 @@ class Request:
         self.role = wire.handoff.role if wire.handoff else None
         self.ticket = ticket
         self.status = RequestStatus.WAITING
+        self.arrival = 0
+        self.started = False
+        self.queued_at = 0.0
         self.finish_reason: FinishReason | None = None
         self.num_computed = 0
         self.num_drafted = 0
@@ -64,6 +70,11 @@ class Request:
     def set_prefill_length(self) -> None:
         """Fix how far prefill goes from here: to the prompt's end, or to the last known token but one."""
         self.prefill_len = len(self.token_ids) if self.num_output == 0 else len(self.token_ids) - 1
+
+    @property
+    def place(self) -> tuple[bool, int]:
+        """Where it stands in queues: the least goes first."""
+        return not self.started, self.arrival
 
     @property
     def num_output(self) -> int:

@@ -51,13 +51,24 @@ class Scheduler:
         self.copy_page = copy_page
         self.waiting: deque[Request] = deque()
         self.receive_queue: deque[Request] = deque()
+        self.announced: dict[Request, None] = {}  # decode legs that the prefill side has no room for yet
         self.receiving: set[Request] = set()
         self.running: list[Request] = []
         self.num_preemptions = 0
 
     @property
     def has_work(self) -> bool:
-        return bool(self.waiting or self.running or self.receive_queue)
+        return bool(self.waiting or self.running or self.receive_queue or self.announced)
+
+    def queued(self) -> list[Request]:
+        """Requests that have no pages."""
+        return [*self.waiting, *self.receive_queue, *self.announced]
+
+    def enqueue(self, request: Request) -> None:
+        """Put a request where it belongs: among those that compute here, or among the decode legs."""
+        queue = self.receive_queue if request.role == "decode" and not request.started else self.waiting
+        at = next((i for i, other in enumerate(queue) if other.place > request.place), len(queue))
+        queue.insert(at, request)
 
     def fits(self, num_tokens: int) -> bool:
         """Whether a request of that many tokens could ever run here alone."""
@@ -84,6 +95,9 @@ class Scheduler:
                 budget = self.max_num_batched_tokens - sum(rows.num_rows for rows in scheduled.values())
         while self.waiting and budget > 0 and self._num_active < self.max_num_seqs:
             request = self.waiting[0]
+            # Neither queue overtakes the other, lest one of them waits for ever.
+            if self.receive_queue and self.receive_queue[0].place < request.place:
+                break
             if not self._admit(request, budget):
                 break
             self.waiting.popleft()
@@ -130,14 +144,15 @@ class Scheduler:
         self._recompute_first(request)
 
     def recompute(self, request: Request) -> None:
-        """A decode leg that has given up its pages computes its prompt itself, before anything that waits."""
-        self.receiving.discard(request)
+        """A decode leg that has given up its pages, or has had none, computes its prompt itself, before anything that
+        has not started."""
+        self.remove(request)
         self._recompute_first(request)
 
     def _recompute_first(self, request: Request) -> None:
         request.set_prefill_length()
-        request.status = RequestStatus.WAITING
-        self.waiting.appendleft(request)
+        request.status, request.started = RequestStatus.WAITING, True
+        self.enqueue(request)
 
     def release(self, request: Request) -> None:
         """Drop the request's references to its pages."""
@@ -167,7 +182,7 @@ class Scheduler:
         request.num_computed = request.num_drafted = hit
         if request.num_output == 0:
             request.num_cached = hit
-        request.status = RequestStatus.RUNNING
+        request.status, request.started = RequestStatus.RUNNING, True
         self.running.append(request)
         return True
 
@@ -216,13 +231,14 @@ class Scheduler:
 
     def start_receive(self, request: Request) -> dict[str, int] | None:
         """Give a decode leg its destination pages. Returns the hit per group, or None when there is no room yet."""
-        if self._num_active >= self.max_num_seqs or self.waiting:
+        behind = bool(self.waiting) and self.waiting[0].place < request.place
+        if self._num_active >= self.max_num_seqs or behind:
             return None
         hits = self._attach_prefix(request, self.receive_hits(request))
         if not self._reserve(request, request.prefill_len + 1 + self.num_lookahead):
             self.release(request)
             return None
-        request.status = RequestStatus.RECEIVING
+        request.status, request.started = RequestStatus.RECEIVING, True
         self.receiving.add(request)
         return hits
 
@@ -251,3 +267,4 @@ class Scheduler:
             if request in queue:
                 queue.remove(request)
         self.receiving.discard(request)
+        self.announced.pop(request, None)

@@ -32,7 +32,8 @@ _FIELD = "kv_transfer_config.control_bind"
 def ticket_key_file(directory: str | Path) -> Path:
     """The ticket key of a key directory.
 
-    Raises `ConfigError` when there is none (another one would fit no peer), and for a directory that others may write to.
+    Raises `ConfigError` when there is none (another one would fit no peer), and for a directory that others may write
+    to.
     """
     path = Path(directory) / _TICKET_KEY
     if not path.is_file():

@@ -36,7 +36,9 @@ _ADDRESS = re.compile(
 ENGINE_STALLED = "engine_stalled"
 
 # Reasons in an error chunk that say "not this engine, not now" instead of "this request failed".
-_UNAVAILABLE_REASONS = frozenset({"engine_unavailable", "engine_lost", ENGINE_STALLED, "peer_lost", "shutdown"})
+_UNAVAILABLE_REASONS = frozenset(
+    {"engine_unavailable", "engine_lost", ENGINE_STALLED, "peer_lost", "queue_timeout", "shutdown"}
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from baton.testing.simulator.engine import EngineModel, Leg
 from baton.testing.simulator.network import Network
 from baton.testing.simulator.prefill_engine import PrefillEngine
 from baton.testing.simulator.process import Process, Role
-from baton.testing.simulator.router import Router, Stream
+from baton.testing.simulator.router import Request, Router, Stream
 from baton.testing.simulator.transport import Fabric
 from baton.testing.simulator.world import World
 
@@ -27,13 +27,25 @@ class Cluster:
         self.tickets: list[str] = []  # all that the router signed
         self.network = Network(world)
         self.fabric = Fabric(world)
-        self.router = Router(self)
+        self.routers = [Router(self) for _ in range(world.settings.num_routers)]
         self.processes: dict[str, Process] = {}
         self.by_uid: dict[str, Process] = {}
         self._names: dict[str, Role] = {f"P{i}": "prefill" for i in range(world.settings.num_prefill)}
         self._names |= {f"D{i}": "decode" for i in range(world.settings.num_decode)}
         for name in self._names:
-            self.router.joined(self.start(name))
+            process = self.start(name)
+            for router in self.routers:
+                router.joined(process)
+
+    @property
+    def requests(self) -> list[Request]:
+        """All that were submitted."""
+        return [request for router in self.routers for request in router.requests]
+
+    def submit(self, request: Request) -> None:
+        """A client's request arrives at one of the routers, which know nothing of each other."""
+        self.world.progress()
+        self.world.random.choice(self.routers).submit(request)
 
     def engine_type(self, role: Role) -> type[EngineModel]:
         """The model of an engine of a role."""
@@ -77,10 +89,11 @@ class Cluster:
         role: Role | None = "prefill" if "prefill" in kind else "decode" if "decode" in kind else None
         fit = [p for p in self.processes.values() if not p.gone and (role is None or p.role == role)]
         if kind == "crash_router":
-            struck = self.router.up
+            router = random.choice(self.routers)
+            struck = router.up
             if struck:
-                self.router.crash()
-                world.after(random.uniform(0.2, 4.0), self.router.restart)
+                router.crash()
+                world.after(random.uniform(0.2, 4.0), router.restart)
         elif kind == "partition":
             names = random.sample(sorted(self._names), 2)
             pair = frozenset(names)
@@ -153,7 +166,8 @@ class Cluster:
     def _restart(self, process: Process) -> None:
         if process.dead and self.processes[process.name] is process:
             fresh = self.start(process.name)
-            self.world.after(self.world.random.uniform(0.0, 1.0), self.router.joined, fresh)
+            for router in self.routers:
+                self.world.after(self.world.random.uniform(0.0, 1.0), router.joined, fresh)
 
     def _heal(self, pair: frozenset[str]) -> None:
         self.network.cut.discard(pair)

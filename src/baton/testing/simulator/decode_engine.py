@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from baton.handoff.events import (
+    DecodeAdmitted,
     DecodeCommitted,
     DecodeFailed,
     DecodeFinished,
@@ -21,11 +22,15 @@ if TYPE_CHECKING:
     from baton.testing.simulator.process import Process
 
 
+# States of a leg whose handoff has not ended.
+_OPEN = ("announced", "waiting", "receiving")
+
+
 class DecodeEngine(EngineModel):
     """Registers legs as pages allow, decodes the committed ones with verification of drafts.
 
-    A leg is `waiting`, `receiving`, `running`, `recomputing`, `quarantined` (over, but not proven quiet) or
-    `closing` (aborted before it had pages).
+    A leg is `announced` (P has no room for it yet), `waiting` (for pages here), `receiving`, `running`, `recomputing`,
+    `quarantined` (over, but not proven quiet) or `closing` (aborted before it had pages).
     """
 
     def __init__(self, process: Process) -> None:
@@ -38,6 +43,20 @@ class DecodeEngine(EngineModel):
             self.end(leg, "duplicate_leg")
             return
         self.legs[leg.key] = leg
+        if self.world.settings.announces:
+            leg.state = "announced"
+            self.look_for_prefix(leg)
+            self.process.call(lambda: self.process.runner.announce_decode(leg.ticket))
+
+    def loaded(self, leg: Leg) -> None:
+        """See `EngineModel`."""
+        super().loaded(leg)
+        self._queue(leg)
+
+    def _queue(self, leg: Leg) -> None:
+        """Pages go to legs that P has admitted, alone."""
+        if leg.state == "announced" and leg.admitted and leg.loaded:
+            leg.state = "waiting"
 
     def abandon(self, leg: Leg) -> None:
         """See `EngineModel`."""
@@ -45,7 +64,7 @@ class DecodeEngine(EngineModel):
 
     def abort_any(self) -> bool:
         """See `EngineModel`."""
-        legs = [leg for leg in self.legs.values() if leg.state in ("waiting", "receiving", "running")]
+        legs = [leg for leg in self.legs.values() if leg.state in (*_OPEN, "running")]
         if legs:
             leg = self.world.random.choice(legs)
             self.end(leg, "engine_failed", recoverable=True)
@@ -57,9 +76,10 @@ class DecodeEngine(EngineModel):
             self._drop_recompute(leg)
             return
         runner = self.process.runner
-        if leg.state == "waiting":
-            # P may already hold pages for it; without a word from here it would until the ticket expires.
-            self.process.call(lambda: runner.open_decode(leg.ticket, {}, {}))
+        if leg.state in ("announced", "waiting"):
+            if not self.world.settings.announces:
+                # P may already hold pages for it; without a word from here it would until the ticket expires.
+                self.process.call(lambda: runner.open_decode(leg.ticket, {}, {}))
             leg.state = "closing"
         elif leg.state == "receiving":
             leg.state = "quarantined"
@@ -125,6 +145,10 @@ class DecodeEngine(EngineModel):
         if leg is None:
             self.world.fail("unknown_event", f"{self.process.name} has no leg {event.key}: {event}")
             return
+        if isinstance(event, DecodeAdmitted):
+            leg.admitted = True
+            self._queue(leg)
+            return
         if isinstance(event, DecodeFailed):
             self._failed(leg, event)
             return
@@ -135,7 +159,7 @@ class DecodeEngine(EngineModel):
             self._commit(leg, event.seeds)
             return
         del self.legs[leg.key]
-        if isinstance(event, DecodeFinished) and leg.state == "receiving":
+        if isinstance(event, DecodeFinished) and leg.state in _OPEN:
             leg.stream.tokens(leg.num_known, [event.seeds.first_token])
             self.end(leg, "stop")
         for group, proven in leg.proven.items():
@@ -156,7 +180,7 @@ class DecodeEngine(EngineModel):
     # ------------------------------------------------------------ failure and recomputation
 
     def _failed(self, leg: Leg, event: DecodeFailed) -> None:
-        if leg.state != "receiving":
+        if leg.state not in _OPEN:
             return
         leg.state = "quarantined"
         if event.recoverable and self.world.settings.recovery in ("recompute", "full"):
@@ -210,10 +234,6 @@ class DecodeEngine(EngineModel):
         return bool(self.recomputing) or any(leg.state in ("waiting", "running") for leg in self.legs.values())
 
     def _admit(self, leg: Leg) -> bool:
-        if self.process.clock.monotonic() >= leg.deadline:
-            self.end(leg, "handoff_timeout")
-            self._give_up(leg, "failed")
-            return True
         n, hits = leg.num_known, self.hits(leg)
         if not self.allocate(leg, hits, len(leg.story) + self.num_drafts):
             return False

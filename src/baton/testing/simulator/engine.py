@@ -32,6 +32,8 @@ class Leg:
     deadline: float  # by this process's monotonic clock
     holder: str
     state: str = "waiting"
+    admitted: bool = False  # on D: P has said so
+    loaded: bool = True  # the prefix store has been looked through
     pages: dict[str, list[int]] = field(default_factory=dict)
     hits: dict[str, int] = field(default_factory=dict)
     wanted: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -104,6 +106,17 @@ class EngineModel:
             kind = type(message).__name__.upper()
             self.world.fail("false_quiet", f"{self.process.name} says {kind} of {label} while {pending} go on")
 
+    def look_for_prefix(self, leg: Leg) -> None:
+        """Some legs wait for what a prefix store holds of them, so that queues are in another order than arrivals."""
+        if self.world.settings.has("prefix_store") and self.world.random.random() < 0.5:
+            leg.loaded = False
+            late = self.world.random.choice((0.1, 1.0)) * self.world.random.random()
+            self.world.after(late, self.process.post, lambda: self.loaded(leg))
+
+    def loaded(self, leg: Leg) -> None:
+        """The prefix store has been looked through."""
+        leg.loaded = True
+
     def agent_has_run(self) -> None:
         """After each turn of the agent's loop."""
 
@@ -131,6 +144,7 @@ class EngineModel:
             for memory, shared, rest, _ in plans:
                 memory.release([*shared, *rest], leg.holder)
             return False
+        self.world.progress()
         for memory, shared, rest, count in plans:
             fresh = memory.allocate(count, leg.holder)
             for source, dest in zip(rest, fresh, strict=False):
@@ -163,6 +177,7 @@ class EngineModel:
         there before, writes what follows.
         """
         self.check_kv(leg)
+        self.world.progress()
         for memory in self.process.memories:
             table = leg.pages[memory.model.name]
             if memory.model.owner == "target":

@@ -14,7 +14,7 @@ import msgspec
 
 from baton.errors import ConfigError
 from baton.handoff import machines
-from baton.handoff.attempts import Book
+from baton.handoff.attempts import Book, DecodeAttempt, PrefillAttempt
 from baton.handoff.decode import DecodeHandoff
 from baton.handoff.events import (
     Abort,
@@ -35,7 +35,6 @@ from baton.handoff.messages import (
     Announce,
     AttemptKey,
     Bye,
-    Cancel,
     Cancelled,
     Commit,
     Confirm,
@@ -193,6 +192,28 @@ def _finish_while_copying() -> list[Patch]:
     return [(PrefillHandoff, "_finish", finish)]
 
 
+# ---------------------------------------------------------------- who gets pages, and for how long
+
+_OVERLOAD = ("full_pools", "burst", "slow_engine", "prefix_store", "late_leg")
+
+
+@_mutation("D takes pages only for what P has room for", _OVERLOAD)
+def _admitted_unseen() -> list[Patch]:
+    def around(self: PrefillHandoff, receive: Handle, message: Message) -> list[Action]:
+        self.admitted = self.admitted or isinstance(message, Announce)
+        return receive(message)
+
+    return _around(PrefillHandoff, "_receive", around)
+
+
+@_mutation("what waits in a queue has no deadline", _OVERLOAD)
+def _deadline_from_ticket() -> list[Patch]:
+    def deadline(self: PrefillAttempt | DecodeAttempt, handoff_s: float) -> float:
+        return self.expiry
+
+    return [(PrefillAttempt, "deadline", deadline), (DecodeAttempt, "deadline", deadline)]
+
+
 # ---------------------------------------------------------------- what CANCELLED says
 
 
@@ -220,22 +241,6 @@ def _ignore_cancelled() -> list[Patch]:
         return [] if deaf else handle(event)
 
     return _around(DecodeHandoff, "handle", around)
-
-
-@_mutation(
-    "CANCEL of an unknown attempt leaves a tombstone",
-    ("late_leg", "reorder", "delay", "client_abort", "engine_abort", "drop"),
-)
-def _no_tombstone() -> list[Patch]:
-    original = Inbox._attempt_message
-
-    def message(self: Inbox, link: Any, hello: Any, message: Any) -> None:
-        if isinstance(message, Cancel) and self._machines.prefills.get(message.key) is None:
-            self._channel.send(link.connection, Cancelled(message.key, message.reason))
-            return
-        original(self, link, hello, message)
-
-    return [(Inbox, "_attempt_message", message)]
 
 
 @_mutation("CANCEL is repeated until it is answered")

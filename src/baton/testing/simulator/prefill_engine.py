@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from baton.handoff.events import (
+    Admitted,
     Declared,
     HandoffEvent,
     PrefillReleased,
@@ -24,6 +25,7 @@ class PrefillEngine(EngineModel):
             self.end(leg, "duplicate_leg")
             return
         self.legs[leg.key] = leg
+        self.look_for_prefix(leg)
         self.process.call(lambda: self.process.runner.open_prefill(leg.ticket))
 
     def abandon(self, leg: Leg) -> None:
@@ -67,15 +69,13 @@ class PrefillEngine(EngineModel):
 
     def step(self) -> bool:
         """See `EngineModel`: admit what there is room for, and compute one chunk of one leg."""
-        busy = False
-        for leg in list(self.legs.values()):
-            if leg.state == "waiting":
-                if not self._admit(leg):
-                    break
-            elif leg.state == "running":
-                self._chunk(leg)
-            busy = busy or leg.state in ("waiting", "running")
-        return busy or any(leg.state in ("waiting", "running") for leg in self.legs.values())
+        running = [leg for leg in self.legs.values() if leg.state == "running"]
+        for leg in self.legs.values():
+            if leg.state == "waiting" and leg.loaded and not self._admit(leg):
+                break
+        for leg in running:
+            self._chunk(leg)
+        return any(leg.state in ("waiting", "running") for leg in self.legs.values())
 
     def _admit(self, leg: Leg) -> bool:
         hits = self.hits(leg)
@@ -85,6 +85,7 @@ class PrefillEngine(EngineModel):
             return False
         self.begin(leg, common)
         leg.state = "running"
+        self.process.call(lambda: self.process.runner.to_prefill(leg.key, Admitted()))
         return True
 
     def _chunk(self, leg: Leg) -> None:

@@ -71,7 +71,7 @@ class Process:
         self.memories: list[GroupMemory] = []
         for region, model in enumerate(world.settings.groups):
             size = random.randint(1, 6)
-            tokens = random.randint(40, 70) if full else random.randint(180, 300)
+            tokens = random.randint(45, 70) if full else random.randint(180, 300)
             self.memories.append(GroupMemory(model, region, -(-tokens // size) + 1, size, random))
         self.region_sizes = [memory.nbytes for memory in self.memories]
         self.channel = SimChannel(self, cluster.network)
@@ -216,7 +216,8 @@ class Process:
         self.world.note(self.name, f"{self.uid} is dead")
         self.cluster.network.unbind(self)
         self.cluster.fabric.died(self)
-        self.cluster.router.process_died(self)
+        for router in self.cluster.routers:
+            router.process_died(self)
         for other in self.cluster.processes.values():
             other.wake()
 

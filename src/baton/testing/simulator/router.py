@@ -162,6 +162,7 @@ class Router:
         if request.outcome:
             return
         request.outcome = outcome
+        self.world.progress()
         self.world.note("router", f"{request.name} ends: {outcome}")
         for stream in request.streams.values():
             stream.hang_up()

@@ -13,6 +13,7 @@ from baton.testing.simulator.settings import GroupModel
 VOCAB = 48
 EOS = 0
 LONGEST = 140
+LONGEST_SMALL = 24
 _FOLLOWS = 7
 
 

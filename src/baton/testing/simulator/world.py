@@ -31,6 +31,7 @@ class World:
         self.random = random
         self.now = 0.0
         self.events = 0
+        self.progressed = 0.0  # when a request last came on
         self.calm = False  # no fault is injected any more
         self.injected: Counter[str] = Counter()
         self.violation: Violation | None = None
@@ -73,6 +74,10 @@ class World:
             return False
         self.injected[kind] += 1
         return True
+
+    def progress(self) -> None:
+        """Some request came on: it was admitted, computed or ended."""
+        self.progressed = self.now
 
     # ------------------------------------------------------------ findings
 
