@@ -28,7 +28,7 @@ demo: $(STAMP)
 	@$(BIN)/python -m baton.bench.demo
 
 test: $(TRANSPORTS)
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 conformance: $(TRANSPORTS)
 	@$(BIN)/python -m baton.testing.conformance

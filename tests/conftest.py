@@ -8,6 +8,26 @@ from typing import Any
 
 import pytest
 
+# Those that take longest come first: at the end of a run no worker waits for another.
+LONGEST = (
+    "e2e/test_verify_faults.py",
+    "e2e/test_verify.py",
+    "e2e/test_chaos.py",
+    "simulation/test_mutations.py",
+    "simulation/test_simulator.py",
+    "e2e/test_aborts.py",
+    "verify/test_engines.py",
+    "e2e/test_transports.py",
+    "transports/test_conformance_remote.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whole files in the order of `LONGEST`, the others behind them as they were collected."""
+    here = Path(__file__).parent
+    rank = {here / name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: rank.get(item.path, len(rank)))
+
 
 @pytest.fixture
 def one_thread() -> None:

@@ -14,7 +14,8 @@ from fake_vllm import FakeVllm, Kind, Shared, token_at
 from baton.router import RouterConfig, build_app
 from baton.router.timers import RouterTimers
 
-QUICK = RouterTimers(check=0.05, answer=0.3, lease=0.4, patience=0.3)
+# Servers and router share one loop, which other tests may hold up for a while.
+QUICK = RouterTimers(check=0.05, answer=1.5, lease=2.0, patience=1.0)
 CONNECTORS: dict[str, Kind] = {"BatonConnector": "baton", "NixlConnector": "pull", "NixlPushConnector": "push"}
 WAYS = [(name, False) for name in CONNECTORS] + [("BatonConnector", True)]
 PROMPT = [10, 11, 12, 13, 14]

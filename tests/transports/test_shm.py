@@ -110,12 +110,13 @@ def test_segments_of_a_killed_owner_are_removed_at_start_up() -> None:
     with start("wait") as owner:
         assert owner.stdout is not None
         assert owner.stdout.readline() == "ready\n"
-        assert remove_stale_segments() == []
         left = segments(owner.pid)
         assert len(left) == 1
+        # What engines of tests beside this one left may go here.
+        assert not {*remove_stale_segments()} & {*left}
+        assert segments(owner.pid) == left
         owner.kill()
         owner.wait()
-        assert segments(owner.pid) == left
     ShmTransport().close()
     assert segments(owner.pid) == []
 

@@ -25,14 +25,15 @@ def reference() -> Iterator[str]:
         yield deployment.url
 
 
-def verify(reference: str, candidate: str, *flags: str) -> subprocess.CompletedProcess[str]:
+def verify(reference: str, candidate: str, *flags: str, lengths: str = LENGTHS) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "baton.cli", "verify", "--reference", reference, "--candidate", candidate]
-    command += ["--lengths", LENGTHS, "--max-tokens", "20", *flags]
+    command += ["--lengths", lengths, "--max-tokens", "20", *flags]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=170, env=environment, check=False)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_a_deployment_is_identical_to_one_engine_also_by_its_counters(reference: str) -> None:
     with Deployment(TARGET, engine_flags=FLAGS) as candidate:
         strict = ("--near-tie", "0", "--logprob-tolerance", "1e-5", "--acceptance-tolerance", "0")
@@ -49,14 +50,17 @@ def test_a_deployment_is_identical_to_one_engine_also_by_its_counters(reference:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("fault", "what"),
     [("drop-draft", "acceptance at draft position"), ("corrupt", "request ")],
     ids=["draft", "target"],
 )
 def test_a_broken_deployment_is_found(fault: str, what: str, reference: str) -> None:
+    """Of short prompts' drafts little depends on the KV that was handed over."""
     flags = (*FLAGS, "--recovery", "none")
     with Deployment(TARGET, engine_flags=flags, kv_transport=f"faulty+shm://?fault={fault}") as candidate:
-        result = verify(reference, candidate.url, TARGET, "--candidate-metrics", candidate.decode_urls[0])
+        metrics = ("--candidate-metrics", candidate.decode_urls[0])
+        result = verify(reference, candidate.url, TARGET, *metrics, lengths="60-75")
     assert result.returncode == 1, result.stdout + result.stderr
     assert f"DIFFERENT candidate: {what}" in result.stdout
