@@ -46,11 +46,16 @@ def serve_command(
 
 
 @app.command("transport")
-def transport_command(json_output: Json = False) -> None:
-    """Copy bandwidth over memcpy, and planning time."""
+def transport_command(
+    kv_transport: Annotated[str, typer.Option(help="shm, nixl, mooncake, file or a URI.")] = "shm",
+    json_output: Json = False,
+) -> None:
+    """Copy bandwidth between two processes of this host over memcpy, and planning time."""
     from baton.bench.transport import run
+    from baton.processes import check_shared_transport
 
-    _show(run(), json_output)
+    check_shared_transport(kv_transport)
+    _show(run(kv_transport), json_output)
 
 
 @app.command("engine")

@@ -1,14 +1,15 @@
-"""What the data plane costs: `python -m baton.bench.transport`.
+"""What the data plane costs: `python -m baton.bench.transport [TRANSPORT]`.
 
-Medians of 21 rounds, all in one run, so that the ratios compare like with like: copying 64 MiB in scattered
-32 KiB and 4 KiB runs through the `shm` transport, over one `memcpy` of the same 64 MiB between the same
-regions; and planning 20,000 runs. Rounds of the compared parts alternate, so that a slow spell of the host
-meets all of them.
+Medians of 21 rounds, all in one run, so that the ratios compare like with like: writing 64 MiB in scattered
+32 KiB and 4 KiB runs to the memory of another process of this host (`shm`, or the transport that is named), over one
+`memcpy` of as much within this process; and planning 20,000 runs. Rounds of the compared parts alternate, so that a
+slow spell of the host meets all of them.
 """
 
 from __future__ import annotations
 
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -19,6 +20,7 @@ from baton.errors import TransportError
 from baton.handoff.interval import Interval
 from baton.handoff.planner import RankGeometry, plan
 from baton.kv.geometry import BLOCK_MAJOR_NHD, LAYER_MAJOR_NHD, Axis, CopyList, Geometry, GroupSpec
+from baton.testing.transport_peer import SpawnedPeer
 from baton.transports.registry import create_transport
 
 ROUNDS = 21
@@ -26,19 +28,27 @@ COPY_BYTES = 64 << 20
 PLAN_RUNS = 20_000
 
 
-def run() -> dict[str, float]:
-    """Measure, and return the figures by name: GB/s, ratios and milliseconds, medians of `ROUNDS`."""
-    return {**measure_copies(), **measure_planning()}
+def run(uri: str = "shm") -> dict[str, float]:
+    """Measure, and return the figures by name: GB/s, ratios and milliseconds, medians of `ROUNDS`.
+
+    Raises `ConfigError` for an unknown transport.
+    """
+    return {**measure_copies(uri), **measure_planning()}
 
 
-def measure_copies(nbytes: int = COPY_BYTES, rounds: int = ROUNDS) -> dict[str, float]:
-    """Bandwidths over `nbytes` (a multiple of 32 KiB) in GB/s, and as ratios to `memcpy`."""
-    near, far = create_transport("shm://"), create_transport("shm://")
+def measure_copies(uri: str = "shm", nbytes: int = COPY_BYTES, rounds: int = ROUNDS) -> dict[str, float]:
+    """Bandwidths over `nbytes` (a multiple of 32 KiB) in GB/s, and as ratios to `memcpy`. Between two processes.
+
+    Raises `ConfigError` for an unknown transport.
+    """
+    near = create_transport(uri)
+    far = SpawnedPeer(uri, [nbytes])
     try:
-        source, dest = near.allocate("source", nbytes), far.allocate("dest", nbytes)
+        source, dest = near.allocate("source", nbytes), near.allocate("dest", nbytes)
         source[:] = 1
-        near.register([source])
-        peer = near.connect(far.register([dest]))
+        near.register([source, dest])
+        far.fill(0, 1)  # memory that nobody has touched yet would be slow
+        peer = near.connect(far.descriptor)
 
         def submit(run_bytes: int) -> Callable[[], object]:
             copies = _scattered(nbytes, run_bytes)
@@ -49,18 +59,19 @@ def measure_copies(nbytes: int = COPY_BYTES, rounds: int = ROUNDS) -> dict[str, 
 
             return once
 
+        name = near.scheme
         parts: dict[str, Callable[[], object]] = {
             "memcpy": lambda: np.copyto(dest, source),
-            "shm_32k": submit(32 << 10),
-            "shm_4k": submit(4 << 10),
+            f"{name}_32k": submit(32 << 10),
+            f"{name}_4k": submit(4 << 10),
         }
         seconds = _medians(parts, rounds)
     finally:
         near.close()
         far.close()
     out = {f"{name}_gb_per_s": nbytes / second / 1e9 for name, second in seconds.items()}
-    for name in ("shm_32k", "shm_4k"):
-        out[f"{name}_over_memcpy"] = seconds["memcpy"] / seconds[name]
+    for part in (f"{name}_32k", f"{name}_4k"):
+        out[f"{part}_over_memcpy"] = seconds["memcpy"] / seconds[part]
     return out
 
 
@@ -125,7 +136,7 @@ def _medians(parts: dict[str, Callable[[], object]], rounds: int) -> dict[str, f
 
 def main() -> None:
     """Print the figures, one a line."""
-    for name, value in run().items():
+    for name, value in run(*sys.argv[1:2]).items():
         print(f"{name:24} {value:10.3f}")
 
 
