@@ -27,6 +27,10 @@ Port = Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")
 ShutdownTimeout = Annotated[
     float, typer.Option(min=0.0, help="Seconds that requests have to end after SIGTERM; then they end in an error.")
 ]
+AdminTokenFile = Annotated[
+    str | None,
+    typer.Option(help="Token for POST /instances/..., made where there is none. Default: BATON_ADMIN_TOKEN."),
+]
 ReadyFd = Annotated[int | None, typer.Option(hidden=True)]
 KeyFile = Annotated[str | None, typer.Option(help="32 random bytes shared by router and engines.")]
 Keys = Annotated[str | None, typer.Option(metavar="DIR", help="Key directory of `baton keys`, ticket key included.")]
@@ -71,12 +75,14 @@ def router_command(
     seed_first_token: _Seed = False,
     near_tie: _NearTie = None,
     shutdown_timeout: ShutdownTimeout = SHUTDOWN_TIMEOUT_S,
+    admin_token_file: AdminTokenFile = None,
     ready_fd: ReadyFd = None,
 ) -> None:
     """The front door over engines that run already; more may join by POST /instances/add."""
     from baton.handoff import keys as key_files
     from baton.handoff.ticket import load_or_create_key
     from baton.router import RouterConfig
+    from baton.router.admin import admin_token
 
     vllm_only: dict[str, Any] = {
         "kv_connector": kv_connector,
@@ -100,6 +106,8 @@ def router_command(
         tokenizer=tokenizer,
         recovery=recovery,
         engine=engine,
+        admin_token=admin_token(admin_token_file),
+        host_names=(host,),
         **vllm_only,
     )
     listener = bind(host, port)

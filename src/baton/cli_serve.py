@@ -12,6 +12,7 @@ import typer
 
 from baton.cli_options import BlockSize, EngineOptions, block_size_flags, with_engine_options
 from baton.cli_router import (
+    AdminTokenFile,
     AllowMode,
     Host,
     KeyFile,
@@ -77,12 +78,15 @@ def up_command(
     policy: Policy = "round_robin",
     allow_mode_override: AllowMode = False,
     shutdown_timeout: ShutdownTimeout = SHUTDOWN_TIMEOUT_S,
+    admin_token_file: AdminTokenFile = None,
 ) -> None:
     """A whole P/D deployment on this host: engines as child processes, the router here."""
     from baton.handoff.ticket import load_or_create_key
     from baton.router import RouterConfig
+    from baton.router.admin import admin_token
     from baton.server.run import ending_on_sigterm
 
+    token = admin_token(admin_token_file)
     listener = bind(host, port)
     with contextlib.closing(listener), ending_on_sigterm():
         # Checked here too, so that a bad flag is one line instead of one per engine.
@@ -110,6 +114,8 @@ def up_command(
                 allow_mode_override=allow_mode_override,
                 tokenizer=model,
                 recovery=options.recovery,
+                admin_token=token,
+                host_names=(host,),
             )
 
             def on_ready(url: str) -> None:

@@ -5,7 +5,8 @@ BatonError
 ├── CheckpointError      a checkpoint file is missing, truncated or of another shape
 ├── RequestError         a client's request is malformed; names the parameter (HTTP 4xx)
 │   ├── UnknownModelError
-│   └── ForbiddenError   the request carries a ticket that is not for it (HTTP 403)
+│   ├── UnauthorizedError   administration without its token (HTTP 401)
+│   └── ForbiddenError   the request carries a ticket that is not for it, or may not be made at all (HTTP 403)
 ├── OverloadedError      too much is waiting already (HTTP 429)
 ├── EngineUnavailableError   an engine is down or refuses work (HTTP 503)
 │   ├── EngineLostError      an engine went away with a request that it had taken
@@ -49,8 +50,12 @@ class UnknownModelError(RequestError):
     """The request names a model that is not served here (HTTP 404)."""
 
 
+class UnauthorizedError(RequestError):
+    """The request needs a token that it does not bring (HTTP 401)."""
+
+
 class ForbiddenError(RequestError):
-    """The request carries a ticket that the router has not signed for it (HTTP 403)."""
+    """The request carries a ticket that the router has not signed for it, or comes from where none may (HTTP 403)."""
 
 
 class OverloadedError(BatonError):

@@ -111,10 +111,11 @@ def test_bad_speculative_config(text: str, names: str) -> None:
 # ---------------------------------------------------------------- engines that do not fit together
 
 
-def ask(url: str, body: object = None) -> tuple[int, bytes]:
+def ask(url: str, body: object = None, token: str = "") -> tuple[int, bytes]:
     """GET, or POST of JSON; returns (status, body). A hang is an error."""
     data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {token}"}
+    request = urllib.request.Request(url, data, headers)
     try:
         with urllib.request.urlopen(request, timeout=30) as response:
             return response.status, response.read()
@@ -218,8 +219,12 @@ def test_engines_that_differ(
         assert field in refuse("router", *flags, "--decode", urls[1], "--port", "0")
 
         # One that runs does not let the second join, and says so to requests that would need it.
-        router = stack.enter_context(running(tmp_path / "router", "router", *flags))
-        status, body = ask(f"{router}/instances/add", {"url": urls[1], "role": "decode"})
+        token_file = tmp_path / "admin.token"
+        router = stack.enter_context(
+            running(tmp_path / "router", "router", *flags, "--admin-token-file", str(token_file))
+        )
+        token = token_file.read_text().strip()
+        status, body = ask(f"{router}/instances/add", {"url": urls[1], "role": "decode"}, token)
         assert status == 409
         assert field in body.decode()
         status, body = ask(f"{router}/v1/completions", {"prompt": "a", "max_tokens": 4})

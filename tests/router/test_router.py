@@ -11,7 +11,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from fake_serving import KEY, TEXT, FakeEngine, served, until
+from fake_serving import ADMIN, ADMIN_TOKEN, KEY, TEXT, FakeEngine, join, served, until
 
 from baton.errors import IncompatiblePeerError, RequestError
 from baton.handoff import ticket as tickets
@@ -41,7 +41,9 @@ class Setup:
     async def run(self, **config: Any) -> AsyncIterator[tuple[str, aiohttp.ClientSession]]:
         async with engines(self.directory, self.prefill, self.decode) as (p, d):
             self.urls = (p, d)
-            app = await build_app(RouterConfig(prefill=(p,), decode=(d,), ticket_key=KEY, **config))
+            app = await build_app(
+                RouterConfig(prefill=(p,), decode=(d,), ticket_key=KEY, admin_token=ADMIN_TOKEN, **config)
+            )
             async with served(app) as url, aiohttp.ClientSession() as session:
                 yield url, session
 
@@ -198,8 +200,7 @@ async def test_a_dead_engine_is_avoided_and_the_request_retried(directory: Path)
     setup = Setup(directory)
     second = FakeEngine(directory, role="prefill", handed=setup.prefill.handed)
     async with setup.run() as (url, session), engines(directory, second) as (other,):
-        async with session.post(f"{url}/instances/add", json={"url": other, "role": "prefill"}) as response:
-            assert response.status == 200, await response.text()
+        await join(session, url, other, "prefill")
         setup.prefill.fail = "down"
         for _ in range(4):
             status, answer = await complete(session, url, max_tokens=12)
@@ -213,7 +214,7 @@ async def test_instances_join_and_leave(directory: Path) -> None:
     async with setup.run() as (url, session), engines(directory, both) as (third,):
 
         async def change(what: str, **body: str) -> tuple[int, Any]:
-            async with session.post(f"{url}/instances/{what}", json=body) as response:
+            async with session.post(f"{url}/instances/{what}", json=body, headers=ADMIN) as response:
                 return response.status, await response.json()
 
         status, _ = await change("add", url=third, role="decode")

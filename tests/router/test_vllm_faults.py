@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fake_serving import until
+from fake_serving import join, until
 from fake_vllm import FakeVllm
 from vllm_pair import BODY, CONNECTORS, PROMPT, QUICK, WAYS, Pair, complete, said, status_of
 
@@ -59,8 +59,7 @@ async def test_a_prefill_server_that_fails_is_avoided(directory: Path, name: str
             return
         status, answer = await complete(session, url)
         assert status >= 500, answer
-        async with session.post(f"{url}/instances/add", json={"url": other, "role": "prefill"}) as response:
-            assert response.status == 200, await response.text()
+        await join(session, url, other, "prefill")
         for _ in range(3):
             status, answer = await complete(session, url)
             assert (status, answer["choices"][0]["token_ids"]) == (200, said(6))
@@ -96,8 +95,7 @@ async def test_a_request_of_one_token_goes_on_elsewhere(directory: Path, way: tu
     pair = Pair(directory, *way)
     second = FakeVllm(directory, name="P2", kind=CONNECTORS[way[0]], shared=pair.p.shared)
     async with pair.run() as (url, session), second.serve() as other:
-        async with session.post(f"{url}/instances/add", json={"url": other, "role": "prefill"}) as response:
-            assert response.status == 200, await response.text()
+        await join(session, url, other, "prefill")
         if fault == "silent":
             pair.p.halted = "all"
         else:
@@ -115,8 +113,7 @@ async def test_an_error_of_a_decode_server_that_is_well_is_its_prefill_servers(d
     pair.d.fail, pair.d.fail_role, pair.d.step_s = "stream", "decode", 0.2
     second = FakeVllm(directory, name="P2", kind="baton", shared=pair.p.shared)
     async with pair.run() as (url, session), second.serve() as other:
-        async with session.post(f"{url}/instances/add", json={"url": other, "role": "prefill"}) as response:
-            assert response.status == 200, await response.text()
+        await join(session, url, other, "prefill")
         answers = [asyncio.create_task(complete(session, url, max_tokens=2)) for _ in range(2)]
         await until(lambda: len(pair.d.legs("decode")) == 2)
         await asyncio.gather(*answers)
@@ -198,8 +195,7 @@ async def test_a_lost_decode_server_costs_no_token(directory: Path, name: str, s
     if seed and penalty:
         return
     async with pair.run() as (url, session), second.serve() as other:
-        async with session.post(f"{url}/instances/add", json={"url": other, "role": "decode"}) as response:
-            assert response.status == 200, await response.text()
+        await join(session, url, other, "decode")
         pair.d.fail, pair.d.fail_after = "cut", 3
         for _ in range(2):  # they take turns
             status, answer = await complete(session, url, frequency_penalty=penalty)

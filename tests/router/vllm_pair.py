@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from fake_serving import KEY, served
+from fake_serving import ADMIN_TOKEN, KEY, served
 from fake_vllm import FakeVllm, Kind, Shared, token_at
 
 from baton.router import RouterConfig, build_app
@@ -42,7 +42,7 @@ class Pair:
                 engine="vllm",
                 kv_connector=self.name,
                 seed_first_token=self.seed,
-                **{"ticket_key": KEY, "timers": QUICK, **config},
+                **{"ticket_key": KEY, "admin_token": ADMIN_TOKEN, "timers": QUICK, **config},
             )
             url = await stack.enter_async_context(served(await build_app(settings)))
             yield url, await stack.enter_async_context(aiohttp.ClientSession())

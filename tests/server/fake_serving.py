@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from pathlib import Path
 
+import aiohttp
 import tokenizers
 from aiohttp import web
 from tokenizers import decoders, models, pre_tokenizers
@@ -22,6 +23,8 @@ from baton.openai.serving import bind, url_of
 from baton.wire import EngineInfo, EngineLoad, GenerateRequest, TokenChunk, TokenLogprobs
 
 KEY = b"k" * 32
+ADMIN_TOKEN = "t" * 32
+ADMIN = {"Authorization": f"Bearer {ADMIN_TOKEN}"}
 MAX_MODEL_LEN = 256
 K = 3
 # Every byte is a token, so a character beyond ASCII spans tokens; EOS comes last.
@@ -226,6 +229,13 @@ async def served(app: web.Application) -> AsyncIterator[str]:
     listener: socket.socket = bind("127.0.0.1", 0)
     async with serving.served(app, listener):
         yield url_of(listener)
+
+
+async def join(session: aiohttp.ClientSession, router: str, engine: str, role: str) -> None:
+    """Let an engine join a router."""
+    body = {"url": engine, "role": role}
+    async with session.post(f"{router}/instances/add", json=body, headers=ADMIN) as response:
+        assert response.status == 200, await response.text()
 
 
 async def until(condition: object) -> None:

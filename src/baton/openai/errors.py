@@ -19,6 +19,7 @@ from baton.errors import (
     OverloadedError,
     ProtocolError,
     RequestError,
+    UnauthorizedError,
     UnknownModelError,
 )
 
@@ -67,6 +68,8 @@ def to_api_error(error: BaseException) -> ApiError:
     text = str(error)
     if isinstance(error, UnknownModelError):
         return ApiError(404, text, "invalid_request_error", "model", "model_not_found")
+    if isinstance(error, UnauthorizedError):
+        return ApiError(401, text, "authentication_error", None, "invalid_admin_token")
     if isinstance(error, ForbiddenError):
         return ApiError(403, text, "permission_error", error.param, "forbidden")
     if isinstance(error, RequestError):

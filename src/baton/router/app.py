@@ -16,6 +16,7 @@ from baton.openai import FrontMetrics, OpenAIService
 from baton.openai.backend import KVMode
 from baton.openai.http import BODIES, add_openai_routes, json_response, new_app
 from baton.openai.metrics import Row, RowCollector
+from baton.router.admin import Admin
 from baton.router.backend import RouterBackend
 from baton.router.client import new_session
 from baton.router.connectors import BATON_ENGINES, ConnectorConfig, create_connector
@@ -32,7 +33,8 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How a router starts. URLs are engines' base URLs; `tokenizer` None takes the engines' checkpoint. `engine`: what
     runs there, Baton's own engines or vLLM; with vLLM, `kv_connector` is what it hands over with, `seed_first_token`
     sends its token to the decode server, and `near_tie` excuses other first tokens, in nats. `kv_mode` None: push, or
-    the one that the connector has."""
+    the one that the connector has. `admin_token` None: instances cannot be changed at run time. `host_names`: by which
+    it is called there."""
 
     prefill: tuple[str, ...] = ()
     decode: tuple[str, ...] = ()
@@ -48,6 +50,8 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_connector: str = "BatonConnector"
     seed_first_token: bool = False
     near_tie: float = DEFAULT_NEAR_TIE
+    admin_token: str | None = None
+    host_names: tuple[str, ...] = ()
 
 
 class _AddInstance(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -103,7 +107,7 @@ async def build_app(config: RouterConfig) -> web.Application:
     metrics.registry.register(RowCollector(lambda: _rows(backend)))
     app = new_app(metrics)
     add_openai_routes(app, OpenAIService(backend, metrics))
-    _add_router_routes(app, backend)
+    _add_router_routes(app, backend, Admin(config.admin_token, config.host_names))
     app.cleanup_ctx.append(lambda _: _lifetime(session, backend))
     return app
 
@@ -118,7 +122,7 @@ async def _lifetime(session: aiohttp.ClientSession, backend: RouterBackend) -> A
     await session.close()
 
 
-def _add_router_routes(app: web.Application, backend: RouterBackend) -> None:
+def _add_router_routes(app: web.Application, backend: RouterBackend, admin: Admin) -> None:
     pool = backend.pool
 
     async def health(request: web.Request) -> web.StreamResponse:
@@ -130,10 +134,12 @@ def _add_router_routes(app: web.Application, backend: RouterBackend) -> None:
         return json_response(await _status(backend))
 
     async def add(request: web.Request) -> web.StreamResponse:
+        admin.check(request)
         asked = await _body(request, _AddInstance)
         return json_response(_describe(await pool.add(asked.url, asked.role), None))
 
     async def remove(request: web.Request) -> web.StreamResponse:
+        admin.check(request)
         asked = await _body(request, _RemoveInstance)
         return json_response(_describe(pool.remove(asked.url), None))
 

@@ -1,0 +1,84 @@
+"""Who may change a router's instances: whoever holds its admin token, and no web page in that one's browser."""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import os
+import secrets
+import socket
+from collections.abc import Collection
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from aiohttp import web
+
+from baton.errors import ConfigError, ForbiddenError, UnauthorizedError
+
+TOKEN_VARIABLE = "BATON_ADMIN_TOKEN"
+_MIN_TOKEN_CHARS = 16
+
+
+class Admin:
+    """Checks requests for administration. Without a `token` there is none.
+
+    `names`: host names, beside this host's own, by which the router is called. An address needs no name: a page of
+    another site cannot be made to call one in its own name.
+    """
+
+    def __init__(self, token: str | None, names: Collection[str] = ()) -> None:
+        self._token = token
+        self._names = {"localhost", socket.gethostname().lower(), *(name.lower() for name in names)}
+
+    def check(self, request: web.Request) -> None:
+        """Raise `ForbiddenError`, `UnauthorizedError` or `HTTPUnsupportedMediaType` for a request that may not."""
+        if self._token is None:
+            raise ForbiddenError("administration is off: start the router with --admin-token-file")
+        if "Origin" in request.headers:
+            raise ForbiddenError("administration is not for web pages")
+        if not self._is_own(request.host):
+            raise ForbiddenError("administration is not for this Host")
+        scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+        given = token.strip().encode("utf-8", "surrogateescape")
+        if scheme.lower() != "bearer" or not hmac.compare_digest(given, self._token.encode()):
+            raise UnauthorizedError("administration needs the router's admin token: Authorization: Bearer TOKEN")
+        if request.content_type != "application/json":
+            raise web.HTTPUnsupportedMediaType(reason="the content type must be application/json")
+
+    def _is_own(self, host: str) -> bool:
+        try:
+            name = urlsplit(f"//{host}").hostname or ""
+            ipaddress.ip_address(name)
+        except ValueError:
+            return name.lower() in self._names
+        return True
+
+
+def admin_token(path: str | None) -> str | None:
+    """The admin token: of the file, which is made where there is none, or of the environment; else None.
+
+    Raises `ConfigError` for a token that is short, and for a file that others may read.
+    """
+    if path is None:
+        token = os.environ.get(TOKEN_VARIABLE)
+        field = TOKEN_VARIABLE
+    else:
+        token, field = _read_or_create(Path(path)), "admin_token_file"
+    if token is not None and len(token) < _MIN_TOKEN_CHARS:
+        raise ConfigError(field, f"a token has at least {_MIN_TOKEN_CHARS} characters")
+    return token
+
+
+def _read_or_create(path: Path) -> str:
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        if path.stat().st_mode & 0o077:
+            raise ConfigError("admin_token_file", f"{path} may be read by others; chmod 600 it") from None
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError as error:
+        raise ConfigError("admin_token_file", f"cannot be made: {error}") from None
+    token = secrets.token_urlsafe(32)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(token + "\n")
+    return token
