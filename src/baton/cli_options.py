@@ -67,6 +67,7 @@ class EngineOptions:
     ] = None
     engines_per_host: Annotated[int, typer.Option(help="Engines that have this share in equal parts.")] = 1
     seed: Annotated[int | None, typer.Option(help="Seed of requests without one; default: a new one each.")] = None
+    max_queued_requests: Annotated[int, typer.Option(help="Requests that may wait for a token; more get 429.")] = 1024
     enable_prefix_caching: Annotated[bool, typer.Option(help="Reuse KV of equal prefixes.")] = True
     batch_invariant: Annotated[bool, typer.Option(help="Same bits in every batch, at a cost.")] = False
     queue_timeout_s: Annotated[float, typer.Option(help="Longest wait of a request for its start; 0: any.")] = 0.0

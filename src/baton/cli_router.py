@@ -13,6 +13,7 @@ import typer
 
 from baton.engine.config import KVMode
 from baton.errors import ConfigError
+from baton.openai.queue import MAX_QUEUED_REQUESTS
 from baton.openai.serving import SHUTDOWN_TIMEOUT_S, bind, serve, url_of
 from baton.processes import Reporter
 from baton.wire import Recovery
@@ -57,6 +58,9 @@ _NearTie = Annotated[
 ]
 
 
+_MaxQueued = Annotated[int, typer.Option(min=1, help="Choices that may wait for their first token; more get 429.")]
+
+
 def router_command(
     prefill: _Urls = None,
     decode: _Urls = None,
@@ -76,6 +80,7 @@ def router_command(
     near_tie: _NearTie = None,
     shutdown_timeout: ShutdownTimeout = SHUTDOWN_TIMEOUT_S,
     admin_token_file: AdminTokenFile = None,
+    max_queued_requests: _MaxQueued = MAX_QUEUED_REQUESTS,
     ready_fd: ReadyFd = None,
 ) -> None:
     """The front door over engines that run already; more may join by POST /instances/add."""
@@ -107,6 +112,7 @@ def router_command(
         recovery=recovery,
         engine=engine,
         admin_token=admin_token(admin_token_file),
+        max_queued_requests=max_queued_requests,
         host_names=(host,),
         **vllm_only,
     )

@@ -115,6 +115,7 @@ def up_command(
                 tokenizer=model,
                 recovery=options.recovery,
                 admin_token=token,
+                max_queued_requests=options.max_queued_requests,
                 host_names=(host,),
             )
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import msgspec
 import pytest
 from engines import TARGET, request
 
 from baton.engine.async_engine import AsyncEngine
 from baton.engine.config import EngineConfig, KVTransferConfig
-from baton.errors import EngineUnavailableError
+from baton.errors import EngineUnavailableError, OverloadedError
 from baton.handoff.ticket import load_or_create_key
 from baton.wire import SamplingParams
 
@@ -37,5 +38,28 @@ async def test_the_death_of_the_engine_thread_is_told(tmp_path: Path, monkeypatc
             engine.load()
         # With its agent alive, peers would wait for this engine until their tickets expire.
         await asyncio.wait_for(asyncio.to_thread(agent._thread.join), 10.0)
+    finally:
+        engine.close()
+
+
+async def test_a_full_queue_refuses_at_once_and_takes_what_goes_on() -> None:
+    """What had tokens already is taken: its client has them too."""
+    engine = AsyncEngine(EngineConfig(model=TARGET, max_queued_requests=1))
+    engine.start()
+    try:
+        params = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
+        first = engine.generate(request("first", [1, 2], params))
+        waiting = asyncio.create_task(anext(first))
+        await asyncio.sleep(0)
+        with pytest.raises(OverloadedError, match="1 requests wait already"):
+            await anext(engine.generate(request("second", [1, 2], params)))
+        resumed = msgspec.structs.replace(request("third", [1, 2, 5], params), num_prompt_tokens=2)
+        goes_on = asyncio.create_task(anext(engine.generate(resumed)))
+        assert (await waiting).token_ids
+        assert (await goes_on).token_ids
+        await first.aclose()
+        async for _ in engine.generate(request("fourth", [1, 2], params)):
+            pass
+        assert engine._num_waiting == 0
     finally:
         engine.close()

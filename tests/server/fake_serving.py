@@ -16,7 +16,7 @@ import tokenizers
 from aiohttp import web
 from tokenizers import decoders, models, pre_tokenizers
 
-from baton.errors import EngineUnavailableError, ProtocolError, RequestError
+from baton.errors import EngineUnavailableError, OverloadedError, ProtocolError, RequestError
 from baton.handoff import ticket as tickets
 from baton.openai import serving
 from baton.openai.serving import bind, url_of
@@ -136,6 +136,8 @@ class FakeEngine:
         self.requests.append(request)
         if self.fail == "down":
             raise EngineUnavailableError("the engine is down")
+        if self.fail == "full" and request.num_known == 0:
+            raise OverloadedError("7 requests wait already")
         if self.fail == "refuse":
             raise RequestError("the engine refuses", "seed")
         return self._counted(request)

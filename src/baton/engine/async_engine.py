@@ -14,7 +14,7 @@ from baton.engine.build import build_engine
 from baton.engine.config import EngineConfig
 from baton.engine.metrics import EngineMetrics
 from baton.engine.requests import make_request
-from baton.errors import EngineStalledError, EngineUnavailableError, RequestError
+from baton.errors import EngineStalledError, EngineUnavailableError, OverloadedError, RequestError
 from baton.wire import EngineInfo, EngineLoad, GenerateRequest, SamplingParams, TokenChunk
 
 logger = logging.getLogger(__name__)
@@ -45,6 +45,8 @@ class AsyncEngine:
 
     def __init__(self, config: EngineConfig, progress: Callable[[str], None] = lambda text: None) -> None:
         self._streams: dict[str, _Stream] = {}
+        self._max_queued_requests = config.max_queued_requests
+        self._num_waiting = 0
         self._engine = build_engine(config, self._emit, progress)
         progress("running a first request")
         self._warm_up()
@@ -125,7 +127,8 @@ class AsyncEngine:
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
         """Yield the request's chunks; closing the generator early aborts the request.
 
-        Raises RequestError for a request that is refused, EngineUnavailableError when the engine is down or hangs.
+        Raises RequestError for a request that is refused, EngineUnavailableError when the engine is down or hangs,
+        OverloadedError when too many wait for their first token already.
         """
         self._check_alive()
         if not self._thread.is_alive():
@@ -133,10 +136,14 @@ class AsyncEngine:
         core = self._engine.core
         if request.request_id in self._streams:
             raise RequestError(f"request id {request.request_id!r} is in use", "request_id")
+        if request.num_known == 0 and self._num_waiting >= self._max_queued_requests:
+            # One that goes on was taken before, here or elsewhere, and its client has tokens already.
+            raise OverloadedError(f"{self._num_waiting} requests wait already; try again later")
         record = make_request(self._engine, request)
         stream = self._streams[request.request_id] = _Stream()
         core.post(lambda: core.add(record))
-        ended = False
+        ended, waiting = False, True
+        self._num_waiting += 1
         try:
             while not ended:
                 delivery = await stream.queue.get()
@@ -144,9 +151,13 @@ class AsyncEngine:
                     ended = True
                     raise EngineUnavailableError(self._dead or "the engine stopped")
                 chunk, ended = delivery
+                if waiting:
+                    waiting = False
+                    self._num_waiting -= 1
                 if chunk.token_ids or chunk.finish_reason is not None:
                     yield chunk  # the end of a prefill leg says nothing more
         finally:
+            self._num_waiting -= waiting
             self._streams.pop(request.request_id, None)
             if not ended:
                 core.post(lambda: core.abort(request.request_id))

@@ -93,6 +93,7 @@ class EngineConfig:
     requests in token ids, from a router, beside those of clients; the other roles always do.
     An engine that needs more than `stall_timeout_s` seconds for one step is taken for one that hangs.
     A request that has not started `queue_timeout_s` after it came ends with an error; 0 lets it wait.
+    `max_queued_requests`: how many may wait for their first token; more are refused (HTTP 429).
     `recovery` is the last rung that a failed handoff may take, `integrity` how many digests guard its bytes.
     """
 
@@ -121,6 +122,7 @@ class EngineConfig:
     integrity: Integrity = "off"
     queue_timeout_s: float = 0.0
     token_api: bool = False
+    max_queued_requests: int = 1024
     stall_timeout_s: float = 120.0
 
     def check(self) -> EngineConfig:
@@ -133,6 +135,7 @@ class EngineConfig:
         need(1 <= self.block_size <= MAX_BLOCK_SIZE, "block_size", f"1 to {MAX_BLOCK_SIZE}")
         need(self.max_model_len is None or self.max_model_len >= 2, "max_model_len", "at least 2")
         need(1 <= self.max_num_seqs <= 4096, "max_num_seqs", "1 to 4096")
+        need(self.max_queued_requests >= 1, "max_queued_requests", "at least 1")
         need(self.recovery in get_args(Recovery), "recovery", f"one of {', '.join(get_args(Recovery))}")
         need(self.integrity in get_args(Integrity), "integrity", f"one of {', '.join(get_args(Integrity))}")
         need(0 <= self.queue_timeout_s < 1e6, "queue_timeout_s", "seconds, or 0 for no limit")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
@@ -18,6 +18,7 @@ from baton.openai.errors import to_api_error
 from baton.openai.metrics import FrontMetrics
 from baton.openai.output import Delta, SampleOutput
 from baton.openai.plan import Plan, make_plan
+from baton.openai.queue import Queue
 
 # A longer body is planned on a worker, so that streams go on while it is tokenised.
 _MAX_INLINE_BYTES = 4096
@@ -36,7 +37,9 @@ class EventStream:
 class OpenAIService:
     """Serves the API over one backend. Everything it raises is mapped by `errors.to_api_error`."""
 
-    def __init__(self, backend: Backend, metrics: FrontMetrics) -> None:
+    def __init__(self, backend: Backend, metrics: FrontMetrics, max_queued_requests: int | None = None) -> None:
+        """`max_queued_requests`: choices that may wait for their first token; None where the backend has a limit."""
+        self.queue = Queue(max_queued_requests)
         self._backend = backend
         self._metrics = metrics
         self._workers = ThreadPoolExecutor(_NUM_WORKERS, thread_name_prefix="baton-plan")
@@ -55,6 +58,7 @@ class OpenAIService:
 
     async def plan(self, body: bytes, chat: bool) -> Plan:
         """Understand the body of `POST /v1/completions` or, with `chat`, of `POST /v1/chat/completions`."""
+        self.queue.check()
         model = self._backend.model()
         if len(body) <= _MAX_INLINE_BYTES:
             return make_plan(body, model, chat)
@@ -100,21 +104,26 @@ class OpenAIService:
 
     async def _run(self, plan: Plan, outputs: Sequence[SampleOutput]) -> AsyncGenerator[tuple[int, Delta], None]:
         """Yield (choice, delta) of every choice as they come; closing it aborts what still runs."""
-        samples = [self._sample(plan, index, output) for index, output in enumerate(outputs)]
-        if len(samples) == 1:
-            async with contextlib.aclosing(samples[0]) as deltas:
-                async for delta in deltas:
-                    yield 0, delta
-            return
-        async with contextlib.aclosing(_merge(samples)) as merged:
-            async for item in merged:
-                yield item
+        with self.queue.waiting(len(outputs)) as served:
+            samples = [self._sample(plan, index, output, served) for index, output in enumerate(outputs)]
+            if len(samples) == 1:
+                async with contextlib.aclosing(samples[0]) as deltas:
+                    async for delta in deltas:
+                        yield 0, delta
+                return
+            async with contextlib.aclosing(_merge(samples)) as merged:
+                async for item in merged:
+                    yield item
 
-    async def _sample(self, plan: Plan, index: int, output: SampleOutput) -> AsyncGenerator[Delta, None]:
+    async def _sample(
+        self, plan: Plan, index: int, output: SampleOutput, served: Callable[[], None]
+    ) -> AsyncGenerator[Delta, None]:
         request = plan.requests[index]
         timer = self._metrics.sequence(len(request.prompt_token_ids))
         async with contextlib.aclosing(self._backend.generate(request, plan.kv_mode)) as chunks:
             async for chunk in chunks:
+                if chunk.token_ids and not output.token_ids:
+                    served()
                 num_rounds = len(output.accepted)
                 delta = output.push(chunk)
                 timer.tokens(len(delta.token_ids), output.accepted[num_rounds:])

@@ -16,6 +16,7 @@ from baton.openai import FrontMetrics, OpenAIService
 from baton.openai.backend import KVMode
 from baton.openai.http import BODIES, add_openai_routes, json_response, new_app
 from baton.openai.metrics import Row, RowCollector
+from baton.openai.queue import MAX_QUEUED_REQUESTS, Queue
 from baton.router.admin import Admin
 from baton.router.backend import RouterBackend
 from baton.router.client import new_session
@@ -34,7 +35,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     runs there, Baton's own engines or vLLM; with vLLM, `kv_connector` is what it hands over with, `seed_first_token`
     sends its token to the decode server, and `near_tie` excuses other first tokens, in nats. `kv_mode` None: push, or
     the one that the connector has. `admin_token` None: instances cannot be changed at run time. `host_names`: by which
-    it is called there."""
+    it is called there. `max_queued_requests`: choices that may wait for their first token."""
 
     prefill: tuple[str, ...] = ()
     decode: tuple[str, ...] = ()
@@ -52,6 +53,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     near_tie: float = DEFAULT_NEAR_TIE
     admin_token: str | None = None
     host_names: tuple[str, ...] = ()
+    max_queued_requests: int = MAX_QUEUED_REQUESTS
 
 
 class _AddInstance(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -104,9 +106,10 @@ async def build_app(config: RouterConfig) -> web.Application:
         await session.close()
         raise
     metrics = FrontMetrics()
-    metrics.registry.register(RowCollector(lambda: _rows(backend)))
     app = new_app(metrics)
-    add_openai_routes(app, OpenAIService(backend, metrics))
+    service = OpenAIService(backend, metrics, config.max_queued_requests)
+    add_openai_routes(app, service)
+    metrics.registry.register(RowCollector(lambda: _rows(backend, service.queue)))
     _add_router_routes(app, backend, Admin(config.admin_token, config.host_names))
     app.cleanup_ctx.append(lambda _: _lifetime(session, backend))
     return app
@@ -193,7 +196,8 @@ def _describe(instance: Instance, load: EngineLoad | None) -> dict[str, object]:
     }
 
 
-def _rows(backend: RouterBackend) -> Iterator[Row]:
+def _rows(backend: RouterBackend, queue: Queue) -> Iterator[Row]:
+    yield "baton:router_requests_waiting", "gauge", "Choices without a token yet.", {}, queue.num_waiting
     for outcome in backend.OUTCOMES:
         count = backend.handoffs[outcome]
         yield "baton:router_handoffs", "counter", "Handoffs by outcome.", {"outcome": outcome}, count

@@ -12,7 +12,14 @@ import aiohttp
 import msgspec
 from aiohttp.http_exceptions import LineTooLong
 
-from baton.errors import BatonError, EngineLostError, EngineUnavailableError, ProtocolError, RequestError
+from baton.errors import (
+    BatonError,
+    EngineLostError,
+    EngineUnavailableError,
+    OverloadedError,
+    ProtocolError,
+    RequestError,
+)
 from baton.openai.errors import ENGINE_STALLED
 from baton.router.timers import RouterTimers
 from baton.wire import EngineInfo, EngineLoad, GenerateRequest, PromptIds, TokenChunk
@@ -175,6 +182,8 @@ def _refusal(url: str, status: int, body: bytes) -> BatonError:
         pass  # not one of our error bodies: the status says enough
     if status == 400:
         return RequestError(message, param)
+    if status == 429:
+        return OverloadedError(f"engine {url}: {message}")
     return EngineUnavailableError(f"engine {url}: {message}")
 
 

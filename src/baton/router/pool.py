@@ -166,6 +166,11 @@ class EnginePool:
         chosen.order = self._turn  # equal loads take turns
         return chosen
 
+    def has_other(self, instance: Instance, avoid: Sequence[Instance] = ()) -> bool:
+        """Whether `pick` could choose another of its role, not one of `avoid`."""
+        mine = (i for i in self._instances.values() if i.role == instance.role and i.healthy)
+        return any(i is not instance and i not in avoid for i in mine)
+
     async def refresh(self, instance: Instance) -> None:
         """Ask an engine again who it is, after it failed or restarted."""
         await asyncio.shield(self._ask(instance))

@@ -1,0 +1,93 @@
+"""Queues have limits: what would only wait is refused with 429 and `Retry-After`, and nothing that was taken is."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from fake_serving import KEY, TEXT, FakeEngine, served, until
+
+from baton.router import RouterConfig, build_app
+from baton.server import build_app as build_engine_app
+from baton.text import Tokenizer
+
+
+async def complete(session: aiohttp.ClientSession, url: str, **body: Any) -> tuple[int, Any, str | None]:
+    async with session.post(f"{url}/v1/completions", json={"prompt": "a", "max_tokens": 6, **body}) as response:
+        return response.status, await response.json(), response.headers.get("Retry-After")
+
+
+class Slow(FakeEngine):
+    """Says nothing before it is let go."""
+
+    def __init__(self, directory: Path, **settings: Any) -> None:
+        super().__init__(directory, **settings)
+        self.go = asyncio.Event()
+
+    async def _stream(self, request: Any) -> Any:
+        await self.go.wait()
+        async for chunk in super()._stream(request):
+            yield chunk
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_router_refuses_what_is_beyond_its_limit(directory: Path, stream: bool) -> None:
+    engine = Slow(directory)
+    async with served(build_engine_app(engine, Tokenizer.load(directory))) as e, aiohttp.ClientSession() as session:
+        app = await build_app(RouterConfig(both=(e,), max_queued_requests=4))
+        async with served(app) as url:
+            # However many choices one request has, it may wait alone.
+            waiting = [asyncio.create_task(complete(session, url, n=6))]
+            await until(lambda: engine.running == 6)
+            for n in (1, 2):
+                status, answer, retry_after = await complete(session, url, n=n, stream=stream)
+                assert (status, answer["error"]["type"]) == (429, "rate_limit_error")
+                assert answer["error"]["code"] == "overloaded"
+                assert int(retry_after or 0) >= 1
+            waiting[0].cancel()
+            await until(lambda: engine.running == 0)
+
+            waiting = [asyncio.create_task(complete(session, url, n=n)) for n in (1, 3)]
+            await until(lambda: engine.running == 4)
+            assert (await complete(session, url))[0] == 429
+            engine.go.set()
+            for status, answer, _ in await asyncio.gather(*waiting):
+                assert status == 200
+                assert answer["choices"][0]["text"] == TEXT[:6]
+            assert (await complete(session, url, n=4))[0] == 200, "nothing waits any more"
+            assert len(engine.requests) == 6 + 4 + 4
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_a_full_engine_is_a_429_unless_another_has_room(directory: Path, role: str) -> None:
+    handed: dict[bytes, asyncio.Future[str]] = {}
+    many = {r: [Slow(directory, role=r, handed=handed) for _ in range(2)] for r in ("prefill", "decode")}
+    engines = [engine for some in many.values() for engine in some]
+    for engine in engines:
+        engine.go.set()
+    tokenizer = Tokenizer.load(directory)
+    async with (
+        served(build_engine_app(many["prefill"][0], tokenizer)) as p,
+        served(build_engine_app(many["prefill"][1], tokenizer)) as p2,
+        served(build_engine_app(many["decode"][0], tokenizer)) as d,
+        served(build_engine_app(many["decode"][1], tokenizer)) as d2,
+        aiohttp.ClientSession() as session,
+    ):
+        app = await build_app(RouterConfig(prefill=(p, p2), decode=(d, d2), ticket_key=KEY))
+        async with served(app) as url:
+            many[role][0].fail = "full"
+            for _ in range(4):
+                status, answer, _ = await complete(session, url)
+                assert (status, answer["choices"][0]["text"]) == (200, TEXT[:6])
+            many[role][1].fail = "full"
+            for engine in engines:
+                engine.go.clear()  # else the first token may come first, and what has one is taken everywhere
+            status, answer, retry_after = await complete(session, url)
+            assert (status, answer["error"]["code"]) == (429, "overloaded")
+            assert retry_after is not None
+            async with session.get(f"{url}/status") as response:
+                assert all(engine["healthy"] for engine in (await response.json())["engines"])
+        await until(lambda: not any(engine.running for engine in engines))
