@@ -65,7 +65,10 @@ class EngineOptions:
         float | None,
         typer.Option(help="Part of free memory, a host's too, for weights and KV; default 0.6, CUDA 0.9."),
     ] = None
-    engines_per_host: Annotated[int, typer.Option(help="Engines that have this share in equal parts.")] = 1
+    engines_per_host: Annotated[
+        int | None,
+        typer.Option(help="Engines that have this part in equal shares; default: 1, or as many as up starts."),
+    ] = None
     seed: Annotated[int | None, typer.Option(help="Seed of requests without one; default: a new one each.")] = None
     max_queued_requests: Annotated[int, typer.Option(help="Requests that may wait for a token; more get 429.")] = 1024
     enable_prefix_caching: Annotated[bool, typer.Option(help="Reuse KV of equal prefixes.")] = True
@@ -88,6 +91,7 @@ class EngineOptions:
     ) -> EngineConfig:
         """Return the checked configuration. Raises `ConfigError` naming the first bad field."""
         settings: dict[str, Any] = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        settings["engines_per_host"] = 1 if self.engines_per_host is None else self.engines_per_host
         settings["speculative_config"] = SpeculativeConfig.parse(self.speculative_config)
         settings["kv_transfer_config"] = KVTransferConfig.parse(self.kv_transfer_config, settings.pop("kv_transport"))
         return EngineConfig(

@@ -106,8 +106,8 @@ class Deployment:
             make_keys(keys, names)
             self.ticket_key_file = str(ticket_key_file(keys))
             for name, role in zip(names, roles, strict=True):
-                flags = ["--role", role, "--engine-id", name, "--port", "0"]
-                flags += [*engine_flags, "--engines-per-host", str(len(names)), *transport_flags]
+                flags = ["--role", role, "--engine-id", name, "--port", "0", "--engines-per-host", str(len(names))]
+                flags += [*engine_flags, *transport_flags]
                 flags += role_flags.get(role, ())
                 if role != "both":
                     flags += ["--keys", str(keys)]

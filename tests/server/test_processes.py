@@ -60,6 +60,8 @@ def test_deployment_serves_and_leaves_nothing(directory: str) -> None:
         assert answer["choices"][0]["text"] == TEXT[:12]
         pids = deployment.pids
         assert set(pids) == {"prefill-0", "decode-0", "decode-1", "router"}
+        command = Path(f"/proc/{pids['decode-1']}/cmdline").read_text()
+        assert "\0--engines-per-host\x003\0" in command, "memory is shared by three"
         key = Path(deployment.ticket_key_file)
         assert key.parent.stat().st_mode & 0o077 == 0
         assert deployment.ended() == {}

@@ -78,8 +78,8 @@ def pool_size(
             raise ConfigError("kv_cache_memory", f"is {num_bytes} bytes, and {SHM_DIR} has {before.shm_free} left")
     else:
         used = max(pages_of(context), config.max_num_seqs * pages_of(context // USED_CONTEXT)) + 1
-        num_bytes = min(max(MIN_POOL_BYTES, used * page_bytes), _share(config, before, now))
-    num_pages = max(0, num_bytes) // page_bytes
+        num_bytes = max(0, min(max(MIN_POOL_BYTES, used * page_bytes), _share(config, before, now)))
+    num_pages = num_bytes // page_bytes
     longest = (num_pages - 1) * page - num_lookahead
     if longest < 2:
         need = (pages_of(2) + 1) * page_bytes
