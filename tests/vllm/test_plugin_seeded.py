@@ -15,7 +15,7 @@ from baton.handoff.ticket import Ticket, mint, new_transfer_id
 from baton.vllm.geometry import describe
 from baton.vllm.groups import CacheTable, split_tables
 from baton.vllm.scheduler import SchedulerSide, handoff_digest
-from baton.vllm.steps import ClosePrefill, Computed, OpenDecode, OpenPrefill, Step
+from baton.vllm.steps import AnnounceDecode, ClosePrefill, Computed, OpenDecode, OpenPrefill, Step
 from baton.vllm.worker import WorkerSide
 from baton.wire import EngineIdentity
 
@@ -83,7 +83,7 @@ def seeded_leg(p: SchedulerSide, t: Ticket) -> Request:
     p.on_new_request(request)
     assert p.take_step().opened == [OpenPrefill("prefill-1", t, 10, None, seeded=True)]
     p.on_scheduled("prefill-1", 10, ([1],), replace=True)
-    assert p.take_step().computed == [Computed(t.key, 10, ([1],))]
+    assert p.take_step() == Step(admitted=[t.key], computed=[Computed(t.key, 10, ([1],))])
     return request
 
 
@@ -95,9 +95,11 @@ def test_the_whole_prompt_is_handed_over_with_the_first_token() -> None:
     assert p.take_step().closed == [ClosePrefill(t.key, held=True, failed=False, sampled=FIRST)]
     decode = leg(t, "decode", [*PROMPT, FIRST])
     d.on_new_request(decode)
+    assert d.take_step().announced == [AnnounceDecode("decode-1", t, FIRST)]
+    d.on_admitted(["decode-1"])
     assert d.num_matched("decode-1", 4) == 6
     d.on_allocated("decode-1", ([5],), 6)
-    assert d.take_step().receives == [OpenDecode("decode-1", t, 10, 4, ([5],), FIRST, True)]
+    assert d.take_step().receives == [OpenDecode("decode-1", t, 10, 4, ([5],), True)]
 
 
 def test_a_leg_that_ends_without_a_token_has_failed() -> None:

@@ -16,7 +16,7 @@ from baton.handoff.messages import AttemptKey, Seeds
 from baton.handoff.ticket import Ticket, new_transfer_id
 from baton.vllm.geometry import describe
 from baton.vllm.groups import CacheTable, split_tables
-from baton.vllm.steps import ClosePrefill, Computed, OpenDecode, OpenPrefill, Step
+from baton.vllm.steps import AnnounceDecode, ClosePrefill, Computed, OpenDecode, OpenPrefill, Step
 from baton.vllm.worker import IDLE_WAIT_S, Results, WorkerSide
 
 
@@ -36,6 +36,12 @@ class FakeAgent:
 
     def finish_prefill(self, key: AttemptKey, seeds: Seeds, finished: bool) -> None:
         self.calls.append(("finish_prefill", key, seeds, finished))
+
+    def admit_prefill(self, key: AttemptKey) -> None:
+        self.calls.append(("admit_prefill", key))
+
+    def announce_decode(self, ticket: Ticket) -> None:
+        self.calls.append(("announce_decode", ticket))
 
     def open_decode(self, ticket: Ticket, prompt_len: int, wanted: Any, pages: Any) -> None:
         self.calls.append(("open_decode", ticket, prompt_len, wanted, pages))
@@ -82,6 +88,11 @@ def ticket() -> Ticket:
         decode_expiry=1.0,
         request_digest=bytes(32),
     )
+
+
+def receive(worker: WorkerSide, opened: OpenDecode) -> None:
+    """A decode leg that was announced, and has blocks."""
+    worker.begin(Step(announced=[AnnounceDecode(opened.request_id, opened.ticket, 7)], receives=[opened]))
 
 
 def both(value: Any) -> dict[str, Any]:
@@ -167,8 +178,8 @@ def test_blocks_that_vllm_frees_itself_are_not_reported(worker: WorkerSide, agen
 
 def test_a_receive_that_brings_everything(worker: WorkerSide, agent: FakeAgent) -> None:
     t = ticket()
-    worker.begin(Step(receives=[OpenDecode("r", t, 99, 32, ([4, 5, 6, 7],), 7, parked=True)]))
-    assert agent.calls == [("open_decode", t, 99, both((32, 99)), both([4, 5, 6, 7]))]
+    receive(worker, OpenDecode("r", t, 99, 32, ([4, 5, 6, 7],), parked=True))
+    assert agent.calls == [("announce_decode", t), ("open_decode", t, 99, both((32, 99)), both([4, 5, 6, 7]))]
     assert worker.results() == Results()
     worker.post(ev.DecodeCommitted(t.key, Seeds(first_token=7), 100, 2))
     assert worker.results() == Results(received={"r"})
@@ -177,7 +188,7 @@ def test_a_receive_that_brings_everything(worker: WorkerSide, agent: FakeAgent) 
 
 def test_a_failed_receive_is_reported_when_its_pages_are_quiet(worker: WorkerSide) -> None:
     t = ticket()
-    worker.begin(Step(receives=[OpenDecode("r", t, 99, 0, ([4, 5, 6, 7],), 7, parked=True)]))
+    receive(worker, OpenDecode("r", t, 99, 0, ([4, 5, 6, 7],), parked=True))
     worker.post(ev.DecodeFailed(t.key, "peer_lost", "", recoverable=True))
     assert worker.results() == Results()
     worker.post(ev.DecodeReleased(t.key))
@@ -186,29 +197,57 @@ def test_a_failed_receive_is_reported_when_its_pages_are_quiet(worker: WorkerSid
 
 def test_another_prompts_tokens_are_a_failed_receive(worker: WorkerSide) -> None:
     t = ticket()
-    worker.begin(Step(receives=[OpenDecode("r", t, 99, 0, ([4, 5, 6, 7],), 7, parked=True)]))
+    receive(worker, OpenDecode("r", t, 99, 0, ([4, 5, 6, 7],), parked=True))
     worker.post(ev.DecodeCommitted(t.key, Seeds(first_token=8), 100, 2))
     assert worker.results() == Results(received={"r"}, failed={"r"})
 
 
 def test_a_receive_that_nobody_waits_for(worker: WorkerSide, agent: FakeAgent) -> None:
     t = ticket()
-    worker.begin(Step(receives=[OpenDecode("r", t, 99, 99, ([4, 5, 6, 7],), 7, parked=False)]))
-    assert agent.calls == [("open_decode", t, 99, both((0, 0)), both([4, 5, 6, 7]))]
+    receive(worker, OpenDecode("r", t, 99, 99, ([4, 5, 6, 7],), parked=False))
+    assert agent.calls == [("announce_decode", t), ("open_decode", t, 99, both((0, 0)), both([4, 5, 6, 7]))]
     worker.post(ev.DecodeCommitted(t.key, Seeds(first_token=7), 0, 0))
     assert worker.results() == Results()
 
 
+def test_a_decode_leg_waits_until_it_is_admitted(worker: WorkerSide, agent: FakeAgent) -> None:
+    t = ticket()
+    worker.begin(Step(announced=[AnnounceDecode("r", t, 7)]))
+    assert agent.calls == [("announce_decode", t)]
+    worker.post(ev.DecodeAdmitted(t.key))
+    assert worker.results() == Results()
+    assert (worker.take_admitted(), worker.take_admitted()) == ({"r"}, set())
+    worker.begin(Step(receives=[OpenDecode("r", t, 99, 32, ([4, 5, 6, 7],), parked=True)]))
+    assert agent.calls[1:] == [("open_decode", t, 99, both((32, 99)), both([4, 5, 6, 7]))]
+
+
+@pytest.mark.parametrize("parked", [True, False])
+def test_a_decode_leg_that_fails_before_it_has_blocks(worker: WorkerSide, agent: FakeAgent, parked: bool) -> None:
+    """vLLM says what becomes of it, as it does of others that fail: when it has blocks, and not before."""
+    t = ticket()
+    worker.begin(Step(announced=[AnnounceDecode("r", t, 7)]))
+    worker.post(ev.DecodeFailed(t.key, "peer_lost", "", recoverable=True))
+    worker.post(ev.DecodeReleased(t.key))
+    assert worker.results() == Results()
+    assert worker.take_admitted() == {"r"}
+    worker.begin(Step(receives=[OpenDecode("r", t, 99, 0, ([4, 5, 6, 7],), parked=parked)]))
+    assert agent.calls == [("announce_decode", t)]
+    assert worker.results() == (Results(received={"r"}, failed={"r"}) if parked else Results())
+    assert (worker.counts["failed_peer_lost"], worker.counts["released"]) == (1, 1)
+
+
 def test_ends_of_decode_legs(worker: WorkerSide, agent: FakeAgent) -> None:
-    t, refused = ticket(), ticket()
-    worker.begin(Step(receives=[OpenDecode("r", t, 99, 0, ([4, 5, 6, 7],), 7, parked=True)], refused=[refused]))
-    assert agent.calls[:2] == [("open_decode", refused, 0, {}, {}), ("abort", refused.key, "aborted")]
+    t, waiting = ticket(), ticket()
+    receive(worker, OpenDecode("r", t, 99, 0, ([4, 5, 6, 7],), parked=True))
+    worker.begin(Step(announced=[AnnounceDecode("s", waiting, 7)], aborted=[waiting.key]))
+    assert agent.calls[2:] == [("announce_decode", waiting), ("abort", waiting.key, "aborted")]
     worker.begin(Step(aborted=[t.key]))
     assert agent.calls[-1] == ("abort", t.key, "aborted")
     worker.post(ev.DecodeReleased(t.key))
+    worker.post(ev.DecodeReleased(waiting.key))
     assert worker.results().received == {"r"}
     num_calls = len(agent.calls)
-    worker.begin(Step(aborted=[t.key]))
+    worker.begin(Step(aborted=[t.key, waiting.key]))
     assert len(agent.calls) == num_calls
 
 

@@ -18,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
     SupportsHMA,
 )
 
@@ -57,6 +58,18 @@ class BatonHandshake(KVConnectorHandshakeMetadata):
     """Who the worker's agent is, for the scheduler."""
 
     identity: EngineIdentity
+
+
+@dataclass
+class BatonWorkerMetadata(KVConnectorWorkerMetadata):
+    """A step's news for the scheduler: requests whose decode legs are worth blocks from now on."""
+
+    admitted: set[str]
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> BatonWorkerMetadata:
+        """Of two workers; there is one."""
+        assert isinstance(other, BatonWorkerMetadata)
+        return BatonWorkerMetadata(self.admitted | other.admitted)
 
 
 class BatonConnector(KVConnectorBase_V1, SupportsHMA):
@@ -205,6 +218,11 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         self._reported = dict(counts)
         return BatonStats(data={name: count for name, count in new.items() if count})
 
+    def build_connector_worker_meta(self) -> BatonWorkerMetadata | None:
+        """What the scheduler has to know besides ends."""
+        admitted = self.worker.take_admitted()
+        return BatonWorkerMetadata(admitted) if admitted else None
+
     # ------------------------------------------------------------ scheduler
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
@@ -222,9 +240,9 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         self.scheduler.on_new_request(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Tokens that the other engine brings."""
+        """Tokens that the other engine brings; None makes vLLM ask again in the next step."""
         num = self.scheduler.num_matched(request.request_id, num_computed_tokens)
-        return num, num > 0
+        return num, bool(num)
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
         """All groups: the other engine brings the request's own blocks."""
@@ -250,6 +268,8 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
 
     def update_connector_output(self, connector_output: Any) -> None:
         """What the worker reported."""
+        if isinstance(news := connector_output.kv_connector_worker_meta, BatonWorkerMetadata):
+            self.scheduler.on_admitted(news.admitted)
         for request_id in connector_output.finished_recving or ():
             self.scheduler.on_received(request_id)
         for request_id in connector_output.finished_sending or ():

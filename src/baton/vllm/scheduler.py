@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -20,7 +20,7 @@ from baton.errors import ProtocolError
 from baton.handoff.log_limit import LogLimit
 from baton.handoff.ticket import Redeemer, Ticket, request_digest, verify
 from baton.vllm.groups import CacheTable
-from baton.vllm.steps import ClosePrefill, Computed, OpenDecode, OpenPrefill, Step, Tables
+from baton.vllm.steps import AnnounceDecode, ClosePrefill, Computed, OpenDecode, OpenPrefill, Step, Tables
 from baton.wire import BATON_PARAM, EngineIdentity, LegParams, SamplingParams
 
 log = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ class _Prefill:
 class _Decode:
     ticket: Ticket
     num_tokens: int
-    next_token: int
+    admitted: bool = False
     receiving: bool = False
 
 
@@ -140,7 +140,8 @@ class SchedulerSide:
             self._step.opened.append(OpenPrefill(request.request_id, ticket, num_tokens, next_token, seeded))
         else:
             assert next_token is not None
-            self._decodes[request.request_id] = _Decode(ticket, num_tokens, next_token)
+            self._decodes[request.request_id] = _Decode(ticket, num_tokens)
+            self._step.announced.append(AnnounceDecode(request.request_id, ticket, next_token))
 
     def _cancel(self, request: VllmRequest, text: str) -> None:
         """Let go of the prefill leg that a ticket permitted: its decode engine will not come for it."""
@@ -170,12 +171,20 @@ class SchedulerSide:
 
     # ------------------------------------------------------------ the decode leg
 
-    def num_matched(self, request_id: str, num_computed: int) -> int:
-        """How many tokens come from the other engine when the first `num_computed` are here. No side effects."""
+    def num_matched(self, request_id: str, num_computed: int) -> int | None:
+        """How many tokens come from the other engine when the first `num_computed` are here; None while it has not
+        admitted the leg: blocks that such a leg held could be those that it waits for. No side effects."""
         leg = self._decodes.get(request_id)
-        if leg is None or leg.receiving:
+        if leg is None or leg.receiving or leg.num_tokens <= num_computed:
             return 0
-        return max(leg.num_tokens - num_computed, 0)
+        return leg.num_tokens - num_computed if leg.admitted else None
+
+    def on_admitted(self, request_ids: Iterable[str]) -> None:
+        """The worker has reported that these decode legs are worth blocks; or failed, which is for vLLM to deal with as
+        soon as they have some."""
+        for request_id in request_ids:
+            if (leg := self._decodes.get(request_id)) is not None:
+                leg.admitted = True
 
     def on_allocated(self, request_id: str, tables: Tables, num_external: int) -> None:
         """A request has its blocks; `num_external` of its tokens are to come from the other engine."""
@@ -184,9 +193,7 @@ class SchedulerSide:
             return
         leg.receiving = num_external > 0
         hit = leg.num_tokens - num_external
-        self._step.receives.append(
-            OpenDecode(request_id, leg.ticket, leg.num_tokens, hit, tables, leg.next_token, leg.receiving)
-        )
+        self._step.receives.append(OpenDecode(request_id, leg.ticket, leg.num_tokens, hit, tables, leg.receiving))
         if not leg.receiving:
             del self._decodes[request_id]
 
@@ -202,6 +209,9 @@ class SchedulerSide:
         leg = self._prefills.get(request_id)
         if leg is None or leg.lost:
             return
+        if not leg.tables:
+            # It is computed from now on, or else preempted and given up; so blocks that wait for it come free.
+            self._step.admitted.append(leg.ticket.key)
         if replace or not leg.tables:
             leg.tables = new or ()
         elif new is not None:
@@ -262,10 +272,7 @@ class SchedulerSide:
             return held, None
         decode = self._decodes.pop(request.request_id, None)
         if decode is not None:
-            if decode.receiving:
-                self._step.aborted.append(decode.ticket.key)
-            else:
-                self._step.refused.append(decode.ticket)
+            self._step.aborted.append(decode.ticket.key)
         return False, None
 
     def take_step(self) -> Step:

@@ -43,6 +43,16 @@ class ClosePrefill:
 
 
 @dataclass(frozen=True, slots=True)
+class AnnounceDecode:
+    """A decode leg arrived. It has no blocks, and gets none before the prefill engine has admitted it. `next_token` is
+    the one behind those that are handed over, which this engine computes."""
+
+    request_id: str
+    ticket: Ticket
+    next_token: int
+
+
+@dataclass(frozen=True, slots=True)
 class OpenDecode:
     """Blocks are there for a decode leg of `num_tokens` tokens, of which the first `hit` are in place. `parked`: the
     request waits for the rest; else nothing is wanted, and the other side is only to be told so."""
@@ -52,24 +62,25 @@ class OpenDecode:
     num_tokens: int
     hit: int
     tables: Tables
-    next_token: int
     parked: bool
 
 
 @dataclass(slots=True)
 class Step:
-    """Everything new. `refused`: decode legs that ended before they had blocks; `aborted`: those that are given up;
-    `preempted`: prefill legs whose blocks are about to be used by others; `cancelled`: those that nobody will fetch."""
+    """Everything new. `admitted`: prefill legs that have blocks and are computed now; `aborted`: decode legs that are
+    given up; `preempted`: prefill legs whose blocks are about to be used by others; `cancelled`: those that nobody will
+    fetch."""
 
     opened: list[OpenPrefill] = field(default_factory=list)
+    admitted: list[AttemptKey] = field(default_factory=list)
     computed: list[Computed] = field(default_factory=list)
     closed: list[ClosePrefill] = field(default_factory=list)
+    announced: list[AnnounceDecode] = field(default_factory=list)
     receives: list[OpenDecode] = field(default_factory=list)
-    refused: list[Ticket] = field(default_factory=list)
     aborted: list[AttemptKey] = field(default_factory=list)
     preempted: list[AttemptKey] = field(default_factory=list)
     cancelled: list[AttemptKey] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        news = (self.opened, self.computed, self.closed, self.receives, self.refused, self.aborted)
-        return any((*news, self.preempted, self.cancelled))
+        news = (self.opened, self.admitted, self.computed, self.closed, self.announced, self.receives)
+        return any((*news, self.aborted, self.preempted, self.cancelled))

@@ -37,10 +37,12 @@ class Agent(Protocol):
     """The part of `baton.handoff.agent.HandoffAgent` that is used here."""
 
     def open_prefill(self, ticket: Ticket) -> None: ...
+    def admit_prefill(self, key: AttemptKey) -> None: ...
     def declare_final(
         self, key: AttemptKey, prompt_len: int, pages: dict[str, list[int]], final: dict[str, int]
     ) -> None: ...
     def finish_prefill(self, key: AttemptKey, seeds: Seeds, finished: bool) -> None: ...
+    def announce_decode(self, ticket: Ticket) -> None: ...
     def open_decode(
         self, ticket: Ticket, prompt_len: int, wanted: dict[str, tuple[int, int]], pages: dict[str, list[int]]
     ) -> None: ...
@@ -63,9 +65,9 @@ class _Prefill:
 @dataclass(slots=True, eq=False)
 class _Decode:
     request_id: str
-    parked: bool
     next_token: int
-    num_tokens: int
+    opened: bool = False
+    parked: bool = False
 
 
 @dataclass(slots=True)
@@ -98,6 +100,7 @@ class WorkerSide:
         self._prefills: dict[AttemptKey, _Prefill] = {}
         self._decodes: dict[AttemptKey, _Decode] = {}
         self._results = Results()
+        self._admitted: set[str] = set()
         self._agent: Agent | None = None
 
     def bind(self, agent: Agent) -> None:
@@ -137,20 +140,21 @@ class WorkerSide:
         """What can start before the forward pass."""
         for opened in step.opened:
             self._open_prefill(opened)
+        for key in step.admitted:
+            self.agent.admit_prefill(key)
         for closed in step.closed:
             self._close_prefill(closed)
+        for announced in step.announced:
+            self._decodes[announced.ticket.key] = _Decode(announced.request_id, announced.next_token)
+            self.agent.announce_decode(announced.ticket)
+        for receive in step.receives:
+            self._receive(receive)
         for key in step.aborted:
             if key in self._decodes:
                 self.agent.abort(key, "aborted")
         for key in step.cancelled:
             if key in self._prefills:
                 self.agent.abort(key, "cancelled")
-        for ticket in step.refused:
-            # The other side may hold pages for it, and would until the ticket expires.
-            self.agent.open_decode(ticket, 0, {}, {})
-            self.agent.abort(ticket.key, "aborted")
-        for receive in step.receives:
-            self._receive(receive)
 
     def finalise(self, computed: Sequence[Computed]) -> None:
         """The step's forward passes, the drafter's too, are over: what they wrote is final."""
@@ -178,11 +182,16 @@ class WorkerSide:
         self._take_events()
         waiting = self._decodes or self._prefills
         waits, self._was_idle = idle and self._was_idle, idle
-        if waits and waiting and self._results == Results():
+        if waits and waiting and self._results == Results() and not self._admitted:
             with contextlib.suppress(queue.Empty):
                 self._on_event(self._events.get(timeout=IDLE_WAIT_S))
             self._take_events()
         out, self._results = self._results, Results()
+        return out
+
+    def take_admitted(self) -> set[str]:
+        """Requests whose decode legs have become worth blocks since the last call, or have failed without."""
+        out, self._admitted = self._admitted, set()
         return out
 
     def _take_events(self) -> None:
@@ -205,8 +214,14 @@ class WorkerSide:
         self._settle(closed.key, leg)
 
     def _receive(self, receive: OpenDecode) -> None:
-        key = receive.ticket.key
-        self._decodes[key] = _Decode(receive.request_id, receive.parked, receive.next_token, receive.num_tokens)
+        decode = self._decodes.get(receive.ticket.key)
+        if decode is None:
+            # It failed before it had blocks, and vLLM decides what then.
+            if receive.parked:
+                self._results.received.add(receive.request_id)
+                self._results.failed.add(receive.request_id)
+            return
+        decode.opened, decode.parked = True, receive.parked
         wanted = {
             group.name: group.wanted(receive.num_tokens, receive.hit) if receive.parked else (0, 0)
             for group in self._layout.groups
@@ -228,6 +243,9 @@ class WorkerSide:
                 self.counts[f"prefill_{event.outcome}"] += 1
                 leg.released = True
                 self._settle(event.key, leg)
+        elif isinstance(event, ev.DecodeAdmitted):
+            if (waiting := self._decodes.get(event.key)) is not None:
+                self._admitted.add(waiting.request_id)
         elif isinstance(event, ev.DecodeFailed):
             self.counts[f"failed_{event.reason}"] += 1
             log.warning("handoff %s failed: %s: %s", event.key, event.reason, event.message)
@@ -252,6 +270,8 @@ class WorkerSide:
                 good = False
                 self.counts["failed_bad_seeds"] += 1
         self.counts["committed" if good else "released"] += 1
+        if not decode.opened:
+            self._admitted.add(decode.request_id)
         if not decode.parked:
             return
         self._results.received.add(decode.request_id)

@@ -1,4 +1,5 @@
-"""Every drafting method that the connector takes and other tests have not: EAGLE, a draft model, n-grams."""
+"""Every drafting method that the connector takes and other tests have not: EAGLE, a draft model, n-grams. In caches
+with room for one long request."""
 
 from __future__ import annotations
 
@@ -8,12 +9,15 @@ from typing import Any
 
 import aiohttp
 import pytest
+from answers import Answer, same
 from checkpoints import shallow
-from servers import ROOT, Mode, Pair, compare, demo_prompts, reference, serve_pair, wait_idle
+from servers import ROOT, Mode, Pair, Server, ask, compare, demo_prompts, reference, request, serve_pair, wait_idle
 
 from baton.bench.vllm_servers import ONE_PROCESS
 
 pytestmark = pytest.mark.timeout(900)
+
+FLAGS = [*ONE_PROCESS, "--block-size", "32", "--num-gpu-blocks-override", "40", "--max-model-len", "1152"]
 
 DRAFTERS: dict[str, dict[str, Any]] = {
     "eagle": {"method": "eagle", "model": str(ROOT / "models" / "baton-demo-eagle")},
@@ -29,7 +33,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     if request.param == "draft_model":
         shallow(folder / "draft")
         spec["model"] = str(folder / "draft")
-    with serve_pair(folder, both=[*ONE_PROCESS, "--block-size", "32"], spec=spec) as found:
+    with serve_pair(folder, both=FLAGS, spec=spec) as found:
         yield found
 
 
@@ -40,6 +44,37 @@ def test_greedy_tokens_and_acceptance_are_those_of_one_vllm(pair: Pair, mode: Mo
         async with aiohttp.ClientSession() as session:
             expected = [await reference(session, pair.decode, prompt, 32) for prompt in prompts]
         await compare(pair, prompts, 32, mode, expected)
+
+    asyncio.run(run())
+    wait_idle(pair.prefill, pair.decode)
+    assert pair.decode.metrics("vllm:baton_handoffs_total").keys() == {"committed"}
+
+
+@pytest.mark.parametrize("mode", ["push", "pull"])
+def test_legs_that_arrive_in_another_order_do_not_wait_for_each_other(pair: Pair, mode: Mode) -> None:
+    """The prefill server's blocks are all one request's, which can go only when the decode server has blocks for it;
+    and that one hears of the other request first, which waits for blocks at the prefill server."""
+
+    async def run() -> None:
+        prompts = demo_prompts([700, 700], seed=53)
+        tickets = [pair.ticket(prompt, mode) for prompt in prompts]
+
+        async with aiohttp.ClientSession() as session:
+
+            def leg(server: Server, role: str, which: int) -> asyncio.Task[dict[str, Any]]:
+                params = {"role": role, "ticket": tickets[which]}
+                body = request(prompts[which], 8 if role == "decode" else 1, params, cache_salt=mode)
+                return asyncio.create_task(ask(session, server, body))
+
+            expected = [await reference(session, pair.decode, prompt, 8) for prompt in prompts]
+            second = leg(pair.decode, "decode", 1)
+            await asyncio.sleep(0.5)
+            await leg(pair.prefill, "prefill", 0)
+            late = leg(pair.prefill, "prefill", 1)
+            await asyncio.sleep(0.5)
+            answers = [Answer.of(await task) for task in (leg(pair.decode, "decode", 0), second)]
+            await late
+        assert all(same(found, want) is not False for found, want in zip(answers, expected, strict=True))
 
     asyncio.run(run())
     wait_idle(pair.prefill, pair.decode)
