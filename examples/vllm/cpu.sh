@@ -9,10 +9,10 @@
 set -euo pipefail
 MODEL=${1:-models/baton-demo-llama}
 HEAD=${2:-models/baton-demo-eagle3}
-KEY=${TICKET_KEY:-$PWD/ticket.key}
+KEYS=${KEYS:-$PWD/keys}
 export VLLM_CPU_KVCACHE_SPACE=1 OMP_NUM_THREADS=1 PYTHONPATH=src # KV cache in GiB
 
-[ -e "$KEY" ] || (umask 077 && head -c 32 /dev/urandom > "$KEY")
+python -m baton.cli keys --output "$KEYS" --engines P,D
 trap 'kill $(jobs -p) 2> /dev/null; wait' EXIT
 
 engine() { # name role port
@@ -21,7 +21,7 @@ engine() { # name role port
         --speculative-config '{"method": "eagle3", "model": "'"$HEAD"'", "num_speculative_tokens": 3}' \
         --kv-transfer-config '{"kv_connector": "BatonConnector", "kv_connector_module_path": "baton.vllm",
             "kv_role": "'"$2"'", "engine_id": "'"$1"'", "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {"ticket_key_file": "'"$KEY"'"}}' &
+            "kv_connector_extra_config": {"keys": "'"$KEYS"'"}}' &
 }
 engine P kv_producer 8101
 engine D kv_consumer 8102
@@ -32,4 +32,4 @@ for port in 8101 8102; do
     done
 done
 python -m baton.cli router --engine vllm --prefill http://127.0.0.1:8101 --decode http://127.0.0.1:8102 \
-    --ticket-key-file "$KEY" --tokenizer "$MODEL" --port 8000
+    --keys "$KEYS" --tokenizer "$MODEL" --port 8000

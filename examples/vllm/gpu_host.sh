@@ -7,16 +7,16 @@ set -euo pipefail
 MODEL=$1
 shift
 read -r FIRST SECOND <<< "${GPUS:-0 1}"
-KEY=${TICKET_KEY:-$PWD/ticket.key}
+KEYS=${KEYS:-$PWD/keys}
 
-[ -e "$KEY" ] || (umask 077 && head -c 32 /dev/urandom > "$KEY")
+baton keys --output "$KEYS" --engines P,D
 trap 'kill $(jobs -p) 2> /dev/null; wait' EXIT
 
 engine() { # gpu name role port flags...
     CUDA_VISIBLE_DEVICES=$1 vllm serve "$MODEL" --served-model-name model --host 127.0.0.1 --port "$4" \
         --kv-transfer-config '{"kv_connector": "BatonConnector", "kv_connector_module_path": "baton.vllm",
             "kv_role": "'"$3"'", "engine_id": "'"$2"'", "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {"ticket_key_file": "'"$KEY"'"}}' "${@:5}" &
+            "kv_connector_extra_config": {"keys": "'"$KEYS"'"}}' "${@:5}" &
 }
 engine "$FIRST" P kv_producer 8101 "$@"
 engine "$SECOND" D kv_consumer 8102 "$@"
@@ -27,4 +27,4 @@ for port in 8101 8102; do
     done
 done
 baton router --engine vllm --prefill http://127.0.0.1:8101 --decode http://127.0.0.1:8102 \
-    --ticket-key-file "$KEY" --tokenizer "$MODEL" --port 8000
+    --keys "$KEYS" --tokenizer "$MODEL" --port 8000

@@ -20,6 +20,7 @@ def test_bad_input_is_one_line(
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
+        key = str(tmp_path / "ticket.key")
         cases = [
             (["serve", directory, "--port", port], f"port: {port} on 127.0.0.1 is already in use"),
             (["up", directory, "--port", port], f"port: {port} on 127.0.0.1 is already in use"),
@@ -34,6 +35,10 @@ def test_bad_input_is_one_line(
             (
                 ["serve", directory, "--port", "0", "--kv-transfer-config", '{"control_bind": "tcp://0.0.0.0:*"}'],
                 "control_bind: tcp://0.0.0.0:* can be reached from other hosts: give --keys DIR",
+            ),
+            (
+                ["serve", directory, "--port", "0", "--ticket-key-file", key, "--kv-transport", "nixl"],
+                "kv_transfer_config.kv_transport: nixl needs --keys DIR (see `baton keys`)",
             ),
             (["serve", directory, "--port", "0", "--kv-transport", "tcp"], "unknown transport 'tcp'; known: file,"),
             (["up", directory, "--port", "0", "--kv-transport", "tcp"], "unknown transport 'tcp'; known: file,"),

@@ -11,7 +11,16 @@ import pytest
 from baton.errors import ConfigError
 from baton.transports import registry
 from baton.transports.local import LocalTransport
-from baton.transports.registry import create_transport, parse_uri, with_default
+from baton.transports.registry import check_keys, create_transport, parse_uri, with_default
+
+
+@pytest.mark.parametrize("uri", ["nixl", "mooncake://", "file:///mnt/kv", "faulty+nixl://?fault=fail"])
+def test_what_leaves_a_users_processes_needs_keys(uri: str) -> None:
+    check_keys(uri, True, "kv_transport")
+    with pytest.raises(ConfigError, match=r"kv_transport: \w+ needs --keys DIR"):
+        check_keys(uri, False, "kv_transport")
+    for own in ("shm", "local://", "faulty+shm://?fault=fail"):
+        check_keys(own, False, "kv_transport")
 
 
 @pytest.mark.parametrize(

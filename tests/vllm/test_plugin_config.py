@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from baton.errors import ConfigError
+from baton.handoff.keys import make_keys
 from baton.vllm.config import read_config
 
-KEY = {"ticket_key_file": "ticket.key"}
+KEY = {"keys": "keys"}
 
 
 @pytest.mark.parametrize(
@@ -32,20 +33,21 @@ def test_a_bad_setting_is_named(setting: str, value: Any) -> None:
         read_config(KEY | {setting: value})
 
 
-@pytest.mark.parametrize("extra", [{}, KEY | {"keys": "keys"}])
-def test_there_is_one_ticket_key(extra: dict[str, str]) -> None:
-    with pytest.raises(ConfigError, match="either ticket_key_file or keys"):
+@pytest.mark.parametrize("extra", [{}, {"kv_transport": "mooncake://"}])
+def test_it_needs_keys(extra: dict[str, str]) -> None:
+    """Whoever may talk to NIXL can read and write the whole KV cache."""
+    with pytest.raises(ConfigError, match="missing required field `keys`"):
         read_config(extra)
 
 
-def test_another_host_needs_keys() -> None:
-    with pytest.raises(ConfigError, match="can be reached from other hosts"):
-        read_config(KEY | {"control_bind": "tcp://10.0.0.1:7100"})
+def test_an_address_that_no_engine_could_dial() -> None:
+    with pytest.raises(ConfigError, match="names no interface"):
+        read_config(KEY | {"control_bind": "tcp://0.0.0.0:7100"})
 
 
-def test_a_key_file_that_cannot_be_is_named(tmp_path: Path) -> None:
-    for file in (tmp_path / "missing" / "ticket.key", tmp_path):
-        with pytest.raises(ConfigError, match=f"ticket_key_file.*{file}"):
-            read_config({"ticket_key_file": str(file)}).ticket_key()
-    made = read_config({"ticket_key_file": str(tmp_path / "ticket.key")})
-    assert made.ticket_key() == made.ticket_key()
+def test_keys_that_are_not_there_are_named(tmp_path: Path) -> None:
+    config = read_config({"keys": str(tmp_path / "keys")})
+    with pytest.raises(ConfigError, match=f"keys: {tmp_path}/keys/ticket.key does not exist"):
+        config.ticket_key()
+    make_keys(tmp_path / "keys", ["P"])
+    assert config.ticket_key() == config.ticket_key()

@@ -15,7 +15,6 @@ import contextlib
 import json
 import math
 import random
-import secrets
 import signal
 import statistics
 import sys
@@ -32,6 +31,8 @@ import typer
 from baton.bench.vllm_legs import Answer, Baton, Legs, NixlPull, NixlPush, Single
 from baton.bench.vllm_servers import ONE_PROCESS, ServerConfig, VllmServer, free_port, serve
 from baton.errors import BatonError
+from baton.handoff.keys import make_keys, ticket_key_file
+from baton.handoff.ticket import load_or_create_key
 
 MODEL = "models/baton-demo-llama"
 SHIPPED_FLAGS = ("--no-enable-prefix-caching", "--block-size", "32", "--no-enable-log-requests")
@@ -92,12 +93,11 @@ def _transfer(connector: str, role: str, name: str, best: bool = False, **extra:
 @contextlib.contextmanager
 def baton_pair(python: str, model: str, folder: Path) -> Iterator[list[Deployment]]:
     """One pair, asked by push and by pull."""
-    key = secrets.token_bytes(32)
-    path = folder / "ticket.key"
-    path.touch(mode=0o600)
-    path.write_bytes(key)
+    keys = folder / "keys"
+    make_keys(keys, [name for name, _ in ROLES])
+    key = load_or_create_key(ticket_key_file(keys))
     configs = [
-        ServerConfig(f"baton-{name}", FLAGS, _transfer("BatonConnector", role, name, ticket_key_file=str(path)))
+        ServerConfig(f"baton-{name}", FLAGS, _transfer("BatonConnector", role, name, keys=str(keys)))
         for name, role in ROLES
     ]
     with serve(python, model, folder, configs) as (p, d):

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 from baton.errors import ConfigError
 from baton.handoff.config import DEFAULT_HANDOFF_TIMEOUT_S
 from baton.handoff.keys import check_bind, ticket_key_file
-from baton.transports.registry import parse_uri
+from baton.transports.registry import check_keys, parse_uri
 from baton.wire import MAX_WORD, Recovery
 
 Role = Literal["both", "prefill", "decode"]
@@ -154,7 +154,9 @@ class EngineConfig:
         need(self.max_num_batched_tokens >= rows, "max_num_batched_tokens", f"at least {rows} (one verification)")
         if self.role != "both" and self.ticket_key_path is None:
             raise ConfigError("ticket_key_file", f"is required with role {self.role}, or a key directory with --keys")
-        parse_uri(self.kv_transfer_config.kv_transport)
+        # Only an engine that takes part in handoffs opens its transport.
+        guarded = self.ticket_key_path is None or self.keys is not None
+        check_keys(self.kv_transfer_config.kv_transport, guarded, "kv_transfer_config.kv_transport")
         store = self.kv_transfer_config.prefix_store
         if store is not None and parse_uri(store)[0] != "file":
             raise ConfigError("kv_transfer_config.prefix_store", f"must be file:///DIRECTORY, got {store!r}")

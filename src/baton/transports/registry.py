@@ -59,6 +59,10 @@ _BUILT_IN: dict[str, Factory] = {
 }
 
 
+# They move bytes by memory that only the processes of one user can open.
+_OF_ONE_USER = ("local", "shm")
+
+
 def _refuse(scheme: str, query: dict[str, str]) -> None:
     if query:
         raise ConfigError("transport", f"{scheme} has no option {sorted(query)[0]!r}")
@@ -100,6 +104,16 @@ def with_default(text: str, scheme: str, option: str, value: str) -> str:
     if found.rpartition("+")[2] == scheme:
         query = {option: value, **query}
     return f"{found}://?{urlencode(query)}" if query else f"{found}://"
+
+
+def check_keys(uri: str, has_keys: bool, field: str) -> None:
+    """Without CURVE keys KV stays within a user's processes on one host, where the kernel keeps others out.
+
+    Raises `ConfigError` for `field` when the transport leaves them and there are no keys, or as `parse_uri` does.
+    """
+    scheme = parse_uri(uri)[0].rpartition("+")[2]
+    if not has_keys and scheme not in _OF_ONE_USER:
+        raise ConfigError(field, f"{scheme} needs --keys DIR (see `baton keys`): others could read and write KV")
 
 
 def create_transport(uri: str) -> Transport:

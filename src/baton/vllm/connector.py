@@ -129,7 +129,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
                     bind=self._config.control_bind,
                     fingerprint=facts,
                     ticket_key=self._config.ticket_key(),
-                    keys=KeyRing(self._config.keys, engine_id) if self._config.keys else None,
+                    keys=KeyRing(self._config.keys, engine_id),
                     timers=self._config.timers,
                     integrity=self._config.integrity,
                     max_retries=self._config.max_retries,

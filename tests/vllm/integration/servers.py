@@ -22,6 +22,7 @@ from answers import Answer, same, same_acceptance
 
 from baton.bench.vllm_servers import ServerConfig, VllmServer
 from baton.bench.vllm_servers import serve as start_servers
+from baton.handoff.keys import make_keys, ticket_key_file
 from baton.handoff.ticket import Ticket, load_or_create_key, mint
 from baton.vllm.scheduler import handoff_digest
 from baton.wire import EngineIdentity
@@ -80,7 +81,8 @@ def serve(
     """Servers by (name, kv_role, further arguments), ready. `extra` is the connector's configuration, with a server's
     `own` over it; `policy` the `kv_load_failure_policy` of those that do not recompute. With speculation, `spec`,
     answers tell of each verification, which vLLM before 0.32 cannot."""
-    key = load_or_create_key(folder / "ticket.key")
+    make_keys(folder / "keys", [name for name, _, _ in configs])
+    key = load_or_create_key(ticket_key_file(folder / "keys"))
     started = []
     for name, role, arguments in configs:
         transfer = {
@@ -89,7 +91,7 @@ def serve(
             "kv_role": role,
             "engine_id": name,
             "kv_load_failure_policy": (policy or {}).get(name, "recompute"),
-            "kv_connector_extra_config": {"ticket_key_file": str(folder / "ticket.key"), "lease": 20.0}
+            "kv_connector_extra_config": {"keys": str(folder / "keys"), "lease": 20.0}
             | extra
             | (own or {}).get(name, {}),
         }

@@ -91,7 +91,7 @@ def test_threads_get_the_cores_that_the_operator_gave(
 
 def test_digests_of_a_gpus_memory_are_refused() -> None:
     layout = CacheLayout([DeviceMemory(4096, 64, 0, enter=lambda: None)], [], {}, {})
-    key = {"ticket_key_file": "ticket.key"}
+    key = {"keys": "keys"}
     assert _digester(ConnectorConfig(**key), layout) is None
     with pytest.raises(ConfigError, match="integrity"):
         _digester(ConnectorConfig(**key, integrity="sampled"), layout)

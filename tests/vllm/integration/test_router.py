@@ -20,6 +20,7 @@ from answers import NEAR_TIE
 from servers import EAGLE3, MODEL, demo_prompts
 
 from baton.bench.vllm_servers import ONE_PROCESS, ServerConfig, VllmServer, free_port, serve
+from baton.handoff.keys import make_keys, ticket_key_file
 from baton.handoff.ticket import load_or_create_key
 from baton.router import RouterConfig, build_app
 from baton.router.vllm_api import read_metrics
@@ -32,7 +33,7 @@ NUM_TOKENS = 24
 
 
 def baton(folder: Path, role: str, name: str) -> dict[str, Any]:
-    extra = {"ticket_key_file": str(folder / "ticket.key"), "lease": 20.0}
+    extra = {"keys": str(folder / "keys"), "lease": 20.0}
     return {
         "kv_connector": "BatonConnector",
         "kv_connector_module_path": "baton.vllm",
@@ -57,7 +58,7 @@ def serve_pair(folder: Path, kind: str, spec: Any) -> Iterator[tuple[VllmServer,
         flags = [*ONE_PROCESS, "--block-size", "32", *speculative]
         environment = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
         configs.append(ServerConfig(name, flags, transfer, environment))
-    load_or_create_key(folder / "ticket.key")
+    make_keys(folder / "keys", ["P", "D"])
     with serve(sys.executable, str(MODEL), folder, configs) as (p, d):
         yield p, d
 
@@ -65,7 +66,8 @@ def serve_pair(folder: Path, kind: str, spec: Any) -> Iterator[tuple[VllmServer,
 @contextlib.asynccontextmanager
 async def routed(p: str, d: str, folder: Path, **config: Any) -> AsyncIterator[str]:
     """The URL of a router over two servers."""
-    key = load_or_create_key(folder / "ticket.key")
+    make_keys(folder / "keys", [])
+    key = load_or_create_key(ticket_key_file(folder / "keys"))
     settings = RouterConfig(prefill=(p,), decode=(d,), ticket_key=key, engine="vllm", **config)
     async with TestServer(await build_app(settings)) as server:
         yield str(server.make_url("")).rstrip("/")
