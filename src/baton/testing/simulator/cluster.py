@@ -13,6 +13,7 @@ from baton.testing.simulator.network import Network
 from baton.testing.simulator.prefill_engine import PrefillEngine
 from baton.testing.simulator.process import Process, Role
 from baton.testing.simulator.router import Request, Router, Stream
+from baton.testing.simulator.stranger import Stranger
 from baton.testing.simulator.transport import Fabric
 from baton.testing.simulator.world import World
 
@@ -26,6 +27,9 @@ class Cluster:
         self.seeds: dict[str, Seeds] = {}  # what each prefill handed over, by attempt
         self.tickets: list[str] = []  # all that the router signed
         self.network = Network(world)
+        self.stranger = Stranger(world, self.network)
+        if world.settings.has("stranger"):
+            self.network.overhear = self.stranger.overhear
         self.fabric = Fabric(world)
         self.routers = [Router(self) for _ in range(world.settings.num_routers)]
         self.processes: dict[str, Process] = {}
@@ -108,6 +112,8 @@ class Cluster:
             struck = True
         elif kind == "broken_connection":
             struck = self.fabric.break_one()
+        elif kind == "stranger":
+            struck = self.stranger.repeat()
         elif kind == "forged_register":
             struck = self._forge()
         elif not fit:

@@ -13,7 +13,7 @@ from unittest import mock
 import msgspec
 
 from baton.errors import ConfigError
-from baton.handoff import machines
+from baton.handoff import greeting, links, machines
 from baton.handoff.attempts import Book, DecodeAttempt, PrefillAttempt
 from baton.handoff.decode import DecodeHandoff
 from baton.handoff.events import (
@@ -38,6 +38,7 @@ from baton.handoff.messages import (
     Cancelled,
     Commit,
     Confirm,
+    Hello,
     Message,
     ReadDone,
     Register,
@@ -387,6 +388,22 @@ def _expiry_by_time_of_day() -> list[Patch]:
         return original(self, link, message)
 
     return [(Links, "check_register", check)]
+
+
+@_mutation("who says HELLO shows that it knows the ticket key", ("stranger", "reorder"))
+def _no_proof() -> list[Patch]:
+    return [(links, "is_proven", lambda key, side, address, challenge, hello: bool(hello.proof))]
+
+
+@_mutation("a proof answers the challenge of this connection", ("stranger", "reorder"))
+def _proof_without_challenge() -> list[Patch]:
+    def said(key: bytes, side: greeting.Side, address: str, challenge: bytes, hello: Hello) -> Hello:
+        return greeting.prove(key, side, address, b"", hello)
+
+    def holds(key: bytes, side: greeting.Side, address: str, challenge: bytes, hello: Hello) -> bool:
+        return greeting.is_proven(key, side, address, b"", hello)
+
+    return [(links, "prove", said), (links, "is_proven", holds)]
 
 
 @_mutation("ACK is of a commit, not of an offer to read")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -38,6 +39,7 @@ class Network:
         self.world = world
         self.bound: dict[str, Process] = {}
         self.cut: set[frozenset[str]] = set()  # pairs of names
+        self.overhear: Callable[[Connection, bytes], None] | None = None
         self._last: dict[tuple[int, bool], float] = {}
         self._parked: dict[str, list[tuple[SimChannel, Connection, bytes]]] = {}
 
@@ -56,6 +58,8 @@ class Network:
 
     def to_address(self, channel: SimChannel, connection: Connection, frame: bytes) -> None:
         """From a dialling socket to whoever is bound at the address when it arrives."""
+        if self.overhear is not None:
+            self.overhear(connection, frame)
         self._send((connection.session, True), self._arrive, channel, connection, frame)
 
     def to_dialler(self, channel: SimChannel, connection: Connection, frame: bytes) -> None:

@@ -41,12 +41,15 @@ STRIKES: dict[str, int] = {
     "engine_abort": 12,
     "forged_register": 3,
     "clock_step": 2,
+    "stranger": 6,
 }
 # Properties of the whole run.
 TRAITS = ("clock_rates", "full_pools", "burst", "slow_engine", "prefix_store")
 FAULTS = (*RATES, *STRIKES, *TRAITS)
 # Faults that must cost a request nothing but time, however small the pools are.
-HARMLESS = frozenset({"reorder", "duplicate", "forged_register", "clock_step", "late_leg", *TRAITS} - {"clock_rates"})
+HARMLESS = frozenset(
+    {"reorder", "duplicate", "forged_register", "clock_step", "stranger", "late_leg", *TRAITS} - {"clock_rates"}
+)
 # Faults that matter most when others strike at the same moment.
 COMPANIONS: dict[str, tuple[str, ...]] = {
     "corrupt": ("duplicate", "delay", "reorder", "slow_copy", "late_copy", "client_abort"),
