@@ -95,8 +95,53 @@ class WrongEngineError(ProtocolError):
     """A ticket with a good signature names another engine, or this one before it was restarted (HTTP 409)."""
 
 
+# Why a handoff, or a leg of one, may have failed: the reasons that Baton's own code gives.
+REASONS = frozenset(
+    {
+        "aborted",
+        "bad_seeds",
+        "cancelled",
+        "engine_closed",
+        "engine_error",
+        "engine_lost",
+        "engine_stalled",
+        "engine_unavailable",
+        "failed",
+        "forgotten",
+        "handoff_failed",
+        "handoff_timeout",
+        "incompatible_peer",
+        "incomplete_commit",
+        "integrity_failed",
+        "internal_error",
+        "invalid_request",
+        "lease_expired",
+        "message_too_large",
+        "no_room",
+        "not_answering",
+        "not_final",
+        "peer_lost",
+        "preempted",
+        "queue_timeout",
+        "register_refused",
+        "shutdown",
+        "step_failed",
+        "superseded",
+        "transfer_failed",
+        "unhealthy_peer",
+        "unknown",
+        "unreachable_peer",
+    }
+)
+
+
+def reason_label(reason: str) -> str:
+    """A reason as a metric's label. Whatever a peer may have made up is `other`: each text would be a time series."""
+    return reason if reason in REASONS else "other"
+
+
 class HandoffError(BatonError):
-    """A handoff ended without commit. `reason` is a short stable name, used as a metric label."""
+    """A handoff ended without commit. `reason` is a short stable name, one of `REASONS` or a peer's own."""
 
     def __init__(self, reason: str, message: str = "") -> None:
         super().__init__(f"{reason}: {message}" if message else reason)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from baton.engine.request import Request, RequestStatus
 from baton.engine.stopping import until_stop
+from baton.errors import reason_label
 from baton.handoff.events import (
     DecodeAdmitted,
     DecodeCommitted,
@@ -228,7 +229,7 @@ class HandoffLegs:
             for name, stop in event.proven.items():
                 leg.proven[name] = max(stop, leg.proven.get(name, 0))
         elif isinstance(event, DecodeFailed):
-            self.core.metrics.handoff_failures[event.reason] += 1
+            self.core.metrics.handoff_failures[reason_label(event.reason)] += 1
             if self._receives(leg):
                 self._failed(leg, f"{event.reason}: {event.message}", event.recoverable)
         elif isinstance(event, DecodeAdmitted):

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+from baton.errors import reason_label
 from baton.handoff import events as ev
 from baton.handoff.copies import CopyLedger
 from baton.handoff.decode import DecodeHandoff
@@ -189,7 +190,7 @@ class Figures:
                 case ev.DecodeFinished() | ev.PrefillReleased(_, "finished"):
                     self.counts["finished"] += 1
                 case ev.DecodeFailed(_, reason, _) | ev.PrefillReleased(_, reason):
-                    self.failures[reason] += 1
+                    self.failures[reason_label(reason)] += 1
                 case ev.DecodeReleased() | ev.DecodeProgress() | ev.DecodeAdmitted():
                     pass  # its failure was booked, or the engine gave up by itself
 

@@ -20,6 +20,7 @@ from baton.errors import (
     OverloadedError,
     ProtocolError,
     RequestError,
+    reason_label,
 )
 from baton.openai import ServedModel
 from baton.openai.backend import KVMode
@@ -183,7 +184,7 @@ class RouterBackend:
                 async for chunk, leg in joined:
                     if chunk.finish_reason == "error":
                         outcome = "failed"
-                        self.failures[(chunk.error or "unknown").partition(":")[0]] += 1
+                        self.failures[reason_label((chunk.error or "unknown").partition(":")[0])] += 1
                     elif chunk.finish_reason is not None:
                         outcome = "completed" if leg == "decode" else "finished_early"
                     yield _checked(chunk)
@@ -191,7 +192,8 @@ class RouterBackend:
             if outcome != "failed":
                 outcome = "failed"
                 error = failed.error
-                self.failures[error.reason if isinstance(error, HandoffError) else type(error).__name__] += 1
+                label = reason_label(error.reason) if isinstance(error, HandoffError) else type(error).__name__
+                self.failures[label] += 1
             raise
         finally:
             self.num_active_handoffs -= 1

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from baton.errors import HandoffError
+from baton.errors import HandoffError, reason_label
 from baton.handoff import events as ev
 from baton.handoff.log_limit import LogLimit
 from baton.handoff.messages import AttemptKey, Seeds
@@ -240,14 +240,15 @@ class WorkerSide:
         if isinstance(event, ev.PrefillReleased):
             leg = self._prefills.get(event.key)
             if leg is not None:
-                self.counts[f"prefill_{event.outcome}"] += 1
+                done = event.outcome in ("committed", "finished")
+                self.counts[f"prefill_{event.outcome if done else reason_label(event.outcome)}"] += 1
                 leg.released = True
                 self._settle(event.key, leg)
         elif isinstance(event, ev.DecodeAdmitted):
             if (waiting := self._decodes.get(event.key)) is not None:
                 self._admitted.add(waiting.request_id)
         elif isinstance(event, ev.DecodeFailed):
-            self.counts[f"failed_{event.reason}"] += 1
+            self.counts[f"failed_{reason_label(event.reason)}"] += 1
             log.warning("handoff %s failed: %s: %s", event.key, event.reason, event.message)
         elif isinstance(event, (ev.DecodeCommitted, ev.DecodeFinished, ev.DecodeReleased)):
             decode = self._decodes.pop(event.key, None)
