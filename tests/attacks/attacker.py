@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from baton.handoff.greeting import prove
+from baton.handoff.greeting import prove, seal, session_key
 from baton.handoff.keys import KeyRing, make_keys
 from baton.handoff.messages import CHALLENGE_BYTES, Hello, Message, decode, encode
 from baton.handoff.ticket import Ticket, new_transfer_id
@@ -33,11 +33,15 @@ class Attacker:
         self.address = address
         self.sock.connect(address.replace("curve://P@", "tcp://"))
         self.session, self.sequence = random.getrandbits(62), 0
+        self.key = b""
 
     def say(self, *messages: Message) -> None:
         for message in messages:
             self.sequence += 1
-            self.sock.send(encode(message, self.session, self.sequence))
+            self.send(encode(message, self.session, self.sequence))
+
+    def send(self, frame: bytes) -> None:
+        self.sock.send_multipart([frame, seal(self.key, "dialled", frame)] if self.key else [frame])
 
     def join(self, hello: Hello, key: bytes = TICKET_KEY) -> Hello:
         """Open a session as one who knows the ticket key; the last answer."""
@@ -47,13 +51,14 @@ class Attacker:
         self.say(prove(key, "dialled", self.address, answer.challenge, hello))
         answer = self.hear(Hello)
         assert isinstance(answer, Hello)
+        self.key = session_key(key, hello.challenge, answer.challenge)
         return answer
 
     def hear(self, kind: Kinds, limit_s: float = 10.0) -> Message:
         """The next message of a kind, or of several."""
         deadline = time.monotonic() + limit_s
         while self.sock.poll(max(0.0, deadline - time.monotonic()) * 1000):
-            message = decode(self.sock.recv())[2]
+            message = decode(self.sock.recv_multipart()[0])[2]
             if isinstance(message, kind):
                 return message
         raise AssertionError(f"no {kind} came")

@@ -11,7 +11,7 @@ from attacker import TICKET_KEY, Scene
 
 from baton.errors import ProtocolError
 from baton.handoff.events import DecodeFailed, DecodeReleased
-from baton.handoff.greeting import prove
+from baton.handoff.greeting import prove, seal, session_key
 from baton.handoff.messages import Bye, Hello, Nack, Ready, Register, decode, encode
 from baton.handoff.ticket import mint
 from baton.testing.fuzz import Node
@@ -79,7 +79,7 @@ def test_page_ids_that_are_no_page_ids(scene: Scene, until: Until, body: bytes) 
     frame = encode(register, attacker.session, 3)
     assert frame.count(b"\x91\x4d") == 1
     attacker.join(scene.as_d())
-    attacker.sock.send(frame.replace(b"\x91\x4d", b"\x91" + body))
+    attacker.send(frame.replace(b"\x91\x4d", b"\x91" + body))
     until(lambda: scene.p.agent.stats()["malformed"] == 1)
 
 
@@ -98,23 +98,26 @@ def test_source_pages_out_of_range(scene: Scene, caplog: pytest.LogCaptureFixtur
         sequence = 0
         while True:
             assert router.poll(10_000)
-            identity, frame = router.recv_multipart()
+            identity, frame, *_ = router.recv_multipart()
             session, _, message = decode(frame)
             sequence += 1
             if isinstance(message, Hello):
                 answer = prove(TICKET_KEY, "answered", hostile, message.challenge, scene.p.hello)
+                key = session_key(TICKET_KEY, message.challenge, answer.challenge)
                 router.send_multipart([identity, encode(answer, session, sequence)])
             elif isinstance(message, Register):
                 tables = {**FIT, "target": BAD_TABLES[what]}
                 ready = Ready(ticket.key, final={"target": 8, "draft": 8}, pages=tables)
-                router.send_multipart([identity, encode(ready, session, sequence)])
+                frame = encode(ready, session, sequence)
+                router.send_multipart([identity, frame, seal(key, "answered", frame)])
                 break
         failed = scene.d.events.get(timeout=10)
         assert isinstance(failed, DecodeFailed)
         assert failed.reason in ("transfer_failed", "incomplete_commit")
         assert isinstance(scene.d.events.get(timeout=10), DecodeReleased)
         assert all(np.array_equal(before[name], pool) for name, pool in scene.d.pools.items())
-        router.send_multipart([identity, encode(Bye("x", quiet=True), session, sequence + 1)])
+        frame = encode(Bye("x", quiet=True), session, sequence + 1)
+        router.send_multipart([identity, frame, seal(key, "answered", frame)])
     finally:
         router.close()
         context.term()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import msgspec
@@ -102,7 +103,7 @@ def test_who_listens_at_the_address_of_an_engine_that_is_gone_gets_nothing(scene
         before = {name: pool.copy() for name, pool in scene.d.pools.items()}
         scene.d.agent.open_decode(ticket, TOKENS, WANTED, PAGES)
         assert router.poll(20_000)
-        identity, frame = router.recv_multipart()
+        identity, frame, *_ = router.recv_multipart()
         session, _, hello = decode(frame)
         assert isinstance(hello, Hello)
         assert (hello.proof, hello.descriptor) == (b"", None)
@@ -135,3 +136,40 @@ def test_a_proof_covers_all_of_a_hello(scene: Scene) -> None:
     for name, other in (("engine_id", "Q"), ("fingerprint", {}), ("geometries", {}), ("challenge", b"x" * 16)):
         changed = msgspec.structs.replace(proven, **{name: other})
         assert not is_proven(TICKET_KEY, "answered", address, CHALLENGE, changed), name
+
+
+def test_who_takes_the_address_of_an_engine_that_died_is_not_heard(scene: Scene, until: Until) -> None:
+    """D's socket connects again by itself, in a session that is open and whose number it tells."""
+    p, d = scene.p, scene.d
+    scene.traffic.serve_one()
+    ticket = scene.ticket()
+    d.agent.open_decode(ticket, TOKENS, WANTED, PAGES)
+    before = {name: pool.copy() for name, pool in d.pools.items()}
+    until(lambda: p.agent.stats()["outstanding"] == 1)
+    # It is gone without a word.
+    p.agent._runner.abort_all = lambda reason: None  # type: ignore[method-assign]
+    p.agent._runner.links.say_bye = lambda reason, quiet: None  # type: ignore[method-assign]
+    close, p.agent._channel.close = p.agent._channel.close, lambda bye=None: close()  # type: ignore[method-assign]
+    p.agent.close()
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        router.setsockopt(zmq.LINGER, 0)
+        router.bind(p.agent.address)
+        deadline = time.monotonic() + 20
+        while d.events.empty():
+            assert time.monotonic() < deadline
+            if not router.poll(100):
+                continue
+            identity, frame, *_ = router.recv_multipart()
+            session, _, message = decode(frame)
+            assert not isinstance(message, Hello) or message.descriptor is None
+            commit = Commit(ticket.key, final={"target": TOKENS, "draft": TOKENS}, seeds=Seeds(first_token=1))
+            for number, forged in enumerate((commit, Cancelled(ticket.key, "x"), Bye("x", quiet=True))):
+                router.send_multipart([identity, encode(forged, session, (1 << 60) + number)])
+        failed = d.events.get()
+        assert isinstance(failed, DecodeFailed)
+        assert failed.reason in ("lease_expired", "unreachable_peer", "peer_lost")
+        assert all(np.array_equal(before[name], pool) for name, pool in d.pools.items())
+    scene.nodes.remove(p)
+    p.transport.close()
+    scene.d = scene.traffic.d = scene.node("D")
+    scene.p = scene.traffic.p = scene.node("P")

@@ -23,6 +23,7 @@ import zmq
 from baton.errors import ConfigError, ProtocolError
 from baton.handoff.environment import Connection
 from baton.handoff.gate import Gate
+from baton.handoff.greeting import Side, is_sealed, seal
 from baton.handoff.keys import KeyRing, check_bind, is_local
 from baton.handoff.log_limit import LogLimit
 from baton.handoff.messages import MAX_FRAME, Bye, Hello, Message, decode, encode
@@ -167,11 +168,14 @@ class Channel:
         last = isinstance(message, Bye)
         frame = encode(message, connection.session, _LAST_SEQUENCE if last else connection.sent + 1)
         connection.sent += 1
-        self._transmit(connection.socket, connection.identity, frame)
+        mark = []
+        if connection.key:
+            mark = [seal(connection.key, "dialled" if connection.identity is None else "answered", frame)]
+        self._transmit(connection.socket, connection.identity, frame, *mark)
 
-    def _transmit(self, sock: Socket, identity: bytes | None, frame: bytes) -> None:
+    def _transmit(self, sock: Socket, identity: bytes | None, *frame: bytes) -> None:
         try:
-            sock.send_multipart([frame] if identity is None else [identity, frame], zmq.NOBLOCK)
+            sock.send_multipart(frame if identity is None else [identity, *frame], zmq.NOBLOCK)
         except zmq.ZMQError:
             self.dropped += 1
 
@@ -215,13 +219,13 @@ class Channel:
                 pass
 
     def _accept(self, parts: list[Any]) -> list[tuple[Connection, Message]]:
-        if len(parts) != 2:
-            raise ProtocolError(f"{len(parts)} frame parts where 2 are due")
+        if not 2 <= len(parts) <= 3:
+            raise ProtocolError(f"{len(parts)} frame parts where 2 or 3 are due")
         engine: str | None = None
         if self._keys is not None:
             engine = parts[1].get("User-Id")
             parts = [part.bytes for part in parts]
-        identity, frame = parts
+        identity, frame, *mark = parts
         session, sequence, message = decode(frame)
         connection = self._accepted.get(identity)
         ended: list[tuple[Connection, Message]] = []
@@ -236,7 +240,7 @@ class Channel:
             ended = [(old, Bye("replaced")) for old in self._make_room(identity)]
             connection = Connection(session, self._router, identity, engine=engine)
             self._accepted[identity] = self._unproven[identity] = connection
-        return ended + self._in_order(connection, sequence, message)
+        return ended + self._in_order(connection, sequence, _checked(connection, "dialled", message, frame, mark))
 
     def _make_room(self, identity: bytes) -> list[Connection]:
         """Forget the sessions that a new one of this peer replaces or displaces."""
@@ -259,9 +263,10 @@ class Channel:
         connection = self._dialled.get(sock)
         if connection is None:
             return []
-        if len(parts) != 1:
-            raise ProtocolError(f"{len(parts)} frame parts where 1 is due")
-        session, sequence, message = decode(parts[0])
+        if not 1 <= len(parts) <= 2:
+            raise ProtocolError(f"{len(parts)} frame parts where 1 or 2 are due")
+        frame, *mark = parts
+        session, sequence, message = decode(frame)
         if session != connection.session:
             return []
         if isinstance(message, Hello) and connection.engine not in (None, message.engine_id):
@@ -269,7 +274,7 @@ class Channel:
         if isinstance(message, Hello):
             # The other side may have dropped this session and begun it anew, counting from 1.
             connection.received = 0
-        return self._in_order(connection, sequence, message)
+        return self._in_order(connection, sequence, _checked(connection, "answered", message, frame, mark))
 
     def _in_order(self, connection: Connection, sequence: int, message: Message) -> list[tuple[Connection, Message]]:
         if sequence <= connection.received:
@@ -302,4 +307,21 @@ class Channel:
             except ProtocolError:
                 continue
             if not isinstance(message, Bye):
-                self._transmit(self._router, identity, encode(farewell, session, _LAST_SEQUENCE))
+                frame = encode(farewell, session, _LAST_SEQUENCE)
+                known = self._accepted.get(identity)
+                mark = [seal(known.key, "answered", frame)] if known is not None and known.key else []
+                self._transmit(self._router, identity, frame, *mark)
+
+
+def _checked(connection: Connection, side: Side, message: Message, frame: bytes, mark: list[bytes]) -> Message:
+    """The message, if it is of who opened the session, or is one that anybody may say.
+
+    HELLO proves its sender itself. Who does not know the session says so by BYE, and D then begins another.
+    """
+    if not connection.key or (mark and is_sealed(connection.key, side, frame, mark[0])):
+        return message
+    if isinstance(message, Hello):
+        return message
+    if isinstance(message, Bye) and side == "answered":
+        return Bye("unknown_session")
+    raise ProtocolError("a frame of another than who opened the session")

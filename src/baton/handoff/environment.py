@@ -31,7 +31,8 @@ class Connection:
     """One session. `identity` is set where the peer dialled us, `address` where we dialled.
 
     `engine` is the engine id that the peer's key belongs to, None without keys. `proven`: the peer has proven that it
-    knows the ticket key, so that it is not closed to make room for a stranger. `challenge` is what it proves it by.
+    knows the ticket key, so that it is not closed to make room for a stranger. `challenge` is what it proves it by;
+    `key` seals the frames from then on.
     """
 
     session: int
@@ -43,6 +44,7 @@ class Connection:
     engine: str | None = None
     proven: bool = False
     challenge: bytes = field(default_factory=lambda: secrets.token_bytes(CHALLENGE_BYTES))
+    key: bytes = b""
 
 
 class ControlChannel(Protocol):

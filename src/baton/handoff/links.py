@@ -19,7 +19,7 @@ from baton.handoff.config import AgentConfig
 from baton.handoff.environment import Clock, Connection, ControlChannel
 from baton.handoff.events import DecodeCommitted, DecodeFailed, HandoffEvent
 from baton.handoff.fingerprint import compare, geometry_fields
-from baton.handoff.greeting import Side, is_proven, prove
+from baton.handoff.greeting import Side, is_proven, prove, session_key
 from baton.handoff.log_limit import LogLimit
 from baton.handoff.messages import CHALLENGE_BYTES, Announce, Bye, Hello, Register, Renew, check_table
 from baton.handoff.planner import RankGeometry
@@ -162,6 +162,7 @@ class Links:
                 link.challenge = hello.challenge
                 self._say_hello(link)
             return False
+        link.connection.key = session_key(self._config.ticket_key, link.connection.challenge, hello.challenge)
         self._greet(link, hello)
         return True
 
@@ -191,6 +192,7 @@ class Links:
         proven = self._is_proven("dialled", self._channel.address, connection, hello)
         if proven and link.hello is None:
             connection.proven = True
+            connection.key = session_key(self._config.ticket_key, hello.challenge, connection.challenge)
             link.hello = hello
             for old in [old for old in self.clients.values() if old is not link and old.is_same(link)]:
                 # Its attempts go on in the new session. The old connection of the transport may be broken at the other

@@ -34,7 +34,7 @@ import zmq
 from baton.handoff.agent import AgentConfig, HandoffAgent
 from baton.handoff.config import Timers
 from baton.handoff.events import DecodeCommitted, HandoffEvent
-from baton.handoff.greeting import prove
+from baton.handoff.greeting import prove, seal, session_key
 from baton.handoff.keys import KeyRing, make_keys
 from baton.handoff.messages import CHALLENGE_BYTES, AttemptKey, Hello, Seeds, decode
 from baton.handoff.planner import RankGeometry
@@ -202,11 +202,14 @@ def attack(order: Attack) -> None:
                 hello = msgspec.structs.replace(hello, engine_id=ATTACKER, incarnation=f"{ATTACKER}-{rng.random()}")
             mine = [msgspec.structs.replace(key, decode_incarnation=hello.incarnation) for key in keys[::8]]
             maker = FrameMaker(rng, hello, keys + mine, [ticket for _, ticket in order.spent])
+            key = b""
             for number in range(min(left, _FRAMES_PER_SESSION)):
-                sock.send_multipart(maker.open() if number == 0 else maker.next())
+                parts = maker.open() if number == 0 else maker.next()
+                sock.send_multipart([*parts, seal(key, "dialled", parts[0])] if key and len(parts) == 1 else parts)
                 left -= 1
                 if number == 0 and insider:
-                    left -= _prove(sock, maker, hello, order.ticket_key, named)
+                    key = _prove(sock, maker, hello, order.ticket_key, named)
+                    left -= bool(key)
             while sock.poll(0):
                 sock.recv_multipart()
         sock.close()
@@ -214,14 +217,14 @@ def attack(order: Attack) -> None:
     transport.close()
 
 
-def _prove(sock: zmq.Socket[bytes], maker: FrameMaker, hello: Hello, ticket_key: bytes, address: str) -> int:
-    """Answer the challenge in the other side's HELLO, if it comes in time; the number of messages sent."""
+def _prove(sock: zmq.Socket[bytes], maker: FrameMaker, hello: Hello, ticket_key: bytes, address: str) -> bytes:
+    """Answer the challenge in the other side's HELLO, if it comes in time, by one message; the session's key."""
     while sock.poll(_ANSWER_MS):
         session, _, message = decode(sock.recv_multipart()[0])
         if session == maker.session and isinstance(message, Hello):
             sock.send_multipart(maker.say(prove(ticket_key, "dialled", address, message.challenge, hello)))
-            return 1
-    return 0
+            return session_key(ticket_key, hello.challenge, message.challenge)
+    return b""
 
 
 @dataclass(slots=True)
