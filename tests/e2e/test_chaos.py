@@ -17,7 +17,7 @@ SMALL = 4 << 20
 @pytest.mark.parametrize(
     "config",
     [
-        ChaosConfig(requests=20, seed=1, mode="push", integrity="full", pause_s=SOON_S),
+        ChaosConfig(requests=20, seed=11, mode="push", integrity="full", pause_s=SOON_S),
         ChaosConfig(
             requests=14, seed=2, mode="pull", pause_s=SOON_S, routers=2, prefix_store=True, kv_cache_memory=SMALL
         ),
