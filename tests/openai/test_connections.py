@@ -218,3 +218,9 @@ async def test_what_still_runs_at_the_end_is_told(directory: Path, session: aioh
         assert (await response.json())["error"]["type"] == "service_unavailable_error"
     await asyncio.wait_for(server.task, LIMIT_S)
     assert server.engine.running == 0
+
+
+@pytest.mark.parametrize(("host", "loud"), [("127.0.0.1", False), ("0.0.0.0", True)])
+def test_listening_beyond_the_host_is_said_loudly(host: str, loud: bool, caplog: pytest.LogCaptureFixture) -> None:
+    bind(host, 0).close()
+    assert ("LISTENING BEYOND THIS HOST" in caplog.text) == loud

@@ -1,0 +1,26 @@
+"""More requests at once than there is room for, and clients that cost too much: every answer is exact or 429."""
+
+from __future__ import annotations
+
+import pytest
+from leftovers import orphaned_segments
+
+from baton.bench.overload import OverloadConfig, run_overload
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_what_is_taken_is_exact_and_the_rest_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    config = OverloadConfig(
+        requests=60, room=4, queued=4, cases=6, max_tokens=16, streams=12, silent=6, leaving=10, slow=5
+    )
+    report = run_overload(config)
+    assert not report.others, report.table()
+    assert report.num_exact + report.num_refused == config.requests
+    assert report.num_exact >= config.queued, report.table()
+    assert report.num_refused > 0, report.table()
+    assert len(report.memory) == 3
+    for name, (before, peak, _) in report.memory.items():
+        assert peak < before + 256, (name, report.table())
+    assert not orphaned_segments()
