@@ -98,6 +98,20 @@ async def test_a_server_without_the_connector_or_the_role(
         await client(session, url).info()
 
 
+async def test_its_clock_is_read_again(
+    server: FakeVllm, session: aiohttp.ClientSession, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tickets expire by it, and clocks drift. A server that has no time to answer keeps its name."""
+    asked, identity = client(session, url), server.identity()
+    first = (await asked.info()).clock
+    monkeypatch.setattr(server, "identity", lambda: identity | {"clock": 5e6})
+    assert first <= (await asked.info()).clock < first + 60
+    monkeypatch.setattr("baton.router.vllm_client._CLOCK_S", 0.0)
+    assert 5e6 <= (await asked.info()).clock < 5e6 + 60
+    monkeypatch.setattr(server, "identity", dict)
+    assert 5e6 <= (await asked.info()).clock < 5e6 + 60
+
+
 async def test_nixl_servers_are_known_by_their_metrics(
     server: FakeVllm, session: aiohttp.ClientSession, url: str
 ) -> None:
