@@ -79,6 +79,11 @@ class PrefillAttempt(_Attempt):
     machine: PrefillHandoff = field(kw_only=True)
     link: Link | None = None
 
+    def may_hear(self, link: Link) -> bool:
+        """True unless another engine has spoken for D's half of the attempt before."""
+        before = self.link.hello if self.link is not None else None
+        return before is None or (link.hello is not None and link.hello.engine_id == before.engine_id)
+
     @property
     def closing(self) -> bool:
         """Failed, and not proven quiet."""

@@ -270,7 +270,7 @@ class Inbox:
                 del self._cancelled[next(iter(self._cancelled))]
             self._channel.send(link.connection, Cancelled(key, message.reason))
             return
-        if not _may_speak(link, attempt):
+        if not attempt.may_hear(link):
             raise ProtocolError("message for an attempt of other engines")
         attempt.link = link
         (attempt.asked if isinstance(message, Repair) else attempt.meet)(link)
@@ -281,7 +281,7 @@ class Inbox:
         key = message.key
         known = self._machines.prefills.get(key)
         try:
-            if known is not None and known.served(link) and _may_speak(link, known):
+            if known is not None and known.served(link) and known.may_hear(link):
                 # Its ticket was good when it came first, and may have expired since.
                 if isinstance(message, Register) and not known.machine.registered:
                     self._links.check_tables(link, message, known.machine.mode)
@@ -345,9 +345,3 @@ class Inbox:
             for attempt in self._decodes_at(address):
                 self._machines.lose(attempt, "lease_expired", text)
             self._dial_again(link)
-
-
-def _may_speak(link: Link, attempt: PrefillAttempt) -> bool:
-    """True unless another engine has spoken for D's half of the attempt before."""
-    before = attempt.link.hello if attempt.link is not None else None
-    return before is None or (link.hello is not None and link.hello.engine_id == before.engine_id)
