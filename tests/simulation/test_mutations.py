@@ -14,6 +14,7 @@ FOUND_AT = {
     "cancel_once": 48,
     "commit_after_failure": 81,
     "duplicate_commit_is_progress": 340,
+    "no_ticket_check": 25,
     "old_round_commits": 24,
     "timeout_frees_source": 38,
     "unfenced_is_fenced": 29,
