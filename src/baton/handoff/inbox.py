@@ -6,7 +6,7 @@ For one thread. An engine we dialled is a server (it prefills for us), one that 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Literal
 
 from baton.errors import ProtocolError
@@ -100,7 +100,7 @@ class Inbox:
         elif isinstance(message, Renew):
             self._links.renewed(link, message)
             if message.stalled:
-                self._stalled([a for a in self._machines.decodes.live.values() if a.address == connection.address])
+                self._machines.stalled(link)
         elif isinstance(message, AttemptMessage):
             self._answered(link, message)
 
@@ -235,14 +235,9 @@ class Inbox:
         elif isinstance(message, Renew):
             self._links.renewed(known, message)
             if message.stalled:
-                self._stalled([a for a in self._machines.prefills.live.values() if a.link is known])
+                self._machines.stalled(known)
         elif isinstance(message, AttemptMessage):
             self._attempt_message(known, known.hello, message)
-
-    def _stalled(self, attempts: Sequence[DecodeAttempt | PrefillAttempt]) -> None:
-        """The peer's agent says that its engine hangs. It still answers, and so tells when the pages are quiet."""
-        for attempt in attempts:
-            self._machines.feed(attempt, ev.Fault("engine_stalled", "the peer's engine thread hangs"))
 
     def _client_lost(self, link: Link, reason: str, text: str, quiet: bool = False) -> None:
         for attempt in list(self._machines.prefills.live.values()):

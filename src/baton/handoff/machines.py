@@ -94,6 +94,12 @@ class Machines:
         """The attempt's peer cannot be talked to. `quiet`: it said itself that its copies have ended."""
         self.feed(attempt, ev.PeerLost(reason, message, quiet or attempt.fenced))
 
+    def stalled(self, link: Link) -> None:
+        """The peer's agent says that its engine hangs. It still answers, and so tells when the pages are quiet."""
+        for attempt in self.live():
+            if self.link(attempt) is link:
+                self.feed(attempt, ev.Fault("engine_stalled", "the peer's engine thread hangs"))
+
     def tick(self, now: float) -> None:
         """Repeat what is due; `now` in monotonic seconds."""
         for attempt in self.live():
