@@ -74,7 +74,7 @@ async def _reads_nothing(url: str, request: bytes) -> None:
 async def _sends_slowly(url: str, request: bytes) -> None:
     async with _connected(url) as (reader, writer):
         for byte in request:
-            if reader.at_eof():
+            if reader.at_eof() or writer.is_closing():
                 return
             writer.write(bytes([byte]))
             await asyncio.sleep(1.0 / SLOW_BYTES_PER_S)

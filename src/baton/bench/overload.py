@@ -31,6 +31,7 @@ from baton.wire import SamplingParams
 IDLE_LIMIT_S = 30.0
 IDLE = ("num_running", "num_waiting", "num_handoffs", "num_referenced_pages", "num_quarantined_pages")
 LEAVE_EVERY_S = 0.1
+RETRY_AFTER_S = 1.0  # as the answer says
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +169,7 @@ class _Overload:
             except BatonError as error:
                 if not str(error).startswith("HTTP 429"):
                     raise
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(RETRY_AFTER_S)
 
     async def _ask(self, index: int) -> Streamed:
         """Raises `BatonError` for an answer that is not the quiet engine's."""
