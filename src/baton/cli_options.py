@@ -79,7 +79,7 @@ class EngineOptions:
         bool, typer.Option(help="Role both: take a router's requests in token ids too, on the clients' port.")
     ] = False
     stall_timeout_s: Annotated[float, typer.Option(help="An engine at one step for longer is given up.")] = 120.0
-    integrity: Annotated[Integrity, typer.Option(help="Digests of moved bytes, checked before they are used.")] = "off"
+    integrity: Annotated[Integrity, typer.Option(help="Digests of moved bytes: auto, off, sampled or full.")] = "auto"
 
     def to_config(
         self,

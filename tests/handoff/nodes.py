@@ -57,8 +57,8 @@ class Node:
         defaults: dict[str, object] = {"ticket_key": KEY, "timers": TIMERS, "fingerprint": {"model": "m"}}
         settings = AgentConfig(name, f"{name}-1", **{**defaults, **config})  # type: ignore[arg-type]
         self.descriptor = self.transport.register(regions)
-        digester = MemoryDigester(self.geometries, regions)
-        self.agent = HandoffAgent(settings, self.geometries, self.transport, self.descriptor, self.note, digester)
+        self.digester = MemoryDigester(self.geometries, regions)
+        self.agent = HandoffAgent(settings, self.geometries, self.transport, self.descriptor, self.note, self.digester)
         self.agent.start()
 
     def note(self, event: HandoffEvent) -> None:

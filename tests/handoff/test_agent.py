@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from multiprocessing.connection import Connection
+from typing import Any
 
 import msgspec
 import pytest
@@ -320,6 +321,33 @@ def test_a_killed_peer_is_noticed_and_fenced(pair: Pair, mode: str) -> None:
     finally:
         child.kill()
         child.join(10)
+
+
+def test_digests_keep_the_agent_from_nothing(pair: Pair) -> None:
+    """Of a long prompt they take seconds, in which leases are to be renewed and legs to be taken."""
+    p, d = pair.node("P", integrity="full"), pair.node("D", integrity="full")
+    begun, go_on, taken = threading.Event(), threading.Event(), threading.Event()
+    real = d.digester.digests
+
+    def slow(*arguments: Any) -> Any:
+        begun.set()
+        assert go_on.wait(30)
+        return real(*arguments)
+
+    d.digester.digests = slow  # type: ignore[method-assign]
+    ticket = ticket_for(p, d, "push")
+    try:
+        d.agent.open_decode(ticket, 8, {"target": (0, 8), "draft": (0, 8)}, d.pages(3, 8))
+        p.agent.open_prefill(ticket)
+        p.agent.declare_final(ticket.key, 8, p.pages(1, 8), {"target": 8, "draft": 7})
+        p.agent.finish_prefill(ticket.key, SEEDS, False)
+        assert begun.wait(30)
+        d.agent.abort(ticket_for(p, d, "push").key, "another", taken.set)
+        assert taken.wait(10)
+    finally:
+        go_on.set()
+    d.next(DecodeCommitted)
+    settle(p, d)
 
 
 def test_garbage_never_stops_the_agent(pair: Pair) -> None:

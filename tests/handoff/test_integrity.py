@@ -198,11 +198,11 @@ def test_a_handoff_without_repair_clears_the_count(pair: Pair) -> None:
     links = d.agent._runner.links
     event = DecodeCommitted(AttemptKey(bytes(16), 0, "P-1", "D-1"), SEEDS, 1, 1)
     for repaired in (True, True, False, True, True):
-        links.note_health(event, repaired)
-        assert links.unhealthy("P-1") == ""
-    links.note_health(event, True)
-    assert links.unhealthy("P-1")
-    assert not links.unhealthy("P-2")
+        links.health.note(event, repaired)
+        assert links.health.why_not("P-1") == ""
+    links.health.note(event, True)
+    assert links.health.why_not("P-1")
+    assert not links.health.why_not("P-2")
 
 
 def test_engines_that_differ_in_integrity_are_refused_by_name(pair: Pair) -> None:

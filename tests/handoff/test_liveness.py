@@ -6,7 +6,7 @@ import itertools
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pytest
@@ -75,6 +75,8 @@ class FakeChannel:
         elif connection.session in self.dialled and connection.address in self.world.nodes:
             self.world.nodes[connection.address].channel.inbox.append((connection.session, True, message, self))
 
+    def wake(self) -> None: ...
+
     def receive(self) -> Iterator[tuple[Connection, Message]]:
         for _ in range(len(self.inbox)):
             session, to_bound, message, sender = self.inbox.popleft()
@@ -105,15 +107,20 @@ class StuckTransport(LocalTransport):
         for operation in self.stuck if not self.hold else ():
             operation.end("the connection is closed")
 
-    def cancel(self, operation: Operation) -> Literal["quiet", "unknown"]:
-        return "unknown"
+    def cancel(self, operation: Operation) -> None: ...
 
 
 class Node:
     """One engine's runner and memory."""
 
     def __init__(
-        self, world: World, name: str, timers: Timers = TIMERS, incarnation: str = "1", stuck: bool = False
+        self,
+        world: World,
+        name: str,
+        timers: Timers = TIMERS,
+        incarnation: str = "1",
+        stuck: bool = False,
+        transport: LocalTransport | None = None,
     ) -> None:
         self.world, self.name, self.incarnation = world, name, f"{name}-{incarnation}"
         self.address = f"tcp://{name}"
@@ -131,15 +138,15 @@ class Node:
             layer_ids=(0,),
         )
         geometry = Geometry.block_major(spec, 16)
-        self.transport = StuckTransport() if stuck else LocalTransport()
+        self.transport = transport or (StuckTransport() if stuck else LocalTransport())
         self.memory = self.transport.allocate("target", geometry.region_bytes)
-        descriptor = self.transport.register([self.memory])
+        self.descriptor = self.transport.register([self.memory])
         self.events: list[HandoffEvent] = []
         self.runner = HandoffRunner(
             AgentConfig(name, self.incarnation, ticket_key=b"k", timers=timers),
             {"target": RankGeometry(rank=0, geometry=geometry)},
             self.transport,
-            descriptor,
+            self.descriptor,
             self.channel,
             self.events.append,
             world.clock,
@@ -152,9 +159,8 @@ class Node:
         for connection, message in self.channel.receive():
             self.runner.on_message(connection, message)
         while len(self.runner.operations) and not isinstance(self.transport, StuckTransport):
-            self.runner.operations.wait(1.0)
-            self.runner.poll_copies()
-        self.runner.poll_copies()
+            self.runner.poll()
+        self.runner.poll()
 
     def die(self) -> None:
         self.transport.close()

@@ -325,6 +325,15 @@ def test_push_tells_digests_with_each_copy_and_commits_when_all_are_known() -> N
     assert sent.message.seeds_digest == seeds_digest(KEY, SEEDS)
 
 
+def test_push_tells_digests_that_come_after_their_copy() -> None:
+    p = guarded("push")
+    p.handle(ALL)
+    assert p.handle(CopyEnded(0, ok=True)) == []
+    assert p.handle(DigestsComputed("draft", [DRAFT])) == [Send(Progress(KEY, {"draft": [DRAFT]}))]
+    p.handle(Abort("client", ""))
+    assert p.handle(DigestsComputed("target", [TARGET])) == []
+
+
 def test_pull_is_ready_when_all_digests_are_known() -> None:
     p = guarded("pull")
     p.handle(ALL)

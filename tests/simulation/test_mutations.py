@@ -11,6 +11,8 @@ from baton.testing.simulator.parallel import run_seeds
 # Where a search found them last. It begins there, and goes through all seeds when the protocol has changed since.
 FOUND_AT = {
     "any_bye_is_quiet": 105,
+    "blocking_connect": 13,
+    "register_before_connected": 8,
     "cancel_once": 48,
     "commit_after_failure": 81,
     "duplicate_commit_is_progress": 340,

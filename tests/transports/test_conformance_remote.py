@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,9 @@ from baton.testing import check_store, check_transport
 from baton.testing.conformance import main
 from baton.testing.transport_peer import pattern
 from baton.testing.transport_suite import check_names
+from baton.transports.base import Peer
 from baton.transports.registry import create_transport
+from baton.transports.remote import RemoteTransport
 from baton.transports.store import FileStore, content_key
 from remote_uris import SCHEMES, uri_of
 
@@ -34,6 +37,20 @@ def test_nixl_over_sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_file_in_one_process(tmp_path: Path) -> None:
     uri = uri_of("file", tmp_path)
     assert check_transport(lambda: create_transport(uri)) == check_names()
+
+
+def test_a_transport_that_waits_for_its_peer_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    uri = uri_of("file", tmp_path)
+    connect = RemoteTransport.connect
+
+    def waiting(self: RemoteTransport, descriptor: bytes) -> Future[Peer]:
+        future = connect(self, descriptor)
+        future.exception(30)
+        return future
+
+    monkeypatch.setattr(RemoteTransport, "connect", waiting)
+    with pytest.raises(AssertionError, match=r"^waits_for_no_peer: .* wait for no peer"):
+        check_transport(lambda: create_transport(uri), spawn_uri=uri, only=["waits_for_no_peer"])
 
 
 def test_store() -> None:

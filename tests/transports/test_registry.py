@@ -11,7 +11,7 @@ import pytest
 from baton.errors import ConfigError
 from baton.transports import registry
 from baton.transports.local import LocalTransport
-from baton.transports.registry import check_keys, create_transport, parse_uri, with_default
+from baton.transports.registry import check_keys, create_transport, default_integrity, parse_uri, with_default
 
 
 @pytest.mark.parametrize("uri", ["nixl", "mooncake://", "file:///mnt/kv", "faulty+nixl://?fault=fail"])
@@ -106,3 +106,12 @@ def test_transports_are_imported_lazily() -> None:
         "assert not {'baton.transports.shm', 'baton.transports.mover', 'numba'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("uri", "integrity"),
+    [("shm", "off"), ("local://", "off"), ("faulty+shm://?fault=drop", "off"), ("file:///mnt/kv", "sampled")]
+    + [(name, "sampled") for name in ("nixl", "mooncake", "faulty+file://?fault=drop")],
+)
+def test_what_goes_over_a_network_or_a_disk_is_sampled(uri: str, integrity: str) -> None:
+    assert default_integrity(uri) == integrity

@@ -9,8 +9,9 @@ import resource
 import stat
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -19,7 +20,7 @@ import pytest
 
 from baton.errors import ProtocolError, TransportError
 from baton.testing.transport_peer import SpawnedPeer
-from baton.transports import shm
+from baton.transports import mover, shm
 from baton.transports.base import CopyList
 from baton.transports.shm import SHM_DIR, ShmTransport, remove_stale_segments
 
@@ -29,6 +30,13 @@ def transport() -> Iterator[ShmTransport]:
     made = ShmTransport()
     yield made
     made.close()
+
+
+def eventually(holds: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
 
 
 def segments(pid: int) -> list[str]:
@@ -70,7 +78,7 @@ def test_regions_must_be_own_memory(transport: ShmTransport) -> None:
 
 def test_regions_may_be_parts_of_one_segment(transport: ShmTransport) -> None:
     pool = transport.allocate("pool", 4096)
-    peer = transport.connect(transport.register([pool[:100], pool[1000:1200]]))
+    peer = transport.connect(transport.register([pool[:100], pool[1000:1200]])).result(30)
     assert list(peer.region_sizes) == [100, 200]
     pool[:100] = 3
     at = np.array([5], dtype=np.int64)
@@ -154,7 +162,7 @@ def test_stale_removal_spares_everything_else(tmp_path: Path, monkeypatch: pytes
 
 def forge(name: str, nbytes: int, regions: list[list[int]]) -> bytes:
     return msgspec.msgpack.encode(
-        {"type": "baton-shm-1", "segments": [[name, nbytes]], "regions": regions},
+        {"type": "baton-shm-2", "host_key": "", "segments": [[name, nbytes]], "regions": regions},
     )
 
 
@@ -173,7 +181,7 @@ def forge(name: str, nbytes: int, regions: list[list[int]]) -> bytes:
 )
 def test_strange_names_are_refused(transport: ShmTransport, name: str) -> None:
     with pytest.raises(ProtocolError, match="not a name of a shared memory segment"):
-        transport.connect(forge(name, 4096, [[0, 0, 16]]))
+        transport.connect(forge(name, 4096, [[0, 0, 16]])).result(30)
 
 
 @pytest.mark.parametrize("region", [[1, 0, 16], [-1, 0, 16], [0, -1, 16], [0, 4090, 16], [0, 0, 0], [0, 2**62, 2**62]])
@@ -181,7 +189,7 @@ def test_regions_outside_their_segment_are_refused(transport: ShmTransport, regi
     transport.allocate("pool", 4096)
     (name,) = segments(os.getpid())
     with pytest.raises(ProtocolError, match=r"outside its segment|not a descriptor"):
-        transport.connect(forge(name, 4096, [region]))
+        transport.connect(forge(name, 4096, [region])).result(30)
 
 
 def test_wrong_size_mode_or_kind_is_refused(transport: ShmTransport) -> None:
@@ -189,17 +197,17 @@ def test_wrong_size_mode_or_kind_is_refused(transport: ShmTransport) -> None:
     (name,) = segments(os.getpid())
     path = os.path.join(SHM_DIR, name)
     with pytest.raises(TransportError, match="no private file of 8192 bytes"):
-        transport.connect(forge(name, 8192, [[0, 0, 16]]))
+        transport.connect(forge(name, 8192, [[0, 0, 16]])).result(30)
     os.chmod(path, 0o644)
     with pytest.raises(TransportError, match="no private file"):
-        transport.connect(forge(name, 4096, [[0, 0, 16]]))
+        transport.connect(forge(name, 4096, [[0, 0, 16]])).result(30)
     with pytest.raises(TransportError, match="cannot open shared memory"):
-        transport.connect(forge("baton-1-2-0123456789abcdef", 4096, [[0, 0, 16]]))
+        transport.connect(forge("baton-1-2-0123456789abcdef", 4096, [[0, 0, 16]])).result(30)
     link = os.path.join(SHM_DIR, f"{name[:-4]}beef")
     os.symlink(path, link)
     try:
         with pytest.raises(TransportError, match="cannot open shared memory"):
-            transport.connect(forge(os.path.basename(link), 4096, [[0, 0, 16]]))
+            transport.connect(forge(os.path.basename(link), 4096, [[0, 0, 16]])).result(30)
     finally:
         os.unlink(link)
 
@@ -208,15 +216,15 @@ def test_one_descriptor_costs_few_files(transport: ShmTransport) -> None:
     transport.allocate("pool", 4096)
     (name,) = segments(os.getpid())
     before = len(os.listdir("/proc/self/fd"))
-    twice = {"type": "baton-shm-1", "segments": [[name, 4096]] * 2, "regions": []}
+    twice = {"type": "baton-shm-2", "host_key": "", "segments": [[name, 4096]] * 2, "regions": []}
     with pytest.raises(ProtocolError, match="and differ"):
-        transport.connect(msgspec.msgpack.encode(twice))
+        transport.connect(msgspec.msgpack.encode(twice)).result(30)
     for count in (0, 65):
         many = {**twice, "segments": [[f"{name[:-4]}{i:04x}", 4096] for i in range(count)]}
         with pytest.raises(ProtocolError, match="not a descriptor"):
-            transport.connect(msgspec.msgpack.encode(many))
+            transport.connect(msgspec.msgpack.encode(many)).result(30)
     with pytest.raises(ProtocolError, match="not a descriptor"):
-        transport.connect(b"\x82\xa4type\xa1\xff")
+        transport.connect(b"\x82\xa4type\xa1\xff").result(30)
     assert len(os.listdir("/proc/self/fd")) == before
 
 
@@ -234,7 +242,7 @@ def test_a_process_that_may_open_no_more_files_says_so(transport: ShmTransport) 
                 held.append(os.dup(0))
         os.close(spare)  # room for the segment's file, and not for its mapping
         with pytest.raises(TransportError, match=r"cannot (map|open) shared memory"):
-            transport.connect(forge(name, 4096, [[0, 0, 16]]))
+            transport.connect(forge(name, 4096, [[0, 0, 16]])).result(30)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         for fd in held:
@@ -247,7 +255,7 @@ from baton.transports.shm import ShmTransport
 transport = ShmTransport()
 transport.register([transport.allocate("pool", 4096)])
 print("ready", flush=True)
-peer = transport.connect(base64.b64decode(sys.stdin.readline()))
+peer = transport.connect(base64.b64decode(sys.stdin.readline())).result(30)
 print("connected", flush=True)
 while not peer.fenced():
     time.sleep(0.01)
@@ -274,7 +282,7 @@ def test_segments_of_a_killed_owner_are_removed_by_its_peer() -> None:
             assert len(left) == 2
             owner.kill()
             assert peer.stdout.readline() == "disconnected\n"
-            assert segments(pid) == []
+            eventually(lambda: segments(pid) == [])
             # Of the survivor, which lives, nothing was touched.
             assert len(segments(peer.pid)) == 1
         finally:
@@ -288,10 +296,10 @@ def test_connections_leave_no_open_files(transport: ShmTransport) -> None:
     descriptor = transport.register([pool])
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(20):
-        transport.disconnect(transport.connect(descriptor))
+        transport.disconnect(transport.connect(descriptor).result(30))
         with pytest.raises(TransportError):
-            transport.connect(descriptor.replace(b"\xcd\x10\x00", b"\xcd\x20\x00"))
-    assert len(os.listdir("/proc/self/fd")) == before
+            transport.connect(descriptor.replace(b"\xcd\x10\x00", b"\xcd\x20\x00")).result(30)
+    eventually(lambda: len(os.listdir("/proc/self/fd")) == before)
 
 
 def test_a_disconnected_peer_holds_no_file_and_its_death_is_still_seen(transport: ShmTransport) -> None:
@@ -299,20 +307,84 @@ def test_a_disconnected_peer_holds_no_file_and_its_death_is_still_seen(transport
     owner = SpawnedPeer("shm://", [4096])
     try:
         before = len(os.listdir("/proc/self/fd"))
-        peers = [transport.connect(owner.descriptor) for _ in range(3)]
+        peers = [transport.connect(owner.descriptor).result(30) for _ in range(3)]
         for peer in peers:
             transport.disconnect(peer)
-        assert len(os.listdir("/proc/self/fd")) == before
+        eventually(lambda: len(os.listdir("/proc/self/fd")) == before)
         assert not any(peer.alive() or peer.fenced() for peer in peers)
-        last = transport.connect(owner.descriptor)
+        last = transport.connect(owner.descriptor).result(30)
         # Killed, and not reaped yet: its memory is gone, which is what counts.
         owner._process.kill()
         while not last.fenced():
             time.sleep(0.01)
         transport.disconnect(last)
         assert last.fenced()
-        assert segments(owner._process.pid) == []
+        eventually(lambda: segments(owner._process.pid) == [])
         owner.kill()
         assert all(peer.fenced() and not peer.alive() for peer in [*peers, last])
     finally:
         owner.kill()
+
+
+def test_an_owner_that_died_before_it_was_connected_is_fenced(transport: ShmTransport) -> None:
+    """Its pages wait for that: a peer may die between its HELLO and our connecting."""
+    transport.register([transport.allocate("pool", 4096)])
+    owner = SpawnedPeer("shm://", [4096])
+    owner.kill()
+    peer = transport.connect(owner.descriptor).result(30)
+    assert peer.fenced()
+    assert not peer.alive()
+
+
+def test_an_owner_of_another_pid_namespace_is_fenced_by_its_lock(transport: ShmTransport) -> None:
+    transport.register([transport.allocate("pool", 4096)])
+    owner = SpawnedPeer("shm://", [4096])
+    try:
+        parsed = msgspec.msgpack.decode(owner.descriptor)
+        peer = transport.connect(msgspec.msgpack.encode({**parsed, "host_key": "elsewhere"})).result(30)
+        assert not peer.fenced()
+    finally:
+        owner.kill()
+    assert peer.fenced()
+
+
+def test_a_closed_transport_is_fenced_though_its_process_lives(transport: ShmTransport) -> None:
+    transport.register([transport.allocate("pool", 4096)])
+    other = ShmTransport()
+    try:
+        peer = transport.connect(other.register([other.allocate("pool", 4096)])).result(30)
+        (name,) = [name for name in segments(os.getpid()) if name != segments_of(transport)]
+        os.unlink(os.path.join(SHM_DIR, name))
+        assert not peer.fenced(), "somebody removed the file: its owner copies all the same"
+    finally:
+        other.close()
+    assert peer.fenced()
+
+
+def segments_of(transport: ShmTransport) -> str:
+    return transport._segments[0].name
+
+
+def test_a_cancel_waits_for_no_copy_of_another_peer(transport: ShmTransport, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on = threading.Event()
+
+    def stuck(*arguments: object) -> int:
+        assert go_on.wait(30)
+        return 0
+
+    monkeypatch.setattr(mover, "copy_runs", stuck)
+    pool = transport.allocate("pool", 4096)
+    descriptor = transport.register([pool])
+    one, two = (transport.connect(descriptor).result(30) for _ in range(2))
+    run = CopyList(0, 0, *[np.array([8], dtype=np.int64)] * 3)
+    try:
+        moving, queued, behind = (transport.submit(peer, "write", run) for peer in (one, two, two))
+        transport.cancel(queued)
+        assert queued.poll() == "failed"
+        transport.disconnect(two)
+        assert behind.poll() == "failed"
+        transport.disconnect(one)
+        assert moving.poll() == "pending", "bytes of it may move"
+    finally:
+        go_on.set()
+    assert moving.wait(30) == "failed"

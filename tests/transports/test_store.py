@@ -142,7 +142,7 @@ def test_whoever_asks_is_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     near, far = pair(tmp_path)
     try:
         near.register([near.allocate("near", 64)])
-        peer = near.connect(far.register([far.allocate("far", 64)]))
+        peer = near.connect(far.register([far.allocate("far", 64)])).result(30)
 
         def fail(*arguments: Any) -> None:
             raise MemoryError
@@ -168,7 +168,7 @@ def test_nothing_is_written_for_one_who_is_gone(tmp_path: Path, monkeypatch: pyt
         own = near.allocate("near", 64)
         own[:] = 7
         near.register([own])
-        peer = near.connect(far.register([memory]))
+        peer = near.connect(far.register([memory])).result(30)
 
         def slow(self: FileStore, key: str) -> Any:
             entry = get(self, key)
@@ -192,7 +192,7 @@ def test_text_that_is_none_ends_the_line(tmp_path: Path) -> None:
     near, far = pair(tmp_path)
     try:
         near.register([near.allocate("near", 64)])
-        peer = near.connect(far.register([far.allocate("far", 64)]))
+        peer = near.connect(far.register([far.allocate("far", 64)])).result(30)
         runs: Rows = np.array([[1], [8]], dtype=np.int64)
         frame = msgspec.msgpack.encode(["ask", 1, "write", "key", runs.tobytes()]).replace(b"key", b"k\xffy")
         peer.line.send(frame)  # type: ignore[attr-defined]

@@ -48,7 +48,7 @@ def measure_copies(uri: str = "shm", nbytes: int = COPY_BYTES, rounds: int = ROU
         source[:] = 1
         near.register([source, dest])
         far.fill(0, 1)  # memory that nobody has touched yet would be slow
-        peer = near.connect(far.descriptor)
+        peer = near.connect(far.descriptor).result(30)
 
         def submit(run_bytes: int) -> Callable[[], object]:
             copies = _scattered(nbytes, run_bytes)

@@ -39,7 +39,7 @@ from baton.models.layers import KVLayerSpec
 from baton.models.loader import load_model, read_config
 from baton.text import Tokenizer
 from baton.transports.base import Transport
-from baton.transports.registry import create_transport
+from baton.transports.registry import create_transport, default_integrity
 from baton.transports.shm import ShmTransport
 from baton.transports.store import open_store
 from baton.wire import EngineInfo
@@ -148,6 +148,8 @@ def _build(
     legs: HandoffLegs | None = None
     core: EngineCore
     if transport is not None and ticket_key is not None:
+        uri = config.kv_transfer_config.kv_transport
+        integrity = default_integrity(uri) if config.integrity == "auto" else config.integrity
         geometries = {
             group.name: RankGeometry(rank=0, geometry=Geometry.block_major(group, num_pages, region=index))
             for index, group in enumerate(groups)
@@ -161,14 +163,14 @@ def _build(
                 ticket_key=ticket_key,
                 keys=keys,
                 timers=Timers(handoff=config.kv_transfer_config.handoff_timeout_s),
-                integrity=config.integrity,
+                integrity=integrity,
                 max_retries=0 if config.recovery == "none" else DEFAULT_MAX_RETRIES,
             ),
             geometries,
             transport,
             transport.register(regions),
             lambda event: core.post(lambda: core.legs.handle(event) if core.legs else None),
-            None if config.integrity == "off" else MemoryDigester(geometries, regions),
+            None if integrity == "off" else MemoryDigester(geometries, regions),
             lambda: core.busy_s() > config.stall_timeout_s,
         )
         undo.callback(agent.close)

@@ -17,7 +17,7 @@ from baton.wire import MAX_WORD, Recovery
 Role = Literal["both", "prefill", "decode"]
 Verifier = Literal["coupled", "rejection"]
 KVMode = Literal["push", "pull"]
-Integrity = Literal["off", "sampled", "full"]
+Integrity = Literal["auto", "off", "sampled", "full"]
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 DTYPES = ("auto", "float32", "bfloat16")
 
@@ -94,7 +94,8 @@ class EngineConfig:
     An engine that needs more than `stall_timeout_s` seconds for one step is taken for one that hangs.
     A request that has not started `queue_timeout_s` after it came ends with an error; 0 lets it wait.
     `max_queued_requests`: how many may wait for their first token; more are refused (HTTP 429).
-    `recovery` is the last rung that a failed handoff may take, `integrity` how many digests guard its bytes.
+    `recovery` is the last rung that a failed handoff may take, `integrity` how many digests guard its bytes
+    (`auto`: by the transport, see `default_integrity`).
     """
 
     model: str
@@ -119,7 +120,7 @@ class EngineConfig:
     keys: str | None = None
     engine_id: str = "engine"
     recovery: Recovery = "full"
-    integrity: Integrity = "off"
+    integrity: Integrity = "auto"
     queue_timeout_s: float = 0.0
     token_api: bool = False
     max_queued_requests: int = 1024

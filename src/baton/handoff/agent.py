@@ -1,7 +1,7 @@
 """The handoff agent of one engine: one thread that runs its machines, and thread-safe calls for the engine.
 
-The thread sleeps in ZeroMQ's poll; engine calls wake it through a socket pair. While copies are outstanding
-it sleeps on the oldest of them for a millisecond at a time, which ends as soon as the copy does.
+The thread sleeps in ZeroMQ's poll. Engine calls, and the ends of connections, copies and digests, wake it through a
+socket pair. Nothing that it calls waits for a peer: that would cost the leases of all others.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from baton.handoff.messages import AttemptKey, Bye, Seeds
 from baton.handoff.planner import RankGeometry
 from baton.handoff.runner import HandoffRunner
 from baton.handoff.ticket import Ticket
+from baton.handoff.worker import WorkerThread
 from baton.transports.base import Transport
 
 __all__ = ["AgentConfig", "HandoffAgent", "Timers"]
 
 log = logging.getLogger(__name__)
-_COPY_WAIT_S = 0.001
+_CLOSING_WAIT_S = 0.01
 
 
 class HandoffAgent:
@@ -62,8 +63,9 @@ class HandoffAgent:
         self.config = config
         self._channel = Channel(config.bind, config.keys)
         self.address = self._channel.address
+        self._worker = WorkerThread("baton-digests")
         self._runner = HandoffRunner(
-            config, geometries, transport, descriptor, self._channel, on_event, SystemClock(), digester
+            config, geometries, transport, descriptor, self._channel, on_event, SystemClock(), digester, self._worker
         )
         self._runner.links.is_stalled = is_stalled
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -187,22 +189,19 @@ class HandoffAgent:
             self._step()
         quiet = len(self._runner.operations) == 0
         self._runner.links.say_bye("engine_closed", quiet)
+        self._worker.close()
         self._channel.close(Bye("engine_closed", quiet))
 
     def _step(self) -> None:
         """Wait for something, and deal with all of it. No error of one attempt ends the thread."""
         try:
             wait = self._runner.on_time()
-            operations = self._runner.operations
-            if len(operations) > operations.num_unknown:
-                operations.wait(_COPY_WAIT_S)
-                wait = 0.0
-            elif self._closing:
-                wait = _COPY_WAIT_S
+            if self._closing:
+                wait = min(wait, _CLOSING_WAIT_S)
             for connection, message in self._channel.receive(wait):
                 self._runner.on_message(connection, message)
             self._drain_calls()
-            self._runner.poll_copies()
+            self._runner.poll()
         except Exception:
             log.exception("handoff agent: unexpected error")
 

@@ -91,8 +91,15 @@ class PrefillAttempt(_Attempt):
 
     def served(self, link: Link) -> bool:
         """Whether D's claim was checked before, so that this session may repeat it, or register what it announced."""
-        claimed = self.machine.announced or self.machine.registered
-        return claimed and (self.machine.closed or link.peer is not None)
+        return self._claimed and (self.machine.closed or link.peer is not None)
+
+    def waits_for(self, link: Link) -> bool:
+        """Whether D's claim was checked before, and is to be taken up when this session is connected."""
+        return self._claimed and not self.machine.closed and link.connecting is not None
+
+    @property
+    def _claimed(self) -> bool:
+        return self.machine.announced or self.machine.registered
 
     def heard(self, now: float) -> None:
         """D has spoken of the attempt: each ANNOUNCE, and the first REGISTER, give it its time anew."""

@@ -23,6 +23,8 @@ from baton.handoff.messages import DIGEST_BYTES, PIECE_TOKENS, AttemptKey, Piece
 from baton.handoff.topology import RankGeometry
 from baton.kv.geometry import NULL_PAGE, Geometry
 
+# So many tokens are gathered at a time: more would not fit into a core's cache.
+SLICE_TOKENS = 8 * PIECE_TOKENS
 SAMPLED_SHARE = 8  # with "sampled", one in this many blocks of PIECE_TOKENS tokens
 
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32}
@@ -56,11 +58,17 @@ class MemoryDigester:
             self._pools[group] = geometry, _view(geometry, regions[geometry.region])
 
     def digests(self, group: str, pages: Sequence[int], start: int, stop: int) -> list[PieceDigest]:
-        """See `Digester.digests`. One gather per layer and half, one hash per layer and piece."""
+        """See `Digester.digests`. One gather per slice, layer and half, one hash per layer and piece."""
         if group not in self._pools:
             raise ProtocolError(f"group {group!r} does not exist here")
-        if start >= stop:
-            return []
+        found: list[PieceDigest] = []
+        while start < stop:
+            end = min(stop, (start // SLICE_TOKENS + 1) * SLICE_TOKENS)
+            found += self._slice(group, pages, start, end)
+            start = end
+        return found
+
+    def _slice(self, group: str, pages: Sequence[int], start: int, stop: int) -> list[PieceDigest]:
         geometry, pool = self._pools[group]
         size = geometry.page_size
         first, last = start // size, (stop - 1) // size

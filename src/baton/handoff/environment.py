@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -70,4 +71,16 @@ class ControlChannel(Protocol):
 
     def send(self, connection: Connection, message: Message) -> None:
         """Send or lose, never block. Raises `ProtocolError` for a message over its size limit."""
+        ...
+
+    def wake(self) -> None:
+        """What the runner waited for has ended: it is to be polled soon. Any thread; never blocks."""
+        ...
+
+
+class Worker(Protocol):
+    """Takes work off the runner's thread."""
+
+    def start(self, job: Callable[[], None]) -> None:
+        """Run `job` some time soon, after those before it. Never blocks."""
         ...

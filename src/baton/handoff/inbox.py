@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Literal
 
 from baton.errors import ProtocolError
 from baton.handoff import events as ev
-from baton.handoff.attempts import DecodeAttempt, PrefillAttempt
+from baton.handoff.attempts import DecodeAttempt
+from baton.handoff.claims import Claims
 from baton.handoff.config import AgentConfig
 from baton.handoff.environment import Clock, Connection, ControlChannel
 from baton.handoff.links import Link, Links
@@ -19,31 +19,24 @@ from baton.handoff.log_limit import LogLimit
 from baton.handoff.machines import Machines
 from baton.handoff.messages import (
     Announce,
-    AttemptKey,
     AttemptMessage,
     Bye,
     Cancel,
     Cancelled,
     Hello,
     Message,
-    Nack,
     ReadDone,
     Ready,
     Register,
     Renew,
     Repair,
-    kind_of,
 )
 from baton.handoff.phases import DecodePhase
 from baton.handoff.planner import RankGeometry
-from baton.handoff.prefill import PrefillHandoff
-from baton.handoff.ticket import MAX_TICKET_LIFE_S, Ticket, TicketRole
+from baton.handoff.ticket import Ticket
 
 log = logging.getLogger(__name__)
 log.addFilter(LogLimit())
-
-MAX_CANCELLED = 4096
-Claim = Announce | Register
 
 
 class Inbox:
@@ -59,20 +52,11 @@ class Inbox:
         clock: Clock,
     ) -> None:
         self._config = config
-        self._geometries = geometries
         self._channel = channel
         self._links = links
         self._machines = machines
         self._clock = clock
-        # A claim whose transfer has an earlier attempt that is not quiet yet waits here.
-        self._held: dict[AttemptKey, tuple[Link, Claim]] = {}
-        # Attempts that D cancelled before P's engine or a REGISTER came for them, and why. Their keys have no ticket.
-        self._cancelled: dict[AttemptKey, str] = {}
-
-    @property
-    def holding(self) -> bool:
-        """True while an ANNOUNCE or REGISTER waits for an earlier attempt to become quiet."""
-        return bool(self._held)
+        self.claims = Claims(config, geometries, channel, links, machines, clock)
 
     def on_message(self, connection: Connection, message: Message) -> None:
         """One message. What is not allowed is counted and dropped; it never raises `ProtocolError`."""
@@ -117,13 +101,15 @@ class Inbox:
 
     def _answered(self, link: Link, message: AttemptMessage) -> None:
         key, hello = message.key, link.hello
-        if hello is None or not link.ready:
+        if hello is None or not (link.talking or isinstance(message, Cancel | Cancelled)):
             raise ProtocolError("a session begins with HELLO")
         if (key.prefill_incarnation, key.decode_incarnation) != (hello.incarnation, self._config.incarnation):
             raise ProtocolError("message for an attempt of other engines")
         known = self._machines.decodes.get(key)
         if known is not None:
             if isinstance(message, Ready):
+                if link.connecting is not None:
+                    return  # copies need the connection; P repeats what it said
                 known.asked(link)
             self._machines.feed(known, ev.Received(message))
         elif isinstance(message, Cancel):
@@ -159,18 +145,31 @@ class Inbox:
                 self._machines.lose(attempt, "unreachable_peer", str(error))
 
     def join(self, attempt: DecodeAttempt, link: Link, hello: Hello) -> None:
-        """P's HELLO is known: register, or fail with what it says."""
+        """P's HELLO is known, and so is what became of the connection: register, or fail with what they say."""
+        if link.connecting is not None:
+            return
         machines = self._machines
         if link.refusal is not None:
             machines.lose(attempt, *link.refusal)
         elif hello.incarnation != attempt.machine.key.prefill_incarnation:
             machines.lose(attempt, "peer_lost", f"another engine is at {attempt.address} now: {hello.engine_id}")
         else:
-            unhealthy = self._links.unhealthy(hello.incarnation)
+            unhealthy = self._links.health.why_not(hello.incarnation)
             if unhealthy and attempt.machine.phase is DecodePhase.WAITING:
                 machines.lose(attempt, "unhealthy_peer", unhealthy)
             attempt.meet(link)
             machines.feed(attempt, ev.PeerReady())
+
+    def connected(self, link: Link) -> None:
+        """The transport's end of a link is there, or cannot be had."""
+        if link.connection.identity is None and link.hello is not None:
+            for decode in self._decodes_at(link.connection.address):
+                self.join(decode, link, link.hello)
+        elif link.connection.identity is not None:
+            for prefill in self._machines.prefills.live.values():
+                if prefill.link is link:
+                    prefill.meet(link)
+            self.claims.retry()
 
     def _server_left(self, link: Link, bye: Bye) -> None:
         address = link.connection.address
@@ -185,32 +184,6 @@ class Inbox:
             self._machines.lose(attempt, "peer_lost", f"the prefill engine left: {bye.reason}", bye.quiet and own)
 
     # ------------------------------------------------------------ P's side
-
-    def prefill(self, key: AttemptKey, mode: Literal["push", "pull"], expiry: float) -> PrefillAttempt:
-        """P's half of an attempt, made where it is not known yet."""
-        found = self._machines.prefills.get(key)
-        if found is not None:
-            return found
-        config = self._config
-        machine = PrefillHandoff(key, mode, list(self._geometries), config.max_retries, config.integrity)
-        attempt = self._machines.prefills.add(key, PrefillAttempt(expiry, machine=machine))
-        reason = self._cancelled.pop(key, None)
-        if reason is not None:
-            self._machines.feed(attempt, ev.Received(Cancel(key, reason)))
-        return attempt
-
-    def expiry(self, ticket: Ticket, role: TicketRole) -> float:
-        """When a ticket expires, in monotonic seconds."""
-        return min(ticket.expiry(role), self._clock.monotonic() + MAX_TICKET_LIFE_S)
-
-    def supersede(self, key: AttemptKey) -> bool:
-        """End earlier attempts of the same transfer; True while one of them is not quiet."""
-        prefills = self._machines.prefills
-        earlier = [other for other in prefills.same_transfer(key) if other.attempt < key.attempt]
-        for other in earlier:
-            if attempt := prefills.get(other):
-                self._machines.feed(attempt, ev.Abort("superseded", "a later attempt of this transfer has begun"))
-        return any(other in prefills.live for other in earlier)
 
     def _from_client(self, connection: Connection, message: Message) -> None:
         if isinstance(message, Hello):
@@ -249,7 +222,7 @@ class Inbox:
         if key.decode_incarnation != hello.incarnation or key.prefill_incarnation != self._config.incarnation:
             raise ProtocolError("message for an attempt of other engines")
         if isinstance(message, Announce | Register):
-            self._claimed(link, message)
+            self.claims.take(link, message)
             return
         attempt = self._machines.prefills.get(key)
         if attempt is None:
@@ -259,53 +232,16 @@ class Inbox:
                 # It had begun once, and only what is over is forgotten, with its ticket expired.
                 self._channel.send(link.connection, Cancelled(key, "forgotten"))
                 return
-            # The REGISTER that may come after it must start nothing.
-            self._cancelled[key] = message.reason
-            if len(self._cancelled) > MAX_CANCELLED:
-                del self._cancelled[next(iter(self._cancelled))]
+            self.claims.cancel(key, message.reason)
             self._channel.send(link.connection, Cancelled(key, message.reason))
             return
         if not attempt.may_hear(link):
             raise ProtocolError("message for an attempt of other engines")
         attempt.link = link
+        if isinstance(message, Repair) and link.connecting is not None:
+            return  # copies need the connection; D repeats what it said
         (attempt.asked if isinstance(message, Repair) else attempt.meet)(link)
         self._machines.feed(attempt, ev.Received(message))
-
-    def _claimed(self, link: Link, message: Claim) -> None:
-        """D lays claim to an attempt, by ANNOUNCE or REGISTER."""
-        key = message.key
-        known = self._machines.prefills.get(key)
-        try:
-            if known is not None and known.served(link) and known.may_hear(link):
-                # Its ticket was good when it came first, and may have expired since.
-                if isinstance(message, Register) and not known.machine.registered:
-                    self._links.check_tables(link, message, known.machine.mode)
-                self._take(known, link, message)
-                return
-            ticket = self._links.check_register(link, message)
-            if any(other.attempt > key.attempt for other in self._machines.prefills.same_transfer(key)):
-                raise ProtocolError("a later attempt of this transfer has begun")
-            if self.supersede(key):
-                self._held[key] = link, message
-                return
-            self._take(self.prefill(key, ticket.mode, self.expiry(ticket, "prefill")), link, message)
-        except ProtocolError as error:
-            self._machines.figures.count("rejected")
-            log.warning("refused %s of %s: %s", kind_of(message), key, error)
-            reason = link.refusal[0] if link.refusal else "register_refused"
-            self._channel.send(link.connection, Nack(key, reason, str(error)[:2000]))
-
-    def _take(self, attempt: PrefillAttempt, link: Link, message: Claim) -> None:
-        attempt.link = link
-        attempt.heard(self._clock.monotonic())
-        (attempt.asked if isinstance(message, Register) else attempt.meet)(link)
-        self._machines.feed(attempt, ev.Received(message), strict=True)
-
-    def retry_held(self) -> None:
-        """Try again the claims that wait for an earlier attempt."""
-        held, self._held = self._held, {}
-        for link, message in held.values():
-            self._claimed(link, message)
 
     # ------------------------------------------------------------ silence and death
 

@@ -2,13 +2,15 @@
 
 A link is opened by HELLO, in which each side proves that it knows the ticket key: whoever does not is a stranger, gets
 no descriptor of the transport, and moves or ends no session. Then fingerprints are compared field by field and the
-transport is connected, so that the first copy finds it warm and an unfit peer is refused before any request.
+transport begins to connect, so that the first copy finds it warm and an unfit peer is refused before any request.
+Connecting goes on beside everything else; attempts use the link when it has ended.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,10 +18,11 @@ import msgspec
 
 from baton.errors import BatonError, IncompatiblePeerError, ProtocolError
 from baton.handoff.config import AgentConfig
+from baton.handoff.connector import Connector
 from baton.handoff.environment import Clock, Connection, ControlChannel
-from baton.handoff.events import DecodeCommitted, DecodeFailed, HandoffEvent
 from baton.handoff.fingerprint import compare, geometry_fields
 from baton.handoff.greeting import Side, is_proven, prove, session_key
+from baton.handoff.health import Health
 from baton.handoff.log_limit import LogLimit
 from baton.handoff.messages import CHALLENGE_BYTES, Announce, Bye, Hello, Register, Renew, check_table
 from baton.handoff.planner import RankGeometry
@@ -29,23 +32,21 @@ from baton.transports.base import Peer, Transport
 log = logging.getLogger(__name__)
 log.addFilter(LogLimit())
 
-# So many handoffs in a row that needed repair take a peer out of rotation, until its process is another.
-UNHEALTHY_REPAIRS = 3
-MAX_SUSPECTS = 1024
-
 
 @dataclass(slots=True, eq=False)
 class Link:
     """One peer engine: the session with it, what it said in HELLO, and the transport's end.
 
-    `hello` is what it said once it had proven itself. `refusal` is `(reason, message)` when no KV may be exchanged
-    with it all the same. `challenge` is the one that it was last shown a proof by. The peer is held for alive for
-    `lease` seconds after it was `heard` last (monotonic seconds). `until` then the process of the session before
-    may still wait for a word about attempts of that time. `round_trip` is measured, in seconds.
+    `hello` is what it said once it had proven itself, `connecting` is set while the transport's end is under way,
+    `peer` once it is there. `refusal` is `(reason, message)` when no KV may be exchanged all the same. `challenge` is
+    the one that it was last shown a proof by. The peer is held for alive for `lease` seconds after it was `heard` last
+    (monotonic seconds). `until` then the process of the session before may still wait for a word about attempts of
+    that time. `round_trip` is measured, in seconds.
     """
 
     connection: Connection
     hello: Hello | None = None
+    connecting: Future[Peer] | None = None
     peer: Peer | None = None
     refusal: tuple[str, str] | None = None
     challenge: bytes = b""
@@ -60,6 +61,11 @@ class Link:
     @property
     def ready(self) -> bool:
         """True when attempts may use it."""
+        return self.talking and self.connecting is None
+
+    @property
+    def talking(self) -> bool:
+        """True when the peer is one with which KV may be exchanged, be it connected or not."""
         return self.hello is not None and self.refusal is None
 
     def is_same(self, other: Link) -> bool:
@@ -86,15 +92,14 @@ class Links:
         self.servers: dict[str, Link] = {}  # engines we dialled, by address, to decode from
         self.is_stalled: Callable[[], bool] = lambda: False  # whether the engine behind the agent hangs
         self._config = config
-        self._transport = transport
+        self._connector = Connector(transport, clock, channel.wake)
         self._channel = channel
         self._clock = clock
         facts = {**config.fingerprint, "handoff.integrity": config.integrity}
         self._hello = Hello(config.engine_id, config.incarnation, facts, dict(geometries), bytes(CHALLENGE_BYTES))
         self._descriptor = descriptor
         self._fields = {**facts, **geometry_fields(geometries)}
-        self._repaired: dict[str, int] = {}  # by incarnation: handoffs in a row that needed repair
-        self._retired: list[Peer] = []
+        self.health = Health()
 
     @property
     def num_ready(self) -> int:
@@ -173,13 +178,43 @@ class Links:
             for rank in hello.geometries.values():
                 rank.geometry.check()
             compare(self._fields, {**hello.fingerprint, **geometry_fields(hello.geometries)})
-            link.peer = self._transport.connect(hello.descriptor or b"")
+            self._connect(link, hello)
         except IncompatiblePeerError as error:
             link.refusal = ("incompatible_peer", str(error))
         except BatonError as error:
             link.refusal = ("unreachable_peer", str(error))
         if link.refusal is not None:
             log.warning("no handoff with engine %s: %s", hello.engine_id, link.refusal[1])
+
+    def _connect(self, link: Link, hello: Hello) -> None:
+        link.connecting = self._connector.begin(hello.descriptor or b"")
+        if link.connecting.done():
+            self._connected(link, link.connecting, hello)
+
+    def _connected(self, link: Link, future: Future[Peer], hello: Hello) -> None:
+        link.connecting = None
+        try:
+            link.peer = self._connector.result(future, hello.descriptor or b"")
+        except BatonError as error:
+            link.refusal = ("unreachable_peer", str(error))
+
+    def reach_again(self, link: Link) -> None:
+        """A peer that could not be reached speaks of an attempt: try again, where it is time to."""
+        if link.hello is not None and link.refusal is not None and link.refusal[0] == "unreachable_peer":
+            link.refusal = None
+            self._connect(link, link.hello)
+
+    def poll(self) -> list[Link]:
+        """The links whose connection has ended since the last call, well or not."""
+        self._connector.poll()
+        ended = []
+        for link in self._all():
+            if link.hello is not None and link.connecting is not None and link.connecting.done():
+                self._connected(link, link.connecting, link.hello)
+                if link.refusal is not None:
+                    log.warning("no handoff with engine %s: %s", link.hello.engine_id, link.refusal[1])
+                ended.append(link)
+        return ended
 
     # ------------------------------------------------------------ P's side: engines that dialled us
 
@@ -242,7 +277,7 @@ class Links:
         """Say on each session, when it is due, that this engine lives; `now` in monotonic seconds."""
         timers = self._config.timers
         for link in self._all():
-            if link.ready and now >= link.asked + timers.renew:
+            if link.talking and now >= link.asked + timers.renew:
                 link.nonce, link.asked = link.nonce + 1, now
                 self._channel.send(link.connection, Renew(timers.lease, link.nonce, stalled=self.is_stalled()))
 
@@ -274,22 +309,6 @@ class Links:
         """Links whose peer was silent for its lease."""
         return [link for link in self._all() if now - link.heard > link.lease]
 
-    def note_health(self, event: HandoffEvent, repaired: bool) -> None:
-        """Book how a handoff to this engine ended; `repaired`: it needed repair."""
-        failed = isinstance(event, DecodeFailed) and event.reason == "integrity_failed"
-        if failed or (repaired and isinstance(event, DecodeCommitted)):
-            incarnation = event.key.prefill_incarnation
-            self._repaired[incarnation] = self._repaired.pop(incarnation, 0) + 1
-            if len(self._repaired) > MAX_SUSPECTS:
-                del self._repaired[next(iter(self._repaired))]
-        elif isinstance(event, DecodeCommitted):
-            self._repaired.pop(event.key.prefill_incarnation, None)
-
-    def unhealthy(self, incarnation: str) -> str:
-        """Why no further handoff is taken from an engine process, or an empty string."""
-        count = self._repaired.get(incarnation, 0)
-        return f"{count} handoffs in a row needed repair" if count >= UNHEALTHY_REPAIRS else ""
-
     # ------------------------------------------------------------ ends
 
     def hang_up(self, link: Link) -> None:
@@ -298,18 +317,19 @@ class Links:
         self.clients.pop(link.connection, None)
         if self.servers.get(link.connection.address) is link:
             del self.servers[link.connection.address]
+        if link.connecting is not None:
+            self._connector.abandon(link.connecting)
+            link.connecting = None
         if link.peer is not None:
-            self._retired.append(link.peer)
+            self._connector.retire(link.peer)
 
     def dead(self) -> list[Link]:
         """Links whose transport's end is dead."""
         return [link for link in self._all() if link.peer is not None and not link.peer.alive()]
 
     def sweep(self, used: list[Peer]) -> None:
-        """Disconnect ends that no attempt uses or that are fenced, which stops what is left of their copies."""
-        for peer in [peer for peer in self._retired if peer.fenced() or not any(peer is other for other in used)]:
-            self._retired.remove(peer)
-            self._transport.disconnect(peer)
+        """See `Connector.sweep`."""
+        self._connector.sweep(used)
 
     def say_bye(self, reason: str, quiet: bool) -> None:
         """End all sessions; `quiet` tells the peers that our copies have ended."""

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
-from baton.errors import BatonError, ProtocolError
+from baton.errors import ProtocolError
 from baton.handoff import events as ev
 from baton.handoff.attempts import Book, DecodeAttempt, Figures, PrefillAttempt
 from baton.handoff.config import AgentConfig
-from baton.handoff.digest import Digester, mismatches
-from baton.handoff.environment import Clock, ControlChannel
+from baton.handoff.digest import Digester
+from baton.handoff.digesting import Digesting
+from baton.handoff.environment import Clock, ControlChannel, Worker
 from baton.handoff.links import Link, Links
 from baton.handoff.log_limit import LogLimit
-from baton.handoff.messages import AttemptMessage
+from baton.handoff.messages import AttemptMessage, Cancel, Cancelled
 from baton.handoff.operations import Operations
 from baton.handoff.planner import RankGeometry
 from baton.transports.base import Transport
@@ -26,7 +27,7 @@ Attempt = PrefillAttempt | DecodeAttempt
 
 
 class Machines:
-    """All attempts of one engine. With integrity on there must be a `digester`."""
+    """All attempts of one engine. With integrity on there must be a `digester`, and a `worker` for it."""
 
     def __init__(
         self,
@@ -38,10 +39,11 @@ class Machines:
         on_event: Callable[[ev.HandoffEvent], None],
         clock: Clock,
         digester: Digester | None,
+        worker: Worker | None,
     ) -> None:
         self.prefills: Book[PrefillAttempt] = Book()
         self.decodes: Book[DecodeAttempt] = Book()
-        self.operations: Operations[Attempt] = Operations(transport)
+        self.operations: Operations[Attempt] = Operations(transport, channel.wake)
         self.figures = Figures()
         self._timers = config.timers
         self._geometries = geometries
@@ -49,7 +51,9 @@ class Machines:
         self._links = links
         self._on_event = on_event
         self._clock = clock
-        self._digester = digester
+        self._digesting: Digesting[Attempt] | None = None
+        if digester is not None and worker is not None:
+            self._digesting = Digesting(digester, geometries, worker, channel.wake)
         self._queue: deque[tuple[Attempt, ev.MachineEvent]] = deque()
         self._running = False
 
@@ -126,7 +130,8 @@ class Machines:
                 for end in self.operations.cancel(attempt, copy_ids):
                     self.feed(attempt, end)
             case ev.ComputeDigests() | ev.CheckDigests():
-                self._digest(attempt, action)
+                assert self._digesting is not None
+                self._digesting.begin(attempt, action)
             case ev.Count(name, by):
                 self.figures.count(name, by)
             case ev.Notify(event):
@@ -134,8 +139,8 @@ class Machines:
 
     def _send(self, attempt: Attempt, message: AttemptMessage) -> None:
         link = self.link(attempt)
-        if link is None or not link.ready:
-            return  # repeated when there is a session again
+        if link is None or not (link.ready or (link.hello is not None and isinstance(message, Cancel | Cancelled))):
+            return  # repeated when there is a session again; that an attempt is over can be said in any
         try:
             self._channel.send(link.connection, message)
         except ProtocolError as error:
@@ -154,23 +159,16 @@ class Machines:
         if end is not None:
             self.feed(attempt, end)
 
-    def poll_copies(self) -> None:
-        """Hand ends of copies to their machines."""
+    def poll(self) -> None:
+        """Hand ends of copies, and digests, to their machines."""
         for owner, end in self.operations.ended():
             self.feed(owner, end)
+        for owner, event in self._digesting.ended() if self._digesting is not None else ():
+            if isinstance(event, ev.DigestsChecked):
+                self._log_bad(owner, event.bad)
+            self.feed(owner, event)
 
-    def _digest(self, attempt: Attempt, action: ev.ComputeDigests | ev.CheckDigests) -> None:
-        assert self._digester is not None
-        try:
-            if isinstance(action, ev.ComputeDigests):
-                group, pages = action.group, action.pages
-                pieces = [p for span in action.spans for p in self._digester.digests(group, pages, *span)]
-                self.feed(attempt, ev.DigestsComputed(group, pieces))
-                return
-            bad = mismatches(self._digester, self._geometries, action.digests, action.pages)
-        except BatonError as error:
-            self.feed(attempt, ev.Fault("transfer_failed", f"no digest: {error}"))
-            return
+    def _log_bad(self, attempt: Attempt, bad: Sequence[ev.BadPiece]) -> None:
         for piece in bad:
             log.warning(
                 "attempt %s: rank %d, group %s, layers %s, tokens [%d, %d) do not match their digests",
@@ -181,12 +179,11 @@ class Machines:
                 piece.start,
                 piece.stop,
             )
-        self.feed(attempt, ev.DigestsChecked(action.check_id, tuple(bad)))
 
     def _notify(self, attempt: Attempt, event: ev.HandoffEvent) -> None:
         self.figures.note(event, attempt.machine.copies)
         if isinstance(attempt, DecodeAttempt):
-            self._links.note_health(event, repaired=attempt.machine.round > 0)
+            self._links.health.note(event, repaired=attempt.machine.round > 0)
         try:
             self._on_event(event)
         except Exception:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -25,14 +26,17 @@ class _Running(Generic[Owner]):
     num_runs: int
     peer: Peer
     direction: Direction
-    unknown: bool = False  # cancelled, and not proven quiet
+    cancelled: bool = False
 
 
 class Operations(Generic[Owner]):
-    """Operations outstanding, each of one owner (an attempt). Used by one thread."""
+    """Operations outstanding, each of one owner (an attempt). Used by one thread; `wake` is called on any when one has
+    ended.
+    """
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, transport: Transport, wake: Callable[[], None]) -> None:
         self._transport = transport
+        self._wake = wake
         self._running: list[_Running[Owner]] = []
 
     def __len__(self) -> int:
@@ -40,8 +44,8 @@ class Operations(Generic[Owner]):
 
     @property
     def num_unknown(self) -> int:
-        """Operations that were cancelled and are not proven quiet: their pages wait for a fence. Any thread."""
-        return sum(run.unknown for run in self._running)
+        """Operations that were cancelled and are not proven quiet yet. Any thread."""
+        return sum(run.cancelled for run in self._running)
 
     def start(
         self,
@@ -64,19 +68,20 @@ class Operations(Generic[Owner]):
             # Nothing was submitted, so nothing is outstanding.
             return CopyEnded(copy.copy_id, ok=False, message=f"group {copy.group}: {error}")
         self._running.append(_Running(owner, copy.copy_id, operation, copies.total, len(copies), peer, direction))
+        operation.add_done_callback(self._wake)
         return None
 
     def ended(self) -> list[tuple[Owner, CopyEnded]]:
         """Collect what has ended since the last call.
 
-        A write of unknown state ends, at the latest, with its peer's fence: its bytes go nowhere any more. A read
+        A write that was cancelled ends, at the latest, with its peer's fence: its bytes go nowhere any more. A read
         does not, since it is this side that goes on writing its pages.
         """
         out: list[tuple[Owner, CopyEnded]] = []
         still: list[_Running[Owner]] = []
         for run in self._running:
             state = run.operation.poll()
-            if state == "pending" and run.unknown and run.direction == "write" and run.peer.fenced():
+            if state == "pending" and run.cancelled and run.direction == "write" and run.peer.fenced():
                 out.append((run.owner, CopyEnded(run.copy_id, ok=False, message="the peer is fenced")))
             elif state == "pending":
                 still.append(run)
@@ -89,22 +94,17 @@ class Operations(Generic[Owner]):
         self._running = still
         return out
 
-    def wait(self, timeout_s: float) -> None:
-        """Sleep until the oldest operation that was not cancelled ends, or the time is over."""
-        run = next((run for run in self._running if not run.unknown), None)
-        if run is not None:
-            run.operation.wait(timeout_s)
-
     def cancel(self, owner: Owner, copy_ids: tuple[int, ...]) -> list[CopyEnded]:
-        """Stop operations; the ends of those proven quiet at once. The others end through `ended`."""
+        """Ask operations to end; the ends of those that have at once. The others end through `ended`."""
         out: list[CopyEnded] = []
         still: list[_Running[Owner]] = []
         for run in self._running:
-            mine = run.owner is owner and run.copy_id in copy_ids
-            if mine and self._transport.cancel(run.operation) == "quiet":
-                out.append(CopyEnded(run.copy_id, ok=False, message="cancelled"))
-                continue
-            run.unknown = run.unknown or mine
+            if run.owner is owner and run.copy_id in copy_ids:
+                self._transport.cancel(run.operation)
+                run.cancelled = True
+                if run.operation.poll() != "pending":
+                    out.append(CopyEnded(run.copy_id, ok=False, message="cancelled"))
+                    continue
             still.append(run)
         self._running = still
         return out

@@ -62,6 +62,7 @@ class PrefillHandoff:
         self._reached: dict[str, int] = {}  # per group, tokens below are copied (push) and digested, or being so
         self._digests: ev.Digests = {}
         self._computing = 0
+        self._untold: dict[str, list[ev.StartCopy]] = {}  # copies that are done before their digests are taken
         self._round = 0
         self._seeds: msg.Seeds | None = None
         self._finished = False
@@ -232,8 +233,11 @@ class PrefillHandoff:
 
     def _digested(self, group: str, pieces: list[msg.PieceDigest]) -> list[ev.Action]:
         self._computing -= 1
+        if self.phase is not PrefillPhase.OPEN:
+            return []
         self._digests.setdefault(group, []).extend(pieces)
-        return self._advance()
+        copies = self._untold.pop(group, [])
+        return self._advance() or [action for copy in copies for action in self._progress(copy)]
 
     def _repair(self, message: msg.Repair) -> list[ev.Action]:
         """Copy again what D found bad. A REPAIR that was carried out is answered with its COMMIT again."""
@@ -290,7 +294,10 @@ class PrefillHandoff:
         if self._round:
             return []
         pieces = [p for p in self._digests.get(copy.group, []) if copy.start <= p.start and p.stop <= copy.stop]
-        return [ev.Send(msg.Progress(self.key, {copy.group: pieces}))] if pieces else []
+        if not pieces:
+            self._untold.setdefault(copy.group, []).append(copy)
+            return []
+        return [ev.Send(msg.Progress(self.key, {copy.group: pieces}))]
 
     # ------------------------------------------------------------ the end
 
@@ -316,7 +323,7 @@ class PrefillHandoff:
     def _close(self) -> None:
         # What is left is a tombstone, which answers until its ticket has expired: let go of the tables.
         self.phase, self._register, self._pages = PrefillPhase.CLOSED, None, {}
-        self._offer, self._digests = None, {}
+        self._offer, self._digests, self._untold = None, {}, {}
 
     def _answer(self) -> list[ev.Action]:
         """Say CANCELLED again where P's own copies have ended, whatever D still does."""

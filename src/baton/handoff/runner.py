@@ -15,7 +15,7 @@ from baton.handoff.attempts import DecodeAttempt
 from baton.handoff.config import AgentConfig
 from baton.handoff.decode import DecodeHandoff
 from baton.handoff.digest import Digester
-from baton.handoff.environment import Clock, Connection, ControlChannel
+from baton.handoff.environment import Clock, Connection, ControlChannel, Worker
 from baton.handoff.inbox import Inbox
 from baton.handoff.links import Links
 from baton.handoff.machines import Machines
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 class HandoffRunner:
-    """`digester` digests this engine's pages; without one, `config.integrity` must be off."""
+    """`digester` digests this engine's pages, on `worker`; without them, `config.integrity` must be off."""
 
     def __init__(
         self,
@@ -40,12 +40,13 @@ class HandoffRunner:
         on_event: Callable[[ev.HandoffEvent], None],
         clock: Clock,
         digester: Digester | None = None,
+        worker: Worker | None = None,
     ) -> None:
         self.config = config
         self.channel = channel
         self.clock = clock
         self.links = Links(config, geometries, transport, descriptor, channel, clock)
-        self.machines = Machines(config, geometries, transport, channel, self.links, on_event, clock, digester)
+        self.machines = Machines(config, geometries, transport, channel, self.links, on_event, clock, digester, worker)
         self.inbox = Inbox(config, geometries, channel, self.links, self.machines, clock)
         self.operations = self.machines.operations
         self._last_time: float | None = None
@@ -55,8 +56,8 @@ class HandoffRunner:
 
     def open_prefill(self, ticket: Ticket) -> None:
         """The engine took P's leg."""
-        attempt = self.inbox.prefill(ticket.key, ticket.mode, self.inbox.expiry(ticket, "prefill"))
-        self.inbox.supersede(ticket.key)
+        attempt = self.inbox.claims.prefill(ticket.key, ticket.mode, self.inbox.claims.expiry(ticket, "prefill"))
+        self.inbox.claims.supersede(ticket.key)
         self.machines.feed(attempt, ev.Opened())
 
     def announce_decode(self, ticket: Ticket) -> None:
@@ -86,7 +87,7 @@ class HandoffRunner:
         config = self.config
         signed = mint(config.ticket_key, ticket)
         machine = DecodeHandoff(ticket.key, ticket.mode, signed, wanted, pages, config.max_retries, config.integrity)
-        expiry = self.inbox.expiry(ticket, "decode")
+        expiry = self.inbox.claims.expiry(ticket, "decode")
         attempt = DecodeAttempt(expiry, machine=machine, address=ticket.prefill_address)
         if wanted is not None:
             attempt.begun = self.clock.monotonic()
@@ -118,9 +119,11 @@ class HandoffRunner:
         """One message. What is not allowed is counted and dropped; it never raises `ProtocolError`."""
         self.inbox.on_message(connection, message)
 
-    def poll_copies(self) -> None:
-        """Hand ends of copies to their machines."""
-        self.machines.poll_copies()
+    def poll(self) -> None:
+        """Take in what has ended since the last call: connections, copies, digests."""
+        for link in self.links.poll():
+            self.inbox.connected(link)
+        self.machines.poll()
 
     # ------------------------------------------------------------ time
 
@@ -137,7 +140,7 @@ class HandoffRunner:
         self.links.repeat_hello(now)
         self.links.renew(now)
         live = self.machines.live()
-        if not live and not self.inbox.holding:
+        if not live and not self.inbox.claims.holding:
             return min(timers.renew, timers.retry)
         due = min([self._checked + timers.check, *(attempt.next_tick for attempt in live)])
         return max(0.0, due - now)
@@ -149,7 +152,7 @@ class HandoffRunner:
             if now >= attempt.deadline(timers.handoff) and not attempt.expired:
                 attempt.expired = True
                 machines.feed(attempt, ev.Deadline())
-        self.inbox.retry_held()
+        self.inbox.claims.retry()
         self.inbox.evict(now)
         for attempt in machines.live():
             if attempt.peer is not None and not attempt.peer.alive() and (attempt.fenced or not attempt.closing):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from baton.testing.transport_peer import FarSide, NearbyPeer, SpawnedPeer
 from baton.transports.base import ByteArray, CopyList, Direction, Operation, Peer, Transport
 
 WAIT_S = 60.0
+CALLS_S = 2.0  # for calls that return at once; whoever waited for a peer would take 5 s
 SIZES = (1 << 16, 1 << 14)
 
 
@@ -37,6 +39,15 @@ class Bench:
             yield side
         finally:
             side.close()
+
+    def soon(self, holds: Callable[[], bool]) -> bool:
+        """Wait until a flag is set; False when it takes too long."""
+        deadline = time.monotonic() + WAIT_S
+        while not holds():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.005)
+        return True
 
     def run(self, peer: Peer, direction: Direction, copies: CopyList) -> Operation:
         """Submit, and wait for the end."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -48,6 +49,14 @@ class FarSide(Protocol):
         """End it with no chance to clean up; False where it shares this process."""
         ...
 
+    def stop(self) -> bool:
+        """Halt it until `go_on`; False where it shares this process."""
+        ...
+
+    def go_on(self) -> None:
+        """Let it run again."""
+        ...
+
 
 class NearbyPeer:
     """A far side in this process."""
@@ -72,6 +81,13 @@ class NearbyPeer:
     def kill(self) -> bool:
         """See `FarSide.kill`."""
         return False
+
+    def stop(self) -> bool:
+        """See `FarSide.stop`."""
+        return False
+
+    def go_on(self) -> None:
+        """See `FarSide.go_on`."""
 
 
 class SpawnedPeer:
@@ -116,6 +132,16 @@ class SpawnedPeer:
         self._process.kill()
         self._reap()
         return True
+
+    def stop(self) -> bool:
+        """See `FarSide.stop`."""
+        os.kill(self._process.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WNOWAIT)
+        return True
+
+    def go_on(self) -> None:
+        """See `FarSide.go_on`."""
+        os.kill(self._process.pid, signal.SIGCONT)
 
     def _reap(self) -> None:
         for stream in (self._process.stdin, self._process.stdout):

@@ -54,7 +54,7 @@ def check_transport(
 
 def _check_copies_exactly(bench: Bench) -> None:
     with bench.far() as far:
-        peer = bench.near.connect(far.descriptor)
+        peer = bench.near.connect(far.descriptor).result(30)
         need(list(peer.region_sizes) == list(SIZES), "the peer's region sizes are known")
         cases = [
             copies_of([0, 4096, 77], [1000, 0, 60000], [100, 512, 1]),
@@ -84,7 +84,9 @@ def _check_moves_large_regions(bench: Bench) -> None:
         region[:] = pattern(size, 7)
         near.register([region])
         with bench.far([size]) as far:
-            operation = near.submit(near.connect(far.descriptor), "write", copies_of([0], [0], [size]), "large")
+            operation = near.submit(
+                near.connect(far.descriptor).result(30), "write", copies_of([0], [0], [size]), "large"
+            )
             need(operation.wait(WAIT_S) == "done", f"8 MiB in one run are copied ({operation.error})")
             need(np.array_equal(far.read(0), region), "8 MiB arrive unchanged")
     finally:
@@ -99,7 +101,7 @@ def _check_copies_many_runs(bench: Bench) -> None:
         region[:] = pattern(region.size, 8)
         near.register([region])
         with bench.far([region.size]) as far:
-            peer = near.connect(far.descriptor)
+            peer = near.connect(far.descriptor).result(30)
             copies = scattered(runs, slot, seed=4)
             after = applied(far.read(0), region, copies)
             operation = near.submit(peer, "write", copies, "many")
@@ -121,7 +123,7 @@ def _to_itself(copies: CopyList) -> CopyList:
 
 def _check_keeps_order(bench: Bench) -> None:
     with bench.far() as far:
-        peer = bench.near.connect(far.descriptor)
+        peer = bench.near.connect(far.descriptor).result(30)
         for round_ in range(20):
             bench.regions[1][:] = round_
             first = bench.near.submit(peer, "write", scattered(256, 64, seed=round_), "first")
@@ -133,7 +135,7 @@ def _check_keeps_order(bench: Bench) -> None:
 
 def _check_done_means_visible(bench: Bench) -> None:
     with bench.far() as far:
-        peer = bench.near.connect(far.descriptor)
+        peer = bench.near.connect(far.descriptor).result(30)
         for round_ in range(50):
             bench.regions[1][:] = round_
             operation = bench.run(peer, "write", copies_of([0], [0], [SIZES[1]], 1, 1))
@@ -143,7 +145,7 @@ def _check_done_means_visible(bench: Bench) -> None:
 
 def _check_refuses_out_of_bounds(bench: Bench) -> None:
     with bench.far() as far:
-        peer = bench.near.connect(far.descriptor)
+        peer = bench.near.connect(far.descriptor).result(30)
         before = far.read(0)
         huge = 2**63 - 1
         bad = [
@@ -180,6 +182,7 @@ _CHECKS: tuple[Callable[[Bench], None], ...] = (
     ends.check_survives_a_peer_killed_while_copying,
     ends.check_a_failure_stays_with_its_peer,
     ends.check_reconnects,
+    ends.check_waits_for_no_peer,
     ends.check_keeps_two_peers_apart,
     ends.check_refuses_misuse,
 )

@@ -6,22 +6,25 @@ index, offset) and gets an `Operation` per copy list. The rules that the conform
 
 - `done` means visible to every reader at the destination, not merely posted. What is sent after it, on any
   channel, cannot overtake the data.
-- After `cancel` returned "quiet" nothing of that operation is read or written any more. "unknown" proves
-  nothing: its pages may be reused only once the peer is fenced.
+- Once an operation has ended, in whatever way, nothing of it is read or written any more. While it is pending its
+  pages may be reused only once the peer is fenced.
 - Every run is checked against both regions before the first byte moves.
+- No call waits for a peer: `connect`, `cancel` and `disconnect` return at once, and what they began ends with an
+  event. `alive` and `fenced` are flags. So one thread can serve many peers, whatever becomes of one of them.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from baton.errors import ProtocolError, TransportError
+from baton.errors import BatonError, ProtocolError, TransportError
 from baton.kv.geometry import CopyList
 
 __all__ = [
@@ -35,6 +38,8 @@ __all__ = [
     "Transport",
     "check_copies",
     "check_regions",
+    "future_of",
+    "settle",
 ]
 
 ByteArray = NDArray[np.uint8]
@@ -65,15 +70,17 @@ class Operation:
     counts the runs that are copied.
     """
 
-    __slots__ = ("_ended", "_error", "_lock", "_state", "flags", "tag")
+    __slots__ = ("_callbacks", "_ended", "_error", "_lock", "_started", "_state", "flags", "tag")
 
     def __init__(self, tag: str) -> None:
         self.tag = tag
         self.flags = np.zeros(2, dtype=np.int64)
         self._state: State = "pending"
         self._error: str | None = None
+        self._started = False
         self._ended = threading.Event()
         self._lock = threading.Lock()
+        self._callbacks: list[Callable[[], None]] = []
 
     def poll(self) -> State:
         """The state now; never blocks."""
@@ -89,13 +96,41 @@ class Operation:
         self._ended.wait(timeout)
         return self._state
 
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        """Have `callback` called once when it ends, on the thread that ends it, or at once if it has ended.
+
+        It must neither block nor raise.
+        """
+        with self._lock:
+            if self._state == "pending":
+                self._callbacks.append(callback)
+                return
+        callback()
+
+    def start(self) -> bool:
+        """For transports: the first byte is about to move; False when it has ended already."""
+        with self._lock:
+            self._started = True
+            return self._state == "pending"
+
+    def withdraw(self, error: str) -> None:
+        """For transports: end as failed, unless it has been started."""
+        with self._lock:
+            if self._started:
+                return
+        self.end(error)
+
     def end(self, error: str | None = None) -> None:
         """For transports: end as done, or as failed with `error`. The first end counts."""
         with self._lock:
-            if self._state == "pending":
-                self._error = error
-                self._state = "done" if error is None else "failed"
-                self._ended.set()
+            if self._state != "pending":
+                return
+            self._error = error
+            self._state = "done" if error is None else "failed"
+            self._ended.set()
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback()
 
 
 class Peer(Protocol):
@@ -111,7 +146,9 @@ class Peer(Protocol):
         ...
 
     def fenced(self) -> bool:
-        """True only when it is proven that the peer can no longer touch this side's memory."""
+        """True only when it is proven that the peer can no longer touch this side's memory. Never blocks: where the
+        proof takes work, being asked begins it, and a later answer is true.
+        """
         ...
 
 
@@ -138,33 +175,60 @@ class Transport(Protocol):
         """
         ...
 
-    def connect(self, descriptor: bytes) -> Peer:
-        """Reach the peer that registered `descriptor`.
+    def connect(self, descriptor: bytes) -> Future[Peer]:
+        """Begin to reach the peer that registered `descriptor`; returns at once.
 
-        Raises `ProtocolError` for a malformed descriptor, `TransportError` when the peer cannot be reached.
+        The future ends with the peer, with `ProtocolError` for a malformed descriptor, or with `TransportError` when
+        the peer cannot be reached, which takes some seconds at most. It cannot be cancelled: who wants the peer no
+        longer disconnects it when it is there.
         """
         ...
 
     def submit(self, peer: Peer, direction: Direction, copies: CopyList, tag: str = "") -> Operation:
         """Start copying: "write" from own regions to the peer's, "read" from the peer's to own.
 
-        May block the caller for a short time. The arrays of `copies` must not be changed while it is pending.
+        Waits for no peer. The arrays of `copies` must not be changed while it is pending.
 
         Raises `ProtocolError` for a run outside a region, `TransportError` when either side is closed.
         """
         ...
 
-    def cancel(self, operation: Operation) -> Literal["quiet", "unknown"]:
-        """Stop an operation. An operation that has ended is "quiet". What is copied so far stays copied."""
+    def cancel(self, operation: Operation) -> None:
+        """Ask an operation to end soon, and return at once. It ends when nothing of it is under way, which with a peer
+        that hangs may be never. What is copied so far stays copied.
+        """
         ...
 
     def disconnect(self, peer: Peer) -> None:
-        """Stop the peer's operations, which then end as failed, and let go of its memory. Idempotent."""
+        """Take no more copies for the peer, and return at once. Its operations end as failed when nothing of them is
+        under way; its memory is let go of after that. Idempotent.
+        """
         ...
 
     def close(self) -> None:
-        """Stop everything and release all memory. Idempotent."""
+        """Stop everything and release all memory. May wait some seconds for copies. Idempotent."""
         ...
+
+
+def future_of(make: Callable[[], Peer]) -> Future[Peer]:
+    """For transports that connect without waiting: a future that has ended as `make` did."""
+    future: Future[Peer] = Future()
+    settle(future, make)
+    return future
+
+
+def settle(future: Future[Peer], make: Callable[[], Peer]) -> None:
+    """For transports: end `future` as `make` ends. What is no error of Baton's becomes a `TransportError`."""
+    try:
+        peer = make()
+    except BatonError as error:
+        future.set_exception(error)
+    except Exception as error:
+        cause = TransportError(f"cannot connect: {error}")
+        cause.__cause__ = error
+        future.set_exception(cause)
+    else:
+        future.set_result(peer)
 
 
 def check_regions(regions: Sequence[Region]) -> list[ByteArray]:

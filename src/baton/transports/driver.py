@@ -20,7 +20,8 @@ import numpy as np
 from baton.errors import BatonError, ConfigError, TransportError
 from baton.transports.batches import Job
 from baton.transports.library import BatchFailedError, Library, RemotePeer
-from baton.transports.lifeline import BYE, Lifeline, Line
+from baton.transports.lifeline import BYE, RECEIVED_BYTES, Lifeline, Line
+from baton.transports.sockets import held_bytes
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +29,6 @@ CALL_TIMEOUT_S = 10.0
 _POLL_S = (50e-6, 1e-3)  # pauses between polls: they double while nothing happens
 _LINGER_S = 0.05  # how often an operation whose end cannot be proven yet is looked at
 _IDLE_S = 1.0
-_DRAIN_TURNS = 256  # each takes in 64 KiB of a line: 16 MiB, more than a socket holds
 _BEGIN, _END, _DRAIN, _DRAINED = b"begin", b"end", b"drain", b"drained"
 T = TypeVar("T")
 
@@ -68,6 +68,8 @@ class Driver:
         """Run `action` on the thread and return what it returns or raise what it raises, as `TransportError` if
         it is no error of Baton's.
         """
+        if self.stopping:
+            raise TransportError(f"the {self._library.scheme} transport is closed")
         future: Future[T] = Future()
 
         def run() -> None:
@@ -86,10 +88,13 @@ class Driver:
         except Exception as error:  # what libraries raise has no common base class
             raise TransportError(f"{self._library.scheme}: {error}") from error
 
-    def take_in(self) -> None:
-        """See `Library.take_in`. After `stop` nothing arrives any more."""
-        if not self.stopping:
-            self.call(self._take_in)
+    def prove(self, peer: RemotePeer) -> None:
+        """Take in what a peer that is gone had under way, some time soon. After `stop` nothing arrives any more."""
+        if not self._thread.is_alive():
+            peer.taken_in = True
+        elif not peer.proving:
+            peer.proving = True
+            self.post(lambda: self._prove(peer))
 
     def stop(self) -> None:
         """End the library and the thread. Peers are told when nothing of this side is outstanding."""
@@ -185,10 +190,17 @@ class Driver:
             self._end(peer, peer.jobs[0], peer.broken)
 
     def _take_in(self) -> None:
-        for _ in range(_DRAIN_TURNS):
+        for _ in range(-(-held_bytes() // RECEIVED_BYTES)):
             for line, frame in self.lifeline.wait(0):
                 self._on_frame(line, frame)
         self._library.take_in()
+
+    def _prove(self, peer: RemotePeer) -> None:
+        try:
+            self._take_in()
+            peer.taken_in = True
+        finally:
+            peer.proving = False
 
     def _drain(self, line: Line) -> None:
         """A peer's connection failed: take in what it had sent, then answer."""

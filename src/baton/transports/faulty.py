@@ -25,6 +25,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Literal
 
 import msgspec
@@ -43,7 +44,7 @@ from baton.transports.base import (
     check_copies,
     check_regions,
 )
-from baton.transports.memory import CANCEL_TIMEOUT_S, MemoryPeer
+from baton.transports.memory import MemoryPeer
 
 Fault = Literal[
     "drop",
@@ -137,7 +138,7 @@ class FaultyTransport:
         self._regions = memory
         return descriptor
 
-    def connect(self, descriptor: bytes) -> Peer:
+    def connect(self, descriptor: bytes) -> Future[Peer]:
         """See `Transport.connect`."""
         return self._inner.connect(descriptor)
 
@@ -161,17 +162,18 @@ class FaultyTransport:
             self._jobs.put(operation)
         return operation
 
-    def cancel(self, operation: Operation) -> Literal["quiet", "unknown"]:
+    def cancel(self, operation: Operation) -> None:
         """See `Transport.cancel`."""
         if not isinstance(operation, _FaultyOperation):
-            return self._inner.cancel(operation)
+            self._inner.cancel(operation)
+            return
         with operation.guard:
             operation.flags[0] = 1
             operation.stop.set()
             inner = operation.inner
-        if inner is not None and self._inner.cancel(inner) == "unknown":
-            return "unknown"
-        return "unknown" if operation.wait(CANCEL_TIMEOUT_S) == "pending" else "quiet"
+        operation.withdraw("cancelled before it began")
+        if inner is not None:
+            self._inner.cancel(inner)
 
     def disconnect(self, peer: Peer) -> None:
         """See `Transport.disconnect`."""
@@ -206,7 +208,7 @@ class FaultyTransport:
                     if later is None:
                         self._jobs.put(None)
             for each in (later, operation):
-                if each is not None:
+                if each is not None and each.start():
                     try:
                         each.end(self._perform(each))
                     except BatonError as error:

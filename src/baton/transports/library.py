@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from baton.errors import BatonError, TransportError
+from baton.errors import TransportError
 from baton.transports.base import ByteArray, DeviceMemory, Direction
 from baton.transports.batches import Job, Rows
 from baton.transports.lifeline import Lifeline, Line
@@ -23,19 +22,21 @@ class BatchFailedError(TransportError):
 class RemotePeer:
     """A peer of a `RemoteTransport`. Peer objects of one endpoint share the library's connection to it.
 
-    `device` is where its regions are, None on the host. `take_in` is the library's, made on its thread; `broken` says
-    why its connection was given up, `cut` that nothing goes over it to or from this process any more.
+    `device` is where its regions are, None on the host. `prove` has the driver take in what a peer that is gone had
+    under way, and set `taken_in`; `broken` says why its connection was given up, `cut` that nothing goes over it to or
+    from this process any more.
     """
 
     endpoint: str
     regions: list[tuple[int, int]]
     line: Line
     watch: ProcessWatch
-    take_in: Callable[[], None]
+    prove: Callable[[RemotePeer], None]
     jobs: deque[Job] = field(default_factory=deque)
     connected: bool = True
     broken: str | None = None
     cut: bool = False
+    proving: bool = False
     taken_in: bool = False
     device: int | None = None
 
@@ -55,9 +56,7 @@ class RemotePeer:
     def fenced(self) -> bool:
         """True once the peer is gone and all that it had under way has been taken in."""
         if not self.taken_in and self.gone():
-            with contextlib.suppress(BatonError):
-                self.take_in()
-                self.taken_in = True
+            self.prove(self)
         return self.taken_in
 
 

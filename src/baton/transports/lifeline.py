@@ -23,6 +23,7 @@ from baton.transports.process import Contact, own_host_key, start_time_of
 
 DIAL_TIMEOUT_S = 5.0
 MAX_FRAME = 1 << 16
+RECEIVED_BYTES = 1 << 16  # taken in of a line at a time
 MAX_STRANGERS = 64  # lines that have not shown the secret yet; a further one ends the oldest
 BYE = b"bye"  # sent at an orderly close, after the last operation of the sender ended
 _WELCOME = b"welcome"
@@ -74,7 +75,7 @@ class Line:
         """Frames that have arrived, then None if the line has ended."""
         frames: list[bytes | None] = []
         try:
-            data = self.socket.recv(1 << 16, socket.MSG_DONTWAIT)
+            data = self.socket.recv(RECEIVED_BYTES, socket.MSG_DONTWAIT)
         except BlockingIOError:
             return []
         except OSError:

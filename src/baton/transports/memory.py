@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Literal
 
 from baton.errors import ProtocolError, TransportError
-from baton.transports.base import ByteArray, CopyList, Direction, Operation, Peer, Region, check_copies, check_regions
+from baton.transports.base import (
+    ByteArray,
+    CopyList,
+    Direction,
+    Operation,
+    Peer,
+    Region,
+    check_copies,
+    check_regions,
+    future_of,
+)
 from baton.transports.mover import Mover
-
-# A chunk takes well under a millisecond, so this is reached only when the process is stopped or swapped out.
-CANCEL_TIMEOUT_S = 10.0
 
 
 @dataclass(slots=True, eq=False)
@@ -81,8 +88,11 @@ class MemoryTransport:
             self._regions = memory
         return descriptor
 
-    def connect(self, descriptor: bytes) -> Peer:
-        """See `Transport.connect`."""
+    def connect(self, descriptor: bytes) -> Future[Peer]:
+        """See `Transport.connect`. Has ended when it returns: to map memory waits for nobody."""
+        return future_of(lambda: self._connect(descriptor))
+
+    def _connect(self, descriptor: bytes) -> MemoryPeer:
         with self._lock:
             self._need_open()
             peer = self._map(descriptor)
@@ -110,12 +120,10 @@ class MemoryTransport:
             self._mover.submit(sources[copies.source_region], dests[copies.dest_region], copies, operation)
         return operation
 
-    def cancel(self, operation: Operation) -> Literal["quiet", "unknown"]:
-        """See `Transport.cancel`. Waits for the chunk in flight; a queued operation waits for those before
-        it.
-        """
+    def cancel(self, operation: Operation) -> None:
+        """See `Transport.cancel`. One that has not begun ends at once, another with the chunk in flight."""
         operation.flags[0] = 1
-        return "unknown" if operation.wait(CANCEL_TIMEOUT_S) == "pending" else "quiet"
+        operation.withdraw("cancelled before it began")
 
     def disconnect(self, peer: Peer) -> None:
         """See `Transport.disconnect`."""
@@ -125,16 +133,18 @@ class MemoryTransport:
             peer.connected = False
             if peer in self._peers:
                 self._peers.remove(peer)
-        for operation in peer.operations:
-            operation.flags[0] = 1
-        for operation in peer.operations:
-            operation.wait(CANCEL_TIMEOUT_S)
-        # The mapping goes with the last array that looks into it, so a reader elsewhere cannot be cut off.
-        peer.operations, peer.regions = [], []
+            operations, peer.operations = peer.operations, []
+        for operation in operations:
+            self.cancel(operation)
+        # The mapping goes with the last array that looks into it, that of a copy or of a reader elsewhere. To give back
+        # gigabytes takes a while, so the mover does.
+        regions, peer.regions = peer.regions, []
+        if regions:
+            self._mover.post(regions.clear)
         peer.on_disconnect()
 
     def close(self) -> None:
-        """See `Transport.close`."""
+        """See `Transport.close`. Own memory is released after the last copy has ended, which peers rely on."""
         with self._lock:
             if self._closed:
                 return

@@ -8,7 +8,7 @@ keep them behind a firewall.
 
 Mooncake's call for a batch blocks, and returns -1 for a refusal, a broken connection and a time-out alike, while
 other parts of the batch may still be moving. So a failed batch cuts the peer off, and its operation ends only
-when the peer is gone; until then a cancel answers "unknown".
+when the peer is gone; until then it keeps its pages.
 
 Fence: the peer's orderly close, which it announces after its last operation ended; or the death of its process,
 seen by pidfd, after which this side copies a byte to itself so many times that Mooncake's one loop for all
@@ -33,8 +33,9 @@ from baton.transports.batches import Rows
 from baton.transports.library import Library, RemotePeer
 from baton.transports.lifeline import Lifeline
 from baton.transports.remote import RemoteTransport
+from baton.transports.sockets import held_bytes
 
-_DRAIN_COPIES = 256  # the loop reads up to 64 KiB of a socket in one round: 16 MiB, more than a socket holds
+_ROUND_BYTES = 64 << 10  # read of a socket in one round of the loop, at most
 _MAX_PEERS = 64  # batches at a time, one for each peer
 
 
@@ -126,7 +127,7 @@ class MooncakeLibrary(Library):
     def take_in(self) -> None:
         """See `Library`."""
         address = self._bounce.ctypes.data
-        for _ in range(_DRAIN_COPIES):
+        for _ in range(-(-held_bytes() // _ROUND_BYTES)):
             if self._engine.batch_transfer_sync_write(self._endpoint, [address], [address + 32], [1]) != 0:
                 raise TransportError("mooncake cannot copy to itself")
 

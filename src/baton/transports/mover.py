@@ -81,7 +81,7 @@ class Mover:
     """A worker thread that runs submitted jobs in order. Sleeps when there are none."""
 
     def __init__(self, name: str) -> None:
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -93,6 +93,8 @@ class Mover:
         """Queue one copy list; `operation` ends when it is copied, or as failed when its flag stopped it."""
 
         def job() -> None:
+            if not operation.start():
+                return  # withdrawn while it waited here
             try:
                 ended = copy_runs(source, dest, copies, operation.flags)
             except Exception as error:  # an operation that never ended would pin its pages for good
@@ -102,6 +104,10 @@ class Mover:
             # this process or after a message from it, sees the bytes.
             operation.end(None if ended == len(copies) else f"cancelled after {ended} of {len(copies)} runs")
 
+        self._jobs.put(job)
+
+    def post(self, job: Callable[[], object]) -> None:
+        """Run `job`, which must not raise, behind what is queued."""
         self._jobs.put(job)
 
     def close(self) -> None:

@@ -36,8 +36,10 @@ from baton.transports.batches import Rows
 from baton.transports.library import Library, RemotePeer
 from baton.transports.lifeline import Lifeline
 from baton.transports.remote import RemoteTransport
+from baton.transports.sockets import held_bytes
 
-_DRAIN_ROUNDS = 8192  # each moves a segment of 8 KiB of every socket that has one: 64 MiB, more than they hold
+_SEGMENT_BYTES = 8 << 10  # moved of every socket that has some, in a round of progress
+_MARGIN = 2  # a segment may be short
 _CLOSE_ROUNDS = 64
 _TURN_ROUNDS = 16
 
@@ -142,7 +144,7 @@ class NixlLibrary(Library):
 
     def take_in(self) -> None:
         """See `Library`."""
-        for _ in range(_DRAIN_ROUNDS):
+        for _ in range(_MARGIN * held_bytes() // _SEGMENT_BYTES):
             self._agent.get_new_notifs()
 
 

@@ -8,6 +8,7 @@ import os
 import secrets
 import select
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -39,23 +40,38 @@ def check_contact(contact: Contact) -> None:
 class ProcessWatch:
     """Tells whether a process of this host is dead; never for one of another host or pid namespace."""
 
-    def __init__(self, contact: Contact) -> None:
-        same_host = contact.host_key == own_host_key()
-        self._fd: int | None = None
-        if same_host:
+    def __init__(self, pid: int, start_time: str, host_key: str) -> None:
+        self._owner = pid, start_time
+        self._same_host = host_key == own_host_key()
+        self._release: Callable[[], object] | None = None
+        self._fd = -1
+        if self._same_host:
             with contextlib.suppress(OSError):
-                self._fd = os.pidfd_open(contact.pid)
-                weakref.finalize(self, os.close, self._fd)
+                self._fd = os.pidfd_open(pid)
+                self._release = weakref.finalize(self, os.close, self._fd)
         # Gone before it could be opened, or its pid is another's by now: dead, and proven so.
-        self._gone = same_host and start_time_of(contact.pid) != contact.start_time
+        self._gone = self._has_gone()
+
+    def _has_gone(self) -> bool:
+        pid, start_time = self._owner
+        return self._same_host and start_time_of(pid) != start_time
 
     def dead(self) -> bool:
         """True once every thread of the process has ended, and its memory with them."""
-        if self._gone or self._fd is None:
-            return self._gone
-        poller = select.poll()
-        poller.register(self._fd, select.POLLIN)
-        return bool(poller.poll(0))
+        if not self._gone and self._release is not None:
+            poller = select.poll()
+            poller.register(self._fd, select.POLLIN)
+            self._gone = bool(poller.poll(0))
+        elif not self._gone:
+            self._gone = self._has_gone()
+        return self._gone
+
+    def release(self) -> None:
+        """Hold no file any more. A death is still seen, if later: once the process has been reaped. Idempotent."""
+        self.dead()
+        release, self._release = self._release, None
+        if release is not None:
+            release()
 
 
 def own_host_key() -> str:

@@ -13,6 +13,7 @@ from importlib.metadata import EntryPoint, entry_points
 from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 
 from baton.errors import ConfigError
+from baton.handoff.events import Integrity
 from baton.transports.base import Transport
 
 Factory = Callable[[dict[str, str]], Transport]
@@ -114,6 +115,15 @@ def check_keys(uri: str, has_keys: bool, field: str) -> None:
     scheme = parse_uri(uri)[0].rpartition("+")[2]
     if not has_keys and scheme not in _OF_ONE_USER:
         raise ConfigError(field, f"{scheme} needs --keys DIR (see `baton keys`): others could read and write KV")
+
+
+def default_integrity(uri: str) -> Integrity:
+    """How much is digested where nothing is said. Bytes that go through a network or a disk are sampled, since other
+    requests may find them in the prefix cache; those that `memcpy` moves are not.
+
+    Raises `ConfigError` as `parse_uri` does.
+    """
+    return "off" if parse_uri(uri)[0].rpartition("+")[2] in _OF_ONE_USER else "sampled"
 
 
 def create_transport(uri: str) -> Transport:

@@ -1,7 +1,7 @@
 """Transports that drive a transfer library (`Library`): a thread owns it, a lifeline watches the peers.
 
-Copy lists go out in batches: a cancel lets the batch in flight end and issues no more, so "quiet" is proven by
-that batch's completion; when it does not complete in time, the answer is "unknown".
+Copy lists go out in batches: a cancel lets the batch in flight end and issues no more, so a cancelled operation ends
+with that batch.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
-from typing import Literal
+from concurrent.futures import Future
 
 import msgspec
 import numpy as np
@@ -30,13 +30,14 @@ from baton.transports.base import (
     Region,
     check_copies,
     check_regions,
+    settle,
 )
 from baton.transports.batches import Job, make_job
 from baton.transports.driver import CALL_TIMEOUT_S, Driver
 from baton.transports.library import Library, RemotePeer
 from baton.transports.process import Contact, ProcessWatch, check_contact
 
-CANCEL_TIMEOUT_S = 2.0  # who waits so long may have leases to renew
+CLOSE_TIMEOUT_S = 2.0  # for batches in flight
 MAX_DESCRIPTOR = 1 << 20
 MAX_REGIONS = 1024
 
@@ -109,16 +110,24 @@ class RemoteTransport:
         contact = self._driver.lifeline.contact
         return msgspec.msgpack.encode(RemoteDescriptor(self.scheme, endpoint, metadata, spans, contact, digest, device))
 
-    def connect(self, descriptor: bytes) -> Peer:
-        """See `Transport.connect`. The connection is warm after it: a byte of each region has been read."""
+    def connect(self, descriptor: bytes) -> Future[Peer]:
+        """See `Transport.connect`. The connection is warm at its end: a byte of each region has been read."""
+        future: Future[Peer] = Future()
+        name = f"baton-{self.scheme}-connect"
+        # A thread for each, since one that does not answer must hold up no other.
+        threading.Thread(target=settle, args=(future, lambda: self._reach(descriptor)), name=name, daemon=True).start()
+        return future
+
+    def _reach(self, descriptor: bytes) -> RemotePeer:
         parsed = parse_descriptor(self.scheme, descriptor)
         with self._lock:
             self._need_open()
             if not self._spans:
                 raise TransportError("register own regions before connecting")
-        driver, watch = self._driver, ProcessWatch(parsed.contact)
-        line = driver.lifeline.dial(parsed.contact)
-        peer = RemotePeer(parsed.endpoint, parsed.regions, line, watch, driver.take_in, device=parsed.device)
+        contact, driver = parsed.contact, self._driver
+        watch = ProcessWatch(contact.pid, contact.start_time, contact.host_key)
+        line = driver.lifeline.dial(contact)
+        peer = RemotePeer(parsed.endpoint, parsed.regions, line, watch, driver.prove, device=parsed.device)
         count = len(parsed.regions)
         rows = np.ones((count, 3), dtype=np.int64)
         rows[:, 0] = driver.bounce.ctypes.data
@@ -156,20 +165,10 @@ class RemoteTransport:
             self._driver.post(lambda: self._driver.begin(peer, job))
         return job.operation
 
-    def cancel(self, operation: Operation) -> Literal["quiet", "unknown"]:
-        """See `Transport.cancel`. The first cancel waits for the batch in flight, others do not."""
-        timeout_s = 0.0 if operation.flags[0] else CANCEL_TIMEOUT_S
-        self._stop([operation], timeout_s)
-        return "unknown" if operation.poll() == "pending" else "quiet"
-
-    def _stop(self, operations: Sequence[Operation], timeout_s: float) -> None:
-        """Ask operations to end, and wait until they have, `timeout_s` at most."""
-        for operation in operations:
-            operation.flags[0] = 1
+    def cancel(self, operation: Operation) -> None:
+        """See `Transport.cancel`. Ends with the batch in flight; one that waits for others before it, at once."""
+        operation.flags[0] = 1
         self._driver.post(self._driver.drop_cancelled)
-        deadline = time.monotonic() + timeout_s
-        for operation in operations:
-            operation.wait(max(0.0, deadline - time.monotonic()))
 
     def disconnect(self, peer: Peer) -> None:
         """See `Transport.disconnect`."""
@@ -178,10 +177,12 @@ class RemoteTransport:
         driver = self._driver
         with self._lock:
             peer.connected = False
-            if driver.stopping:
-                return
-        self._stop([job.operation for job in list(peer.jobs)], CANCEL_TIMEOUT_S)
-        driver.call(lambda: driver.remove(peer))
+        if driver.stopping:
+            peer.line.close()
+            return
+        for job in list(peer.jobs):
+            job.operation.flags[0] = 1
+        driver.post(lambda: driver.remove(peer))
 
     def close(self) -> None:
         """See `Transport.close`."""
@@ -192,8 +193,14 @@ class RemoteTransport:
             peers = list(self._driver.peers)
             for peer in peers:
                 peer.connected = False
+        operations = [job.operation for peer in peers for job in list(peer.jobs)]
+        for operation in operations:
+            operation.flags[0] = 1
+        self._driver.post(self._driver.drop_cancelled)
+        deadline = time.monotonic() + CLOSE_TIMEOUT_S
+        for operation in operations:
+            operation.wait(max(0.0, deadline - time.monotonic()))
         # The thread removes its peers when it ends.
-        self._stop([job.operation for peer in peers for job in list(peer.jobs)], CANCEL_TIMEOUT_S)
         self._driver.stop()
         self._regions = []
 

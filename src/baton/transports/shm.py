@@ -4,10 +4,10 @@ Each allocation is a file in /dev/shm, created exclusively with mode 0600 and na
 of the process>-<random>`. A descriptor names segments and regions in them; a peer of the same user maps them
 and copies. Names from a peer are matched strictly, so a descriptor can lead nowhere else.
 
-Fence: the peer's death, seen through a pidfd. A live peer's mapping cannot be revoked, so a peer that closed
-but lives is not fenced. Segments are unlinked at `close`, at interpreter exit, and, when their owner was
-killed, by the peer that disconnects from it and by the next transport that starts on the host. A peer must not
-shrink its files; its user is trusted as far as its memory.
+Fence: the peer's death, seen through a pidfd, or the end of the lock that it holds on its segments: it lets go of
+that when it closes, after its last copy has ended. Segments are unlinked at `close`, at interpreter exit, and, when
+their owner was killed, by the peer that disconnects from it and by the next transport that starts on the host. A peer
+must not shrink its files; its user is trusted as far as its memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import mmap
 import os
 import re
 import secrets
-import select
 import stat
 import weakref
 from dataclasses import dataclass
@@ -34,6 +33,7 @@ from msgspec import Meta
 from baton.errors import ProtocolError, TransportError
 from baton.transports.base import ByteArray, Peer
 from baton.transports.memory import MemoryPeer, MemoryTransport
+from baton.transports.process import ProcessWatch, own_host_key
 
 SHM_DIR = "/dev/shm"
 _NAME = re.compile(r"baton-([0-9]{1,10})-([0-9]{1,20})-[0-9a-f]{16}", re.ASCII)
@@ -57,14 +57,17 @@ class _Region(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     nbytes: _Bytes
 
 
-class _Descriptor(msgspec.Struct, frozen=True, tag="baton-shm-1", forbid_unknown_fields=True):
+class _Descriptor(msgspec.Struct, frozen=True, tag="baton-shm-2", forbid_unknown_fields=True):
+    host_key: Annotated[str, Meta(max_length=128)]  # equal for processes that share pids
     segments: Annotated[list[_SegmentName], Meta(min_length=1, max_length=_MAX_SEGMENTS)]
     regions: Annotated[list[_Region], Meta(max_length=_MAX_REGIONS)]
 
 
 @dataclass(slots=True, eq=False)
 class _Segment:
-    """One of own segments. The open file holds a lock that tells others, across pid namespaces, we live."""
+    """One of own segments. The open file holds a lock that tells others, across pid namespaces, that this transport
+    is open.
+    """
 
     name: str
     fd: int
@@ -115,6 +118,11 @@ def remove_stale_segments(directory: str = SHM_DIR) -> list[str]:
             finally:
                 os.close(fd)
     return removed
+
+
+def _sweep() -> None:
+    with contextlib.suppress(OSError):
+        remove_stale_segments()
 
 
 def _map_file(fd: int, nbytes: int) -> ByteArray:
@@ -169,7 +177,7 @@ class ShmTransport(MemoryTransport):
             else:
                 raise TransportError("a region of the shm transport must lie in memory from its allocate()")
         names = [_SegmentName(segment.name, segment.memory.size) for segment in self._segments]
-        return msgspec.msgpack.encode(_Descriptor(names, found))
+        return msgspec.msgpack.encode(_Descriptor(own_host_key(), names, found))
 
     def _map(self, descriptor: bytes) -> MemoryPeer:
         if len(descriptor) > _MAX_DESCRIPTOR:
@@ -193,14 +201,14 @@ class ShmTransport(MemoryTransport):
                     undo.callback(os.close, fd)
                     files.append(fd)
                 memory = [_map_file(fd, s.nbytes) for fd, s in zip(files, parsed.segments, strict=True)]
-                watch = _Watch(*owners.pop(), os.dup(files[0]))
+                watch = _Watch(ProcessWatch(*owners.pop(), parsed.host_key), os.dup(files[0]))
         except (OSError, ValueError) as error:
             raise TransportError(f"cannot map shared memory {parsed.segments[0].name}: {error}") from error
         return MemoryPeer(
             name=parsed.segments[0].name,
             regions=[memory[r.segment][r.offset : r.offset + r.nbytes] for r in parsed.regions],
             is_alive=watch.alive,
-            is_fenced=watch.dead,
+            is_fenced=watch.fenced,
             on_disconnect=watch.close,
         )
 
@@ -208,7 +216,7 @@ class ShmTransport(MemoryTransport):
         """See `Transport.disconnect`. A dead peer's segments are unlinked: it cannot do so any more."""
         super().disconnect(peer)
         if peer.fenced():
-            remove_stale_segments()
+            self._mover.post(_sweep)
 
     def _release(self) -> None:
         # A forked child that exits must not take the parent's memory along.
@@ -221,42 +229,37 @@ class ShmTransport(MemoryTransport):
 
 
 class _Watch:
-    """Tells whether the owner of a segment lives, and whether the segment still has its name."""
+    """Tells whether the owner of a segment is there, and whether it can still copy."""
 
-    def __init__(self, pid: int, start_time: str, fd: int) -> None:
+    def __init__(self, process: ProcessWatch, fd: int) -> None:
+        self._process = process
+        self._fenced = False
         self._fd = fd
-        self._owner = pid, start_time
-        self._was_dead = False
-        self._pidfd: int | None = None
-        with contextlib.suppress(OSError):  # the owner may be in another pid namespace: then only closing is seen
-            self._pidfd = os.pidfd_open(pid)
-            if _start_time(pid) != start_time:
-                os.close(self._pidfd)
-                self._pidfd = None
-        self._close = weakref.finalize(self, _close_all, (self._fd, self._pidfd))
+        self._close = weakref.finalize(self, os.close, fd)
 
-    def dead(self) -> bool:
-        if self._pidfd is None or self._was_dead:
-            return self._was_dead
+    def fenced(self) -> bool:
+        self._fenced = self._fenced or self._process.dead() or self._unlocked()
+        return self._fenced
+
+    def _unlocked(self) -> bool:
+        """The owner locked the segment before anybody knew its name, and holds it until its copies have ended."""
         if not self._close.alive:
-            return _start_time(self._owner[0]) != self._owner[1]
-        poller = select.poll()
-        poller.register(self._pidfd, select.POLLIN)
-        return bool(poller.poll(0))
+            return False
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return False
+        fcntl.flock(self._fd, fcntl.LOCK_UN)
+        return True
 
     def alive(self) -> bool:
-        return self._close.alive and os.fstat(self._fd).st_nlink > 0 and not self.dead()
+        return self._close.alive and os.fstat(self._fd).st_nlink > 0 and not self._process.dead()
 
     def close(self) -> None:
-        """Hold no file any more. A death is still seen, if later: once the process has been reaped."""
-        self._was_dead = self.dead()
+        """Hold no file any more. A death is still seen, if later."""
+        self.fenced()
+        self._process.release()
         self._close()
-
-
-def _close_all(fds: tuple[int | None, ...]) -> None:
-    for fd in fds:
-        if fd is not None:
-            os.close(fd)
 
 
 def _owner_of(name: str) -> tuple[int, str]:

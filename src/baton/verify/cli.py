@@ -80,7 +80,7 @@ def verify_command(
     dtype: str = "auto",
     device: str = "cpu",
     kv_transport: Annotated[str, typer.Option(help="Of the deployment: shm, nixl, mooncake, file or a URI.")] = "shm",
-    integrity: Annotated[Integrity, typer.Option(help="Of the deployment: off, sampled or full.")] = "off",
+    integrity: Annotated[Integrity, typer.Option(help="Of the deployment: auto, off, sampled or full.")] = "auto",
     recovery: Annotated[Recovery, typer.Option(help="Of the deployment; without it a broken handoff shows.")] = "none",
     batch_invariant: bool = True,
     json_output: Annotated[bool, typer.Option("--json", help="Print the reports as JSON.")] = False,

@@ -15,6 +15,7 @@ import msgspec
 from baton.errors import ConfigError
 from baton.handoff import greeting, links, machines
 from baton.handoff.attempts import Book, DecodeAttempt, PrefillAttempt
+from baton.handoff.connector import Connector
 from baton.handoff.decode import DecodeHandoff
 from baton.handoff.events import (
     Abort,
@@ -416,3 +417,28 @@ def _ack_at_ready() -> list[Patch]:
 
 def _send(message: Any) -> Action:
     return Send(message)
+
+
+@_mutation("connecting costs the agent no time", faults=("stop_after_hello", "slow_call", "burst"))
+def _blocking_connect() -> list[Patch]:
+    def around(self: Any, begin: Callable[..., Any], descriptor: bytes) -> Any:
+        future = begin(descriptor)
+        self._transport.process.blocked_on = future
+        return future
+
+    return _around(Connector, "begin", around)
+
+
+@_mutation(
+    "D registers only when it has the transport's end by which P can be fenced",
+    faults=("slow_call", "stop_after_hello", "crash_prefill", "pause_prefill", "client_abort"),
+)
+def _register_before_connected() -> list[Patch]:
+    original = Inbox.join
+
+    def join(self: Inbox, attempt: Any, link: Any, hello: Any) -> None:
+        connecting, link.connecting = link.connecting, None
+        original(self, attempt, link, hello)
+        link.connecting = connecting
+
+    return [(Inbox, "join", join)]

@@ -152,6 +152,12 @@ class SimChannel:
         else:
             dialler, dialled = connection.socket
             self.network.to_dialler(dialler, dialled, frame)
+        if isinstance(message, Hello) and self.world.hit("stop_after_hello"):
+            self.world.after(0.0, self.process.stop_for_a_while)
+
+    def wake(self) -> None:
+        """See `ControlChannel`."""
+        self.process.wake()
 
     def _note(self, connection: Connection, message: Message) -> None:
         key = getattr(message, "key", None)

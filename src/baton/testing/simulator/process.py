@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, Literal
 
 from baton.handoff.config import AgentConfig
 from baton.handoff.events import (
@@ -16,6 +17,7 @@ from baton.handoff.events import (
     PrefillReleased,
 )
 from baton.handoff.runner import HandoffRunner
+from baton.testing.simulator.calls import SimWorker, check_innocence
 from baton.testing.simulator.engine import EngineModel
 from baton.testing.simulator.memory import CellDigester, GroupMemory
 from baton.testing.simulator.network import SimChannel
@@ -30,6 +32,7 @@ _ENGINE_STEP = (0.002, 0.03)
 _SLOW_ENGINE_STEP = (0.02, 0.6)
 _AGENT_STEP = (0.0, 0.002)
 _TICK = 0.001
+_LOOK_S = 0.01
 _MAX_IDLE_TURNS = 20
 
 
@@ -63,6 +66,7 @@ class Process:
         self.uid = f"{name}#{generation}"
         skewed = world.settings.has("clock_rates")
         self.clock = SimClock(cluster, random.uniform(0.85, 1.15) if skewed else 1.0, random.uniform(100.0, 1e6))
+        self.awake_since = world.now
         self.dead = self.paused = self.leaving = self.closed = False
         # A batch may take long, while the agent, a thread of its own, goes on.
         slow = world.settings.has("slow_engine") and random.random() < 0.5
@@ -89,7 +93,15 @@ class Process:
         descriptor = self.transport.register([])
         digester = None if world.settings.integrity == "off" else CellDigester(self.memories)
         self.runner = HandoffRunner(
-            self.config, geometries, self.transport, descriptor, self.channel, self._on_event, self.clock, digester
+            self.config,
+            geometries,
+            self.transport,
+            descriptor,
+            self.channel,
+            self._on_event,
+            self.clock,
+            digester,
+            SimWorker(self),
         )
         self.engine: EngineModel = cluster.engine_type(role)(self)
         self.calls: deque[Callable[[], None]] = deque()
@@ -97,6 +109,7 @@ class Process:
         self._next_wake = self._next_step = float("inf")
         self._idle_turns = 0
         self.resumed = 0.0  # by its monotonic clock
+        self.blocked_on: Future[Any] | None = None  # its agent waits for a call to end
 
     @property
     def gone(self) -> bool:
@@ -116,19 +129,24 @@ class Process:
         if at != self._next_wake or self.dead or self.paused:
             return
         self._next_wake = float("inf")
+        if self.blocked_on is not None and not self.blocked_on.done():
+            self.wake(_LOOK_S)
+            return
         self.agent_step()
 
     def agent_step(self) -> None:
         """What `HandoffAgent` does in one turn, in its order."""
         runner = self.runner
         idle = not self.channel.inbox and not self.calls and not len(runner.operations)
+        silent = runner.links.expired(self.clock.monotonic())
         wait = runner.on_time()
+        check_innocence(self, silent)
         inbox, self.channel.inbox = self.channel.inbox, []
         for connection, message in inbox:
             runner.on_message(connection, message)
         while self.calls:
             self.calls.popleft()()
-        runner.poll_copies()
+        runner.poll()
         self.engine.agent_has_run()
         self._idle_turns = self._idle_turns + 1 if idle and wait < _TICK else 0
         if self._idle_turns > _MAX_IDLE_TURNS:
@@ -226,12 +244,19 @@ class Process:
         self.paused = True
         self.world.note(self.name, "is paused")
 
+    def stop_for_a_while(self) -> None:
+        """A fault: the process stops right after what it did last."""
+        if not self.dead and not self.paused:
+            self.pause()
+            self.world.after(self.world.random.uniform(0.5, 12.0), self.resume)
+
     def resume(self) -> None:
         """Go on as if nothing had happened."""
         if self.dead or not self.paused:
             return
         self.paused = False
         self.resumed = self.clock.monotonic()
+        self.awake_since = self.world.now
         self.world.note(self.name, "goes on")
         self.transport.resume()
         self._next_wake = self._next_step = float("inf")

@@ -155,7 +155,7 @@ def _check_rest(world: World, cluster: Cluster) -> None:
             world.skip(1.3 * TOMBSTONE_S + 2 * world.settings.timers.retry)
             process.agent_step()
         books = process.runner.machines.prefills, process.runner.machines.decodes
-        kept = sum(len(book.ended) for book in books) + process.runner.inbox.holding
+        kept = sum(len(book.ended) for book in books) + process.runner.inbox.claims.holding
         if kept:
             world.fail("memory", f"{process.name} remembers {kept} attempts after every ticket expired")
         for memory in process.memories:

@@ -27,6 +27,8 @@ RATES: dict[str, tuple[float, float]] = {
     "client_abort": (0.1, 0.7),
     "cut_stream": (0.05, 0.3),
     "late_leg": (0.2, 0.7),
+    "slow_call": (0.05, 0.4),
+    "stop_after_hello": (0.05, 0.4),
 }
 # Struck at events drawn beforehand: at most how many of them.
 STRIKES: dict[str, int] = {
@@ -53,6 +55,7 @@ HARMLESS = frozenset(
 # Faults that matter most when others strike at the same moment.
 COMPANIONS: dict[str, tuple[str, ...]] = {
     "corrupt": ("duplicate", "delay", "reorder", "slow_copy", "late_copy", "client_abort"),
+    "stop_after_hello": ("burst", "slow_engine"),
     "late_leg": ("reorder", "delay", "engine_abort", "client_abort"),
     "slow_engine": ("reorder", "delay", "engine_abort", "client_abort"),
 }

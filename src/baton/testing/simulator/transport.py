@@ -8,8 +8,9 @@ after which the adapter refuses the peer's operations.
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from baton.errors import ProtocolError, TransportError
 from baton.transports.base import ByteArray, CopyList, Direction, Operation, Peer, Region, check_copies
@@ -24,6 +25,11 @@ from baton.testing.simulator.memory import CELL_BYTES
 
 # Seconds in which a fabric connection of a dead process is found broken.
 _NOTICED = (0.3, 8.0)
+# Seconds that a call takes until what it began has ended; mostly, and where it strikes.
+_CALL = (0.0, 0.004)
+_SLOW_CALL = (0.1, 4.0)
+_CONNECT_TIMEOUT_S = 5.0
+_LOOK_S = 0.05
 
 
 @dataclass(eq=False, slots=True)
@@ -152,12 +158,26 @@ class SimTransport:
         """The descriptor names the process."""
         return self.process.uid.encode()
 
-    def connect(self, descriptor: bytes) -> Peer:
-        """See `Transport.connect`."""
+    def connect(self, descriptor: bytes) -> Future[Peer]:
+        """See `Transport.connect`. Over `rdma` the peer has to answer: a paused one does when it goes on."""
+        future: Future[Peer] = Future()
         far = self.world_process(descriptor.decode())
-        if far.gone or self._closed:
-            raise TransportError(f"engine {far.uid} is gone")
-        return SimPeer(self.process, far, self.fabric.connect(self.process, far))
+        slow = self.world.hit("slow_call")
+        delay = self.world.random.uniform(*(_SLOW_CALL if slow else _CALL))
+        self.world.after(delay, self._reach, future, far, self.world.now + _CONNECT_TIMEOUT_S)
+        return future
+
+    def _reach(self, future: Future[Peer], far: Process, until: float) -> None:
+        process = self.process
+        if process.dead:
+            return
+        hangs = far.paused and self.world.settings.fabric == "rdma"
+        if process.paused or (hangs and not far.gone and self.world.now < until):
+            self.world.after(_LOOK_S, self._reach, future, far, until)
+        elif far.gone or hangs or self._closed:
+            future.set_exception(TransportError(f"engine {far.uid} does not answer"))
+        else:
+            future.set_result(SimPeer(process, far, self.fabric.connect(process, far)))
 
     def world_process(self, uid: str) -> Process:
         """A process, dead or alive, by its incarnation."""
@@ -197,22 +217,23 @@ class SimTransport:
         self.world.after(operation.window / len(runs), self._advance, operation)
         return operation
 
-    def cancel(self, operation: Operation) -> Literal["quiet", "unknown"]:
+    def cancel(self, operation: Operation) -> None:
         """See `Transport.cancel`."""
         assert isinstance(operation, SimOperation)
         if operation.poll() == "pending" and operation.late:
             # It goes on for as long as it likes.
             operation.window = max(operation.window, self.world.random.uniform(0.1, 6.0))
-            return "unknown"
-        self._end(operation, "cancelled")
-        return "quiet"
+        elif self.world.random.random() < 0.5:
+            self._end(operation, "cancelled")
+        else:
+            self.world.after(self.world.random.uniform(*_CALL), self._end, operation, "cancelled")
 
     def disconnect(self, peer: Peer) -> None:
         """See `Transport.disconnect`."""
         assert isinstance(peer, SimPeer)
         peer.connected = False
         for operation in [operation for operation in self.pending if operation.peer is peer]:
-            self._end(operation, "disconnected")
+            self.world.after(self.world.random.uniform(*_CALL), self._end, operation, "disconnected")
 
     def close(self) -> None:
         """See `Transport.close`."""

@@ -1,0 +1,130 @@
+"""How D's half of an attempt meets P's: claims, by ANNOUNCE or REGISTER, and the order of a transfer's attempts."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Literal
+
+from baton.errors import ProtocolError
+from baton.handoff import events as ev
+from baton.handoff.attempts import PrefillAttempt
+from baton.handoff.config import AgentConfig
+from baton.handoff.environment import Clock, ControlChannel
+from baton.handoff.links import Link, Links
+from baton.handoff.log_limit import LogLimit
+from baton.handoff.machines import Machines
+from baton.handoff.messages import Announce, AttemptKey, Cancel, Nack, Register, kind_of
+from baton.handoff.planner import RankGeometry
+from baton.handoff.prefill import PrefillHandoff
+from baton.handoff.ticket import MAX_TICKET_LIFE_S, Ticket, TicketRole
+
+log = logging.getLogger(__name__)
+log.addFilter(LogLimit())
+
+MAX_CANCELLED = 4096
+Claim = Announce | Register
+
+
+class Claims:
+    """P's halves of attempts, and what D says to get one. For one thread."""
+
+    def __init__(
+        self,
+        config: AgentConfig,
+        geometries: Mapping[str, RankGeometry],
+        channel: ControlChannel,
+        links: Links,
+        machines: Machines,
+        clock: Clock,
+    ) -> None:
+        self._config = config
+        self._geometries = geometries
+        self._channel = channel
+        self._links = links
+        self._machines = machines
+        self._clock = clock
+        # A claim whose transfer has an earlier attempt that is not quiet yet, or whose sender is not connected yet.
+        self._held: dict[AttemptKey, tuple[Link, Claim]] = {}
+        # Attempts that D cancelled before P's engine or a REGISTER came for them, and why. Their keys have no ticket.
+        self._cancelled: dict[AttemptKey, str] = {}
+
+    @property
+    def holding(self) -> bool:
+        """True while an ANNOUNCE or REGISTER waits for an earlier attempt to become quiet, or for its connection."""
+        return bool(self._held)
+
+    def prefill(self, key: AttemptKey, mode: Literal["push", "pull"], expiry: float) -> PrefillAttempt:
+        """P's half of an attempt, made where it is not known yet."""
+        found = self._machines.prefills.get(key)
+        if found is not None:
+            return found
+        config = self._config
+        machine = PrefillHandoff(key, mode, list(self._geometries), config.max_retries, config.integrity)
+        attempt = self._machines.prefills.add(key, PrefillAttempt(expiry, machine=machine))
+        reason = self._cancelled.pop(key, None)
+        if reason is not None:
+            self._machines.feed(attempt, ev.Received(Cancel(key, reason)))
+        return attempt
+
+    def expiry(self, ticket: Ticket, role: TicketRole) -> float:
+        """When a ticket expires, in monotonic seconds."""
+        return min(ticket.expiry(role), self._clock.monotonic() + MAX_TICKET_LIFE_S)
+
+    def supersede(self, key: AttemptKey) -> bool:
+        """End earlier attempts of the same transfer; True while one of them is not quiet."""
+        prefills = self._machines.prefills
+        earlier = [other for other in prefills.same_transfer(key) if other.attempt < key.attempt]
+        for other in earlier:
+            if attempt := prefills.get(other):
+                self._machines.feed(attempt, ev.Abort("superseded", "a later attempt of this transfer has begun"))
+        return any(other in prefills.live for other in earlier)
+
+    def cancel(self, key: AttemptKey, reason: str) -> None:
+        """D gives up on an attempt that is not known here: the claim that may come after it must start nothing."""
+        self._cancelled[key] = reason
+        if len(self._cancelled) > MAX_CANCELLED:
+            del self._cancelled[next(iter(self._cancelled))]
+
+    def take(self, link: Link, message: Claim) -> None:
+        """Take one, hold it back, or answer NACK."""
+        key = message.key
+        known = self._machines.prefills.get(key)
+        self._links.reach_again(link)
+        if known is not None and known.waits_for(link) and known.may_hear(link):
+            known.heard(self._clock.monotonic())
+            self._held[key] = link, message
+            return
+        try:
+            if known is not None and known.served(link) and known.may_hear(link):
+                # Its ticket was good when it came first, and may have expired since.
+                if isinstance(message, Register) and not known.machine.registered:
+                    self._links.check_tables(link, message, known.machine.mode)
+                self._feed(known, link, message)
+                return
+            ticket = self._links.check_register(link, message)
+            if any(other.attempt > key.attempt for other in self._machines.prefills.same_transfer(key)):
+                raise ProtocolError("a later attempt of this transfer has begun")
+            if self.supersede(key) or link.connecting is not None:
+                self._held[key] = link, message
+                return
+            self._feed(self.prefill(key, ticket.mode, self.expiry(ticket, "prefill")), link, message)
+        except ProtocolError as error:
+            self._machines.figures.count("rejected")
+            log.warning("refused %s of %s: %s", kind_of(message), key, error)
+            reason = link.refusal[0] if link.refusal else "register_refused"
+            self._channel.send(link.connection, Nack(key, reason, str(error)[:2000]))
+
+    def _feed(self, attempt: PrefillAttempt, link: Link, message: Claim) -> None:
+        attempt.link = link
+        attempt.heard(self._clock.monotonic())
+        (attempt.asked if isinstance(message, Register) else attempt.meet)(link)
+        self._machines.feed(attempt, ev.Received(message), strict=True)
+
+    def retry(self) -> None:
+        """Try again the claims that wait for an earlier attempt, or for the connection."""
+        held, self._held = self._held, {}
+        for link, message in held.values():
+            # In another session D lays its claim anew.
+            if self._links.clients.get(link.connection) is link:
+                self.take(link, message)

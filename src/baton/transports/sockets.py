@@ -1,0 +1,26 @@
+"""How many bytes a TCP connection of this host can hold that were sent and not received."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+# What is assumed at least, and where the kernel does not say.
+LEAST_BYTES = 16 << 20
+
+
+def held_bytes(proc: Path = Path("/proc/sys/net")) -> int:
+    """The most that the send buffer of one side and the receive buffer of the other hold.
+
+    A buffer grows by itself up to the last number of `tcp_wmem` and `tcp_rmem`; one that a library sets is at most
+    twice `wmem_max` and `rmem_max` (socket(7), tcp(7)).
+    """
+    total = 0
+    for way in ("r", "w"):
+        limits = [LEAST_BYTES // 2]
+        try:
+            limits.append(int((proc / "ipv4" / f"tcp_{way}mem").read_text("ascii").split()[-1]))
+            limits.append(2 * int((proc / "core" / f"{way}mem_max").read_text("ascii")))
+        except (OSError, ValueError, IndexError):
+            pass  # a container may hide them
+        total += max(limits)
+    return total

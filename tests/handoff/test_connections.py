@@ -1,0 +1,162 @@
+"""Connecting takes its time, and costs nobody else any: real runners, and transports whose connections wait."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import pytest
+from test_liveness import TIMERS, Clock, Node, World
+
+from baton.errors import TransportError
+from baton.handoff.connector import FIRST_PAUSE_S, LONGEST_PAUSE_S, MAX_REFUSED, Connector
+from baton.handoff.events import DecodeCommitted, DecodeReleased, PrefillReleased
+from baton.transports.base import Peer
+from baton.transports.local import LocalTransport
+
+
+class Hanging(LocalTransport):
+    """Connections to `hangs` wait until `answer`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hangs: set[bytes] = set()
+        self.waiting: list[tuple[bytes, Future[Peer]]] = []
+
+    def connect(self, descriptor: bytes) -> Future[Peer]:
+        if descriptor not in self.hangs:
+            return super().connect(descriptor)
+        self.waiting.append((descriptor, Future()))
+        return self.waiting[-1][1]
+
+    def answer(self, error: Exception | None = None) -> None:
+        self.hangs.clear()
+        for descriptor, future in self.waiting:
+            if error is None:
+                future.set_result(super().connect(descriptor).result())
+            else:
+                future.set_exception(error)
+        self.waiting.clear()
+
+
+def node(world: World, name: str) -> tuple[Node, Hanging]:
+    transport = Hanging()
+    return Node(world, name, transport=transport), transport
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    made = World()
+    yield made
+    for each in made.nodes.values():
+        each.transport.close()
+
+
+@pytest.mark.parametrize("slow", ["P", "D"])
+@pytest.mark.parametrize("mode", ["push", "pull"])
+def test_a_handoff_waits_for_its_connection_and_no_lease_ends_meanwhile(world: World, mode: str, slow: str) -> None:
+    (p, to_d), (d, to_p) = node(world, "P"), node(world, "D")
+    transport, far = (to_d, d) if slow == "P" else (to_p, p)
+    transport.hangs.add(far.descriptor)
+    ticket = world.begin(p, d, mode)
+    world.prefill(p, ticket)
+    world.run(2 * TIMERS.lease)
+    assert transport.waiting
+    assert p.runner.stats()["lost_leases"] == d.runner.stats()["lost_leases"] == 0
+    assert d.events == p.events == []
+    transport.answer()
+    world.run(3)
+    assert d.count(DecodeCommitted) == p.count(PrefillReleased) == 1
+    assert world.settled()
+
+
+@pytest.mark.parametrize("slow", ["P", "D"])
+def test_others_are_served_while_a_peer_does_not_answer(world: World, slow: str) -> None:
+    (p, p_transport), (d, d_transport) = node(world, "P"), node(world, "D")
+    if slow == "P":
+        other, _ = node(world, "D2")
+        p_transport.hangs.add(other.descriptor)
+        world.begin(p, other, "push")
+    else:
+        other, _ = node(world, "P2")
+        d_transport.hangs.add(other.descriptor)
+        world.begin(other, d, "push")
+    world.hand_over(p, d)
+    assert p_transport.waiting or d_transport.waiting
+
+
+@pytest.mark.parametrize("slow", ["P", "D"])
+def test_a_connection_that_cannot_be_had_fails_the_attempt(world: World, slow: str) -> None:
+    (p, to_d), (d, to_p) = node(world, "P"), node(world, "D")
+    transport, far = (to_d, d) if slow == "P" else (to_p, p)
+    transport.hangs.add(far.descriptor)
+    world.begin(p, d, "push")
+    transport.answer(TransportError("it is stopped"))
+    world.run(2)
+    assert d.failures() == ["unreachable_peer"]
+    assert d.count(DecodeReleased) == 1
+    world.run(FIRST_PAUSE_S)
+    world.hand_over(p, d)
+
+
+def test_a_connection_that_comes_too_late_is_let_go(world: World) -> None:
+    (p, _), (d, to_p) = node(world, "P"), node(world, "D")
+    to_p.hangs.add(p.descriptor)
+    world.begin(p, d, "push")
+    del world.nodes[p.address]
+    world.run(TIMERS.lease + 2)
+    to_p.answer()
+    world.run(1)
+    assert to_p._peers == []
+
+
+# ---------------------------------------------------------------- what was refused lately
+
+
+@dataclass
+class Refusing:
+    tried: int = 0
+    refuses: bool = True
+
+    def connect(self, descriptor: bytes) -> Future[Peer]:
+        self.tried += 1
+        future: Future[Peer] = Future()
+        if self.refuses:
+            future.set_exception(TransportError("refused"))
+        else:
+            future.set_result(None)  # type: ignore[arg-type]
+        return future
+
+
+def test_what_was_refused_is_left_alone_for_longer_each_time() -> None:
+    transport, clock = Refusing(), Clock()
+    connector = Connector(transport, clock, lambda: None)  # type: ignore[arg-type]
+
+    def attempt(descriptor: bytes = b"far") -> bool:
+        before = transport.tried
+        future = connector.begin(descriptor)
+        if transport.refuses:
+            with pytest.raises(TransportError, match=r"^refused"):
+                connector.result(future, descriptor)
+        else:
+            connector.result(future, descriptor)
+        return transport.tried > before
+
+    pause = FIRST_PAUSE_S
+    for _ in range(10):
+        assert attempt()
+        clock.now += 0.9 * pause
+        assert not attempt()
+        assert attempt(b"another")
+        clock.now += 0.2 * pause
+        pause = min(2 * pause, LONGEST_PAUSE_S)
+    transport.refuses = False
+    assert attempt()
+    transport.refuses = True
+    assert attempt()
+    clock.now += 1.1 * FIRST_PAUSE_S
+    assert attempt(), "it had answered, so this pause was a first one"
+    for number in range(MAX_REFUSED + 10):
+        attempt(str(number).encode())
+    assert len(connector._refused) == MAX_REFUSED
