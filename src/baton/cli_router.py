@@ -13,6 +13,7 @@ import typer
 
 from baton.engine.config import KVMode
 from baton.errors import ConfigError
+from baton.handoff.ticket import MAX_TICKET_LIFE_S, TICKET_LIFE_S
 from baton.openai.queue import MAX_QUEUED_REQUESTS
 from baton.openai.serving import SHUTDOWN_TIMEOUT_S, bind, serve, url_of
 from baton.processes import Reporter
@@ -52,6 +53,10 @@ _KvConnector = Annotated[
 _Seed = Annotated[
     bool, typer.Option("--seed-first-token", help="vLLM: the decode server is sent the first token, and samples none.")
 ]
+_TicketLife = Annotated[
+    float,
+    typer.Option(min=1, max=MAX_TICKET_LIFE_S, help="Seconds in which both legs reach their engines; they may wait."),
+]
 _NearTie = Annotated[
     float | None,
     typer.Option(min=0.0, help="vLLM: nats by which two first tokens may be apart. Default: 0.1; 0 excuses none."),
@@ -78,6 +83,7 @@ def router_command(
     kv_connector: _KvConnector = None,
     seed_first_token: _Seed = False,
     near_tie: _NearTie = None,
+    ticket_life: _TicketLife = TICKET_LIFE_S,
     shutdown_timeout: ShutdownTimeout = SHUTDOWN_TIMEOUT_S,
     admin_token_file: AdminTokenFile = None,
     max_queued_requests: _MaxQueued = MAX_QUEUED_REQUESTS,
@@ -114,6 +120,7 @@ def router_command(
         admin_token=admin_token(admin_token_file),
         max_queued_requests=max_queued_requests,
         host_names=(host,),
+        ticket_life=ticket_life,
         **vllm_only,
     )
     listener = bind(host, port)

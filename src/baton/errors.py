@@ -123,6 +123,7 @@ REASONS = frozenset(
         "peer_lost",
         "preempted",
         "queue_timeout",
+        "refused",
         "register_refused",
         "shutdown",
         "step_failed",

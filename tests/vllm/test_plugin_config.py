@@ -20,6 +20,7 @@ KEY = {"keys": "keys"}
         ("lease", 0),
         ("lease", float("nan")),
         ("lease", 1e9),
+        ("handoff_timeout_s", 0),
         ("max_retries", -1),
         ("max_retries", 1 << 70),
         ("max_retries", True),

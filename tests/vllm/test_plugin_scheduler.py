@@ -165,9 +165,14 @@ def test_a_leg_that_ends_before_its_preemption_is_told_of_is_lost() -> None:
 def test_a_prefill_leg_that_would_decode_is_refused() -> None:
     # Its states would go on, and its windows leave blocks behind, while they are copied.
     p = side("P")
-    p.on_new_request(leg("prefill", ticket(), max_tokens=2))
-    assert not p.has_news()
+    t = ticket()
+    p.on_new_request(leg("prefill", t, max_tokens=2))
+    step = p.take_step()
+    assert (step.opened, step.turned_away) == ([], [t]), "the decode engine need not wait for it"
     assert list(p.refused) == ["a prefill leg samples one token"]
+    forged = Request("prefill-2", PROMPT, {"baton": {"role": "prefill", "ticket": mint(b"z" * 32, t)}}, max_tokens=2)
+    p.on_new_request(forged)
+    assert not p.has_news()
     d = side("D")
     d.on_new_request(leg("decode", ticket(), max_tokens=2))
     assert d.has_news()

@@ -210,6 +210,14 @@ def test_a_receive_that_nobody_waits_for(worker: WorkerSide, agent: FakeAgent) -
     assert worker.results() == Results()
 
 
+def test_a_prefill_leg_that_is_turned_away_is_called_off(worker: WorkerSide, agent: FakeAgent) -> None:
+    t = ticket()
+    worker.begin(Step(turned_away=[t]))
+    assert agent.calls == [("open_prefill", t), ("abort", t.key, "refused")]
+    worker.post(ev.PrefillReleased(t.key, "refused"))
+    assert worker.results() == Results()
+
+
 def test_a_decode_leg_waits_until_it_is_admitted(worker: WorkerSide, agent: FakeAgent) -> None:
     t = ticket()
     worker.begin(Step(announced=[AnnounceDecode("r", t, 7)]))

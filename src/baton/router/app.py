@@ -12,6 +12,7 @@ import msgspec
 from aiohttp import web
 
 from baton.errors import BatonError, ConfigError, EngineUnavailableError, RequestError
+from baton.handoff.ticket import TICKET_LIFE_S
 from baton.openai import FrontMetrics, OpenAIService
 from baton.openai.backend import KVMode
 from baton.openai.http import BODIES, add_openai_routes, json_response, new_app
@@ -35,7 +36,8 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     runs there, Baton's own engines or vLLM; with vLLM, `kv_connector` is what it hands over with, `seed_first_token`
     sends its token to the decode server, and `near_tie` excuses other first tokens, in nats. `kv_mode` None: push, or
     the one that the connector has. `admin_token` None: instances cannot be changed at run time. `host_names`: by which
-    it is called there. `max_queued_requests`: choices that may wait for their first token."""
+    it is called there. `max_queued_requests`: choices that may wait for their first token. `ticket_life`: seconds in
+    which both legs must reach their engines."""
 
     prefill: tuple[str, ...] = ()
     decode: tuple[str, ...] = ()
@@ -54,6 +56,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     admin_token: str | None = None
     host_names: tuple[str, ...] = ()
     max_queued_requests: int = MAX_QUEUED_REQUESTS
+    ticket_life: float = TICKET_LIFE_S
 
 
 class _AddInstance(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -75,8 +78,10 @@ async def build_app(config: RouterConfig) -> web.Application:
     `IncompatiblePeerError` when engines serve different models.
     """
     vllm = config.engine == "vllm"
+    settings = ConnectorConfig(config.ticket_key, config.seed_first_token, config.ticket_life)
     connector = create_connector(
-        config.kv_connector if vllm else BATON_ENGINES, ConnectorConfig(config.ticket_key, config.seed_first_token)
+        config.kv_connector if vllm else BATON_ENGINES,
+        settings,
     )
     if connector.needs_ticket_key and config.ticket_key is None and (config.prefill or config.decode):
         raise ConfigError("ticket_key_file", "is required with prefill and decode engines")

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from baton.errors import ConfigError
-from baton.handoff.config import DEFAULT_MAX_RETRIES, Timers
+from baton.handoff.config import DEFAULT_HANDOFF_TIMEOUT_S, DEFAULT_MAX_RETRIES, Timers
 from baton.handoff.events import Integrity
 from baton.handoff.keys import check_bind, ticket_key_file
 from baton.handoff.messages import MAX_LEASE_S, MAX_ROUNDS
@@ -28,7 +28,8 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     `granularity` is what copies are made of (see `baton.vllm.geometry`) and must be equal on both engines; `integrity`
     is how much of the KV is digested, and needs granularity "token" where K is stored by dimension. A peer that is
-    silent for `lease` seconds is given up.
+    silent for `lease` seconds is given up. A handoff may take `handoff_timeout_s` from the moment on at which both
+    engines have blocks for it.
     """
 
     keys: str
@@ -38,11 +39,12 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     granularity: Granularity = "page"
     integrity: Integrity = "off"
     lease: Annotated[float, Meta(gt=0, le=MAX_LEASE_S)] = 5.0
+    handoff_timeout_s: Annotated[float, Meta(gt=0, le=3600)] = DEFAULT_HANDOFF_TIMEOUT_S
 
     @property
     def timers(self) -> Timers:
         """The agent's timers."""
-        return Timers(renew=self.lease / 5, lease=self.lease)
+        return Timers(renew=self.lease / 5, lease=self.lease, handoff=self.handoff_timeout_s)
 
     def ticket_key(self) -> bytes:
         """The key that tickets are signed with.

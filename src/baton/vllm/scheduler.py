@@ -7,6 +7,7 @@ layers (Mamba) cannot go back by a token: its prefill leg is sent without the la
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections import Counter
@@ -115,10 +116,12 @@ class SchedulerSide:
         tokens = request.prompt_token_ids
         if tokens is None or not _plain(request):
             self._refuse(request, "only requests of plain token ids, without LoRA, can be handed off")
+            self._turn_away(params)
             return
         if params.role == "prefill" and request.max_tokens != 1:
             # Decoding on, it would overwrite its states, and free the blocks that a window leaves behind.
             self._refuse(request, "a prefill leg samples one token")
+            self._turn_away(params)
             return
         whole = params.role == "prefill" and (self.identity.truncate_prefill or params.seed_first_token)
         num_tokens = len(tokens) if whole else len(tokens) - 1
@@ -142,6 +145,12 @@ class SchedulerSide:
             assert next_token is not None
             self._decodes[request.request_id] = _Decode(ticket, num_tokens)
             self._step.announced.append(AnnounceDecode(request.request_id, ticket, next_token))
+
+    def _turn_away(self, params: LegParams) -> None:
+        """Tell the decode engine at once that nothing comes of a prefill leg, where its ticket is good."""
+        if params.role == "prefill":
+            with contextlib.suppress(ProtocolError):
+                self._step.turned_away.append(verify(self._ticket_key, params.ticket, "prefill", self._clock()))
 
     def _cancel(self, request: VllmRequest, text: str) -> None:
         """Let go of the prefill leg that a ticket permitted: its decode engine will not come for it."""

@@ -67,11 +67,12 @@ class OpenDecode:
 
 @dataclass(slots=True)
 class Step:
-    """Everything new. `admitted`: prefill legs that have blocks and are computed now; `aborted`: decode legs that are
-    given up; `preempted`: prefill legs whose blocks are about to be used by others; `cancelled`: those that nobody will
-    fetch."""
+    """Everything new. `turned_away`: prefill legs that are served without a handoff; `admitted`: those that have blocks
+    and are computed now; `aborted`: decode legs that are given up; `preempted`: prefill legs whose blocks are about to
+    be used by others; `cancelled`: those that nobody will fetch."""
 
     opened: list[OpenPrefill] = field(default_factory=list)
+    turned_away: list[Ticket] = field(default_factory=list)
     admitted: list[AttemptKey] = field(default_factory=list)
     computed: list[Computed] = field(default_factory=list)
     closed: list[ClosePrefill] = field(default_factory=list)
@@ -83,4 +84,4 @@ class Step:
 
     def __bool__(self) -> bool:
         news = (self.opened, self.admitted, self.computed, self.closed, self.announced, self.receives)
-        return any((*news, self.aborted, self.preempted, self.cancelled))
+        return any((*news, self.turned_away, self.aborted, self.preempted, self.cancelled))

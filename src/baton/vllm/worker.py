@@ -140,6 +140,9 @@ class WorkerSide:
         """What can start before the forward pass."""
         for opened in step.opened:
             self._open_prefill(opened)
+        for ticket in step.turned_away:
+            self.agent.open_prefill(ticket)
+            self.agent.abort(ticket.key, "refused")
         for key in step.admitted:
             self.agent.admit_prefill(key)
         for closed in step.closed:

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 import aiohttp
 
 from baton.errors import ConfigError, EngineLostError, EngineUnavailableError, RequestError
+from baton.handoff.ticket import TICKET_LIFE_S
 from baton.openai.backend import KVMode
 from baton.router.client import EngineClient
 from baton.router.join import Chunks, Leg
@@ -27,10 +28,12 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class ConnectorConfig:
-    """`ticket_key` signs tickets; `seed_first_token`: the decode engine is sent the prefill engine's first token."""
+    """`ticket_key` signs tickets, whose legs may come for `ticket_life_s` seconds;
+    `seed_first_token`: the decode engine is sent the prefill engine's first token."""
 
     ticket_key: bytes | None = None
     seed_first_token: bool = False
+    ticket_life_s: float = TICKET_LIFE_S
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ class EngineConnector(Connector):
     def handoff(self, request: GenerateRequest, prefill: Instance, decode: Instance, kv_mode: KVMode) -> Handoff:
         """See `Connector.handoff`."""
         digest = request_digest(request.prompt_token_ids, request.sampling_params, request.num_prompt_tokens)
-        ticket = mint_ticket(self.config.ticket_key, prefill, decode, kv_mode, digest)
+        ticket = mint_ticket(self.config.ticket_key, prefill, decode, kv_mode, digest, self.config.ticket_life_s)
 
         def leg(role: Leg, engine: Instance) -> Chunks:
             return engine.client.generate(

@@ -5,13 +5,18 @@ from __future__ import annotations
 import time
 
 from baton.errors import EngineUnavailableError
-from baton.handoff.ticket import TICKET_LIFE_S, Ticket, mint
+from baton.handoff.ticket import Ticket, mint
 from baton.openai.backend import KVMode
 from baton.router.pool import Instance
 
 
-def mint_ticket(key: bytes | None, prefill: Instance, decode: Instance, mode: KVMode, request_digest: bytes) -> str:
-    """A ticket for one attempt of the request with this digest. Raises `EngineUnavailableError`."""
+def mint_ticket(
+    key: bytes | None, prefill: Instance, decode: Instance, mode: KVMode, request_digest: bytes, life_s: float
+) -> str:
+    """A ticket for one attempt of the request with this digest, whose legs come within `life_s` seconds.
+
+    Raises `EngineUnavailableError`.
+    """
     p, d = prefill.info, decode.info
     if key is None:
         raise EngineUnavailableError("the router has no ticket key, and so cannot hand off")
@@ -19,5 +24,5 @@ def mint_ticket(key: bytes | None, prefill: Instance, decode: Instance, mode: KV
         raise EngineUnavailableError("an engine of the pair is not known any more")
     # An engine's clock went on since it was read; that the reading took a while makes its tickets live shorter.
     now = time.monotonic()
-    expiries = (p.clock + now - prefill.answered + TICKET_LIFE_S, d.clock + now - decode.answered + TICKET_LIFE_S)
+    expiries = (p.clock + now - prefill.answered + life_s, d.clock + now - decode.answered + life_s)
     return mint(key, Ticket.between(p, d, mode, request_digest, expiries))

@@ -42,7 +42,7 @@ class BatonConnector(VllmConnector):
             return Handoff({"prefill": p.leg(request)})  # the first token is the last
         # A vLLM server knows of a ticket's request only the tokens that are handed over.
         digest = request_digest(tokens if seeded else tokens[:-1], SamplingParams())
-        ticket = mint_ticket(self.config.ticket_key, prefill, decode, kv_mode, digest)
+        ticket = mint_ticket(self.config.ticket_key, prefill, decode, kv_mode, digest, self.config.ticket_life_s)
 
         async def over(outcome: Outcome) -> None:
             if outcome in ("failed", "aborted") or (seeded and outcome == "finished_early"):

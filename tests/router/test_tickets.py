@@ -1,0 +1,24 @@
+"""How long a router's tickets let legs come."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+from baton.handoff.ticket import verify
+from baton.router.connectors.tickets import mint_ticket
+
+KEY = b"k" * 32
+
+
+def engine(name: str, clock: float) -> Any:
+    info = SimpleNamespace(engine_id=name, incarnation=f"{name}-1", control_address="tcp://127.0.0.1:1", clock=clock)
+    return SimpleNamespace(info=info, answered=time.monotonic())
+
+
+def test_a_ticket_lives_as_long_as_the_router_is_told() -> None:
+    p, d = engine("P", 1000.0), engine("D", 77.0)
+    ticket = verify(KEY, mint_ticket(KEY, p, d, "push", bytes(32), 30.0), "prefill", 1000.0)
+    assert 30.0 <= ticket.prefill_expiry - 1000.0 < 60.0
+    assert 30.0 <= ticket.decode_expiry - 77.0 < 60.0
