@@ -148,7 +148,9 @@ def test_d_gives_up_before_p_is_opened(pair: Pair) -> None:
         pass  # P may have refused the REGISTER, which wants nothing, before D gave up
     time.sleep(0.05)
     p.agent.open_prefill(ticket)
-    assert p.next(PrefillReleased) == PrefillReleased(ticket.key, "client_gone")
+    released = p.next(PrefillReleased)
+    assert isinstance(released, PrefillReleased)
+    assert released.outcome in ("client_gone", "register_refused"), released
     settle(p, d)
 
 
