@@ -366,9 +366,10 @@ def segments_of(transport: ShmTransport) -> str:
 
 
 def test_a_cancel_waits_for_no_copy_of_another_peer(transport: ShmTransport, monkeypatch: pytest.MonkeyPatch) -> None:
-    go_on = threading.Event()
+    begun, go_on = threading.Event(), threading.Event()
 
     def stuck(*arguments: object) -> int:
+        begun.set()
         assert go_on.wait(30)
         return 0
 
@@ -379,6 +380,7 @@ def test_a_cancel_waits_for_no_copy_of_another_peer(transport: ShmTransport, mon
     run = CopyList(0, 0, *[np.array([8], dtype=np.int64)] * 3)
     try:
         moving, queued, behind = (transport.submit(peer, "write", run) for peer in (one, two, two))
+        assert begun.wait(30)
         transport.cancel(queued)
         assert queued.poll() == "failed"
         transport.disconnect(two)
