@@ -13,7 +13,7 @@ from baton.handoff.greeting import prove, seal, session_key
 from baton.handoff.keys import KeyRing, make_keys
 from baton.handoff.messages import CHALLENGE_BYTES, Hello, Message, decode, encode
 from baton.handoff.ticket import Ticket, new_transfer_id
-from baton.testing.fuzz import Node, Traffic
+from baton.testing.handoff_pair import Node, Traffic
 
 TICKET_KEY = b"k" * 32
 CHALLENGE = bytes(CHALLENGE_BYTES)

@@ -14,7 +14,7 @@ from baton.handoff.events import DecodeFailed, DecodeReleased
 from baton.handoff.greeting import prove, seal, session_key
 from baton.handoff.messages import Bye, Hello, Nack, Ready, Register, decode, encode
 from baton.handoff.ticket import mint
-from baton.testing.fuzz import Node
+from baton.testing.handoff_pair import Node
 from baton.transports.base import CopyList
 
 Until = Callable[[Callable[[], object]], None]

@@ -13,7 +13,7 @@ from baton.handoff.channel import Channel
 from baton.handoff.events import DecodeFailed, DecodeReleased
 from baton.handoff.keys import KeyRing, make_keys
 from baton.handoff.messages import Hello
-from baton.testing.fuzz import Node
+from baton.testing.handoff_pair import Node
 
 Until = Callable[[Callable[[], object]], None]
 
