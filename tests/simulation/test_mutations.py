@@ -17,7 +17,6 @@ FOUND_AT = {
     "commit_after_failure": 81,
     "duplicate_commit_is_progress": 340,
     "no_ticket_check": 25,
-    "old_round_commits": 24,
     "timeout_frees_source": 38,
     "unfenced_is_fenced": 29,
 }

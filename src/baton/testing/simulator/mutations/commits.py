@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from baton.handoff import machines
+from baton.handoff import digesting
 from baton.handoff.decode import DecodeHandoff
 from baton.handoff.events import (
     Action,
@@ -50,7 +50,10 @@ def _final_too_early() -> list[Patch]:
     return around_method(PrefillHandoff, "_declare", around)
 
 
-@mutation("D commits on COMMIT of the repair that it asked for last, no other")
+@mutation(
+    "D commits on COMMIT of the repair that it asked for last, no other",
+    ("corrupt", "duplicate", "delay", "reorder", "slow_copy", "late_copy"),
+)
 def _old_round_commits() -> list[Patch]:
     def around(self: DecodeHandoff, committed: Handle, message: Commit) -> list[Action]:
         return committed(msgspec.structs.replace(message, round=self.round))
@@ -72,7 +75,7 @@ def _duplicate_commit_is_progress() -> list[Patch]:
 
 @mutation("bytes are compared with their digests")
 def _skip_digest_check() -> list[Patch]:
-    return [(machines, "mismatches", lambda *_: [])]
+    return [(digesting, "mismatches", lambda *_: [])]
 
 
 @mutation("nothing is committed after a failure")
