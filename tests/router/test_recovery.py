@@ -125,9 +125,11 @@ async def test_a_lost_decode_engine_costs_no_token(directory: Path, fail_after: 
         assert len(transfers) == len(set(transfers))
 
 
-async def test_a_lost_decode_engine_in_a_stream(directory: Path) -> None:
+@pytest.mark.parametrize("fail", ["lost", "thread died"])
+async def test_a_lost_decode_engine_in_a_stream(directory: Path, fail: str) -> None:
+    """One whose thread died is as lost as one whose process did."""
     cluster = Cluster(directory)
-    cluster.decodes[0].fail = "lost"
+    cluster.decodes[0].fail = fail
     async with cluster.run() as (url, session):
         body = {**BODY, "stream": True, "stream_options": {"include_usage": True}}
         async with session.post(f"{url}/v1/completions", json=body) as response:

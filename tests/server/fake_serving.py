@@ -211,6 +211,8 @@ class FakeEngine:
                 return
             if start > self.fail_after and self.fail == "mid-stream":
                 raise RuntimeError("a bug")
+            if start > self.fail_after and self.fail == "thread died":
+                raise EngineUnavailableError("the engine failed: RuntimeError")
             if start > self.fail_after and self.fail in ("lost", "dies"):
                 self.fail = "down" if self.fail == "dies" else "lost"
                 raise ConnectionResetError

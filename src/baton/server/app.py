@@ -14,7 +14,7 @@ from typing import Protocol
 import msgspec
 from aiohttp import web
 
-from baton.errors import RequestError
+from baton.errors import EngineUnavailableError, RequestError
 from baton.openai import FrontMetrics, OpenAIService, ServedModel
 from baton.openai.backend import KVMode
 from baton.openai.errors import to_api_error
@@ -154,6 +154,13 @@ async def _generate(engine: Engine, metrics: FrontMetrics, request: web.Request)
                 await write(request, response, msgspec.json.encode(chunk) + b"\n")
     except ConnectionResetError:
         raise
+    except EngineUnavailableError as error:
+        if response is None:
+            raise
+        # Nothing more comes from here: to its router it is lost, as if the process had ended, and others go on.
+        if request.transport is not None:
+            request.transport.abort()
+        raise ConnectionResetError(str(error)) from None
     except Exception as error:
         if response is None:
             raise
