@@ -15,6 +15,7 @@ from tokenizers import decoders, models, normalizers
 
 from baton.errors import CheckpointError, RequestError
 from baton.text import IncrementalDetokenizer, StopChecker, Tokenizer
+from baton.text.stop import _borders
 
 
 @pytest.fixture(scope="module")
@@ -142,6 +143,16 @@ def test_stop_strings_look_at_each_character_once() -> None:
     checker = StopChecker(["a" * 1000 + "b"])
     assert sum(len(checker.push("a")) for _ in range(5_000)) == 4_000
     assert len(checker.flush()) == 1_000
+
+
+def test_stop_strings_of_other_requests_cost_nothing() -> None:
+    """Each request's are looked through once, however many requests run side by side."""
+    checkers = [StopChecker([f"a{request}b{number}" for number in range(16)]) for request in range(20)]
+    before = _borders.cache_info().misses
+    for _ in range(3):
+        for checker in checkers:
+            checker.push("aac")
+    assert _borders.cache_info().misses == before
 
 
 def test_bytes_that_are_no_text_are_held_in_a_window(byte_level: Tokenizer) -> None:

@@ -8,6 +8,7 @@ the same character the longer one.
 from __future__ import annotations
 
 import functools
+from array import array
 from collections.abc import Sequence
 
 
@@ -17,6 +18,8 @@ class StopChecker:
     def __init__(self, stop: Sequence[str], include_stop: bool = False) -> None:
         """`include_stop`: the text ends after the stop string instead of before it."""
         self._stop = tuple(stop)
+        # Held here, since others' may push them out of the cache: then each character would pay for a table.
+        self._borders = [_borders(text) for text in self._stop]
         self._include = include_stop
         # How many characters of each stop string the text ends with.
         self._num_matched = [0] * len(self._stop)
@@ -39,8 +42,8 @@ class StopChecker:
                 self.matched, self._held = found, ""
                 return text[:end] if self._include else text[: end - len(found)]
         pending = max(
-            _borders(stop)[-1] if number == len(stop) else number
-            for stop, number in zip(self._stop, self._num_matched, strict=True)
+            borders[-1] if number == len(borders) else number
+            for borders, number in zip(self._borders, self._num_matched, strict=True)
         )
         shown = len(text) - pending
         self._held = text[shown:]
@@ -57,7 +60,7 @@ class StopChecker:
         for index, stop in enumerate(self._stop):
             number = self._num_matched[index]
             if number and (number == len(stop) or stop[number] != character):
-                borders = _borders(stop)
+                borders = self._borders[index]
                 number = borders[number - 1]
                 while number and stop[number] != character:
                     number = borders[number - 1]
@@ -69,10 +72,10 @@ class StopChecker:
         return found
 
 
-@functools.lru_cache(maxsize=64)
-def _borders(text: str) -> tuple[int, ...]:
+@functools.lru_cache(maxsize=64)  # the choices of a request share them
+def _borders(text: str) -> array[int]:
     """For each start of `text`: the length of its longest proper end that is a start too."""
-    borders = [0] * len(text)
+    borders = array("I", [0]) * len(text)
     length = 0
     for end in range(1, len(text)):
         while length and text[end] != text[length]:
@@ -80,4 +83,4 @@ def _borders(text: str) -> tuple[int, ...]:
         if text[end] == text[length]:
             length += 1
         borders[end] = length
-    return tuple(borders)
+    return borders
