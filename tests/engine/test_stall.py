@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,23 @@ def test_idle_time_and_short_turns_count_for_nothing(monkeypatch: pytest.MonkeyP
         core.turn()
         assert seen == [5.0]
         assert core.busy_s() == 0.0
+
+
+def test_calls_are_taken_while_others_look_at_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first of them must not go away between a look whether there is one and a look at it."""
+
+    class Calls(deque[Any]):
+        def popleft(self) -> Any:
+            assert core._wake._is_owned()  # type: ignore[attr-defined]
+            return super().popleft()
+
+    with stepped() as one:
+        core = one.core
+        monkeypatch.setattr(core, "_posted", Calls())
+        done: list[int] = []
+        core.post(lambda: done.append(1))
+        core.drain()
+        assert done == [1]
 
 
 @pytest.mark.parametrize("mode", ["push", "pull"])

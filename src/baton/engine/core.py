@@ -96,7 +96,9 @@ class EngineCore:
     def drain(self) -> None:
         """Run everything posted so far."""
         while self._posted:
-            self._posted.popleft()[1]()
+            with self._wake:  # `busy_s` looks at the first of them
+                _, call = self._posted.popleft()
+            call()
 
     def busy_s(self) -> float:
         """Seconds since the turn that runs now began, or since the oldest call was posted that was not taken yet,
