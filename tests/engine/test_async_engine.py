@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 from engines import TARGET, request
 
+from baton.engine import async_engine
 from baton.engine.async_engine import AsyncEngine
 from baton.engine.config import EngineConfig, KVTransferConfig
+from baton.engine.request import Request
 from baton.errors import EngineUnavailableError, OverloadedError
 from baton.handoff.ticket import load_or_create_key
 from baton.wire import SamplingParams
@@ -38,6 +41,32 @@ async def test_the_death_of_the_engine_thread_is_told(tmp_path: Path, monkeypatc
             engine.load()
         # With its agent alive, peers would wait for this engine until their tickets expire.
         await asyncio.wait_for(asyncio.to_thread(agent._thread.join), 10.0)
+    finally:
+        engine.close()
+
+
+async def test_no_request_waits_for_a_thread_that_died_as_it_came(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the question whether the engine lives and the request's place among its streams."""
+    engine = AsyncEngine(EngineConfig(model=TARGET))
+    core = engine._engine.core
+
+    def fail() -> bool:
+        raise RuntimeError("out of luck")
+
+    whole = async_engine.make_request
+
+    def make_request(*arguments: Any) -> Request:
+        core.post(lambda: None)
+        engine._thread.join(20)
+        return whole(*arguments)
+
+    engine.start()
+    try:
+        monkeypatch.setattr(core, "step", fail)
+        monkeypatch.setattr(async_engine, "make_request", make_request)
+        with pytest.raises(EngineUnavailableError, match="RuntimeError"):
+            await asyncio.wait_for(anext(engine.generate(request("r", [1, 2], SamplingParams(max_tokens=3)))), 20)
+        assert engine._num_waiting == 0
     finally:
         engine.close()
 

@@ -145,6 +145,8 @@ class AsyncEngine:
         ended, waiting = False, True
         self._num_waiting += 1
         try:
+            if self._dead is not None:  # since it was asked above: nothing comes, not even an end
+                raise EngineUnavailableError(self._dead)
             while not ended:
                 delivery = await stream.queue.get()
                 if delivery is None:
