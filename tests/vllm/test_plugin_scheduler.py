@@ -178,6 +178,16 @@ def test_a_prefill_leg_that_would_decode_is_refused() -> None:
     assert d.has_news()
 
 
+def test_what_is_turned_away_calls_off_nothing_of_others() -> None:
+    p, t, strange = side("P"), ticket(), ticket(incarnation="before-a-restart")
+    p.on_new_request(leg("prefill", strange, max_tokens=2))
+    assert not p.has_news(), "the agent takes no ticket of another engine, and would end this one's worker"
+    p.on_new_request(leg("prefill", t))
+    p.take_step()
+    p.on_new_request(leg("prefill", t, max_tokens=2))
+    assert not p.has_news(), "the leg that the ticket was good for goes on"
+
+
 def test_a_decode_leg_waits_for_all_but_the_last_token() -> None:
     d, t = side("D"), ticket()
     request = leg("decode", t)

@@ -175,9 +175,9 @@ class Redeemer:
         self._self = (engine_id, incarnation)
         self._used: dict[tuple[str, AttemptKey], float] = {}
 
-    def redeem(self, text: str, role: TicketRole, digest: bytes, now: float) -> Ticket:
+    def redeem(self, text: str, role: TicketRole, digest: bytes | None, now: float) -> Ticket:
         """The ticket in `text`, if this engine may serve its leg `role` of the request with `digest` at `now`, in
-        monotonic seconds.
+        monotonic seconds. Without `digest` whatever the request: its leg is not to be served.
 
         Raises `ProtocolError` that says why not.
         """
@@ -190,7 +190,7 @@ class Redeemer:
             decode = (ticket.decode_engine, ticket.decode_incarnation)
             if (prefill if role == "prefill" else decode) != self._self:
                 raise WrongEngineError("the ticket names another engine")
-            if not hmac.compare_digest(ticket.request_digest, digest):
+            if digest is not None and not hmac.compare_digest(ticket.request_digest, digest):
                 raise ProtocolError("the ticket was signed for another request")
             if (role, ticket.key) in self._used:
                 raise ProtocolError("the ticket was used before")

@@ -147,10 +147,12 @@ class SchedulerSide:
             self._step.announced.append(AnnounceDecode(request.request_id, ticket, next_token))
 
     def _turn_away(self, params: LegParams) -> None:
-        """Tell the decode engine at once that nothing comes of a prefill leg, where its ticket is good."""
+        """Tell the decode engine at once that nothing comes of a prefill leg, where its ticket is good: for this
+        engine, and for no leg that it has taken before."""
         if params.role == "prefill":
             with contextlib.suppress(ProtocolError):
-                self._step.turned_away.append(verify(self._ticket_key, params.ticket, "prefill", self._clock()))
+                ticket = self._redeemer.redeem(params.ticket, "prefill", None, self._clock())
+                self._step.turned_away.append(ticket)
 
     def _cancel(self, request: VllmRequest, text: str) -> None:
         """Let go of the prefill leg that a ticket permitted: its decode engine will not come for it."""
