@@ -275,6 +275,19 @@ def test_a_silent_prefill_engine_costs_its_lease_and_frees_nothing_it_may_write(
     world.hand_over(p, d)
 
 
+def test_hello_said_again_keeps_nobody_alive(world: World) -> None:
+    """Whoever listens at the address of an engine that is gone can say it."""
+    p, d = Node(world, "P"), Node(world, "D")
+    world.begin(p, d, "push")
+    p.paused = True
+    (link,) = d.runner.links.servers.values()
+    assert link.hello is not None
+    for _ in range(round(TIMERS.lease) + 2):
+        world.run(1)
+        d.runner.on_message(link.connection, link.hello)
+    assert d.failures() == ["lease_expired"]
+
+
 def test_a_silent_decode_engine_costs_its_lease_and_frees_nothing_it_may_read(world: World) -> None:
     p, d = Node(world, "P"), Node(world, "D")
     ticket = world.ticket(p, d, "pull")

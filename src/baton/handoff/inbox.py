@@ -75,10 +75,11 @@ class Inbox:
         link = self._links.servers.get(connection.address)
         if link is None or link.connection is not connection:
             return
+        if isinstance(message, Hello) and link.hello is not None:
+            return  # unlike all else, anybody at the address can say it: no sign of life
         link.heard = self._clock.monotonic()
         if isinstance(message, Hello):
-            if link.hello is None:
-                self._greeted(link, message)
+            self._greeted(link, message)
         elif isinstance(message, Bye):
             self._server_left(link, message)
         elif isinstance(message, Renew):
