@@ -15,6 +15,7 @@ import msgspec
 import pytest
 from fake_serving import MAX_MODEL_LEN, FakeEngine, served, write_tokenizer
 
+from baton.openai import FrontMetrics, service
 from baton.openai.plan import MAX_MESSAGES
 from baton.router.client import _leg_body
 from baton.server import build_app
@@ -98,6 +99,34 @@ async def test_the_event_loop_goes_on_while_a_long_text_is_tokenised(
             assert response.status == 200
         answered.set()
         assert (await waiting)[0] == 200
+
+
+async def test_bodies_of_clients_that_left_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However busy the workers are with those of others."""
+    begun, go_on = threading.Semaphore(0), threading.Event()
+
+    def make_plan(*arguments: Any) -> str:
+        begun.release()
+        assert go_on.wait(20)
+        return "plan"
+
+    class NoBackend:
+        def model(self) -> None: ...
+
+    monkeypatch.setattr(service, "make_plan", make_plan)
+    one = service.OpenAIService(NoBackend(), FrontMetrics())  # type: ignore[arg-type]
+    asked = [asyncio.create_task(one.plan(b" " * 10_000, False)) for _ in range(10)]
+    for _ in range(2):
+        assert await asyncio.to_thread(begun.acquire, timeout=20)
+    assert one._workers._work_queue.qsize() == 0
+    for task in asked:
+        task.cancel()
+    await asyncio.gather(*asked, return_exceptions=True)
+    later = asyncio.create_task(one.plan(b" " * 10_000, False))
+    await asyncio.sleep(0)
+    assert one._workers._work_queue.qsize() == 0
+    go_on.set()
+    assert await asyncio.wait_for(later, 20) == "plan"
 
 
 async def test_bounds(directory: Path, session: aiohttp.ClientSession) -> None:

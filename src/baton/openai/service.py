@@ -43,6 +43,7 @@ class OpenAIService:
         self._backend = backend
         self._metrics = metrics
         self._workers = ThreadPoolExecutor(_NUM_WORKERS, thread_name_prefix="baton-plan")
+        self._free_workers = asyncio.Semaphore(_NUM_WORKERS)
 
     def models(self) -> dict[str, object]:
         """Return the body of `GET /v1/models`."""
@@ -62,7 +63,12 @@ class OpenAIService:
         model = self._backend.model()
         if len(body) <= _MAX_INLINE_BYTES:
             return make_plan(body, model, chat)
-        return await asyncio.get_running_loop().run_in_executor(self._workers, make_plan, body, model, chat)
+        # A worker's own queue would hold the bodies of clients that have left; what it has begun it does to the end.
+        await self._free_workers.acquire()
+        loop = asyncio.get_running_loop()
+        work = self._workers.submit(make_plan, body, model, chat)
+        work.add_done_callback(lambda _: _call_on(loop, self._free_workers.release))
+        return await asyncio.wrap_future(work)
 
     async def answer(self, plan: Plan) -> bytes | EventStream:
         """Answer a request."""
@@ -131,6 +137,11 @@ class OpenAIService:
                 if delta.finish_reason is not None:
                     return
         raise EngineUnavailableError("the engine's stream ended before the request did")
+
+
+def _call_on(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
+    with contextlib.suppress(RuntimeError):  # the loop has ended
+        loop.call_soon_threadsafe(call)
 
 
 def _event(body: dict[str, object]) -> bytes:
