@@ -150,16 +150,19 @@ async def test_a_request_that_fails_in_a_step_ends_alone(
         await idle(engine)
 
 
-async def test_an_engine_that_can_compute_nothing_fails_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("broken", ["forward", "propose"])
+async def test_an_engine_that_can_compute_nothing_fails_as_a_whole(
+    broken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It must not answer every request with an error for ever."""
 
-    def forward(self: ModelRunner, scheduled: Any) -> Any:
+    def fail(self: ModelRunner, *arguments: Any) -> Any:
         raise RuntimeError("the device is gone")
 
     async with running() as engine:
         failures: list[str] = []
         engine.on_failure(failures.append)
-        monkeypatch.setattr(ModelRunner, "forward", forward)
+        monkeypatch.setattr(ModelRunner, broken, fail)
         with pytest.raises(EngineUnavailableError, match="RuntimeError"):
             await answers(engine)
         await asyncio.wait_for(asyncio.to_thread(engine._thread.join), 30)

@@ -82,14 +82,16 @@ def _joined(parts: Sequence[Computed]) -> Computed:
 
 
 def _works(core: EngineCore) -> bool:
-    """Whether the target can compute one token, in a page of its own; yes where no page is free to try it."""
+    """Whether target and drafter can compute one token, in pages of their own; yes where none is free to try it."""
     params = SamplingParams(max_tokens=1, temperature=0.0)
-    wire = GenerateRequest(request_id="canary", prompt_token_ids=[0], sampling_params=params)
-    request = Request(wire, SamplerState(params, [0], core.runner.model.vocab_size, ()))
+    wire = GenerateRequest(request_id="canary", prompt_token_ids=[0, 0], sampling_params=params)
+    request = Request(wire, SamplerState(params, [0, 0], core.runner.model.vocab_size, ()))
     try:
         for group, pool in core.scheduler.pools.items():
             request.set_pages(group, pool.allocate(1))
-        core.runner.logits(core.runner.forward([ScheduledRows(request, 0, 1)]), [0])
+        output = core.runner.forward([ScheduledRows(request, 0, 1)])
+        core.runner.logits(output, [0])
+        core.runner.propose(output, [DraftRows(request, 0, 0, 1, 1)])
     except CapacityError:
         return True
     except Exception:
