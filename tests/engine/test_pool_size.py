@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from engines import EAGLE3, TARGET
 
+import baton.engine.pool_size as pool_size_module
 from baton import LLM, SamplingParams
 from baton.engine.config import EngineConfig, parse_size
 from baton.engine.pool_size import MIN_POOL_BYTES, Memory, PoolSize, pool_size
@@ -63,6 +65,30 @@ def test_the_context_is_what_fits() -> None:
     assert size(kv_cache_memory=100 * PAGE_BYTES, max_model_len=1581).max_model_len == 1581
     # The share alone, too: of 1.5 GiB, after the weights.
     assert size(free=4 * GIB, weights=2 * GIB, kv_cache_memory=None).max_model_len < CONTEXT
+
+
+@pytest.mark.parametrize(
+    ("directory", "limit", "usage", "prefix"),
+    [
+        ("", "memory.max", "memory.current", ""),
+        ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+    ],
+)
+def test_files_that_were_read_take_no_memory_of_a_container(
+    tmp_path: Path, directory: str, limit: str, usage: str, prefix: str
+) -> None:
+    """A checkpoint that was loaded before stays in the page cache, and counts as used there."""
+    group = tmp_path / directory
+    group.mkdir(exist_ok=True)
+    for name, text in (
+        (limit, "8000000\n"),
+        (usage, "7900000\n"),
+        ("memory.stat", f"anon 900000\n{prefix}inactive_file 4000000\n{prefix}active_file 3000000\n"),
+    ):
+        (group / name).write_text(text)
+    assert pool_size_module._host_free(tmp_path) == 7_100_000
+    (group / limit).write_text("max\n")
+    assert pool_size_module._host_free(tmp_path) > 7_100_000
 
 
 @pytest.mark.parametrize(

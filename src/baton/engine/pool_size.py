@@ -109,19 +109,25 @@ def _share(config: EngineConfig, before: Memory, now: Memory) -> int:
     return part
 
 
-def _host_free() -> int:
-    """What the kernel says is available, within the limit of this process's control group."""
+def _host_free(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """What the kernel says is available, within the limit of this process's control group.
+
+    A group's usage counts the files that its processes have read, such as checkpoints; the kernel drops those first.
+    """
     lines = Path("/proc/meminfo").read_text().splitlines()
     sizes = {name: int(rest.split()[0]) << 10 for name, _, rest in (line.partition(":") for line in lines)}
     free = sizes["MemAvailable"]
-    for limit, usage in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    for group, limit, usage, prefix in (
+        (cgroup, "memory.max", "memory.current", ""),
+        (cgroup / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
     ):
         try:
-            free = min(free, int(Path(limit).read_text()) - int(Path(usage).read_text()))
+            left = int((group / limit).read_text()) - int((group / usage).read_text())
+            counts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
         except (OSError, ValueError):
             continue  # no such control group, or no limit
+        files = sum(int(counts.get(f"{prefix}{kind}_file", 0)) for kind in ("active", "inactive"))
+        free = min(free, left + files)
     return max(0, free)
 
 
