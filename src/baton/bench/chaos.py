@@ -159,7 +159,8 @@ class _Chaos:
 
         def enough(number: int) -> bool:
             broken = all(breaker.num_faults >= config.least_faults for breaker in breakers)
-            return number >= len(self._cases) * (1 if broken else MOST_ROUNDS)
+            failed = any(task.done() for task in faults)
+            return number >= len(self._cases) * (1 if broken or failed else MOST_ROUNDS)
 
         async def stream() -> None:
             while not enough(number := next(numbers)):

@@ -74,7 +74,7 @@ class VllmServer:
         self.signal(signal.SIGCONT)
         self.process.wait()
         until = time.monotonic() + _TRACKER_TIMEOUT_S
-        while trackers & self._processes().keys() and time.monotonic() < until:
+        while self._processes() and time.monotonic() < until:
             time.sleep(0.01)
         with contextlib.suppress(ProcessLookupError):
             self.signal(signal.SIGKILL)
