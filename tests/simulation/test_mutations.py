@@ -10,15 +10,19 @@ from baton.testing.simulator.parallel import run_seeds
 
 # Where a search found them last. It begins there, and goes through all seeds when the protocol has changed since.
 FOUND_AT = {
-    "any_bye_is_quiet": 105,
-    "blocking_connect": 13,
-    "register_before_connected": 8,
-    "cancel_once": 48,
-    "commit_after_failure": 81,
-    "duplicate_commit_is_progress": 340,
-    "no_ticket_check": 25,
-    "timeout_frees_source": 38,
-    "unfenced_is_fenced": 29,
+    "abort_then_reuse": 35,
+    "any_bye_is_quiet": 25,
+    "attempts_are_one": 28,
+    "cancel_once": 71,
+    "cancelled_while_copying": 35,
+    "cancelled_while_reading": 33,
+    "commit_after_failure": 33,
+    "confirm_after_release": 26,
+    "duplicate_commit_is_progress": 55,
+    "free_while_reading": 33,
+    "skip_digest_check": 71,
+    "timeout_frees_source": 33,
+    "timeout_then_reuse": 35,
 }
 
 

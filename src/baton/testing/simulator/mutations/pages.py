@@ -90,7 +90,10 @@ def _unfenced_is_fenced() -> list[Patch]:
     return [*around_method(DecodeHandoff, "handle", around), *around_method(PrefillHandoff, "handle", around)]
 
 
-@mutation("only a BYE that says so, of the process in question, proves its copies ended")
+@mutation(
+    "only a BYE that says so, of the process in question, proves its copies ended",
+    ("leave", "slow_copy", "late_copy", "delay", "broken_connection"),
+)
 def _any_bye_is_quiet() -> list[Patch]:
     original = Inbox._server_left
 
