@@ -116,7 +116,7 @@ def test_abort_from_either_side_releases_both_once(pair: Pair, mode: str, side: 
 @pytest.mark.parametrize("mode", ["push", "pull"])
 def test_what_is_given_up_may_be_overwritten_while_it_is_copied(pair: Pair, mode: str) -> None:
     """`taken` waits for no copy, and nothing that was copied behind it is committed."""
-    p, d = pair.both("faulty+local://?fault=delay&delay_s=1")
+    p, d = pair.both("faulty+local://?fault=delay&delay_s=60")
     ticket, n, taken = ticket_for(p, d, mode), 16, threading.Event()
     source, dest = p.pages(1, n), d.pages(3, n)
     d.agent.open_decode(ticket, n, {"target": (0, n), "draft": (0, n)}, dest)

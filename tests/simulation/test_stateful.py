@@ -251,8 +251,9 @@ class UnderWay(Handoff):
     prefill = fail_copy = None  # type: ignore[assignment]
 
 
-# Found are these within 4 to 77 examples.
-EXAMPLES = 800
+# Of 42 seeds the median finds these within 26 examples, the last within 142. What is drawn also depends on the modules
+# that other tests have loaded before.
+EXAMPLES = 1600
 
 
 @pytest.mark.parametrize("mutation", ["abort_then_reuse", "timeout_then_reuse", "cancelled_while_copying"])
