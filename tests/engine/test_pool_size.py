@@ -48,6 +48,15 @@ def test_a_share_of_what_is_free_less_the_weights() -> None:
     assert num_bytes(small_shm) == pytest.approx(1.5 * GIB, rel=0.01)
 
 
+def test_engines_that_start_at_once_take_what_the_others_left() -> None:
+    """Both have seen all of it before they loaded; what the first one took since then is not there."""
+    config, before = EngineConfig(model=TARGET), Memory(20 * GIB, GIB, 8 * GIB)
+    now = Memory(20 * GIB, GIB, 3 * GIB)
+    assert num_bytes(pool_size(config, before, now, PAGE_BYTES, 3, CONTEXT)) == pytest.approx(1.8 * GIB, rel=0.01)
+    now = Memory(5 * GIB, GIB, 8 * GIB)
+    assert num_bytes(pool_size(config, before, now, PAGE_BYTES, 3, CONTEXT)) == pytest.approx(3 * GIB, rel=0.01)
+
+
 def test_no_more_than_is_used() -> None:
     """64 sequences of a quarter of the context; a small model keeps what a small pool costs."""
     assert num_bytes(size(free=1000 * GIB)) == pytest.approx(64 * CONTEXT / 4 / 16 * PAGE_BYTES, rel=0.01)

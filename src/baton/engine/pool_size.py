@@ -74,8 +74,8 @@ def pool_size(
 
     if config.kv_cache_memory is not None:
         num_bytes = config.kv_cache_memory
-        if before.shm_free is not None and num_bytes > before.shm_free:
-            raise ConfigError("kv_cache_memory", f"is {num_bytes} bytes, and {SHM_DIR} has {before.shm_free} left")
+        if now.shm_free is not None and num_bytes > now.shm_free:
+            raise ConfigError("kv_cache_memory", f"is {num_bytes} bytes, and {SHM_DIR} has {now.shm_free} left")
     else:
         used = max(pages_of(context), config.max_num_seqs * pages_of(context // USED_CONTEXT)) + 1
         num_bytes = max(0, min(max(MIN_POOL_BYTES, used * page_bytes), _share(config, before, now)))
@@ -104,8 +104,9 @@ def _share(config: EngineConfig, before: Memory, now: Memory) -> int:
     part = int(utilization * before.free) // config.engines_per_host - max(0, now.taken - before.taken)
     # It is never more than there is by now.
     part = min(part, int(utilization * now.free))
-    if before.shm_free is not None:
+    if before.shm_free is not None and now.shm_free is not None:
         part = min(part, int(utilization * before.shm_free) // config.engines_per_host)
+        part = min(part, int(utilization * now.shm_free))
     return part
 
 
