@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -91,3 +92,19 @@ async def test_a_full_engine_is_a_429_unless_another_has_room(directory: Path, r
             async with session.get(f"{url}/status") as response:
                 assert all(engine["healthy"] for engine in (await response.json())["engines"])
         await until(lambda: not any(engine.running for engine in engines))
+
+
+async def test_all_engines_are_asked_before_a_429(directory: Path) -> None:
+    """However many are full: that is no failed attempt."""
+    engines = [FakeEngine(directory, fail="full") for _ in range(5)]
+    tokenizer = Tokenizer.load(directory)
+    async with contextlib.AsyncExitStack() as stack:
+        urls = [await stack.enter_async_context(served(build_engine_app(engine, tokenizer))) for engine in engines]
+        url = await stack.enter_async_context(served(await build_app(RouterConfig(both=tuple(urls)))))
+        session = await stack.enter_async_context(aiohttp.ClientSession())
+        assert (await complete(session, url))[0] == 429
+        assert [len(engine.requests) for engine in engines] == [1] * 5
+        engines[4].fail = None
+        for _ in range(5):
+            status, answer, _ = await complete(session, url)
+            assert (status, answer["choices"][0]["text"]) == (200, TEXT[:6])

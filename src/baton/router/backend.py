@@ -116,13 +116,14 @@ class RouterBackend:
                 failed = LegFailed("decode", error)
             # A decode engine that says why it cannot go on is well; what it misses is the prefill engine's.
             lost = chosen[0] if failed.leg == "prefill" or failed.reported else chosen[-1]
-            if isinstance(failed.error, OverloadedError):
-                # It is well. Another of its kind may have room; and a request that goes on is taken by any.
-                if not joined.token_ids and not self.pool.has_other(lost, tried):
-                    raise failed.error
-            elif not lost.evicted:
+            # It is well, and another of its kind may have room; a request that goes on is taken by any.
+            full = isinstance(failed.error, OverloadedError) and not joined.token_ids
+            if full and not self.pool.has_other(lost, tried):
+                raise failed.error
+            if not isinstance(failed.error, OverloadedError) and not lost.evicted:
                 await self.pool.refresh(lost)
-            fruitless = 1 if len(joined.token_ids) > num_known else fruitless + 1
+            if not full:
+                fruitless = 1 if len(joined.token_ids) > num_known else fruitless + 1
             rung = _rung(failed, bool(joined.token_ids))
             if rung is None or not recovers(self._recovery, rung) or fruitless >= MAX_ATTEMPTS:
                 raise failed.error
