@@ -54,7 +54,7 @@ class Attacker:
         self.key = session_key(key, hello.challenge, answer.challenge)
         return answer
 
-    def hear(self, kind: Kinds, limit_s: float = 10.0) -> Message:
+    def hear(self, kind: Kinds, limit_s: float = 30.0) -> Message:
         """The next message of a kind, or of several."""
         deadline = time.monotonic() + limit_s
         while self.sock.poll(max(0.0, deadline - time.monotonic()) * 1000):

@@ -65,7 +65,7 @@ class Node:
         (self.progress.append if isinstance(event, DecodeProgress) else self.events.put)(event)
 
     def next(self, kind: type[HandoffEvent]) -> HandoffEvent:
-        event = self.events.get(timeout=10)
+        event = self.events.get(timeout=30)
         assert isinstance(event, kind), event
         return event
 
@@ -124,7 +124,7 @@ def ticket_for(p: Node, d: Node, mode: str, life: float = 60, **changes: object)
 
 def settle(*nodes: Node) -> None:
     """Wait until nothing is open any more."""
-    until = time.monotonic() + 10
+    until = time.monotonic() + 30
     while any(node.agent.stats()["outstanding"] for node in nodes):
         assert time.monotonic() < until, [node.agent.stats() for node in nodes]
         time.sleep(0.005)

@@ -144,7 +144,7 @@ def test_d_gives_up_before_p_is_opened(pair: Pair) -> None:
     ticket = ticket_for(p, d, "push")
     d.agent.open_decode(ticket, 8, {}, {})
     d.agent.abort(ticket.key, "client_gone")
-    while not isinstance(d.events.get(timeout=10), DecodeReleased):
+    while not isinstance(d.events.get(timeout=30), DecodeReleased):
         pass  # P may have refused the REGISTER, which wants nothing, before D gave up
     time.sleep(0.05)
     p.agent.open_prefill(ticket)

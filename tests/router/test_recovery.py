@@ -285,14 +285,14 @@ async def test_a_silent_decode_engine_loses_its_legs_with_its_lease(directory: P
 
 async def test_a_silent_engine_gets_new_requests_only_for_want_of_another(directory: Path) -> None:
     cluster = Cluster(directory)
-    async with cluster.run(timers=RouterTimers(check=0.05, answer=0.1, lease=60.0)) as (url, session):
+    async with cluster.run(timers=RouterTimers(check=0.05, answer=0.5, lease=60.0)) as (url, session):
         cluster.stop(cluster.decodes[0])
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(1.2)
         for _ in range(3):
             assert (await complete(session, url))[0] == 200
         assert len(cluster.decodes[0].requests) == 0
         cluster.stop(cluster.decodes[1])
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(1.2)
         asked = asyncio.create_task(complete(session, url))
         await asyncio.sleep(0.2)
         assert not asked.done(), "it waits for one of the two"

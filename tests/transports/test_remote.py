@@ -88,9 +88,12 @@ def test_a_cancel_issues_no_further_batch(scheme: str, tmp_path: Path) -> None:
         own[:] = 1
         near.register([own])
         peer = near.connect(far.register([theirs])).result(30)
-        operation = near.submit(peer, "write", run_of(size), "long")
-        near.cancel(operation)
-        assert operation.wait(30) != "pending"
+        for _ in range(10):
+            operation = near.submit(peer, "write", run_of(size), "long")
+            near.cancel(operation)
+            assert operation.wait(30) != "pending"
+            if operation.error is not None:
+                break  # else all of it was copied before this thread went on, as may be where all cores are busy
         theirs[:] = 0
         assert operation.error is not None
         assert operation.error.startswith("cancelled after ")
