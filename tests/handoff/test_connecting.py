@@ -71,6 +71,29 @@ def test_a_handoff_waits_for_its_connection_and_no_lease_ends_meanwhile(world: W
     assert world.settled()
 
 
+@pytest.mark.parametrize("opened", [True, False])
+def test_a_claim_that_came_in_time_does_not_expire_while_it_waits(world: World, opened: bool) -> None:
+    (p, to_d), (d, _) = node(world, "P"), node(world, "D")
+    to_d.hangs.add(d.descriptor)
+    ticket = world.ticket(p, d, "push", life=2)
+    if opened:
+        p.runner.open_prefill(ticket)
+    d.runner.open_decode(ticket, {"target": (0, 8)}, {"target": [3, 4]})
+    world.run(1.5)
+    if opened:
+        world.prefill(p, ticket)
+    world.run(2)
+    assert d.events == []
+    to_d.answer()
+    world.run(1)
+    if opened:
+        assert d.count(DecodeCommitted) == p.count(PrefillReleased) == 1
+    else:
+        assert d.failures() == ["handoff_timeout"]
+    assert world.settled()
+    assert not p.runner.inbox.claims.holding
+
+
 @pytest.mark.parametrize("slow", ["P", "D"])
 def test_others_are_served_while_a_peer_does_not_answer(world: World, slow: str) -> None:
     (p, p_transport), (d, d_transport) = node(world, "P"), node(world, "D")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from baton.errors import ProtocolError
 from baton.handoff import events as ev
@@ -26,6 +26,14 @@ MAX_CANCELLED = 4096
 Claim = Announce | Register
 
 
+class _Held(NamedTuple):
+    """A claim that waits. `ticket` was good when it came; None where an earlier claim had shown it."""
+
+    link: Link
+    message: Claim
+    ticket: Ticket | None
+
+
 class Claims:
     """P's halves of attempts, and what D says to get one. For one thread."""
 
@@ -45,7 +53,7 @@ class Claims:
         self._machines = machines
         self._clock = clock
         # A claim whose transfer has an earlier attempt that is not quiet yet, or whose sender is not connected yet.
-        self._held: dict[AttemptKey, tuple[Link, Claim]] = {}
+        self._held: dict[AttemptKey, _Held] = {}
         # Attempts that D cancelled before P's engine or a REGISTER came for them, and why. Their keys have no ticket.
         self._cancelled: dict[AttemptKey, str] = {}
 
@@ -82,6 +90,7 @@ class Claims:
 
     def cancel(self, key: AttemptKey, reason: str) -> None:
         """D gives up on an attempt that is not known here: the claim that may come after it must start nothing."""
+        self._held.pop(key, None)
         self._cancelled[key] = reason
         if len(self._cancelled) > MAX_CANCELLED:
             del self._cancelled[next(iter(self._cancelled))]
@@ -93,7 +102,7 @@ class Claims:
         self._links.reach_again(link)
         if known is not None and known.waits_for(link) and known.may_hear(link):
             known.heard(self._clock.monotonic())
-            self._held[key] = link, message
+            self._held[key] = _Held(link, message, None)
             return
         try:
             if known is not None and known.served(link) and known.may_hear(link):
@@ -102,11 +111,14 @@ class Claims:
                     self._links.check_tables(link, message, known.machine.mode)
                 self._feed(known, link, message)
                 return
-            ticket = self._links.check_register(link, message)
+            ticket = self._check(link, message)
             if any(other.attempt > key.attempt for other in self._machines.prefills.same_transfer(key)):
                 raise ProtocolError("a later attempt of this transfer has begun")
-            if self.supersede(key) or link.connecting is not None:
-                self._held[key] = link, message
+            waits = self.supersede(key) or link.connecting is not None
+            if waits and not (known is not None and known.machine.closed):
+                self._held[key] = _Held(link, message, ticket)
+                if known is not None:
+                    known.heard(self._clock.monotonic())
                 return
             self._feed(self.prefill(key, ticket.mode, self.expiry(ticket, "prefill")), link, message)
         except ProtocolError as error:
@@ -114,6 +126,15 @@ class Claims:
             log.warning("refused %s of %s: %s", kind_of(message), key, error)
             reason = link.refusal[0] if link.refusal else "register_refused"
             self._channel.send(link.connection, Nack(key, reason, str(error)[:2000]))
+
+    def _check(self, link: Link, message: Claim) -> Ticket:
+        """The ticket of a claim, else `ProtocolError`. One that came in time does not expire while it waits."""
+        held = self._held.get(message.key)
+        if held is None or held.link is not link or held.ticket is None or link.refusal is not None:
+            return self._links.check_register(link, message)
+        if isinstance(message, Register):
+            self._links.check_tables(link, message, held.ticket.mode)
+        return held.ticket
 
     def _feed(self, attempt: PrefillAttempt, link: Link, message: Claim) -> None:
         attempt.link = link
@@ -123,8 +144,9 @@ class Claims:
 
     def retry(self) -> None:
         """Try again the claims that wait for an earlier attempt, or for the connection."""
-        held, self._held = self._held, {}
-        for link, message in held.values():
+        for key, held in list(self._held.items()):
             # In another session D lays its claim anew.
-            if self._links.clients.get(link.connection) is link:
-                self.take(link, message)
+            if self._links.clients.get(held.link.connection) is held.link:
+                self.take(held.link, held.message)
+            if self._held.get(key) is held:
+                del self._held[key]
