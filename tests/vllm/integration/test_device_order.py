@@ -51,6 +51,7 @@ def test_the_device_is_waited_for_before_copies_and_only_then(calls: list[str]) 
 def test_a_step_that_failed_made_nothing_final(calls: list[str], fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     half = connector(calls)
     half.worker.results = lambda idle: Results()  # type: ignore[method-assign]
+    half.worker.take_admitted = set  # type: ignore[method-assign]
     half.worker.counts, half._reported = Counter(), {}
     monkeypatch.setattr(mixin, "get_kv_transfer_group", lambda: half)
     monkeypatch.setattr(mixin, "get_forward_context", lambda: None)
