@@ -8,17 +8,20 @@ import json
 import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import Mock
 from urllib.parse import urlsplit
 
 import aiohttp
 import pytest
 from aiohttp import web
+from aiohttp.base_protocol import BaseProtocol
 from fake_serving import TEXT, FakeEngine, served, until, write_tokenizer
 
 from baton.openai import FrontMetrics
 from baton.openai.http import BODIES, DRAIN, new_app, write
-from baton.openai.limits import HttpLimits
+from baton.openai.limits import Bodies, HttpLimits
 from baton.openai.serving import bind, serve_until, url_of
 from baton.server import build_app
 from baton.text import Tokenizer
@@ -128,6 +131,31 @@ async def test_slow_bodies_end(directory: Path, session: aiohttp.ClientSession) 
             assert status == 408
             assert body["error"]["type"] == "invalid_request_error"
     assert engine.requests == []
+
+
+@pytest.mark.parametrize("turns", range(6))
+async def test_who_leaves_as_the_body_comes_has_left(turns: int) -> None:
+    """A cancellation that meets the end of the body is not lost: the request would wait for its turn for ever."""
+    loop = asyncio.get_running_loop()
+    protocol = BaseProtocol(loop)
+    protocol.connection_made(Mock(spec=asyncio.Transport))
+    content = aiohttp.StreamReader(protocol, 2**16, loop=loop)
+    bodies = Bodies(HttpLimits())
+
+    async def handle() -> None:
+        async with bodies.read(cast("web.Request", SimpleNamespace(content=content))):
+            await asyncio.sleep(3600)
+
+    task = asyncio.create_task(handle())
+    await asyncio.sleep(0.01)
+    content.feed_data(b"{}")
+    content.feed_eof()
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait({task}, timeout=2)
+    assert task.cancelled()
+    assert bodies.num_bytes == 0
 
 
 async def test_bodies_share_a_bound(directory: Path, session: aiohttp.ClientSession) -> None:
