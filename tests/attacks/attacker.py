@@ -12,8 +12,8 @@ import zmq
 from baton.handoff.greeting import prove, seal, session_key
 from baton.handoff.keys import KeyRing, make_keys
 from baton.handoff.messages import CHALLENGE_BYTES, Hello, Message, decode, encode
-from baton.handoff.ticket import Ticket, new_transfer_id
-from baton.testing.handoff_pair import Node, Traffic
+from baton.handoff.ticket import Ticket
+from baton.testing.handoff_pair import Node, Traffic, make_ticket
 
 TICKET_KEY = b"k" * 32
 CHALLENGE = bytes(CHALLENGE_BYTES)
@@ -100,21 +100,7 @@ class Scene:
         return made
 
     def ticket(self, **changes: object) -> Ticket:
-        p, d = self.p, self.d
-        ticket = Ticket(
-            transfer_id=new_transfer_id(),
-            prefill_engine=p.name,
-            prefill_incarnation=p.incarnation,
-            prefill_address=p.agent.address,
-            decode_engine=d.name,
-            decode_incarnation=d.incarnation,
-            decode_address=d.agent.address,
-            mode="push",
-            prefill_expiry=time.monotonic() + 60,
-            decode_expiry=time.monotonic() + 60,
-            request_digest=bytes(32),
-        )
-        return msgspec.structs.replace(ticket, **changes)
+        return msgspec.structs.replace(make_ticket(self.p, self.d, "push", life_s=60), **changes)
 
     def as_d(self, **changes: object) -> Hello:
         """What D would say, or almost: it brings its own idea of where its memory is."""

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -17,7 +16,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 from aiohttp.base_protocol import BaseProtocol
-from fake_serving import TEXT, FakeEngine, served, until, write_tokenizer
+from fake_serving import TEXT, FakeEngine, served, until
 
 from baton.openai import FrontMetrics
 from baton.openai.http import BODIES, DRAIN, new_app, write
@@ -27,17 +26,6 @@ from baton.server import build_app
 from baton.text import Tokenizer
 
 LIMIT_S = 20.0
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tokenizer(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture
-async def session() -> AsyncIterator[aiohttp.ClientSession]:
-    async with aiohttp.ClientSession() as session:
-        yield session
 
 
 def app_with(directory: Path, engine: FakeEngine | None = None, **limits: Any) -> web.Application:

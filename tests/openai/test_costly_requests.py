@@ -6,14 +6,13 @@ import asyncio
 import io
 import json
 import threading
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import msgspec
 import pytest
-from fake_serving import MAX_MODEL_LEN, FakeEngine, served, write_tokenizer
+from fake_serving import MAX_MODEL_LEN, FakeEngine, served
 
 from baton.openai import FrontMetrics, service
 from baton.openai.plan import MAX_MESSAGES
@@ -21,17 +20,6 @@ from baton.router.client import _leg_body
 from baton.server import build_app
 from baton.text import Tokenizer
 from baton.wire import GenerateRequest, HandoffParams, PromptIds, SamplingParams
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tokenizer(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture
-async def session() -> AsyncIterator[aiohttp.ClientSession]:
-    async with aiohttp.ClientSession() as session:
-        yield session
 
 
 async def post(session: aiohttp.ClientSession, url: str, path: str, body: dict[str, Any]) -> tuple[int, Any]:

@@ -4,28 +4,16 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
-from fake_serving import EOS, MAX_MODEL_LEN, TEXT, FakeEngine, K, served, until, write_tokenizer
+from fake_serving import EOS, MAX_MODEL_LEN, TEXT, FakeEngine, K, served, until
 
 import openai
 from baton.server import build_app
 from baton.text import Tokenizer
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tokenizer(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture
-async def session() -> AsyncIterator[aiohttp.ClientSession]:
-    async with aiohttp.ClientSession() as session:
-        yield session
 
 
 class Endpoint:

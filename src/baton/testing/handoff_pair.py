@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import queue
 import time
+from typing import Literal
 
 import numpy as np
 
@@ -73,6 +74,24 @@ class Node:
         self.transport.close()
 
 
+def make_ticket(p: Node, d: Node, mode: Literal["push", "pull"], life_s: float) -> Ticket:
+    """A ticket for a new transfer from `p` to `d`, good for `life_s` seconds from now on."""
+    expiry = time.monotonic() + life_s
+    return Ticket(
+        transfer_id=new_transfer_id(),
+        prefill_engine=p.name,
+        prefill_incarnation=p.incarnation,
+        prefill_address=p.agent.address,
+        decode_engine=d.name,
+        decode_incarnation=d.incarnation,
+        decode_address=d.agent.address,
+        mode=mode,
+        prefill_expiry=expiry,
+        decode_expiry=expiry,
+        request_digest=bytes(32),
+    )
+
+
 class Traffic:
     """Legitimate handoffs from P to D, one after the other, push and pull by turns."""
 
@@ -87,20 +106,8 @@ class Traffic:
     def serve_one(self) -> None:
         """One handoff. Raises `AssertionError` when it fails, takes too long or a byte differs."""
         p, d, began = self.p, self.d, time.monotonic()
-        expiry = time.monotonic() + (_LONG_LIFE_S if self.served < SPENT else _SHORT_LIFE_S)
-        ticket = Ticket(
-            transfer_id=new_transfer_id(),
-            prefill_engine=p.name,
-            prefill_incarnation=p.incarnation,
-            prefill_address=p.agent.address,
-            decode_engine=d.name,
-            decode_incarnation=d.incarnation,
-            decode_address=d.agent.address,
-            mode="pull" if self.served % 2 else "push",
-            prefill_expiry=expiry,
-            decode_expiry=expiry,
-            request_digest=bytes(32),
-        )
+        life_s = _LONG_LIFE_S if self.served < SPENT else _SHORT_LIFE_S
+        ticket = make_ticket(p, d, "pull" if self.served % 2 else "push", life_s)
         count = -(-_TOKENS // _PAGE_SIZE)
         tables = [{g: self._rng.permutation(np.arange(1, _NUM_PAGES))[:count].tolist() for g in _GROUPS} for _ in "pd"]
         for group in _GROUPS:
