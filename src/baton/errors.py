@@ -14,6 +14,7 @@ BatonError
 ├── CapacityError        pages or slots that can never fit were asked for
 ├── ProtocolError        a peer sent a message that is malformed or out of bounds
 │   ├── IncompatiblePeerError   P and D differ in a field that must be equal
+│   ├── TicketExpiredError   a good ticket came too late
 │   └── WrongEngineError     a good ticket is for another engine, or for this one before it was restarted
 ├── HandoffError         a handoff ended without commit; carries the reason
 └── TransportError       a transport could not copy, connect or register
@@ -91,6 +92,10 @@ class IncompatiblePeerError(ProtocolError):
         self.fields = fields
 
 
+class TicketExpiredError(ProtocolError):
+    """A ticket with a good signature came after its expiry: its bearer may have been paused, or its peer."""
+
+
 class WrongEngineError(ProtocolError):
     """A ticket with a good signature names another engine, or this one before it was restarted (HTTP 409)."""
 
@@ -128,6 +133,7 @@ REASONS = frozenset(
         "shutdown",
         "step_failed",
         "superseded",
+        "ticket_expired",
         "transfer_failed",
         "unhealthy_peer",
         "unknown",

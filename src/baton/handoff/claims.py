@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
-from baton.errors import ProtocolError
+from baton.errors import ProtocolError, TicketExpiredError
 from baton.handoff import events as ev
 from baton.handoff.attempts import PrefillAttempt
 from baton.handoff.config import AgentConfig
@@ -124,7 +124,10 @@ class Claims:
         except ProtocolError as error:
             self._machines.figures.count("rejected")
             log.warning("refused %s of %s: %s", kind_of(message), key, error)
-            reason = link.refusal[0] if link.refusal else "register_refused"
+            # A claim of an attempt that this side has never seen, or forgotten, while one of the two was paused: the
+            # request itself is good, and can be computed anew.
+            late = isinstance(error, TicketExpiredError)
+            reason = link.refusal[0] if link.refusal else "ticket_expired" if late else "register_refused"
             self._channel.send(link.connection, Nack(key, reason, str(error)[:2000]))
 
     def _check(self, link: Link, message: Claim) -> Ticket:

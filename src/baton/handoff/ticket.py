@@ -24,7 +24,7 @@ import msgspec
 from msgspec import Meta
 
 from baton.directories import OTHERS, check_own
-from baton.errors import ConfigError, EngineUnavailableError, ProtocolError, WrongEngineError
+from baton.errors import ConfigError, EngineUnavailableError, ProtocolError, TicketExpiredError, WrongEngineError
 from baton.handoff.messages import AttemptKey, Name, TransferId
 from baton.wire import SamplingParams
 
@@ -139,7 +139,8 @@ def verify(key: bytes, text: str, role: TicketRole, now: float) -> Ticket:
     """The ticket in `text`, whose signature holds and whose expiry is after `now`, in monotonic seconds of this engine,
     which has `role` in it.
 
-    Raises `ProtocolError` that says which check failed; nothing of an unsigned ticket is looked at.
+    Raises `ProtocolError` that says which check failed, `TicketExpiredError` when only its time is over; nothing of an
+    unsigned ticket is looked at.
     """
     if len(text) > MAX_TICKET_CHARS:
         raise ProtocolError("ticket is too long")
@@ -157,7 +158,7 @@ def verify(key: bytes, text: str, role: TicketRole, now: float) -> Ticket:
         raise ProtocolError(f"ticket is malformed: {error}") from error
     left = ticket.expiry(role) - now
     if left <= 0:
-        raise ProtocolError("ticket has expired")
+        raise TicketExpiredError("ticket has expired")
     if not left <= MAX_TICKET_LIFE_S:
         raise ProtocolError(f"ticket is valid for more than {MAX_TICKET_LIFE_S} s")
     return ticket
