@@ -216,6 +216,18 @@ def test_a_bad_ticket_is_refused(pair: Pair, fault: str) -> None:
     settle(p, d)
 
 
+def test_a_claim_that_comes_too_late_can_be_computed_anew(pair: Pair) -> None:
+    """P was paused, say: it never saw the attempt, and its ticket's time is over. The request is as good as before."""
+    p, d = pair.both()
+    ticket = ticket_for(p, d, "push", prefill_expiry=time.monotonic() - 0.1)
+    d.agent.announce_decode(ticket)
+    failed = d.next(DecodeFailed)
+    assert isinstance(failed, DecodeFailed)
+    assert (failed.reason, failed.recoverable) == ("ticket_expired", True)
+    d.next(DecodeReleased)
+    settle(p, d)
+
+
 def test_a_ticket_of_another_engine_is_not_opened(pair: Pair) -> None:
     p, d = pair.both()
     ticket = ticket_for(p, d, "push")
