@@ -25,7 +25,7 @@ $(TRANSPORTS): $(STAMP)
 	done; if [ $$ok = 1 ]; then touch $@; else echo "not all transports can be installed here; going on without"; fi
 
 demo: $(STAMP)
-	@$(BIN)/python -m baton.bench.demo
+	@$(BIN)/python -m benchmarks.demo
 
 test: $(TRANSPORTS)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
@@ -38,18 +38,18 @@ test-vllm:
 		$(if $(VLLM_VENV),--directory $(VLLM_VENV)) python -m pytest $(VLLM_TESTS) $(ARGS)
 
 lint: $(STAMP)
-	$(BIN)/ruff check src tests tools examples
-	$(BIN)/ruff format --check src tests tools examples
+	$(BIN)/ruff check src simulation benchmarks tests tools examples
+	$(BIN)/ruff format --check src simulation benchmarks tests tools examples
 	$(BIN)/mypy
 
 bench: $(STAMP)
-	@OMP_NUM_THREADS=1 $(BIN)/python -m baton.bench.all
+	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.all
 
 simulate: $(STAMP)
-	@$(BIN)/python -m baton.testing.simulator --seeds 20000
+	@$(BIN)/python -m simulation --seeds 20000
 
 train: $(STAMP)
-	$(BIN)/python tools/train_demo_models.py
+	$(BIN)/python -m tools.train_demo_models
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info

@@ -40,7 +40,7 @@ def one_thread() -> None:
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """`checkpoint(model_type, **overrides)`: a random checkpoint of an architecture, written once per session."""
-    from baton.testing.checkpoints import make_checkpoint
+    from tests.support.checkpoints import make_checkpoint
 
     made: dict[str, Path] = {}
 

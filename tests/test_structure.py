@@ -13,62 +13,151 @@ import pytest
 import baton
 
 SOURCE = Path(baton.__file__).parent
-# The folder tests/vllm looks like a package of that name, so something inside the real one is asked for.
-HAS_VLLM = importlib.util.find_spec("vllm") is not None and importlib.util.find_spec("vllm.distributed") is not None
-NEED_VLLM = ("baton.vllm", "baton.bench.vllm_peers")
-# What each package may import of Baton, besides itself, `baton.errors`, `baton.wire` and `baton.directories`.
-ALLOWED: dict[str, set[str]] = {
+HAS_VLLM = importlib.util.find_spec("vllm") is not None
+NEED_VLLM = ("baton.vllm",)
+# The rooms, lowest first, and what each may import of Baton besides itself and the modules that all may know. A room
+# sees only rooms above its own line here, so no two import each other.
+COMMON = {"baton.errors", "baton.wire", "baton.directories", "baton.log_limit"}
+ROOMS: dict[str, set[str]] = {
     "kv": set(),
-    "handoff": {"kv", "transports"},
-    "transports": {"kv", "handoff"},
+    "transports": {"kv"},
+    "handoff.plan": {"kv"},
+    "handoff.protocol": {"kv", "handoff.plan"},
+    "handoff.channel": {"kv", "handoff.plan", "handoff.protocol", "transports"},
+    "handoff.node": {"kv", "handoff.plan", "handoff.protocol", "handoff.channel", "transports"},
     "text": set(),
     "models": set(),
     "drafters": {"models"},
     "openai": {"text"},
-    "engine": {"kv", "handoff", "transports", "models", "drafters", "text", "openai"},
+    "engine": {
+        "kv",
+        "handoff.plan",
+        "handoff.protocol",
+        "handoff.channel",
+        "handoff.node",
+        "transports",
+        "models",
+        "drafters",
+        "text",
+        "openai",
+    },
     "server": {"engine", "openai", "text"},
-    "router": {"openai", "text", "handoff"},
-    "vllm": {"kv", "handoff", "transports", "models"},
+    "router": {"openai", "text", "handoff.protocol"},
+    "vllm": {"kv", "handoff.plan", "handoff.protocol", "handoff.channel", "handoff.node", "transports", "models"},
+    "testing": {"kv", "transports"},
+    "deployment": {"handoff.channel", "handoff.protocol", "transports", "engine"},
+    "verify": {"engine", "openai", "text", "transports", "deployment"},
+    "bench": {"kv", "handoff.plan", "transports", "testing", "engine", "text", "verify", "deployment"},
+    "cli": {
+        "handoff.channel",
+        "handoff.protocol",
+        "engine",
+        "text",
+        "openai",
+        "server",
+        "router",
+        "verify",
+        "bench",
+        "deployment",
+    },
 }
-# Finer than packages: the pure part of the handoff knows no transport, a transport knows no protocol.
-PURE = {
-    "messages",
-    "ticket",
-    "events",
-    "prefill",
-    "decode",
-    "copies",
-    "proofs",
-    "digest",
-    "interval",
-    "planner",
-    "fingerprint",
-}
-ROUTER_SEES = {"baton.handoff.ticket"}
+# A transport is chosen by what it is, and the seam is one module: the handoff sees no transport.
+SEAMS = {"handoff.channel": {"baton.transports.base"}, "handoff.node": {"baton.transports.base"}}
+SEAMS["router"] = {"baton.handoff.protocol.ticket"}
+# No clock, no thread, no socket, no file: events in, actions out.
+PURE = ("handoff.plan", "handoff.protocol", "kv")
+IMPURE = {"time", "threading", "socket", "asyncio", "zmq", "queue", "subprocess", "multiprocessing", "logging"}
+# `LLM` is offered at the top, and the tickets' key is read from a file where tickets are.
+EXEMPT = {"baton", "baton.handoff.protocol.ticket"}
+
+
+def room_of(module: str) -> str:
+    """The longest room that holds a module, named without `baton.`; empty for modules that all may know."""
+    parts = module.split(".")[1:]
+    for length in range(len(parts), 0, -1):
+        if ".".join(parts[:length]) in ROOMS:
+            return ".".join(parts[:length])
+    return ""
+
+
+def module_of(path: Path) -> str:
+    """The dotted name of a source file."""
+    parts = ("baton", *path.relative_to(SOURCE).with_suffix("").parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 def imports(path: Path) -> set[str]:
+    """Names of modules of Baton that a file imports, as far as they are modules."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("baton"):
-            found.add(node.module)
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "baton":
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            modules = {name for name in names if is_module(name)}
+            found |= modules
+            if modules != names:
+                found.add(node.module)
         elif isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names if alias.name.startswith("baton")}
+            found |= {alias.name for alias in node.names if alias.name.split(".")[0] == "baton"}
     return found
 
 
-@pytest.mark.parametrize("package", sorted(ALLOWED))
-def test_imports_point_one_way(package: str) -> None:
-    for path in (SOURCE / package).rglob("*.py"):
-        for name in imports(path):
-            parts = name.split(".")
-            if len(parts) < 2 or parts[1] in ("errors", "wire", "directories", package):
+def is_module(name: str) -> bool:
+    """True where a dotted name is a source file or a package."""
+    path = SOURCE.joinpath(*name.split(".")[1:])
+    return path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()
+
+
+SOURCES = sorted(path for path in SOURCE.rglob("*.py"))
+
+
+def test_every_module_is_in_a_room() -> None:
+    homeless = {module_of(path) for path in SOURCES if not room_of(module_of(path))}
+    packages = {module_of(path) for path in SOURCES if path.name == "__init__.py" and "handoff" in path.parts}
+    assert homeless <= COMMON | {"baton", "baton.handoff"}, homeless
+    assert {f"baton.{room}" for room in ROOMS if room.startswith("handoff.")} == packages - {"baton.handoff"}
+
+
+def test_rooms_are_in_order() -> None:
+    seen: set[str] = set()
+    for room, allowed in ROOMS.items():
+        assert allowed <= seen, f"{room} sees {allowed - seen} further down"
+        seen.add(room)
+
+
+@pytest.mark.parametrize("room", sorted(ROOMS))
+def test_imports_point_one_way(room: str) -> None:
+    for path in SOURCES:
+        if room_of(module_of(path)) != room:
+            continue
+        for name in imports(path) - COMMON:
+            if name == "baton":
                 continue
-            assert parts[1] in ALLOWED[package], f"{path.relative_to(SOURCE)} imports {name}"
-            if package == "handoff" and path.stem in PURE:
-                assert parts[1] != "transports", f"{path.relative_to(SOURCE)} is pure and imports {name}"
-            if package == "router" and parts[1] == "handoff":
-                assert name in ROUTER_SEES, f"{path.relative_to(SOURCE)} imports {name}"
+            other = room_of(name)
+            assert other == room or other in ROOMS[room], f"{module_of(path)} imports {name}"
+            seam = SEAMS.get(room)
+            if seam is not None and {other} == {room_of(next(iter(seam)))} and other != room:
+                assert name in seam, f"{module_of(path)} imports {name}"
+
+
+@pytest.mark.parametrize("room", PURE)
+def test_pure_rooms_know_no_clock_and_no_socket(room: str) -> None:
+    for path in SOURCES:
+        if room_of(module_of(path)) != room or module_of(path) in EXEMPT:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = {alias.name.split(".")[0] for alias in node.names} if isinstance(node, ast.Import) else set()
+            if isinstance(node, ast.ImportFrom) and node.module:
+                names = {node.module.split(".")[0]}
+            assert not names & IMPURE, f"{module_of(path)} imports {names & IMPURE}"
+
+
+def test_what_is_installed_needs_nothing_of_the_repository() -> None:
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = {alias.name.split(".")[0] for alias in node.names} if isinstance(node, ast.Import) else set()
+            if isinstance(node, ast.ImportFrom) and node.module:
+                names = {node.module.split(".")[0]}
+            assert not names & {"simulation", "benchmarks", "tests", "tools"}, path
 
 
 def test_planner_and_protocol_need_no_torch() -> None:
@@ -78,7 +167,7 @@ def test_planner_and_protocol_need_no_torch() -> None:
 
 
 def test_no_pickle_anywhere() -> None:
-    for path in SOURCE.rglob("*.py"):
+    for path in SOURCES:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
                 assert not {"pickle", "marshal", "shelve", "dill"} & {a.name for a in node.names}, path

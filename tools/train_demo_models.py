@@ -1,6 +1,6 @@
 """Train the demo checkpoints: a Llama target, an EAGLE-3 head and an EAGLE-1 head for it.
 
-    python tools/train_demo_models.py [--output models] [--skip-target]
+    python -m tools.train_demo_models [--output models] [--skip-target]
 
 Text comes with Python itself, so nothing is downloaded. A CPU with two cores takes about 25 minutes.
 """
@@ -12,12 +12,12 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from demo_training.cards import Run, write_head_card, write_target_card
-from demo_training.corpus import load_corpus
-from demo_training.distil import frequent_ids, generate_corpus, save_head, train_head
-from demo_training.heads import EAGLE, EAGLE3, Eagle3Head, EagleHead, Head, start_from_target
-from demo_training.measure import acceptance, agreement, held_out_prompts, load_head
-from demo_training.target import (
+from tools.demo_training.cards import Run, write_head_card, write_target_card
+from tools.demo_training.corpus import load_corpus
+from tools.demo_training.distil import frequent_ids, generate_corpus, save_head, train_head
+from tools.demo_training.heads import EAGLE, EAGLE3, Eagle3Head, EagleHead, Head, start_from_target
+from tools.demo_training.measure import acceptance, agreement, held_out_prompts, load_head
+from tools.demo_training.target import (
     MAX_POSITION,
     TokenStream,
     held_out_loss,
@@ -25,7 +25,7 @@ from demo_training.target import (
     save_target,
     train_target,
 )
-from demo_training.vocabulary import save_tokenizer, train_tokenizer
+from tools.demo_training.vocabulary import save_tokenizer, train_tokenizer
 
 DRAFT_VOCAB = 1024
 PROMPTS, NEW_TOKENS = 60, 96

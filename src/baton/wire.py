@@ -26,6 +26,10 @@ TokenId = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN_ID)]
 RequestId = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 TicketText = Annotated[str, msgspec.Meta(max_length=8192)]
 FinishReason = Literal["stop", "length", "abort", "error"]
+Role = Literal["both", "prefill", "decode"]  # of an engine
+LegRole = Literal["prefill", "decode"]  # of one leg of a handoff
+Mode = Literal["push", "pull"]  # who issues the copies: P, or D
+Integrity = Literal["off", "sampled", "full"]  # how much of the KV is digested
 Recovery = Literal["none", "retry", "source", "recompute", "full"]
 RECOVERIES: tuple[Recovery, ...] = get_args(Recovery)
 
@@ -129,9 +133,9 @@ class PromptIds(list[int]):
 
 
 class HandoffParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What makes a request one leg of a handoff. `ticket` is signed by the router (see `baton.handoff.ticket`)."""
+    """What makes a request one leg of a handoff. `ticket` is signed by the router (`baton.handoff.protocol.ticket`)."""
 
-    role: Literal["prefill", "decode"]
+    role: LegRole
     ticket: TicketText
 
 
@@ -191,7 +195,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     engine_id: str
     incarnation: str
-    role: Literal["both", "prefill", "decode"]
+    role: Role
     model: str
     model_path: str
     max_model_len: int

@@ -9,11 +9,11 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from baton.handoff.greeting import prove, seal, session_key
-from baton.handoff.keys import KeyRing, make_keys
-from baton.handoff.messages import CHALLENGE_BYTES, Hello, Message, decode, encode
-from baton.handoff.ticket import Ticket
-from baton.testing.handoff_pair import Node, Traffic, make_ticket
+from baton.handoff.channel.keys import KeyRing, make_keys
+from baton.handoff.protocol.greeting import prove, seal, session_key
+from baton.handoff.protocol.messages import CHALLENGE_BYTES, Hello, Message, decode, encode
+from baton.handoff.protocol.ticket import Ticket
+from simulation.handoff_pair import Node, Traffic, make_ticket
 
 TICKET_KEY = b"k" * 32
 CHALLENGE = bytes(CHALLENGE_BYTES)

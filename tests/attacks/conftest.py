@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import logging
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from attacker import Scene
 
-from baton.handoff.log_limit import LogLimit
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "server"))
+from baton.log_limit import LogLimit
+from tests.attacks.attacker import Scene
 
 
 @pytest.fixture

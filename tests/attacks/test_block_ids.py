@@ -7,15 +7,15 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import zmq
-from attacker import TICKET_KEY, Scene
 
 from baton.errors import ProtocolError
-from baton.handoff.events import DecodeFailed, DecodeReleased
-from baton.handoff.greeting import prove, seal, session_key
-from baton.handoff.messages import Bye, Hello, Nack, Ready, Register, decode, encode
-from baton.handoff.ticket import mint
-from baton.testing.handoff_pair import Node
+from baton.handoff.protocol.events import DecodeFailed, DecodeReleased
+from baton.handoff.protocol.greeting import prove, seal, session_key
+from baton.handoff.protocol.messages import Bye, Hello, Nack, Ready, Register, decode, encode
+from baton.handoff.protocol.ticket import mint
 from baton.transports.base import CopyList
+from simulation.handoff_pair import Node
+from tests.attacks.attacker import TICKET_KEY, Scene
 
 Until = Callable[[Callable[[], object]], None]
 FIT = {"target": [1, 2], "draft": [3, 4]}

@@ -14,16 +14,16 @@ from typing import Any
 import aiohttp
 import msgspec
 import pytest
-from fake_serving import KEY, FakeEngine, served, write_tokenizer
 
 from baton.engine.async_engine import AsyncEngine
 from baton.engine.config import EngineConfig
-from baton.handoff.ticket import Ticket, load_or_create_key, mint, request_digest
+from baton.handoff.protocol.ticket import Ticket, load_or_create_key, mint, request_digest
 from baton.router import RouterConfig, build_app
 from baton.server import build_app as build_engine_app
-from baton.testing.checkpoints import make_checkpoint
 from baton.text import Tokenizer
 from baton.wire import SamplingParams
+from tests.server.fake_serving import KEY, FakeEngine, served, write_tokenizer
+from tests.support.checkpoints import make_checkpoint
 
 EVIL = {"host": "10.0.0.1", "port": 4444}
 FIELDS: list[dict[str, Any]] = [

@@ -11,15 +11,15 @@ from collections.abc import Callable
 import msgspec
 import pytest
 import zmq
-from attacker import CHALLENGE, Scene
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.errors import ProtocolError
-from baton.handoff.channel import MAX_UNPROVEN
-from baton.handoff.messages import PROTOCOL_VERSION, AttemptKey, Hello, Message, decode, encode
-from baton.testing import fuzz
-from baton.testing.mutation import FrameMaker, message_classes
+from baton.handoff.channel.sockets import MAX_UNPROVEN
+from baton.handoff.protocol.messages import PROTOCOL_VERSION, AttemptKey, Hello, Message, decode, encode
+from simulation import fuzz
+from simulation.frames import FrameMaker, message_classes
+from tests.attacks.attacker import CHALLENGE, Scene
 
 Until = Callable[[Callable[[], object]], None]
 
@@ -110,7 +110,7 @@ def test_a_frame_over_the_size_limit_ends_only_its_own_connection(scene: Scene) 
 
 @pytest.mark.parametrize("with_keys", [False, True])
 def test_a_slice_of_the_fuzzer(with_keys: bool) -> None:
-    """The whole of it: `python -m baton.testing.fuzz --messages 1000000`."""
+    """The whole of it: `python -m simulation.fuzz --messages 1000000`."""
     report = fuzz.run(10_000, seed=7, processes=1, with_keys=with_keys)
     assert report.faults == []
     assert report.received >= 10_000

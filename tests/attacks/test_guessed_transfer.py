@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import msgspec
 import pytest
-from attacker import Scene
 
-from baton.handoff.events import DecodeCommitted, PrefillReleased
-from baton.handoff.messages import Ack, AttemptKey, Cancel, Cancelled, Confirm, ReadDone, Repair, Seeds
-from baton.handoff.ticket import Ticket
+from baton.handoff.protocol.events import DecodeCommitted, PrefillReleased
+from baton.handoff.protocol.messages import Ack, AttemptKey, Cancel, Cancelled, Confirm, ReadDone, Repair, Seeds
+from baton.handoff.protocol.ticket import Ticket
+from tests.attacks.attacker import Scene
 
 Until = Callable[[Callable[[], object]], None]
 TOKENS = 8

@@ -15,8 +15,8 @@ import torch
 from baton.engine.config import EngineConfig, KVTransferConfig, SpeculativeConfig
 from baton.errors import BatonError, CheckpointError, ConfigError, RequestError
 from baton.models.loader import load_model
-from baton.testing.checkpoints import make_checkpoint
 from baton.text import Tokenizer
+from tests.support.checkpoints import make_checkpoint
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import zmq
 
-from baton.processes import Deployment
-from baton.testing.checkpoints import make_checkpoint
+from baton.deployment import Deployment
+from tests.support.checkpoints import make_checkpoint
 
 
 def ask(url: str, body: object = None) -> Any:

@@ -8,12 +8,12 @@ from typing import Any
 
 import msgspec
 import pytest
-from attacker import TICKET_KEY, Scene
 
 from baton.errors import ProtocolError, WrongEngineError
-from baton.handoff.messages import Cancelled, Hello, Nack, Register
-from baton.handoff.ticket import MAX_TICKET_LIFE_S, Redeemer, Ticket, mint, request_digest
+from baton.handoff.protocol.messages import Cancelled, Hello, Nack, Register
+from baton.handoff.protocol.ticket import MAX_TICKET_LIFE_S, Redeemer, Ticket, mint, request_digest
 from baton.wire import SamplingParams
+from tests.attacks.attacker import TICKET_KEY, Scene
 
 Until = Callable[[Callable[[], object]], None]
 

@@ -9,11 +9,10 @@ import msgspec
 import numpy as np
 import pytest
 import zmq
-from attacker import CHALLENGE, TICKET_KEY, Scene
 
-from baton.handoff.events import DecodeCommitted, DecodeFailed, DecodeReleased, PrefillReleased
-from baton.handoff.greeting import is_proven, prove
-from baton.handoff.messages import (
+from baton.handoff.protocol.events import DecodeCommitted, DecodeFailed, DecodeReleased, PrefillReleased
+from baton.handoff.protocol.greeting import is_proven, prove
+from baton.handoff.protocol.messages import (
     Ack,
     Bye,
     Cancel,
@@ -28,7 +27,8 @@ from baton.handoff.messages import (
     decode,
     encode,
 )
-from baton.handoff.ticket import mint
+from baton.handoff.protocol.ticket import mint
+from tests.attacks.attacker import CHALLENGE, TICKET_KEY, Scene
 
 Until = Callable[[Callable[[], object]], None]
 TOKENS = 8

@@ -6,14 +6,14 @@ from collections.abc import Callable
 
 import pytest
 import zmq
-from attacker import TICKET_KEY, Scene
 
 from baton.errors import ConfigError
-from baton.handoff.channel import Channel
-from baton.handoff.events import DecodeFailed, DecodeReleased
-from baton.handoff.keys import KeyRing, make_keys
-from baton.handoff.messages import Hello
-from baton.testing.handoff_pair import Node
+from baton.handoff.channel.keys import KeyRing, make_keys
+from baton.handoff.channel.sockets import Channel
+from baton.handoff.protocol.events import DecodeFailed, DecodeReleased
+from baton.handoff.protocol.messages import Hello
+from simulation.handoff_pair import Node
+from tests.attacks.attacker import TICKET_KEY, Scene
 
 Until = Callable[[Callable[[], object]], None]
 

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from baton.bench.vllm_servers import VllmServer
+from benchmarks.vllm_servers import VllmServer
 
 # As an engine does: it makes shared memory, whose name a resource tracker has, and starts a process that has it too.
 ENGINE = """

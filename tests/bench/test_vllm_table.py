@@ -1,11 +1,11 @@
-"""The table of `baton bench vllm`: ratios within rounds, failed rounds left out and counted."""
+"""The table of `python -m benchmarks.vllm`: ratios within rounds, failed rounds left out and counted."""
 
 from __future__ import annotations
 
 import pytest
 
-from baton.bench.vllm import Row, table
-from baton.bench.vllm_legs import Answer
+from benchmarks.vllm import Row, table
+from benchmarks.vllm_legs import Answer
 
 
 def answer(first: float, gap: float, num: int) -> Answer:

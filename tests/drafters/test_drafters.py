@@ -18,8 +18,8 @@ from baton.drafters.eagle3 import aux_layer_ids
 from baton.engine.attention import get_backend
 from baton.errors import CheckpointError, ConfigError
 from baton.models import CausalLM, load_model
-from baton.testing.checkpoints import make_drafter
-from baton.testing.paged import PagedSequence
+from tests.support.checkpoints import make_drafter
+from tests.support.paged import PagedSequence
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 TOKENS, HEADS, GROUPS, SIZE = 40, 4, 2, 16

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import aiohttp
 import pytest
 
-from baton.processes import Deployment
+from baton.deployment import Deployment
 
 MODEL = "models/baton-demo-llama"
 # So few pages that aborted requests fill the pool many times: one lost page in ten would stop the test. They are

@@ -19,9 +19,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from baton.handoff.ticket import Ticket, load_or_create_key, mint, request_digest
-from baton.testing.checkpoints import make_checkpoint, make_drafter
+from baton.handoff.protocol.ticket import Ticket, load_or_create_key, mint, request_digest
 from baton.wire import EngineInfo, SamplingParams
+from tests.support.checkpoints import make_checkpoint, make_drafter
 
 MODEL = "models/baton-demo-llama"
 BATON = (sys.executable, "-m", "baton.cli")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from leftovers import orphaned_segments
 
-from baton.bench.chaos import ChaosConfig, run_chaos
+from benchmarks.chaos import ChaosConfig, run_chaos
+from tests.e2e.leftovers import orphaned_segments
 
 SOON_S = (0.02, 0.2)
 # Bytes of KV per engine: room for two of the longest requests.

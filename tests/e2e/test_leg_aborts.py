@@ -10,14 +10,13 @@ import time
 import aiohttp
 import msgspec
 import pytest
-from test_aborts import await_idle, resident_bytes
 
-from baton.handoff.ticket import Ticket, load_or_create_key, mint, request_digest
-from baton.openai.backend import KVMode
-from baton.processes import Deployment
+from baton.deployment import Deployment
+from baton.handoff.protocol.ticket import Ticket, load_or_create_key, mint, request_digest
 from baton.router.client import EngineClient, new_session
 from baton.router.timers import RouterTimers
-from baton.wire import EngineInfo, GenerateRequest, HandoffParams, SamplingParams, TokenChunk
+from baton.wire import EngineInfo, GenerateRequest, HandoffParams, Mode, SamplingParams, TokenChunk
+from tests.e2e.test_aborts import await_idle, resident_bytes
 
 MODEL = "models/baton-demo-llama"
 FLAGS = ["--batch-invariant", "--max-num-batched-tokens", "64", "--kv-cache-memory", str(32 * 2**20)]
@@ -35,9 +34,7 @@ async def read(client: EngineClient, request: GenerateRequest) -> list[TokenChun
 class Pair:
     """Plays the router for one P and one D."""
 
-    def __init__(
-        self, clients: dict[str, EngineClient], infos: dict[str, EngineInfo], key: bytes, mode: KVMode
-    ) -> None:
+    def __init__(self, clients: dict[str, EngineClient], infos: dict[str, EngineInfo], key: bytes, mode: Mode) -> None:
         self.clients, self.infos, self.key, self.mode = clients, infos, key, mode
 
     def requests(self, name: str, prompt: list[int]) -> dict[str, GenerateRequest]:
@@ -65,7 +62,7 @@ class Pair:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["push", "pull"])
-async def test_a_leg_that_is_left_leaves_nothing(mode: KVMode, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_leg_that_is_left_leaves_nothing(mode: Mode, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     rng = random.Random(23)
     prompts = [[rng.randrange(3, 2048) for _ in range(rng.choice((5, 64, 200, 600)))] for _ in range(2 * NUM_PER_SIDE)]

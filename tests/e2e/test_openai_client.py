@@ -8,10 +8,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-from running import END_LIMIT_S, Up, running_up
-
 import openai
+import pytest
+
+from tests.e2e.running import END_LIMIT_S, Up, running_up
 
 MODEL_PATH = "models/baton-demo-llama"
 MODEL = "baton-demo-llama"

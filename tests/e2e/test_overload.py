@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from leftovers import orphaned_segments
 
-from baton.bench.overload import OverloadConfig, run_overload
+from benchmarks.overload import OverloadConfig, run_overload
+from tests.e2e.leftovers import orphaned_segments
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 
 from baton.bench.client import scrape, stream_completion
-from baton.processes import Deployment
+from baton.deployment import Deployment
 from baton.text import Tokenizer
 from baton.verify.observe import make_cases, observe_in_process
 from baton.wire import SamplingParams

@@ -8,14 +8,14 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from leftovers import orphaned_segments
-from running import END_LIMIT_S, running_up
 
 from baton.text import Tokenizer
 from baton.verify.compare import compare
 from baton.verify.observe import Case, Observed, make_cases, observe_in_process, observe_url
 from baton.wire import SamplingParams
-from remote_uris import SCHEMES, uri_of
+from tests.e2e.leftovers import orphaned_segments
+from tests.e2e.running import END_LIMIT_S, running_up
+from tests.support.remote_uris import SCHEMES, uri_of
 
 TARGET = "models/baton-demo-llama"
 EAGLE3 = {"method": "eagle3", "model": "models/baton-demo-eagle3", "num_speculative_tokens": 3}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from verifying import verify
+
+from tests.e2e.verifying import verify
 
 
 @pytest.mark.timeout(360)

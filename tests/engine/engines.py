@@ -14,7 +14,7 @@ from typing import Any, Literal
 from baton.engine.build import Engine, build_engine
 from baton.engine.config import EngineConfig, KVTransferConfig, SpeculativeConfig
 from baton.engine.requests import make_request
-from baton.handoff.ticket import Ticket, load_or_create_key, mint, request_digest
+from baton.handoff.protocol.ticket import Ticket, load_or_create_key, mint, request_digest
 from baton.wire import FinishReason, GenerateRequest, HandoffParams, SamplingParams, TokenChunk, TokenLogprobs
 
 TARGET = "models/baton-demo-llama"

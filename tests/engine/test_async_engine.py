@@ -8,15 +8,15 @@ from typing import Any
 
 import msgspec
 import pytest
-from engines import TARGET, request
 
 from baton.engine import async_engine
 from baton.engine.async_engine import AsyncEngine
 from baton.engine.config import EngineConfig, KVTransferConfig
 from baton.engine.request import Request
 from baton.errors import EngineUnavailableError, OverloadedError
-from baton.handoff.ticket import load_or_create_key
+from baton.handoff.protocol.ticket import load_or_create_key
 from baton.wire import SamplingParams
+from tests.engine.engines import TARGET, request
 
 
 async def test_the_death_of_the_engine_thread_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

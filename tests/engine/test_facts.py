@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from engines import TARGET, pair
 
 from baton.engine import facts
 from baton.engine.build import build_engine
 from baton.engine.config import EngineConfig
 from baton.models.base import CausalLM
 from baton.wire import SamplingParams
+from tests.engine.engines import TARGET, pair
 
 
 def facts_of(**settings: Any) -> dict[str, str]:

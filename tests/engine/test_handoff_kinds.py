@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from engines import EAGLE3, TARGET, Mode, Pair, Stepped, Stream, pair, request, stepped
 
 from baton.engine.config import SpeculativeConfig
 from baton.engine.core import EngineCore
 from baton.engine.runner import ModelRunner
 from baton.engine.scheduler import Scheduler
-from baton.testing.checkpoints import make_checkpoint, make_drafter
 from baton.wire import SamplingParams
+from tests.engine.engines import EAGLE3, TARGET, Mode, Pair, Stepped, Stream, pair, request, stepped
+from tests.support.checkpoints import make_checkpoint, make_drafter
 
 EAGLE = {"method": "eagle", "model": "models/baton-demo-eagle", "num_speculative_tokens": 3}
 WINDOW = 24
@@ -123,7 +123,7 @@ def drop_one_page_more(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def want_one_page_less(monkeypatch: pytest.MonkeyPatch) -> None:
     from baton.engine import handoff
-    from baton.handoff.interval import Interval
+    from baton.kv.interval import Interval
 
     original = handoff.wanted
 

@@ -8,7 +8,6 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from engines import EAGLE3, TARGET, request
 
 from baton.engine import step
 from baton.engine.async_engine import AsyncEngine
@@ -17,6 +16,7 @@ from baton.engine.runner import ModelRunner
 from baton.engine.sampler import SamplerState
 from baton.errors import EngineUnavailableError, RequestError
 from baton.wire import SamplingParams, TokenChunk
+from tests.engine.engines import EAGLE3, TARGET, request
 
 PROMPTS = [[1, 2, 3], [7, 8], [9] * 20, [4, 5, 6, 7]]
 GUILTY = 2

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import EAGLE3, TARGET
 
 import baton.engine.pool_size as pool_size_module
 from baton import LLM, SamplingParams
 from baton.engine.config import EngineConfig, parse_size
 from baton.engine.pool_size import MIN_POOL_BYTES, Memory, PoolSize, pool_size
 from baton.errors import ConfigError
+from tests.engine.engines import EAGLE3, TARGET
 
 GIB = 1 << 30
 PAGE_BYTES = 2 << 20  # 16 tokens of an 8 B model

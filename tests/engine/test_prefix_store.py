@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engines import TARGET, Mode, Stepped, Stream, pair, request, stepped
 
 from baton import LLM, SamplingParams
 from baton.engine.config import EngineConfig, KVTransferConfig
@@ -21,6 +20,7 @@ from baton.text import Tokenizer
 from baton.transports.base import ByteArray
 from baton.transports.store import FileStore
 from baton.verify.observe import make_cases
+from tests.engine.engines import TARGET, Mode, Stepped, Stream, pair, request, stepped
 
 PARAMS = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 SAMPLED = SamplingParams(max_tokens=12, temperature=0.8, seed=5, ignore_eos=True)

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import TARGET, Mode, Stepped, Stream, request, stepped
 
 from baton.engine.config import KVTransferConfig
-from baton.handoff.ticket import Ticket, load_or_create_key, mint, request_digest
+from baton.handoff.protocol.ticket import Ticket, load_or_create_key, mint, request_digest
 from baton.openai.errors import error_of_chunk, to_api_error
 from baton.text import Tokenizer
 from baton.verify.observe import make_cases
 from baton.wire import HandoffParams, SamplingParams
+from tests.engine.engines import TARGET, Mode, Stepped, Stream, request, stepped
 
 PAGE_BYTES = 16 * 2 * 4 * 32 * 2 * 5
 LIMIT_S = 60.0

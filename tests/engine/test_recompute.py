@@ -9,15 +9,15 @@ from typing import Any
 
 import msgspec
 import pytest
-from engines import TARGET, Mode, Pair, Stepped, Stream, pair, stepped
 
 from baton.errors import WrongEngineError
-from baton.handoff.events import DecodeAdmitted, DecodeFailed, DecodeProgress, DecodeReleased
-from baton.handoff.messages import AttemptKey, Seeds
+from baton.handoff.protocol.events import DecodeAdmitted, DecodeFailed, DecodeProgress, DecodeReleased
+from baton.handoff.protocol.messages import AttemptKey, Seeds
 from baton.openai.errors import to_api_error
 from baton.text import Tokenizer
 from baton.verify.observe import make_cases
 from baton.wire import SamplingParams
+from tests.engine.engines import TARGET, Mode, Pair, Stepped, Stream, pair, stepped
 
 PARAMS = SamplingParams(max_tokens=24, temperature=0.7, seed=3, logprobs=1, presence_penalty=0.3)
 EOS = 2

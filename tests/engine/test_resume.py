@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 import msgspec
 import pytest
-from engines import TARGET, Mode, Pair, Stepped, Stream, pair, request, stepped
 
 from baton.engine.requests import make_request
 from baton.errors import RequestError
 from baton.text import Tokenizer
 from baton.verify.observe import make_cases
 from baton.wire import SamplingParams
+from tests.engine.engines import TARGET, Mode, Pair, Stepped, Stream, pair, request, stepped
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0)
 PENALISED = SamplingParams(

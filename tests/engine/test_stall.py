@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import TARGET, pair, request, stepped
 
 from baton.engine.async_engine import AsyncEngine
 from baton.engine.config import EngineConfig
 from baton.errors import ConfigError, EngineStalledError
 from baton.wire import SamplingParams
+from tests.engine.engines import TARGET, pair, request, stepped
 
 LIMIT_S = 30.0
 PARAMS = SamplingParams(max_tokens=8, temperature=0.0, seed=1, ignore_eos=True)

@@ -17,8 +17,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from baton import LLM, SamplingParams
-from baton.testing.checkpoints import make_checkpoint, make_drafter
 from baton.verify.observe import make_cases
+from tests.support.checkpoints import make_checkpoint, make_drafter
 
 transformers = pytest.importorskip("transformers")
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from engines import request, stepped
 
-from baton.kv import page_pool
+from baton.kv import pool as page_pool
 from baton.wire import SamplingParams
+from tests.engine.engines import request, stepped
 
 PAGE_BYTES = 16 * 2 * 4 * 32 * 2 * 5
 

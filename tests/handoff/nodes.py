@@ -7,12 +7,12 @@ import time
 
 import numpy as np
 
-from baton.handoff.agent import AgentConfig, HandoffAgent, Timers
-from baton.handoff.digest import MemoryDigester
-from baton.handoff.events import DecodeCommitted, DecodeProgress, HandoffEvent, PrefillReleased
-from baton.handoff.messages import Seeds
-from baton.handoff.planner import RankGeometry
-from baton.handoff.ticket import Ticket, new_transfer_id
+from baton.handoff.node.agent import AgentConfig, HandoffAgent, Timers
+from baton.handoff.plan.planner import RankGeometry
+from baton.handoff.protocol.digests import MemoryDigester
+from baton.handoff.protocol.events import DecodeCommitted, DecodeProgress, HandoffEvent, PrefillReleased
+from baton.handoff.protocol.messages import Seeds
+from baton.handoff.protocol.ticket import Ticket, new_transfer_id
 from baton.kv.geometry import Geometry, GroupSpec
 from baton.transports.registry import create_transport
 

@@ -13,18 +13,18 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
-from nodes import KEY, NUM_PAGES, SEEDS, TIMERS, Node, Pair, hand_over, settle, ticket_for
 
 from baton.errors import ProtocolError
-from baton.handoff.events import (
+from baton.handoff.protocol.events import (
     DecodeCommitted,
     DecodeFailed,
     DecodeFinished,
     DecodeReleased,
     PrefillReleased,
 )
-from baton.handoff.messages import Cancel, Hello, Register, encode
-from baton.handoff.ticket import mint
+from baton.handoff.protocol.messages import Cancel, Hello, Register, encode
+from baton.handoff.protocol.ticket import mint
+from tests.handoff.nodes import KEY, NUM_PAGES, SEEDS, TIMERS, Node, Pair, hand_over, settle, ticket_for
 
 
 @pytest.fixture

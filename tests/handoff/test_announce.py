@@ -7,17 +7,17 @@ from dataclasses import replace
 from typing import Literal
 
 import pytest
-from nodes import SEEDS, Pair, settle, ticket_for
-from test_liveness import TIMERS as CALM
-from test_liveness import Node as Engine
-from test_liveness import World
 
 from baton.errors import ProtocolError
-from baton.handoff import events as ev
-from baton.handoff import messages as msg
-from baton.handoff.decode import DecodeHandoff
-from baton.handoff.prefill import PrefillHandoff
-from baton.handoff.ticket import mint
+from baton.handoff.protocol import events as ev
+from baton.handoff.protocol import messages as msg
+from baton.handoff.protocol.decode import DecodeHandoff
+from baton.handoff.protocol.prefill import PrefillHandoff
+from baton.handoff.protocol.ticket import mint
+from tests.handoff.nodes import SEEDS, Pair, settle, ticket_for
+from tests.handoff.test_liveness import TIMERS as CALM
+from tests.handoff.test_liveness import Node as Engine
+from tests.handoff.test_liveness import World
 
 KEY = msg.AttemptKey(b"0" * 16, 0, "p", "d")
 WANTED = {"target": (2, 8), "draft": (7, 8)}

@@ -11,12 +11,12 @@ import pytest
 import zmq
 
 from baton.errors import ConfigError, ProtocolError
-from baton.handoff import channel as channels
-from baton.handoff.channel import Channel
-from baton.handoff.environment import Connection
-from baton.handoff.keys import KeyRing, check_bind, is_local, make_keys, ticket_key_file
-from baton.handoff.log_limit import LINES_PER_SECOND, LogLimit
-from baton.handoff.messages import AttemptKey, Bye, Cancel, Hello, Message, Renew, decode, encode
+from baton.handoff.channel import sockets as channels
+from baton.handoff.channel.base import Connection
+from baton.handoff.channel.keys import KeyRing, check_bind, is_local, make_keys, ticket_key_file
+from baton.handoff.channel.sockets import Channel
+from baton.handoff.protocol.messages import AttemptKey, Bye, Cancel, Hello, Message, Renew, decode, encode
+from baton.log_limit import LINES_PER_SECOND, LogLimit
 
 LOOPBACK = "tcp://127.0.0.1:*"
 Received = list[tuple[Connection, Message]]

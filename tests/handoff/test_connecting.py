@@ -7,13 +7,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 import pytest
-from test_liveness import TIMERS, Clock, Node, World
 
 from baton.errors import TransportError
-from baton.handoff.connector import FIRST_PAUSE_S, LONGEST_PAUSE_S, MAX_REFUSED, Connector
-from baton.handoff.events import DecodeCommitted, DecodeReleased, PrefillReleased
+from baton.handoff.channel.connecting import FIRST_PAUSE_S, LONGEST_PAUSE_S, MAX_REFUSED, Connector
+from baton.handoff.protocol.events import DecodeCommitted, DecodeReleased, PrefillReleased
 from baton.transports.base import Peer
 from baton.transports.local import LocalTransport
+from tests.handoff.test_liveness import TIMERS, Clock, Node, World
 
 
 class Hanging(LocalTransport):

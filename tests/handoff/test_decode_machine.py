@@ -7,9 +7,9 @@ from typing import Literal
 import pytest
 
 from baton.errors import ProtocolError
-from baton.handoff.decode import DecodeHandoff
-from baton.handoff.digest import seeds_digest
-from baton.handoff.events import (
+from baton.handoff.protocol.decode import DecodeHandoff
+from baton.handoff.protocol.digests import seeds_digest
+from baton.handoff.protocol.events import (
     FINAL_REASONS,
     Abort,
     Action,
@@ -34,7 +34,7 @@ from baton.handoff.events import (
     StartCopy,
     Tick,
 )
-from baton.handoff.messages import (
+from baton.handoff.protocol.messages import (
     Ack,
     AttemptKey,
     Cancel,

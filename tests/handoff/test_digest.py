@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from baton.errors import ConfigError, ProtocolError
-from baton.handoff.digest import (
+from baton.handoff.plan.planner import RankGeometry
+from baton.handoff.protocol.digests import (
     SAMPLED_SHARE,
     MemoryDigester,
     check_shape,
@@ -19,9 +20,8 @@ from baton.handoff.digest import (
     seeds_digest,
     uncovered,
 )
-from baton.handoff.events import BadPiece
-from baton.handoff.messages import AttemptKey, PieceDigest, Seeds
-from baton.handoff.planner import RankGeometry
+from baton.handoff.protocol.events import BadPiece
+from baton.handoff.protocol.messages import AttemptKey, PieceDigest, Seeds
 from baton.kv.geometry import BLOCK_MAJOR_NHD, LAYER_MAJOR_HND, Axis, Geometry, GroupSpec
 
 KEY = AttemptKey(b"0" * 16, 0, "p", "d")

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from baton.errors import ConfigError
-from baton.handoff.keys import KeyRing, make_keys, ticket_key_file
-from baton.handoff.ticket import load_or_create_key
+from baton.handoff.channel.keys import KeyRing, make_keys, ticket_key_file
+from baton.handoff.protocol.ticket import load_or_create_key
 from baton.transports.store import FileStore
 
 Spoil = Callable[[Path], None]

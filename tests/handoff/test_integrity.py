@@ -8,14 +8,14 @@ from collections.abc import Iterator
 import msgspec
 import numpy as np
 import pytest
-from nodes import SEEDS, Node, Pair, hand_over, settle, ticket_for
 
 from baton.errors import ConfigError
-from baton.handoff.agent import AgentConfig, HandoffAgent
-from baton.handoff.environment import Connection
-from baton.handoff.events import DecodeCommitted, DecodeFailed, DecodeProgress, DecodeReleased, PrefillReleased
-from baton.handoff.messages import AttemptKey, Commit, Confirm, Message
+from baton.handoff.channel.base import Connection
+from baton.handoff.node.agent import AgentConfig, HandoffAgent
+from baton.handoff.protocol.events import DecodeCommitted, DecodeFailed, DecodeProgress, DecodeReleased, PrefillReleased
+from baton.handoff.protocol.messages import AttemptKey, Commit, Confirm, Message
 from baton.transports.local import LocalTransport
+from tests.handoff.nodes import SEEDS, Node, Pair, hand_over, settle, ticket_for
 
 TOKENS = 150
 REGION = {"target": 0, "draft": 1}

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from baton.errors import ProtocolError
-from baton.handoff.interval import Interval, final_interval, pages_of, wanted
+from baton.kv.interval import Interval, final_interval, pages_of, wanted
 
 
 def test_interval_arithmetic() -> None:

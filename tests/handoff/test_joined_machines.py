@@ -16,8 +16,8 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.handoff.decode import DecodeHandoff
-from baton.handoff.events import (
+from baton.handoff.protocol.decode import DecodeHandoff
+from baton.handoff.protocol.events import (
     Abort,
     Action,
     Admitted,
@@ -37,7 +37,6 @@ from baton.handoff.events import (
     DigestsChecked,
     DigestsComputed,
     HandoffEvent,
-    Integrity,
     MachineEvent,
     Notify,
     Opened,
@@ -51,8 +50,9 @@ from baton.handoff.events import (
     StartCopy,
     Tick,
 )
-from baton.handoff.messages import AttemptKey, AttemptMessage, PieceDigest, Seeds
-from baton.handoff.prefill import PrefillHandoff
+from baton.handoff.protocol.messages import AttemptKey, AttemptMessage, PieceDigest, Seeds
+from baton.handoff.protocol.prefill import PrefillHandoff
+from baton.wire import Integrity
 
 KEY = AttemptKey(b"0" * 16, 0, "p", "d")
 SEEDS = Seeds(7, None, [8])

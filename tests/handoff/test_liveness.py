@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 
 from baton.errors import ProtocolError
-from baton.handoff.config import AgentConfig, Timers
-from baton.handoff.environment import Connection
-from baton.handoff.events import (
+from baton.handoff.channel.base import Connection
+from baton.handoff.channel.config import AgentConfig, Timers
+from baton.handoff.node.node import HandoffRunner
+from baton.handoff.plan.planner import RankGeometry
+from baton.handoff.protocol.events import (
     Declared,
     DecodeCommitted,
     DecodeFailed,
@@ -23,10 +25,19 @@ from baton.handoff.events import (
     PrefillReleased,
     Sampled,
 )
-from baton.handoff.messages import Bye, Cancel, Cancelled, Hello, Message, Register, Renew, Seeds, decode, encode
-from baton.handoff.planner import RankGeometry
-from baton.handoff.runner import HandoffRunner
-from baton.handoff.ticket import Ticket, new_transfer_id
+from baton.handoff.protocol.messages import (
+    Bye,
+    Cancel,
+    Cancelled,
+    Hello,
+    Message,
+    Register,
+    Renew,
+    Seeds,
+    decode,
+    encode,
+)
+from baton.handoff.protocol.ticket import Ticket, new_transfer_id
 from baton.kv.geometry import Geometry, GroupSpec
 from baton.transports.base import CopyList, Direction, Operation, Peer
 from baton.transports.local import LocalTransport

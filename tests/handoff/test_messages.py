@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.errors import ProtocolError
-from baton.handoff.fingerprint import compare, digest, geometry_fields
-from baton.handoff.messages import (
+from baton.handoff.plan.planner import RankGeometry
+from baton.handoff.protocol.fingerprint import compare, digest, geometry_fields
+from baton.handoff.protocol.messages import (
     DECODERS,
     MAX_FRAME,
     PROTOCOL_VERSION,
@@ -42,7 +43,6 @@ from baton.handoff.messages import (
     encode,
     kind_of,
 )
-from baton.handoff.planner import RankGeometry
 from baton.kv.geometry import Geometry, GroupSpec
 from baton.wire import TokenLogprobs
 

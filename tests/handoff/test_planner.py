@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.errors import IncompatiblePeerError, ProtocolError
-from baton.handoff.interval import Interval
-from baton.handoff.planner import RankGeometry, plan, senders
+from baton.handoff.plan.planner import RankGeometry, plan, senders
 from baton.kv.geometry import (
     BLOCK_MAJOR_HND,
     BLOCK_MAJOR_NHD,
@@ -24,6 +23,7 @@ from baton.kv.geometry import (
     Geometry,
     GroupSpec,
 )
+from baton.kv.interval import Interval
 
 ORDERS = [
     BLOCK_MAJOR_NHD,

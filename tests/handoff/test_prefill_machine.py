@@ -7,8 +7,8 @@ from typing import Literal
 import pytest
 
 from baton.errors import ProtocolError
-from baton.handoff.digest import seeds_digest
-from baton.handoff.events import (
+from baton.handoff.protocol.digests import seeds_digest
+from baton.handoff.protocol.events import (
     Abort,
     Action,
     CancelCopies,
@@ -28,7 +28,7 @@ from baton.handoff.events import (
     StartCopy,
     Tick,
 )
-from baton.handoff.messages import (
+from baton.handoff.protocol.messages import (
     Ack,
     AttemptKey,
     Cancel,
@@ -44,7 +44,7 @@ from baton.handoff.messages import (
     Repair,
     Seeds,
 )
-from baton.handoff.prefill import PrefillHandoff
+from baton.handoff.protocol.prefill import PrefillHandoff
 
 KEY = AttemptKey(b"0" * 16, 0, "p", "d")
 SEEDS = Seeds(7, None, [8])

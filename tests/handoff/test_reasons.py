@@ -9,10 +9,10 @@ import pytest
 
 import baton
 from baton.errors import REASONS, reason_label
-from baton.handoff.attempts import Figures
-from baton.handoff.copies import CopyLedger
-from baton.handoff.events import DecodeFailed, PrefillReleased
-from baton.handoff.messages import AttemptKey
+from baton.handoff.node.attempts import Figures
+from baton.handoff.protocol.copies import CopyLedger
+from baton.handoff.protocol.events import DecodeFailed, PrefillReleased
+from baton.handoff.protocol.messages import AttemptKey
 
 KEY = AttemptKey(bytes(16), 0, "P-1", "D-1")
 # Calls whose reason ends in an event of the agent, by the index of the argument that it is.

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.errors import ConfigError, EngineUnavailableError, ProtocolError
-from baton.handoff.messages import AttemptKey
-from baton.handoff.ticket import Ticket, load_or_create_key, mint, new_transfer_id, request_digest, verify
+from baton.handoff.protocol.messages import AttemptKey
+from baton.handoff.protocol.ticket import Ticket, load_or_create_key, mint, new_transfer_id, request_digest, verify
 from baton.wire import EngineIdentity, SamplingParams
 
 KEY = b"k" * 32

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from baton.engine.attention import get_backend
 from baton.models import CausalLM, load_model
-from baton.testing.paged import PagedSequence
+from tests.support.paged import PagedSequence
 
 transformers = pytest.importorskip("transformers")
 

@@ -12,7 +12,7 @@ from baton.engine.attention import AttnBatch, get_backend
 from baton.models import load_model
 from baton.models.cpu_kernels import silu_mul
 from baton.models.linear import Build, Linear, block_heights
-from baton.testing.paged import PagedSequence
+from tests.support.paged import PagedSequence
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import aiohttp
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "server"))
-
-from fake_serving import write_tokenizer
+from tests.server.fake_serving import write_tokenizer
 
 
 @pytest.fixture(scope="module")

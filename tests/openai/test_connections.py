@@ -16,7 +16,6 @@ import aiohttp
 import pytest
 from aiohttp import web
 from aiohttp.base_protocol import BaseProtocol
-from fake_serving import TEXT, FakeEngine, served, until
 
 from baton.openai import FrontMetrics
 from baton.openai.http import BODIES, DRAIN, new_app, write
@@ -24,6 +23,7 @@ from baton.openai.limits import Bodies, HttpLimits
 from baton.openai.serving import bind, serve_until, url_of
 from baton.server import build_app
 from baton.text import Tokenizer
+from tests.server.fake_serving import TEXT, FakeEngine, served, until
 
 LIMIT_S = 20.0
 

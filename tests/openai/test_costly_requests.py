@@ -12,7 +12,6 @@ from typing import Any
 import aiohttp
 import msgspec
 import pytest
-from fake_serving import MAX_MODEL_LEN, FakeEngine, served
 
 from baton.openai import FrontMetrics, service
 from baton.openai.plan import MAX_MESSAGES
@@ -20,6 +19,7 @@ from baton.router.client import _leg_body
 from baton.server import build_app
 from baton.text import Tokenizer
 from baton.wire import GenerateRequest, HandoffParams, PromptIds, SamplingParams
+from tests.server.fake_serving import MAX_MODEL_LEN, FakeEngine, served
 
 
 async def post(session: aiohttp.ClientSession, url: str, path: str, body: dict[str, Any]) -> tuple[int, Any]:

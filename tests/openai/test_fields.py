@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_serving import write_tokenizer
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
@@ -17,6 +16,7 @@ from baton.openai.fields import FORBIDDEN, IGNORED, REFUSED
 from baton.openai.plan import plan_chat
 from baton.openai.requests import ChatRequest, CompletionRequest, decode
 from baton.text import Tokenizer
+from tests.server.fake_serving import write_tokenizer
 
 VLLM = """
 add_generation_prompt add_special_tokens allowed_token_ids bad_words cache_salt chat_template chat_template_kwargs

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import pytest
-from fake_serving import EOS, MAX_MODEL_LEN, TEXT, FakeEngine, K, served, until
-
 import openai
+import pytest
+
 from baton.server import build_app
 from baton.text import Tokenizer
+from tests.server.fake_serving import EOS, MAX_MODEL_LEN, TEXT, FakeEngine, K, served, until
 
 
 class Endpoint:

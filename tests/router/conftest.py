@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "server"))
 
 
 @pytest.fixture(scope="session")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model's directory, as far as a router looks at it."""
-    from fake_serving import write_tokenizer
+    from tests.server.fake_serving import write_tokenizer
 
     return write_tokenizer(tmp_path_factory.mktemp("model"))

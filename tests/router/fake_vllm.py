@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from aiohttp import web
-from fake_serving import KEY, served
 
-from baton.handoff import ticket as tickets
-from baton.wire import SamplingParams
+from baton.handoff.protocol import ticket as tickets
+from baton.wire import LegRole, SamplingParams
+from tests.server.fake_serving import KEY, served
 
 Kind = Literal["baton", "pull", "push", "alone"]
 EOS = 257
@@ -257,7 +257,7 @@ class FakeVllm:
             return
         await asyncio.wait_for(self.shared.of(name).wait(), 5.0)
 
-    def _check(self, role: tickets.TicketRole, ticket: str, handed_over: Sequence[int]) -> None:
+    def _check(self, role: LegRole, ticket: str, handed_over: Sequence[int]) -> None:
         signed = tickets.verify(KEY, ticket, role, float(1000 * ord(self.name[0])))
         assert signed.request_digest == tickets.request_digest(handed_over, SamplingParams())
 

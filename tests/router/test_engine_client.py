@@ -8,12 +8,12 @@ from collections.abc import AsyncIterator, Sequence
 
 import pytest
 from aiohttp import web
-from fake_serving import served
 
 from baton.errors import EngineUnavailableError, ProtocolError, RequestError
 from baton.router.client import EngineClient, new_session
 from baton.router.timers import RouterTimers
 from baton.wire import GenerateRequest, SamplingParams, TokenChunk
+from tests.server.fake_serving import served
 
 REQUEST = GenerateRequest(request_id="r", prompt_token_ids=[1], sampling_params=SamplingParams())
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import aiohttp
 import pytest
-from fake_serving import KEY, TEXT, FakeEngine, served, until
 
 from baton.router import RouterConfig, build_app
 from baton.server import build_app as build_engine_app
 from baton.text import Tokenizer
+from tests.server.fake_serving import KEY, TEXT, FakeEngine, served, until
 
 
 async def complete(session: aiohttp.ClientSession, url: str, **body: Any) -> tuple[int, Any, str | None]:

@@ -13,7 +13,6 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
-from fake_serving import KEY, FakeEngine, served, until
 
 from baton.errors import EngineLostError, EngineStalledError, HandoffError, ProtocolError
 from baton.router import RouterConfig, build_app
@@ -22,6 +21,7 @@ from baton.router.timers import RouterTimers
 from baton.server import build_app as build_engine_app
 from baton.text import Tokenizer
 from baton.wire import EngineLoad, GenerateRequest, SamplingParams, TokenChunk, TokenLogprobs
+from tests.server.fake_serving import KEY, FakeEngine, served, until
 
 # Engines and router share one loop, which other tests may hold up for a while.
 QUICK = RouterTimers(check=0.05, answer=0.5, lease=1.5, patience=1.0)

@@ -11,14 +11,14 @@ from typing import Any
 
 import aiohttp
 import pytest
-from fake_serving import ADMIN, ADMIN_TOKEN, KEY, TEXT, FakeEngine, join, served, until
 
 from baton.errors import IncompatiblePeerError, RequestError
-from baton.handoff import ticket as tickets
+from baton.handoff.protocol import ticket as tickets
 from baton.openai.serving import bind, url_of
 from baton.router import RouterConfig, build_app
 from baton.server import build_app as build_engine_app
 from baton.text import Tokenizer
+from tests.server.fake_serving import ADMIN, ADMIN_TOKEN, KEY, TEXT, FakeEngine, join, served, until
 
 
 @contextlib.asynccontextmanager

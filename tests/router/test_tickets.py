@@ -6,7 +6,7 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
-from baton.handoff.ticket import verify
+from baton.handoff.protocol.ticket import verify
 from baton.router.connectors.tickets import mint_ticket
 
 KEY = b"k" * 32

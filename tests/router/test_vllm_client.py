@@ -9,16 +9,15 @@ from typing import Any
 
 import aiohttp
 import pytest
-from fake_vllm import FakeVllm, token_at
 
 from baton.errors import EngineLostError, EngineUnavailableError, HandoffError, ProtocolError, RequestError
 from baton.router.client import new_session
 from baton.router.connectors import Connector, ConnectorConfig, create_connector
-from baton.router.pool import Role
 from baton.router.timers import RouterTimers
 from baton.router.vllm_api import Choice, Logprobs, completion_body, to_chunk
 from baton.router.vllm_client import VllmClient
-from baton.wire import GenerateRequest, SamplingParams, TokenChunk, TokenLogprobs
+from baton.wire import GenerateRequest, Role, SamplingParams, TokenChunk, TokenLogprobs
+from tests.router.fake_vllm import FakeVllm, token_at
 
 PROMPT = [10, 11, 12, 13]
 

@@ -8,9 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fake_serving import join, until
-from fake_vllm import FakeVllm
-from vllm_pair import BODY, CONNECTORS, PROMPT, QUICK, WAYS, Pair, complete, said, status_of
+
+from tests.router.fake_vllm import FakeVllm
+from tests.router.vllm_pair import BODY, CONNECTORS, PROMPT, QUICK, WAYS, Pair, complete, said, status_of
+from tests.server.fake_serving import join, until
 
 
 @pytest.mark.parametrize(("name", "seed"), WAYS)

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_serving import served, until
-from fake_vllm import FakeVllm, token_at
-from vllm_pair import BODY, CONNECTORS, PROMPT, QUICK, WAYS, Pair, complete, said, status_of
 
 from baton.errors import ConfigError
 from baton.router import RouterConfig, build_app
+from tests.router.fake_vllm import FakeVllm, token_at
+from tests.router.vllm_pair import BODY, CONNECTORS, PROMPT, QUICK, WAYS, Pair, complete, said, status_of
+from tests.server.fake_serving import served, until
 
 
 @pytest.mark.parametrize(("name", "seed"), WAYS)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from vllm_pair import Pair, complete
+
+from tests.router.vllm_pair import Pair, complete
 
 
 @pytest.mark.parametrize("num_drafts", [0, 3])

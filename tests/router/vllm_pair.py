@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from fake_serving import ADMIN_TOKEN, KEY, served
-from fake_vllm import FakeVllm, Kind, Shared, token_at
 
 from baton.router import RouterConfig, build_app
 from baton.router.timers import RouterTimers
+from tests.router.fake_vllm import FakeVllm, Kind, Shared, token_at
+from tests.server.fake_serving import ADMIN_TOKEN, KEY, served
 
 # Servers and router share one loop, which other tests may hold up for a while.
 QUICK = RouterTimers(check=0.05, answer=1.5, lease=2.0, patience=1.0)

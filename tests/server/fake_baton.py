@@ -10,12 +10,12 @@ import types
 from pathlib import Path
 from typing import Any
 
-import fake_serving
-from fake_serving import FakeEngine
-
-from baton import cli, processes
+from baton import cli
+from baton import deployment as processes
 from baton.engine.config import EngineConfig
-from baton.handoff import ticket as tickets
+from baton.handoff.protocol import ticket as tickets
+from tests.server import fake_serving
+from tests.server.fake_serving import FakeEngine
 
 
 def engine_of(config: EngineConfig, progress: Any) -> FakeEngine:
@@ -61,5 +61,5 @@ if __name__ == "__main__":
     module = types.ModuleType("baton.engine.async_engine")
     module.AsyncEngine = engine_of  # type: ignore[attr-defined]
     sys.modules["baton.engine.async_engine"] = module
-    processes.BATON = (sys.executable, __file__)
+    processes.BATON = (sys.executable, "-m", "tests.server.fake_baton")
     cli.main()

@@ -17,7 +17,7 @@ from aiohttp import web
 from tokenizers import decoders, models, pre_tokenizers
 
 from baton.errors import EngineUnavailableError, OverloadedError, ProtocolError, RequestError
-from baton.handoff import ticket as tickets
+from baton.handoff.protocol import ticket as tickets
 from baton.openai import serving
 from baton.openai.serving import bind, url_of
 from baton.wire import EngineInfo, EngineLoad, GenerateRequest, TokenChunk, TokenLogprobs

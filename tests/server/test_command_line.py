@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from fake_serving import write_tokenizer
 
 from baton import cli
+from tests.server.fake_serving import write_tokenizer
 
 
 def test_bad_input_is_one_line(

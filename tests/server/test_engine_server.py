@@ -9,7 +9,6 @@ from typing import Any
 import aiohttp
 import msgspec
 import pytest
-from fake_serving import FakeEngine, served, until, write_tokenizer
 
 from baton.errors import ProtocolError
 from baton.router import RouterConfig
@@ -17,6 +16,7 @@ from baton.router.app import build_app as build_router
 from baton.server import build_app
 from baton.text import Tokenizer
 from baton.wire import EngineInfo, EngineLoad, TokenChunk
+from tests.server.fake_serving import FakeEngine, served, until, write_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from baton.testing.simulator.parallel import quiet_logs
+from simulation.parallel import quiet_logs
 
 
 @pytest.fixture(autouse=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from baton.errors import ConfigError
-from baton.testing.simulator.mutations import MUTATIONS, applied
-from baton.testing.simulator.parallel import run_seeds
+from simulation.mutations import MUTATIONS, applied
+from simulation.parallel import run_seeds
 
 # Where a search found them last. It begins there, and goes through all seeds when the protocol has changed since.
 FOUND_AT = {

@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
-from baton.testing.simulator import run_seed
-from baton.testing.simulator.parallel import run_seeds
-from baton.testing.simulator.settings import FAULTS, RATES, STRIKES
+from simulation import run_seed
+from simulation.parallel import run_seeds
+from simulation.settings import FAULTS, RATES, STRIKES
 
 
 @pytest.mark.slow
@@ -45,7 +45,7 @@ def test_a_seed_that_failed_once(seed: int) -> None:
 
 
 def test_the_first_seed_is_drawn_and_printed() -> None:
-    command = [sys.executable, "-m", "baton.testing.simulator", "--seeds", "1", "--workers", "1"]
+    command = [sys.executable, "-m", "simulation", "--seeds", "1", "--workers", "1"]
     printed = [subprocess.run(command, capture_output=True, text=True, timeout=60).stdout for _ in range(2)]
     firsts = [re.search(r"--first-seed (\d+)\)", text) for text in printed]
     assert None not in firsts
@@ -57,7 +57,7 @@ def test_a_seed_replays() -> None:
     first = run_seed(7, tracing=True).trace
     assert first == run_seed(7, tracing=True).trace
     run = subprocess.run(
-        [sys.executable, "-m", "baton.testing.simulator", "--seed", "7", "--trace"],
+        [sys.executable, "-m", "simulation", "--seed", "7", "--trace"],
         capture_output=True,
         text=True,
         timeout=60,
@@ -69,7 +69,7 @@ def test_a_seed_replays() -> None:
 
 def test_an_unknown_fault_is_refused() -> None:
     run = subprocess.run(
-        [sys.executable, "-m", "baton.testing.simulator", "--faults", "gremlins"],
+        [sys.executable, "-m", "simulation", "--faults", "gremlins"],
         capture_output=True,
         text=True,
         timeout=60,

@@ -18,11 +18,11 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from baton.handoff import events as ev
-from baton.handoff.decode import DecodeHandoff
-from baton.handoff.messages import AttemptKey, AttemptMessage, PieceDigest, Seeds
-from baton.handoff.prefill import PrefillHandoff
-from baton.testing.simulator.mutations import applied
+from baton.handoff.protocol import events as ev
+from baton.handoff.protocol.decode import DecodeHandoff
+from baton.handoff.protocol.messages import AttemptKey, AttemptMessage, PieceDigest, Seeds
+from baton.handoff.protocol.prefill import PrefillHandoff
+from simulation.mutations import applied
 
 KEY = AttemptKey(b"1" * 16, 0, "p", "d")
 GROUPS = ("draft", "target")

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import tokenizers
-from fake_serving import EOS, write_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers
@@ -16,6 +15,7 @@ from tokenizers import decoders, models, normalizers
 from baton.errors import CheckpointError, RequestError
 from baton.text import IncrementalDetokenizer, StopChecker, Tokenizer
 from baton.text.stop import _borders
+from tests.server.fake_serving import EOS, write_tokenizer
 
 
 @pytest.fixture(scope="module")

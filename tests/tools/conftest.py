@@ -1,13 +1,11 @@
 """Makes `tools/` importable and offers the demo checkpoints to these tests."""
 
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tools"))
 
 
 @pytest.fixture(scope="session")

@@ -8,11 +8,11 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-from demo_training.corpus import load_corpus
-from demo_training.heads import EAGLE, EAGLE3
-from demo_training.measure import acceptance, held_out_prompts, load_head
-from demo_training.target import load_target
-from demo_training.vocabulary import ASSISTANT_ID, BOS_ID, USER_ID
+from tools.demo_training.corpus import load_corpus
+from tools.demo_training.heads import EAGLE, EAGLE3
+from tools.demo_training.measure import acceptance, held_out_prompts, load_head
+from tools.demo_training.target import load_target
+from tools.demo_training.vocabulary import ASSISTANT_ID, BOS_ID, USER_ID
 
 E, FFN, Q, KV, V, DRAFT_V = 256, 704, 256, 128, 2048, 1024
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from demo_training import measure
-from demo_training.corpus import Document, load_corpus, topic_documents
-from demo_training.distil import frequent_ids, generate_corpus, head_loss, save_head, train_head
-from demo_training.heads import EAGLE, EAGLE3, Eagle3Head, EagleHead, Head, draft_ids, look, unroll
-from demo_training.target import (
+from tools.demo_training import measure
+from tools.demo_training.corpus import Document, load_corpus, topic_documents
+from tools.demo_training.distil import frequent_ids, generate_corpus, head_loss, save_head, train_head
+from tools.demo_training.heads import EAGLE, EAGLE3, Eagle3Head, EagleHead, Head, draft_ids, look, unroll
+from tools.demo_training.target import (
     TokenStream,
     cosine_rate,
     generate_rows,
@@ -20,7 +20,7 @@ from demo_training.target import (
     save_target,
     target_config,
 )
-from demo_training.vocabulary import ASSISTANT_ID, BOS_ID, EOS_ID, SPECIAL_TOKENS, USER_ID, train_tokenizer
+from tools.demo_training.vocabulary import ASSISTANT_ID, BOS_ID, EOS_ID, SPECIAL_TOKENS, USER_ID, train_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-import install_vllm
-from install_vllm import environment, requirements, why_not
+from tools import install_vllm
+from tools.install_vllm import environment, requirements, why_not
 
 
 class Installer:

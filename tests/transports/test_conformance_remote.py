@@ -16,7 +16,7 @@ from baton.transports.base import Peer
 from baton.transports.registry import create_transport
 from baton.transports.remote import RemoteTransport
 from baton.transports.store import FileStore, content_key
-from remote_uris import SCHEMES, uri_of
+from tests.support.remote_uris import SCHEMES, uri_of
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -29,7 +29,7 @@ from baton.transports.lifeline import MAX_FRAME, Lifeline, Line
 from baton.transports.process import ProcessWatch
 from baton.transports.registry import create_transport
 from baton.transports.remote import RemoteDescriptor, RemoteTransport, parse_descriptor
-from remote_uris import SCHEMES, uri_of
+from tests.support.remote_uris import SCHEMES, uri_of
 
 
 def eventually(holds: Callable[[], object]) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from baton.processes import Deployment
+from baton.deployment import Deployment
 
 TARGET = "models/baton-demo-llama"
 EAGLE3 = {"method": "eagle3", "model": "models/baton-demo-eagle3", "num_speculative_tokens": 3}

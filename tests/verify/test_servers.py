@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_openai import METRICS, TIE, FakeOpenAI, Json, running, token, zipped
 
 from baton import cli
 from baton.verify import client, counters
+from tests.verify.fake_openai import METRICS, TIE, FakeOpenAI, Json, running, token, zipped
 
 NUM = 4  # requests
 MODEL = "models/baton-demo-llama"

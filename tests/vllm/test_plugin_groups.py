@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from baton.errors import ConfigError, IncompatiblePeerError
-from baton.handoff.digest import MemoryDigester
-from baton.handoff.interval import Interval
-from baton.handoff.planner import plan
+from baton.handoff.plan.planner import plan
+from baton.handoff.protocol.digests import MemoryDigester
+from baton.kv.interval import Interval
 from baton.vllm.geometry import CacheLayout, Granularity, KernelLayout, describe, kernel_pages
 from baton.vllm.groups import CacheTable, is_draft, layer_index, split_tables
 

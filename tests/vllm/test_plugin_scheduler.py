@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import pytest
 
-from baton.handoff.ticket import Ticket, mint, new_transfer_id
+from baton.handoff.protocol.ticket import Ticket, mint, new_transfer_id
 from baton.vllm.groups import CacheTable
 from baton.vllm.scheduler import EngineIdentity, SchedulerSide, handoff_digest
 from baton.vllm.steps import AnnounceDecode, ClosePrefill, Computed, OpenDecode, OpenPrefill, Step

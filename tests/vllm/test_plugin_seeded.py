@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from baton.handoff import events as ev
-from baton.handoff.messages import Seeds
-from baton.handoff.ticket import Ticket, mint, new_transfer_id
+from baton.handoff.protocol import events as ev
+from baton.handoff.protocol.messages import Seeds
+from baton.handoff.protocol.ticket import Ticket, mint, new_transfer_id
 from baton.vllm.geometry import describe
 from baton.vllm.groups import CacheTable, split_tables
 from baton.vllm.scheduler import SchedulerSide, handoff_digest

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from baton.errors import HandoffError
-from baton.handoff import events as ev
-from baton.handoff.messages import AttemptKey, Seeds
-from baton.handoff.ticket import Ticket, new_transfer_id
+from baton.handoff.protocol import events as ev
+from baton.handoff.protocol.messages import AttemptKey, Seeds
+from baton.handoff.protocol.ticket import Ticket, new_transfer_id
 from baton.vllm.geometry import describe
 from baton.vllm.groups import CacheTable, split_tables
 from baton.vllm.steps import AnnounceDecode, ClosePrefill, Computed, OpenDecode, OpenPrefill, Step

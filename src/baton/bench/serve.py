@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 
 from baton.bench.client import stream_completion
-from baton.processes import Deployment
+from baton.deployment import Deployment
 from baton.text import Tokenizer
 from baton.verify.observe import make_cases, served_model
 from baton.wire import SamplingParams

@@ -17,9 +17,9 @@ from functools import partial
 import numpy as np
 
 from baton.errors import TransportError
-from baton.handoff.interval import Interval
-from baton.handoff.planner import RankGeometry, plan
+from baton.handoff.plan.planner import RankGeometry, plan
 from baton.kv.geometry import BLOCK_MAJOR_NHD, LAYER_MAJOR_NHD, Axis, CopyList, Geometry, GroupSpec
+from baton.kv.interval import Interval
 from baton.testing.transport_peer import SpawnedPeer
 from baton.transports.registry import create_transport
 

@@ -26,14 +26,14 @@ from baton.engine.prefix_store import PrefixStore
 from baton.engine.runner import ModelRunner
 from baton.engine.scheduler import Scheduler
 from baton.errors import ConfigError
-from baton.handoff.agent import AgentConfig, HandoffAgent, Timers
-from baton.handoff.config import DEFAULT_MAX_RETRIES
-from baton.handoff.digest import MemoryDigester
-from baton.handoff.keys import KeyRing
-from baton.handoff.planner import RankGeometry
-from baton.handoff.ticket import Redeemer, load_or_create_key
+from baton.handoff.channel.config import DEFAULT_MAX_RETRIES
+from baton.handoff.channel.keys import KeyRing
+from baton.handoff.node.agent import AgentConfig, HandoffAgent, Timers
+from baton.handoff.plan.planner import RankGeometry
+from baton.handoff.protocol.digests import MemoryDigester
+from baton.handoff.protocol.ticket import Redeemer, load_or_create_key
 from baton.kv.geometry import Geometry, GroupSpec, Kind, Owner
-from baton.kv.page_pool import PagePool
+from baton.kv.pool import PagePool
 from baton.models.base import CausalLM
 from baton.models.layers import KVLayerSpec
 from baton.models.loader import load_model, read_config

@@ -9,15 +9,14 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from baton.errors import ConfigError
-from baton.handoff.config import DEFAULT_HANDOFF_TIMEOUT_S
-from baton.handoff.keys import check_bind, ticket_key_file
+from baton.handoff.channel.config import DEFAULT_HANDOFF_TIMEOUT_S
+from baton.handoff.channel.keys import check_bind, ticket_key_file
 from baton.transports.registry import check_keys, parse_uri
-from baton.wire import MAX_WORD, Recovery
+from baton.wire import MAX_WORD, Integrity, Recovery, Role
 
-Role = Literal["both", "prefill", "decode"]
 Verifier = Literal["coupled", "rejection"]
-KVMode = Literal["push", "pull"]
-Integrity = Literal["auto", "off", "sampled", "full"]
+IntegritySetting = Literal["auto", Integrity]
+INTEGRITY = ("auto", *get_args(Integrity))
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 DTYPES = ("auto", "float32", "bfloat16")
 
@@ -120,7 +119,7 @@ class EngineConfig:
     keys: str | None = None
     engine_id: str = "engine"
     recovery: Recovery = "full"
-    integrity: Integrity = "auto"
+    integrity: IntegritySetting = "auto"
     queue_timeout_s: float = 0.0
     token_api: bool = False
     max_queued_requests: int = 1024
@@ -138,7 +137,7 @@ class EngineConfig:
         need(1 <= self.max_num_seqs <= 4096, "max_num_seqs", "1 to 4096")
         need(self.max_queued_requests >= 1, "max_queued_requests", "at least 1")
         need(self.recovery in get_args(Recovery), "recovery", f"one of {', '.join(get_args(Recovery))}")
-        need(self.integrity in get_args(Integrity), "integrity", f"one of {', '.join(get_args(Integrity))}")
+        need(self.integrity in INTEGRITY, "integrity", f"one of {', '.join(INTEGRITY)}")
         need(0 <= self.queue_timeout_s < 1e6, "queue_timeout_s", "seconds, or 0 for no limit")
         need(self.dtype in DTYPES, "dtype", f"one of {', '.join(DTYPES)}")
         need(re.fullmatch(r"cpu|cuda(:\d+)?", self.device) is not None, "device", "cpu, cuda or cuda:N")

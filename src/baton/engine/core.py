@@ -21,7 +21,7 @@ from baton.engine.runner import DraftRows, ModelRunner
 from baton.engine.scheduler import ScheduledRows, Scheduler
 from baton.engine.step import compute
 from baton.engine.stopping import until_stop
-from baton.handoff.messages import Seeds
+from baton.handoff.protocol.messages import Seeds
 from baton.wire import EngineLoad, FinishReason, TokenChunk
 
 log = logging.getLogger(__name__)

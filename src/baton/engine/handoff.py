@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 from baton.engine.request import Request, RequestStatus
 from baton.engine.stopping import until_stop
 from baton.errors import reason_label
-from baton.handoff.events import (
+from baton.handoff.protocol.events import (
     DecodeAdmitted,
     DecodeCommitted,
     DecodeFailed,
@@ -25,10 +25,10 @@ from baton.handoff.events import (
     HandoffEvent,
     PrefillReleased,
 )
-from baton.handoff.interval import wanted
-from baton.handoff.messages import AttemptKey, Seeds
-from baton.handoff.ticket import Ticket
+from baton.handoff.protocol.messages import AttemptKey, Seeds
+from baton.handoff.protocol.ticket import Ticket
 from baton.kv.geometry import GroupSpec
+from baton.kv.interval import wanted
 from baton.wire import Recovery, TokenChunk, recovers
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class Agent(Protocol):
-    """The part of `baton.handoff.agent.HandoffAgent` that an engine uses. Thread-safe calls, none blocks."""
+    """The part of `baton.handoff.node.agent.HandoffAgent` that an engine uses. Thread-safe calls, none blocks."""
 
     def open_prefill(self, ticket: Ticket) -> None: ...
     def admit_prefill(self, key: AttemptKey) -> None: ...

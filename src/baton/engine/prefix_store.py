@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from baton.engine.request import Request
-from baton.handoff.log_limit import LogLimit
-from baton.kv.page_pool import PagePool
+from baton.kv.pool import PagePool
+from baton.log_limit import LogLimit
 from baton.transports.base import ByteArray
 from baton.transports.store import FileStore, content_key
 

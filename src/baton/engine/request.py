@@ -13,7 +13,7 @@ from baton.engine.sampler import SamplerState
 from baton.wire import FinishReason, GenerateRequest, SamplingParams, TokenLogprobs
 
 if TYPE_CHECKING:
-    from baton.handoff.ticket import Ticket
+    from baton.handoff.protocol.ticket import Ticket
 
 
 class RequestStatus(enum.Enum):

@@ -12,8 +12,8 @@ from baton.engine.build import Engine
 from baton.engine.request import Request
 from baton.engine.sampler import SamplerState
 from baton.errors import ForbiddenError, ProtocolError, RequestError, WrongEngineError
-from baton.handoff.log_limit import LogLimit
-from baton.handoff.ticket import Ticket, request_digest
+from baton.handoff.protocol.ticket import Ticket, request_digest
+from baton.log_limit import LogLimit
 from baton.wire import MIN_TEMPERATURE, GenerateRequest
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from baton.engine.request import Request, RequestStatus
 from baton.errors import CapacityError
-from baton.kv.page_pool import PagePool
+from baton.kv.pool import PagePool
 
 CopyPage = Callable[[str, int, int], None]
 

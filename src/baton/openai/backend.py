@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 from baton.text import Tokenizer
-from baton.wire import GenerateRequest, SamplingParams, TokenChunk
-
-KVMode = Literal["push", "pull"]
+from baton.wire import GenerateRequest, Mode, SamplingParams, TokenChunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +40,7 @@ class Backend(Protocol):
         gave none, `n` samples."""
         ...
 
-    def generate(self, request: GenerateRequest, kv_mode: KVMode | None = None) -> AsyncGenerator[TokenChunk, None]:
+    def generate(self, request: GenerateRequest, kv_mode: Mode | None = None) -> AsyncGenerator[TokenChunk, None]:
         """Yield the request's tokens; closing the generator aborts the request.
 
         The last chunk has `finish_reason`. Raises `RequestError` or `EngineUnavailableError` from the first

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import msgspec
 
 from baton.errors import RequestError, UnknownModelError
-from baton.openai.backend import KVMode, ServedModel
+from baton.openai.backend import ServedModel
 from baton.openai.requests import ChatRequest, CompletionRequest, Message, chat_logprobs, decode, sampling_params
-from baton.wire import GenerateRequest, PromptIds, SamplingParams
+from baton.wire import GenerateRequest, Mode, PromptIds, SamplingParams
 
 MAX_CHOICES = 256  # prompts times n in one request
 MAX_MESSAGES = 4096
@@ -35,7 +35,7 @@ class Plan:
     include_usage: bool
     return_token_ids: bool
     return_tokens_as_token_ids: bool
-    kv_mode: KVMode | None
+    kv_mode: Mode | None
 
 
 def plan_completion(request: CompletionRequest, model: ServedModel) -> Plan:

@@ -11,9 +11,8 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from baton.errors import RequestError
-from baton.openai.backend import KVMode
 from baton.openai.fields import refuse_unserved
-from baton.wire import MAX_LOGPROBS, SamplingParams
+from baton.wire import MAX_LOGPROBS, Mode, SamplingParams
 
 _PATH = re.compile(r" - at `(key in )?\$\.?([^`]*)`\Z")
 _MISSING = re.compile(r"required field `([^`]+)`")
@@ -51,7 +50,7 @@ class _Request(msgspec.Struct, kw_only=True):
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    kv_mode: KVMode | None = None
+    kv_mode: Mode | None = None
     add_special_tokens: bool | None = None
     best_of: int | None = None
 

@@ -12,9 +12,8 @@ import msgspec
 from aiohttp import web
 
 from baton.errors import BatonError, ConfigError, EngineUnavailableError, RequestError
-from baton.handoff.ticket import TICKET_LIFE_S
+from baton.handoff.protocol.ticket import TICKET_LIFE_S
 from baton.openai import FrontMetrics, OpenAIService
-from baton.openai.backend import KVMode
 from baton.openai.http import BODIES, add_openai_routes, json_response, new_app
 from baton.openai.metrics import Row, RowCollector
 from baton.openai.queue import MAX_QUEUED_REQUESTS, Queue
@@ -22,9 +21,9 @@ from baton.router.admin import Admin
 from baton.router.backend import RouterBackend
 from baton.router.client import new_session
 from baton.router.connectors import BATON_ENGINES, ConnectorConfig, create_connector
-from baton.router.pool import EnginePool, Instance, Policy, Role
+from baton.router.pool import EnginePool, Instance, Policy
 from baton.router.timers import RouterTimers
-from baton.wire import EngineLoad, Recovery
+from baton.wire import EngineLoad, Mode, Recovery, Role
 
 EngineKind = Literal["baton", "vllm"]
 # A choice within a tenth of the other's probability: what kernels that add up in another order make of 16-bit weights.
@@ -43,7 +42,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     decode: tuple[str, ...] = ()
     both: tuple[str, ...] = ()
     ticket_key: bytes | None = None
-    kv_mode: KVMode | None = None
+    kv_mode: Mode | None = None
     allow_mode_override: bool = False
     policy: Policy = "round_robin"
     tokenizer: str | None = None

@@ -23,13 +23,12 @@ from baton.errors import (
     reason_label,
 )
 from baton.openai import ServedModel
-from baton.openai.backend import KVMode
 from baton.openai.errors import error_of_chunk
 from baton.router.connectors.base import Connector, Handoff, Outcome
-from baton.router.join import Chunks, Items, Joined, Leg, LegFailed, TokenMismatch, join_legs
+from baton.router.join import Chunks, Items, Joined, LegFailed, TokenMismatch, join_legs
 from baton.router.near_tie import measure_gap
 from baton.router.pool import EnginePool, Instance, OnLost
-from baton.wire import GenerateRequest, Recovery, SamplingParams, TokenChunk, recovers
+from baton.wire import GenerateRequest, LegRole, Mode, Recovery, SamplingParams, TokenChunk, recovers
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +56,7 @@ class RouterBackend:
         self,
         pool: EnginePool,
         connector: Connector,
-        kv_mode: KVMode = "push",
+        kv_mode: Mode = "push",
         allow_mode_override: bool = False,
         recovery: Recovery = "full",
         near_tie: float = 0.0,
@@ -70,7 +69,7 @@ class RouterBackend:
         self.near_ties = 0
         self.num_active_handoffs = 0
         self._connector = connector
-        self._kv_mode: KVMode = kv_mode
+        self._kv_mode: Mode = kv_mode
         self._recovery: Recovery = recovery
         self._near_tie = near_tie
         self._background: set[asyncio.Task[None]] = set()
@@ -83,9 +82,7 @@ class RouterBackend:
         """See `Backend.check`."""
         self._connector.check(params)
 
-    async def generate(
-        self, request: GenerateRequest, kv_mode: KVMode | None = None
-    ) -> AsyncGenerator[TokenChunk, None]:
+    async def generate(self, request: GenerateRequest, kv_mode: Mode | None = None) -> AsyncGenerator[TokenChunk, None]:
         """Yield the request's chunks; see `Backend.generate`."""
         joined = Joined(request)
         tried: list[Instance] = []
@@ -165,7 +162,7 @@ class RouterBackend:
             await asyncio.sleep(_PATIENCE_STEP_S)
 
     async def _run(
-        self, request: GenerateRequest, chosen: tuple[Instance, ...], kv_mode: KVMode
+        self, request: GenerateRequest, chosen: tuple[Instance, ...], kv_mode: Mode
     ) -> AsyncGenerator[TokenChunk, None]:
         """One attempt. Raises `LegFailed` where another may succeed."""
         if len(chosen) == 1:
@@ -203,11 +200,11 @@ class RouterBackend:
                 self._do(handoff.over(outcome), self.pool.timers.tell)
 
     async def _join(
-        self, engines: dict[Leg, Instance], handoff: Handoff
-    ) -> AsyncGenerator[tuple[TokenChunk, Leg], None]:
+        self, engines: dict[LegRole, Instance], handoff: Handoff
+    ) -> AsyncGenerator[tuple[TokenChunk, LegRole], None]:
         items: Items = asyncio.Queue()
 
-        def on_lost(leg: Leg) -> OnLost:
+        def on_lost(leg: LegRole) -> OnLost:
             return lambda error: items.put_nowait((leg, error))
 
         with contextlib.ExitStack() as counted:

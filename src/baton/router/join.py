@@ -9,23 +9,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping
-from typing import Literal
 
 import msgspec
 
 from baton.errors import BatonError, EngineLostError, HandoffError, ProtocolError
-from baton.wire import GenerateRequest, TokenChunk
+from baton.wire import GenerateRequest, LegRole, TokenChunk
 
-Leg = Literal["prefill", "decode"]
 Chunks = AsyncGenerator[TokenChunk, None]
-Items = asyncio.Queue["tuple[Leg, TokenChunk | BaseException | None]"]  # None: the leg ended
+Items = asyncio.Queue["tuple[LegRole, TokenChunk | BaseException | None]"]  # None: the leg ended
 
 
 class LegFailed(Exception):
     """A leg without which its attempt cannot go on has failed with `error`. `reported`: its engine is well and said
     so itself, with the reason."""
 
-    def __init__(self, leg: Leg, error: BatonError, reported: bool = False) -> None:
+    def __init__(self, leg: LegRole, error: BatonError, reported: bool = False) -> None:
         super().__init__(str(error))
         self.leg = leg
         self.error = error
@@ -90,8 +88,8 @@ class Joined:
 
 
 async def join_legs(
-    legs: Mapping[Leg, Chunks], items: Items, drain: Callable[[Chunks], None], notices: bool = True
-) -> AsyncGenerator[tuple[TokenChunk, Leg], None]:
+    legs: Mapping[LegRole, Chunks], items: Items, drain: Callable[[Chunks], None], notices: bool = True
+) -> AsyncGenerator[tuple[TokenChunk, LegRole], None]:
     """Yield (chunk, leg it came from) until a chunk with `finish_reason`. One leg alone, of either kind, must say all.
 
     Closing it closes the legs. Into `items` others may put that a leg is lost. When the prefill leg ended the request,
@@ -104,8 +102,8 @@ async def join_legs(
     """
     alone = len(legs) == 1
     tasks = {leg: asyncio.create_task(_pump(leg, chunks, items)) for leg, chunks in legs.items()}
-    ended: set[Leg] = set()
-    drained: Leg | None = None
+    ended: set[LegRole] = set()
+    drained: LegRole | None = None
     decoding = False
     try:
         while True:
@@ -148,7 +146,7 @@ async def join_legs(
         await asyncio.gather(*ending, return_exceptions=True)
 
 
-async def _pump(leg: Leg, chunks: Chunks, items: Items) -> None:
+async def _pump(leg: LegRole, chunks: Chunks, items: Items) -> None:
     try:
         try:
             async for chunk in chunks:
@@ -160,7 +158,7 @@ async def _pump(leg: Leg, chunks: Chunks, items: Items) -> None:
         items.put_nowait((leg, error))
 
 
-async def _rest(which: Leg, task: asyncio.Task[None], items: Items, ended: bool) -> Chunks:
+async def _rest(which: LegRole, task: asyncio.Task[None], items: Items, ended: bool) -> Chunks:
     """Yield what a leg still says; closing it closes the leg."""
     try:
         while not ended:

@@ -28,11 +28,10 @@ from baton.openai import ServedModel
 from baton.router.client import EngineClient
 from baton.router.timers import RouterTimers
 from baton.text import Tokenizer
-from baton.wire import EngineInfo
+from baton.wire import EngineInfo, Role
 
 logger = logging.getLogger(__name__)
 
-Role = Literal["both", "prefill", "decode"]
 Policy = Literal["round_robin", "least_loaded"]
 OnLost = Callable[[EngineLostError], None]
 NewClient = Callable[[aiohttp.ClientSession, str, RouterTimers, Role], EngineClient]

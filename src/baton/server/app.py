@@ -16,13 +16,12 @@ from aiohttp import web
 
 from baton.errors import EngineUnavailableError, RequestError
 from baton.openai import FrontMetrics, OpenAIService, ServedModel
-from baton.openai.backend import KVMode
 from baton.openai.errors import to_api_error
 from baton.openai.http import BODIES, add_openai_routes, json_response, new_app, write
 from baton.openai.limits import HttpLimits
 from baton.openai.metrics import Row, RowCollector
 from baton.text import Tokenizer
-from baton.wire import EngineInfo, EngineLoad, GenerateRequest, SamplingParams, TokenChunk
+from baton.wire import EngineInfo, EngineLoad, GenerateRequest, Mode, SamplingParams, TokenChunk
 
 NDJSON = "application/x-ndjson"
 
@@ -95,9 +94,7 @@ class EngineBackend:
     def check(self, params: SamplingParams) -> None:
         """See `Backend.check`: an engine honours all that a plan may hold."""
 
-    async def generate(
-        self, request: GenerateRequest, kv_mode: KVMode | None = None
-    ) -> AsyncGenerator[TokenChunk, None]:
+    async def generate(self, request: GenerateRequest, kv_mode: Mode | None = None) -> AsyncGenerator[TokenChunk, None]:
         """Yield the engine's chunks; see `Backend.generate`."""
         async with closing(self._engine.generate(request)) as chunks:
             async for chunk in chunks:

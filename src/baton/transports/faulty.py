@@ -26,13 +26,12 @@ import queue
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 import numpy as np
 
 from baton.errors import BatonError, ConfigError
-from baton.handoff.messages import Seeds
 from baton.transports.base import (
     ByteArray,
     CopyList,
@@ -59,6 +58,7 @@ Fault = Literal[
     "stale-seed",
 ]
 DRAFT_REGION = 1
+SeedsT = TypeVar("SeedsT")  # what they are is the handoff's business
 
 
 class FaultSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -112,7 +112,7 @@ class FaultyTransport:
         self._lock = threading.Lock()
         self._pending: list[_FaultyOperation] = []
         self._jobs: queue.SimpleQueue[_FaultyOperation | None] = queue.SimpleQueue()
-        self._last_seeds: Seeds | None = None
+        self._last_seeds: Any = None
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="baton-faulty", daemon=True)
         self._thread.start()
@@ -122,9 +122,10 @@ class FaultyTransport:
         """`faulty+` and the wrapped transport's scheme."""
         return f"faulty+{self._inner.scheme}"
 
-    def alter_seeds(self, seeds: Seeds) -> Seeds:
+    def alter_seeds(self, seeds: SeedsT) -> SeedsT:
         """What the engine hands over in place of `seeds`: with `stale-seed` those of the call before."""
-        last, self._last_seeds = self._last_seeds, seeds
+        last: SeedsT | None = self._last_seeds
+        self._last_seeds = seeds
         return last if last is not None and self._spec.fault == "stale-seed" else seeds
 
     def allocate(self, name: str, nbytes: int) -> ByteArray:

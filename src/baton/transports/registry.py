@@ -13,8 +13,8 @@ from importlib.metadata import EntryPoint, entry_points
 from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 
 from baton.errors import ConfigError
-from baton.handoff.events import Integrity
 from baton.transports.base import Transport
+from baton.wire import Integrity
 
 Factory = Callable[[dict[str, str]], Transport]
 

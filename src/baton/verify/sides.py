@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from baton.deployment import Deployment
 from baton.errors import BatonError, ConfigError
-from baton.processes import Deployment
 from baton.verify.acceptance import Acceptance
 from baton.verify.client import Client, base_url
 from baton.verify.counters import metrics_urls, read_counters, read_settled

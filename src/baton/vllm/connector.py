@@ -23,9 +23,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from baton.errors import ConfigError
-from baton.handoff.agent import AgentConfig, HandoffAgent
-from baton.handoff.digest import Digester, MemoryDigester
-from baton.handoff.keys import KeyRing
+from baton.handoff.channel.keys import KeyRing
+from baton.handoff.node.agent import AgentConfig, HandoffAgent
+from baton.handoff.protocol.digests import Digester, MemoryDigester
 from baton.transports.base import DeviceMemory, Transport
 from baton.transports.registry import create_transport
 from baton.vllm import compat

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from baton.errors import ConfigError
-from baton.handoff.topology import RankGeometry
+from baton.handoff.plan.topology import RankGeometry
 from baton.kv.geometry import Geometry
 from baton.transports.base import DeviceMemory, Region
 from baton.vllm.groups import LayerGroup

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton.errors import ConfigError
-from baton.handoff.interval import wanted
 from baton.kv.geometry import Kind, Owner
+from baton.kv.interval import wanted
 
 _INTEGER = re.compile(r"(?:^|\.)(\d+)(?=\.|$)")
 

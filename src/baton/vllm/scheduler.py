@@ -18,8 +18,8 @@ from typing import Any, Protocol
 import msgspec
 
 from baton.errors import ProtocolError
-from baton.handoff.log_limit import LogLimit
-from baton.handoff.ticket import Redeemer, Ticket, request_digest, verify
+from baton.handoff.protocol.ticket import Redeemer, Ticket, request_digest, verify
+from baton.log_limit import LogLimit
 from baton.vllm.groups import CacheTable
 from baton.vllm.steps import AnnounceDecode, ClosePrefill, Computed, OpenDecode, OpenPrefill, Step, Tables
 from baton.wire import BATON_PARAM, EngineIdentity, LegParams, SamplingParams

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from baton.handoff.messages import AttemptKey
-from baton.handoff.ticket import Ticket
+from baton.handoff.protocol.messages import AttemptKey
+from baton.handoff.protocol.ticket import Ticket
 
 Tables = tuple[list[int], ...]  # block tables, by vLLM's cache group
 

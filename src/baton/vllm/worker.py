@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from baton.errors import HandoffError, reason_label
-from baton.handoff import events as ev
-from baton.handoff.log_limit import LogLimit
-from baton.handoff.messages import AttemptKey, Seeds
-from baton.handoff.ticket import Ticket
+from baton.handoff.protocol import events as ev
+from baton.handoff.protocol.messages import AttemptKey, Seeds
+from baton.handoff.protocol.ticket import Ticket
+from baton.log_limit import LogLimit
 from baton.vllm.geometry import CacheLayout, kernel_pages
 from baton.vllm.steps import ClosePrefill, Computed, OpenDecode, OpenPrefill, Step, Tables
 
@@ -34,7 +34,7 @@ IDLE_WAIT_S = 0.004
 
 
 class Agent(Protocol):
-    """The part of `baton.handoff.agent.HandoffAgent` that is used here."""
+    """The part of `baton.handoff.node.agent.HandoffAgent` that is used here."""
 
     def open_prefill(self, ticket: Ticket) -> None: ...
     def admit_prefill(self, key: AttemptKey) -> None: ...

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from servers import MODEL
+
+from tests.vllm.integration.servers import MODEL
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 LOUD = slice(3, 9)  # tokens between which these models choose, so that a drafter that guesses is right now and then

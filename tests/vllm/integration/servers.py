@@ -18,14 +18,14 @@ from typing import Any, Literal
 
 import aiohttp
 import msgspec
-from answers import Answer, same, same_acceptance
 
-from baton.bench.vllm_servers import ServerConfig, VllmServer
-from baton.bench.vllm_servers import serve as start_servers
-from baton.handoff.keys import make_keys, ticket_key_file
-from baton.handoff.ticket import Ticket, load_or_create_key, mint
+from baton.handoff.channel.keys import make_keys, ticket_key_file
+from baton.handoff.protocol.ticket import Ticket, load_or_create_key, mint
 from baton.vllm.scheduler import handoff_digest
 from baton.wire import EngineIdentity
+from benchmarks.vllm_servers import ServerConfig, VllmServer
+from benchmarks.vllm_servers import serve as start_servers
+from tests.vllm.integration.answers import Answer, same, same_acceptance
 
 ROOT = Path(__file__).parents[3]
 MODEL = ROOT / "models" / "baton-demo-llama"

@@ -9,11 +9,23 @@ from typing import Any
 
 import aiohttp
 import pytest
-from answers import Answer, same
-from checkpoints import shallow
-from servers import ROOT, Mode, Pair, Server, ask, compare, demo_prompts, reference, request, serve_pair, wait_idle
 
-from baton.bench.vllm_servers import ONE_PROCESS
+from benchmarks.vllm_servers import ONE_PROCESS
+from tests.vllm.integration.answers import Answer, same
+from tests.vllm.integration.checkpoints import shallow
+from tests.vllm.integration.servers import (
+    ROOT,
+    Mode,
+    Pair,
+    Server,
+    ask,
+    compare,
+    demo_prompts,
+    reference,
+    request,
+    serve_pair,
+    wait_idle,
+)
 
 pytestmark = pytest.mark.timeout(900)
 

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from servers import EAGLE3, MODEL, demo_prompts
 
-from baton.bench.vllm_servers import ServerConfig, VllmServer, serve
-from baton.testing.checkpoints import make_checkpoint
+from benchmarks.vllm_servers import ServerConfig, VllmServer, serve
+from tests.support.checkpoints import make_checkpoint
+from tests.vllm.integration.servers import EAGLE3, MODEL, demo_prompts
 
 pytestmark = pytest.mark.timeout(900)
 

@@ -10,8 +10,10 @@ from typing import Any
 import aiohttp
 import pytest
 import torch
-from answers import Answer, same
-from servers import (
+from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+from tests.vllm.integration.answers import Answer, same
+from tests.vllm.integration.servers import (
     EAGLE3,
     Mode,
     Pair,
@@ -24,7 +26,6 @@ from servers import (
     serve_pair,
     wait_idle,
 )
-from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
 pytestmark = pytest.mark.timeout(900)
 

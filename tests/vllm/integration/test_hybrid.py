@@ -9,10 +9,10 @@ from typing import Any
 
 import aiohttp
 import pytest
-from checkpoints import deepseek, gemma3, mamba2
-from servers import Mode, Pair, compare, reference, serve_pair, wait_idle
 
-from baton.bench.vllm_servers import ONE_PROCESS
+from benchmarks.vllm_servers import ONE_PROCESS
+from tests.vllm.integration.checkpoints import deepseek, gemma3, mamba2
+from tests.vllm.integration.servers import Mode, Pair, compare, reference, serve_pair, wait_idle
 
 pytestmark = pytest.mark.timeout(900)
 

@@ -15,11 +15,23 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp.test_utils import TestServer
-from answers import Answer, same
-from servers import EAGLE3, Mode, Pair, Server, ask, demo_prompts, handoff, reference, request, serve, wait_idle
 
-from baton.bench.vllm_servers import ONE_PROCESS
 from baton.router import RouterConfig, build_app
+from benchmarks.vllm_servers import ONE_PROCESS
+from tests.vllm.integration.answers import Answer, same
+from tests.vllm.integration.servers import (
+    EAGLE3,
+    Mode,
+    Pair,
+    Server,
+    ask,
+    demo_prompts,
+    handoff,
+    reference,
+    request,
+    serve,
+    wait_idle,
+)
 
 pytestmark = pytest.mark.timeout(900)
 

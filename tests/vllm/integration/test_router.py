@@ -16,14 +16,14 @@ import aiohttp
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
-from answers import NEAR_TIE
-from servers import EAGLE3, MODEL, demo_prompts
 
-from baton.bench.vllm_servers import ONE_PROCESS, ServerConfig, VllmServer, free_port, serve
-from baton.handoff.keys import make_keys, ticket_key_file
-from baton.handoff.ticket import load_or_create_key
+from baton.handoff.channel.keys import make_keys, ticket_key_file
+from baton.handoff.protocol.ticket import load_or_create_key
 from baton.router import RouterConfig, build_app
 from baton.router.vllm_api import read_metrics
+from benchmarks.vllm_servers import ONE_PROCESS, ServerConfig, VllmServer, free_port, serve
+from tests.vllm.integration.answers import NEAR_TIE
+from tests.vllm.integration.servers import EAGLE3, MODEL, demo_prompts
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -46,7 +46,7 @@ def baton(folder: Path, role: str, name: str) -> dict[str, Any]:
 
 def nixl(kind: str, role: str) -> dict[str, Any]:
     """Without NIXL's progress thread, which takes a core."""
-    return {"kv_connector": kind, "kv_connector_module_path": "baton.bench.vllm_peers", "kv_role": role}
+    return {"kv_connector": kind, "kv_connector_module_path": "benchmarks.vllm_peers", "kv_role": role}
 
 
 @contextlib.contextmanager

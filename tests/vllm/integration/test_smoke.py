@@ -8,8 +8,9 @@ from importlib.metadata import version
 
 import aiohttp
 import pytest
-from answers import same
-from servers import EAGLE3, Mode, Pair, demo_prompts, handoff, reference, serve_pair, wait_idle
+
+from tests.vllm.integration.answers import same
+from tests.vllm.integration.servers import EAGLE3, Mode, Pair, demo_prompts, handoff, reference, serve_pair, wait_idle
 
 pytestmark = pytest.mark.timeout(900)
 

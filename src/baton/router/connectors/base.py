@@ -12,13 +12,12 @@ from typing import Any, ClassVar, Literal, TypeVar
 import aiohttp
 
 from baton.errors import ConfigError, EngineLostError, EngineUnavailableError, RequestError
-from baton.handoff.ticket import TICKET_LIFE_S
-from baton.openai.backend import KVMode
+from baton.handoff.protocol.ticket import TICKET_LIFE_S
 from baton.router.client import EngineClient
-from baton.router.join import Chunks, Leg
-from baton.router.pool import Instance, Role
+from baton.router.join import Chunks
+from baton.router.pool import Instance
 from baton.router.timers import RouterTimers
-from baton.wire import GenerateRequest, SamplingParams
+from baton.wire import GenerateRequest, LegRole, Mode, Role, SamplingParams
 
 # What depends on more of the first token than its id, with the value that does not.
 _NOT_SEEDED = {"seed": None, "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "stop": ()}
@@ -43,7 +42,7 @@ class Handoff:
     awaited when the attempt has ended and its legs are closed; it may fail, and then time ends what it was to end.
     """
 
-    legs: Mapping[Leg, Chunks]
+    legs: Mapping[LegRole, Chunks]
     notices: bool = True
     over: Callable[[Outcome], Coroutine[Any, Any, None]] | None = None
 
@@ -69,7 +68,7 @@ class Connector(ABC):
         """Return a client of the engine at `url`, which is used in `role`."""
 
     @abstractmethod
-    def handoff(self, request: GenerateRequest, prefill: Instance, decode: Instance, kv_mode: KVMode) -> Handoff:
+    def handoff(self, request: GenerateRequest, prefill: Instance, decode: Instance, kv_mode: Mode) -> Handoff:
         """Return the legs of one attempt; nothing is sent before they are read.
 
         Raises `EngineUnavailableError` when an engine is not known any more.
@@ -86,7 +85,9 @@ class Connector(ABC):
         return True
 
 
-def in_turn(first: Callable[[asyncio.Future[_T | None]], Chunks], then: Callable[[_T], Chunks]) -> dict[Leg, Chunks]:
+def in_turn(
+    first: Callable[[asyncio.Future[_T | None]], Chunks], then: Callable[[_T], Chunks]
+) -> dict[LegRole, Chunks]:
     """Legs one after the other: the decode leg begins when the prefill leg `first` has set its future to what `then`
     needs. A first leg that ends the request sets nothing.
     """

@@ -5,15 +5,14 @@ from __future__ import annotations
 import aiohttp
 import msgspec
 
-from baton.handoff.ticket import request_digest
-from baton.openai.backend import KVMode
+from baton.handoff.protocol.ticket import request_digest
 from baton.router.client import EngineClient
 from baton.router.connectors.base import Connector, Handoff
 from baton.router.connectors.tickets import mint_ticket
-from baton.router.join import Chunks, Leg
-from baton.router.pool import Instance, Role
+from baton.router.join import Chunks
+from baton.router.pool import Instance
 from baton.router.timers import RouterTimers
-from baton.wire import GenerateRequest, HandoffParams
+from baton.wire import GenerateRequest, HandoffParams, LegRole, Mode, Role
 
 
 class EngineConnector(Connector):
@@ -25,12 +24,12 @@ class EngineConnector(Connector):
         """See `Connector.client`."""
         return EngineClient(session, url, timers)
 
-    def handoff(self, request: GenerateRequest, prefill: Instance, decode: Instance, kv_mode: KVMode) -> Handoff:
+    def handoff(self, request: GenerateRequest, prefill: Instance, decode: Instance, kv_mode: Mode) -> Handoff:
         """See `Connector.handoff`."""
         digest = request_digest(request.prompt_token_ids, request.sampling_params, request.num_prompt_tokens)
         ticket = mint_ticket(self.config.ticket_key, prefill, decode, kv_mode, digest, self.config.ticket_life_s)
 
-        def leg(role: Leg, engine: Instance) -> Chunks:
+        def leg(role: LegRole, engine: Instance) -> Chunks:
             return engine.client.generate(
                 msgspec.structs.replace(request, handoff=HandoffParams(role=role, ticket=ticket))
             )

@@ -13,14 +13,13 @@ from typing import ClassVar, Literal
 import msgspec
 
 from baton.errors import EngineUnavailableError, ProtocolError
-from baton.openai.backend import KVMode
 from baton.router.connectors.base import ConnectorConfig, Handoff, Outcome, in_turn
 from baton.router.connectors.vllm import VllmConnector
-from baton.router.join import Chunks, Leg
-from baton.router.pool import Instance, Role
+from baton.router.join import Chunks
+from baton.router.pool import Instance
 from baton.router.vllm_api import Model
 from baton.router.vllm_client import VllmClient
-from baton.wire import EngineInfo, GenerateRequest, TokenChunk
+from baton.wire import EngineInfo, GenerateRequest, LegRole, Mode, Role, TokenChunk
 
 _FETCHED: dict[str, object] = {"do_remote_decode": True, "do_remote_prefill": False}
 _METRICS, _PER_POSITION = "vllm:nixl_", "vllm:spec_decode_num_accepted_tokens_per_pos_total"
@@ -51,7 +50,7 @@ class _NixlConnector(VllmConnector):
         self._addresses: dict[str, _Address] = {}  # by URL, once a prefill leg has said it
         self._num_drafts: dict[str, int] = {}
 
-    def handoff(self, request: GenerateRequest, prefill: Instance, decode: Instance, kv_mode: KVMode) -> Handoff:
+    def handoff(self, request: GenerateRequest, prefill: Instance, decode: Instance, kv_mode: Mode) -> Handoff:
         """See `Connector.handoff`. The mode is the servers' own."""
         p, d = VllmClient.of(prefill), VllmClient.of(decode)
         if request.sampling_params.max_tokens - request.num_known == 1:
@@ -63,7 +62,7 @@ class _NixlConnector(VllmConnector):
 
         return Handoff(self._legs(request, p, d), notices=False, over=over)
 
-    def _legs(self, request: GenerateRequest, p: VllmClient, d: VllmClient) -> dict[Leg, Chunks]:
+    def _legs(self, request: GenerateRequest, p: VllmClient, d: VllmClient) -> dict[LegRole, Chunks]:
         async def first(found: asyncio.Future[dict[str, object] | None]) -> Chunks:
             chunk, params, is_first = await self._first(request, p)
             if not is_first or chunk.finish_reason is None:
@@ -123,7 +122,7 @@ class NixlPushConnector(_NixlConnector):
 
     mode = "push"
 
-    def _legs(self, request: GenerateRequest, p: VllmClient, d: VllmClient) -> dict[Leg, Chunks]:
+    def _legs(self, request: GenerateRequest, p: VllmClient, d: VllmClient) -> dict[LegRole, Chunks]:
         address = self._addresses.get(p.url)
         if address is None:
             return super()._legs(request, p, d)

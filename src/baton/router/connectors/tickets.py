@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 
 from baton.errors import EngineUnavailableError
-from baton.handoff.ticket import Ticket, mint
-from baton.openai.backend import KVMode
+from baton.handoff.protocol.ticket import Ticket, mint
 from baton.router.pool import Instance
+from baton.wire import Mode
 
 
 def mint_ticket(
-    key: bytes | None, prefill: Instance, decode: Instance, mode: KVMode, request_digest: bytes, life_s: float
+    key: bytes | None, prefill: Instance, decode: Instance, mode: Mode, request_digest: bytes, life_s: float
 ) -> str:
     """A ticket for one attempt of the request with this digest, whose legs come within `life_s` seconds.
 

@@ -7,11 +7,10 @@ from abc import abstractmethod
 import aiohttp
 
 from baton.router.connectors.base import Connector
-from baton.router.pool import Role
 from baton.router.timers import RouterTimers
 from baton.router.vllm_api import Model, can_resume
 from baton.router.vllm_client import VllmClient
-from baton.wire import EngineInfo, SamplingParams
+from baton.wire import EngineInfo, Role, SamplingParams
 
 
 class VllmConnector(Connector):

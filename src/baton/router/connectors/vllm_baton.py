@@ -12,16 +12,25 @@ import asyncio
 import msgspec
 
 from baton.errors import EngineUnavailableError, ProtocolError, RequestError
-from baton.handoff.ticket import request_digest
-from baton.openai.backend import KVMode
+from baton.handoff.protocol.ticket import request_digest
 from baton.router.connectors.base import ConnectorConfig, Handoff, Outcome, in_turn, muted
 from baton.router.connectors.tickets import mint_ticket
 from baton.router.connectors.vllm import VllmConnector
-from baton.router.join import Chunks, Leg
-from baton.router.pool import Instance, Role
+from baton.router.join import Chunks
+from baton.router.pool import Instance
 from baton.router.vllm_api import Model
 from baton.router.vllm_client import VllmClient
-from baton.wire import BATON_PARAM, EngineIdentity, EngineInfo, GenerateRequest, LegParams, SamplingParams
+from baton.wire import (
+    BATON_PARAM,
+    EngineIdentity,
+    EngineInfo,
+    GenerateRequest,
+    LegParams,
+    LegRole,
+    Mode,
+    Role,
+    SamplingParams,
+)
 
 
 class BatonConnector(VllmConnector):
@@ -34,7 +43,7 @@ class BatonConnector(VllmConnector):
         super().__init__(config)
         self._identities: dict[str, EngineIdentity] = {}
 
-    def handoff(self, request: GenerateRequest, prefill: Instance, decode: Instance, kv_mode: KVMode) -> Handoff:
+    def handoff(self, request: GenerateRequest, prefill: Instance, decode: Instance, kv_mode: Mode) -> Handoff:
         """See `Connector.handoff`."""
         p, d = VllmClient.of(prefill), VllmClient.of(decode)
         tokens, seeded = request.prompt_token_ids, self.config.seed_first_token
@@ -52,7 +61,7 @@ class BatonConnector(VllmConnector):
         legs = self._in_turn(request, p, d, ticket) if seeded else self._at_once(request, p, d, ticket)
         return Handoff(legs, over=over)
 
-    def _in_turn(self, request: GenerateRequest, p: VllmClient, d: VllmClient, ticket: str) -> dict[Leg, Chunks]:
+    def _in_turn(self, request: GenerateRequest, p: VllmClient, d: VllmClient, ticket: str) -> dict[LegRole, Chunks]:
         async def first(found: asyncio.Future[list[int] | None]) -> Chunks:
             offered = LegParams(role="prefill", ticket=ticket, seed_first_token=True)
             async for chunk in p.leg(request, _params(offered), first_only=True):
@@ -69,7 +78,7 @@ class BatonConnector(VllmConnector):
 
         return in_turn(first, then)
 
-    def _at_once(self, request: GenerateRequest, p: VllmClient, d: VllmClient, ticket: str) -> dict[Leg, Chunks]:
+    def _at_once(self, request: GenerateRequest, p: VllmClient, d: VllmClient, ticket: str) -> dict[LegRole, Chunks]:
         identity = self._identities.get(p.url)
         if identity is None:
             raise EngineUnavailableError(f"engine {p.url} is not known any more")

@@ -1,0 +1,220 @@
+"""`python -m benchmarks.overload`: far more requests at once than there is room for, then clients that cost too much.
+
+Each answer must be exact (the tokens of one quiet engine) or 429, memory must be bounded, and a moment after the end
+all must be as before. Then streams are timed with hostile clients beside them and without.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from baton.bench.client import Streamed, stream_completion
+from baton.deployment import Deployment
+from baton.errors import BatonError
+from baton.text import Tokenizer
+from baton.verify.observe import Case, Observed, make_cases, observe_in_process
+from baton.wire import SamplingParams
+from benchmarks.demo import SPECULATIVE, TARGET
+from benchmarks.hostile import hostile_clients
+
+IDLE_LIMIT_S = 30.0
+IDLE = ("num_running", "num_waiting", "num_handoffs", "num_referenced_pages", "num_quarantined_pages")
+LEAVE_EVERY_S = 0.1
+RETRY_AFTER_S = 1.0  # as the answer says
+
+
+@dataclass(frozen=True, slots=True)
+class OverloadConfig:
+    """`requests` at once on engines with `room` for so many, behind queues of `queued`. Then `streams` are timed, each
+    client one after the other, beside `silent`, `leaving` and `slow` clients."""
+
+    requests: int = 500
+    room: int = 8
+    queued: int = 64
+    cases: int = 24
+    max_tokens: int = 48
+    streams: int = 48
+    silent: int = 64
+    leaving: int = 100
+    slow: int = 20
+
+
+@dataclass(slots=True)
+class OverloadReport:
+    """What came of it. `memory`: by process, MiB of its own before, at most, and after; `tpot_s`: medians without and
+    with hostile clients."""
+
+    num_exact: int = 0
+    num_refused: int = 0
+    others: list[str] = field(default_factory=list)
+    memory: dict[str, tuple[float, float, float]] = field(default_factory=dict)
+    recovered_s: float = 0.0
+    tpot_s: tuple[float, float] = (0.0, 0.0)
+
+    def table(self) -> str:
+        """All of it as text."""
+        lines = [f"{self.num_exact} exact, {self.num_refused} refused with 429, {len(self.others)} others"]
+        lines += self.others[:5]
+        lines += [
+            f"{name}: {before:.0f} MiB, at most {peak:.0f}, then {after:.0f}"
+            for name, (before, peak, after) in self.memory.items()
+        ]
+        quiet, beside = (1e3 * tpot for tpot in self.tpot_s)
+        lines += [f"all as before {self.recovered_s:.2f} s after the last answer"]
+        lines += [f"TPOT {quiet:.2f} ms, beside hostile clients {beside:.2f} ms: {beside / quiet:.2f}"]
+        return "\n".join(lines)
+
+
+def run_overload(config: OverloadConfig) -> OverloadReport:
+    """Run it all; every process has ended when this returns. Raises `BatonError` when engines do not come to rest."""
+    params = SamplingParams(max_tokens=config.max_tokens, temperature=0.0, ignore_eos=True)
+    cases = make_cases(Tokenizer.load(TARGET), [5 + 17 * i for i in range(config.cases)], params)
+    engine = {"model": TARGET, "speculative_config": SPECULATIVE, "batch_invariant": True}
+    want = observe_in_process(engine, cases)
+    flags = ["--speculative-config", json.dumps(SPECULATIVE), "--batch-invariant", "--max-num-seqs", str(config.room)]
+    queue = ["--max-queued-requests", str(config.queued)]
+    with Deployment(TARGET, engine_flags=[*flags, *queue], router_flags=queue) as deployment:
+        return asyncio.run(_Overload(config, deployment, cases, want).run())
+
+
+class _Overload:
+    def __init__(
+        self, config: OverloadConfig, deployment: Deployment, cases: Sequence[Case], want: Sequence[Observed]
+    ) -> None:
+        self._config, self._deployment, self._cases, self._want = config, deployment, cases, want
+        self._report = OverloadReport()
+
+    async def run(self) -> OverloadReport:
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
+        timeout = aiohttp.ClientTimeout(total=600.0)
+        async with aiohttp.ClientSession(connector=connector, timeout=timeout) as self._session:
+            await self._ask(0)  # what is loaded on first use is no cost of the load
+            await self._burst()
+            quiet = await self._timed()
+            body = self._body(len(self._cases) - 1)
+            config = self._config
+            async with hostile_clients(
+                self._deployment.url, body, config.silent, config.leaving, config.slow, LEAVE_EVERY_S
+            ):
+                beside = await self._timed()
+            self._report.tpot_s = quiet, beside
+            await self._rest()
+        return self._report
+
+    async def _burst(self) -> None:
+        report = self._report
+        before = peak = self._memory()
+        over = asyncio.Event()
+
+        async def watch() -> None:
+            nonlocal peak
+            while not over.is_set():
+                now = self._memory()
+                peak = {name: max(mib, now[name]) for name, mib in peak.items()}
+                await asyncio.sleep(0.2)
+
+        watching = asyncio.create_task(watch())
+        answers = await asyncio.gather(*(self._count(number) for number in range(self._config.requests)))
+        ended = time.monotonic()
+        assert len(answers) == report.num_exact + report.num_refused + len(report.others)
+        await self._rest()
+        await self._ask(0)
+        report.recovered_s = time.monotonic() - ended
+        over.set()
+        await watching
+        after = self._memory()
+        report.memory = {name: (before[name], peak[name], after[name]) for name in before}
+
+    async def _count(self, number: int) -> None:
+        try:
+            await self._ask(number % len(self._cases))
+            self._report.num_exact += 1
+        except BatonError as error:
+            if str(error).startswith("HTTP 429"):
+                self._report.num_refused += 1
+            else:
+                self._report.others.append(str(error)[:300])
+        except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
+            self._report.others.append(repr(error)[:300])
+
+    async def _timed(self) -> float:
+        """The median TPOT of streams, as many at once as there is room for; each must be exact."""
+        numbers = iter(range(self._config.streams))
+        tpots: list[float] = []
+
+        async def client() -> None:
+            for number in numbers:
+                streamed = await self._persist(number % len(self._cases))
+                tpots.append((streamed.times_s[-1] - streamed.times_s[0]) / (len(streamed.times_s) - 1))
+
+        await asyncio.gather(*(client() for _ in range(self._config.room)))
+        return statistics.median(tpots)
+
+    async def _persist(self, index: int) -> Streamed:
+        """Ask until it is taken."""
+        while True:
+            try:
+                return await self._ask(index)
+            except BatonError as error:
+                if not str(error).startswith("HTTP 429"):
+                    raise
+            await asyncio.sleep(RETRY_AFTER_S)
+
+    async def _ask(self, index: int) -> Streamed:
+        """Raises `BatonError` for an answer that is not the quiet engine's."""
+        streamed = await stream_completion(self._session, self._deployment.url, self._body(index))
+        if tuple(streamed.token_ids) != self._want[index].token_ids:
+            raise BatonError(f"case {index}: {streamed.token_ids}, expected {self._want[index].token_ids}")
+        return streamed
+
+    def _body(self, index: int) -> dict[str, Any]:
+        case = self._cases[index]
+        params = {"max_tokens": case.params.max_tokens, "temperature": 0.0, "ignore_eos": True}
+        return {"prompt": list(case.prompt_token_ids), **params}
+
+    async def _rest(self) -> None:
+        """Wait until no engine holds anything."""
+        deadline = time.monotonic() + IDLE_LIMIT_S
+        for url in self._deployment.engine_urls:
+            while True:
+                async with self._session.get(f"{url}/inference/v1/load") as response:
+                    load = await response.json()
+                if not any(load[name] for name in IDLE):
+                    break
+                if time.monotonic() > deadline:
+                    raise BatonError(f"{url} does not come to rest: {load}")
+                await asyncio.sleep(0.02)
+
+    def _memory(self) -> dict[str, float]:
+        """MiB of memory that each process has for itself."""
+        found = {}
+        for name, pid in self._deployment.pids.items():
+            fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+            found[name] = int(fields["RssAnon"].split()[0]) / 1024
+        return found
+
+
+def main() -> int:
+    """Exit status 0 when every answer was exact or 429."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    defaults = OverloadConfig()
+    for name in OverloadConfig.__slots__:
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(defaults, name))
+    report = run_overload(OverloadConfig(**vars(parser.parse_args())))
+    print(report.table())
+    return 1 if report.others else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

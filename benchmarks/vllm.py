@@ -1,0 +1,269 @@
+"""What disaggregation costs in vLLM on CPUs: one server against P/D over BatonConnector and vLLM's own NIXL connectors.
+
+    python -m benchmarks.vllm --vllm-python $(python3 tools/install_vllm.py)/bin/python
+
+Every round asks all deployments for the same new prompt, in changing order, and waits in between until their processes
+sleep, so that only the one that is asked runs. Ratios are taken within rounds. vLLM's own connectors are measured "at
+their best" (no pinning to a core, and what `benchmarks.vllm_peers` improves) and as shipped; then they burn a core
+when idle, so they are stopped (SIGSTOP) while one server is asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import math
+import random
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import aiohttp
+import typer
+
+from baton.errors import BatonError
+from baton.handoff.channel.keys import make_keys, ticket_key_file
+from baton.handoff.protocol.ticket import load_or_create_key
+from benchmarks.vllm_legs import Answer, Baton, Legs, NixlPull, NixlPush, Single
+from benchmarks.vllm_servers import ONE_PROCESS, ServerConfig, VllmServer, free_port, serve
+
+MODEL = "models/baton-demo-llama"
+SHIPPED_FLAGS = ("--no-enable-prefix-caching", "--block-size", "32", "--no-enable-log-requests")
+FLAGS = (*SHIPPED_FLAGS, *ONE_PROCESS)
+ROLES = (("P", "kv_producer"), ("D", "kv_consumer"))
+PEERS = ("NixlConnector", "NixlPushConnector")
+WARM_UP = 2
+# As shipped, vLLM's workers spin for a second after the last message.
+SLEEP_S = 1.3
+IDLE_AFTER_S, WINDOW_S = 2.0, 5.0
+VOCABULARY = (3, 2000)
+TIMEOUT = aiohttp.ClientTimeout(total=120)
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """One row of the table."""
+
+    name: str
+    legs: Legs
+    servers: tuple[VllmServer, ...]
+
+
+@dataclass(slots=True)
+class Row:
+    """Milliseconds, one per round; nan where there was no answer. `second`: until the second token, by when the handoff
+    is over; `tpot`: vLLM's definition, (last - first) / (tokens - 1). `num_other`: answers that were not those of one
+    server.
+    """
+
+    ttft: list[float] = field(default_factory=list)
+    second: list[float] = field(default_factory=list)
+    tpot: list[float] = field(default_factory=list)
+    num_other: int = 0
+    num_failed: int = 0
+
+    def add(self, answer: Answer | None) -> None:
+        """One round; None: it failed."""
+        if answer is None:
+            self.num_failed += 1
+            for values in (self.ttft, self.second, self.tpot):
+                values.append(math.nan)
+            return
+        times = [1e3 * at for at in answer.times_s]
+        self.ttft.append(times[0])
+        self.second.append(times[1])
+        self.tpot.append((times[-1] - times[0]) / (len(times) - 1))
+
+
+def _transfer(connector: str, role: str, name: str, best: bool = False, **extra: Any) -> dict[str, Any]:
+    config = {"kv_connector": connector, "kv_role": role, "engine_id": name, "kv_connector_extra_config": extra}
+    if connector == "BatonConnector":
+        return config | {"kv_connector_module_path": "baton.vllm"}
+    config["kv_buffer_device"] = "cpu"
+    return config | {"kv_connector_module_path": "benchmarks.vllm_peers"} if best else config
+
+
+@contextlib.contextmanager
+def baton_pair(python: str, model: str, folder: Path) -> Iterator[list[Deployment]]:
+    """One pair, asked by push and by pull."""
+    keys = folder / "keys"
+    make_keys(keys, [name for name, _ in ROLES])
+    key = load_or_create_key(ticket_key_file(keys))
+    configs = [
+        ServerConfig(f"baton-{name}", FLAGS, _transfer("BatonConnector", role, name, keys=str(keys)))
+        for name, role in ROLES
+    ]
+    with serve(python, model, folder, configs) as (p, d):
+        yield [Deployment(f"BatonConnector {m}", Baton(p.url, d.url, key, m), (p, d)) for m in ("push", "pull")]
+
+
+@contextlib.contextmanager
+def nixl_pair(python: str, model: str, folder: Path, connector: str, best: bool) -> Iterator[Deployment]:
+    """A pair over one of vLLM's own connectors."""
+    label = f"{connector} {'at its best' if best else 'as shipped'}"
+    environments: list[dict[str, str]] = []
+    ports = [free_port(), free_port()]
+    for port in ports:
+        environment = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)}
+        environments.append(environment if best else environment | {"VLLM_CPU_OMP_THREADS_BIND": "auto"})
+    tag = label.replace(" ", "-")
+    flags = FLAGS if best else SHIPPED_FLAGS
+    configs = [
+        ServerConfig(f"{tag}-{name}", flags, _transfer(connector, role, f"{tag}-{name}", best), environment)
+        for (name, role), environment in zip(ROLES, environments, strict=True)
+    ]
+    with serve(python, model, folder, configs) as (p, d):
+        legs: Legs = NixlPull(p.url, d.url)
+        if connector == "NixlPushConnector":
+            legs = NixlPush(p.url, d.url, f"{tag}-P", ports[0])
+        yield Deployment(label, legs, (p, d))
+
+
+def _stop(deployments: Sequence[Deployment], number: signal.Signals) -> None:
+    for deployment in deployments:
+        for server in deployment.servers:
+            server.signal(number)
+
+
+async def rounds(
+    one: Deployment, others: Sequence[Deployment], length: int, num_rounds: int, num: int, pause: bool
+) -> dict[str, Row]:
+    """Ask all of them `num_rounds` times. `pause`: stop the others while `one` is asked."""
+    rng = random.Random(length)
+    rows = {deployment.name: Row() for deployment in (one, *others)}
+    async with aiohttp.ClientSession(timeout=TIMEOUT) as session:
+        for index in range(WARM_UP + num_rounds):
+            prompt = [rng.randrange(*VOCABULARY) for _ in range(length)]
+            order = [one, *others]
+            rng.shuffle(order)
+            found: dict[str, list[int]] = {}
+            for deployment in order:
+                if pause and deployment is one:
+                    _stop(others, signal.SIGSTOP)
+                answer = await _ask(deployment, session, prompt, num)
+                if answer is not None:
+                    found[deployment.name] = answer.token_ids
+                if index >= WARM_UP:
+                    rows[deployment.name].add(answer)
+                await asyncio.sleep(SLEEP_S)
+                if pause and deployment is one:
+                    _stop(others, signal.SIGCONT)
+            for name, tokens in found.items():
+                rows[name].num_other += tokens != found.get(one.name)
+    return rows
+
+
+async def _ask(
+    deployment: Deployment, session: aiohttp.ClientSession, prompt: Sequence[int], num: int
+) -> Answer | None:
+    try:
+        return await deployment.legs.ask(session, prompt, num)
+    except (BatonError, aiohttp.ClientError, asyncio.TimeoutError) as error:
+        print(f"{deployment.name}: {type(error).__name__}: {error}", flush=True)
+        return None
+
+
+async def processor(deployment: Deployment) -> tuple[float, float]:
+    """Cores that its servers take together: idle, 2 s after the last request, and with one request parked."""
+    async with aiohttp.ClientSession(timeout=TIMEOUT) as session:
+        await asyncio.sleep(IDLE_AFTER_S)
+        idle = await _cores(deployment)
+        prompt = [random.Random(1).randrange(*VOCABULARY) for _ in range(512)]
+        parked = asyncio.create_task(deployment.legs.park(session, prompt))
+        # The first second is the arrival of the request itself.
+        await asyncio.sleep(IDLE_AFTER_S)
+        waiting = await _cores(deployment)
+        parked.cancel()
+        await asyncio.gather(parked, return_exceptions=True)
+        await asyncio.sleep(SLEEP_S)
+    return idle, waiting
+
+
+async def _cores(deployment: Deployment) -> float:
+    started, before = time.monotonic(), sum(server.cpu_s() for server in deployment.servers)
+    await asyncio.sleep(WINDOW_S)
+    # Longer than that where all cores are taken.
+    return (sum(server.cpu_s() for server in deployment.servers) - before) / (time.monotonic() - started)
+
+
+def table(rows: dict[str, Row], one: str) -> list[str]:
+    """Medians, and median ratios to `one` with their quartiles, as Markdown."""
+    lines = ["| deployment | TTFT ms | over one | 2nd token ms | TPOT ms | over one | notes |"]
+    lines.append("|---|---|---|---|---|---|---|")
+    base = rows[one]
+    for name, row in rows.items():
+        cells = [name, _median(row.ttft), _ratio(row.ttft, base.ttft), _median(row.second)]
+        cells += [_median(row.tpot), _ratio(row.tpot, base.tpot)]
+        notes = {"other answers": row.num_other, "failed": row.num_failed}
+        cells.append(", ".join(f"{count} {note}" for note, count in notes.items() if count))
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def _median(values: list[float]) -> str:
+    known = [value for value in values if not math.isnan(value)]
+    return f"{statistics.median(known):.2f}" if known else "-"
+
+
+def _ratio(values: list[float], reference: list[float]) -> str:
+    ratios = sorted(a / b for a, b in zip(values, reference, strict=True) if not math.isnan(a / b))
+    if not ratios:
+        return "-"
+    low, high = ratios[len(ratios) // 4], ratios[3 * len(ratios) // 4]
+    return f"{statistics.median(ratios):.2f} ({low:.2f}-{high:.2f})"
+
+
+def vllm_command(
+    vllm_python: Annotated[str, typer.Option(help="An interpreter that has vLLM.")] = sys.executable,
+    model: Annotated[str, typer.Option(help="Checkpoint directory.")] = MODEL,
+    lengths: Annotated[str, typer.Option(help="Prompt lengths.")] = "512,2000",
+    num_rounds: Annotated[int, typer.Option(help="Rounds for each length; 0: none.")] = 12,
+    num_rounds_shipped: Annotated[int, typer.Option(help="The same for vLLM's connectors as shipped; 0: none.")] = 3,
+    max_tokens: Annotated[int, typer.Option(help="Tokens of an answer.")] = 640,
+    max_tokens_shipped: Annotated[int, typer.Option(help="The same as shipped.")] = 16,
+    peers: Annotated[bool, typer.Option(help="Measure vLLM's own connectors too.")] = True,
+    log_dir: Annotated[Path | None, typer.Option(help="Keep the servers' logs here.")] = None,
+    json_output: Annotated[Path | None, typer.Option("--json", help="Write every time that was taken here.")] = None,
+) -> None:
+    """Time to first token, inter-token latency and CPU of vLLM servers, alone and with KV connectors."""
+    sizes = [int(length) for length in lengths.split(",")]
+    connectors = PEERS if peers else ()
+    results: dict[str, Any] = {}
+
+    def compare(others: Sequence[Deployment], rounds_each: int, tokens: int, pause: bool) -> None:
+        for length in sizes:
+            found = asyncio.run(rounds(one, others, length, rounds_each, tokens, pause))
+            results[f"{length}, {rounds_each} rounds, {tokens} tokens"] = {n: asdict(row) for n, row in found.items()}
+            print(f"\n{length} tokens, {rounds_each} rounds, {tokens} tokens each:")
+            print("\n".join(table(found, one.name)), flush=True)
+        for deployment in others:
+            idle, parked = asyncio.run(processor(deployment))
+            results[f"cores {deployment.name}"] = [idle, parked]
+            print(f"cores, {deployment.name}: idle {idle:.3f}, one parked {parked:.2f}", flush=True)
+
+    with contextlib.ExitStack() as stack:
+        folder = log_dir or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="baton-bench-")))
+        folder.mkdir(parents=True, exist_ok=True)
+        (server,) = stack.enter_context(serve(vllm_python, model, folder, [ServerConfig("one", FLAGS)]))
+        one = Deployment("one vLLM", Single(server.url), (server,))
+        if num_rounds:
+            with contextlib.ExitStack() as pairs:
+                others = pairs.enter_context(baton_pair(vllm_python, model, folder))
+                others += [pairs.enter_context(nixl_pair(vllm_python, model, folder, c, best=True)) for c in connectors]
+                compare(others, num_rounds, max_tokens, pause=False)
+        for connector in connectors if num_rounds_shipped else ():
+            with nixl_pair(vllm_python, model, folder, connector, best=False) as shipped:
+                compare([shipped], num_rounds_shipped, max_tokens_shipped, pause=True)
+    if json_output is not None:
+        json_output.write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    typer.run(vllm_command)

@@ -1,0 +1,177 @@
+"""Requests to vLLM deployments as a router would make them, one class per KV connector.
+
+The requests are made here, not through a router, so that every connector is measured without one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import aiohttp
+import msgspec
+
+from baton.bench.client import stream_completion
+from baton.errors import BatonError
+from baton.handoff.protocol.ticket import TICKET_LIFE_S, Ticket, mint, request_digest
+from baton.wire import EngineIdentity, Mode, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Tokens of one request and when each came, in seconds from the start of the request.
+
+    With a router that streams the prefill server's first token, `times_s[0]` is when that came.
+    """
+
+    token_ids: list[int]
+    times_s: list[float]
+
+
+class Legs(Protocol):
+    """How one deployment is asked."""
+
+    async def ask(self, session: aiohttp.ClientSession, prompt: Sequence[int], num: int) -> Answer:
+        """A greedy completion of `num` tokens. Raises BatonError."""
+
+    async def park(self, session: aiohttp.ClientSession, prompt: Sequence[int]) -> None:
+        """Only the leg that has to wait for the other: it waits until this is cancelled, or longer."""
+
+
+def completion(prompt: Sequence[int], num: int, **more: Any) -> dict[str, Any]:
+    """The body of a greedy completion."""
+    return {"model": "demo", "prompt": list(prompt), "max_tokens": num, "temperature": 0, "ignore_eos": True, **more}
+
+
+async def _post(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> dict[str, Any]:
+    async with session.post(f"{url}/v1/completions", json=body) as response:
+        if response.status != 200:
+            raise BatonError(f"HTTP {response.status}: {await response.text()}")
+        answer: dict[str, Any] = await response.json()
+        return answer
+
+
+@dataclass(frozen=True, slots=True)
+class Single:
+    """One server, nothing handed over."""
+
+    url: str
+
+    async def ask(self, session: aiohttp.ClientSession, prompt: Sequence[int], num: int) -> Answer:
+        """See `Legs.ask`."""
+        streamed = await stream_completion(session, self.url, completion(prompt, num))
+        return Answer(streamed.token_ids, streamed.times_s)
+
+    async def park(self, session: aiohttp.ClientSession, prompt: Sequence[int]) -> None:
+        """Nothing waits."""
+
+
+@dataclass(slots=True)
+class Baton:
+    """BatonConnector: both legs at once; the client gets the prefill server's first token, the decode server's rest."""
+
+    prefill: str
+    decode: str
+    key: bytes
+    mode: Mode
+    _identities: list[EngineIdentity] | None = None
+    _read: float = 0.0
+
+    async def ask(self, session: aiohttp.ClientSession, prompt: Sequence[int], num: int) -> Answer:
+        """See `Legs.ask`."""
+        ticket = await self._ticket(session, prompt)
+        first, rest = await asyncio.gather(
+            stream_completion(session, self.prefill, self._leg(prompt, 1, "prefill", ticket)),
+            stream_completion(session, self.decode, self._leg(prompt, num, "decode", ticket)),
+        )
+        if first.token_ids != rest.token_ids[:1]:
+            raise BatonError(f"first tokens differ: {first.token_ids} and {rest.token_ids[:1]}")
+        return Answer(rest.token_ids, [min(first.times_s[0], rest.times_s[0]), *rest.times_s[1:]])
+
+    async def park(self, session: aiohttp.ClientSession, prompt: Sequence[int]) -> None:
+        """A decode leg without its prefill."""
+        ticket = await self._ticket(session, prompt)
+        await stream_completion(session, self.decode, self._leg(prompt, 2, "decode", ticket))
+
+    def _leg(self, prompt: Sequence[int], num: int, role: str, ticket: str) -> dict[str, Any]:
+        return completion(prompt, num, kv_transfer_params={"baton": {"role": role, "ticket": ticket}})
+
+    async def _ticket(self, session: aiohttp.ClientSession, prompt: Sequence[int]) -> str:
+        if self._identities is None:
+            probe = completion([5], 1, kv_transfer_params={"baton": {"role": "identify"}})
+            answers = await asyncio.gather(*(_post(session, url, probe) for url in (self.prefill, self.decode)))
+            said = [answer["kv_transfer_params"]["baton"] for answer in answers]
+            self._identities, self._read = msgspec.convert(said, list[EngineIdentity]), time.monotonic()
+        p, d = self._identities
+        digest = request_digest(prompt[:-1], SamplingParams())
+        life_s = time.monotonic() - self._read + TICKET_LIFE_S
+        return mint(self.key, Ticket.between(p, d, self.mode, digest, (p.clock + life_s, d.clock + life_s)))
+
+
+@dataclass(frozen=True, slots=True)
+class NixlPull:
+    """vLLM's NixlConnector: the prefill leg, then the decode leg, which reads what the former left and streams."""
+
+    prefill: str
+    decode: str
+
+    async def ask(self, session: aiohttp.ClientSession, prompt: Sequence[int], num: int) -> Answer:
+        """See `Legs.ask`."""
+        started = time.perf_counter()
+        params = await self._prefill(session, prompt)
+        waited = time.perf_counter() - started
+        rest = await stream_completion(session, self.decode, completion(prompt, num, kv_transfer_params=params))
+        return Answer(rest.token_ids, [waited + at for at in rest.times_s])
+
+    async def park(self, session: aiohttp.ClientSession, prompt: Sequence[int]) -> None:
+        """A prefill leg whose blocks nobody fetches."""
+        await self._prefill(session, prompt)
+
+    async def _prefill(self, session: aiohttp.ClientSession, prompt: Sequence[int]) -> dict[str, Any]:
+        asked = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None}
+        asked |= {"remote_block_ids": None, "remote_host": None, "remote_port": None}
+        answer = await _post(session, self.prefill, completion(prompt, 1, kv_transfer_params=asked))
+        params: dict[str, Any] = answer["kv_transfer_params"]
+        return params
+
+
+@dataclass(frozen=True, slots=True)
+class NixlPush:
+    """vLLM's NixlPushConnector: both legs at once, under one request id; the decode server's stream is the answer."""
+
+    prefill: str
+    decode: str
+    prefill_engine_id: str
+    side_channel_port: int
+
+    async def ask(self, session: aiohttp.ClientSession, prompt: Sequence[int], num: int) -> Answer:
+        """See `Legs.ask`."""
+        request_id = secrets.token_hex(8)
+        asked = {"do_remote_decode": True, "do_remote_prefill": False}
+        first = completion(prompt, 1, request_id=request_id, kv_transfer_params=asked)
+        decode = self._decode(session, prompt, num, request_id)
+        answer: Answer
+        answer, _ = await asyncio.gather(decode, _post(session, self.prefill, first))
+        return answer
+
+    async def park(self, session: aiohttp.ClientSession, prompt: Sequence[int]) -> None:
+        """A decode leg without its prefill."""
+        await self._decode(session, prompt, 2, secrets.token_hex(8))
+
+    async def _decode(self, session: aiohttp.ClientSession, prompt: Sequence[int], num: int, request_id: str) -> Answer:
+        params = {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_engine_id": self.prefill_engine_id,
+            "remote_request_id": f"cmpl-{request_id}-0",
+            "remote_host": "127.0.0.1",
+            "remote_port": self.side_channel_port,
+            "tp_size": 1,
+        }
+        body = completion(prompt, num, request_id=request_id, kv_transfer_params=params)
+        streamed = await stream_completion(session, self.decode, body)
+        return Answer(streamed.token_ids, streamed.times_s)

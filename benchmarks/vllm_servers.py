@@ -1,0 +1,163 @@
+"""vLLM servers on this machine's CPU: start, stop, pause, and how much CPU they take."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from baton.deployment import die_with_parent
+from baton.errors import EngineUnavailableError
+
+START_TIMEOUT_S = 400.0
+_STOP_TIMEOUT_S = 30.0
+_TRACKER_TIMEOUT_S = 10.0
+_LOG_TAIL = 3000
+# One thread each: prefill, decode and the server that they are compared with share few cores.
+ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_SSM_CONV_STATE_LAYOUT": "DS",
+}
+# By its name, since vLLM makes "uni" into "mp" on CPUs: two processes, which spin on a queue between them for a second
+# after every message. Servers that share few cores would wait for each other's spinning.
+ONE_PROCESS = ("--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor")
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """One server: `flags` of vLLM besides model, address and connector; `kv_transfer_config` as vLLM takes it."""
+
+    name: str
+    flags: Sequence[str] = ()
+    kv_transfer_config: Mapping[str, Any] | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class VllmServer:
+    """A running server at `url`; its processes are one session of their own."""
+
+    name: str
+    url: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send to all its processes."""
+        os.killpg(self.process.pid, number)
+
+    def kill(self) -> None:
+        """End all its processes at once, without a word to anybody.
+
+        Python's resource trackers are among them, and last: when the others are dead they remove the shared memory that
+        these had, which nobody else would.
+        """
+        self.signal(signal.SIGSTOP)
+        processes = self._processes()
+        trackers = {pid for pid in processes if _is_tracker(pid)}
+        for pid in processes.keys() - trackers:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.signal(signal.SIGCONT)
+        self.process.wait()
+        until = time.monotonic() + _TRACKER_TIMEOUT_S
+        while self._processes() and time.monotonic() < until:
+            time.sleep(0.01)
+        with contextlib.suppress(ProcessLookupError):
+            self.signal(signal.SIGKILL)
+
+    def cpu_s(self) -> float:
+        """CPU seconds that its processes have taken so far."""
+        return sum(self._processes().values())
+
+    def _processes(self) -> dict[int, float]:
+        """CPU seconds of its living processes, by process id."""
+        found = {}
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError):  # it ended meanwhile
+                fields = stat.read_text().rpartition(")")[2].split()
+                if int(fields[3]) == self.process.pid and fields[0] != "Z":
+                    ticks = int(fields[11]) + int(fields[12])
+                    found[int(stat.parent.name)] = ticks / os.sysconf("SC_CLK_TCK")
+        return found
+
+
+def _is_tracker(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
+
+
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def serve(python: str, model: str, folder: Path, configs: Sequence[ServerConfig]) -> Iterator[list[VllmServer]]:
+    """Servers by `configs`, all ready; logs go into `folder`. `python` is an interpreter that has vLLM.
+
+    Raises EngineUnavailableError, with the end of the log, for one that does not start.
+    """
+    servers: list[VllmServer] = []
+    try:
+        for config in configs:
+            servers.append(_start(python, model, folder, config))
+        for server in servers:
+            _wait_ready(server)
+        yield servers
+    finally:
+        for server in servers:
+            with contextlib.suppress(ProcessLookupError):
+                server.signal(signal.SIGCONT)
+            server.process.terminate()
+        for server in servers:
+            try:
+                server.process.wait(_STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                server.kill()
+
+
+def _start(python: str, model: str, folder: Path, config: ServerConfig) -> VllmServer:
+    port = free_port()
+    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--model", model, "--served-model-name", "demo", "--dtype", "float32", "--enforce-eager"]
+    command += ["--max-model-len", "4096", *config.flags]
+    if config.kv_transfer_config is not None:
+        command += ["--kv-transfer-config", json.dumps(dict(config.kv_transfer_config))]
+    root = Path(__file__).parents[1]
+    path = os.pathsep.join(p for p in (config.environment.get("PYTHONPATH"), str(root / "src"), str(root)) if p)
+    environment = {**os.environ, **ENVIRONMENT, **config.environment, "PYTHONPATH": path}
+    log = folder / f"{config.name}.log"
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            command, env=environment, stdout=out, stderr=out, start_new_session=True, preexec_fn=die_with_parent
+        )
+    return VllmServer(config.name, f"http://127.0.0.1:{port}", process, log)
+
+
+def _wait_ready(server: VllmServer) -> None:
+    until = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < until and server.process.poll() is None:
+        try:
+            urllib.request.urlopen(f"{server.url}/health", timeout=2).close()
+            return
+        except OSError:
+            time.sleep(0.5)
+    tail = server.log.read_text(errors="replace")[-_LOG_TAIL:]
+    raise EngineUnavailableError(f"vLLM server {server.name} did not start:\n{tail}")

@@ -1,0 +1,10 @@
+"""A deterministic simulator of handoffs: the real protocol on modelled engines, memory, clocks and networks.
+
+`run_seed(seed)` plays one schedule; `python -m simulation --seeds 20000` plays many. The same
+seed always plays the same schedule. `docs/simulation.md` says what is modelled and what is checked.
+"""
+
+from simulation.scenario import Result, run_seed
+from simulation.world import Violation
+
+__all__ = ["Result", "Violation", "run_seed"]

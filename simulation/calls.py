@@ -1,0 +1,62 @@
+"""What a process does beside its agent, and that nothing of it costs a healthy pair its lease."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from baton.handoff.channel.sessions import Link
+
+if TYPE_CHECKING:
+    from simulation.process import Process
+
+_DIGEST_S = (0.0, 0.005)
+_SLOW_DIGEST_S = (0.1, 2.5)
+_LOOK_S = 0.05
+# Faults of which a message, or the answer to it, may be lost or late: a lease may then end between healthy engines.
+_DEAF = ("drop", "delay", "reorder", "partition")
+
+
+class SimWorker:
+    """The thread that takes digests: one job after the other, each with a time of its own."""
+
+    def __init__(self, process: Process) -> None:
+        self._process, self._world = process, process.world
+        self._free_at = 0.0
+
+    def start(self, job: Callable[[], None]) -> None:
+        """See `Worker`."""
+        took = self._world.random.uniform(*(_SLOW_DIGEST_S if self._world.hit("slow_call") else _DIGEST_S))
+        self._free_at = max(self._free_at, self._world.now) + took
+        self._world.after(self._free_at - self._world.now, self._run, job)
+
+    def _run(self, job: Callable[[], None]) -> None:
+        if self._process.paused and not self._process.dead:
+            self._world.after(_LOOK_S, self._run, job)
+        elif not self._process.dead:
+            job()
+
+
+def check_innocence(process: Process, silent: Sequence[Link]) -> None:
+    """Of the links that were silent for their lease when time was looked at, and are gone now, none may lead to an
+    engine that was there all the time, and held this session too.
+    """
+    world, links = process.world, process.runner.links
+    if any(world.settings.has(fault) for fault in _DEAF):
+        return
+    for link in silent:
+        held = links.clients.get(link.connection) is link or links.servers.get(link.connection.address) is link
+        if held or link.hello is None:
+            continue
+        far = process.cluster.by_uid.get(link.hello.incarnation)
+        since = world.now - 3 * link.lease
+        if far is None or not (_there(process, since) and _there(far, since)):
+            continue
+        theirs = [*far.runner.links.clients.values(), *far.runner.links.servers.values()]
+        if any(other.connection.session == link.connection.session and other.talking for other in theirs):
+            world.fail("innocent_lease", f"{process.name} evicts {far.name}: both were there, in one session")
+
+
+def _there(process: Process, since: float) -> bool:
+    away = process.dead or process.closed or process.leaving or process.paused
+    return not away and process.awake_since <= since

@@ -1,0 +1,189 @@
+"""The modelled deployment: engines that come and go, the router, what connects them, and faults that strike."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from baton.errors import ProtocolError
+from baton.handoff.protocol.messages import AttemptKey, Register, Seeds
+from baton.handoff.protocol.ticket import verify
+from baton.wire import LegRole
+from simulation.decode_engine import DecodeEngine
+from simulation.engine import EngineModel, Leg
+from simulation.network import Network
+from simulation.prefill_engine import PrefillEngine
+from simulation.process import Process
+from simulation.router import Request, Router, Stream
+from simulation.stranger import Stranger
+from simulation.transport import Fabric
+from simulation.world import World
+
+
+class Cluster:
+    """Everything of one simulated deployment. `processes` are the living incarnations by engine name."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.rungs: Counter[str] = Counter()
+        self.seeds: dict[str, Seeds] = {}  # what each prefill handed over, by attempt
+        self.tickets: list[str] = []  # all that the router signed
+        self.network = Network(world)
+        self.stranger = Stranger(world, self.network)
+        if world.settings.has("stranger"):
+            self.network.overhear = self.stranger.overhear
+        self.fabric = Fabric(world)
+        self.routers = [Router(self) for _ in range(world.settings.num_routers)]
+        self.processes: dict[str, Process] = {}
+        self.by_uid: dict[str, Process] = {}
+        self._names: dict[str, LegRole] = {f"P{i}": "prefill" for i in range(world.settings.num_prefill)}
+        self._names |= {f"D{i}": "decode" for i in range(world.settings.num_decode)}
+        for name in self._names:
+            process = self.start(name)
+            for router in self.routers:
+                router.joined(process)
+
+    @property
+    def requests(self) -> list[Request]:
+        """All that were submitted."""
+        return [request for router in self.routers for request in router.requests]
+
+    def submit(self, request: Request) -> None:
+        """A client's request arrives at one of the routers, which know nothing of each other."""
+        self.world.progress()
+        self.world.random.choice(self.routers).submit(request)
+
+    def engine_type(self, role: LegRole) -> type[EngineModel]:
+        """The model of an engine of a role."""
+        return PrefillEngine if role == "prefill" else DecodeEngine
+
+    def start(self, name: str) -> Process:
+        """A new incarnation of an engine, at its old address."""
+        generation = sum(process.name == name for process in self.by_uid.values())
+        process = Process(self, name, self._names[name], f"sim://{name}", generation)
+        self.processes[name] = self.by_uid[process.uid] = process
+        process.start()
+        return process
+
+    def post_leg(self, stream: Stream, ticket: str, known: int) -> None:
+        """The router's HTTP request for one leg arrives at an engine."""
+        process = stream.process
+        if process.dead or process.leaving:
+            stream.cut(0.0, 0.01)
+            return
+        process.post(lambda: self._take_leg(stream, ticket, known))
+
+    def _take_leg(self, stream: Stream, text: str, known: int) -> None:
+        process, request = stream.process, stream.request
+        try:
+            ticket = verify(process.config.ticket_key, text, stream.role, process.clock.monotonic())
+        except ProtocolError as error:
+            self.world.note(process.name, f"refuses a leg: {error}")
+            stream.end("bad_ticket", False)
+            return
+        stream.leg = Leg(request.story, known, ticket, stream, ticket.expiry(stream.role), str(ticket.key))
+        process.engine.start_leg(stream.leg)
+        if stream.gone:
+            # It was sent before its sender left, and says nothing of that.
+            self.world.after(self.world.random.uniform(0.0, 0.5), stream.noticed)
+
+    # ------------------------------------------------------------ faults
+
+    def strike(self, kind: str) -> None:
+        """A fault of a kind, somewhere."""
+        world, random = self.world, self.world.random
+        role: LegRole | None = "prefill" if "prefill" in kind else "decode" if "decode" in kind else None
+        fit = [p for p in self.processes.values() if not p.gone and (role is None or p.role == role)]
+        if kind == "crash_router":
+            router = random.choice(self.routers)
+            struck = router.up
+            if struck:
+                router.crash()
+                world.after(random.uniform(0.2, 4.0), router.restart)
+        elif kind == "partition":
+            names = random.sample(sorted(self._names), 2)
+            pair = frozenset(names)
+            world.note("net", f"{names} cannot reach each other")
+            self.network.cut.add(pair)
+            world.after(random.choice((0.5, 5.0, 12.0)) * random.random(), self._heal, pair)
+            struck = True
+        elif kind == "clock_step":
+            stepped = random.choice(sorted(self.processes.values(), key=lambda process: process.name))
+            stepped.clock.stepped += random.choice((-1.0, 1.0)) * random.choice((2.0, 60.0, 3600.0))
+            world.note(stepped.name, f"its time of day is set {stepped.clock.stepped:+g} s off")
+            struck = True
+        elif kind == "broken_connection":
+            struck = self.fabric.break_one()
+        elif kind == "stranger":
+            struck = self.stranger.repeat()
+        elif kind == "forged_register":
+            struck = self._forge()
+        elif not fit:
+            struck = False
+        else:
+            struck = self._strike_process(kind, random.choice(fit))
+        if struck:
+            world.injected[kind] += 1
+
+    def _strike_process(self, kind: str, process: Process) -> bool:
+        world, random = self.world, self.world.random
+        if kind.startswith("crash"):
+            process.crash()
+            self._restart_later(process)
+        elif kind.startswith("pause"):
+            if process.paused:
+                return False
+            process.pause()
+            world.after(random.choice((0.3, 3.0, 15.0)) * random.random(), process.resume)
+        elif kind == "leave":
+            process.leave()
+            world.after(6.0, self._restart_later, process)
+        else:
+            return process.engine.abort_any()
+        return True
+
+    def _forge(self) -> bool:
+        """A decode engine claims the next attempt of another's transfer, with a ticket that is not for it."""
+        random = self.world.random
+        attempts = [
+            (process, attempt.machine.key)
+            for process in self.processes.values()
+            if process.role == "prefill" and not process.gone
+            for attempt in process.runner.machines.prefills.live.values()
+        ]
+        forgers = [p for p in self.processes.values() if p.role == "decode" and not p.gone and not p.paused]
+        if not attempts or not forgers:
+            return False
+        (victim, key), forger = random.choice(attempts), random.choice(forgers)
+        link = forger.runner.links.servers.get(victim.address)
+        if link is None or not link.ready:
+            return False
+        claimed = AttemptKey(key.transfer_id, key.attempt + 1, key.prefill_incarnation, forger.uid)
+        ticket = random.choice(sorted(self.tickets))
+        groups = {memory.model.name: memory for memory in forger.memories}
+        forger.channel.send(
+            link.connection,
+            Register(claimed, ticket, dict.fromkeys(groups, (0, 1)), {group: [1] for group in groups}),
+        )
+        return True
+
+    def _restart_later(self, process: Process) -> None:
+        if self.world.random.random() < 0.75:
+            self.world.after(self.world.random.uniform(0.0, 4.0), self._restart, process)
+
+    def _restart(self, process: Process) -> None:
+        if process.dead and self.processes[process.name] is process:
+            fresh = self.start(process.name)
+            for router in self.routers:
+                self.world.after(self.world.random.uniform(0.0, 1.0), router.joined, fresh)
+
+    def _heal(self, pair: frozenset[str]) -> None:
+        self.network.cut.discard(pair)
+        self.world.note("net", f"{sorted(pair)} reach each other again")
+
+    def calm_down(self) -> None:
+        """No fault any more: who was paused goes on, who cannot reach another can."""
+        self.world.calm = True
+        self.world.note("", "faults end")
+        self.network.cut.clear()
+        for process in self.processes.values():
+            process.resume()

@@ -1,0 +1,265 @@
+"""Attack a live handoff agent with broken control messages while it hands requests over.
+
+    python -m simulation.fuzz --messages 1000000
+
+Two engines without models, P and D, hand requests over and compare every byte, in this process. Other processes
+dial both and send what `simulation.frames` makes: each kind of message with fields changed, cut, of other types or
+huge, replays, spent tickets, foreign attempts, sessions opened and left by the hundred. With `--keys` the attackers are
+an engine with an authorised key; without, anyone on this host.
+
+Every handoff must be served, and memory, open files and threads must not grow.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import multiprocessing
+import os
+import random
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from baton.handoff.channel.keys import KeyRing, make_keys
+from baton.handoff.protocol.greeting import prove, seal, session_key
+from baton.handoff.protocol.messages import AttemptKey, Hello, decode
+from baton.transports.registry import create_transport
+from simulation.frames import FrameMaker
+from simulation.handoff_pair import HANDOFF_LIMIT_S, SPENT, Node, Traffic
+
+ATTACKER = "X"
+_FRAMES_PER_SESSION, _SESSIONS_PER_SOCKET = 30, 40
+_ANSWER_MS = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class Attack:
+    """What one attacking process is told."""
+
+    seed: int
+    messages: int
+    addresses: tuple[str, ...]
+    hellos: tuple[bytes, ...]  # of P and D, as msgpack
+    spent: tuple[tuple[tuple[bytes, int, str, str], str], ...]
+    keys: str | None
+    ticket_key: bytes
+
+
+def attack(order: Attack) -> None:
+    """Send the messages; the body of an attacking process."""
+    rng = random.Random(order.seed)
+    transport = create_transport("shm://")
+    own = transport.register([transport.allocate("own", 1 << 20), transport.allocate("own", 1 << 20)])
+    victims = [msgspec.msgpack.decode(hello, type=Hello) for hello in order.hellos]
+    keys = [AttemptKey(*key) for key, _ in order.spent]
+    # Transfers that nobody has begun, between the same engines.
+    keys += [msgspec.structs.replace(key, transfer_id=rng.randbytes(16)) for key in keys]
+    context = zmq.Context()
+    ring = None if order.keys is None else KeyRing(order.keys, ATTACKER)
+    left = order.messages
+    while left > 0:
+        address = named = rng.choice(order.addresses)
+        sock = context.socket(zmq.DEALER)
+        sock.setsockopt(zmq.LINGER, 60_000)
+        if ring is not None:
+            engine, _, host = address.removeprefix("curve://").partition("@")
+            sock.curve_serverkey = ring.public_of(engine)
+            sock.curve_publickey, sock.curve_secretkey = ring.public, ring.secret
+            address = f"tcp://{host}"
+        sock.connect(address)
+        for _ in range(_SESSIONS_PER_SOCKET):
+            # Some know the ticket key, so that what they say afterwards is looked at.
+            insider = rng.random() < 0.4
+            # Under its own name, or another's; with memory of its own, or what it heard another has.
+            as_whom = rng.choice(victims)
+            hello = msgspec.structs.replace(as_whom, descriptor=rng.choice((own, own, rng.randbytes(20))))
+            if ring is not None or insider or rng.random() < 0.5:
+                hello = msgspec.structs.replace(hello, engine_id=ATTACKER, incarnation=f"{ATTACKER}-{rng.random()}")
+            mine = [msgspec.structs.replace(key, decode_incarnation=hello.incarnation) for key in keys[::8]]
+            maker = FrameMaker(rng, hello, keys + mine, [ticket for _, ticket in order.spent])
+            key = b""
+            for number in range(min(left, _FRAMES_PER_SESSION)):
+                parts = maker.open() if number == 0 else maker.next()
+                sock.send_multipart([*parts, seal(key, "dialled", parts[0])] if key and len(parts) == 1 else parts)
+                left -= 1
+                if number == 0 and insider:
+                    key = _prove(sock, maker, hello, order.ticket_key, named)
+                    left -= bool(key)
+            while sock.poll(0):
+                sock.recv_multipart()
+        sock.close()
+    context.term()
+    transport.close()
+
+
+def _prove(sock: zmq.Socket[bytes], maker: FrameMaker, hello: Hello, ticket_key: bytes, address: str) -> bytes:
+    """Answer the challenge in the other side's HELLO, if it comes in time, by one message; the session's key."""
+    while sock.poll(_ANSWER_MS):
+        session, _, message = decode(sock.recv_multipart()[0])
+        if session == maker.session and isinstance(message, Hello):
+            sock.send_multipart(maker.say(prove(ticket_key, "dialled", address, message.challenge, hello)))
+            return session_key(ticket_key, hello.challenge, message.challenge)
+    return b""
+
+
+@dataclass(slots=True)
+class Usage:
+    """What this process holds: resident bytes, open files, threads."""
+
+    rss: int = field(default_factory=lambda: _resident_bytes())
+    files: int = field(default_factory=lambda: len(os.listdir("/proc/self/fd")))
+    threads: int = field(default_factory=lambda: len(os.listdir("/proc/self/task")))
+
+    def __str__(self) -> str:
+        return f"{self.rss / 2**20:.0f} MiB, {self.files} files, {self.threads} threads"
+
+
+def _resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Figures of one run."""
+
+    sent: int
+    received: int
+    seconds: float
+    served: int
+    slowest_s: float
+    before: Usage
+    after: Usage
+    stats: dict[str, object]
+    faults: list[str]
+
+
+def run(messages: int, seed: int = 0, processes: int = 2, with_keys: bool = False) -> Report:
+    """Attack, and report. `faults` of the report is empty when everything held."""
+    with tempfile.TemporaryDirectory(prefix="baton-fuzz-") as directory:
+        keys = str(Path(directory) / "keys") if with_keys else None
+        if keys is not None:
+            make_keys(keys, ["P", "D", ATTACKER])
+        ticket_key = os.urandom(32)
+        p, d = (Node(name, ticket_key, None if keys is None else KeyRing(keys, name)) for name in ("P", "D"))
+        try:
+            return _run(Traffic(p, d, ticket_key), messages, seed, processes, keys)
+        finally:
+            d.close()
+            p.close()
+
+
+def _run(traffic: Traffic, messages: int, seed: int, processes: int, keys: str | None) -> Report:
+    nodes = (traffic.p, traffic.d)
+    for _ in range(SPENT):
+        traffic.serve_one()
+    spent = tuple((msgspec.structs.astuple(key), ticket) for key, ticket in traffic.spent)
+    hellos = tuple(msgspec.msgpack.encode(node.hello) for node in nodes)
+    addresses = (traffic.p.agent.address,) * 3 + (traffic.d.agent.address,)
+
+    def wave(number: int, count: int) -> None:
+        shares = [count // processes + (index < count % processes) for index in range(processes)]
+        orders = [
+            Attack(seed * 1000 + number * 100 + i, n, addresses, hellos, spent, keys, traffic.key)
+            for i, n in enumerate(shares)
+        ]
+        _attack_all(orders, traffic)
+
+    # What a first attack leaves behind is the measure for the second.
+    warm_up = messages // 5
+    began = time.monotonic()
+    wave(0, warm_up)
+    seconds = time.monotonic() - began
+    faults = _settle(traffic)
+    before, began = Usage(), time.monotonic()
+    wave(1, messages - warm_up)
+    seconds += time.monotonic() - began
+    faults += _settle(traffic)
+    after = Usage()
+    stats = {node.name: node.agent.stats() for node in nodes}
+    received = sum(stats[node.name]["frames"] for node in nodes)
+    faults += _growth(before, after)
+    if received < messages:
+        faults.append(f"{messages} messages were sent, {received} came")
+    return Report(messages, received, seconds, traffic.served, traffic.slowest_s, before, after, dict(stats), faults)
+
+
+def _attack_all(orders: Sequence[Attack], traffic: Traffic) -> None:
+    """Run attackers to their end, handing over meanwhile."""
+    spawn = multiprocessing.get_context("spawn")
+    children: list[SpawnProcess] = [spawn.Process(target=attack, args=(o,), daemon=True) for o in orders if o.messages]
+    for child in children:
+        child.start()
+    try:
+        while any(child.is_alive() for child in children):
+            traffic.serve_one()
+            time.sleep(0.005)
+        codes = [child.exitcode for child in children]
+        assert not any(codes), f"an attacker ended with {codes}"
+    finally:
+        for child in children:
+            child.kill()
+            child.join()
+
+
+def _settle(traffic: Traffic) -> list[str]:
+    """Wait until no attempt is open and the attackers' sessions have ended, then hand over once more."""
+    nodes, limit = (traffic.p, traffic.d), time.monotonic() + HANDOFF_LIMIT_S
+    open_things: dict[str, int] = {}
+    while time.monotonic() < limit:
+        stats = {node.name: node.agent.stats() for node in nodes}
+        # P and D keep their session with each other.
+        open_things = {name: s["outstanding"] + s["quarantined"] + s["sessions"] - 1 for name, s in stats.items()}
+        if not any(open_things.values()):
+            break
+        time.sleep(0.05)
+    traffic.serve_one()
+    return [f"{name} still has {count} attempts or sessions open" for name, count in open_things.items() if count]
+
+
+def _growth(before: Usage, after: Usage) -> list[str]:
+    faults = []
+    if after.rss - before.rss > 32 << 20:
+        faults.append(f"memory grew by {(after.rss - before.rss) >> 20} MiB")
+    if after.files > before.files + 8:
+        faults.append(f"open files grew from {before.files} to {after.files}")
+    if after.threads > before.threads:
+        faults.append(f"threads grew from {before.threads} to {after.threads}")
+    if not any(thread.name == "baton-handoff" for thread in threading.enumerate()):
+        faults.append("the agents' threads have ended")
+    return faults
+
+
+def main() -> int:
+    """The command line; 0 when everything held."""
+    parser = argparse.ArgumentParser(prog="python -m simulation.fuzz", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--messages", type=int, default=1_000_000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--processes", type=int, default=2, help="attacking processes")
+    parser.add_argument("--keys", action="store_true", help="CURVE on, the attackers hold an authorised key")
+    arguments = parser.parse_args()
+    logging.getLogger("baton").setLevel(logging.CRITICAL)
+    report = run(arguments.messages, arguments.seed, arguments.processes, arguments.keys)
+    rate = report.received / report.seconds
+    print(f"messages   {report.sent} sent, {report.received} received in {report.seconds:.0f} s ({rate:.0f}/s)")
+    print(f"handoffs   {report.served} served, slowest {report.slowest_s * 1000:.0f} ms")
+    print(f"before     {report.before}")
+    print(f"after      {report.after}")
+    for name, stats in report.stats.items():
+        print(f"{name:<10} {stats}")
+    for fault in report.faults:
+        print(f"FAULT      {fault}")
+    return 1 if report.faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,189 @@
+"""Mutations of who gets pages and who frees them, and of what CANCELLED says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from baton.handoff.node.attempts import DecodeAttempt, PrefillAttempt
+from baton.handoff.node.inbox import Inbox
+from baton.handoff.node.operations import Operations
+from baton.handoff.protocol.decode import DecodeHandoff
+from baton.handoff.protocol.events import (
+    Abort,
+    Action,
+    CopyEnded,
+    Deadline,
+    MachineEvent,
+    PeerLost,
+    Received,
+    Send,
+    Tick,
+)
+from baton.handoff.protocol.messages import (
+    Announce,
+    Bye,
+    Cancelled,
+    Message,
+)
+from baton.handoff.protocol.phases import DecodePhase, PrefillPhase
+from baton.handoff.protocol.prefill import PrefillHandoff
+from simulation.mutations.registry import Handle, Patch, around_method, mutation
+
+# ---------------------------------------------------------------- who frees what, when
+
+
+@mutation("P's pages stay until ACK: in pull D reads them, in push a repair does")
+def _free_before_ack() -> list[Patch]:
+    def around(self: PrefillHandoff, offer: Callable[..., list[Action]], message: Message) -> list[Action]:
+        return offer(message) + self._release("committed")
+
+    return around_method(PrefillHandoff, "_make_offer", around)
+
+
+@mutation("a deadline frees nothing that P may still write")
+def _timeout_then_reuse() -> list[Patch]:
+    def around(self: DecodeHandoff, handle: Handle, event: MachineEvent) -> list[Action]:
+        actions = handle(event)
+        return actions + self._settle(peer_quiet=True) if isinstance(event, Deadline) else actions
+
+    return around_method(DecodeHandoff, "handle", around)
+
+
+@mutation("a deadline frees nothing that D may still read")
+def _timeout_frees_source() -> list[Patch]:
+    def around(self: PrefillHandoff, handle: Handle, event: MachineEvent) -> list[Action]:
+        if isinstance(event, Deadline):
+            self._exposed = False
+        return handle(event)
+
+    return around_method(PrefillHandoff, "handle", around)
+
+
+@mutation("an engine that gives up frees nothing that P may still write")
+def _abort_then_reuse() -> list[Patch]:
+    def around(self: DecodeHandoff, handle: Handle, event: MachineEvent) -> list[Action]:
+        actions = handle(event)
+        return actions + self._settle(peer_quiet=True) if isinstance(event, Abort) else actions
+
+    return around_method(DecodeHandoff, "handle", around)
+
+
+@mutation("D's own reads must have ended before its pages are free")
+def _free_while_reading() -> list[Patch]:
+    def around(self: DecodeHandoff, handle: Handle, event: MachineEvent) -> list[Action]:
+        actions = handle(event)
+        if self.phase is DecodePhase.CLOSING and self.mode == "pull":
+            self.copies.outstanding.clear()
+            actions += self._settle()
+        return actions
+
+    return around_method(DecodeHandoff, "handle", around)
+
+
+@mutation("a peer that cannot be reached is not one that cannot write")
+def _unfenced_is_fenced() -> list[Patch]:
+    def around(self: object, handle: Handle, event: MachineEvent) -> list[Action]:
+        return handle(replace(event, fenced=True) if isinstance(event, PeerLost) else event)
+
+    return [*around_method(DecodeHandoff, "handle", around), *around_method(PrefillHandoff, "handle", around)]
+
+
+@mutation(
+    "only a BYE that says so, of the process in question, proves its copies ended",
+    ("leave", "slow_copy", "late_copy", "delay", "broken_connection"),
+)
+def _any_bye_is_quiet() -> list[Patch]:
+    original = Inbox._server_left
+
+    def left(self: Inbox, link: Any, bye: Bye) -> None:
+        for attempt in self._decodes_at(link.connection.address):
+            self._machines.feed(attempt, PeerLost("peer_lost", bye.reason, True))
+        original(self, link, bye)
+
+    return [(Inbox, "_server_left", left)]
+
+
+@mutation("after `unknown` a copy is outstanding until it has ended")
+def _unknown_is_quiet() -> list[Patch]:
+    original = Operations.cancel
+
+    def cancel(self: Operations[Any], owner: Any, copy_ids: tuple[int, ...]) -> list[CopyEnded]:
+        original(self, owner, copy_ids)
+        return [CopyEnded(copy_id, ok=False, message="cancelled") for copy_id in copy_ids]
+
+    return [(Operations, "cancel", cancel)]
+
+
+@mutation("FINISHED waits until P's copies have ended")
+def _finish_while_copying() -> list[Patch]:
+    original = PrefillHandoff._finish
+
+    def finish(self: PrefillHandoff) -> list[Action]:
+        outstanding, self.copies.outstanding = self.copies.outstanding, {}
+        actions = original(self)
+        self.copies.outstanding = outstanding
+        return actions
+
+    return [(PrefillHandoff, "_finish", finish)]
+
+
+# ---------------------------------------------------------------- who gets pages, and for how long
+
+
+_OVERLOAD = ("full_pools", "burst", "slow_engine", "prefix_store", "late_leg")
+
+
+@mutation("D takes pages only for what P has room for", _OVERLOAD)
+def _admitted_unseen() -> list[Patch]:
+    def around(self: PrefillHandoff, receive: Handle, message: Message) -> list[Action]:
+        self.admitted = self.admitted or isinstance(message, Announce)
+        return receive(message)
+
+    return around_method(PrefillHandoff, "_receive", around)
+
+
+@mutation("what waits in a queue has no deadline", _OVERLOAD)
+def _deadline_from_ticket() -> list[Patch]:
+    def deadline(self: PrefillAttempt | DecodeAttempt, handoff_s: float) -> float:
+        return self.expiry
+
+    return [(PrefillAttempt, "deadline", deadline), (DecodeAttempt, "deadline", deadline)]
+
+
+# ---------------------------------------------------------------- what CANCELLED says
+
+
+@mutation("P says CANCELLED only when its copies have ended")
+def _cancelled_while_copying() -> list[Patch]:
+    def answer(self: PrefillHandoff) -> list[Action]:
+        return [] if self.phase is PrefillPhase.OPEN else [Send(Cancelled(self.key, self.reason))]
+
+    return [(PrefillHandoff, "_answer", answer)]
+
+
+@mutation("D says CANCELLED only when its reads have ended")
+def _cancelled_while_reading() -> list[Patch]:
+    def answer(self: DecodeHandoff) -> list[Action]:
+        failed = self.phase in (DecodePhase.CLOSING, DecodePhase.FAILED)
+        return [Send(Cancelled(self.key, self.reason))] if failed else []
+
+    return [(DecodeHandoff, "_answer", answer)]
+
+
+@mutation("CANCELLED is heard")
+def _ignore_cancelled() -> list[Patch]:
+    def around(self: DecodeHandoff, handle: Handle, event: MachineEvent) -> list[Action]:
+        deaf = isinstance(event, Received) and isinstance(event.message, Cancelled)
+        return [] if deaf else handle(event)
+
+    return around_method(DecodeHandoff, "handle", around)
+
+
+@mutation("CANCEL is repeated until it is answered")
+def _cancel_once() -> list[Patch]:
+    def around(self: DecodeHandoff, handle: Handle, event: MachineEvent) -> list[Action]:
+        return [] if isinstance(event, Tick) and self.phase is DecodePhase.CLOSING else handle(event)
+
+    return around_method(DecodeHandoff, "handle", around)

@@ -1,0 +1,61 @@
+"""The registry of mutations, and what they are made with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+from baton.errors import ConfigError
+from baton.handoff.protocol.events import Action
+from simulation.settings import FAULTS
+
+Patch = tuple[Any, str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Mutation:
+    """`rule` is what it undoes; `patches` are `(owner, attribute, replacement)`. `faults` are those that it is looked
+    for with: where only a rare meeting of a few shows it, these few.
+    """
+
+    name: str
+    rule: str
+    patches: Callable[[], list[Patch]]
+    faults: tuple[str, ...] = FAULTS
+
+
+MUTATIONS: dict[str, Mutation] = {}
+
+
+def mutation(
+    rule: str, faults: tuple[str, ...] = FAULTS
+) -> Callable[[Callable[[], list[Patch]]], Callable[[], list[Patch]]]:
+    def register(patches: Callable[[], list[Patch]]) -> Callable[[], list[Patch]]:
+        name = patches.__name__.lstrip("_")
+        MUTATIONS[name] = Mutation(name, rule, patches, faults)
+        return patches
+
+    return register
+
+
+@contextmanager
+def applied(name: str | None) -> Iterator[None]:
+    """The protocol with a mutation, or as it is. Raises `ConfigError` for a name that is not in `MUTATIONS`."""
+    if name is not None and name not in MUTATIONS:
+        raise ConfigError("mutation", f"{name!r} is none of {', '.join(MUTATIONS)}")
+    with ExitStack() as stack:
+        for owner, attribute, replacement in MUTATIONS[name].patches() if name is not None else []:
+            stack.enter_context(mock.patch.object(owner, attribute, replacement))
+        yield
+
+
+Handle = Callable[[Any], list[Action]]
+
+
+def around_method(owner: type, attribute: str, around: Callable[[Any, Callable[..., Any], Any], Any]) -> list[Patch]:
+    """`around(self, original, argument)` in place of a method of one argument."""
+    original = getattr(owner, attribute)
+    return [(owner, attribute, lambda self, argument: around(self, lambda a: original(self, a), argument))]

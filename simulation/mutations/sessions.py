@@ -1,0 +1,125 @@
+"""Mutations of what is addressed and to whom, of who is believed, and of what a call costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from baton.handoff.channel import sessions as links
+from baton.handoff.channel.connecting import Connector
+from baton.handoff.channel.sessions import Links
+from baton.handoff.node.attempts import Book
+from baton.handoff.node.inbox import Inbox
+from baton.handoff.node.operations import Operations
+from baton.handoff.protocol import greeting
+from baton.handoff.protocol.decode import DecodeHandoff
+from baton.handoff.protocol.events import (
+    Action,
+    Send,
+    StartCopy,
+)
+from baton.handoff.protocol.messages import (
+    Ack,
+    Announce,
+    AttemptKey,
+    Cancelled,
+    Hello,
+    Register,
+)
+from baton.handoff.protocol.ticket import verify
+from simulation.mutations.registry import Handle, Patch, around_method, mutation
+
+
+@mutation("pages follow from intervals, never from the end of a block list")
+def _end_trimmed_blocks() -> list[Patch]:
+    original = Operations.start
+
+    def start(self: Operations[Any], owner: Any, copy: StartCopy, peer: Any, way: Any, source: Any, *rest: Any) -> Any:
+        needed = -(-copy.stop // source.geometry.page_size)
+        trimmed = replace(copy, source_pages=copy.source_pages[-needed:])
+        return original(self, owner, trimmed, peer, way, source, *rest)
+
+    return [(Operations, "start", start)]
+
+
+@mutation("a message is matched by transfer, attempt and both incarnations")
+def _attempts_are_one() -> list[Patch]:
+    original = Book.get
+
+    def get(self: Book[Any], key: AttemptKey) -> Any:
+        return original(self, key) or next((original(self, other) for other in self.same_transfer(key)), None)
+
+    return [(Book, "get", get)]
+
+
+@mutation("REGISTER brings a ticket for this very attempt")
+def _no_ticket_check() -> list[Patch]:
+    def check(self: Links, link: Any, message: Announce | Register) -> Any:
+        ticket = verify(self._config.ticket_key, message.ticket, "prefill", self._clock.monotonic())
+        return msgspec.structs.replace(ticket, transfer_id=message.key.transfer_id, attempt=message.key.attempt)
+
+    return [(Links, "check_register", check)]
+
+
+@mutation("a ticket expires by the engine's monotonic clock, whatever the time of day", ("clock_step", "reorder"))
+def _expiry_by_time_of_day() -> list[Patch]:
+    original = Links.check_register
+
+    def check(self: Links, link: Any, message: Register) -> Any:
+        clock: Any = self._clock
+        verify(self._config.ticket_key, message.ticket, "prefill", clock.monotonic() + clock.stepped)
+        return original(self, link, message)
+
+    return [(Links, "check_register", check)]
+
+
+@mutation("who says HELLO shows that it knows the ticket key", ("stranger", "reorder"))
+def _no_proof() -> list[Patch]:
+    return [(links, "is_proven", lambda key, side, address, challenge, hello: bool(hello.proof))]
+
+
+@mutation("a proof answers the challenge of this connection", ("stranger", "reorder"))
+def _proof_without_challenge() -> list[Patch]:
+    def said(key: bytes, side: greeting.Side, address: str, challenge: bytes, hello: Hello) -> Hello:
+        return greeting.prove(key, side, address, b"", hello)
+
+    def holds(key: bytes, side: greeting.Side, address: str, challenge: bytes, hello: Hello) -> bool:
+        return greeting.is_proven(key, side, address, b"", hello)
+
+    return [(links, "prove", said), (links, "is_proven", holds)]
+
+
+@mutation("ACK is of a commit, not of an offer to read")
+def _ack_at_ready() -> list[Patch]:
+    def around(self: DecodeHandoff, ready: Handle, message: Any) -> list[Action]:
+        return [*ready(message), Send(Cancelled(self.key, "read soon")), Send(Ack(self.key))]
+
+    return around_method(DecodeHandoff, "_ready", around)
+
+
+@mutation("connecting costs the agent no time", faults=("stop_after_hello", "slow_call", "burst"))
+def _blocking_connect() -> list[Patch]:
+    def around(self: Any, begin: Callable[..., Any], descriptor: bytes) -> Any:
+        future = begin(descriptor)
+        self._transport.process.blocked_on = future
+        return future
+
+    return around_method(Connector, "begin", around)
+
+
+@mutation(
+    "D registers only when it has the transport's end by which P can be fenced",
+    faults=("slow_call", "stop_after_hello", "crash_prefill", "pause_prefill", "client_abort"),
+)
+def _register_before_connected() -> list[Patch]:
+    original = Inbox.join
+
+    def join(self: Inbox, attempt: Any, link: Any, hello: Any) -> None:
+        connecting, link.connecting = link.connecting, None
+        original(self, attempt, link, hello)
+        link.connecting = connecting
+
+    return [(Inbox, "join", join)]

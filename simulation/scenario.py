@@ -1,0 +1,170 @@
+"""One seed from start to rest: deployment, load, faults, and what must hold in the end."""
+
+from __future__ import annotations
+
+import traceback
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from random import Random
+
+from baton.handoff.node.attempts import TOMBSTONE_S
+from baton.handoff.protocol.ticket import MAX_TICKET_LIFE_S
+from simulation.cluster import Cluster
+from simulation.router import Request
+from simulation.settings import FAULTS, TRAITS, Settings, draw
+from simulation.story import LONGEST_SMALL, Story, prompts
+from simulation.world import Violation, World
+
+# Seconds after the last ticket's expiry within which everything must be at rest: a lease, a broken connection
+# that is noticed late, repetitions, and the router's clock against the slowest engine's.
+_REST_S = 25.0
+_POLL_S = 0.5
+# In a deployment without harmful faults something comes on at least this often, in seconds: an engine's slowest step, a
+# leg that is late, a message that is repeated.
+_STILL_S = 6.0
+
+
+@dataclass(slots=True)
+class Result:
+    """What one seed came to. `violation` is None when every invariant held."""
+
+    seed: int
+    settings: Settings
+    events: int = 0
+    injected: Counter[str] = field(default_factory=Counter)
+    outcomes: Counter[str] = field(default_factory=Counter)
+    rungs: Counter[str] = field(default_factory=Counter)
+    violation: Violation | None = None
+    trace: list[str] = field(default_factory=list)
+
+
+def run_seed(seed: int, faults: Collection[str] = FAULTS, tracing: bool = False) -> Result:
+    """Play one schedule. The same seed and faults give the same result."""
+    random = Random(seed)
+    settings = draw(random, faults)
+    world = World(seed, settings, random, tracing)
+    world.note("", f"seed {seed}: {settings}")
+    result = Result(seed, settings)
+    cluster = Cluster(world)
+    try:
+        _play(world, cluster)
+        _check_rest(world, cluster)
+    except Violation as violation:
+        result.violation = violation
+    except Exception as error:
+        # Whatever escapes from the protocol would have ended a real engine's thread.
+        result.violation = Violation("exception", f"{type(error).__name__}: {error}")
+        world.note("!", f"VIOLATION {result.violation}\n{traceback.format_exc()}")
+    result.events, result.injected, result.rungs, result.trace = (
+        world.events,
+        world.injected,
+        cluster.rungs,
+        world.trace,
+    )
+    for trait in TRAITS:
+        if settings.has(trait):
+            result.injected[trait] += 1
+    for request in cluster.requests:
+        result.outcomes[_outcome(request)] += 1
+    return result
+
+
+def _outcome(request: Request) -> str:
+    if request.outcome == "exact" and request.rungs:
+        return "exact after " + "+".join(sorted(request.rungs))
+    return request.outcome or "unfinished"
+
+
+def _load(world: World, cluster: Cluster) -> float:
+    """Schedule all requests; returns the time by which each must have ended."""
+    random, settings = world.random, world.settings
+    count = settings.num_requests * (2 if settings.has("burst") else 1)
+    last = 0.0
+    for index, prompt in enumerate(prompts(random, count)):
+        if settings.has("full_pools"):
+            prompt = prompt[:LONGEST_SMALL]  # each request must fit alone
+        at = random.uniform(0.0, 0.3 if settings.has("burst") else 6.0)
+        story = Story(prompt, random.randint(1, 10))
+        request = Request(index, story, at + settings.patience)
+        world.after(at, cluster.submit, request)
+        last = max(last, request.deadline)
+    return last
+
+
+def _play(world: World, cluster: Cluster) -> None:
+    """Run until everything is at rest, or until it must have been."""
+    strikes = list(world.settings.strikes)
+    latest = _load(world, cluster)
+    world.after(latest, cluster.calm_down)
+    rest_by = latest + world.settings.life + world.settings.timers.handoff + _REST_S
+    count = world.settings.num_requests * (2 if world.settings.has("burst") else 1)
+    next_look = 0.0
+    while world.step():
+        while strikes and strikes[0][0] <= world.events:
+            cluster.strike(strikes.pop(0)[1])
+        if world.now < next_look:
+            continue
+        next_look = world.now + _POLL_S
+        requests = cluster.requests
+        waiting = [request.name for request in requests if not request.outcome]
+        if world.settings.harmless and waiting and world.now > world.progressed + _STILL_S:
+            world.fail("no_progress", f"{waiting} wait, and nothing moves")
+        if len(requests) == count and all(request.outcome for request in requests):
+            if not world.calm:
+                # Processes that were paused have messages to take in before they are at rest.
+                cluster.calm_down()
+            elif _at_rest(cluster):
+                return
+        if world.now > rest_by:
+            world.fail("not_at_rest", "; ".join(_left(cluster)))
+
+
+def _at_rest(cluster: Cluster) -> bool:
+    return not _left(cluster)
+
+
+def _left(cluster: Cluster) -> list[str]:
+    """Requests, legs, pages, copies, claims and attempts that are not over."""
+    out = [f"{request.name} has not ended" for request in cluster.requests if not request.outcome]
+    for process in cluster.processes.values():
+        if process.dead:
+            continue
+        runner, name = process.runner, process.name
+        if process.engine.legs:
+            out.append(f"{name} has legs {[f'{leg.holder} {leg.state}' for leg in process.engine.legs.values()]}")
+        for memory in process.memories:
+            if memory.num_held:
+                out.append(f"{name} holds {memory.num_held} pages of {memory.model.name}")
+        live = [str(attempt.machine.key) for attempt in runner.machines.live()]
+        if live or len(runner.operations):
+            out.append(f"{name} has attempts {live} and {len(runner.operations)} copies")
+        if runner.inbox.claims.holding:
+            # The connection of a claim may be under way to a process that died: a lease must have time to end it.
+            out.append(f"{name} holds a claim back")
+    return out
+
+
+def _check_rest(world: World, cluster: Cluster) -> None:
+    """At rest: every request ended well or by name; after all tickets expired, nothing is remembered."""
+    for request in cluster.requests:
+        if world.settings.harmless and _outcome(request) != "exact":
+            world.fail("needless_failure", f"{request.name} ended {_outcome(request)} without a fault that explains it")
+    living = [process for process in cluster.processes.values() if not process.dead]
+    for process in living:
+        process.agent_step()
+    world.skip(MAX_TICKET_LIFE_S * 1.3)
+    for process in living:
+        for _ in range(2):
+            world.skip(1.3 * TOMBSTONE_S + 2 * world.settings.timers.retry)
+            process.agent_step()
+        books = process.runner.machines.prefills, process.runner.machines.decodes
+        kept = sum(len(book.ended) for book in books) + process.runner.inbox.claims.holding
+        if kept:
+            world.fail("memory", f"{process.name} remembers {kept} attempts after every ticket expired")
+        for memory in process.memories:
+            total = memory.num_available + memory.num_held
+            if total != memory.num_pages - 1:
+                world.fail(
+                    "memory", f"{process.name} has {total} of {memory.num_pages - 1} pages of {memory.model.name}"
+                )

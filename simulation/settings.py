@@ -1,0 +1,188 @@
+"""What one seed decides before anything happens: the deployment, the load, and which faults there are."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from random import Random
+from typing import Literal
+
+from baton.handoff.channel.config import Timers
+from baton.wire import Integrity, Recovery
+
+Fabric = Literal["shm", "rdma"]
+
+# Struck with a chance at each message, copy or request: the range from which a seed draws the chance.
+RATES: dict[str, tuple[float, float]] = {
+    "delay": (0.02, 0.2),
+    "reorder": (0.05, 0.5),
+    "duplicate": (0.02, 0.3),
+    "drop": (0.02, 0.3),
+    "slow_copy": (0.05, 0.5),
+    "failed_copy": (0.03, 0.3),
+    "late_copy": (0.3, 1.0),
+    "corrupt": (0.03, 0.3),
+    "corrupt_seeds": (0.05, 0.4),
+    "client_abort": (0.1, 0.7),
+    "cut_stream": (0.05, 0.3),
+    "late_leg": (0.2, 0.7),
+    "slow_call": (0.05, 0.4),
+    "stop_after_hello": (0.05, 0.4),
+}
+# Struck at events drawn beforehand: at most how many of them.
+STRIKES: dict[str, int] = {
+    "crash_prefill": 3,
+    "crash_decode": 3,
+    "crash_router": 1,
+    "pause_prefill": 4,
+    "pause_decode": 4,
+    "partition": 3,
+    "broken_connection": 3,
+    "leave": 1,
+    "engine_abort": 12,
+    "forged_register": 3,
+    "clock_step": 2,
+    "stranger": 6,
+}
+# Properties of the whole run.
+TRAITS = ("clock_rates", "full_pools", "burst", "slow_engine", "prefix_store")
+FAULTS = (*RATES, *STRIKES, *TRAITS)
+# Faults that must cost a request nothing but time, however small the pools are.
+HARMLESS = frozenset(
+    {"reorder", "duplicate", "forged_register", "clock_step", "stranger", "late_leg", *TRAITS} - {"clock_rates"}
+)
+# Faults that matter most when others strike at the same moment.
+COMPANIONS: dict[str, tuple[str, ...]] = {
+    "corrupt": ("duplicate", "delay", "reorder", "slow_copy", "late_copy", "client_abort"),
+    "stop_after_hello": ("burst", "slow_engine"),
+    "late_leg": ("reorder", "delay", "engine_abort", "client_abort"),
+    "slow_engine": ("reorder", "delay", "engine_abort", "client_abort"),
+}
+# Where no more kinds than these are allowed, their meeting is what is looked for.
+_FEW = 8
+# The event at which the last strike comes.
+_LAST_STRIKE = 1500
+
+
+@dataclass(frozen=True, slots=True)
+class GroupModel:
+    """A group of layers. An entry depends on the tokens up to its own, or `lookahead` further."""
+
+    name: str
+    owner: Literal["target", "draft"]
+    kind: Literal["full", "mla", "sliding_window"]
+    window: int | None
+    lookahead: int
+    salt: int
+
+    @property
+    def halves(self) -> int:
+        """Cells per token."""
+        return 1 if self.kind == "mla" else 2
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """One seed's deployment. `life` is a ticket's, `patience` the router's per request, in seconds."""
+
+    num_routers: int
+    announces: bool  # D takes pages for what P has admitted; else at once, as an engine with room for all may
+    num_prefill: int
+    num_decode: int
+    num_requests: int
+    fabric: Fabric
+    recovery: Recovery
+    integrity: Integrity
+    ordered: bool  # the channel drops what comes out of order, as ZeroMQ's sessions do; else machines see it
+    timers: Timers
+    life: int
+    patience: float
+    num_drafts: int
+    groups: tuple[GroupModel, ...]
+    faults: frozenset[str]
+    rates: dict[str, float] = field(default_factory=dict)
+    strikes: tuple[tuple[int, str], ...] = ()  # (event, kind), in order
+
+    @property
+    def harmless(self) -> bool:
+        """Whether nothing happens that could explain a failure."""
+        return self.faults <= HARMLESS
+
+    def has(self, fault: str) -> bool:
+        """Whether this seed has faults of a kind."""
+        return fault in self.faults
+
+
+def draw(random: Random, allowed: Collection[str] = FAULTS) -> Settings:
+    """The settings of one seed, with faults from `allowed` only: none, one kind, or a mixture."""
+    kinds = sorted(allowed)
+    shape = random.random()
+    if shape < 0.06 or not kinds:
+        faults: set[str] = set()
+    elif len(kinds) <= _FEW and shape < 0.7:
+        faults = set(kinds)
+    elif shape < 0.14:
+        # An overload without faults: whatever does not come out exact, and soon, is the protocol's doing.
+        faults = {kind for kind in sorted(HARMLESS & set(kinds)) if kind == "full_pools" or random.random() < 0.6}
+    elif shape < 0.3:
+        faults = {random.choice(kinds)}
+    else:
+        share = random.choice((0.15, 0.3, 0.6))
+        faults = {kind for kind in kinds if random.random() < share}
+        for kind in sorted(faults & set(COMPANIONS)):
+            if random.random() < 0.5:
+                faults |= set(COMPANIONS[kind]) & set(kinds)
+    strikes = [
+        (random.randrange(_LAST_STRIKE), kind)
+        for kind in sorted(faults & set(STRIKES))
+        for _ in range(random.randint(1, STRIKES[kind]))
+    ]
+    integrity: Integrity = random.choice(("off", "sampled", "full"))
+    if "corrupt" in faults:
+        # Nothing else finds a flipped bit.
+        integrity = "full"
+    elif "corrupt_seeds" in faults and integrity == "off":
+        integrity = "sampled"
+    harmless = faults <= HARMLESS
+    return Settings(
+        num_routers=random.choice((1, 1, 2)),
+        announces=harmless or random.random() < 0.7,
+        num_prefill=random.choice((1, 1, 2, 2, 3)),
+        num_decode=random.choice((1, 2, 2, 3)),
+        num_requests=random.randint(3, 14),
+        fabric=random.choice(("shm", "rdma")),
+        recovery=random.choice(("none", "retry", "source", "recompute", "full", "full", "full")),
+        integrity=integrity,
+        ordered=random.random() < 0.4,
+        timers=_timers(random, harmless),
+        life=6 if harmless else random.randint(4, 12),
+        patience=400.0 if harmless else random.uniform(12.0, 30.0),
+        num_drafts=random.randint(0, 3),
+        groups=_groups(random),
+        faults=frozenset(faults),
+        rates={kind: random.uniform(*RATES[kind]) for kind in sorted(faults & set(RATES))},
+        strikes=tuple(sorted(strikes)),
+    )
+
+
+def _timers(random: Random, harmless: bool) -> Timers:
+    renew = random.uniform(0.5, 1.5)
+    return Timers(
+        retry=random.uniform(0.3, 1.0),
+        retry_min=random.uniform(0.02, 0.2),
+        check=random.uniform(0.1, 0.4),
+        renew=renew,
+        lease=renew * random.uniform(3.0, 5.0),
+        handoff=100.0 if harmless else random.uniform(4.0, 12.0),
+        close=random.uniform(0.5, 5.0),
+    )
+
+
+def _groups(random: Random) -> tuple[GroupModel, ...]:
+    groups = [
+        GroupModel("target", "target", random.choice(("full", "mla")), None, 0, 1),
+        GroupModel("draft", "draft", random.choice(("full", "mla")), None, 1, 2),
+    ]
+    if random.random() < 0.3:
+        groups.append(GroupModel("window", "target", "sliding_window", random.randint(1, 8), 0, 3))
+    return tuple(groups)

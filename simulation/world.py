@@ -1,0 +1,94 @@
+"""What everything in a simulation shares: one event queue, one source of randomness, one list of faults."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from heapq import heappop, heappush
+from random import Random
+from typing import Any
+
+from simulation.settings import Settings
+
+# A schedule that needs more is not ending: the largest of the first 100,000 seeds needs a tenth of it.
+MAX_EVENTS = 60_000
+
+
+class Violation(Exception):
+    """An invariant does not hold. `rule` is its short name."""
+
+    def __init__(self, rule: str, message: str) -> None:
+        super().__init__(f"{rule}: {message}")
+        self.rule = rule
+
+
+class World:
+    """Virtual time in seconds, the queue of what is to happen, and the dice."""
+
+    def __init__(self, seed: int, settings: Settings, random: Random, tracing: bool = False) -> None:
+        self.seed = seed
+        self.settings = settings
+        self.random = random
+        self.now = 0.0
+        self.events = 0
+        self.progressed = 0.0  # when a request last came on
+        self.calm = False  # no fault is injected any more
+        self.injected: Counter[str] = Counter()
+        self.violation: Violation | None = None
+        self.tracing = tracing
+        self.trace: list[str] = []
+        self._queue: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._count = 0
+
+    # ------------------------------------------------------------ time
+
+    def after(self, delay: float, call: Callable[..., None], *args: Any) -> None:
+        """Call `call(*args)` in `delay` virtual seconds."""
+        self._count += 1
+        heappush(self._queue, (self.now + delay, self._count, call, args))
+
+    def step(self) -> bool:
+        """Let the next event happen; False when there is none."""
+        if not self._queue:
+            return False
+        self.now, _, call, args = heappop(self._queue)
+        self.events += 1
+        if self.events > MAX_EVENTS:
+            self.fail("endless", f"{MAX_EVENTS} events, and still not at rest")
+        call(*args)
+        if self.violation is not None:
+            # Raised inside a callback that guards itself against its caller's mistakes.
+            raise self.violation
+        return True
+
+    def skip(self, seconds: float) -> None:
+        """Let time pass in which every process sleeps."""
+        self.now += seconds
+
+    # ------------------------------------------------------------ faults
+
+    def hit(self, kind: str) -> bool:
+        """Whether a fault of this kind strikes here; it is counted."""
+        rate = self.settings.rates.get(kind, 0.0)
+        if rate == 0.0 or self.calm or self.random.random() >= rate:
+            return False
+        self.injected[kind] += 1
+        return True
+
+    def progress(self) -> None:
+        """Some request came on: it was admitted, computed or ended."""
+        self.progressed = self.now
+
+    # ------------------------------------------------------------ findings
+
+    def fail(self, rule: str, message: str) -> None:
+        """An invariant is broken. Raises `Violation`."""
+        if self.violation is None:
+            self.violation = Violation(rule, message)
+        self.note("!", f"VIOLATION {self.violation}")
+        raise self.violation
+
+    def note(self, who: str, what: str) -> None:
+        """A line of the trace. Callers on hot paths ask `tracing` first."""
+        if self.tracing:
+            self.trace.append(f"{self.now:10.4f} {who:<6} {what}")

@@ -1,0 +1,46 @@
+"""The `baton` command. What Baton raises on purpose ends it with one line on stderr."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+import typer
+
+from baton.cli import generate as cli_generate
+from baton.cli import keys as cli_keys
+from baton.cli import router as cli_router
+from baton.cli import serve as cli_serve
+from baton.cli.bench import app as bench_app
+from baton.cli.verify import verify_command
+from baton.errors import BatonError, ConfigError, RequestError
+
+app = typer.Typer(
+    name="baton",
+    help="Prefill/decode disaggregated serving with lossless speculative decoding.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+cli_serve.register(app)
+cli_router.register(app)
+cli_generate.register(app)
+cli_keys.register(app)
+app.command("verify")(verify_command)
+app.add_typer(bench_app, name="bench")
+
+
+def _dashes(argument: str) -> str:
+    """A flag's name with dashes: vLLM takes underscores too."""
+    name, equals, value = argument.partition("=")
+    return name.replace("_", "-") + equals + value if name.startswith("--") else argument
+
+
+def main() -> None:
+    """Run the command line. Exit status: 2 for a bad setting or request, 1 for another error of Baton's."""
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    try:
+        app([_dashes(argument) for argument in sys.argv[1:]])
+    except BatonError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(2 if isinstance(error, ConfigError | RequestError) else 1) from None

@@ -1,0 +1,84 @@
+"""The `baton bench` commands: figures as a table, or with --json as one JSON object."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Annotated, Any
+
+import typer
+
+from baton.engine.config import SpeculativeConfig
+
+app = typer.Typer(help="Measure a deployment on this machine.", no_args_is_help=True)
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+Speculative = Annotated[str | None, typer.Option(help="JSON, as for vLLM.")]
+Model = Annotated[str, typer.Argument(help="Checkpoint directory in Hugging Face format.")]
+
+
+@app.command("serve")
+def serve_command(
+    model: Model,
+    speculative_config: Speculative = None,
+    prompt_tokens: Annotated[int, typer.Option(help="Length of every prompt.")] = 512,
+    num_pairs: Annotated[int, typer.Option(help="Requests to each side.")] = 30,
+    max_tokens: Annotated[int, typer.Option(help="Tokens per answer.")] = 32,
+    kv_mode: Annotated[str, typer.Option(help="push or pull.")] = "push",
+    engine_flag: Annotated[list[str] | None, typer.Option(help="One more flag of the P/D engines.")] = None,
+    json_output: Json = False,
+) -> None:
+    """Time to first token and decode speed of a P/D deployment, beside those of one engine."""
+    from baton.bench.serve import measure
+
+    spec = SpeculativeConfig.parse(speculative_config)
+    figures = measure(
+        model,
+        json.loads(speculative_config) if spec and speculative_config else None,
+        prompt_tokens,
+        num_pairs,
+        kv_mode,
+        max_tokens,
+        tuple(engine_flag or ()),
+    )
+    _show(dataclasses.asdict(figures), json_output)
+
+
+@app.command("transport")
+def transport_command(
+    kv_transport: Annotated[str, typer.Option(help="shm, nixl, mooncake, file or a URI.")] = "shm",
+    json_output: Json = False,
+) -> None:
+    """Copy bandwidth between two processes of this host over memcpy, and planning time."""
+    from baton.bench.transport import run
+    from baton.deployment import check_shared_transport
+
+    check_shared_transport(kv_transport)
+    _show(run(kv_transport), json_output)
+
+
+@app.command("engine")
+def engine_command(
+    model: Model,
+    speculative_config: Speculative = None,
+    batch: Annotated[int, typer.Option(help="Requests per step.")] = 1,
+    json_output: Json = False,
+) -> None:
+    """Engine step over the bare model forward; with a drafter, speculative over plain decode."""
+    from baton.bench.engine import speculative_over_plain, step_over_forward
+
+    ratio, step, bare = step_over_forward(model, batch)
+    figures = {"step_over_forward": ratio, "step_ms": step, "forward_ms": bare}
+    if speculative_config is not None:
+        SpeculativeConfig.parse(speculative_config)
+        ratio, fast, slow = speculative_over_plain(model, json.loads(speculative_config))
+        figures |= {"speculative_over_plain": ratio, "speculative_tokens_per_s": fast, "plain_tokens_per_s": slow}
+    _show(figures, json_output)
+
+
+def _show(figures: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(figures, indent=1))
+        return
+    for name, value in figures.items():
+        print(f"{name:28} {value:.3f}" if isinstance(value, float) else f"{name:28} {value}")

@@ -1,0 +1,30 @@
+"""`baton keys`: the key directory of a deployment."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from baton.handoff.channel.keys import make_keys
+
+Output = Annotated[str, typer.Option(metavar="DIR", help="Directory to make, or to add engines to.")]
+Engines = Annotated[
+    list[str] | None, typer.Option(metavar="NAME", help="Engine ids (--engine-id); repeat, or separate by commas.")
+]
+
+
+def keys_command(output: Output, engines: Engines = None) -> None:
+    """Make keys for the control sockets: a ticket key, and per engine a secret and a public key.
+
+    Run it again with more names to let engines join; delete DIR/public/NAME.pub to shut one out.
+    """
+    names = [name for part in engines or [] for name in part.split(",") if name]
+    made = make_keys(output, names)
+    print(f"{output}: {', '.join(made) if made else 'no new engine'}")
+    print("Give it to engines and router with --keys; an engine's host needs no secret but its own.")
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command of this module."""
+    app.command("keys")(keys_command)

@@ -1,0 +1,143 @@
+"""Engine flags, declared once for every command that starts engines. Names follow vLLM's."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from baton.engine.config import (
+    MAX_BLOCK_SIZE,
+    EngineConfig,
+    IntegritySetting,
+    KVTransferConfig,
+    SpeculativeConfig,
+    parse_size,
+)
+from baton.errors import ConfigError
+from baton.wire import Recovery, Role
+
+BlockSize = Annotated[
+    int | None, typer.Option(help="Tokens per KV page on engines of that role [default: --block-size].")
+]
+
+
+def block_size_flags(prefill: int | None, decode: int | None) -> dict[str, list[str]]:
+    """Flags by role, for engines of a deployment. Raises `ConfigError` naming the option that is out of range."""
+    flags: dict[str, list[str]] = {}
+    for role, size in (("prefill", prefill), ("decode", decode)):
+        if size is not None:
+            if not 1 <= size <= MAX_BLOCK_SIZE:
+                raise ConfigError(f"{role}_block_size", f"must be 1 to {MAX_BLOCK_SIZE}, got {size}")
+            flags[role] = ["--block-size", str(size)]
+    return flags
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """The engine flags as given. Field names are the flags' names."""
+
+    served_model_name: Annotated[str | None, typer.Option(help="Name in the API; default: the directory's.")] = None
+    speculative_config: Annotated[
+        str | None, typer.Option(help='JSON: {"method", "model", "num_speculative_tokens", "verifier"}.')
+    ] = None
+    kv_transfer_config: Annotated[str | None, typer.Option(help='JSON: {"kv_transport": "shm", ...}.')] = None
+    kv_transport: Annotated[
+        str | None, typer.Option(help="shm, nixl, mooncake, file or a URI; default: that of --kv-transfer-config.")
+    ] = None
+    block_size: Annotated[int, typer.Option(help="Tokens per KV page.")] = 16
+    max_model_len: Annotated[int | None, typer.Option(help="Longest sequence; default: the model's.")] = None
+    max_num_batched_tokens: Annotated[int, typer.Option(help="Token budget of one step.")] = 2048
+    max_num_seqs: Annotated[int, typer.Option(help="Most sequences in one step.")] = 64
+    dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto"
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu"
+    attention_backend: Annotated[str | None, typer.Option(help="Default: the best for the device.")] = None
+    kv_cache_memory: Annotated[
+        int | None, typer.Option(parser=parse_size, metavar="SIZE", help="KV cache: bytes, 512M, 2G; default: a share.")
+    ] = None
+    gpu_memory_utilization: Annotated[
+        float | None,
+        typer.Option(help="Part of free memory, a host's too, for weights and KV; default 0.6, CUDA 0.9."),
+    ] = None
+    engines_per_host: Annotated[
+        int | None,
+        typer.Option(help="Engines that have this part in equal shares; default: 1, or as many as up starts."),
+    ] = None
+    seed: Annotated[int | None, typer.Option(help="Seed of requests without one; default: a new one each.")] = None
+    max_queued_requests: Annotated[int, typer.Option(help="Requests that may wait for a token; more get 429.")] = 1024
+    enable_prefix_caching: Annotated[bool, typer.Option(help="Reuse KV of equal prefixes.")] = True
+    batch_invariant: Annotated[bool, typer.Option(help="Same bits in every batch, at a cost.")] = False
+    queue_timeout_s: Annotated[float, typer.Option(help="Longest wait of a request for its start; 0: any.")] = 0.0
+    recovery: Annotated[Recovery, typer.Option(help="Last rung that a failed handoff may take.")] = "full"
+    token_api: Annotated[
+        bool, typer.Option(help="Role both: take a router's requests in token ids too, on the clients' port.")
+    ] = False
+    stall_timeout_s: Annotated[float, typer.Option(help="An engine at one step for longer is given up.")] = 120.0
+    integrity: Annotated[IntegritySetting, typer.Option(help="Digests of bytes: auto, off, sampled or full.")] = "auto"
+
+    def to_config(
+        self,
+        model: str,
+        role: Role = "both",
+        engine_id: str = "engine",
+        ticket_key_file: str | None = None,
+        keys: str | None = None,
+    ) -> EngineConfig:
+        """Return the checked configuration. Raises `ConfigError` naming the first bad field."""
+        settings: dict[str, Any] = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        settings["engines_per_host"] = 1 if self.engines_per_host is None else self.engines_per_host
+        settings["speculative_config"] = SpeculativeConfig.parse(self.speculative_config)
+        settings["kv_transfer_config"] = KVTransferConfig.parse(self.kv_transfer_config, settings.pop("kv_transport"))
+        return EngineConfig(
+            model=model, role=role, engine_id=engine_id, ticket_key_file=ticket_key_file, keys=keys, **settings
+        ).check()
+
+    def to_flags(self) -> list[str]:
+        """Return the flags that give these options; for child processes."""
+        flags: list[str] = []
+        for option in dataclasses.fields(self):
+            value = getattr(self, option.name)
+            name = option.name.replace("_", "-")
+            if isinstance(value, bool):
+                flags.append(f"--{name}" if value else f"--no-{name}")
+            elif value is not None:
+                flags += [f"--{name}", str(value)]
+        return flags
+
+
+def with_engine_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Replace a command's parameter `options: EngineOptions` by one option per engine flag."""
+    hints = get_type_hints(command, include_extras=True)
+    option_hints = get_type_hints(EngineOptions, include_extras=True)
+    names = [option.name for option in dataclasses.fields(EngineOptions)]
+    own = [
+        p.replace(annotation=hints[name])
+        for name, p in inspect.signature(command).parameters.items()
+        if name != "options"
+    ]
+    added = [
+        inspect.Parameter(
+            option.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=option.default,
+            annotation=option_hints[option.name],
+        )
+        for option in dataclasses.fields(EngineOptions)
+    ]
+
+    @functools.wraps(command)
+    def run(**arguments: Any) -> None:
+        options = EngineOptions(**{name: arguments.pop(name) for name in names})
+        command(options=options, **arguments)
+
+    parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own] + added
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {p.name: p.annotation for p in parameters}
+    # Its annotations are already values; the original's are text, which typer would evaluate again.
+    del run.__wrapped__
+    return run

@@ -1,0 +1,177 @@
+"""The `baton verify` command."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
+
+import typer
+
+from baton.cli.options import BlockSize, block_size_flags
+from baton.deployment import check_shared_transport
+from baton.engine.config import IntegritySetting, SpeculativeConfig, parse_size
+from baton.errors import ConfigError
+from baton.verify.acceptance import AcceptanceCheck, check_acceptance
+from baton.verify.compare import compare, of_answers
+from baton.verify.observe import REQUEST_TIMEOUT_S, Case
+from baton.verify.options import DEFAULT_LENGTHS, MODES, Bounds, choose_cases, parse_modes
+from baton.verify.report import format_reports, report_json
+from baton.verify.sides import Answers, InProcess, Served, Started
+from baton.wire import MAX_LOGPROBS, Recovery, SamplingParams
+
+Engines = Annotated[int, typer.Option(min=1, help="Engines of that role in the deployment.")]
+
+
+def verify_command(
+    model: Annotated[str | None, typer.Argument(help="Checkpoint directory of what verify starts.")] = None,
+    reference: Annotated[str | None, typer.Option(help="URL of a server; default: one engine in this process.")] = None,
+    candidate: Annotated[str | None, typer.Option(help="URL of a server; default: a deployment of MODEL.")] = None,
+    reference_metrics: Annotated[
+        str | None, typer.Option(metavar="URL,...", help="Engines whose counters must tell acceptance.")
+    ] = None,
+    candidate_metrics: Annotated[
+        str | None, typer.Option(metavar="URL,...", help="The same; of P/D deployments the decode engines.")
+    ] = None,
+    lengths: Annotated[str | None, typer.Option(help=f"Prompt lengths in tokens [default: {DEFAULT_LENGTHS}].")] = None,
+    prompts: Annotated[str | None, typer.Option(help="File of prompts: lines of text, or of JSON if *.jsonl.")] = None,
+    token_range: Annotated[str, typer.Option(help="Ids of random prompts, where there is no MODEL.")] = "100-30000",
+    modes: Annotated[
+        str | None,
+        typer.Option(help=f"Of {', '.join(MODES)} [default: the first three]; with --candidate: kv_mode to ask for."),
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(help="Tokens to generate per request.")] = 32,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    min_p: float = 0.0,
+    seed: Annotated[int, typer.Option(help="Of the sampling, and of random prompts.")] = 0,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on behind the end of the sequence.")] = False,
+    logprobs: Annotated[int, typer.Option(min=0, max=MAX_LOGPROBS, help="Alternatives per token to ask for.")] = 0,
+    near_tie: Annotated[
+        float | None, typer.Option(help="Excuse tokens whose logprob is so near the best [default: 1e-4 of servers].")
+    ] = None,
+    logprob_tolerance: Annotated[
+        float | None, typer.Option(help="[default: 1e-4; of servers, logprobs are not compared]")
+    ] = None,
+    acceptance_tolerance: Annotated[
+        float, typer.Option(help="Accepted drafts per round that may differ, at each position.")
+    ] = 0.01,
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests in flight at a server.")] = 1,
+    request_timeout: Annotated[float, typer.Option(min=0.001, help="Seconds.")] = REQUEST_TIMEOUT_S,
+    api_key: Annotated[str | None, typer.Option(envvar="BATON_API_KEY", help="Bearer token for both servers.")] = None,
+    speculative_config: Annotated[str | None, typer.Option(help="JSON, as for vLLM.")] = None,
+    prefill: Engines = 1,
+    decode: Engines = 1,
+    block_size: int = 16,
+    prefill_block_size: BlockSize = None,
+    decode_block_size: BlockSize = None,
+    max_num_batched_tokens: int = 2048,
+    max_num_seqs: int = 64,
+    kv_cache_memory: Annotated[
+        int | None,
+        typer.Option(
+            parser=parse_size,
+            metavar="SIZE",
+            help="KV per engine of the deployment: bytes, 512M, 2G; the reference keeps the default.",
+        ),
+    ] = None,
+    dtype: str = "auto",
+    device: str = "cpu",
+    kv_transport: Annotated[str, typer.Option(help="Of the deployment: shm, nixl, mooncake, file or a URI.")] = "shm",
+    integrity: Annotated[IntegritySetting, typer.Option(help="Of the P/D side: auto, off, sampled or full.")] = "auto",
+    recovery: Annotated[Recovery, typer.Option(help="Of the deployment; without it a broken handoff shows.")] = "none",
+    batch_invariant: bool = True,
+    json_output: Annotated[bool, typer.Option("--json", help="Print the reports as JSON.")] = False,
+) -> None:
+    """Send the same requests to a reference and a candidate; exit 1 on any difference.
+
+    Each is what verify starts from MODEL, or any OpenAI-compatible server.
+    """
+    check_shared_transport(kv_transport)
+    role_flags = block_size_flags(prefill_block_size, decode_block_size)
+    chosen = parse_modes(modes, candidate is not None)
+    want = Served.parse("reference", reference, reference_metrics, api_key, request_timeout, concurrency)
+    have = Served.parse("candidate", candidate, candidate_metrics, api_key, request_timeout, concurrency)
+    if model is None and (want is None or have is None):
+        raise ConfigError("model", "is required, except with both --reference and --candidate")
+    servers = want is not None or have is not None
+    required = reference_metrics is not None or candidate_metrics is not None
+    bounds = Bounds.parse(near_tie, logprob_tolerance, acceptance_tolerance, required, servers, temperature)
+    params = SamplingParams(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        seed=seed,
+        ignore_eos=ignore_eos,
+        logprobs=max(logprobs, 2) if bounds.near_tie else logprobs,
+    ).check()
+    plain: dict[str, Any] = {
+        "model": model,
+        "block_size": block_size,
+        "max_num_batched_tokens": max_num_batched_tokens,
+        "max_num_seqs": max_num_seqs,
+        "dtype": dtype,
+        "device": device,
+        "batch_invariant": batch_invariant,
+    }
+    spec = speculative_config if SpeculativeConfig.parse(speculative_config) else None
+    settings = plain | {"speculative_config": json.loads(spec) if spec else None}
+    memory = () if kv_cache_memory is None else ("--kv-cache-memory", str(kv_cache_memory))
+    flags = (*memory, "--integrity", integrity)
+    # A handoff that fails must show: recomputed on the decode engine, it would give the same answer.
+    deployment = Started(settings, prefill, decode, flags, role_flags, kv_transport, recovery, concurrency)
+    cases = choose_cases(model, want or have, lengths, prompts, token_range, params)
+
+    def ask(mode: str) -> Answers:
+        if have is not None:
+            _say(f"{mode}: {have.url}")
+            return have.answers(cases, kv_mode=mode if mode in MODES else None)
+        if mode in ("push", "pull"):
+            _say(f"{mode}: starting {prefill} prefill and {decode} decode engines")
+            return deployment.answers(cases, mode)
+        _say(f"{mode}: one engine in this process")
+        return InProcess(plain if mode == "single-nospec" else settings).answers(cases)
+
+    _say(f"reference: {want.url if want else 'one engine in this process'}, {len(cases)} requests")
+    expected = want.answers(cases, salted=True) if want else InProcess(settings).answers(cases)
+    if not _print_reports(cases, expected, chosen, ask, bounds, json_output):
+        raise typer.Exit(1)
+
+
+def _print_reports(
+    cases: Sequence[Case],
+    expected: Answers,
+    modes: Sequence[str],
+    ask: Callable[[str], Answers],
+    bounds: Bounds,
+    json_output: bool,
+) -> bool:
+    """Whether all modes passed."""
+    reports = []
+    for mode in modes:
+        found = ask(mode)
+        report = compare(mode, cases, expected.observed, found.observed, bounds.logprob_tolerance, bounds.near_tie)
+        report.check = _check(expected, found, bounds)
+        reports.append(report)
+    print(json.dumps([report_json(r) for r in reports], indent=1) if json_output else format_reports(reports))
+    return all(report.passed for report in reports)
+
+
+def _check(want: Answers, have: Answers, bounds: Bounds) -> AcceptanceCheck:
+    """By the counters of both sides; else by what the answers of both tell, if that will do."""
+    reference, candidate = of_answers(want.observed), of_answers(have.observed)
+    found = check_acceptance(want.counters, have.counters, bounds.acceptance, bounds.acceptance_required)
+    if found.compared or bounds.acceptance_required:
+        return found
+    if reference is not None and candidate is not None:
+        return check_acceptance(reference, candidate, bounds.acceptance, required=False)
+    # That engines which verify started do not draft is known.
+    return found if bounds.servers else AcceptanceCheck(reference, candidate)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

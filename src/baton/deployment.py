@@ -1,0 +1,337 @@
+"""A whole deployment as child processes of this one: engines, and a router in front of them.
+
+Each child reports through a pipe: lines of JSON, `{"progress": text}` while it starts and `{"ready": url}`
+when it serves. The end of the pipe before that means that it failed; its log says why. Children ask the
+kernel to be signalled when their parent dies, and the parent ends them in `close`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import selectors
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType, TracebackType
+
+from baton.errors import ConfigError, EngineUnavailableError
+from baton.handoff.channel.keys import make_keys, ticket_key_file
+from baton.transports.registry import parse_uri, with_default
+from baton.transports.shm import remove_stale_segments
+
+START_TIMEOUT_S = 300.0
+END_TIMEOUT_S = 10.0
+_PR_SET_PDEATHSIG = 1
+BATON = (sys.executable, "-m", "baton.cli")
+
+
+@dataclass(slots=True)
+class _Child:
+    name: str
+    arguments: list[str]
+    process: subprocess.Popen[bytes]
+    pipe: int
+    log: Path
+    pending: bytes = b""
+    url: str | None = None
+
+
+@dataclass(slots=True)
+class _Urls:
+    prefill: list[str] = field(default_factory=list)
+    decode: list[str] = field(default_factory=list)
+    both: list[str] = field(default_factory=list)
+
+
+def check_shared_transport(uri: str) -> None:
+    """Raise `ConfigError` for what is no transport, and for one that processes cannot share."""
+    if parse_uri(uri)[0].rpartition("+")[2] == "local":
+        raise ConfigError("kv_transport", "local moves KV within one process only")
+
+
+class Deployment:
+    """Engines of one model, and unless `router` is False `routers` of them, running when the constructor returns.
+
+    `role_flags` are flags for the engines of one role, after `engine_flags`. `url` is the first
+    router's, or the first engine's without one. Ports are free ones, but for `port`, the first router's.
+    With `kv_transport` `file` and no path, KV goes through a directory that ends with the deployment. Create it on
+    a thread that outlives it: on Linux the parent is the thread, not the process.
+
+    Raises `EngineUnavailableError` with the child's own error line when one does not start, `ConfigError` for a
+    transport that processes cannot share. Then no child is left.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        prefill: int = 1,
+        decode: int = 1,
+        both: int = 0,
+        engine_flags: Sequence[str] = (),
+        role_flags: Mapping[str, Sequence[str]] = MappingProxyType({}),
+        kv_transport: str | None = None,
+        router_flags: Sequence[str] = (),
+        port: int = 0,
+        router: bool = True,
+        routers: int = 1,
+        show_progress: bool = False,
+        command: Sequence[str] | None = None,
+    ) -> None:
+        if min(prefill, decode, both) < 0 or (prefill == 0) != (decode == 0) or prefill + both == 0:
+            raise ConfigError("prefill", "there must be engines of both roles, or engines of role both")
+        if kv_transport is not None:
+            check_shared_transport(kv_transport)
+        self._command = tuple(BATON if command is None else command)
+        self._show_progress = show_progress
+        self._children: list[_Child] = []
+        # mkdtemp makes the directory for its owner only.
+        self._directory = Path(tempfile.mkdtemp(prefix="baton-"))
+        keys = self._directory / "keys"
+        transport_flags: list[str] = []
+        if kv_transport is not None:
+            uri = with_default(kv_transport, "file", "path", str(self._directory / "kv"))
+            transport_flags = ["--kv-transport", uri]
+        try:
+            roles = ["prefill"] * prefill + ["decode"] * decode + ["both"] * both
+            names = [f"{role}-{roles[:number].count(role)}" for number, role in enumerate(roles)]
+            make_keys(keys, names)
+            self.ticket_key_file = str(ticket_key_file(keys))
+            for name, role in zip(names, roles, strict=True):
+                flags = ["--role", role, "--engine-id", name, "--port", "0", "--engines-per-host", str(len(names))]
+                flags += [*engine_flags, *transport_flags]
+                flags += role_flags.get(role, ())
+                if role != "both":
+                    flags += ["--keys", str(keys)]
+                elif router:
+                    flags.append("--token-api")
+                self._children.append(self._spawn(name, ["serve", model, *flags]))
+            self._await_ready(self._children)
+            self._urls = _Urls()
+            for child, role in zip(self._children, roles, strict=True):
+                getattr(self._urls, role).append(child.url)
+            self.url = self.engine_urls[0]
+            started = []
+            for number in range(routers if router else 0):
+                flags = [*self._router_flags(0 if number else port), *router_flags]
+                started.append(self._spawn("router" + f"-{number}" * (number > 0), ["router", *flags]))
+                self._children.append(started[-1])
+            self._await_ready(started)
+            self.url = started[0].url or "" if started else self.url
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def router_urls(self) -> list[str]:
+        """Base URLs of the routers."""
+        return [child.url or "" for child in self._children if child.name.startswith("router")]
+
+    @property
+    def prefill_urls(self) -> list[str]:
+        """Base URLs of the prefill engines."""
+        return list(self._urls.prefill)
+
+    @property
+    def decode_urls(self) -> list[str]:
+        """Base URLs of the decode engines."""
+        return list(self._urls.decode)
+
+    @property
+    def both_urls(self) -> list[str]:
+        """Base URLs of the engines that do both."""
+        return list(self._urls.both)
+
+    @property
+    def engine_urls(self) -> list[str]:
+        """Base URLs of all engines: prefill, decode, both."""
+        return self.prefill_urls + self.decode_urls + self.both_urls
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Process id by name: `prefill-0`, ..., `decode-0`, ..., `both-0`, ..., `router`, `router-1`, ..."""
+        return {child.name: child.process.pid for child in self._children}
+
+    def ended(self) -> dict[str, str]:
+        """Return the children that have ended, with the last line each wrote."""
+        return {c.name: _last_line(c) for c in self._children if c.process.poll() is not None}
+
+    def kill(self, name: str) -> None:
+        """End a child by SIGKILL, also one that is stopped, and wait until it is gone."""
+        child = self._child(name)
+        child.process.kill()
+        child.process.wait()
+
+    def stop(self, name: str) -> None:
+        """Halt a child by SIGSTOP: it keeps its memory and sockets, and does nothing until `cont`."""
+        self._child(name).process.send_signal(signal.SIGSTOP)
+
+    def cont(self, name: str) -> None:
+        """Let a child go on that `stop` halted."""
+        self._child(name).process.send_signal(signal.SIGCONT)
+
+    def restart(self, name: str, wait: bool = True) -> None:
+        """Start a child anew at the port it had; one that still runs is killed first.
+
+        With `wait` it runs when this returns, else `await_ready` tells. Raises `EngineUnavailableError` with the
+        child's own error line when it does not start.
+        """
+        self.kill(name)
+        old = self._child(name)
+        if old.pipe >= 0:
+            os.close(old.pipe)
+        arguments = list(old.arguments)
+        if old.url is not None:
+            arguments[arguments.index("--port") + 1] = old.url.rpartition(":")[2]
+        self._children[self._children.index(old)] = self._spawn(name, arguments)
+        if wait:
+            self.await_ready(name)
+
+    def await_ready(self, name: str) -> None:
+        """Wait for a child that `restart` has started. Blocks; may be called on another thread."""
+        self._await_ready([self._child(name)])
+
+    def log(self, name: str) -> str:
+        """What a child has written so far."""
+        return self._child(name).log.read_text(errors="replace")
+
+    def _child(self, name: str) -> _Child:
+        return next(child for child in self._children if child.name == name)
+
+    def close(self) -> None:
+        """End every child, by SIGTERM and then by SIGKILL, and delete their files. Idempotent."""
+        children = self._children[::-1]  # the router first, so that it sends nothing to engines that end
+        for child in children:
+            if child.process.poll() is None:
+                child.process.terminate()
+                child.process.send_signal(signal.SIGCONT)  # one that is halted could not end
+        deadline = time.monotonic() + END_TIMEOUT_S
+        for child in children:
+            try:
+                child.process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                child.process.kill()
+                child.process.wait()
+            if child.pipe >= 0:
+                os.close(child.pipe)
+                child.pipe = -1
+        # What a killed engine could not unlink, when none is left that would notice.
+        remove_stale_segments()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def __enter__(self) -> Deployment:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _router_flags(self, port: int) -> list[str]:
+        flags = ["--port", str(port), "--ticket-key-file", self.ticket_key_file]
+        for role in ("prefill", "decode", "both"):
+            for url in getattr(self._urls, role):
+                flags += [f"--{role}", url]
+        return flags
+
+    def _spawn(self, name: str, arguments: list[str]) -> _Child:
+        read, write = os.pipe()
+        log = self._directory / f"{name}.log"
+        try:
+            with log.open("ab") as output:
+                process = subprocess.Popen(
+                    # Whoever closes a deployment has let its requests end.
+                    [*self._command, *arguments, "--shutdown-timeout", "0", "--ready-fd", str(write)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    pass_fds=(write,),
+                    # Ctrl-C reaches this process alone, which then ends its children in order.
+                    start_new_session=True,
+                )
+        except BaseException:
+            os.close(read)
+            raise
+        finally:
+            os.close(write)
+        return _Child(name, arguments, process, read, log)
+
+    def _await_ready(self, children: Sequence[_Child]) -> None:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        with selectors.DefaultSelector() as selector:
+            waiting = [child for child in children if child.url is None]
+            for child in waiting:
+                selector.register(child.pipe, selectors.EVENT_READ, child)
+            while any(child.url is None for child in waiting):
+                events = selector.select(max(0.0, deadline - time.monotonic()))
+                if not events:
+                    names = ", ".join(child.name for child in waiting if child.url is None)
+                    raise EngineUnavailableError(f"{names} did not start within {START_TIMEOUT_S:.0f} s")
+                for key, _ in events:
+                    self._read_reports(key.data)
+                    if key.data.url is not None:
+                        selector.unregister(key.fileobj)
+
+    def _read_reports(self, child: _Child) -> None:
+        data = os.read(child.pipe, 65536)
+        if not data:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.process.wait(2.0)
+            raise EngineUnavailableError(f"{child.name} did not start: {_last_line(child)}")
+        *lines, child.pending = (child.pending + data).split(b"\n")
+        for line in lines:
+            report = json.loads(line)
+            child.url = report.get("ready", child.url)
+            if self._show_progress:
+                text = report.get("progress") or f"ready at {child.url}"
+                print(f"  {child.name}: {text}", file=sys.stderr, flush=True)
+
+
+class Reporter:
+    """A child's end of its pipe; without a pipe, progress goes to stderr. Made once, before anything slow."""
+
+    def __init__(self, ready_fd: int | None) -> None:
+        self._fd = ready_fd
+        if ready_fd is not None:
+            os.set_inheritable(ready_fd, False)
+            die_with_parent()
+
+    def progress(self, text: str) -> None:
+        """Tell what start-up does now."""
+        if self._fd is None:
+            print(text, file=sys.stderr, flush=True)
+        else:
+            self._write({"progress": text})
+
+    def ready(self, url: str) -> None:
+        """Tell that requests are served at `url`."""
+        if self._fd is not None:
+            self._write({"ready": url})
+
+    def _write(self, report: dict[str, str]) -> None:
+        assert self._fd is not None
+        os.write(self._fd, json.dumps(report).encode() + b"\n")
+
+
+def die_with_parent() -> None:
+    """Have the kernel send this process SIGTERM when its parent dies. Linux only."""
+    if sys.platform != "linux":
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    prctl: Callable[..., int] = libc.prctl
+    prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
+
+
+def _last_line(child: _Child) -> str:
+    lines = child.log.read_text(errors="replace").strip().splitlines() if child.log.exists() else []
+    if not lines:
+        return f"it ended with status {child.process.returncode}"
+    return lines[-1].removeprefix("error: ")

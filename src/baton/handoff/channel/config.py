@@ -1,0 +1,79 @@
+"""Settings of an engine's half of its handoffs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from baton.errors import ConfigError
+from baton.handoff.channel.keys import KeyRing
+from baton.handoff.protocol.messages import MAX_LEASE_S, MAX_ROUNDS
+from baton.wire import Integrity
+
+DEFAULT_MAX_RETRIES = 3
+DEFAULT_HANDOFF_TIMEOUT_S = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class Timers:
+    """Durations in seconds. None of them frees memory: they repeat messages and end waits with an error.
+
+    An unanswered message is repeated after `round_trips` times the measured round trip, within
+    `[retry_min, retry]` (after `retry` while nothing is measured), then after twice as long each time, up to `retry`.
+
+    A peer that was silent for its lease is evicted. Leases are relative: each engine announces its own, and the
+    other measures it by its own clock from each message on. `lease` must be at least three times `renew`.
+
+    A handoff may take `handoff` seconds from REGISTER on; what it waits before, in queues, does not count.
+
+    Raises `ConfigError` for durations that contradict each other.
+    """
+
+    retry: float = 1.0  # longest time before an unanswered message is repeated
+    retry_min: float = 0.05  # shortest such time
+    round_trips: float = 8.0
+    check: float = 0.1  # deadlines, leases and the life of peers are looked at
+    renew: float = 1.0  # RENEW is sent on each session
+    lease: float = 5.0  # this engine may be taken for dead after so long a silence
+    handoff: float = DEFAULT_HANDOFF_TIMEOUT_S
+    close: float = 5.0  # closing waits at most this long for copies to end
+
+    def __post_init__(self) -> None:
+        if min(self.retry_min, self.check, self.renew, self.handoff, self.close) <= 0 or self.retry < self.retry_min:
+            raise ConfigError("timers", "durations must be positive, and retry at least retry_min")
+        if not 3 * self.renew <= self.lease <= MAX_LEASE_S:
+            raise ConfigError("timers.lease", f"must be at least three times renew and at most {MAX_LEASE_S} s")
+
+    def first_retry(self, round_trip: float | None) -> float:
+        """Seconds after which a message is repeated for the first time."""
+        if round_trip is None:
+            return self.retry
+        return min(self.retry, max(self.retry_min, self.round_trips * round_trip))
+
+
+@dataclass(frozen=True, slots=True)
+class AgentConfig:
+    """Who this engine is on the control channel, and how it handles failures.
+
+    `incarnation` differs for each process; `fingerprint` holds the fields that must be equal on both engines
+    (model, drafter, tokenizer, ...), geometry and `integrity` are added to it; `ticket_key` is the router's.
+    Without `keys` the control socket stays on loopback.
+    `integrity` is how much of the KV is digested; `max_retries` bounds, per attempt, the copies that are issued
+    again after a failure, and the rounds in which bad pieces are copied again.
+
+    Raises `ConfigError` for `max_retries` out of range.
+    """
+
+    engine_id: str
+    incarnation: str
+    bind: str = "tcp://127.0.0.1:*"
+    fingerprint: Mapping[str, str] = field(default_factory=dict)
+    ticket_key: bytes = b""
+    keys: KeyRing | None = None
+    timers: Timers = field(default_factory=Timers)
+    integrity: Integrity = "off"
+    max_retries: int = DEFAULT_MAX_RETRIES
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.max_retries <= MAX_ROUNDS:
+            raise ConfigError("max_retries", f"must be in [0, {MAX_ROUNDS}]")

@@ -1,0 +1,88 @@
+"""The transport's ends: begun, given up, and let go of, without waiting for any of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import NamedTuple
+
+from baton.errors import BatonError, TransportError
+from baton.handoff.channel.base import Clock
+from baton.transports.base import Peer, Transport
+
+# What could not be reached is left alone for a while, which doubles with each failure.
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
+MAX_REFUSED = 1024
+
+
+class _Refused(NamedTuple):
+    until: float
+    pause_s: float
+    error: str
+
+
+class Connector:
+    """Connects one engine's transport. For one thread; `wake` is called on any when something has ended."""
+
+    def __init__(self, transport: Transport, clock: Clock, wake: Callable[[], None]) -> None:
+        self._transport = transport
+        self._clock = clock
+        self._wake = wake
+        self._refused: dict[bytes, _Refused] = {}  # by descriptor
+        self._abandoned: list[Future[Peer]] = []
+        self._retired: list[Peer] = []
+
+    def begin(self, descriptor: bytes) -> Future[Peer]:
+        """Begin to connect; `result` is to be called once that has ended. What failed lately fails at once."""
+        last = self._refused.get(descriptor)
+        wait_s = 0.0 if last is None else last.until - self._clock.monotonic()
+        future: Future[Peer]
+        if last is not None and wait_s > 0:
+            future = Future()
+            future.set_exception(TransportError(f"{last.error} (tried again in {wait_s:.1f} s)"))
+            return future
+        future = self._transport.connect(descriptor)
+        if not future.done():
+            future.add_done_callback(lambda _: self._wake())
+        return future
+
+    def result(self, future: Future[Peer], descriptor: bytes) -> Peer:
+        """The peer of a connection that has ended. Raises what it ended with, a `BatonError`."""
+        try:
+            peer = future.result()
+        except BatonError as error:
+            self._pause(descriptor, str(error))
+            raise
+        self._refused.pop(descriptor, None)
+        return peer
+
+    def _pause(self, descriptor: bytes, error: str) -> None:
+        now, last = self._clock.monotonic(), self._refused.get(descriptor)
+        if last is not None and now < last.until:
+            return
+        self._refused.pop(descriptor, None)
+        pause_s = FIRST_PAUSE_S if last is None else min(2 * last.pause_s, LONGEST_PAUSE_S)
+        self._refused[descriptor] = _Refused(now + pause_s, pause_s, error)
+        if len(self._refused) > MAX_REFUSED:
+            del self._refused[next(iter(self._refused))]
+
+    def abandon(self, future: Future[Peer]) -> None:
+        """Nobody waits for this one any more."""
+        self._abandoned.append(future)
+
+    def poll(self) -> None:
+        """Let go of what was abandoned and has connected after all."""
+        for future in [future for future in self._abandoned if future.done()]:
+            self._abandoned.remove(future)
+            if future.exception() is None:
+                self._transport.disconnect(future.result())
+
+    def retire(self, peer: Peer) -> None:
+        """Its session is over: let go of it when no attempt needs it."""
+        self._retired.append(peer)
+
+    def sweep(self, used: list[Peer]) -> None:
+        """Disconnect ends that no attempt uses or that are fenced, which stops what is left of their copies."""
+        for peer in [peer for peer in self._retired if peer.fenced() or not any(peer is other for other in used)]:
+            self._retired.remove(peer)
+            self._transport.disconnect(peer)

@@ -1,0 +1,177 @@
+"""CURVE keys of engines: a directory of files, and the rule that control sockets without keys stay on loopback.
+
+    DIR/ticket.key          32 bytes, shared by the router and every engine
+    DIR/secret/NAME.key     the secret key of engine NAME: only its own process reads it
+    DIR/public/NAME.pub     the public keys of all engines that may connect: the authorised list
+
+Keys are in Z85, ZeroMQ's text form of 32 bytes. An engine's name is its engine id.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+
+import zmq
+from zmq.utils import z85
+
+from baton.directories import OTHERS, OTHERS_WRITE, check_own, own_directory
+from baton.errors import ConfigError
+from baton.handoff.protocol.ticket import load_or_create_key
+
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}", re.ASCII)
+_Z85_CHARS = 40
+_TICKET_KEY = "ticket.key"
+_FIELD = "kv_transfer_config.control_bind"
+
+
+def ticket_key_file(directory: str | Path) -> Path:
+    """The ticket key of a key directory.
+
+    Raises `ConfigError` when there is none (another one would fit no peer), and for a directory that others may write
+    to.
+    """
+    path = Path(directory) / _TICKET_KEY
+    if not path.is_file():
+        raise ConfigError("keys", f"{path} does not exist; `baton keys` makes a key directory")
+    check_own(path.parent, "keys")
+    return path
+
+
+def make_keys(directory: str | Path, engines: Sequence[str]) -> list[str]:
+    """Make the ticket key and one key pair per engine where there are none yet; returns the new names.
+
+    Raises `ConfigError` for a name that is no engine id, or when a file cannot be written.
+    """
+    for name in engines:
+        if _NAME.fullmatch(name) is None:
+            raise ConfigError("engines", f"{name!r} is no engine id: 1-64 of A-Z a-z 0-9 _ . -")
+    root = Path(directory)
+    made = []
+    try:
+        own_directory(root, "output")
+        (root / "secret").mkdir(mode=0o700, exist_ok=True)
+        (root / "public").mkdir(mode=0o755, exist_ok=True)
+        load_or_create_key(root / _TICKET_KEY)
+        for name in dict.fromkeys(engines):
+            if _secret_file(root, name).exists():
+                continue
+            public, secret = zmq.curve_keypair()
+            # The public half first: an engine whose secret exists can always be recognised.
+            _write(root / "public" / f"{name}.pub", public, 0o644)
+            _write(_secret_file(root, name), secret, 0o600)
+            made.append(name)
+    except OSError as error:
+        raise ConfigError("output", f"cannot write keys to {root}: {error}") from error
+    return made
+
+
+class KeyRing:
+    """One engine's own pair, and the public keys of all engines. For one thread.
+
+    The authorised list is read again when its directory has changed, so that engines join and leave without
+    a restart; a connection that is open stays open.
+
+    Raises `ConfigError` that names the file or directory which is missing, malformed, another user's, readable (a
+    secret) or writable by others.
+    """
+
+    def __init__(self, directory: str | Path, engine_id: str) -> None:
+        self.engine_id = engine_id
+        self._public_dir = Path(directory) / "public"
+        self._stamp: list[tuple[str, int]] | None = None
+        self._by_name: dict[str, bytes] = {}
+        self._by_key: dict[bytes, str] = {}
+        file = _secret_file(Path(directory), engine_id)
+        try:
+            for folder in (file.parent.parent, file.parent):
+                check_own(folder, "keys")
+        except OSError as error:
+            raise ConfigError("keys", f"cannot read {folder}: {error.strerror}") from error
+        self.secret = _read(file, private=True)
+        self.public = zmq.curve_public(self.secret)
+        if self.public_of(engine_id) != self.public:
+            raise ConfigError("keys", f"{file} does not belong to {self._public_dir / engine_id}.pub")
+
+    def public_of(self, engine_id: str) -> bytes | None:
+        """The public key (Z85) of an engine; None when it is not authorised."""
+        self._refresh()
+        return self._by_name.get(engine_id)
+
+    def engine_of(self, public: bytes) -> str | None:
+        """The engine whose public key (32 bytes) this is; None when it is not authorised."""
+        self._refresh()
+        return self._by_key.get(z85.encode(public)) if len(public) == 32 else None
+
+    def _refresh(self) -> None:
+        try:
+            check_own(self._public_dir, "keys")
+            files = sorted(path for path in self._public_dir.glob("*.pub") if _NAME.fullmatch(path.stem))
+            stamp = [(path.name, path.stat().st_mtime_ns) for path in files]
+        except OSError as error:
+            raise ConfigError("keys", f"cannot read {self._public_dir}: {error.strerror}") from error
+        if stamp == self._stamp:
+            return
+        found = {path.stem: _read(path, private=False) for path in files}
+        by_key = {key: name for name, key in found.items()}
+        if len(by_key) != len(found):
+            raise ConfigError("keys", f"two engines in {self._public_dir} have the same key")
+        self._by_name, self._by_key, self._stamp = found, by_key, stamp
+
+
+def check_bind(address: str, has_keys: bool) -> None:
+    """Raise `ConfigError` for a control address that strangers could reach without a key, or no engine could dial."""
+    if not has_keys and not is_local(address):
+        raise ConfigError(
+            _FIELD, f"{address} can be reached from other hosts: give --keys DIR (see `baton keys`) or bind loopback"
+        )
+    if has_keys and not address.startswith("tcp://"):
+        raise ConfigError(_FIELD, f"{address} is not tcp, the only one that has keys")
+    if has_keys and _host(address) in ("*", "0.0.0.0", "::"):
+        raise ConfigError(_FIELD, f"{address} names no interface: give the address that other engines dial")
+
+
+def is_local(address: str) -> bool:
+    """Whether a ZeroMQ address is reached from this host alone."""
+    if address.startswith("ipc://"):
+        return True
+    try:
+        host = _host(address)
+        loopback = host in ("localhost", "lo") or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+    return loopback and address.startswith("tcp://")
+
+
+def _host(address: str) -> str:
+    return address.partition("://")[2].rpartition(":")[0].strip("[]")
+
+
+def _secret_file(root: Path, name: str) -> Path:
+    return root / "secret" / f"{name}.key"
+
+
+def _write(path: Path, key: bytes, mode: int) -> None:
+    path.unlink(missing_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(key + b"\n")
+
+
+def _read(path: Path, private: bool) -> bytes:
+    try:
+        check_own(path, "keys", OTHERS if private else OTHERS_WRITE)
+        key = path.read_bytes().strip()
+    except OSError as error:
+        raise ConfigError("keys", f"cannot read {path}: {error.strerror}") from error
+    try:
+        usable = len(key) == _Z85_CHARS and len(z85.decode(key)) == 32
+    except (ValueError, KeyError, struct.error):
+        usable = False
+    if not usable:
+        raise ConfigError("keys", f"{path} does not hold a CURVE key")
+    return key

@@ -1,0 +1,327 @@
+"""Control connections of one engine over ZeroMQ: sockets, keys, sessions, sequence numbers. Knows no attempt.
+
+Each engine binds one ROUTER. An engine that decodes dials the ROUTER of the one that prefills with a
+DEALER, and both directions of that pair use this connection. The dialling side draws a random session
+number per connection; a frame of another session, or one whose sequence number is not above the last, is
+dropped.
+
+With keys both sides authenticate each other by CURVE, and the address reads `curve://ENGINE@host:port`: it names
+the engine whose public key the dialling side demands. HELLO must come from the engine whose key it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import zmq
+
+from baton.errors import ConfigError, ProtocolError
+from baton.handoff.channel.base import Connection
+from baton.handoff.channel.gate import Gate
+from baton.handoff.channel.keys import KeyRing, check_bind, is_local
+from baton.handoff.protocol.greeting import Side, is_sealed, seal
+from baton.handoff.protocol.messages import MAX_FRAME, Bye, Hello, Message, decode, encode
+from baton.log_limit import LogLimit
+
+log = logging.getLogger(__name__)
+log.addFilter(LogLimit())
+
+MAX_SESSIONS = 1024
+# Sessions of peers that have not proven themselves: the oldest makes room for the next.
+MAX_UNPROVEN = 128
+_BURST = 256
+# Frames that wait in one connection before its sender is held back.
+_QUEUE = 128
+# How long what was sent may still take to leave, in milliseconds: for a session that ends, and at the end of all, where
+# a peer that hears no BYE would wait for its fence. Only a peer that takes nothing in costs so much.
+_LINGER_MS, _LAST_LINGER_MS = 200, 5000
+# Frames that are answered at the end though nobody reads them any more.
+_LAST_FRAMES = 4096
+# BYE ends a session whatever the receiver has counted so far.
+_LAST_SEQUENCE = (1 << 63) - 1
+_RECONNECT_MS = (100, 2000)
+
+# pyzmq's sockets are generic over sync and async; only the plain ones are used here.
+Socket = Any
+
+
+class Channel:
+    """All connections of one engine. Used by one thread, but for `wake` and the counters.
+
+    `frames` counts what came, `malformed` what could not be read, `dropped` what could not be sent, `evicted` the
+    sessions closed to make room, `refused` the connections that were not let in.
+
+    Raises `ConfigError` when the address cannot be bound, or would be open to strangers without keys.
+    """
+
+    def __init__(self, bind: str, keys: KeyRing | None = None) -> None:
+        check_bind(bind, keys is not None)
+        self._keys = keys
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._router = self._socket(zmq.ROUTER)
+        self._gate = Gate(self._context, self._router, keys)
+        try:
+            self._router.bind(bind)
+        except zmq.ZMQError as error:
+            self._gate.close()
+            self._router.close()
+            self._context.term()
+            raise ConfigError("handoff_address", f"cannot bind {bind}: {error}") from error
+        endpoint = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.address = endpoint if keys is None else endpoint.replace("tcp://", f"curve://{keys.engine_id}@", 1)
+        self._wake_in, self._wake_out = socket.socketpair()
+        self._wake_in.setblocking(False)
+        self._wake_out.setblocking(False)
+        self._poller = zmq.Poller()
+        for readable in (self._router, self._wake_out, *self._gate.sockets):
+            self._poller.register(readable, zmq.POLLIN)
+        self._accepted: dict[bytes, Connection] = {}
+        self._unproven: dict[bytes, Connection] = {}
+        self._dialled: dict[Socket, Connection] = {}
+        self.frames = 0
+        self.malformed = 0
+        self.dropped = 0
+        self.evicted = 0
+
+    @property
+    def refused(self) -> int:
+        """Connections that were not let in."""
+        return self._gate.refused
+
+    def _socket(self, kind: int) -> Socket:
+        sock = self._context.socket(kind)
+        sock.setsockopt(zmq.LINGER, _LINGER_MS)
+        sock.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)
+        sock.setsockopt(zmq.RCVHWM, _QUEUE)
+        return sock
+
+    def wake(self) -> None:
+        """Make `receive` return. Any thread; never blocks."""
+        with contextlib.suppress(OSError):  # a full pipe wakes as well; a closed one has nobody to wake
+            self._wake_in.send(b"\0")
+
+    # ------------------------------------------------------------ connections
+
+    def dial(self, address: str) -> Connection:
+        """A new session with the engine at `address`. Connecting goes on in the background.
+
+        Raises `ProtocolError` for an address that cannot be dialled, or not with the keys that are here.
+        """
+        engine, endpoint, key = self._whom(address)
+        sock = self._socket(zmq.DEALER)
+        try:
+            sock.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS[0])
+            sock.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MS[1])
+            if self._keys is not None:
+                sock.setsockopt(zmq.CURVE_SERVERKEY, key)
+                sock.setsockopt(zmq.CURVE_PUBLICKEY, self._keys.public)
+                sock.setsockopt(zmq.CURVE_SECRETKEY, self._keys.secret)
+            sock.connect(endpoint)
+        except zmq.ZMQError as error:
+            sock.close()
+            raise ProtocolError(f"cannot dial {address!r}: {error}") from error
+        connection = Connection(secrets.randbits(62), sock, address=address, engine=engine)
+        self._dialled[sock] = connection
+        self._poller.register(sock, zmq.POLLIN)
+        return connection
+
+    def _whom(self, address: str) -> tuple[str | None, str, bytes]:
+        """`(engine, ZeroMQ endpoint, its public key)`; no key is sent to, or awaited from, an engine that has none."""
+        named = address.removeprefix("curve://")
+        if self._keys is None:
+            if named != address:
+                raise ProtocolError(f"the engine at {address!r} asks for keys, and none are configured here")
+            if not is_local(address):
+                raise ProtocolError(f"{address!r} is on another host, which takes keys")
+            return None, address, b""
+        engine, at, host = named.partition("@")
+        if named == address or not at:
+            raise ProtocolError(f"the engine at {address!r} has no keys")
+        try:
+            key = self._keys.public_of(engine)
+        except ConfigError as error:
+            raise ProtocolError(str(error)) from error
+        if key is None:
+            raise ProtocolError(f"engine {engine!r} is not among the authorised keys")
+        return engine, f"tcp://{host}", key
+
+    def drop(self, connection: Connection) -> None:
+        """Forget a session; a dialled one is disconnected."""
+        if connection.identity is not None:
+            if self._accepted.get(connection.identity) is connection:
+                del self._accepted[connection.identity]
+                self._unproven.pop(connection.identity, None)
+        elif self._dialled.pop(connection.socket, None) is not None:
+            self._poller.unregister(connection.socket)
+            connection.socket.close()
+
+    def send(self, connection: Connection, message: Message) -> None:
+        """Send without blocking. A full or broken connection drops: whoever waits for an answer repeats.
+
+        Raises `ProtocolError` for a message over its size limit.
+        """
+        last = isinstance(message, Bye)
+        frame = encode(message, connection.session, _LAST_SEQUENCE if last else connection.sent + 1)
+        connection.sent += 1
+        mark = []
+        if connection.key:
+            mark = [seal(connection.key, "dialled" if connection.identity is None else "answered", frame)]
+        self._transmit(connection.socket, connection.identity, frame, *mark)
+
+    def _transmit(self, sock: Socket, identity: bytes | None, *frame: bytes) -> None:
+        try:
+            sock.send_multipart(frame if identity is None else [identity, *frame], zmq.NOBLOCK)
+        except zmq.ZMQError:
+            self.dropped += 1
+
+    # ------------------------------------------------------------ receiving
+
+    def receive(self, timeout_s: float) -> Iterator[tuple[Connection, Message]]:
+        """Wait up to `timeout_s` seconds for messages or for `wake`. Malformed frames are only counted.
+
+        A session that was closed to make room, or replaced by its peer, ends with a BYE of this side's making. Each
+        frame is read when the message before it has been dealt with, so that nobody who has just proven itself
+        is closed as a stranger.
+        """
+        for ready, _ in self._poller.poll(max(0, round(timeout_s * 1000))):
+            if ready == self._wake_out.fileno():
+                self._drain_wake()
+            elif ready in self._gate.sockets:
+                self._gate.serve(ready)
+            else:
+                yield from self._read(ready)
+
+    def _read(self, ready: Socket) -> Iterator[tuple[Connection, Message]]:
+        accepted = ready is self._router
+        for _ in range(_BURST):  # one loud peer must not keep the others waiting
+            try:
+                # Only a frame object tells whose key it came with.
+                parts = ready.recv_multipart(zmq.NOBLOCK, copy=not accepted or self._keys is None)
+            except zmq.ZMQError:
+                return
+            self.frames += 1
+            try:
+                found = self._accept(parts) if accepted else self._answered(ready, parts)
+            except ProtocolError as error:
+                self.malformed += 1
+                log.warning("dropped a message: %s", error)
+                continue
+            yield from found
+
+    def _drain_wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while self._wake_out.recv(4096):
+                pass
+
+    def _accept(self, parts: list[Any]) -> list[tuple[Connection, Message]]:
+        if not 2 <= len(parts) <= 3:
+            raise ProtocolError(f"{len(parts)} frame parts where 2 or 3 are due")
+        engine: str | None = None
+        if self._keys is not None:
+            engine = parts[1].get("User-Id")
+            parts = [part.bytes for part in parts]
+        identity, frame, *mark = parts
+        session, sequence, message = decode(frame)
+        connection = self._accepted.get(identity)
+        ended: list[tuple[Connection, Message]] = []
+        if connection is None or connection.session != session or connection.engine != engine:
+            if not isinstance(message, Hello):
+                if not isinstance(message, Bye):
+                    bye = encode(Bye("unknown_session"), session, _LAST_SEQUENCE)
+                    self._transmit(self._router, identity, bye)
+                return []
+            if engine is not None and message.engine_id != engine:
+                raise ProtocolError(f"HELLO of engine {message.engine_id!r} came with the key of {engine!r}")
+            ended = [(old, Bye("replaced")) for old in self._make_room(identity)]
+            connection = Connection(session, self._router, identity, engine=engine)
+            self._accepted[identity] = self._unproven[identity] = connection
+        return ended + self._in_order(connection, sequence, _checked(connection, "dialled", message, frame, mark))
+
+    def _make_room(self, identity: bytes) -> list[Connection]:
+        """Forget the sessions that a new one of this peer replaces or displaces."""
+        gone = [connection for connection in [self._accepted.get(identity)] if connection is not None]
+        if not gone and self._is_full():
+            self._unproven = {key: other for key, other in self._unproven.items() if not other.proven}
+            if self._is_full():
+                if not self._unproven:
+                    raise ProtocolError("too many sessions")
+                gone.append(next(iter(self._unproven.values())))
+                self.evicted += 1
+        for connection in gone:
+            self.drop(connection)
+        return gone
+
+    def _is_full(self) -> bool:
+        return len(self._unproven) >= MAX_UNPROVEN or len(self._accepted) >= MAX_SESSIONS
+
+    def _answered(self, sock: Socket, parts: list[bytes]) -> list[tuple[Connection, Message]]:
+        connection = self._dialled.get(sock)
+        if connection is None:
+            return []
+        if not 1 <= len(parts) <= 2:
+            raise ProtocolError(f"{len(parts)} frame parts where 1 or 2 are due")
+        frame, *mark = parts
+        session, sequence, message = decode(frame)
+        if session != connection.session:
+            return []
+        if isinstance(message, Hello) and connection.engine not in (None, message.engine_id):
+            raise ProtocolError(f"HELLO of engine {message.engine_id!r} came with the key of {connection.engine!r}")
+        if isinstance(message, Hello):
+            # The other side may have dropped this session and begun it anew, counting from 1.
+            connection.received = 0
+        return self._in_order(connection, sequence, _checked(connection, "answered", message, frame, mark))
+
+    def _in_order(self, connection: Connection, sequence: int, message: Message) -> list[tuple[Connection, Message]]:
+        if sequence <= connection.received:
+            return []
+        connection.received = sequence
+        return [(connection, message)]
+
+    def close(self, farewell: Bye | None = None) -> None:
+        """Close all sockets; what was sent gets time to leave, where somebody is there to take it.
+
+        `farewell` answers what was not read: whoever began a session just now learns that there is nobody.
+        """
+        if farewell is not None:
+            self._answer_unread(farewell)
+        for sock, connection in self._dialled.items():
+            sock.close(linger=_LAST_LINGER_MS if connection.received else 0)
+        self._gate.close()
+        self._router.close(linger=_LAST_LINGER_MS)
+        self._context.term()
+        self._wake_in.close()
+        self._wake_out.close()
+
+    def _answer_unread(self, farewell: Bye) -> None:
+        for _ in range(_LAST_FRAMES):
+            try:
+                identity, *frames = self._router.recv_multipart(zmq.NOBLOCK)
+                session, _, message = decode(frames[0] if len(frames) == 1 else b"")
+            except zmq.ZMQError:
+                return
+            except ProtocolError:
+                continue
+            if not isinstance(message, Bye):
+                frame = encode(farewell, session, _LAST_SEQUENCE)
+                known = self._accepted.get(identity)
+                mark = [seal(known.key, "answered", frame)] if known is not None and known.key else []
+                self._transmit(self._router, identity, frame, *mark)
+
+
+def _checked(connection: Connection, side: Side, message: Message, frame: bytes, mark: list[bytes]) -> Message:
+    """The message, if it is of who opened the session, or is one that anybody may say.
+
+    HELLO proves its sender itself. Who does not know the session says so by BYE, and D then begins another.
+    """
+    if not connection.key or (mark and is_sealed(connection.key, side, frame, mark[0])):
+        return message
+    if isinstance(message, Hello):
+        return message
+    if isinstance(message, Bye) and side == "answered":
+        return Bye("unknown_session")
+    raise ProtocolError("a frame of another than who opened the session")

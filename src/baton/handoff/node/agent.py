@@ -1,0 +1,217 @@
+"""The handoff agent of one engine: one thread that runs its machines, and thread-safe calls for the engine.
+
+The thread sleeps in ZeroMQ's poll. Engine calls, and the ends of connections, copies and digests, wake it through a
+socket pair. Nothing that it calls waits for a peer: that would cost the leases of all others.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from baton.errors import ConfigError, ProtocolError
+from baton.handoff.channel.base import SystemClock
+from baton.handoff.channel.config import AgentConfig, Timers
+from baton.handoff.channel.sockets import Channel
+from baton.handoff.node.node import HandoffRunner
+from baton.handoff.node.worker import WorkerThread
+from baton.handoff.plan.planner import RankGeometry
+from baton.handoff.protocol import events as ev
+from baton.handoff.protocol.digests import Digester
+from baton.handoff.protocol.messages import AttemptKey, Bye, Seeds
+from baton.handoff.protocol.ticket import Ticket
+from baton.transports.base import Transport
+
+__all__ = ["AgentConfig", "HandoffAgent", "Timers"]
+
+log = logging.getLogger(__name__)
+_CLOSING_WAIT_S = 0.01
+
+
+class HandoffAgent:
+    """Hands requests over to, and takes them over from, other engines.
+
+    `geometries` describe this engine's groups in the regions that `descriptor` (of `transport.register`)
+    opens. `on_event` is called on the agent's thread and should return soon. `digester` is needed unless
+    `config.integrity` is off. While `is_stalled()`, peers are told that the engine
+    behind this agent hangs. The owner closes the transport after the agent.
+
+    Per opened prefill exactly one `PrefillReleased` comes. Per opened decode exactly one of
+    `DecodeCommitted`, `DecodeFinished` and `DecodeReleased` comes, a `DecodeFailed` before the last one
+    unless the engine itself aborted. Pages belong to the agent from the open call until that event. A decode that was
+    announced counts as opened.
+
+    Raises `ConfigError` when `config.bind` cannot be bound, or a digester is missing.
+    """
+
+    def __init__(
+        self,
+        config: AgentConfig,
+        geometries: Mapping[str, RankGeometry],
+        transport: Transport,
+        descriptor: bytes,
+        on_event: Callable[[ev.HandoffEvent], None],
+        digester: Digester | None = None,
+        is_stalled: Callable[[], bool] = lambda: False,
+    ) -> None:
+        if digester is None and config.integrity != "off":
+            raise ConfigError("integrity", f"{config.integrity!r} needs a digester")
+        self.config = config
+        self._channel = Channel(config.bind, config.keys)
+        self.address = self._channel.address
+        self._worker = WorkerThread("baton-digests")
+        self._runner = HandoffRunner(
+            config, geometries, transport, descriptor, self._channel, on_event, SystemClock(), digester, self._worker
+        )
+        self._runner.links.is_stalled = is_stalled
+        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="baton-handoff", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Give up on what is open, wait a bounded time for copies, tell the peers, and stop. Idempotent."""
+        if self._closing:
+            return
+        self._closing = True
+        self._channel.wake()
+        if self._thread.ident is not None:
+            self._thread.join()
+        else:
+            self._channel.close()
+
+    # ------------------------------------------------------------ the engine's calls, from any thread
+
+    def open_prefill(self, ticket: Ticket) -> None:
+        """Take P's leg of a verified ticket.
+
+        Raises `ProtocolError` when the ticket names another engine.
+        """
+        self._need(ticket.prefill_engine, ticket.prefill_incarnation)
+        self._call(lambda: self._runner.open_prefill(ticket))
+
+    def admit_prefill(self, key: AttemptKey) -> None:
+        """P's engine has given the request pages for its whole prompt: nothing keeps it from being computed."""
+        self._call(lambda: self._runner.to_prefill(key, ev.Admitted()))
+
+    def declare_final(
+        self, key: AttemptKey, prompt_len: int, pages: dict[str, list[int]], final: dict[str, int]
+    ) -> None:
+        """Tokens `[0, final)` of each group will not change any more; `pages` are the block tables so far."""
+        tables = {group: list(table) for group, table in pages.items()}
+        event = ev.Declared(prompt_len, tables, dict(final))
+        self._call(lambda: self._runner.to_prefill(key, event))
+
+    def finish_prefill(self, key: AttemptKey, seeds: Seeds, finished: bool) -> None:
+        """The drafter has run with the first token: every group is final up to the prompt's end.
+
+        The tables of the last `declare_final` must reach that far. `finished`: that token ended the request.
+        """
+        self._call(lambda: self._runner.to_prefill(key, ev.Sampled(seeds, finished)))
+
+    def announce_decode(self, ticket: Ticket) -> None:
+        """Take D's leg of a verified ticket before there are pages for it; `DecodeAdmitted` says when to look for some.
+
+        Nothing of it expires while P lives. Raises `ProtocolError` when the ticket names another engine.
+        """
+        self._need(ticket.decode_engine, ticket.decode_incarnation)
+        self._call(lambda: self._runner.announce_decode(ticket))
+
+    def open_decode(
+        self,
+        ticket: Ticket,
+        prompt_len: int,
+        wanted: dict[str, tuple[int, int]],
+        pages: dict[str, list[int]],
+    ) -> None:
+        """There are pages for D's leg of a verified ticket: per group the interval wanted, and the block table it goes
+        to. To be called after `DecodeAdmitted`, or without `announce_decode` by an engine whose pages are enough for
+        all: pages given to a leg that P has no room for could be those that P waits for.
+
+        Raises `ProtocolError` when the ticket names another engine or an interval goes beyond the prompt.
+        """
+        self._need(ticket.decode_engine, ticket.decode_incarnation)
+        beyond = [group for group, (_, stop) in wanted.items() if stop > prompt_len]
+        if beyond:
+            raise ProtocolError(f"groups {beyond} are wanted beyond the prompt's {prompt_len} tokens")
+        tables = {group: list(table) for group, table in pages.items()}
+        self._call(lambda: self._runner.open_decode(ticket, dict(wanted), tables))
+
+    def abort(self, key: AttemptKey, reason: str, taken: Callable[[], None] | None = None) -> None:
+        """Give up on an attempt, on either side, at any moment. The pages stay the agent's until released.
+
+        `taken` is called on the agent's thread, after events of the end if there are any: from then on, this side says
+        COMMIT or CONFIRM of nothing that was not in place before. No peer delays that.
+        """
+
+        def give_up() -> None:
+            self._runner.abort(key, reason)
+            if taken is not None:
+                taken()
+
+        self._call(give_up)
+
+    def stats(self) -> dict[str, Any]:
+        """Figures since the start: `handoffs` committed, `finished` by the first token, `bytes`, `runs`,
+        `runs_per_handoff`, `failures` by reason, `retries` of copies, `repairs` (rounds) and
+        `bad_pieces`, `lost_leases`; now: `outstanding` and `quarantined` attempts, `unknown` copies (cancelled, and
+        not proven quiet), ready `sessions`; `rejected` and `malformed` messages of all `frames` that came,
+        connections `refused`, sessions `evicted` by newer ones. In pull, bytes and runs are counted by D.
+        """
+        channel = self._channel
+        own = {"frames": channel.frames, "refused": channel.refused, "evicted": channel.evicted}
+        return {**self._runner.stats(), **own}
+
+    def _need(self, engine_id: str, incarnation: str) -> None:
+        if (engine_id, incarnation) != (self.config.engine_id, self.config.incarnation):
+            raise ProtocolError("the ticket names another engine")
+
+    def _call(self, call: Callable[[], None]) -> None:
+        self._calls.put(call)
+        self._channel.wake()
+
+    # ------------------------------------------------------------ the thread
+
+    def _run(self) -> None:
+        while not self._closing:
+            self._step()
+        self._step()  # calls that came before the close
+        self._runner.abort_all("engine_closed")
+        until = time.monotonic() + self.config.timers.close
+        while len(self._runner.operations) and time.monotonic() < until:
+            self._step()
+        quiet = len(self._runner.operations) == 0
+        self._runner.links.say_bye("engine_closed", quiet)
+        self._worker.close()
+        self._channel.close(Bye("engine_closed", quiet))
+
+    def _step(self) -> None:
+        """Wait for something, and deal with all of it. No error of one attempt ends the thread."""
+        try:
+            wait = self._runner.on_time()
+            if self._closing:
+                wait = min(wait, _CLOSING_WAIT_S)
+            for connection, message in self._channel.receive(wait):
+                self._runner.on_message(connection, message)
+            self._drain_calls()
+            self._runner.poll()
+        except Exception:
+            log.exception("handoff agent: unexpected error")
+
+    def _drain_calls(self) -> None:
+        while True:
+            try:
+                call = self._calls.get_nowait()
+            except queue.Empty:
+                return
+            try:
+                call()
+            except Exception:
+                log.exception("handoff agent: a call of the engine failed")

@@ -1,0 +1,220 @@
+"""What the agent keeps per attempt, and its figures."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from baton.errors import reason_label
+from baton.handoff.channel.sessions import Link
+from baton.handoff.plan.planner import RankGeometry
+from baton.handoff.protocol import events as ev
+from baton.handoff.protocol.copies import CopyLedger
+from baton.handoff.protocol.decode import DecodeHandoff
+from baton.handoff.protocol.messages import AttemptKey
+from baton.handoff.protocol.phases import DecodePhase, PrefillPhase
+from baton.handoff.protocol.prefill import PrefillHandoff
+from baton.transports.base import Peer
+
+# Ended attempts are kept as tombstones, until their ticket has expired and so much longer than they lasted that a peer
+# has asked for their end; beyond this many the oldest go.
+MAX_TOMBSTONES = 1 << 16
+TOMBSTONE_S = 60.0
+# Handoffs committed, or ended by the first token; what was moved; messages refused; copies issued again; rounds of
+# repair; pieces that did not match their digests; peers whose lease ended.
+COUNTED = ("handoffs", "finished", "bytes", "runs", "rejected", "retries", "repairs", "bad_pieces", "lost_leases")
+
+
+@dataclass(slots=True, eq=False)
+class _Attempt:
+    """Common part. `expiry` is the time (monotonic seconds) at which the ticket expires, `begun` that from which the
+    handoff's own time counts, `ended` that at which it was over.
+
+    `peers` are the transport's ends of all sessions in which pages could have been exchanged: all of them must be
+    fenced. Copies use `open`, the end of the session in which the peer asked for them last: it may have given the
+    attempt up since, by the fence of that one, and then knows of no other. `far` are its geometries. `next_tick` is
+    when the last message is repeated, `gap` how long after that again.
+    """
+
+    expiry: float
+    begun: float | None = None
+    ended: float = 0.0
+    peers: list[Peer] = field(default_factory=list)
+    open: Peer | None = None
+    far: Mapping[str, RankGeometry] = field(default_factory=dict)
+    expired: bool = False
+    next_tick: float = 0.0
+    gap: float = 0.0
+
+    def meet(self, link: Link) -> None:
+        """The peer's HELLO of a session is known."""
+        if link.hello is not None and link.peer is not None and link.peer not in self.peers:
+            self.peers.append(link.peer)
+            self.far = link.hello.geometries
+
+    def asked(self, link: Link) -> None:
+        """The peer has shown its pages, or asked for copies, in this session."""
+        self.meet(link)
+        self.open = link.peer
+
+    @property
+    def peer(self) -> Peer | None:
+        """The transport's end of the last session."""
+        return self.peers[-1] if self.peers else None
+
+    @property
+    def fenced(self) -> bool:
+        """True when the peer is proven to touch no memory of ours any more."""
+        return bool(self.peers) and all(peer.fenced() for peer in self.peers)
+
+
+@dataclass(slots=True, eq=False)
+class PrefillAttempt(_Attempt):
+    """P's half of one attempt. `link` is the session from which D spoke last."""
+
+    machine: PrefillHandoff = field(kw_only=True)
+    link: Link | None = None
+
+    def may_hear(self, link: Link) -> bool:
+        """True unless another engine has spoken for D's half of the attempt before."""
+        before = self.link.hello if self.link is not None else None
+        return before is None or (link.hello is not None and link.hello.engine_id == before.engine_id)
+
+    @property
+    def closing(self) -> bool:
+        """Failed, and not proven quiet."""
+        return self.machine.phase is PrefillPhase.CLOSING
+
+    def served(self, link: Link) -> bool:
+        """Whether D's claim was checked before, so that this session may repeat it, or register what it announced."""
+        return self._claimed and (self.machine.closed or link.peer is not None)
+
+    def waits_for(self, link: Link) -> bool:
+        """Whether D's claim was checked before, and is to be taken up when this session is connected."""
+        return self._claimed and not self.machine.closed and link.connecting is not None
+
+    @property
+    def _claimed(self) -> bool:
+        return self.machine.announced or self.machine.registered
+
+    def heard(self, now: float) -> None:
+        """D has spoken of the attempt: each ANNOUNCE, and the first REGISTER, give it its time anew."""
+        if not self.machine.registered:
+            self.begun = now
+
+    def deadline(self, handoff_s: float) -> float:
+        """When the attempt ends at the latest: an engine can take the leg, and D come, until the ticket expires; after
+        that D says time and again that it waits, until it has registered."""
+        return self.expiry if self.begun is None or not self.machine.opened else self.begun + handoff_s
+
+
+@dataclass(slots=True, eq=False)
+class DecodeAttempt(_Attempt):
+    """D's half of one attempt. `address` is P's."""
+
+    machine: DecodeHandoff = field(kw_only=True)
+    address: str = field(kw_only=True)
+
+    @property
+    def closing(self) -> bool:
+        """Failed, and not proven quiet."""
+        return self.machine.phase is DecodePhase.CLOSING
+
+    def deadline(self, handoff_s: float) -> float:
+        """When the attempt ends at the latest: waiting for P to admit it, and for pages, is no failure."""
+        return math.inf if self.begun is None else self.begun + handoff_s
+
+
+AttemptT = TypeVar("AttemptT", PrefillAttempt, DecodeAttempt)
+
+
+class Book(Generic[AttemptT]):
+    """Attempts of one side by key: live ones, and tombstones in the order in which they ended."""
+
+    def __init__(self) -> None:
+        self.live: dict[AttemptKey, AttemptT] = {}
+        self.ended: dict[AttemptKey, AttemptT] = {}
+        self._transfers: dict[bytes, set[AttemptKey]] = {}
+
+    def get(self, key: AttemptKey) -> AttemptT | None:
+        """The attempt, live or ended."""
+        return self.live.get(key) or self.ended.get(key)
+
+    def add(self, key: AttemptKey, attempt: AttemptT) -> AttemptT:
+        """Keep a new attempt."""
+        self.live[key] = attempt
+        self._transfers.setdefault(key.transfer_id, set()).add(key)
+        return attempt
+
+    def same_transfer(self, key: AttemptKey) -> set[AttemptKey]:
+        """Keys of all known attempts of the same transfer."""
+        return self._transfers.get(key.transfer_id, set())
+
+    def settle(self, key: AttemptKey, now: float) -> None:
+        """Make an attempt that has closed by `now` (monotonic seconds) a tombstone."""
+        attempt = self.live.get(key)
+        if attempt is not None and attempt.machine.closed:
+            self.ended[key] = self.live.pop(key)
+            attempt.ended = now
+            if len(self.ended) > MAX_TOMBSTONES:
+                self._drop(next(iter(self.ended)))
+
+    def forget(self, now: float, margin: float) -> None:
+        """Drop tombstones that nobody can ask for any more, `margin` seconds after that; `now` in monotonic seconds."""
+        ends = [(key, max(attempt.expiry + margin, attempt.ended + TOMBSTONE_S)) for key, attempt in self.ended.items()]
+        for key, end in ends:
+            if now > end:
+                self._drop(key)
+
+    def _drop(self, key: AttemptKey) -> None:
+        del self.ended[key]
+        keys = self._transfers[key.transfer_id]
+        keys.discard(key)
+        if not keys:
+            del self._transfers[key.transfer_id]
+
+
+@dataclass(slots=True)
+class Figures:
+    """Counts since the start. Any thread may read them."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    failures: Counter[str] = field(default_factory=Counter)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def count(self, name: str, by: int = 1) -> None:
+        """So many more."""
+        with self._lock:
+            self.counts[name] += by
+
+    def note(self, event: ev.HandoffEvent, copies: CopyLedger) -> None:
+        """Book how an attempt ended. P's copies are in `copies`; D's committed ones come with the event."""
+        with self._lock:
+            match event:
+                case ev.DecodeCommitted(_, _, num_bytes, num_runs):
+                    self._committed(num_bytes, num_runs)
+                case ev.PrefillReleased(_, "committed"):
+                    self._committed(copies.num_bytes, copies.num_runs)
+                case ev.DecodeFinished() | ev.PrefillReleased(_, "finished"):
+                    self.counts["finished"] += 1
+                case ev.DecodeFailed(_, reason, _) | ev.PrefillReleased(_, reason):
+                    self.failures[reason_label(reason)] += 1
+                case ev.DecodeReleased() | ev.DecodeProgress() | ev.DecodeAdmitted():
+                    pass  # its failure was booked, or the engine gave up by itself
+
+    def _committed(self, num_bytes: int, num_runs: int) -> None:
+        self.counts["handoffs"] += 1
+        self.counts["bytes"] += num_bytes
+        self.counts["runs"] += num_runs
+
+    def snapshot(self) -> dict[str, Any]:
+        """The counts in `COUNTED`, `runs_per_handoff`, and `failures` by reason."""
+        with self._lock:
+            figures: dict[str, Any] = {name: self.counts[name] for name in COUNTED}
+            figures["failures"] = dict(self.failures)
+        figures["runs_per_handoff"] = figures["runs"] / max(1, figures["handoffs"])
+        return figures

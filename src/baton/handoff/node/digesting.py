@@ -1,0 +1,62 @@
+"""Digests under way: machines ask for them, a worker takes them, and they come back as events."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Mapping
+from typing import Generic, TypeVar
+
+from baton.handoff.channel.base import Worker
+from baton.handoff.plan.planner import RankGeometry
+from baton.handoff.protocol import events as ev
+from baton.handoff.protocol.digests import Digester, mismatches
+
+Owner = TypeVar("Owner")
+
+
+class Digesting(Generic[Owner]):
+    """Digests that are being taken, each for one owner (an attempt). For one thread, but for the jobs of `worker`.
+
+    An attempt may end, and its pages be freed, while a digest of them is taken: what is read then is of no use, and
+    its machine drops it. `wake` is called on the worker's thread when something has ended.
+    """
+
+    def __init__(
+        self,
+        digester: Digester,
+        geometries: Mapping[str, RankGeometry],
+        worker: Worker,
+        wake: Callable[[], None],
+    ) -> None:
+        self._digester = digester
+        self._geometries = geometries
+        self._worker = worker
+        self._wake = wake
+        self._done: queue.SimpleQueue[tuple[Owner, ev.MachineEvent]] = queue.SimpleQueue()
+
+    def begin(self, owner: Owner, action: ev.ComputeDigests | ev.CheckDigests) -> None:
+        """Have it done, after what was begun before it."""
+
+        def job() -> None:
+            self._done.put((owner, self._answer(action)))
+            self._wake()
+
+        self._worker.start(job)
+
+    def _answer(self, action: ev.ComputeDigests | ev.CheckDigests) -> ev.MachineEvent:
+        try:
+            if isinstance(action, ev.ComputeDigests):
+                group, pages = action.group, action.pages
+                pieces = [p for span in action.spans for p in self._digester.digests(group, pages, *span)]
+                return ev.DigestsComputed(group, pieces)
+            bad = mismatches(self._digester, self._geometries, action.digests, action.pages)
+            return ev.DigestsChecked(action.check_id, tuple(bad))
+        except Exception as error:  # an attempt that never hears of its digests would wait for ever
+            return ev.Fault("transfer_failed", f"no digest: {error}")
+
+    def ended(self) -> list[tuple[Owner, ev.MachineEvent]]:
+        """What has ended since the last call, in the order in which it was begun."""
+        out = []
+        while not self._done.empty():
+            out.append(self._done.get_nowait())
+        return out

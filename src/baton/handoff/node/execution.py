@@ -1,0 +1,191 @@
+"""The machines of one engine's attempts: gives them events, and carries out what they ask for. For one thread."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
+
+from baton.errors import ProtocolError
+from baton.handoff.channel.base import Clock, ControlChannel, Worker
+from baton.handoff.channel.config import AgentConfig
+from baton.handoff.channel.sessions import Link, Links
+from baton.handoff.node.attempts import Book, DecodeAttempt, Figures, PrefillAttempt
+from baton.handoff.node.digesting import Digesting
+from baton.handoff.node.operations import Operations
+from baton.handoff.plan.planner import RankGeometry
+from baton.handoff.protocol import events as ev
+from baton.handoff.protocol.digests import Digester
+from baton.handoff.protocol.messages import AttemptMessage, Cancel, Cancelled
+from baton.log_limit import LogLimit
+from baton.transports.base import Transport
+
+log = logging.getLogger(__name__)
+log.addFilter(LogLimit())
+Attempt = PrefillAttempt | DecodeAttempt
+
+
+class Machines:
+    """All attempts of one engine. With integrity on there must be a `digester`, and a `worker` for it."""
+
+    def __init__(
+        self,
+        config: AgentConfig,
+        geometries: Mapping[str, RankGeometry],
+        transport: Transport,
+        channel: ControlChannel,
+        links: Links,
+        on_event: Callable[[ev.HandoffEvent], None],
+        clock: Clock,
+        digester: Digester | None,
+        worker: Worker | None,
+    ) -> None:
+        self.prefills: Book[PrefillAttempt] = Book()
+        self.decodes: Book[DecodeAttempt] = Book()
+        self.operations: Operations[Attempt] = Operations(transport, channel.wake)
+        self.figures = Figures()
+        self._timers = config.timers
+        self._geometries = geometries
+        self._channel = channel
+        self._links = links
+        self._on_event = on_event
+        self._clock = clock
+        self._digesting: Digesting[Attempt] | None = None
+        if digester is not None and worker is not None:
+            self._digesting = Digesting(digester, geometries, worker, channel.wake)
+        self._queue: deque[tuple[Attempt, ev.MachineEvent]] = deque()
+        self._running = False
+
+    def live(self) -> list[Attempt]:
+        """Attempts that are not over."""
+        return [*self.prefills.live.values(), *self.decodes.live.values()]
+
+    def link(self, attempt: Attempt) -> Link | None:
+        """The session with the attempt's peer; None when there is none now."""
+        if isinstance(attempt, PrefillAttempt):
+            return attempt.link
+        return self._links.servers.get(attempt.address)
+
+    def feed(self, attempt: Attempt, event: ev.MachineEvent, strict: bool = False) -> None:
+        """Give a machine an event and carry out what it asks for, in order. `strict` lets it raise `ProtocolError`."""
+        self._queue.append((attempt, event))
+        if self._running:
+            return
+        self._running = True
+        try:
+            while self._queue:
+                target, what = self._queue.popleft()
+                try:
+                    actions = target.machine.handle(what)
+                except ProtocolError as error:
+                    if strict and what is event:
+                        raise
+                    self.figures.count("rejected")
+                    log.warning("attempt %s refused an event: %s", target.machine.key, error)
+                    continue
+                for action in actions:
+                    self._carry_out(target, action)
+                if not isinstance(what, ev.Tick) and any(isinstance(action, ev.Send) for action in actions):
+                    self._rewind(target)
+                now = self._clock.monotonic()
+                self.prefills.settle(target.machine.key, now)
+                self.decodes.settle(target.machine.key, now)
+        finally:
+            self._running = False
+
+    def lose(self, attempt: Attempt, reason: str, message: str, quiet: bool = False) -> None:
+        """The attempt's peer cannot be talked to. `quiet`: it said itself that its copies have ended."""
+        self.feed(attempt, ev.PeerLost(reason, message, quiet or attempt.fenced))
+
+    def stalled(self, link: Link) -> None:
+        """The peer's agent says that its engine hangs. It still answers, and so tells when the pages are quiet."""
+        for attempt in self.live():
+            if self.link(attempt) is link:
+                self.feed(attempt, ev.Fault("engine_stalled", "the peer's engine thread hangs"))
+
+    def tick(self, now: float) -> None:
+        """Repeat what is due; `now` in monotonic seconds."""
+        for attempt in self.live():
+            if now >= attempt.next_tick:
+                attempt.gap = min(max(2 * attempt.gap, self._timers.retry_min), self._timers.retry)
+                attempt.next_tick = now + attempt.gap
+                self.feed(attempt, ev.Tick())
+
+    def _rewind(self, attempt: Attempt) -> None:
+        """Something new was said: wait for an answer as long as one should take."""
+        link = self.link(attempt)
+        attempt.gap = self._timers.first_retry(link.round_trip if link else None)
+        attempt.next_tick = self._clock.monotonic() + attempt.gap
+
+    # ------------------------------------------------------------ actions
+
+    def _carry_out(self, attempt: Attempt, action: ev.Action) -> None:
+        match action:
+            case ev.Send(message):
+                self._send(attempt, message)
+            case ev.StartCopy():
+                self._start_copy(attempt, action)
+            case ev.CancelCopies(copy_ids):
+                for end in self.operations.cancel(attempt, copy_ids):
+                    self.feed(attempt, end)
+            case ev.ComputeDigests() | ev.CheckDigests():
+                assert self._digesting is not None
+                self._digesting.begin(attempt, action)
+            case ev.Count(name, by):
+                self.figures.count(name, by)
+            case ev.Notify(event):
+                self._notify(attempt, event)
+
+    def _send(self, attempt: Attempt, message: AttemptMessage) -> None:
+        link = self.link(attempt)
+        if link is None or not (link.ready or (link.hello is not None and isinstance(message, Cancel | Cancelled))):
+            return  # repeated when there is a session again; that an attempt is over can be said in any
+        try:
+            self._channel.send(link.connection, message)
+        except ProtocolError as error:
+            self.feed(attempt, ev.Fault("message_too_large", str(error)))
+
+    def _start_copy(self, attempt: Attempt, copy: ev.StartCopy) -> None:
+        if attempt.open is None:
+            self.feed(attempt, ev.CopyEnded(copy.copy_id, ok=False, message="no session with the peer"))
+            return
+        own, far = self._geometries[copy.group], attempt.far[copy.group]
+        push = isinstance(attempt, PrefillAttempt)
+        tag = f"{attempt.machine.key} {copy.group} [{copy.start}, {copy.stop})"
+        source, dest = (own, far) if push else (far, own)
+        direction: Literal["write", "read"] = "write" if push else "read"
+        end = self.operations.start(attempt, copy, attempt.open, direction, source, dest, tag)
+        if end is not None:
+            self.feed(attempt, end)
+
+    def poll(self) -> None:
+        """Hand ends of copies, and digests, to their machines."""
+        for owner, end in self.operations.ended():
+            self.feed(owner, end)
+        for owner, event in self._digesting.ended() if self._digesting is not None else ():
+            if isinstance(event, ev.DigestsChecked):
+                self._log_bad(owner, event.bad)
+            self.feed(owner, event)
+
+    def _log_bad(self, attempt: Attempt, bad: Sequence[ev.BadPiece]) -> None:
+        for piece in bad:
+            log.warning(
+                "attempt %s: rank %d, group %s, layers %s, tokens [%d, %d) do not match their digests",
+                attempt.machine.key,
+                self._geometries[piece.group].rank,
+                piece.group,
+                list(piece.layers),
+                piece.start,
+                piece.stop,
+            )
+
+    def _notify(self, attempt: Attempt, event: ev.HandoffEvent) -> None:
+        self.figures.note(event, attempt.machine.copies)
+        if isinstance(attempt, DecodeAttempt):
+            self._links.health.note(event, repaired=attempt.machine.round > 0)
+        try:
+            self._on_event(event)
+        except Exception:
+            # The engine's fault; the other attempts must go on.
+            log.exception("the engine's handler failed on %r", event)

@@ -1,0 +1,110 @@
+"""Copies under way: from a machine's `StartCopy` to a plan, a transport operation, and its end."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from baton.errors import BatonError
+from baton.handoff.plan.planner import RankGeometry, plan
+from baton.handoff.protocol.events import CopyEnded, StartCopy
+from baton.kv.interval import Interval
+from baton.transports.base import Direction, Operation, Peer, Transport
+
+log = logging.getLogger(__name__)
+Owner = TypeVar("Owner")
+
+
+@dataclass(slots=True)
+class _Running(Generic[Owner]):
+    owner: Owner
+    copy_id: int
+    operation: Operation
+    num_bytes: int
+    num_runs: int
+    peer: Peer
+    direction: Direction
+    cancelled: bool = False
+
+
+class Operations(Generic[Owner]):
+    """Operations outstanding, each of one owner (an attempt). Used by one thread; `wake` is called on any when one has
+    ended.
+    """
+
+    def __init__(self, transport: Transport, wake: Callable[[], None]) -> None:
+        self._transport = transport
+        self._wake = wake
+        self._running: list[_Running[Owner]] = []
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_unknown(self) -> int:
+        """Operations that were cancelled and are not proven quiet yet. Any thread."""
+        return sum(run.cancelled for run in self._running)
+
+    def start(
+        self,
+        owner: Owner,
+        copy: StartCopy,
+        peer: Peer,
+        direction: Direction,
+        source: RankGeometry,
+        dest: RankGeometry,
+        tag: str,
+    ) -> CopyEnded | None:
+        """Plan and submit one copy; its end at once when there is nothing to move or it cannot start."""
+        try:
+            lists = plan([source], dest, copy.source_pages, copy.dest_pages, Interval(copy.start, copy.stop))
+            copies = lists.get(source.rank)
+            if copies is None or not len(copies):
+                return CopyEnded(copy.copy_id, ok=True)
+            operation = self._transport.submit(peer, direction, copies, tag)
+        except BatonError as error:
+            # Nothing was submitted, so nothing is outstanding.
+            return CopyEnded(copy.copy_id, ok=False, message=f"group {copy.group}: {error}")
+        self._running.append(_Running(owner, copy.copy_id, operation, copies.total, len(copies), peer, direction))
+        operation.add_done_callback(self._wake)
+        return None
+
+    def ended(self) -> list[tuple[Owner, CopyEnded]]:
+        """Collect what has ended since the last call.
+
+        A write that was cancelled ends, at the latest, with its peer's fence: its bytes go nowhere any more. A read
+        does not, since it is this side that goes on writing its pages.
+        """
+        out: list[tuple[Owner, CopyEnded]] = []
+        still: list[_Running[Owner]] = []
+        for run in self._running:
+            state = run.operation.poll()
+            if state == "pending" and run.cancelled and run.direction == "write" and run.peer.fenced():
+                out.append((run.owner, CopyEnded(run.copy_id, ok=False, message="the peer is fenced")))
+            elif state == "pending":
+                still.append(run)
+            elif state == "done":
+                end = CopyEnded(run.copy_id, ok=True, num_bytes=run.num_bytes, num_runs=run.num_runs)
+                out.append((run.owner, end))
+            else:
+                message = run.operation.error or "copy failed"
+                out.append((run.owner, CopyEnded(run.copy_id, ok=False, message=message)))
+        self._running = still
+        return out
+
+    def cancel(self, owner: Owner, copy_ids: tuple[int, ...]) -> list[CopyEnded]:
+        """Ask operations to end; the ends of those that have at once. The others end through `ended`."""
+        out: list[CopyEnded] = []
+        still: list[_Running[Owner]] = []
+        for run in self._running:
+            if run.owner is owner and run.copy_id in copy_ids:
+                self._transport.cancel(run.operation)
+                run.cancelled = True
+                if run.operation.poll() != "pending":
+                    out.append(CopyEnded(run.copy_id, ok=False, message="cancelled"))
+                    continue
+            still.append(run)
+        self._running = still
+        return out

@@ -1,0 +1,39 @@
+"""A thread for work that would keep the agent's from its peers."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+
+log = logging.getLogger(__name__)
+
+
+class WorkerThread:
+    """Runs jobs one after the other. `start` is for any thread; the thread itself begins with the first job."""
+
+    def __init__(self, name: str) -> None:
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._closing = False
+
+    def start(self, job: Callable[[], None]) -> None:
+        """See `baton.handoff.channel.base.Worker`."""
+        self._jobs.put(job)
+        if self._thread.ident is None:
+            self._thread.start()
+
+    def close(self) -> None:
+        """Wait for the job that runs, and leave out the rest."""
+        self._closing = True
+        self._jobs.put(None)
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None and not self._closing:
+            try:
+                job()
+            except Exception:
+                log.exception("a job of the handoff agent failed")

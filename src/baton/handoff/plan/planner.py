@@ -1,0 +1,208 @@
+"""From a token interval and two block tables to the fewest byte runs, and who sends them. Pure and
+vectorised.
+
+A token interval of a group on a rank is a strided box (layer, K/V half, head, token, element). The planner
+intersects source and destination boxes, lets every axis that is dense on both sides melt into the run,
+expands the others by broadcasting, and merges neighbours that are contiguous on both sides. No Python loop
+runs over pages or tokens.
+
+Both ends call the same functions with the same arguments, so that the destination knows who will send without
+being told. Every wanted destination byte is written exactly once, and no other byte, up to the geometry's
+tile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from baton.errors import ProtocolError
+from baton.handoff.plan.topology import Box, RankGeometry, assign, senders
+from baton.kv.geometry import NULL_PAGE, CopyList, Geometry, Int64Array
+from baton.kv.interval import Interval
+
+__all__ = ["CopyList", "RankGeometry", "plan", "senders"]
+
+
+# Source offsets, destination offsets, and the one length that all these runs have.
+_Runs = tuple[Int64Array, Int64Array, int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Segments:
+    """Token stretches that lie in one page on both sides, by destination. Int64 arrays `[segments]`."""
+
+    source_page: Int64Array
+    source_token: Int64Array
+    dest_page: Int64Array
+    dest_token: Int64Array
+    length: Int64Array
+
+
+def plan(
+    sources: Sequence[RankGeometry],
+    dest: RankGeometry,
+    source_pages: ArrayLike,
+    dest_pages: ArrayLike,
+    interval: Interval,
+) -> dict[int, CopyList]:
+    """Plan the copies that bring `interval` of one group to `dest`; `{source rank: CopyList}`, senders only.
+
+    `source_pages` and `dest_pages` are block tables: entry t // page_size is the page of token t, for each
+    side's own page size. Entries outside the interval are ignored (they may be null). An empty interval plans
+    nothing.
+
+    Raises `ProtocolError` when a table is too short or names a page that is null, out of range or, in the
+    destination, used twice; and what `senders` raises.
+    """
+    boxes = assign(tuple(sources), dest)
+    if interval.empty:
+        return {}
+    to = dest.geometry
+    segments = _segments(interval.round_out(to.tile), sources[0].geometry, to, source_pages, dest_pages)
+    by_rank = {source.rank: source.geometry for source in sources}
+    out: dict[int, CopyList] = {}
+    for rank, rank_boxes in boxes.items():
+        parts = [part for box in rank_boxes for part in _expand(by_rank[rank], to, box, segments)]
+        out[rank] = _coalesce(by_rank[rank].region, to.region, parts)
+    return out
+
+
+def _table(pages: ArrayLike, last: int, geometry: Geometry, side: str) -> Int64Array:
+    """A block table that reaches index `last`. Checked before anything is sized by a peer's interval."""
+    table = np.asarray(pages)
+    if table.ndim != 1 or (table.size and not np.issubdtype(table.dtype, np.integer)):
+        raise ProtocolError(f"group {geometry.group!r}: the {side} block table must be a list of page ids")
+    if last >= table.size:
+        raise ProtocolError(f"group {geometry.group!r}: the {side} block table ends before the interval does")
+    return table.astype(np.int64, copy=False)
+
+
+def _pages(table: Int64Array, index: slice | Int64Array, geometry: Geometry, side: str) -> Int64Array:
+    """Look pages up in a block table, refusing every id that no honest peer would send."""
+    used = table[index]
+    low, high = int(used.min()), int(used.max())
+    if low <= NULL_PAGE:
+        what = "the null page" if low == NULL_PAGE else f"page {low}"
+        raise ProtocolError(f"group {geometry.group!r}: {what} in the {side} block table inside the interval")
+    if high >= geometry.num_pages:
+        raise ProtocolError(f"group {geometry.group!r}: {side} page {high} of {geometry.num_pages}")
+    return used
+
+
+def _segments(
+    tokens: Interval, have: Geometry, to: Geometry, source_pages: ArrayLike, dest_pages: ArrayLike
+) -> _Segments:
+    first, last = tokens.start // to.page_size, (tokens.stop - 1) // to.page_size
+    source_table = _table(source_pages, (tokens.stop - 1) // have.page_size, have, "source")
+    dest_table = _table(dest_pages, last, to, "destination")
+    source_index: slice | Int64Array
+    dest_index: slice | Int64Array
+    if have.page_size == to.page_size:
+        # The usual case, with few temporaries: at this size their page faults cost more than the arithmetic.
+        source_index = dest_index = slice(first, last + 1)
+        length = np.full(last + 1 - first, to.page_size, dtype=np.int64)
+        dest_token = np.zeros(last + 1 - first, dtype=np.int64)
+        dest_token[0] = tokens.start - first * to.page_size
+        length[-1] -= (last + 1) * to.page_size - tokens.stop
+        length[0] -= dest_token[0]
+        source_token = dest_token
+    else:
+        size = have.page_size
+        cuts = np.arange(tokens.start // size + 1, -(-tokens.stop // size), dtype=np.int64) * size
+        starts = np.arange(first, last + 1, dtype=np.int64) * to.page_size
+        starts[0] = tokens.start
+        starts = np.unique(np.concatenate((starts, cuts)))
+        length = np.diff(starts, append=tokens.stop)
+        source_index, dest_index = starts // size, starts // to.page_size
+        source_token, dest_token = starts % size, starts % to.page_size
+    source_page = _pages(source_table, source_index, have, "source")
+    dest_page = _pages(dest_table, dest_index, to, "destination")
+    key = dest_page if have.page_size == to.page_size else dest_page * to.page_size + dest_token
+    if bool(np.all(key[1:] > key[:-1])):
+        return _Segments(source_page, source_token, dest_page, dest_token, length)
+    # Unique keys: the default sort, several times faster than a stable one, is deterministic.
+    order = np.argsort(key)
+    out = _Segments(source_page[order], source_token[order], dest_page[order], dest_token[order], length[order])
+    # Entries of one page are neighbours now; those of two table entries must not be.
+    twice = out.dest_page[1:] == out.dest_page[:-1]
+    if not isinstance(dest_index, slice):
+        twice &= dest_index[order][1:] != dest_index[order][:-1]
+    if bool(twice.any()):
+        raise ProtocolError(f"group {to.group!r}: a destination page is named twice")
+    return out
+
+
+def _expand(have: Geometry, to: Geometry, box: Box, segments: _Segments) -> list[_Runs]:
+    """Runs of one box: (source offsets, destination offsets, bytes of each run), one entry per segment
+    length.
+    """
+    source = have.base + box.source_layer * have.layer_stride + box.source_head * have.head_stride
+    dest = to.base + box.dest_layer * to.layer_stride + box.dest_head * to.head_stride
+    sources = segments.source_page * have.page_stride
+    sources += segments.source_token * have.token_stride + source
+    dests = segments.dest_page * to.page_stride
+    dests += segments.dest_token * to.token_stride + dest
+    tile = to.tile
+    out = []
+    # Segments of one length melt alike, and few lengths exist: whole pages, the ragged ends, and where pages
+    # of different sizes meet.
+    uniform = segments.length.size == 1 or int(segments.length.min()) == int(segments.length.max())
+    for length in segments.length[:1].tolist() if uniform else np.unique(segments.length).tolist():
+        same = slice(None) if uniform else segments.length == length
+        run = to.itemsize if tile == 1 else to.itemsize * tile * to.head_dim
+        axes = [
+            (to.head_dim if tile == 1 else 1, have.element_stride, to.element_stride),
+            (box.num_heads, have.head_stride, to.head_stride),
+            (length // tile, have.token_stride * tile, to.token_stride * tile),
+            (to.num_halves, have.half_stride, to.half_stride),
+            (box.num_layers, have.layer_stride, to.layer_stride),
+        ]
+        axes = [axis for axis in axes if axis[0] > 1]
+        while dense := [axis for axis in axes if axis[1] == run and axis[2] == run]:
+            axes.remove(dense[0])
+            run *= dense[0][0]
+        # Outermost destination stride first, so that the runs come out sorted.
+        axes.sort(key=lambda axis: -axis[2])
+        outer = [axis for axis in axes if axis[2] > to.page_stride]
+        inner = [axis for axis in axes if axis[2] <= to.page_stride]
+        out.append(
+            (
+                _outer([*_steps(outer, 1), sources[same], *_steps(inner, 1)]),
+                _outer([*_steps(outer, 2), dests[same], *_steps(inner, 2)]),
+                run,
+            )
+        )
+    return out
+
+
+def _steps(axes: list[tuple[int, int, int]], side: int) -> list[Int64Array]:
+    return [np.arange(axis[0], dtype=np.int64) * axis[side] for axis in axes]
+
+
+def _outer(parts: list[Int64Array]) -> Int64Array:
+    total = parts[0]
+    for part in parts[1:]:
+        total = np.add.outer(total, part)
+    return total.reshape(-1)
+
+
+def _coalesce(source_region: int, dest_region: int, parts: list[_Runs]) -> CopyList:
+    source, dest, run = parts[0]
+    nbytes = np.full(source.size, run, dtype=np.int64)
+    if len(parts) > 1:
+        source = np.concatenate([part[0] for part in parts])
+        dest = np.concatenate([part[1] for part in parts])
+        nbytes = np.concatenate([np.full(part[0].size, part[2], dtype=np.int64) for part in parts])
+    if not bool(np.all(dest[1:] > dest[:-1])):
+        # The parts are sorted, mostly; a stable sort gets through such input in about one pass.
+        order = np.argsort(dest, kind="stable")
+        source, dest, nbytes = source[order], dest[order], nbytes[order]
+    joined = (source[1:] == source[:-1] + nbytes[:-1]) & (dest[1:] == dest[:-1] + nbytes[:-1])
+    if bool(joined.any()):
+        heads = np.concatenate(([0], np.flatnonzero(~joined) + 1))
+        source, dest, nbytes = source[heads], dest[heads], np.add.reduceat(nbytes, heads)
+    return CopyList(source_region, dest_region, source, dest, nbytes)

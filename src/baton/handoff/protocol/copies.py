@@ -1,0 +1,46 @@
+"""The copies of one attempt: which are outstanding, which are issued again, and what was moved."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from baton.handoff.protocol.events import Action, CancelCopies, CopyEnded, Count, Span, StartCopy
+
+
+@dataclass(slots=True)
+class CopyLedger:
+    """Operations of one attempt. At most `max_retries` failed copies are issued again."""
+
+    max_retries: int = 0
+    next_id: int = 0
+    retries: int = 0
+    outstanding: dict[int, StartCopy] = field(default_factory=dict)
+    num_bytes: int = 0
+    num_runs: int = 0
+
+    def start(self, group: str, span: Span, source_pages: list[int], dest_pages: list[int]) -> StartCopy:
+        """A new outstanding copy."""
+        copy = StartCopy(self.next_id, group, *span, source_pages, dest_pages)
+        self.next_id += 1
+        self.outstanding[copy.copy_id] = copy
+        return copy
+
+    def end(self, event: CopyEnded) -> StartCopy | None:
+        """Book an end and return its copy; None when it was booked before."""
+        copy = self.outstanding.pop(event.copy_id, None)
+        if copy is not None:
+            self.num_bytes += event.num_bytes
+            self.num_runs += event.num_runs
+        return copy
+
+    def again(self, failed: StartCopy) -> list[Action]:
+        """Issue a copy that has ended in failure once more; nothing when the retries are used up."""
+        if self.retries == self.max_retries:
+            return []
+        self.retries += 1
+        span = failed.start, failed.stop
+        return [Count("retries"), self.start(failed.group, span, failed.source_pages, failed.dest_pages)]
+
+    def cancel(self) -> list[Action]:
+        """Actions that stop what is outstanding."""
+        return [CancelCopies(tuple(sorted(self.outstanding)))] if self.outstanding else []

@@ -1,0 +1,335 @@
+"""D's half of one attempt as a pure state machine: events in, actions out.
+
+D announces the attempt, and registers it once P has admitted it and there are destination pages: what holds pages here
+waits for nothing but P's computing. An engine that has pages to spare may register at once.
+
+D is committed by COMMIT (push) or by CONFIRM after its reads (pull), never by a timeout or a
+count of its own. With integrity on, every piece that is due must match P's digest first; bad pieces are asked
+for again (push: REPAIR) or read again (pull). FINISHED says that nothing is left to decode.
+
+Freeing: in push P writes D's pages, so that after a failure they wait for FINISHED, CANCELLED, the COMMIT of the
+last repair that was asked for, or the proof that P can write no more. In pull only D's own reads touch them.
+Whatever was never asked for is free at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from baton.handoff.protocol import events as ev
+from baton.handoff.protocol import messages as msg
+from baton.handoff.protocol.copies import CopyLedger
+from baton.handoff.protocol.digests import check_shape, seeds_digest, uncovered
+from baton.handoff.protocol.messages import AttemptKey
+from baton.handoff.protocol.phases import DecodePhase
+from baton.handoff.protocol.proofs import Proofs, spans
+from baton.wire import Integrity, Mode
+
+_BAD_SEEDS = "the seeds do not match their digest"
+
+
+class DecodeHandoff:
+    """State machine of D for one attempt.
+
+    `wanted` are the intervals `[start, stop)` D needs per group, `pages` its block tables (exclusive to
+    this attempt where wanted); without them the attempt is announced, and they come with `Placed`. `ticket` is the
+    router's signed ticket that ANNOUNCE and REGISTER carry. At most `max_retries`
+    reads are issued again, and as many rounds of repair begun. `handle` raises `ProtocolError` for digests of what
+    was not wanted; the attempt is then as before.
+    """
+
+    def __init__(
+        self,
+        key: AttemptKey,
+        mode: Mode,
+        ticket: str,
+        wanted: dict[str, tuple[int, int]] | None = None,
+        pages: dict[str, list[int]] | None = None,
+        max_retries: int = 3,
+        integrity: Integrity = "off",
+    ) -> None:
+        self.key = key
+        self.mode = mode
+        self.max_retries = max_retries
+        self.integrity = integrity
+        self.phase = DecodePhase.WAITING
+        self.reason = ""
+        self.copies = CopyLedger(max_retries)
+        self.round = 0  # repairs asked for
+        self.placed = False
+        self._ticket = ticket
+        self._admitted = False
+        self._wanted: dict[str, tuple[int, int]] = {}
+        self._pages: dict[str, list[int]] = {}
+        self._proofs = Proofs({}, {})
+        self._proven: dict[str, int] = {}
+        self._source: Mapping[str, list[int]] = {}  # pull: P's block tables
+        self._claim: msg.Commit | msg.Ready | None = None  # what the digests under check came with
+        self._peer_quiet = True  # push: nothing that P could do touches D's pages
+        self._farewell: msg.AttemptMessage | None = None
+        self._pending: msg.AttemptMessage | None = msg.Announce(key, ticket)
+        if wanted is not None:
+            self._place(wanted, pages or {})
+
+    @property
+    def closed(self) -> bool:
+        """True when only late messages are left to answer."""
+        return self.phase in (DecodePhase.FAILED, DecodePhase.DONE)
+
+    def handle(self, event: ev.MachineEvent) -> list[ev.Action]:
+        """Take one event; the actions are to be carried out in order."""
+        match event:
+            case ev.PeerReady():
+                if self.phase is DecodePhase.WAITING:
+                    self.phase = DecodePhase.REGISTERED if self.placed else DecodePhase.ANNOUNCED
+                    self._peer_quiet = False
+                if self._farewell is not None:
+                    farewell, self._farewell = self._farewell, None
+                    return [ev.Send(farewell)]
+                return self._repeat()
+            case ev.Placed(wanted, pages):
+                return self._placed(wanted, pages)
+            case ev.Received(message):
+                return self._receive(message)
+            case ev.CopyEnded():
+                return self._copy_ended(event)
+            case ev.DigestsChecked():
+                return self._checked(event)
+            case ev.Fault(reason, message):
+                return self._fail(reason, message)
+            case ev.Abort(reason):
+                return self._fail(reason, "", notify=False)
+            case ev.Deadline(message):
+                return self._fail("handoff_timeout", message)
+            case ev.PeerLost(reason, message, fenced):
+                return self._fail(reason, message, tell=False) + (self._settle(peer_quiet=True) if fenced else [])
+            case ev.Tick():
+                return [] if self.phase is DecodePhase.WAITING else self._repeat()
+            case _:
+                return []
+
+    # ------------------------------------------------------------ destination pages
+
+    def _place(self, wanted: dict[str, tuple[int, int]], pages: dict[str, list[int]]) -> None:
+        self.placed, self._wanted = True, dict(wanted)
+        self._pages = {group: list(table) for group, table in pages.items()}
+        self._proofs = Proofs(self._wanted, self._pages)
+        # P learns D's pages only where it has to write them.
+        tables = self._pages if self.mode == "push" else {}
+        self._pending = msg.Register(self.key, ticket=self._ticket, wanted=self._wanted, pages=tables)
+
+    def _placed(self, wanted: dict[str, tuple[int, int]], pages: dict[str, list[int]]) -> list[ev.Action]:
+        """Register. Where the attempt has failed meanwhile, P has never heard of the pages, and they are free."""
+        if self.placed or self.phase not in (DecodePhase.WAITING, DecodePhase.ANNOUNCED):
+            return []
+        self._place(wanted, pages)
+        if self.phase is DecodePhase.WAITING:
+            return []
+        self.phase = DecodePhase.REGISTERED
+        return self._repeat()
+
+    # ------------------------------------------------------------ messages
+
+    def _receive(self, message: msg.AttemptMessage) -> list[ev.Action]:
+        match message:
+            case msg.Commit() | msg.Finished() | msg.Confirm() | msg.Cancel() if self.phase is DecodePhase.DONE:
+                return [ev.Send(msg.Ack(self.key))]
+            case msg.Admitted():
+                return self._admit()
+            case msg.Progress() if self.mode == "push":
+                return self._progress(message)
+            case msg.Commit() if self.mode == "push":
+                return self._committed(message)
+            case msg.Ready() if self.mode == "pull":
+                return self._ready(message)
+            case msg.Confirm() if self.phase is DecodePhase.READ:
+                return self._confirmed(message)
+            case msg.Finished():
+                return self._finished(message)
+            case msg.Nack(_, reason, text):
+                return self._fail(reason, text)
+            case msg.Cancel(_, reason, text):
+                return self._fail(reason, text, tell=False) or self._answer()
+            case msg.Cancelled(_, reason):
+                actions = self._fail(reason, "cancelled by the prefill side", tell=False)
+                return actions + self._settle(peer_quiet=True)
+            case _:
+                return self._answer()
+
+    def _admit(self) -> list[ev.Action]:
+        if self._admitted or self.phase is not DecodePhase.ANNOUNCED:
+            return self._answer()
+        self._admitted = True
+        return [ev.Notify(ev.DecodeAdmitted(self.key))]
+
+    def _progress(self, message: msg.Progress) -> list[ev.Action]:
+        # Once a repair was asked for, copies go over what an earlier PROGRESS called done.
+        if self.phase is not DecodePhase.REGISTERED or self.round or self.integrity == "off":
+            return self._answer()
+        check_shape(message.digests, self._wanted)
+        return self._proofs.check(message.digests)
+
+    def _committed(self, message: msg.Commit) -> list[ev.Action]:
+        # P sends COMMIT only when all its copies are done; but a REPAIR behind it may have begun new ones.
+        current = message.round == self.round
+        if self.phase is not DecodePhase.REGISTERED:
+            return (self._settle(peer_quiet=True) if current else []) or self._answer()
+        if not current:
+            return []
+        refused = self._refusal(message)
+        self._peer_quiet = True
+        if refused:
+            return self._fail("incomplete_commit", f"COMMIT {refused}", tell=False)
+        return self._check(message)
+
+    def _ready(self, message: msg.Ready) -> list[ev.Action]:
+        if self.phase is not DecodePhase.REGISTERED:
+            # After a failure P still has to hear that no read of D's is left.
+            return self._repeat() if self.phase is DecodePhase.READ else self._answer()
+        refused = self._refusal(message)
+        if refused or not set(self._wanted) <= set(message.pages):
+            return self._fail("incomplete_commit", f"READY {refused or 'does not bring a block table of each group'}")
+        self._claim, self._source = message, message.pages
+        return self._read({group: [span] for group, span in self._wanted.items() if span[0] < span[1]})
+
+    def _refusal(self, message: msg.Commit | msg.Ready) -> str:
+        """What a COMMIT or READY lacks; raises `ProtocolError` for digests of what was not wanted."""
+        check_shape(message.digests, self._wanted)
+        missing = sorted(group for group, (_, stop) in self._wanted.items() if message.final.get(group, -1) < stop)
+        if missing:
+            return f"does not cover groups {missing}"
+        missing = uncovered(message.digests, self._wanted, self.integrity, self.key)
+        return f"brings no digests of groups {missing}" if missing else ""
+
+    def _finished(self, message: msg.Finished) -> list[ev.Action]:
+        # P sends FINISHED with none of its copies outstanding.
+        if self.phase in (DecodePhase.ANNOUNCED, DecodePhase.REGISTERED):
+            self._close(DecodePhase.DONE)
+            return [ev.Send(msg.Ack(self.key)), ev.Notify(ev.DecodeFinished(self.key, message.seeds))]
+        return self._settle(peer_quiet=True) or self._answer()
+
+    def _confirmed(self, message: msg.Confirm) -> list[ev.Action]:
+        if self._seeds_good(message):
+            return self._commit(message, self.copies.num_bytes, self.copies.num_runs)
+        if self.round == self.max_retries:
+            return self._fail("integrity_failed", _BAD_SEEDS)
+        self.round += 1
+        return [ev.Count("repairs"), *self._repeat()]
+
+    # ------------------------------------------------------------ copies and digests
+
+    def _read(self, wanted: Mapping[str, list[tuple[int, int]]]) -> list[ev.Action]:
+        self.phase, self._pending = DecodePhase.READING, None
+        actions: list[ev.Action] = [
+            self.copies.start(group, span, self._source[group], self._pages[group])
+            for group, found in sorted(wanted.items())
+            for span in found
+        ]
+        return actions or self._read_all()
+
+    def _copy_ended(self, event: ev.CopyEnded) -> list[ev.Action]:
+        copy = self.copies.end(event)
+        if copy is None:
+            return []
+        if self.phase is DecodePhase.CLOSING:
+            return self._settle()
+        if not event.ok:
+            return self.copies.again(copy) or self._fail("transfer_failed", event.message)
+        return [] if self.copies.outstanding else self._read_all()
+
+    def _read_all(self) -> list[ev.Action]:
+        assert self._claim is not None
+        return self._check(self._claim)
+
+    def _check(self, claim: msg.Commit | msg.Ready) -> list[ev.Action]:
+        """All copies are done: compare what is not proven yet, then go on."""
+        self.phase, self._pending, self._claim = DecodePhase.CHECKING, None, claim
+        actions = self._proofs.check(claim.digests) if self.integrity != "off" else []
+        return actions if self._proofs.checking else actions + self._decide(claim)
+
+    def _checked(self, event: ev.DigestsChecked) -> list[ev.Action]:
+        if not self._proofs.checked(event) or self.closed or self.phase is DecodePhase.CLOSING:
+            return []
+        actions: list[ev.Action] = []
+        proven = self._proofs.proven()
+        if proven != self._proven:
+            self._proven = proven
+            actions.append(ev.Notify(ev.DecodeProgress(self.key, proven)))
+        if self.phase is not DecodePhase.CHECKING or self._proofs.checking:
+            return actions
+        assert self._claim is not None
+        return actions + self._decide(self._claim)
+
+    def _decide(self, claim: msg.Commit | msg.Ready) -> list[ev.Action]:
+        """Commit what is proven, or have the rest copied again."""
+        bad = {} if self.integrity == "off" else self._proofs.unproven(claim.digests)
+        seeds_good = isinstance(claim, msg.Ready) or self._seeds_good(claim)
+        if not bad and seeds_good:
+            if isinstance(claim, msg.Commit):
+                return self._commit(claim, claim.num_bytes, claim.num_runs)
+            self.phase, self._pending = DecodePhase.READ, msg.ReadDone(self.key)
+            return [ev.Send(self._pending)]
+        pieces, again = sum(map(len, bad.values())), spans(bad)
+        # Joining them over what is proven would have that written again.
+        scattered = any(len(found) > msg.MAX_REPAIRS for found in again.values())
+        if self.round == self.max_retries or scattered:
+            what = f"tokens {str(again)[:500]} do not match their digests" if bad else _BAD_SEEDS
+            return [ev.Count("bad_pieces", pieces), *self._fail("integrity_failed", what)]
+        self.round += 1
+        self._proofs.forget_checks()
+        booked: list[ev.Action] = [ev.Count("bad_pieces", pieces), ev.Count("repairs")]
+        if isinstance(claim, msg.Ready):
+            return booked + self._read(again)
+        self.phase, self._peer_quiet = DecodePhase.REGISTERED, False
+        self._pending = msg.Repair(self.key, self.round, again)
+        return [*booked, ev.Send(self._pending)]
+
+    def _seeds_good(self, message: msg.Commit | msg.Confirm) -> bool:
+        return self.integrity == "off" or message.seeds_digest == seeds_digest(self.key, message.seeds)
+
+    # ------------------------------------------------------------ the end
+
+    def _commit(self, message: msg.Commit | msg.Confirm, num_bytes: int, num_runs: int) -> list[ev.Action]:
+        self._close(DecodePhase.DONE)
+        return [ev.Send(msg.Ack(self.key)), ev.Notify(ev.DecodeCommitted(self.key, message.seeds, num_bytes, num_runs))]
+
+    def _fail(self, reason: str, message: str, tell: bool = True, notify: bool = True) -> list[ev.Action]:
+        """End the attempt: report it, stop own copies, and free what is quiet already."""
+        if self.phase is DecodePhase.CLOSING or self.closed:
+            return []
+        asked = self.phase is not DecodePhase.WAITING
+        self.phase, self.reason = DecodePhase.CLOSING, reason
+        cancel = msg.Cancel(self.key, reason, message[:2000])
+        # Never asked, P may still be holding pages for this attempt: it is told when it can be.
+        self._pending, self._farewell = (cancel, None) if asked else (None, cancel)
+        failed = ev.DecodeFailed(self.key, reason, message, recoverable=reason not in ev.FINAL_REASONS)
+        actions: list[ev.Action] = [ev.Notify(failed)] if notify else []
+        if tell and self._pending is not None:
+            actions.append(ev.Send(self._pending))
+        return actions + self.copies.cancel() + self._settle()
+
+    def _settle(self, peer_quiet: bool = False) -> list[ev.Action]:
+        """Free when nothing can write D's pages: in pull own reads, in push P's copies."""
+        self._peer_quiet = self._peer_quiet or peer_quiet
+        if self.phase is not DecodePhase.CLOSING or self.copies.outstanding:
+            return []
+        # Without pages there is nothing to free, but P may be holding its own until it has heard of the end.
+        if (self.mode == "push" or not self.placed) and not self._peer_quiet:
+            return []
+        asked = self._pending is not None
+        self._close(DecodePhase.FAILED)
+        answer: list[ev.Action] = [ev.Send(msg.Cancelled(self.key, self.reason))] if asked else []
+        return [*answer, ev.Notify(ev.DecodeReleased(self.key))]
+
+    def _answer(self) -> list[ev.Action]:
+        """Tell P, in any state after a failure, once none of D's own copies is left."""
+        failed = self.phase in (DecodePhase.CLOSING, DecodePhase.FAILED)
+        return [ev.Send(msg.Cancelled(self.key, self.reason))] if failed and not self.copies.outstanding else []
+
+    def _close(self, phase: DecodePhase) -> None:
+        # What is left is a tombstone, which answers until its ticket has expired: let go of the tables.
+        self.phase, self._pending, self._pages, self._source, self._claim = phase, None, {}, {}, None
+        self._proofs = Proofs({}, {})
+
+    def _repeat(self) -> list[ev.Action]:
+        return [ev.Send(self._pending)] if self._pending is not None and not self.closed else []

@@ -1,0 +1,200 @@
+"""Digests of KV, by which D proves that its pages hold what P's held.
+
+A digest covers one layer of at most `PIECE_TOKENS` tokens of one group, cut at absolute multiples of that. Its bytes
+are taken in one canonical order (half, token, head, element), so that layouts and page sizes do not matter, and it is
+salted by group, layer and absolute tokens, so that a shifted page cannot pass. The hash (xxh3, 64 bits) finds
+accidents; it is no defence against a peer that lies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import Protocol
+
+import msgspec
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from baton.errors import ConfigError, ProtocolError
+from baton.handoff.plan.topology import RankGeometry
+from baton.handoff.protocol.events import BadPiece, Digests, Span
+from baton.handoff.protocol.messages import DIGEST_BYTES, PIECE_TOKENS, AttemptKey, PieceDigest, Seeds
+from baton.kv.geometry import NULL_PAGE, Geometry
+from baton.wire import Integrity
+
+# So many tokens are gathered at a time: more would not fit into a core's cache.
+SLICE_TOKENS = 8 * PIECE_TOKENS
+SAMPLED_SHARE = 8  # with "sampled", one in this many blocks of PIECE_TOKENS tokens
+
+_UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32}
+_encoder = msgspec.msgpack.Encoder()
+_seeds = msgspec.msgpack.Decoder(Seeds)
+
+
+class Digester(Protocol):
+    """Digests tokens of this engine's pages."""
+
+    def digests(self, group: str, pages: Sequence[int], start: int, stop: int) -> list[PieceDigest]:
+        """The pieces of tokens `[start, stop)`, in order; `pages` is the block table.
+
+        Raises `ProtocolError` for a group or page that does not exist.
+        """
+        ...
+
+
+class MemoryDigester:
+    """Digests pages in memory that this process maps: `regions` as registered, `geometries` within them.
+
+    Raises `ConfigError` for a tiled geometry, whose tokens cannot be told apart.
+    """
+
+    def __init__(self, geometries: Mapping[str, RankGeometry], regions: Sequence[NDArray[np.uint8]]) -> None:
+        self._pools: dict[str, tuple[Geometry, NDArray[np.unsignedinteger]]] = {}
+        for group, rank in geometries.items():
+            geometry = rank.geometry
+            if geometry.tile > 1:
+                raise ConfigError("integrity", f"group {group!r} is stored in tiles of {geometry.tile} tokens")
+            self._pools[group] = geometry, _view(geometry, regions[geometry.region])
+
+    def digests(self, group: str, pages: Sequence[int], start: int, stop: int) -> list[PieceDigest]:
+        """See `Digester.digests`. One gather per slice, layer and half, one hash per layer and piece."""
+        if group not in self._pools:
+            raise ProtocolError(f"group {group!r} does not exist here")
+        found: list[PieceDigest] = []
+        while start < stop:
+            end = min(stop, (start // SLICE_TOKENS + 1) * SLICE_TOKENS)
+            found += self._slice(group, pages, start, end)
+            start = end
+        return found
+
+    def _slice(self, group: str, pages: Sequence[int], start: int, stop: int) -> list[PieceDigest]:
+        geometry, pool = self._pools[group]
+        size = geometry.page_size
+        first, last = start // size, (stop - 1) // size
+        used = np.asarray(pages[first : last + 1], dtype=np.int64)
+        if used.size != last + 1 - first or used.min() <= NULL_PAGE or used.max() >= geometry.num_pages:
+            raise ProtocolError(f"group {group!r}: tokens [{start}, {stop}) are not all in pages")
+        token_bytes = geometry.num_heads * geometry.head_dim * geometry.itemsize
+        spans = list(pieces(start, stop))
+        layers = [bytearray() for _ in spans]
+        for layer, layer_id in enumerate(geometry.layer_ids):
+            halves = [
+                np.ascontiguousarray(pool[layer, half][used]).reshape(-1).view(np.uint8).data
+                for half in range(geometry.num_halves)
+            ]
+            for found, (a, b) in zip(layers, spans, strict=True):
+                low, high = (a - first * size) * token_bytes, (b - first * size) * token_bytes
+                state = xxhash.xxh3_64(seed=_salt(group, layer_id, a, b))
+                for flat in halves:
+                    state.update(flat[low:high])
+                found += state.digest()
+        return [PieceDigest(a, b, bytes(found)) for found, (a, b) in zip(layers, spans, strict=True)]
+
+
+def _view(geometry: Geometry, region: NDArray[np.uint8]) -> NDArray[np.unsignedinteger]:
+    """The pool as unsigned integers `[layers, halves, pages, page_size, heads, head_dim]`, without a copy."""
+    g = geometry
+    return np.ndarray(
+        (g.num_layers, g.num_halves, g.num_pages, g.page_size, g.num_heads, g.head_dim),
+        dtype=_UNSIGNED[g.itemsize],
+        buffer=region.data,
+        offset=g.base,
+        strides=(g.layer_stride, g.half_stride, g.page_stride, g.token_stride, g.head_stride, g.element_stride),
+    )
+
+
+@lru_cache(maxsize=1 << 16)
+def _salt(group: str, layer_id: int, start: int, stop: int) -> int:
+    return xxhash.xxh3_64_intdigest(f"{group}\0{layer_id}\0{start}\0{stop}".encode())
+
+
+def pieces(start: int, stop: int) -> Iterator[Span]:
+    """Tokens `[start, stop)` cut at multiples of `PIECE_TOKENS`."""
+    while start < stop:
+        end = min(stop, (start // PIECE_TOKENS + 1) * PIECE_TOKENS)
+        yield start, end
+        start = end
+
+
+def due(integrity: Integrity, key: AttemptKey, start: int, stop: int) -> tuple[Span, ...]:
+    """The spans of `[start, stop)` that are digested. Both engines choose alike, by the transfer's random id."""
+    if integrity == "off" or start >= stop:
+        return ()
+    if integrity == "full":
+        return ((start, stop),)
+    chosen = int.from_bytes(key.transfer_id[:8], "big")
+    return tuple(span for span in pieces(start, stop) if (span[0] // PIECE_TOKENS) % SAMPLED_SHARE == chosen % 8)
+
+
+def seeds_digest(key: AttemptKey, seeds: Seeds) -> bytes:
+    """`DIGEST_BYTES` over the seeds, salted by the attempt."""
+    # Through the wire format once, as the receiver's came: what is equal there must be equal here.
+    received = _seeds.decode(_encoder.encode(seeds))
+    return bytes(xxhash.xxh3_64_digest(_encoder.encode((key, received))))
+
+
+def check_shape(digests: Digests, wanted: Mapping[str, Span]) -> None:
+    """Raise `ProtocolError` unless every piece is a piece and lies in what is wanted of its group, in order."""
+    for group, found in digests.items():
+        start, stop = wanted.get(group, (0, 0))
+        at = start
+        for piece in found:
+            whole = piece.start < piece.stop and (piece.stop - 1) // PIECE_TOKENS == piece.start // PIECE_TOKENS
+            if not whole or piece.start < at or piece.stop > stop:
+                raise ProtocolError(f"group {group!r}: no piece of [{start}, {stop}): [{piece.start}, {piece.stop})")
+            at = piece.stop
+
+
+def uncovered(digests: Digests, wanted: Mapping[str, Span], integrity: Integrity, key: AttemptKey) -> list[str]:
+    """The groups in which a span that is due has no digest. `digests` are of the right shape."""
+    short = []
+    for group, (start, stop) in sorted(wanted.items()):
+        ends = {piece.start: piece.stop for piece in digests.get(group, [])}
+        for at, end in due(integrity, key, start, stop):
+            while at < end and at in ends:
+                at = ends[at]
+            if at < end:
+                short.append(group)
+                break
+    return short
+
+
+def mismatches(
+    digester: Digester, geometries: Mapping[str, RankGeometry], digests: Digests, pages: Mapping[str, list[int]]
+) -> list[BadPiece]:
+    """The pieces of `digests` that differ from what this engine's pages hold, and in which layers.
+
+    Raises `ProtocolError` for a group or page that does not exist.
+    """
+    bad = []
+    for group, expected in sorted(digests.items()):
+        layer_ids = geometries[group].geometry.layer_ids
+        for run in _runs(expected):
+            found = digester.digests(group, pages[group], run[0].start, run[-1].stop)
+            for want, got in zip(run, found, strict=True):
+                if want != got:
+                    wrong = tuple(
+                        layer_id
+                        for index, layer_id in enumerate(layer_ids)
+                        if _layer(want, index) != _layer(got, index)
+                    )
+                    bad.append(BadPiece(group, want.start, want.stop, wrong))
+    return bad
+
+
+def _layer(piece: PieceDigest, index: int) -> bytes:
+    return piece.layers[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]
+
+
+def _runs(expected: Sequence[PieceDigest]) -> Iterator[list[PieceDigest]]:
+    """Neighbours that one call digests with the same cuts."""
+    run: list[PieceDigest] = []
+    for piece in expected:
+        if run and (run[-1].stop != piece.start or piece.start % PIECE_TOKENS):
+            yield run
+            run = []
+        run.append(piece)
+    if run:
+        yield run

@@ -1,0 +1,349 @@
+"""P's half of one attempt as a pure state machine: events in, actions out.
+
+D announces itself, and hears ADMITTED once P's engine has pages for the whole prompt.
+
+Push: P copies each newly final stretch once D has registered, COMMITs when all copies are done, copies again
+what D found bad (REPAIR), and frees on ACK. Pull: P offers READY when its prefill is over, D reads and says
+READ_DONE, P CONFIRMs and frees on ACK. With integrity on, each final stretch is digested as it is copied.
+
+Freeing: only the issuer of copies can prove that memory is quiet. In push that is P itself; in pull P waits
+for ACK, CANCELLED, or the proof that D can read no more. A deadline alone frees nothing that D may still
+read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from baton.errors import ProtocolError
+from baton.handoff.protocol import events as ev
+from baton.handoff.protocol import messages as msg
+from baton.handoff.protocol.copies import CopyLedger
+from baton.handoff.protocol.digests import due, seeds_digest
+from baton.handoff.protocol.messages import AttemptKey
+from baton.handoff.protocol.phases import PrefillPhase
+from baton.wire import Integrity, Mode
+
+
+class PrefillHandoff:
+    """State machine of P for one attempt. It may begin with `Opened` or with a REGISTER.
+
+    `groups` are the names of P's groups. `handle` raises `ProtocolError` for a REGISTER that contradicts
+    them, and for a REPAIR of what was not wanted; the attempt is then as before. At most `max_retries` failed
+    copies and as many REPAIRs are made good.
+    """
+
+    def __init__(
+        self,
+        key: AttemptKey,
+        mode: Mode,
+        groups: Sequence[str],
+        max_retries: int = 3,
+        integrity: Integrity = "off",
+    ) -> None:
+        self.key = key
+        self.mode = mode
+        self.max_retries = max_retries
+        self.integrity = integrity
+        self.groups = frozenset(groups)
+        self.phase = PrefillPhase.OPEN
+        self.opened = False
+        self.admitted = False
+        self.announced = False
+        self.released = False
+        self.reason = ""
+        self.copies = CopyLedger(max_retries)
+        self.registered = False
+        self._known = False  # D has spoken, so it may wait for an answer
+        self._register: msg.Register | None = None
+        self._prompt_len = 0
+        self._pages: dict[str, list[int]] = {}
+        self._final: dict[str, int] = dict.fromkeys(groups, 0)
+        self._reached: dict[str, int] = {}  # per group, tokens below are copied (push) and digested, or being so
+        self._digests: ev.Digests = {}
+        self._computing = 0
+        self._untold: dict[str, list[ev.StartCopy]] = {}  # copies that are done before their digests are taken
+        self._round = 0
+        self._seeds: msg.Seeds | None = None
+        self._finished = False
+        self._offer: msg.AttemptMessage | None = None
+        self._exposed = False  # pull: D knows the pages, and may be reading them
+        self._peer_quiet = False
+
+    @property
+    def closed(self) -> bool:
+        """True when the machine can be replaced by its terminal reply."""
+        return self.phase is PrefillPhase.CLOSED
+
+    def handle(self, event: ev.MachineEvent) -> list[ev.Action]:
+        """Take one event; the actions are to be carried out in order."""
+        match event:
+            case ev.Opened():
+                self.opened = True
+                return self._notify_released() if self.released else self._advance()
+            case ev.Admitted():
+                self.admitted = True
+                return self._say_admitted()
+            case ev.Received(message):
+                return self._receive(message)
+            case ev.Declared():
+                return self._declare(event)
+            case ev.Sampled(seeds, finished):
+                if self.phase is not PrefillPhase.OPEN or self._seeds is not None:
+                    return []
+                self._seeds, self._finished = seeds, finished
+                self._final = {group: max(end, self._prompt_len) for group, end in self._final.items()}
+                return self._advance()
+            case ev.CopyEnded():
+                return self._copy_ended(event)
+            case ev.DigestsComputed(group, pieces):
+                return self._digested(group, pieces)
+            case ev.Abort(reason, message) | ev.Fault(reason, message):
+                return self._fail(reason, message)
+            case ev.Deadline(message):
+                return self._fail("handoff_timeout", message)
+            case ev.PeerLost(reason, message, fenced):
+                self._peer_quiet = self._peer_quiet or fenced
+                return self._fail(reason, message) or self._settle()
+            case ev.Tick():
+                return self._repeat()
+            case _:
+                return []
+
+    # ------------------------------------------------------------ messages
+
+    def _receive(self, message: msg.AttemptMessage) -> list[ev.Action]:
+        self._known = True
+        match message:
+            case msg.Announce():
+                self.announced = True
+                # The request may have ended with its first token before D came.
+                return self._say_admitted() or self._advance() or self._repeat() or self._answer()
+            case msg.Register():
+                return self._registered(message)
+            case msg.ReadDone() if self._exposed and self.phase is PrefillPhase.OFFERED:
+                assert self._seeds is not None
+                return self._make_offer(msg.Confirm(self.key, self._seeds, self._seeds_digest(self._seeds)))
+            case msg.ReadDone():
+                return self._answer()
+            case msg.Repair():
+                return self._repair(message)
+            case msg.Ack():
+                return self._acknowledged()
+            case msg.Cancel(_, reason, text):
+                # A failed copy may have closed the attempt already: D's question still needs its answer.
+                return self._fail(reason, text, tell=False) or self._answer()
+            case msg.Cancelled(_, reason):
+                self._peer_quiet = True
+                return self._fail(reason, "cancelled by the decode side", tell=False) or self._settle()
+            case _:
+                return []
+
+    def _say_admitted(self) -> list[ev.Action]:
+        waits = self.announced and not self.registered and self.phase is PrefillPhase.OPEN and not self._finished
+        return [ev.Send(msg.Admitted(self.key))] if self.admitted and waits else []
+
+    def _registered(self, message: msg.Register) -> list[ev.Action]:
+        if self.registered:
+            return self._repeat() or self._answer()
+        if set(message.wanted) != self.groups:
+            raise ProtocolError(f"REGISTER names groups {sorted(message.wanted)}, here {sorted(self.groups)}")
+        if self.mode == "push" and set(message.pages) != self.groups:
+            raise ProtocolError("REGISTER for push must bring a block table for each group")
+        self.registered = True
+        if self.phase is not PrefillPhase.OPEN:
+            # The attempt was over before D came; it learns so at once.
+            return self._repeat() or self._answer()
+        self._register = message
+        self._reached = {group: start for group, (start, _) in message.wanted.items()}
+        return self._advance()
+
+    def _acknowledged(self) -> list[ev.Action]:
+        if self._offer is None or isinstance(self._offer, msg.Ready):
+            return []  # nothing was committed that could be acknowledged
+        # Also when a deadline overtook the ACK: D has committed, and reads no more.
+        self._peer_quiet = True
+        if self.phase is PrefillPhase.OFFERED:
+            self._close()
+            return self._release("finished" if self._finished else "committed")
+        return self._settle()
+
+    # ------------------------------------------------------------ progress
+
+    def _declare(self, event: ev.Declared) -> list[ev.Action]:
+        if self.phase is not PrefillPhase.OPEN or self._seeds is not None:
+            return []
+        self._prompt_len = event.prompt_len
+        for group, pages in event.pages.items():
+            self._pages[group] = list(pages)
+        for group, end in event.final.items():
+            self._final[group] = max(self._final.get(group, 0), min(end, event.prompt_len))
+        return self._advance()
+
+    def _advance(self) -> list[ev.Action]:
+        if self.phase is not PrefillPhase.OPEN or not self.opened:
+            return []
+        if self._finished:
+            return self._finish()
+        if self._register is None:
+            return []
+        wanted = self._register.wanted
+        if self._seeds is not None:
+            beyond = [group for group, (_, stop) in wanted.items() if stop > self._final[group]]
+            if beyond:
+                return self._fail("not_final", f"groups {beyond} are wanted beyond the prompt's end")
+        actions = self._follow(self._register)
+        if self._seeds is None or self.copies.outstanding or self._computing:
+            return actions
+        if self.mode == "push":
+            return actions + self._make_offer(self._commit(self._seeds))
+        self._exposed = True
+        return actions + self._make_offer(msg.Ready(self.key, self._final, self._pages, self._digests))
+
+    def _follow(self, register: msg.Register) -> list[ev.Action]:
+        """Copy (push) and digest what has become final."""
+        actions: list[ev.Action] = []
+        for group in sorted(register.wanted):
+            start, stop = self._reached[group], min(register.wanted[group][1], self._final[group])
+            if start >= stop:
+                continue
+            self._reached[group] = stop
+            source = self._pages.get(group, [])
+            if self.mode == "push":
+                actions.append(self.copies.start(group, (start, stop), source, register.pages[group]))
+            if spans := due(self.integrity, self.key, start, stop):
+                self._computing += 1
+                actions.append(ev.ComputeDigests(group, spans, source))
+        return actions
+
+    def _commit(self, seeds: msg.Seeds) -> msg.Commit:
+        return msg.Commit(
+            self.key,
+            final=self._final,
+            seeds=seeds,
+            num_bytes=self.copies.num_bytes,
+            num_runs=self.copies.num_runs,
+            round=self._round,
+            digests=self._digests,
+            seeds_digest=self._seeds_digest(seeds),
+        )
+
+    def _seeds_digest(self, seeds: msg.Seeds) -> bytes:
+        return b"" if self.integrity == "off" else seeds_digest(self.key, seeds)
+
+    def _digested(self, group: str, pieces: list[msg.PieceDigest]) -> list[ev.Action]:
+        self._computing -= 1
+        if self.phase is not PrefillPhase.OPEN:
+            return []
+        self._digests.setdefault(group, []).extend(pieces)
+        copies = self._untold.pop(group, [])
+        return self._advance() or [action for copy in copies for action in self._progress(copy)]
+
+    def _repair(self, message: msg.Repair) -> list[ev.Action]:
+        """Copy again what D found bad. A REPAIR that was carried out is answered with its COMMIT again."""
+        if self.phase is not PrefillPhase.OFFERED or not isinstance(self._offer, msg.Commit):
+            return self._answer()
+        if message.round <= self._round:
+            return self._repeat()
+        register = self._register
+        assert register is not None
+        for group, spans in message.bad.items():
+            at, high = register.wanted.get(group, (0, 0))
+            for start, stop in spans:
+                if not at <= start < stop <= high:
+                    raise ProtocolError(f"REPAIR of group {group!r} beyond what was wanted, or out of order")
+                at = stop
+        if message.round != self._round + 1:
+            raise ProtocolError(f"REPAIR of round {message.round} after round {self._round}")
+        if self._round == self.max_retries:
+            return self._fail("integrity_failed", f"still bad after {self._round} repairs")
+        self.phase, self._offer, self._round = PrefillPhase.OPEN, None, message.round
+        actions: list[ev.Action] = [ev.Count("repairs")]
+        for group, spans in sorted(message.bad.items()):
+            actions += [self.copies.start(group, span, self._pages[group], register.pages[group]) for span in spans]
+        return actions + self._advance()
+
+    def _finish(self) -> list[ev.Action]:
+        """The request ended with its first token: stop copying, free, and tell D once it has been heard of."""
+        if self.copies.outstanding:
+            return self.copies.cancel()
+        actions = self._release("finished")
+        if not (self.announced or self.registered):
+            return actions
+        assert self._seeds is not None
+        return actions + self._make_offer(msg.Finished(self.key, self._seeds))
+
+    def _make_offer(self, offer: msg.AttemptMessage) -> list[ev.Action]:
+        self.phase, self._offer = PrefillPhase.OFFERED, offer
+        return [ev.Send(offer)]
+
+    def _copy_ended(self, event: ev.CopyEnded) -> list[ev.Action]:
+        copy = self.copies.end(event)
+        if copy is None:
+            return []
+        if self.phase is PrefillPhase.CLOSING:
+            return self._settle()
+        if self._finished:
+            return [] if self.copies.outstanding else self._advance()
+        if not event.ok:
+            return self.copies.again(copy) or self._fail("transfer_failed", event.message)
+        # COMMIT says all that PROGRESS could.
+        return self._advance() or self._progress(copy)
+
+    def _progress(self, copy: ev.StartCopy) -> list[ev.Action]:
+        if self._round:
+            return []
+        pieces = [p for p in self._digests.get(copy.group, []) if copy.start <= p.start and p.stop <= copy.stop]
+        if not pieces:
+            self._untold.setdefault(copy.group, []).append(copy)
+            return []
+        return [ev.Send(msg.Progress(self.key, {copy.group: pieces}))]
+
+    # ------------------------------------------------------------ the end
+
+    def _fail(self, reason: str, message: str, tell: bool = True) -> list[ev.Action]:
+        if self.phase in (PrefillPhase.CLOSING, PrefillPhase.CLOSED):
+            return []
+        self.phase, self.reason = PrefillPhase.CLOSING, reason
+        actions: list[ev.Action] = []
+        if tell and self._known:
+            actions.append(ev.Send(msg.Cancel(self.key, reason, message[:2000])))
+        return actions + self.copies.cancel() + self._settle()
+
+    def _settle(self) -> list[ev.Action]:
+        """Free and answer as soon as the pages are quiet."""
+        if self.phase is not PrefillPhase.CLOSING or self.copies.outstanding:
+            return []
+        if self._exposed and not self._peer_quiet:
+            return []
+        self._close()
+        answer: list[ev.Action] = [ev.Send(msg.Cancelled(self.key, self.reason))] if self._known else []
+        return answer + self._release(self.reason)
+
+    def _close(self) -> None:
+        # What is left is a tombstone, which answers until its ticket has expired: let go of the tables.
+        self.phase, self._register, self._pages = PrefillPhase.CLOSED, None, {}
+        self._offer, self._digests, self._untold = None, {}, {}
+
+    def _answer(self) -> list[ev.Action]:
+        """Say CANCELLED again where P's own copies have ended, whatever D still does."""
+        if self.phase in (PrefillPhase.OPEN, PrefillPhase.OFFERED) or self.copies.outstanding:
+            return []
+        return [ev.Send(msg.Cancelled(self.key, self.reason))]
+
+    def _repeat(self) -> list[ev.Action]:
+        if self.phase is PrefillPhase.OFFERED and self._offer is not None:
+            return [ev.Send(self._offer)]
+        if self.phase is PrefillPhase.CLOSING and self._exposed:
+            return [ev.Send(msg.Cancel(self.key, self.reason))]
+        return []
+
+    def _release(self, outcome: str) -> list[ev.Action]:
+        if self.released:
+            return []
+        self.released, self.reason = True, outcome
+        return self._notify_released()
+
+    def _notify_released(self) -> list[ev.Action]:
+        # An engine that has not opened the attempt holds no pages for it; it is told when it does.
+        return [ev.Notify(ev.PrefillReleased(self.key, self.reason))] if self.opened else []

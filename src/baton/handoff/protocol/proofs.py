@@ -1,0 +1,78 @@
+"""What D has proven of one attempt: pieces whose bytes match P's digests, and checks under way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from baton.handoff.protocol.events import Action, CheckDigests, Digests, DigestsChecked, Span
+from baton.handoff.protocol.messages import PieceDigest
+
+
+@dataclass(slots=True)
+class Proofs:
+    """`wanted` are the intervals per group, `pages` D's block tables."""
+
+    wanted: dict[str, Span]
+    pages: dict[str, list[int]]
+    _pieces: dict[str, dict[int, PieceDigest]] = field(default_factory=dict)  # proven, by group and start
+    _checks: dict[int, Digests] = field(default_factory=dict)
+    _next_id: int = 0
+
+    @property
+    def checking(self) -> bool:
+        """True while a check is under way."""
+        return bool(self._checks)
+
+    def check(self, digests: Digests) -> list[Action]:
+        """Begin to check what is not proven yet; nothing when all of it is."""
+        todo = self.unproven(digests)
+        if not todo:
+            return []
+        check_id, self._next_id = self._next_id, self._next_id + 1
+        self._checks[check_id] = todo
+        return [CheckDigests(check_id, todo, self.pages)]
+
+    def checked(self, event: DigestsChecked) -> bool:
+        """Book a check; False for one that was forgotten."""
+        todo = self._checks.pop(event.check_id, None)
+        if todo is None:
+            return False
+        bad = {(piece.group, piece.start) for piece in event.bad}
+        for group, pieces in todo.items():
+            good = {piece.start: piece for piece in pieces if (group, piece.start) not in bad}
+            self._pieces.setdefault(group, {}).update(good)
+        return True
+
+    def forget_checks(self) -> None:
+        """Copies begin anew, so what a check under way finds says nothing any more."""
+        self._checks.clear()
+
+    def unproven(self, digests: Digests) -> Digests:
+        """The part of `digests` that no check has confirmed, without empty groups."""
+        known = self._pieces
+        left = {group: [p for p in found if known.get(group, {}).get(p.start) != p] for group, found in digests.items()}
+        return {group: found for group, found in left.items() if found}
+
+    def proven(self) -> dict[str, int]:
+        """Per group that has some, the end of the tokens proven without a gap from the start of what is wanted."""
+        ends: dict[str, int] = {}
+        for group, pieces in sorted(self._pieces.items()):
+            at = start = self.wanted[group][0]
+            while at in pieces:
+                at = pieces[at].stop
+            if at > start:
+                ends[group] = at
+        return ends
+
+
+def spans(digests: Digests) -> dict[str, list[Span]]:
+    """The tokens of `digests` per group, neighbours joined."""
+    out: dict[str, list[Span]] = {}
+    for group, pieces in sorted(digests.items()):
+        joined = out.setdefault(group, [])
+        for piece in pieces:
+            if joined and joined[-1][1] == piece.start:
+                joined[-1] = (joined[-1][0], piece.stop)
+            else:
+                joined.append((piece.start, piece.stop))
+    return out

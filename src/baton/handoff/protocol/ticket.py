@@ -1,0 +1,226 @@
+"""Tickets: the router's signed permission for one attempt of one handoff.
+
+An engine dials the peer that a ticket names, and serves KV only to the peer that a ticket names. A ticket is
+`base64url(msgpack(Ticket) + HMAC-SHA256)` without padding; it expires, and serves one attempt: `Redeemer` sees to
+that where requests come in, the tombstones of attempts where REGISTER does.
+
+When it expires is said twice, in the monotonic clock of either engine, which the router has read. So nobody's time of
+day matters: one that is set forward or back refuses no ticket and revives none.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import hmac
+import os
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Protocol
+
+import msgspec
+from msgspec import Meta
+
+from baton.directories import OTHERS, check_own
+from baton.errors import ConfigError, EngineUnavailableError, ProtocolError, TicketExpiredError, WrongEngineError
+from baton.handoff.protocol.messages import AttemptKey, Name, TransferId
+from baton.wire import LegRole, Mode, SamplingParams
+
+TICKET_LIFE_S = 120
+# Engines remember ended attempts for this long, so no ticket may outlive that memory.
+MAX_TICKET_LIFE_S = 600
+MAX_TICKET_CHARS = 4096
+_KEY_BYTES = 32
+_MAC_BYTES = 32
+# Separates this use of the key from any other that may come.
+_CONTEXT = b"baton-ticket-1\0"
+
+Address = Annotated[str, Meta(min_length=1, max_length=256, pattern=r"^[a-z]+://")]
+
+
+class Party(Protocol):
+    """An engine as a ticket names it: an `EngineInfo` or an `EngineIdentity`."""
+
+    @property
+    def engine_id(self) -> str: ...
+    @property
+    def incarnation(self) -> str: ...
+    @property
+    def control_address(self) -> str | None: ...
+
+
+class Ticket(msgspec.Struct, frozen=True, kw_only=True):
+    """What the router promises both engines. `prefill_expiry` and `decode_expiry` are in seconds of that engine's own
+    monotonic clock; `request_digest` is 32 bytes."""
+
+    transfer_id: TransferId
+    attempt: Annotated[int, Meta(ge=0, lt=1 << 31)] = 0
+    prefill_engine: Name
+    prefill_incarnation: Name
+    prefill_address: Address
+    decode_engine: Name
+    decode_incarnation: Name
+    decode_address: Address
+    mode: Mode
+    prefill_expiry: Annotated[float, Meta(ge=0)]
+    decode_expiry: Annotated[float, Meta(ge=0)]
+    request_digest: Annotated[bytes, Meta(min_length=32, max_length=32)]
+
+    @classmethod
+    def between(
+        cls,
+        prefill: Party,
+        decode: Party,
+        mode: Mode,
+        request_digest: bytes,
+        expiries: tuple[float, float],
+    ) -> Ticket:
+        """A ticket for a new transfer. `expiries`: when, by the clock of `prefill` and by that of `decode`.
+
+        Raises `EngineUnavailableError` for an engine that takes no handoffs.
+        """
+        if prefill.control_address is None or decode.control_address is None:
+            raise EngineUnavailableError("an engine of the pair has no control address")
+        return cls(
+            transfer_id=new_transfer_id(),
+            prefill_engine=prefill.engine_id,
+            prefill_incarnation=prefill.incarnation,
+            prefill_address=prefill.control_address,
+            decode_engine=decode.engine_id,
+            decode_incarnation=decode.incarnation,
+            decode_address=decode.control_address,
+            mode=mode,
+            prefill_expiry=expiries[0],
+            decode_expiry=expiries[1],
+            request_digest=request_digest,
+        )
+
+    @property
+    def key(self) -> AttemptKey:
+        """The attempt that this ticket permits."""
+        return AttemptKey(self.transfer_id, self.attempt, self.prefill_incarnation, self.decode_incarnation)
+
+    def expiry(self, role: LegRole) -> float:
+        """When it expires, by the monotonic clock of the engine of that role."""
+        return self.prefill_expiry if role == "prefill" else self.decode_expiry
+
+
+_decoder = msgspec.msgpack.Decoder(Ticket)
+
+
+def new_transfer_id() -> bytes:
+    """128 random bits."""
+    return secrets.token_bytes(16)
+
+
+def request_digest(
+    prompt_token_ids: Sequence[int], sampling_params: SamplingParams, num_prompt_tokens: int | None = None
+) -> bytes:
+    """32 bytes over tokens, the length of the client's prompt in them (None: all of them) and every sampling
+    parameter: both legs must serve the same request.
+    """
+    # Integer keys become text, since only text keys can be put in order.
+    num_prompt = len(prompt_token_ids) if num_prompt_tokens is None else num_prompt_tokens
+    content = (list(prompt_token_ids), num_prompt, msgspec.to_builtins(sampling_params, str_keys=True))
+    return hashlib.sha256(msgspec.msgpack.encode(content, order="deterministic")).digest()
+
+
+def mint(key: bytes, ticket: Ticket) -> str:
+    """Sign a ticket. Equal tickets under one key give equal strings."""
+    body = msgspec.msgpack.encode(ticket)
+    signed = body + hmac.new(key, _CONTEXT + body, hashlib.sha256).digest()
+    return base64.urlsafe_b64encode(signed).rstrip(b"=").decode("ascii")
+
+
+def verify(key: bytes, text: str, role: LegRole, now: float) -> Ticket:
+    """The ticket in `text`, whose signature holds and whose expiry is after `now`, in monotonic seconds of this engine,
+    which has `role` in it.
+
+    Raises `ProtocolError` that says which check failed, `TicketExpiredError` when only its time is over; nothing of an
+    unsigned ticket is looked at.
+    """
+    if len(text) > MAX_TICKET_CHARS:
+        raise ProtocolError("ticket is too long")
+    try:
+        padded = text.encode("ascii") + b"=" * (-len(text) % 4)
+        signed = base64.b64decode(padded, altchars=b"-_", validate=True)
+    except (UnicodeEncodeError, binascii.Error) as error:
+        raise ProtocolError("ticket is not base64url") from error
+    body, mac = signed[:-_MAC_BYTES], signed[-_MAC_BYTES:]
+    if not hmac.compare_digest(mac, hmac.new(key, _CONTEXT + body, hashlib.sha256).digest()):
+        raise ProtocolError("ticket signature does not match")
+    try:
+        ticket = _decoder.decode(body)
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise ProtocolError(f"ticket is malformed: {error}") from error
+    left = ticket.expiry(role) - now
+    if left <= 0:
+        raise TicketExpiredError("ticket has expired")
+    if not left <= MAX_TICKET_LIFE_S:
+        raise ProtocolError(f"ticket is valid for more than {MAX_TICKET_LIFE_S} s")
+    return ticket
+
+
+class Redeemer:
+    """One engine's judge of the tickets that come with requests: each is served once per leg. For one thread.
+
+    `refused` counts those that were not served. Used tickets are remembered until they expire.
+    """
+
+    def __init__(self, key: bytes, engine_id: str, incarnation: str) -> None:
+        self.refused = 0
+        self._key = key
+        self._self = (engine_id, incarnation)
+        self._used: dict[tuple[str, AttemptKey], float] = {}
+
+    def redeem(self, text: str, role: LegRole, digest: bytes | None, now: float) -> Ticket:
+        """The ticket in `text`, if this engine may serve its leg `role` of the request with `digest` at `now`, in
+        monotonic seconds. Without `digest` whatever the request: its leg is not to be served.
+
+        Raises `ProtocolError` that says why not.
+        """
+        # Tickets live 600 s at most and come in order of time, so this lets go of each soon after its end.
+        while self._used and next(iter(self._used.values())) <= now:
+            del self._used[next(iter(self._used))]
+        try:
+            ticket = verify(self._key, text, role, now)
+            prefill = (ticket.prefill_engine, ticket.prefill_incarnation)
+            decode = (ticket.decode_engine, ticket.decode_incarnation)
+            if (prefill if role == "prefill" else decode) != self._self:
+                raise WrongEngineError("the ticket names another engine")
+            if digest is not None and not hmac.compare_digest(ticket.request_digest, digest):
+                raise ProtocolError("the ticket was signed for another request")
+            if (role, ticket.key) in self._used:
+                raise ProtocolError("the ticket was used before")
+        except ProtocolError:
+            self.refused += 1
+            raise
+        self._used[role, ticket.key] = ticket.expiry(role)
+        return ticket
+
+
+def load_or_create_key(path: str | Path) -> bytes:
+    """The 32-byte ticket key in a file; made, readable by its owner only, where there is none.
+
+    Raises `ConfigError` when the file has another length, is another user's, or others may read it.
+    """
+    path = Path(path)
+    fresh = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    if not path.exists():
+        descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(secrets.token_bytes(_KEY_BYTES))
+        try:
+            # Linked, not renamed: of two processes that start together the second must take the first's key.
+            os.link(fresh, path)
+        except FileExistsError:
+            pass
+        finally:
+            fresh.unlink()
+    check_own(path, "ticket_key_file", OTHERS)
+    key = path.read_bytes()
+    if len(key) != _KEY_BYTES:
+        raise ConfigError("ticket_key_file", f"{path} must hold {_KEY_BYTES} bytes, has {len(key)}")
+    return key

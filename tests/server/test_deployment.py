@@ -1,0 +1,186 @@
+"""Deployments as processes: they start, serve, fail with one clear line, and leave nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.deployment import Deployment
+from baton.errors import ConfigError, EngineUnavailableError
+from baton.transports.registry import parse_uri
+from tests.server.fake_serving import TEXT, write_tokenizer
+
+FAKE = (sys.executable, "-m", "tests.server.fake_baton")
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_tokenizer(tmp_path_factory.mktemp("model")))
+
+
+def ask(url: str, body: dict[str, Any] | None = None) -> Any:
+    data = None if body is None else json.dumps(body).encode()
+    with urllib.request.urlopen(urllib.request.Request(url, data=data), timeout=10) as response:
+        return json.loads(response.read() or "null")
+
+
+def gone(pid: int) -> bool:
+    """Whether a process has ended; one that nobody reaped counts."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def wait_gone(*pids: int) -> None:
+    for _ in range(1000):
+        if all(gone(pid) for pid in pids):
+            return
+        time.sleep(0.01)
+    raise AssertionError("processes are left")
+
+
+def test_deployment_serves_and_leaves_nothing(directory: str) -> None:
+    with Deployment(directory, prefill=1, decode=2, engine_flags=["--seed", "3"], command=FAKE) as deployment:
+        status = ask(f"{deployment.url}/status")
+        assert [e["role"] for e in status["engines"]] == ["prefill", "decode", "decode"]
+        assert [e["url"] for e in status["engines"]] == deployment.engine_urls
+        assert deployment.decode_urls == deployment.engine_urls[1:]
+        answer = ask(f"{deployment.url}/v1/completions", {"prompt": "a", "max_tokens": 12})
+        assert answer["choices"][0]["text"] == TEXT[:12]
+        pids = deployment.pids
+        assert set(pids) == {"prefill-0", "decode-0", "decode-1", "router"}
+        command = Path(f"/proc/{pids['decode-1']}/cmdline").read_text()
+        assert "\0--engines-per-host\x003\0" in command, "memory is shared by three"
+        key = Path(deployment.ticket_key_file)
+        assert key.parent.stat().st_mode & 0o077 == 0
+        assert deployment.ended() == {}
+        os.kill(pids["decode-1"], signal.SIGKILL)
+        wait_gone(pids["decode-1"])
+        for _ in range(500):  # a process whose first thread is gone may have others that are not
+            if deployment.ended():
+                break
+            time.sleep(0.01)
+        assert list(deployment.ended()) == ["decode-1"]
+    wait_gone(*pids.values())
+    assert not key.parent.exists()
+    deployment.close()
+
+
+def test_children_are_halted_killed_and_started_again(directory: str) -> None:
+    with Deployment(directory, prefill=1, decode=1, command=FAKE) as deployment:
+        before, urls = deployment.pids, deployment.engine_urls
+        deployment.stop("decode-0")
+        with pytest.raises(TimeoutError):
+            urllib.request.urlopen(f"{urls[1]}/inference/v1/info", timeout=0.5)
+        deployment.cont("decode-0")
+        assert ask(f"{urls[1]}/inference/v1/info")["role"] == "decode"
+        deployment.stop("decode-0")
+        deployment.kill("decode-0")  # also while it is halted
+        wait_gone(before["decode-0"])
+        deployment.restart("decode-0")
+        deployment.restart("router", wait=False)  # while it runs
+        deployment.await_ready("router")
+        assert deployment.engine_urls == urls
+        pids = deployment.pids
+        assert pids["prefill-0"] == before["prefill-0"]
+        assert len({*pids.values(), *before.values()}) == 5
+        wait_gone(before["router"])
+        assert ask(f"{urls[1]}/inference/v1/info")["role"] == "decode"
+        assert ask(f"{deployment.url}/v1/completions", {"prompt": "a", "max_tokens": 12})["choices"][0]["text"]
+        deployment.stop("prefill-0")  # one that is halted ends too
+    wait_gone(*pids.values())
+
+
+def test_engines_share_a_directory_of_their_own(directory: str) -> None:
+    """`file` without a path is this deployment's directory."""
+    flags = ["--kv-transport", "nixl", "--kv-transfer-config", '{"kv_transport": "mooncake"}']
+    with Deployment(directory, engine_flags=flags, kv_transport="file", command=FAKE) as deployment:
+        flags = [last_transport(pid) for name, pid in deployment.pids.items() if name != "router"]
+    scheme, query = parse_uri(flags[0])
+    assert flags == [flags[0]] * 2
+    assert scheme == "file"
+    path = Path(query["path"])
+    assert path.name == "kv"
+    assert path.parent.name.startswith("baton-")
+    assert not path.parent.exists()
+    with pytest.raises(ConfigError, match="kv_transport: local moves KV within one process only"):
+        Deployment(directory, kv_transport="faulty+local://?fault=drop", command=FAKE)
+
+
+def last_transport(pid: int) -> str:
+    arguments = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    return [value for name, value in pairwise(arguments) if name == "--kv-transport"][-1]
+
+
+def test_a_child_that_fails_ends_all_and_is_quoted(directory: str) -> None:
+    with pytest.raises(EngineUnavailableError, match="did not start: RuntimeError: boom at start"):
+        Deployment(directory, engine_flags=["--served-model-name", "crash"], command=FAKE)
+    with pytest.raises(EngineUnavailableError, match="did not start: block_size: must be"):
+        Deployment(directory, engine_flags=["--block-size", "0"], command=FAKE)
+    with pytest.raises(ConfigError, match="prefill"):
+        Deployment(directory, prefill=1, decode=0, command=FAKE)
+
+
+def test_an_engine_that_fails_ends_its_process_with_the_cause(directory: str) -> None:
+    """One that stayed would answer 503 for ever, and nobody would start it anew."""
+    command = [*FAKE, "serve", directory, "--served-model-name", "fails", "--port", "0"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1
+    assert ended.stderr.splitlines()[-1] == "error: the engine failed: out of luck"
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_up_ends_every_process(directory: str, number: signal.Signals) -> None:
+    up = subprocess.Popen([*FAKE, "up", directory, "--port", "0"], stderr=subprocess.PIPE, text=True)
+    assert up.stderr is not None
+    lines: list[str] = []
+    for line in up.stderr:
+        lines.append(line)
+        if line.startswith("ready: "):
+            break
+    text = "".join(lines)
+    assert "prefill-0: ready at http://127.0.0.1:" in text
+    url = lines[-1].split()[1]
+    assert ask(f"{url}/completions", {"prompt": "a", "max_tokens": 3})["choices"][0]["text"] == TEXT[:3]
+    children = [int(p) for p in Path(f"/proc/{up.pid}/task/{up.pid}/children").read_text().split()]
+    assert len(children) == 2
+    up.send_signal(number)
+    up.wait(15)
+    up.stderr.close()
+    wait_gone(*children)
+    if number != signal.SIGKILL:
+        assert up.returncode == 0
+
+
+def test_a_signal_while_loading_ends_the_process(directory: str) -> None:
+    read, write = os.pipe()
+    command = [
+        *FAKE,
+        "serve",
+        directory,
+        "--served-model-name",
+        "slow",
+        "--port",
+        "0",
+        "--ready-fd",
+        str(write),
+    ]
+    child = subprocess.Popen(command, pass_fds=(write,))
+    os.close(write)
+    seen = b""
+    while b"loading nothing" not in seen:
+        seen += os.read(read, 4096)
+    os.close(read)
+    child.terminate()
+    assert child.wait(10) == 128 + signal.SIGTERM
