@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from baton.handoff.channel.sessions import Link
+from baton.handoff.channel.sessions import Session
 
 if TYPE_CHECKING:
     from simulation.process import Process
@@ -37,23 +37,26 @@ class SimWorker:
             job()
 
 
-def check_innocence(process: Process, silent: Sequence[Link]) -> None:
-    """Of the links that were silent for their lease when time was looked at, and are gone now, none may lead to an
+def check_innocence(process: Process, silent: Sequence[Session]) -> None:
+    """Of the sessions that were silent for their lease when time was looked at, and are gone now, none may lead to an
     engine that was there all the time, and held this session too.
     """
-    world, links = process.world, process.runner.links
+    world, sessions = process.world, process.node.sessions
     if any(world.settings.has(fault) for fault in _DEAF):
         return
-    for link in silent:
-        held = links.clients.get(link.connection) is link or links.servers.get(link.connection.address) is link
-        if held or link.hello is None:
+    for session in silent:
+        held = (
+            sessions.clients.get(session.connection) is session
+            or sessions.servers.get(session.connection.address) is session
+        )
+        if held or session.hello is None:
             continue
-        far = process.cluster.by_uid.get(link.hello.incarnation)
-        since = world.now - 3 * link.lease
+        far = process.cluster.by_uid.get(session.hello.incarnation)
+        since = world.now - 3 * session.lease
         if far is None or not (_there(process, since) and _there(far, since)):
             continue
-        theirs = [*far.runner.links.clients.values(), *far.runner.links.servers.values()]
-        if any(other.connection.session == link.connection.session and other.talking for other in theirs):
+        theirs = [*far.node.sessions.clients.values(), *far.node.sessions.servers.values()]
+        if any(other.connection.session == session.connection.session and other.talking for other in theirs):
             world.fail("innocent_lease", f"{process.name} evicts {far.name}: both were there, in one session")
 
 

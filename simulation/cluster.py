@@ -148,20 +148,20 @@ class Cluster:
             (process, attempt.machine.key)
             for process in self.processes.values()
             if process.role == "prefill" and not process.gone
-            for attempt in process.runner.machines.prefills.live.values()
+            for attempt in process.node.execution.prefills.live.values()
         ]
         forgers = [p for p in self.processes.values() if p.role == "decode" and not p.gone and not p.paused]
         if not attempts or not forgers:
             return False
         (victim, key), forger = random.choice(attempts), random.choice(forgers)
-        link = forger.runner.links.servers.get(victim.address)
-        if link is None or not link.ready:
+        session = forger.node.sessions.servers.get(victim.address)
+        if session is None or not session.ready:
             return False
         claimed = AttemptKey(key.transfer_id, key.attempt + 1, key.prefill_incarnation, forger.uid)
         ticket = random.choice(sorted(self.tickets))
         groups = {memory.model.name: memory for memory in forger.memories}
         forger.channel.send(
-            link.connection,
+            session.connection,
             Register(claimed, ticket, dict.fromkeys(groups, (0, 1)), {group: [1] for group in groups}),
         )
         return True

@@ -46,7 +46,7 @@ class DecodeEngine(EngineModel):
         if self.world.settings.announces:
             leg.state = "announced"
             self.look_for_prefix(leg)
-            self.process.call(lambda: self.process.runner.announce_decode(leg.ticket))
+            self.process.call(lambda: self.process.node.announce_decode(leg.ticket))
 
     def loaded(self, leg: Leg) -> None:
         """See `EngineModel`."""
@@ -75,7 +75,7 @@ class DecodeEngine(EngineModel):
         if self.legs.get(leg.key) is not leg:
             self._drop_recompute(leg)
             return
-        runner = self.process.runner
+        runner = self.process.node
         if leg.state in ("announced", "waiting"):
             if not self.world.settings.announces:
                 # P may already hold pages for it; without a word from here it would until the ticket expires.
@@ -262,7 +262,7 @@ class DecodeEngine(EngineModel):
         def register() -> None:
             # A handoff's time counts from REGISTER on, and the process may have been paused before it took this call.
             leg.deadline = self.process.clock.monotonic() + self.world.settings.timers.handoff
-            self.process.runner.open_decode(leg.ticket, intervals, tables)
+            self.process.node.open_decode(leg.ticket, intervals, tables)
 
         self.process.call(register)
         return True

@@ -116,7 +116,7 @@ class SimChannel:
         self.address = process.address
         self.malformed = 0
         self.dialled: set[Connection] = set()
-        self.inbox: list[tuple[Connection, Message]] = []
+        self.routing: list[tuple[Connection, Message]] = []
         self._accepted: dict[bytes, Connection] = {}
 
     # ------------------------------------------------------------ the ControlChannel protocol
@@ -196,7 +196,7 @@ class SimChannel:
         if self.world.settings.ordered and sequence <= connection.received:
             return
         connection.received = max(connection.received, sequence)
-        self.inbox.append((connection, message))
+        self.routing.append((connection, message))
         self.process.wake()
 
 

@@ -26,7 +26,7 @@ class PrefillEngine(EngineModel):
             return
         self.legs[leg.key] = leg
         self.look_for_prefix(leg)
-        self.process.call(lambda: self.process.runner.open_prefill(leg.ticket))
+        self.process.call(lambda: self.process.node.open_prefill(leg.ticket))
 
     def abandon(self, leg: Leg) -> None:
         """See `EngineModel`."""
@@ -47,7 +47,7 @@ class PrefillEngine(EngineModel):
     def _give_up(self, leg: Leg, reason: str) -> None:
         if self.legs.get(leg.key) is leg and leg.state != "dropped":
             leg.state = "dropped"
-            self.process.call(lambda: self.process.runner.abort(leg.key, reason))
+            self.process.call(lambda: self.process.node.abort(leg.key, reason))
 
     def proven_quiet(self, event: Ending) -> None:
         """See `EngineModel`."""
@@ -85,7 +85,7 @@ class PrefillEngine(EngineModel):
             return False
         self.begin(leg, common)
         leg.state = "running"
-        self.process.call(lambda: self.process.runner.to_prefill(leg.key, Admitted()))
+        self.process.call(lambda: self.process.node.to_prefill(leg.key, Admitted()))
         return True
 
     def _chunk(self, leg: Leg) -> None:
@@ -100,7 +100,7 @@ class PrefillEngine(EngineModel):
         self.cache(leg)
         pages = {group: list(table) for group, table in leg.pages.items()}
         declared = Declared(n, pages, {group: max(0, end) for group, end in final.items()})
-        self.process.call(lambda: self.process.runner.to_prefill(leg.key, declared))
+        self.process.call(lambda: self.process.node.to_prefill(leg.key, declared))
         if not last:
             return
         finished = n + 1 == len(leg.story)
@@ -108,4 +108,4 @@ class PrefillEngine(EngineModel):
         seeds = Seeds(leg.story.tokens[n], None, drafts)
         self.process.cluster.seeds[str(leg.key)] = seeds
         leg.state = "held"
-        self.process.call(lambda: self.process.runner.to_prefill(leg.key, Sampled(seeds, finished)))
+        self.process.call(lambda: self.process.node.to_prefill(leg.key, Sampled(seeds, finished)))

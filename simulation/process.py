@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from baton.handoff.channel.config import AgentConfig
-from baton.handoff.node.node import HandoffRunner
+from baton.handoff.node.node import HandoffNode
 from baton.handoff.protocol.events import (
     DecodeCommitted,
     DecodeFailed,
@@ -92,7 +92,7 @@ class Process:
         geometries = {memory.model.name: memory.geometry for memory in self.memories}
         descriptor = self.transport.register([])
         digester = None if world.settings.integrity == "off" else CellDigester(self.memories)
-        self.runner = HandoffRunner(
+        self.node = HandoffNode(
             self.config,
             geometries,
             self.transport,
@@ -136,13 +136,13 @@ class Process:
 
     def agent_step(self) -> None:
         """What `HandoffAgent` does in one turn, in its order."""
-        runner = self.runner
-        idle = not self.channel.inbox and not self.calls and not len(runner.operations)
-        silent = runner.links.expired(self.clock.monotonic())
+        runner = self.node
+        idle = not self.channel.routing and not self.calls and not len(runner.operations)
+        silent = runner.sessions.expired(self.clock.monotonic())
         wait = runner.on_time()
         check_innocence(self, silent)
-        inbox, self.channel.inbox = self.channel.inbox, []
-        for connection, message in inbox:
+        routing, self.channel.routing = self.channel.routing, []
+        for connection, message in routing:
             runner.on_message(connection, message)
         while self.calls:
             self.calls.popleft()()
@@ -270,16 +270,16 @@ class Process:
         self.leaving = True
         self.world.note(self.name, "leaves")
         self.engine.close()
-        self.runner.abort_all("engine_closed")
+        self.node.abort_all("engine_closed")
         self._leave(self.world.now + self.config.timers.close)
 
     def _leave(self, until: float) -> None:
         if self.dead:
             return
-        if self.paused or (len(self.runner.operations) and self.world.now < until):
+        if self.paused or (len(self.node.operations) and self.world.now < until):
             self.world.after(0.05, self._leave, until)
             return
-        self.runner.links.say_bye("engine_closed", quiet=len(self.runner.operations) == 0)
+        self.node.sessions.say_bye("engine_closed", quiet=len(self.node.operations) == 0)
         self.transport.close()
         self.closed = True
         self.crash()

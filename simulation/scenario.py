@@ -130,16 +130,16 @@ def _left(cluster: Cluster) -> list[str]:
     for process in cluster.processes.values():
         if process.dead:
             continue
-        runner, name = process.runner, process.name
+        runner, name = process.node, process.name
         if process.engine.legs:
             out.append(f"{name} has legs {[f'{leg.holder} {leg.state}' for leg in process.engine.legs.values()]}")
         for memory in process.memories:
             if memory.num_held:
                 out.append(f"{name} holds {memory.num_held} pages of {memory.model.name}")
-        live = [str(attempt.machine.key) for attempt in runner.machines.live()]
+        live = [str(attempt.machine.key) for attempt in runner.execution.live()]
         if live or len(runner.operations):
             out.append(f"{name} has attempts {live} and {len(runner.operations)} copies")
-        if runner.inbox.claims.holding:
+        if runner.routing.claims.holding:
             # The connection of a claim may be under way to a process that died: a lease must have time to end it.
             out.append(f"{name} holds a claim back")
     return out
@@ -158,8 +158,8 @@ def _check_rest(world: World, cluster: Cluster) -> None:
         for _ in range(2):
             world.skip(1.3 * TOMBSTONE_S + 2 * world.settings.timers.retry)
             process.agent_step()
-        books = process.runner.machines.prefills, process.runner.machines.decodes
-        kept = sum(len(book.ended) for book in books) + process.runner.inbox.claims.holding
+        books = process.node.execution.prefills, process.node.execution.decodes
+        kept = sum(len(book.ended) for book in books) + process.node.routing.claims.holding
         if kept:
             world.fail("memory", f"{process.name} remembers {kept} attempts after every ticket expired")
         for memory in process.memories:

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from baton.handoff.node.attempts import DecodeAttempt, PrefillAttempt
-from baton.handoff.node.inbox import Inbox
 from baton.handoff.node.operations import Operations
+from baton.handoff.node.routing import Routing
 from baton.handoff.protocol.decode import DecodeHandoff
 from baton.handoff.protocol.events import (
     Abort,
@@ -95,14 +95,14 @@ def _unfenced_is_fenced() -> list[Patch]:
     ("leave", "slow_copy", "late_copy", "delay", "broken_connection"),
 )
 def _any_bye_is_quiet() -> list[Patch]:
-    original = Inbox._server_left
+    original = Routing._server_left
 
-    def left(self: Inbox, link: Any, bye: Bye) -> None:
-        for attempt in self._decodes_at(link.connection.address):
-            self._machines.feed(attempt, PeerLost("peer_lost", bye.reason, True))
-        original(self, link, bye)
+    def left(self: Routing, session: Any, bye: Bye) -> None:
+        for attempt in self._decodes_at(session.connection.address):
+            self._execution.feed(attempt, PeerLost("peer_lost", bye.reason, True))
+        original(self, session, bye)
 
-    return [(Inbox, "_server_left", left)]
+    return [(Routing, "_server_left", left)]
 
 
 @mutation("after `unknown` a copy is outstanding until it has ended")

@@ -8,12 +8,12 @@ from typing import Any
 
 import msgspec
 
-from baton.handoff.channel import sessions as links
+from baton.handoff.channel import sessions as sessions
 from baton.handoff.channel.connecting import Connector
-from baton.handoff.channel.sessions import Links
+from baton.handoff.channel.sessions import Sessions
 from baton.handoff.node.attempts import Book
-from baton.handoff.node.inbox import Inbox
 from baton.handoff.node.operations import Operations
+from baton.handoff.node.routing import Routing
 from baton.handoff.protocol import greeting
 from baton.handoff.protocol.decode import DecodeHandoff
 from baton.handoff.protocol.events import (
@@ -57,28 +57,28 @@ def _attempts_are_one() -> list[Patch]:
 
 @mutation("REGISTER brings a ticket for this very attempt")
 def _no_ticket_check() -> list[Patch]:
-    def check(self: Links, link: Any, message: Announce | Register) -> Any:
+    def check(self: Sessions, session: Any, message: Announce | Register) -> Any:
         ticket = verify(self._config.ticket_key, message.ticket, "prefill", self._clock.monotonic())
         return msgspec.structs.replace(ticket, transfer_id=message.key.transfer_id, attempt=message.key.attempt)
 
-    return [(Links, "check_register", check)]
+    return [(Sessions, "check_register", check)]
 
 
 @mutation("a ticket expires by the engine's monotonic clock, whatever the time of day", ("clock_step", "reorder"))
 def _expiry_by_time_of_day() -> list[Patch]:
-    original = Links.check_register
+    original = Sessions.check_register
 
-    def check(self: Links, link: Any, message: Register) -> Any:
+    def check(self: Sessions, session: Any, message: Register) -> Any:
         clock: Any = self._clock
         verify(self._config.ticket_key, message.ticket, "prefill", clock.monotonic() + clock.stepped)
-        return original(self, link, message)
+        return original(self, session, message)
 
-    return [(Links, "check_register", check)]
+    return [(Sessions, "check_register", check)]
 
 
 @mutation("who says HELLO shows that it knows the ticket key", ("stranger", "reorder"))
 def _no_proof() -> list[Patch]:
-    return [(links, "is_proven", lambda key, side, address, challenge, hello: bool(hello.proof))]
+    return [(sessions, "is_proven", lambda key, side, address, challenge, hello: bool(hello.proof))]
 
 
 @mutation("a proof answers the challenge of this connection", ("stranger", "reorder"))
@@ -89,7 +89,7 @@ def _proof_without_challenge() -> list[Patch]:
     def holds(key: bytes, side: greeting.Side, address: str, challenge: bytes, hello: Hello) -> bool:
         return greeting.is_proven(key, side, address, b"", hello)
 
-    return [(links, "prove", said), (links, "is_proven", holds)]
+    return [(sessions, "prove", said), (sessions, "is_proven", holds)]
 
 
 @mutation("ACK is of a commit, not of an offer to read")
@@ -115,11 +115,11 @@ def _blocking_connect() -> list[Patch]:
     faults=("slow_call", "stop_after_hello", "crash_prefill", "pause_prefill", "client_abort"),
 )
 def _register_before_connected() -> list[Patch]:
-    original = Inbox.join
+    original = Routing.join
 
-    def join(self: Inbox, attempt: Any, link: Any, hello: Any) -> None:
-        connecting, link.connecting = link.connecting, None
-        original(self, attempt, link, hello)
-        link.connecting = connecting
+    def join(self: Routing, attempt: Any, session: Any, hello: Any) -> None:
+        connecting, session.connecting = session.connecting, None
+        original(self, attempt, session, hello)
+        session.connecting = connecting
 
-    return [(Inbox, "join", join)]
+    return [(Routing, "join", join)]

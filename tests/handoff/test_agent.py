@@ -124,7 +124,7 @@ def test_what_is_given_up_may_be_overwritten_while_it_is_copied(pair: Pair, mode
     p.agent.declare_final(ticket.key, n, source, {"target": n, "draft": n - 1})
     p.agent.finish_prefill(ticket.key, SEEDS, False)
     until = time.monotonic() + 20
-    while not any(len(node.agent._runner.operations) for node in (p, d)):
+    while not any(len(node.agent._node.operations) for node in (p, d)):
         assert time.monotonic() < until, "no copy begins"
         time.sleep(0.001)
     p.agent.abort(ticket.key, "preempted", taken.set)

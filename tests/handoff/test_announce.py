@@ -132,16 +132,16 @@ def world() -> World:
 def test_a_wait_outlasts_the_ticket(world: World, mode: Mode) -> None:
     p, d = engine(world, "P"), engine(world, "D")
     ticket = world.ticket(p, d, mode, life=10)
-    p.runner.open_prefill(ticket)
-    d.runner.announce_decode(ticket)
+    p.node.open_prefill(ticket)
+    d.node.announce_decode(ticket)
     world.run(40)
-    p.runner.to_prefill(ticket.key, ev.Admitted())
+    p.node.to_prefill(ticket.key, ev.Admitted())
     world.run(0.2)
     assert d.events == [ev.DecodeAdmitted(ticket.key)]
     world.prefill(p, ticket)
     world.run(40)
     assert p.events == [], "its pages wait for D's"
-    d.runner.open_decode(ticket, {"target": (0, N)}, {"target": [3, 4]})
+    d.node.open_decode(ticket, {"target": (0, N)}, {"target": [3, 4]})
     world.run(1)
     assert p.events == [ev.PrefillReleased(ticket.key, "committed")]
     assert d.count(ev.DecodeCommitted) == 1
@@ -151,7 +151,7 @@ def test_a_wait_outlasts_the_ticket(world: World, mode: Mode) -> None:
 def test_a_leg_that_no_engine_takes_ends_with_its_ticket(world: World) -> None:
     p, d = engine(world, "P"), engine(world, "D")
     ticket = world.ticket(p, d, "push", life=10)
-    d.runner.announce_decode(ticket)
+    d.node.announce_decode(ticket)
     world.run(9)
     assert d.events == []
     world.run(3)
@@ -165,11 +165,11 @@ def test_a_leg_that_no_engine_takes_ends_with_its_ticket(world: World) -> None:
 def test_time_counts_from_register(world: World, mode: Mode) -> None:
     p, d = engine(world, "P"), engine(world, "D")
     ticket = world.ticket(p, d, mode, life=10)
-    p.runner.open_prefill(ticket)
-    d.runner.announce_decode(ticket)
-    p.runner.to_prefill(ticket.key, ev.Admitted())
+    p.node.open_prefill(ticket)
+    d.node.announce_decode(ticket)
+    p.node.to_prefill(ticket.key, ev.Admitted())
     world.run(30)
-    d.runner.open_decode(ticket, {"target": (0, N)}, {"target": [3, 4]})
+    d.node.open_decode(ticket, {"target": (0, N)}, {"target": [3, 4]})
     world.run(TIMERS.handoff - 1)
     assert d.failures() == []
     world.run(2)
@@ -180,13 +180,13 @@ def test_time_counts_from_register(world: World, mode: Mode) -> None:
 def test_p_keeps_no_pages_for_a_leg_that_fell_silent(world: World) -> None:
     p, d = engine(world, "P"), engine(world, "D")
     ticket = world.ticket(p, d, "pull", life=10)
-    p.runner.open_prefill(ticket)
-    d.runner.announce_decode(ticket)
-    p.runner.to_prefill(ticket.key, ev.Admitted())
+    p.node.open_prefill(ticket)
+    d.node.announce_decode(ticket)
+    p.node.to_prefill(ticket.key, ev.Admitted())
     world.prefill(p, ticket)
     world.run(15)
     # D's session lives, but it does not speak of this attempt any more.
-    d.runner.machines.decodes.live.clear()
+    d.node.execution.decodes.live.clear()
     world.run(TIMERS.handoff + 2)
     assert p.events == [ev.PrefillReleased(ticket.key, "handoff_timeout")]
 
@@ -194,12 +194,12 @@ def test_p_keeps_no_pages_for_a_leg_that_fell_silent(world: World) -> None:
 def test_what_was_forgotten_is_quiet(world: World) -> None:
     p, d = engine(world, "P"), engine(world, "D")
     ticket = world.ticket(p, d, "pull", life=10)
-    d.runner.announce_decode(ticket)
+    d.node.announce_decode(ticket)
     world.run(0.5)
-    p.runner.machines.prefills.live.clear()
-    link = next(iter(d.runner.links.servers.values()))
+    p.node.execution.prefills.live.clear()
+    session = next(iter(d.node.sessions.servers.values()))
     for question in (msg.ReadDone(ticket.key), msg.Repair(ticket.key, 1, {})):
-        d.channel.send(link.connection, question)
+        d.channel.send(session.connection, question)
     world.run(0.5)
     assert d.failures() == ["forgotten"]
     assert world.settled()
@@ -208,21 +208,21 @@ def test_what_was_forgotten_is_quiet(world: World) -> None:
 @pytest.mark.parametrize("claim", ["announce", "register"])
 def test_a_claim_that_cancel_overtook_starts_nothing(world: World, claim: str) -> None:
     p, d = engine(world, "P"), engine(world, "D")
-    d.runner.announce_decode(world.ticket(p, d, "push"))
+    d.node.announce_decode(world.ticket(p, d, "push"))
     world.run(0.5)
     ticket = world.ticket(p, d, "push")
-    (link,) = d.runner.links.servers.values()
+    (session,) = d.node.sessions.servers.values()
     late: msg.AttemptMessage = msg.Announce(ticket.key, mint(b"k", ticket))
     if claim == "register":
         late = msg.Register(ticket.key, mint(b"k", ticket), {"target": (0, N)}, {"target": [3, 4]})
     for message in (msg.Cancel(ticket.key, "gone"), late):
-        d.channel.send(link.connection, message)
+        d.channel.send(session.connection, message)
     world.run(0.5)
-    p.runner.open_prefill(ticket)
+    p.node.open_prefill(ticket)
     world.prefill(p, ticket)
     world.run(0.5)
     assert p.events == [ev.PrefillReleased(ticket.key, "gone")]
-    assert not len(p.runner.operations)
+    assert not len(p.node.operations)
 
 
 # ---------------------------------------------------------------- whole agents

@@ -63,7 +63,7 @@ def test_a_handoff_waits_for_its_connection_and_no_lease_ends_meanwhile(world: W
     world.prefill(p, ticket)
     world.run(2 * TIMERS.lease)
     assert transport.waiting
-    assert p.runner.stats()["lost_leases"] == d.runner.stats()["lost_leases"] == 0
+    assert p.node.stats()["lost_leases"] == d.node.stats()["lost_leases"] == 0
     assert d.events == p.events == []
     transport.answer()
     world.run(3)
@@ -77,8 +77,8 @@ def test_a_claim_that_came_in_time_does_not_expire_while_it_waits(world: World, 
     to_d.hangs.add(d.descriptor)
     ticket = world.ticket(p, d, "push", life=2)
     if opened:
-        p.runner.open_prefill(ticket)
-    d.runner.open_decode(ticket, {"target": (0, 8)}, {"target": [3, 4]})
+        p.node.open_prefill(ticket)
+    d.node.open_decode(ticket, {"target": (0, 8)}, {"target": [3, 4]})
     world.run(1.5)
     if opened:
         world.prefill(p, ticket)
@@ -91,7 +91,7 @@ def test_a_claim_that_came_in_time_does_not_expire_while_it_waits(world: World, 
     else:
         assert d.failures() == ["handoff_timeout"]
     assert world.settled()
-    assert not p.runner.inbox.claims.holding
+    assert not p.node.routing.claims.holding
 
 
 @pytest.mark.parametrize("slow", ["P", "D"])

@@ -195,14 +195,14 @@ def test_three_bad_handoffs_in_a_row_take_a_peer_out_of_rotation(pair: Pair, mod
 
 def test_a_handoff_without_repair_clears_the_count(pair: Pair) -> None:
     _, d = pair.both()
-    links = d.agent._runner.links
+    sessions = d.agent._node.sessions
     event = DecodeCommitted(AttemptKey(bytes(16), 0, "P-1", "D-1"), SEEDS, 1, 1)
     for repaired in (True, True, False, True, True):
-        links.health.note(event, repaired)
-        assert links.health.why_not("P-1") == ""
-    links.health.note(event, True)
-    assert links.health.why_not("P-1")
-    assert not links.health.why_not("P-2")
+        sessions.health.note(event, repaired)
+        assert sessions.health.why_not("P-1") == ""
+    sessions.health.note(event, True)
+    assert sessions.health.why_not("P-1")
+    assert not sessions.health.why_not("P-2")
 
 
 def test_engines_that_differ_in_integrity_are_refused_by_name(pair: Pair) -> None:

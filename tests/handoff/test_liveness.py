@@ -14,7 +14,7 @@ import pytest
 from baton.errors import ProtocolError
 from baton.handoff.channel.base import Connection
 from baton.handoff.channel.config import AgentConfig, Timers
-from baton.handoff.node.node import HandoffRunner
+from baton.handoff.node.node import HandoffNode
 from baton.handoff.plan.planner import RankGeometry
 from baton.handoff.protocol.events import (
     Declared,
@@ -65,7 +65,7 @@ class FakeChannel:
         self.world, self.address = world, address
         self.dialled: dict[int, Connection] = {}
         self.accepted: dict[int, Connection] = {}
-        self.inbox: deque[tuple[int, bool, Message, FakeChannel]] = deque()
+        self.routing: deque[tuple[int, bool, Message, FakeChannel]] = deque()
         self.sent: list[tuple[float, Message]] = []
 
     def dial(self, address: str) -> Connection:
@@ -82,19 +82,19 @@ class FakeChannel:
         self.sent.append((self.world.clock.now, message))
         message = decode(encode(message, connection.session, 1))[2]
         if connection.identity is not None:
-            connection.socket.inbox.append((connection.session, False, message, self))
+            connection.socket.routing.append((connection.session, False, message, self))
         elif connection.session in self.dialled and connection.address in self.world.nodes:
-            self.world.nodes[connection.address].channel.inbox.append((connection.session, True, message, self))
+            self.world.nodes[connection.address].channel.routing.append((connection.session, True, message, self))
 
     def wake(self) -> None: ...
 
     def receive(self) -> Iterator[tuple[Connection, Message]]:
-        for _ in range(len(self.inbox)):
-            session, to_bound, message, sender = self.inbox.popleft()
+        for _ in range(len(self.routing)):
+            session, to_bound, message, sender = self.routing.popleft()
             known = self.accepted if to_bound else self.dialled
             if to_bound and session not in known:
                 if not isinstance(message, Hello):
-                    sender.inbox.append((session, False, Bye("unknown_session"), self))
+                    sender.routing.append((session, False, Bye("unknown_session"), self))
                     continue
                 known[session] = Connection(session, sender, identity=b"x")
             if session in known:
@@ -153,7 +153,7 @@ class Node:
         self.memory = self.transport.allocate("target", geometry.region_bytes)
         self.descriptor = self.transport.register([self.memory])
         self.events: list[HandoffEvent] = []
-        self.runner = HandoffRunner(
+        self.node = HandoffNode(
             AgentConfig(name, self.incarnation, ticket_key=b"k", timers=timers),
             {"target": RankGeometry(rank=0, geometry=geometry)},
             self.transport,
@@ -166,12 +166,12 @@ class Node:
         world.nodes[self.address] = self
 
     def step(self) -> None:
-        self.runner.on_time()
+        self.node.on_time()
         for connection, message in self.channel.receive():
-            self.runner.on_message(connection, message)
-        while len(self.runner.operations) and not isinstance(self.transport, StuckTransport):
-            self.runner.poll()
-        self.runner.poll()
+            self.node.on_message(connection, message)
+        while len(self.node.operations) and not isinstance(self.transport, StuckTransport):
+            self.node.poll()
+        self.node.poll()
 
     def die(self) -> None:
         self.transport.close()
@@ -216,14 +216,14 @@ class World:
         )
 
     def prefill(self, p: Node, ticket: Ticket) -> None:
-        p.runner.to_prefill(ticket.key, Declared(N, {"target": [1, 2]}, {"target": N}))
-        p.runner.to_prefill(ticket.key, Sampled(SEEDS, False))
+        p.node.to_prefill(ticket.key, Declared(N, {"target": [1, 2]}, {"target": N}))
+        p.node.to_prefill(ticket.key, Sampled(SEEDS, False))
 
     def begin(self, p: Node, d: Node, mode: str) -> Ticket:
         """Both legs opened and registered, P still prefilling."""
         ticket = self.ticket(p, d, mode)
-        p.runner.open_prefill(ticket)
-        d.runner.open_decode(ticket, {"target": (0, N)}, {"target": [3, 4]})
+        p.node.open_prefill(ticket)
+        d.node.open_decode(ticket, {"target": (0, N)}, {"target": [3, 4]})
         self.run(0.5)
         return ticket
 
@@ -239,7 +239,7 @@ class World:
         np.testing.assert_array_equal(d.memory[3 * page : 5 * page], p.memory[page : 3 * page])
 
     def settled(self) -> bool:
-        return not any(node.runner.stats()["outstanding"] for node in self.nodes.values())
+        return not any(node.node.stats()["outstanding"] for node in self.nodes.values())
 
 
 @pytest.fixture
@@ -259,10 +259,10 @@ def test_sessions_outlive_their_lease_while_both_live(world: World) -> None:
     p, d = Node(world, "P"), Node(world, "D")
     world.hand_over(p, d)
     world.run(60)
-    assert p.runner.stats()["sessions"] == d.runner.stats()["sessions"] == 1
-    assert p.runner.stats()["lost_leases"] == d.runner.stats()["lost_leases"] == 0
-    links = [*p.runner.links.clients.values(), *d.runner.links.servers.values()]
-    assert all(link.round_trip is not None and 0 < link.round_trip <= 3 * STEP for link in links)
+    assert p.node.stats()["sessions"] == d.node.stats()["sessions"] == 1
+    assert p.node.stats()["lost_leases"] == d.node.stats()["lost_leases"] == 0
+    sessions = [*p.node.sessions.clients.values(), *d.node.sessions.servers.values()]
+    assert all(session.round_trip is not None and 0 < session.round_trip <= 3 * STEP for session in sessions)
 
 
 def test_a_silent_prefill_engine_costs_its_lease_and_frees_nothing_it_may_write(world: World) -> None:
@@ -277,7 +277,7 @@ def test_a_silent_prefill_engine_costs_its_lease_and_frees_nothing_it_may_write(
     ]
     world.run(30)
     assert d.count(DecodeReleased) == 0
-    assert d.runner.stats()["quarantined"] == 1
+    assert d.node.stats()["quarantined"] == 1
     p.paused = False
     world.run(3)
     assert d.count(DecodeReleased) == 1
@@ -291,25 +291,25 @@ def test_hello_said_again_keeps_nobody_alive(world: World) -> None:
     p, d = Node(world, "P"), Node(world, "D")
     world.begin(p, d, "push")
     p.paused = True
-    (link,) = d.runner.links.servers.values()
-    assert link.hello is not None
+    (session,) = d.node.sessions.servers.values()
+    assert session.hello is not None
     for _ in range(round(TIMERS.lease) + 2):
         world.run(1)
-        d.runner.on_message(link.connection, link.hello)
+        d.node.on_message(session.connection, session.hello)
     assert d.failures() == ["lease_expired"]
 
 
 def test_a_silent_decode_engine_costs_its_lease_and_frees_nothing_it_may_read(world: World) -> None:
     p, d = Node(world, "P"), Node(world, "D")
     ticket = world.ticket(p, d, "pull")
-    p.runner.open_prefill(ticket)
+    p.node.open_prefill(ticket)
     world.prefill(p, ticket)
-    d.runner.open_decode(ticket, {"target": (0, N)}, {"target": [3, 4]})
+    d.node.open_decode(ticket, {"target": (0, N)}, {"target": [3, 4]})
     world.run(0.1)
     d.paused = True
     world.run(TIMERS.lease + 30)
-    assert p.runner.stats()["lost_leases"] == 1
-    assert p.runner.stats()["quarantined"] == 1
+    assert p.node.stats()["lost_leases"] == 1
+    assert p.node.stats()["quarantined"] == 1
     assert p.events == []
     d.paused = False
     world.run(3)
@@ -317,7 +317,7 @@ def test_a_silent_decode_engine_costs_its_lease_and_frees_nothing_it_may_read(wo
     assert d.count(DecodeCommitted) + d.count(DecodeReleased) == 1
     assert world.settled()
     # It was this process that slept: the silence of the other is not held against it.
-    assert d.runner.stats()["lost_leases"] == 0
+    assert d.node.stats()["lost_leases"] == 0
     world.hand_over(p, d, "pull")
 
 
@@ -328,7 +328,7 @@ def test_the_memory_of_a_silent_peer_is_let_go_when_nothing_needs_it(world: Worl
     p.paused = True
     world.run(TIMERS.lease + 2)
     assert d.transport._peers == []
-    assert d.runner.stats()["sessions"] == 0
+    assert d.node.stats()["sessions"] == 0
     p.paused, d.paused = False, True
     world.run(TIMERS.lease + 2)
     assert p.transport._peers == []
@@ -364,7 +364,7 @@ def test_a_restarted_decode_engine_is_met_again(world: World, mode: str) -> None
 def test_an_engine_that_never_answers_is_given_up_within_the_lease(world: World) -> None:
     p, d = Node(world, "P"), Node(world, "D")
     p.paused = True
-    d.runner.open_decode(world.ticket(p, d, "push"), {"target": (0, N)}, {"target": [3, 4]})
+    d.node.open_decode(world.ticket(p, d, "push"), {"target": (0, N)}, {"target": [3, 4]})
     world.run(TIMERS.lease - 1)
     assert d.events == []
     world.run(2)
@@ -372,20 +372,20 @@ def test_an_engine_that_never_answers_is_given_up_within_the_lease(world: World)
     # Nothing was ever asked of it, so nothing can write the pages.
     assert d.count(DecodeReleased) == 1
     # P may hold pages for it, and is told as soon as it can be; after the ticket's end nobody asks any more.
-    assert len(d.runner.links.servers) == 1
+    assert len(d.node.sessions.servers) == 1
     world.run(100)
-    assert d.runner.links.servers == {}
+    assert d.node.sessions.servers == {}
 
 
 def test_an_engine_that_comes_late_hears_that_the_attempt_is_over(world: World) -> None:
     p, d = Node(world, "P"), Node(world, "D")
     p.paused = True
     ticket = world.ticket(p, d, "push")
-    d.runner.open_decode(ticket, {"target": (0, N)}, {"target": [3, 4]})
+    d.node.open_decode(ticket, {"target": (0, N)}, {"target": [3, 4]})
     world.run(TIMERS.lease + 1)
     p.paused = False
     world.run(TIMERS.lease + 1)
-    p.runner.open_prefill(ticket)
+    p.node.open_prefill(ticket)
     assert p.events == [PrefillReleased(ticket.key, "unreachable_peer")]
 
 
@@ -396,7 +396,7 @@ def test_an_address_that_cannot_be_dialled_ends_the_attempt(world: World) -> Non
         raise ProtocolError(f"cannot dial {address}")
 
     d.channel.dial = refuse  # type: ignore[method-assign]
-    d.runner.open_decode(world.ticket(p, d, "push"), {"target": (0, N)}, {"target": [3, 4]})
+    d.node.open_decode(world.ticket(p, d, "push"), {"target": (0, N)}, {"target": [3, 4]})
     assert d.failures() == ["unreachable_peer"]
     assert d.count(DecodeReleased) == 1
 
@@ -434,18 +434,18 @@ def test_a_heartbeat_needs_a_session(world: World) -> None:
     d.channel.send(stranger, Renew(5.0, 1))
     world.run(0.2)
     assert p.sent(Renew) == []
-    assert p.runner.stats()["sessions"] == 0
+    assert p.node.stats()["sessions"] == 0
 
 
 def test_a_forgotten_attempt_is_quiet(world: World) -> None:
     """P asks about an attempt that D has forgotten: D has no read of it, and must say so."""
     p, d = Node(world, "P", replace(TIMERS, handoff=20.0)), Node(world, "D")
     ticket = world.ticket(p, d, "pull", life=20)
-    p.runner.open_prefill(ticket)
-    d.runner.open_decode(ticket, {"target": (0, N)}, {"target": [3, 4]})
+    p.node.open_prefill(ticket)
+    d.node.open_decode(ticket, {"target": (0, N)}, {"target": [3, 4]})
     world.run(0.5)
     # As after D's end of it was lost on the way, and D's memory of it went with the ticket.
-    d.runner.machines.decodes.live.clear()
+    d.node.execution.decodes.live.clear()
     world.prefill(p, ticket)
     world.run(15)
     assert p.events == []
@@ -457,13 +457,13 @@ def test_a_forgotten_attempt_is_quiet(world: World) -> None:
 def test_a_prefill_engine_that_sleeps_past_the_ticket_still_hears_that_its_reader_is_done(world: World) -> None:
     p, d = Node(world, "P"), Node(world, "D")
     ticket = world.ticket(p, d, "pull", life=20)
-    p.runner.open_prefill(ticket)
+    p.node.open_prefill(ticket)
     world.prefill(p, ticket)
-    d.runner.open_decode(ticket, {"target": (0, N)}, {"target": [3, 4]})
+    d.node.open_decode(ticket, {"target": (0, N)}, {"target": [3, 4]})
     world.run(3 * STEP)
     p.paused = True
     world.run(60)
-    assert d.runner.stats()["outstanding"] == 0
+    assert d.node.stats()["outstanding"] == 0
     p.paused = False
     world.run(10)
     assert p.count(PrefillReleased) == 1
@@ -473,14 +473,14 @@ def test_a_prefill_engine_that_sleeps_past_the_ticket_still_hears_that_its_reade
 def test_a_successor_cannot_say_that_the_dead_are_quiet(world: World) -> None:
     p, d = Node(world, "P"), Node(world, "D")
     ticket = world.begin(p, d, "push")
-    attempt = d.runner.machines.decodes.live[ticket.key]
+    attempt = d.node.execution.decodes.live[ticket.key]
     # As with a network card that goes on writing for a process that is dead.
     attempt.peer.is_fenced = lambda: False  # type: ignore[union-attr]
     p.die()
     again = Node(world, "P", incarnation="2")
     world.run(2)
     assert d.failures() == ["peer_lost"]
-    again.runner.links.say_bye("engine_closed", quiet=True)
+    again.node.sessions.say_bye("engine_closed", quiet=True)
     world.run(1)
     assert d.count(DecodeReleased) == 0
     attempt.peer.is_fenced = lambda: True  # type: ignore[union-attr]
@@ -494,12 +494,12 @@ def test_what_a_cancel_leaves_unknown_waits_for_the_fence(world: World, mode: st
     ticket = world.begin(p, d, mode)
     world.prefill(p, ticket)
     world.run(0.5)
-    issuer.runner.abort(ticket.key, "gone")
+    issuer.node.abort(ticket.key, "gone")
     world.run(60)
     for node in (p, d):
         assert node.count(PrefillReleased) + node.count(DecodeReleased) == 0
-        assert node.runner.stats()["quarantined"] == 1
-    assert issuer.runner.stats()["unknown"] == 1
+        assert node.node.stats()["quarantined"] == 1
+    assert issuer.node.stats()["unknown"] == 1
     assert isinstance(issuer.transport, StuckTransport)
     issuer.transport.hold = True
     other.die()
@@ -511,19 +511,19 @@ def test_what_a_cancel_leaves_unknown_waits_for_the_fence(world: World, mode: st
             operation.end("the connection is closed")
         world.run(1)
     assert issuer.count(PrefillReleased) + issuer.count(DecodeReleased) == 1
-    stats = issuer.runner.stats()
+    stats = issuer.node.stats()
     assert stats["unknown"] == stats["quarantined"] == stats["outstanding"] == 0
 
 
 def test_an_attempt_without_a_session_does_not_spin(world: World) -> None:
     p, d = Node(world, "P"), Node(world, "D")
     p.paused = True
-    p.runner.open_prefill(world.ticket(p, d, "push"))
-    d.runner.open_decode(world.ticket(p, d, "push"), {"target": (0, N)}, {"target": [3, 4]})
+    p.node.open_prefill(world.ticket(p, d, "push"))
+    d.node.open_decode(world.ticket(p, d, "push"), {"target": (0, N)}, {"target": [3, 4]})
     for node in (p, d):
         waits = []
         for _ in range(5):
-            waits.append(node.runner.on_time())
+            waits.append(node.node.on_time())
             world.clock.now += waits[-1]
         assert min(waits[1:]) >= TIMERS.retry_min / 2
 
@@ -533,7 +533,7 @@ def test_a_fence_closes_the_connection_which_ends_own_reads(world: World) -> Non
     ticket = world.begin(p, d, "pull")
     world.prefill(p, ticket)
     world.run(0.5)
-    d.runner.abort(ticket.key, "gone")
+    d.node.abort(ticket.key, "gone")
     world.run(1)
     assert d.count(DecodeReleased) == 0
     p.die()
@@ -547,14 +547,14 @@ def test_every_connection_with_the_reader_must_be_fenced(world: World) -> None:
     world.prefill(p, ticket)
     world.run(0.5)
     # D finds its connection broken and comes in a new session; P's end of the old one breaks later.
-    (lost,) = d.runner.links.servers.values()
-    d.runner.links.hang_up(lost)
-    d.runner.links.dial(p.address, lost)
+    (lost,) = d.node.sessions.servers.values()
+    d.node.sessions.hang_up(lost)
+    d.node.sessions.dial(p.address, lost)
     world.run(0.5)
-    attempt = p.runner.machines.prefills.live[ticket.key]
+    attempt = p.node.execution.prefills.live[ticket.key]
     old, new = attempt.peers
     old.is_fenced = lambda: True  # type: ignore[attr-defined]
-    p.runner.abort(ticket.key, "gone")
+    p.node.abort(ticket.key, "gone")
     d.paused = True
     world.run(2)
     assert p.count(PrefillReleased) == 0
@@ -567,8 +567,8 @@ def test_every_connection_with_the_reader_must_be_fenced(world: World) -> None:
 def test_a_broken_connection_to_a_living_process_is_made_anew(world: World) -> None:
     p, d = Node(world, "P"), Node(world, "D")
     ticket = world.begin(p, d, "push")
-    (link,) = d.runner.links.servers.values()
-    link.peer.is_alive = lambda: False  # type: ignore[union-attr]
+    (session,) = d.node.sessions.servers.values()
+    session.peer.is_alive = lambda: False  # type: ignore[union-attr]
     world.run(2)
     assert d.failures() == ["peer_lost"]
     # The pages come free by P's word, in the new session.
@@ -592,12 +592,12 @@ def test_copies_go_on_only_where_the_peer_asked_for_them(world: World) -> None:
     send = d.channel.send
     lost = (Cancel, Cancelled)
     d.channel.send = lambda c, m: None if isinstance(m, lost) else send(c, m)  # type: ignore[method-assign]
-    (link,) = d.runner.links.servers.values()
-    link.peer.is_alive = lambda: False  # type: ignore[union-attr]
-    link.peer.is_fenced = lambda: True  # type: ignore[union-attr]
+    (session,) = d.node.sessions.servers.values()
+    session.peer.is_alive = lambda: False  # type: ignore[union-attr]
+    session.peer.is_fenced = lambda: True  # type: ignore[union-attr]
     world.run(2)
     assert d.count(DecodeReleased) == 1
-    attempt = p.runner.machines.prefills.live[ticket.key]
+    attempt = p.node.execution.prefills.live[ticket.key]
     old, new = attempt.peers
     world.prefill(p, ticket)
     world.run(0.5)
@@ -609,19 +609,19 @@ def test_a_fence_is_not_taken_for_the_death_of_the_process(world: World) -> None
     """D's end of the connection is closed, its last word and all answers are lost, and it forgets the attempt."""
     p, d = Node(world, "P"), Node(world, "D", stuck=True)
     ticket = world.ticket(p, d, "pull", life=4)
-    p.runner.open_prefill(ticket)
-    d.runner.open_decode(ticket, {"target": (0, N)}, {"target": [3, 4]})
+    p.node.open_prefill(ticket)
+    d.node.open_decode(ticket, {"target": (0, N)}, {"target": [3, 4]})
     world.prefill(p, ticket)
     world.run(0.5)
     to_p, to_d = d.channel.send, p.channel.send
     d.channel.send = lambda c, m: None if isinstance(m, Cancelled) else to_p(c, m)  # type: ignore[method-assign]
     p.channel.send = lambda c, m: None  # type: ignore[method-assign]
-    (link,) = d.runner.links.servers.values()
-    link.peer.is_alive = lambda: False  # type: ignore[union-attr]
-    link.peer.is_fenced = lambda: True  # type: ignore[union-attr]
+    (session,) = d.node.sessions.servers.values()
+    session.peer.is_alive = lambda: False  # type: ignore[union-attr]
+    session.peer.is_fenced = lambda: True  # type: ignore[union-attr]
     world.run(70)
     assert d.count(DecodeReleased) == 1
-    assert not d.runner.machines.decodes.ended
+    assert not d.node.execution.decodes.ended
     assert p.count(PrefillReleased) == 0
     d.channel.send, p.channel.send = to_p, to_d  # type: ignore[method-assign]
     world.run(3)

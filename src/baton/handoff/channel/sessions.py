@@ -1,9 +1,9 @@
 """Peer engines: who they are, whether KV may be exchanged with them, and the session with each.
 
-A link is opened by HELLO, in which each side proves that it knows the ticket key: whoever does not is a stranger, gets
-no descriptor of the transport, and moves or ends no session. Then fingerprints are compared field by field and the
+HELLO opens a session. In it each side proves that it knows the ticket key: whoever does not is a stranger, gets no
+descriptor of the transport, and moves or ends no session. Then fingerprints are compared field by field and the
 transport begins to connect, so that the first copy finds it warm and an unfit peer is refused before any request.
-Connecting goes on beside everything else; attempts use the link when it has ended.
+Connecting goes on beside everything else; attempts use the session when it has ended.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ log.addFilter(LogLimit())
 
 
 @dataclass(slots=True, eq=False)
-class Link:
+class Session:
     """One peer engine: the session with it, what it said in HELLO, and the transport's end.
 
     `hello` is what it said once it had proven itself, `connecting` is set while the transport's end is under way,
@@ -68,7 +68,7 @@ class Link:
         """True when the peer is one with which KV may be exchanged, be it connected or not."""
         return self.hello is not None and self.refusal is None
 
-    def is_same(self, other: Link) -> bool:
+    def is_same(self, other: Session) -> bool:
         """True when both lead to the same process, by the same key."""
         mine, theirs = self.hello, other.hello
         if mine is None or theirs is None or self.connection.engine != other.connection.engine:
@@ -76,8 +76,8 @@ class Link:
         return (mine.engine_id, mine.incarnation) == (theirs.engine_id, theirs.incarnation)
 
 
-class Links:
-    """All links of one engine. For one thread."""
+class Sessions:
+    """All sessions of one engine. For one thread."""
 
     def __init__(
         self,
@@ -88,8 +88,8 @@ class Links:
         channel: ControlChannel,
         clock: Clock,
     ) -> None:
-        self.clients: dict[Connection, Link] = {}  # engines that dialled us, to decode
-        self.servers: dict[str, Link] = {}  # engines we dialled, by address, to decode from
+        self.clients: dict[Connection, Session] = {}  # engines that dialled us, to decode
+        self.servers: dict[str, Session] = {}  # engines we dialled, by address, to decode from
         self.is_stalled: Callable[[], bool] = lambda: False  # whether the engine behind the agent hangs
         self._config = config
         self._connector = Connector(transport, clock, channel.wake)
@@ -104,41 +104,41 @@ class Links:
     @property
     def num_ready(self) -> int:
         """Peers with which KV can be exchanged now. Any thread."""
-        return sum(link.ready for link in self._all())
+        return sum(session.ready for session in self._all())
 
     # ------------------------------------------------------------ D's side: engines we dialled
 
-    def server(self, ticket: Ticket) -> Link:
-        """The link to the P that a ticket names; dialled anew when the last one is of no use.
+    def server(self, ticket: Ticket) -> Session:
+        """The session to the P that a ticket names; dialled anew when the last one is of no use.
 
         Raises `ProtocolError` for an address that cannot be dialled.
         """
-        link = self.servers.get(ticket.prefill_address)
-        if link is not None and link.hello is not None:
-            same = link.hello.incarnation == ticket.prefill_incarnation
-            if link.refusal is not None or not same:
-                self.hang_up(link)
-                link = None
-        return link if link is not None else self.dial(ticket.prefill_address)
+        session = self.servers.get(ticket.prefill_address)
+        if session is not None and session.hello is not None:
+            same = session.hello.incarnation == ticket.prefill_incarnation
+            if session.refusal is not None or not same:
+                self.hang_up(session)
+                session = None
+        return session if session is not None else self.dial(ticket.prefill_address)
 
-    def dial(self, address: str, lost: Link | None = None) -> Link:
-        """A new link, whose HELLO is on its way; `lost` is the one whose place it takes."""
-        link = self.servers[address] = self._link(self._channel.dial(address))
+    def dial(self, address: str, lost: Session | None = None) -> Session:
+        """A new session, whose HELLO is on its way; `lost` is the one whose place it takes."""
+        session = self.servers[address] = self._session(self._channel.dial(address))
         if lost is not None:
-            link.until = self._clock.monotonic() + MAX_TICKET_LIFE_S if lost.peer is not None else lost.until
-        self._say_hello(link)
-        return link
+            session.until = self._clock.monotonic() + MAX_TICKET_LIFE_S if lost.peer is not None else lost.until
+        self._say_hello(session)
+        return session
 
-    def _link(self, connection: Connection) -> Link:
-        return Link(connection, heard=self._clock.monotonic(), lease=self._config.timers.lease)
+    def _session(self, connection: Connection) -> Session:
+        return Session(connection, heard=self._clock.monotonic(), lease=self._config.timers.lease)
 
-    def _say_hello(self, link: Link) -> None:
-        link.next_hello = self._clock.monotonic() + self._config.timers.retry
-        known = bool(link.challenge)
-        hello = self._own_hello(link.connection, with_descriptor=known)
+    def _say_hello(self, session: Session) -> None:
+        session.next_hello = self._clock.monotonic() + self._config.timers.retry
+        known = bool(session.challenge)
+        hello = self._own_hello(session.connection, with_descriptor=known)
         if known:
-            hello = prove(self._config.ticket_key, "dialled", link.connection.address, link.challenge, hello)
-        self._channel.send(link.connection, hello)
+            hello = prove(self._config.ticket_key, "dialled", session.connection.address, session.challenge, hello)
+        self._channel.send(session.connection, hello)
 
     def _own_hello(self, connection: Connection, with_descriptor: bool) -> Hello:
         descriptor = self._descriptor if with_descriptor else None
@@ -149,103 +149,103 @@ class Links:
 
     def repeat_hello(self, now: float) -> None:
         """Repeat what was not answered; `now` in monotonic seconds."""
-        for link in self.servers.values():
-            if link.hello is None and now >= link.next_hello:
-                self._say_hello(link)
+        for session in self.servers.values():
+            if session.hello is None and now >= session.next_hello:
+                self._say_hello(session)
 
-    def server_hello(self, link: Link, hello: Hello) -> bool:
+    def server_hello(self, session: Session, hello: Hello) -> bool:
         """Take an answer to HELLO; True when the session is open by it, or refused.
 
         Raises `ProtocolError` when whoever answers at the address does not know the ticket key.
         """
-        address = link.connection.address
-        if not self._is_proven("answered", address, link.connection, hello):
+        address = session.connection.address
+        if not self._is_proven("answered", address, session.connection, hello):
             raise ProtocolError(f"who answers at {address} does not prove that it knows the ticket key")
         if hello.descriptor is None:
             # The same challenge again waits for the repetition, lest two that differ answer each other for ever.
-            if hello.challenge != link.challenge:
-                link.challenge = hello.challenge
-                self._say_hello(link)
+            if hello.challenge != session.challenge:
+                session.challenge = hello.challenge
+                self._say_hello(session)
             return False
-        link.connection.key = session_key(self._config.ticket_key, link.connection.challenge, hello.challenge)
-        self._greet(link, hello)
+        session.connection.key = session_key(self._config.ticket_key, session.connection.challenge, hello.challenge)
+        self._greet(session, hello)
         return True
 
-    def _greet(self, link: Link, hello: Hello) -> None:
+    def _greet(self, session: Session, hello: Hello) -> None:
         """A peer that has proven itself: compare, and connect the transport."""
-        link.hello = hello
+        session.hello = hello
         try:
             for rank in hello.geometries.values():
                 rank.geometry.check()
             compare(self._fields, {**hello.fingerprint, **geometry_fields(hello.geometries)})
-            self._connect(link, hello)
+            self._connect(session, hello)
         except IncompatiblePeerError as error:
-            link.refusal = ("incompatible_peer", str(error))
+            session.refusal = ("incompatible_peer", str(error))
         except BatonError as error:
-            link.refusal = ("unreachable_peer", str(error))
-        if link.refusal is not None:
-            log.warning("no handoff with engine %s: %s", hello.engine_id, link.refusal[1])
+            session.refusal = ("unreachable_peer", str(error))
+        if session.refusal is not None:
+            log.warning("no handoff with engine %s: %s", hello.engine_id, session.refusal[1])
 
-    def _connect(self, link: Link, hello: Hello) -> None:
-        link.connecting = self._connector.begin(hello.descriptor or b"")
-        if link.connecting.done():
-            self._connected(link, link.connecting, hello)
+    def _connect(self, session: Session, hello: Hello) -> None:
+        session.connecting = self._connector.begin(hello.descriptor or b"")
+        if session.connecting.done():
+            self._connected(session, session.connecting, hello)
 
-    def _connected(self, link: Link, future: Future[Peer], hello: Hello) -> None:
-        link.connecting = None
+    def _connected(self, session: Session, future: Future[Peer], hello: Hello) -> None:
+        session.connecting = None
         try:
-            link.peer = self._connector.result(future, hello.descriptor or b"")
+            session.peer = self._connector.result(future, hello.descriptor or b"")
         except BatonError as error:
-            link.refusal = ("unreachable_peer", str(error))
+            session.refusal = ("unreachable_peer", str(error))
 
-    def reach_again(self, link: Link) -> None:
+    def reach_again(self, session: Session) -> None:
         """A peer that could not be reached speaks of an attempt: try again, where it is time to."""
-        if link.hello is not None and link.refusal is not None and link.refusal[0] == "unreachable_peer":
-            link.refusal = None
-            self._connect(link, link.hello)
+        if session.hello is not None and session.refusal is not None and session.refusal[0] == "unreachable_peer":
+            session.refusal = None
+            self._connect(session, session.hello)
 
-    def poll(self) -> list[Link]:
-        """The links whose connection has ended since the last call, well or not."""
+    def poll(self) -> list[Session]:
+        """The sessions whose connection has ended since the last call, well or not."""
         self._connector.poll()
         ended = []
-        for link in self._all():
-            if link.hello is not None and link.connecting is not None and link.connecting.done():
-                self._connected(link, link.connecting, link.hello)
-                if link.refusal is not None:
-                    log.warning("no handoff with engine %s: %s", link.hello.engine_id, link.refusal[1])
-                ended.append(link)
+        for session in self._all():
+            if session.hello is not None and session.connecting is not None and session.connecting.done():
+                self._connected(session, session.connecting, session.hello)
+                if session.refusal is not None:
+                    log.warning("no handoff with engine %s: %s", session.hello.engine_id, session.refusal[1])
+                ended.append(session)
         return ended
 
     # ------------------------------------------------------------ P's side: engines that dialled us
 
-    def client_hello(self, connection: Connection, hello: Hello) -> Link:
-        """Answer a HELLO, and return its link, which is open once the peer has proven itself.
+    def client_hello(self, connection: Connection, hello: Hello) -> Session:
+        """Answer a HELLO, and return its session, which is open once the peer has proven itself.
 
         Raises `ProtocolError` for a proof that does not hold.
         """
-        link = self.clients.setdefault(connection, self._link(connection))
+        session = self.clients.setdefault(connection, self._session(connection))
         proven = self._is_proven("dialled", self._channel.address, connection, hello)
-        if proven and link.hello is None:
+        if proven and session.hello is None:
             connection.proven = True
             connection.key = session_key(self._config.ticket_key, hello.challenge, connection.challenge)
-            link.hello = hello
-            for old in [old for old in self.clients.values() if old is not link and old.is_same(link)]:
+            session.hello = hello
+            for old in [old for old in self.clients.values() if old is not session and old.is_same(session)]:
                 # Its attempts go on in the new session. The old connection of the transport may be broken at the other
                 # end already, so there is a new one too.
                 self.hang_up(old)
-            self._greet(link, hello)
+            self._greet(session, hello)
         own = self._own_hello(connection, with_descriptor=proven)
         answer = prove(self._config.ticket_key, "answered", self._channel.address, hello.challenge, own)
         self._channel.send(connection, answer)
         if hello.proof and not proven:
             raise ProtocolError(f"HELLO of {hello.engine_id!r} proves no knowledge of the ticket key")
-        return link
+        return session
 
-    def check_register(self, link: Link, message: Announce | Register) -> Ticket:
-        """The ticket of a claim that this link's peer may make, else `ProtocolError` that says why not."""
-        config, hello = self._config, link.hello
-        if hello is None or link.refusal is not None:
-            raise ProtocolError(link.refusal[1] if link.refusal else "a session begins with HELLO")
+    def check_register(self, session: Session, message: Announce | Register) -> Ticket:
+        """The ticket of a claim that this session's peer may make, else `ProtocolError` that says why not."""
+        config, hello = self._config, session.hello
+        if hello is None or session.refusal is not None:
+            raise ProtocolError(session.refusal[1] if session.refusal else "a session begins with HELLO")
         ticket = verify(config.ticket_key, message.ticket, "prefill", self._clock.monotonic())
         if ticket.key != message.key:
             raise ProtocolError("the ticket is for another attempt")
@@ -254,12 +254,12 @@ class Links:
         if (ticket.decode_engine, ticket.decode_incarnation) != (hello.engine_id, hello.incarnation):
             raise ProtocolError("the ticket names another decode engine")
         if isinstance(message, Register):
-            self.check_tables(link, message, ticket.mode)
+            self.check_tables(session, message, ticket.mode)
         return ticket
 
-    def check_tables(self, link: Link, message: Register, mode: Mode) -> None:
+    def check_tables(self, session: Session, message: Register, mode: Mode) -> None:
         """Raise `ProtocolError` unless what a REGISTER names lies inside its sender's geometry."""
-        geometries = link.hello.geometries if link.hello is not None else {}
+        geometries = session.hello.geometries if session.hello is not None else {}
         for group, (start, stop) in message.wanted.items():
             rank = geometries.get(group)
             if rank is None or start > stop:
@@ -270,62 +270,62 @@ class Links:
 
     # ------------------------------------------------------------ life and health
 
-    def _all(self) -> list[Link]:
+    def _all(self) -> list[Session]:
         return [*self.clients.values(), *self.servers.values()]
 
     def renew(self, now: float) -> None:
         """Say on each session, when it is due, that this engine lives; `now` in monotonic seconds."""
         timers = self._config.timers
-        for link in self._all():
-            if link.talking and now >= link.asked + timers.renew:
-                link.nonce, link.asked = link.nonce + 1, now
-                self._channel.send(link.connection, Renew(timers.lease, link.nonce, stalled=self.is_stalled()))
+        for session in self._all():
+            if session.talking and now >= session.asked + timers.renew:
+                session.nonce, session.asked = session.nonce + 1, now
+                self._channel.send(session.connection, Renew(timers.lease, session.nonce, stalled=self.is_stalled()))
 
-    def renewed(self, link: Link, message: Renew) -> None:
+    def renewed(self, session: Session, message: Renew) -> None:
         """Take a RENEW: answer it, or learn the round trip from its echo."""
-        link.lease = message.lease
+        session.lease = message.lease
         if not message.echo:
             stalled = self.is_stalled()
             echo = Renew(self._config.timers.lease, message.nonce, echo=True, stalled=stalled)
-            self._channel.send(link.connection, echo)
-        elif message.nonce == link.nonce:
-            sample = self._clock.monotonic() - link.asked
-            link.round_trip = sample if link.round_trip is None else (3 * link.round_trip + sample) / 4
+            self._channel.send(session.connection, echo)
+        elif message.nonce == session.nonce:
+            sample = self._clock.monotonic() - session.asked
+            session.round_trip = sample if session.round_trip is None else (3 * session.round_trip + sample) / 4
 
-    def may_return(self, link: Link) -> bool:
+    def may_return(self, session: Session) -> bool:
         """True where a process that was talked to may still live, and wait for a word about attempts of that time.
 
         A fence is no sign of its death: it says that one connection is closed, here, and P may wait for the other end
         of it. No attempt outlives `MAX_TICKET_LIFE_S`, unless its engine was paused that long.
         """
-        return link.peer is not None or self._clock.monotonic() < link.until
+        return session.peer is not None or self._clock.monotonic() < session.until
 
     def forgive(self, now: float) -> None:
         """This process was paused, so that it cannot tell who was silent: all leases begin anew."""
-        for link in self._all():
-            link.heard = now
+        for session in self._all():
+            session.heard = now
 
-    def expired(self, now: float) -> list[Link]:
-        """Links whose peer was silent for its lease."""
-        return [link for link in self._all() if now - link.heard > link.lease]
+    def expired(self, now: float) -> list[Session]:
+        """Sessions whose peer was silent for its lease."""
+        return [session for session in self._all() if now - session.heard > session.lease]
 
     # ------------------------------------------------------------ ends
 
-    def hang_up(self, link: Link) -> None:
-        """Forget a link. Its transport end stays until no attempt needs it."""
-        self._channel.drop(link.connection)
-        self.clients.pop(link.connection, None)
-        if self.servers.get(link.connection.address) is link:
-            del self.servers[link.connection.address]
-        if link.connecting is not None:
-            self._connector.abandon(link.connecting)
-            link.connecting = None
-        if link.peer is not None:
-            self._connector.retire(link.peer)
+    def hang_up(self, session: Session) -> None:
+        """Forget a session. Its transport end stays until no attempt needs it."""
+        self._channel.drop(session.connection)
+        self.clients.pop(session.connection, None)
+        if self.servers.get(session.connection.address) is session:
+            del self.servers[session.connection.address]
+        if session.connecting is not None:
+            self._connector.abandon(session.connecting)
+            session.connecting = None
+        if session.peer is not None:
+            self._connector.retire(session.peer)
 
-    def dead(self) -> list[Link]:
-        """Links whose transport's end is dead."""
-        return [link for link in self._all() if link.peer is not None and not link.peer.alive()]
+    def dead(self) -> list[Session]:
+        """Sessions whose transport's end is dead."""
+        return [session for session in self._all() if session.peer is not None and not session.peer.alive()]
 
     def sweep(self, used: list[Peer]) -> None:
         """See `Connector.sweep`."""
@@ -333,5 +333,5 @@ class Links:
 
     def say_bye(self, reason: str, quiet: bool) -> None:
         """End all sessions; `quiet` tells the peers that our copies have ended."""
-        for link in self._all():
-            self._channel.send(link.connection, Bye(reason, quiet))
+        for session in self._all():
+            self._channel.send(session.connection, Bye(reason, quiet))

@@ -22,7 +22,7 @@ import zmq
 
 from baton.errors import ConfigError, ProtocolError
 from baton.handoff.channel.base import Connection
-from baton.handoff.channel.gate import Gate
+from baton.handoff.channel.curve import Gate
 from baton.handoff.channel.keys import KeyRing, check_bind, is_local
 from baton.handoff.protocol.greeting import Side, is_sealed, seal
 from baton.handoff.protocol.messages import MAX_FRAME, Bye, Hello, Message, decode, encode

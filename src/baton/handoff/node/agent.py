@@ -17,7 +17,7 @@ from baton.errors import ConfigError, ProtocolError
 from baton.handoff.channel.base import SystemClock
 from baton.handoff.channel.config import AgentConfig, Timers
 from baton.handoff.channel.sockets import Channel
-from baton.handoff.node.node import HandoffRunner
+from baton.handoff.node.node import HandoffNode
 from baton.handoff.node.worker import WorkerThread
 from baton.handoff.plan.planner import RankGeometry
 from baton.handoff.protocol import events as ev
@@ -64,10 +64,10 @@ class HandoffAgent:
         self._channel = Channel(config.bind, config.keys)
         self.address = self._channel.address
         self._worker = WorkerThread("baton-digests")
-        self._runner = HandoffRunner(
+        self._node = HandoffNode(
             config, geometries, transport, descriptor, self._channel, on_event, SystemClock(), digester, self._worker
         )
-        self._runner.links.is_stalled = is_stalled
+        self._node.sessions.is_stalled = is_stalled
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="baton-handoff", daemon=True)
@@ -95,11 +95,11 @@ class HandoffAgent:
         Raises `ProtocolError` when the ticket names another engine.
         """
         self._need(ticket.prefill_engine, ticket.prefill_incarnation)
-        self._call(lambda: self._runner.open_prefill(ticket))
+        self._call(lambda: self._node.open_prefill(ticket))
 
     def admit_prefill(self, key: AttemptKey) -> None:
         """P's engine has given the request pages for its whole prompt: nothing keeps it from being computed."""
-        self._call(lambda: self._runner.to_prefill(key, ev.Admitted()))
+        self._call(lambda: self._node.to_prefill(key, ev.Admitted()))
 
     def declare_final(
         self, key: AttemptKey, prompt_len: int, pages: dict[str, list[int]], final: dict[str, int]
@@ -107,14 +107,14 @@ class HandoffAgent:
         """Tokens `[0, final)` of each group will not change any more; `pages` are the block tables so far."""
         tables = {group: list(table) for group, table in pages.items()}
         event = ev.Declared(prompt_len, tables, dict(final))
-        self._call(lambda: self._runner.to_prefill(key, event))
+        self._call(lambda: self._node.to_prefill(key, event))
 
     def finish_prefill(self, key: AttemptKey, seeds: Seeds, finished: bool) -> None:
         """The drafter has run with the first token: every group is final up to the prompt's end.
 
         The tables of the last `declare_final` must reach that far. `finished`: that token ended the request.
         """
-        self._call(lambda: self._runner.to_prefill(key, ev.Sampled(seeds, finished)))
+        self._call(lambda: self._node.to_prefill(key, ev.Sampled(seeds, finished)))
 
     def announce_decode(self, ticket: Ticket) -> None:
         """Take D's leg of a verified ticket before there are pages for it; `DecodeAdmitted` says when to look for some.
@@ -122,7 +122,7 @@ class HandoffAgent:
         Nothing of it expires while P lives. Raises `ProtocolError` when the ticket names another engine.
         """
         self._need(ticket.decode_engine, ticket.decode_incarnation)
-        self._call(lambda: self._runner.announce_decode(ticket))
+        self._call(lambda: self._node.announce_decode(ticket))
 
     def open_decode(
         self,
@@ -142,7 +142,7 @@ class HandoffAgent:
         if beyond:
             raise ProtocolError(f"groups {beyond} are wanted beyond the prompt's {prompt_len} tokens")
         tables = {group: list(table) for group, table in pages.items()}
-        self._call(lambda: self._runner.open_decode(ticket, dict(wanted), tables))
+        self._call(lambda: self._node.open_decode(ticket, dict(wanted), tables))
 
     def abort(self, key: AttemptKey, reason: str, taken: Callable[[], None] | None = None) -> None:
         """Give up on an attempt, on either side, at any moment. The pages stay the agent's until released.
@@ -152,7 +152,7 @@ class HandoffAgent:
         """
 
         def give_up() -> None:
-            self._runner.abort(key, reason)
+            self._node.abort(key, reason)
             if taken is not None:
                 taken()
 
@@ -167,7 +167,7 @@ class HandoffAgent:
         """
         channel = self._channel
         own = {"frames": channel.frames, "refused": channel.refused, "evicted": channel.evicted}
-        return {**self._runner.stats(), **own}
+        return {**self._node.stats(), **own}
 
     def _need(self, engine_id: str, incarnation: str) -> None:
         if (engine_id, incarnation) != (self.config.engine_id, self.config.incarnation):
@@ -183,25 +183,25 @@ class HandoffAgent:
         while not self._closing:
             self._step()
         self._step()  # calls that came before the close
-        self._runner.abort_all("engine_closed")
+        self._node.abort_all("engine_closed")
         until = time.monotonic() + self.config.timers.close
-        while len(self._runner.operations) and time.monotonic() < until:
+        while len(self._node.operations) and time.monotonic() < until:
             self._step()
-        quiet = len(self._runner.operations) == 0
-        self._runner.links.say_bye("engine_closed", quiet)
+        quiet = len(self._node.operations) == 0
+        self._node.sessions.say_bye("engine_closed", quiet)
         self._worker.close()
         self._channel.close(Bye("engine_closed", quiet))
 
     def _step(self) -> None:
         """Wait for something, and deal with all of it. No error of one attempt ends the thread."""
         try:
-            wait = self._runner.on_time()
+            wait = self._node.on_time()
             if self._closing:
                 wait = min(wait, _CLOSING_WAIT_S)
             for connection, message in self._channel.receive(wait):
-                self._runner.on_message(connection, message)
+                self._node.on_message(connection, message)
             self._drain_calls()
-            self._runner.poll()
+            self._node.poll()
         except Exception:
             log.exception("handoff agent: unexpected error")
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from baton.errors import reason_label
-from baton.handoff.channel.sessions import Link
+from baton.handoff.channel.sessions import Session
 from baton.handoff.plan.planner import RankGeometry
 from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.copies import CopyLedger
@@ -50,16 +50,16 @@ class _Attempt:
     next_tick: float = 0.0
     gap: float = 0.0
 
-    def meet(self, link: Link) -> None:
+    def meet(self, session: Session) -> None:
         """The peer's HELLO of a session is known."""
-        if link.hello is not None and link.peer is not None and link.peer not in self.peers:
-            self.peers.append(link.peer)
-            self.far = link.hello.geometries
+        if session.hello is not None and session.peer is not None and session.peer not in self.peers:
+            self.peers.append(session.peer)
+            self.far = session.hello.geometries
 
-    def asked(self, link: Link) -> None:
+    def asked(self, session: Session) -> None:
         """The peer has shown its pages, or asked for copies, in this session."""
-        self.meet(link)
-        self.open = link.peer
+        self.meet(session)
+        self.open = session.peer
 
     @property
     def peer(self) -> Peer | None:
@@ -74,28 +74,28 @@ class _Attempt:
 
 @dataclass(slots=True, eq=False)
 class PrefillAttempt(_Attempt):
-    """P's half of one attempt. `link` is the session from which D spoke last."""
+    """P's half of one attempt. `session` is the session from which D spoke last."""
 
     machine: PrefillHandoff = field(kw_only=True)
-    link: Link | None = None
+    session: Session | None = None
 
-    def may_hear(self, link: Link) -> bool:
+    def may_hear(self, session: Session) -> bool:
         """True unless another engine has spoken for D's half of the attempt before."""
-        before = self.link.hello if self.link is not None else None
-        return before is None or (link.hello is not None and link.hello.engine_id == before.engine_id)
+        before = self.session.hello if self.session is not None else None
+        return before is None or (session.hello is not None and session.hello.engine_id == before.engine_id)
 
     @property
     def closing(self) -> bool:
         """Failed, and not proven quiet."""
         return self.machine.phase is PrefillPhase.CLOSING
 
-    def served(self, link: Link) -> bool:
+    def served(self, session: Session) -> bool:
         """Whether D's claim was checked before, so that this session may repeat it, or register what it announced."""
-        return self._claimed and (self.machine.closed or link.peer is not None)
+        return self._claimed and (self.machine.closed or session.peer is not None)
 
-    def waits_for(self, link: Link) -> bool:
+    def waits_for(self, session: Session) -> bool:
         """Whether D's claim was checked before, and is to be taken up when this session is connected."""
-        return self._claimed and not self.machine.closed and link.connecting is not None
+        return self._claimed and not self.machine.closed and session.connecting is not None
 
     @property
     def _claimed(self) -> bool:

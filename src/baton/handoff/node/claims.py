@@ -9,9 +9,9 @@ from typing import NamedTuple
 from baton.errors import ProtocolError, TicketExpiredError
 from baton.handoff.channel.base import Clock, ControlChannel
 from baton.handoff.channel.config import AgentConfig
-from baton.handoff.channel.sessions import Link, Links
+from baton.handoff.channel.sessions import Session, Sessions
 from baton.handoff.node.attempts import PrefillAttempt
-from baton.handoff.node.execution import Machines
+from baton.handoff.node.execution import Execution
 from baton.handoff.plan.planner import RankGeometry
 from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.messages import Announce, AttemptKey, Cancel, Nack, Register, kind_of
@@ -30,7 +30,7 @@ Claim = Announce | Register
 class _Held(NamedTuple):
     """A claim that waits. `ticket` was good when it came; None where an earlier claim had shown it."""
 
-    link: Link
+    session: Session
     message: Claim
     ticket: Ticket | None
 
@@ -43,15 +43,15 @@ class Claims:
         config: AgentConfig,
         geometries: Mapping[str, RankGeometry],
         channel: ControlChannel,
-        links: Links,
-        machines: Machines,
+        sessions: Sessions,
+        execution: Execution,
         clock: Clock,
     ) -> None:
         self._config = config
         self._geometries = geometries
         self._channel = channel
-        self._links = links
-        self._machines = machines
+        self._sessions = sessions
+        self._execution = execution
         self._clock = clock
         # A claim whose transfer has an earlier attempt that is not quiet yet, or whose sender is not connected yet.
         self._held: dict[AttemptKey, _Held] = {}
@@ -65,15 +65,15 @@ class Claims:
 
     def prefill(self, key: AttemptKey, mode: Mode, expiry: float) -> PrefillAttempt:
         """P's half of an attempt, made where it is not known yet."""
-        found = self._machines.prefills.get(key)
+        found = self._execution.prefills.get(key)
         if found is not None:
             return found
         config = self._config
         machine = PrefillHandoff(key, mode, list(self._geometries), config.max_retries, config.integrity)
-        attempt = self._machines.prefills.add(key, PrefillAttempt(expiry, machine=machine))
+        attempt = self._execution.prefills.add(key, PrefillAttempt(expiry, machine=machine))
         reason = self._cancelled.pop(key, None)
         if reason is not None:
-            self._machines.feed(attempt, ev.Received(Cancel(key, reason)))
+            self._execution.feed(attempt, ev.Received(Cancel(key, reason)))
         return attempt
 
     def expiry(self, ticket: Ticket, role: LegRole) -> float:
@@ -82,11 +82,11 @@ class Claims:
 
     def supersede(self, key: AttemptKey) -> bool:
         """End earlier attempts of the same transfer; True while one of them is not quiet."""
-        prefills = self._machines.prefills
+        prefills = self._execution.prefills
         earlier = [other for other in prefills.same_transfer(key) if other.attempt < key.attempt]
         for other in earlier:
             if attempt := prefills.get(other):
-                self._machines.feed(attempt, ev.Abort("superseded", "a later attempt of this transfer has begun"))
+                self._execution.feed(attempt, ev.Abort("superseded", "a later attempt of this transfer has begun"))
         return any(other in prefills.live for other in earlier)
 
     def cancel(self, key: AttemptKey, reason: str) -> None:
@@ -96,61 +96,61 @@ class Claims:
         if len(self._cancelled) > MAX_CANCELLED:
             del self._cancelled[next(iter(self._cancelled))]
 
-    def take(self, link: Link, message: Claim) -> None:
+    def take(self, session: Session, message: Claim) -> None:
         """Take one, hold it back, or answer NACK."""
         key = message.key
-        known = self._machines.prefills.get(key)
-        self._links.reach_again(link)
-        if known is not None and known.waits_for(link) and known.may_hear(link):
+        known = self._execution.prefills.get(key)
+        self._sessions.reach_again(session)
+        if known is not None and known.waits_for(session) and known.may_hear(session):
             known.heard(self._clock.monotonic())
-            self._held[key] = _Held(link, message, None)
+            self._held[key] = _Held(session, message, None)
             return
         try:
-            if known is not None and known.served(link) and known.may_hear(link):
+            if known is not None and known.served(session) and known.may_hear(session):
                 # Its ticket was good when it came first, and may have expired since.
                 if isinstance(message, Register) and not known.machine.registered:
-                    self._links.check_tables(link, message, known.machine.mode)
-                self._feed(known, link, message)
+                    self._sessions.check_tables(session, message, known.machine.mode)
+                self._feed(known, session, message)
                 return
-            ticket = self._check(link, message)
-            if any(other.attempt > key.attempt for other in self._machines.prefills.same_transfer(key)):
+            ticket = self._check(session, message)
+            if any(other.attempt > key.attempt for other in self._execution.prefills.same_transfer(key)):
                 raise ProtocolError("a later attempt of this transfer has begun")
-            waits = self.supersede(key) or link.connecting is not None
+            waits = self.supersede(key) or session.connecting is not None
             if waits and not (known is not None and known.machine.closed):
-                self._held[key] = _Held(link, message, ticket)
+                self._held[key] = _Held(session, message, ticket)
                 if known is not None:
                     known.heard(self._clock.monotonic())
                 return
-            self._feed(self.prefill(key, ticket.mode, self.expiry(ticket, "prefill")), link, message)
+            self._feed(self.prefill(key, ticket.mode, self.expiry(ticket, "prefill")), session, message)
         except ProtocolError as error:
-            self._machines.figures.count("rejected")
+            self._execution.figures.count("rejected")
             log.warning("refused %s of %s: %s", kind_of(message), key, error)
             # A claim of an attempt that this side has never seen, or forgotten, while one of the two was paused: the
             # request itself is good, and can be computed anew.
             late = isinstance(error, TicketExpiredError)
-            reason = link.refusal[0] if link.refusal else "ticket_expired" if late else "register_refused"
-            self._channel.send(link.connection, Nack(key, reason, str(error)[:2000]))
+            reason = session.refusal[0] if session.refusal else "ticket_expired" if late else "register_refused"
+            self._channel.send(session.connection, Nack(key, reason, str(error)[:2000]))
 
-    def _check(self, link: Link, message: Claim) -> Ticket:
+    def _check(self, session: Session, message: Claim) -> Ticket:
         """The ticket of a claim, else `ProtocolError`. One that came in time does not expire while it waits."""
         held = self._held.get(message.key)
-        if held is None or held.link is not link or held.ticket is None or link.refusal is not None:
-            return self._links.check_register(link, message)
+        if held is None or held.session is not session or held.ticket is None or session.refusal is not None:
+            return self._sessions.check_register(session, message)
         if isinstance(message, Register):
-            self._links.check_tables(link, message, held.ticket.mode)
+            self._sessions.check_tables(session, message, held.ticket.mode)
         return held.ticket
 
-    def _feed(self, attempt: PrefillAttempt, link: Link, message: Claim) -> None:
-        attempt.link = link
+    def _feed(self, attempt: PrefillAttempt, session: Session, message: Claim) -> None:
+        attempt.session = session
         attempt.heard(self._clock.monotonic())
-        (attempt.asked if isinstance(message, Register) else attempt.meet)(link)
-        self._machines.feed(attempt, ev.Received(message), strict=True)
+        (attempt.asked if isinstance(message, Register) else attempt.meet)(session)
+        self._execution.feed(attempt, ev.Received(message), strict=True)
 
     def retry(self) -> None:
         """Try again the claims that wait for an earlier attempt, or for the connection."""
         for key, held in list(self._held.items()):
             # In another session D lays its claim anew.
-            if self._links.clients.get(held.link.connection) is held.link:
-                self.take(held.link, held.message)
+            if self._sessions.clients.get(held.session.connection) is held.session:
+                self.take(held.session, held.message)
             if self._held.get(key) is held:
                 del self._held[key]

@@ -10,7 +10,7 @@ from typing import Literal
 from baton.errors import ProtocolError
 from baton.handoff.channel.base import Clock, ControlChannel, Worker
 from baton.handoff.channel.config import AgentConfig
-from baton.handoff.channel.sessions import Link, Links
+from baton.handoff.channel.sessions import Session, Sessions
 from baton.handoff.node.attempts import Book, DecodeAttempt, Figures, PrefillAttempt
 from baton.handoff.node.digesting import Digesting
 from baton.handoff.node.operations import Operations
@@ -26,7 +26,7 @@ log.addFilter(LogLimit())
 Attempt = PrefillAttempt | DecodeAttempt
 
 
-class Machines:
+class Execution:
     """All attempts of one engine. With integrity on there must be a `digester`, and a `worker` for it."""
 
     def __init__(
@@ -35,7 +35,7 @@ class Machines:
         geometries: Mapping[str, RankGeometry],
         transport: Transport,
         channel: ControlChannel,
-        links: Links,
+        sessions: Sessions,
         on_event: Callable[[ev.HandoffEvent], None],
         clock: Clock,
         digester: Digester | None,
@@ -48,7 +48,7 @@ class Machines:
         self._timers = config.timers
         self._geometries = geometries
         self._channel = channel
-        self._links = links
+        self._sessions = sessions
         self._on_event = on_event
         self._clock = clock
         self._digesting: Digesting[Attempt] | None = None
@@ -61,11 +61,11 @@ class Machines:
         """Attempts that are not over."""
         return [*self.prefills.live.values(), *self.decodes.live.values()]
 
-    def link(self, attempt: Attempt) -> Link | None:
+    def session(self, attempt: Attempt) -> Session | None:
         """The session with the attempt's peer; None when there is none now."""
         if isinstance(attempt, PrefillAttempt):
-            return attempt.link
-        return self._links.servers.get(attempt.address)
+            return attempt.session
+        return self._sessions.servers.get(attempt.address)
 
     def feed(self, attempt: Attempt, event: ev.MachineEvent, strict: bool = False) -> None:
         """Give a machine an event and carry out what it asks for, in order. `strict` lets it raise `ProtocolError`."""
@@ -98,10 +98,10 @@ class Machines:
         """The attempt's peer cannot be talked to. `quiet`: it said itself that its copies have ended."""
         self.feed(attempt, ev.PeerLost(reason, message, quiet or attempt.fenced))
 
-    def stalled(self, link: Link) -> None:
+    def stalled(self, session: Session) -> None:
         """The peer's agent says that its engine hangs. It still answers, and so tells when the pages are quiet."""
         for attempt in self.live():
-            if self.link(attempt) is link:
+            if self.session(attempt) is session:
                 self.feed(attempt, ev.Fault("engine_stalled", "the peer's engine thread hangs"))
 
     def tick(self, now: float) -> None:
@@ -114,8 +114,8 @@ class Machines:
 
     def _rewind(self, attempt: Attempt) -> None:
         """Something new was said: wait for an answer as long as one should take."""
-        link = self.link(attempt)
-        attempt.gap = self._timers.first_retry(link.round_trip if link else None)
+        session = self.session(attempt)
+        attempt.gap = self._timers.first_retry(session.round_trip if session else None)
         attempt.next_tick = self._clock.monotonic() + attempt.gap
 
     # ------------------------------------------------------------ actions
@@ -138,11 +138,13 @@ class Machines:
                 self._notify(attempt, event)
 
     def _send(self, attempt: Attempt, message: AttemptMessage) -> None:
-        link = self.link(attempt)
-        if link is None or not (link.ready or (link.hello is not None and isinstance(message, Cancel | Cancelled))):
+        session = self.session(attempt)
+        if session is None or not (
+            session.ready or (session.hello is not None and isinstance(message, Cancel | Cancelled))
+        ):
             return  # repeated when there is a session again; that an attempt is over can be said in any
         try:
-            self._channel.send(link.connection, message)
+            self._channel.send(session.connection, message)
         except ProtocolError as error:
             self.feed(attempt, ev.Fault("message_too_large", str(error)))
 
@@ -183,7 +185,7 @@ class Machines:
     def _notify(self, attempt: Attempt, event: ev.HandoffEvent) -> None:
         self.figures.note(event, attempt.machine.copies)
         if isinstance(attempt, DecodeAttempt):
-            self._links.health.note(event, repaired=attempt.machine.round > 0)
+            self._sessions.health.note(event, repaired=attempt.machine.round > 0)
         try:
             self._on_event(event)
         except Exception:

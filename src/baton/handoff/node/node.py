@@ -1,6 +1,6 @@
 """One engine's halves of all its handoffs: the engine's calls, and what time brings.
 
-Sessions are in `links.py`, what peers say in `inbox.py`, the state machines in `machines.py`. All methods but
+Sessions are in `channel.sessions`, what peers say in `routing`, the state machines in `execution`. All methods but
 `stats` are for one thread; `agent.py` provides it.
 """
 
@@ -12,10 +12,10 @@ from typing import Any
 
 from baton.handoff.channel.base import Clock, Connection, ControlChannel, Worker
 from baton.handoff.channel.config import AgentConfig
-from baton.handoff.channel.sessions import Links
+from baton.handoff.channel.sessions import Sessions
 from baton.handoff.node.attempts import DecodeAttempt
-from baton.handoff.node.execution import Machines
-from baton.handoff.node.inbox import Inbox
+from baton.handoff.node.execution import Execution
+from baton.handoff.node.routing import Routing
 from baton.handoff.plan.planner import RankGeometry
 from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.decode import DecodeHandoff
@@ -27,7 +27,7 @@ from baton.transports.base import Transport
 log = logging.getLogger(__name__)
 
 
-class HandoffRunner:
+class HandoffNode:
     """`digester` digests this engine's pages, on `worker`; without them, `config.integrity` must be off."""
 
     def __init__(
@@ -45,10 +45,12 @@ class HandoffRunner:
         self.config = config
         self.channel = channel
         self.clock = clock
-        self.links = Links(config, geometries, transport, descriptor, channel, clock)
-        self.machines = Machines(config, geometries, transport, channel, self.links, on_event, clock, digester, worker)
-        self.inbox = Inbox(config, geometries, channel, self.links, self.machines, clock)
-        self.operations = self.machines.operations
+        self.sessions = Sessions(config, geometries, transport, descriptor, channel, clock)
+        self.execution = Execution(
+            config, geometries, transport, channel, self.sessions, on_event, clock, digester, worker
+        )
+        self.routing = Routing(config, geometries, channel, self.sessions, self.execution, clock)
+        self.operations = self.execution.operations
         self._last_time: float | None = None
         self._checked = 0.0
 
@@ -56,27 +58,27 @@ class HandoffRunner:
 
     def open_prefill(self, ticket: Ticket) -> None:
         """The engine took P's leg."""
-        attempt = self.inbox.claims.prefill(ticket.key, ticket.mode, self.inbox.claims.expiry(ticket, "prefill"))
-        self.inbox.claims.supersede(ticket.key)
-        self.machines.feed(attempt, ev.Opened())
+        attempt = self.routing.claims.prefill(ticket.key, ticket.mode, self.routing.claims.expiry(ticket, "prefill"))
+        self.routing.claims.supersede(ticket.key)
+        self.execution.feed(attempt, ev.Opened())
 
     def announce_decode(self, ticket: Ticket) -> None:
         """The engine took D's leg, and has no destination pages yet."""
-        if self.machines.decodes.get(ticket.key) is not None:
+        if self.execution.decodes.get(ticket.key) is not None:
             log.warning("attempt %s is open already", ticket.key)
             return
         self._decode(ticket)
 
     def open_decode(self, ticket: Ticket, wanted: dict[str, tuple[int, int]], pages: dict[str, list[int]]) -> None:
         """The engine has destination pages for D's leg, announced or not."""
-        attempt = self.machines.decodes.get(ticket.key)
+        attempt = self.execution.decodes.get(ticket.key)
         if attempt is None:
             self._decode(ticket, wanted, pages)
         elif attempt.machine.placed:
             log.warning("attempt %s is open already", ticket.key)
         else:
             attempt.begun = self.clock.monotonic()
-            self.machines.feed(attempt, ev.Placed(wanted, pages))
+            self.execution.feed(attempt, ev.Placed(wanted, pages))
 
     def _decode(
         self,
@@ -87,43 +89,43 @@ class HandoffRunner:
         config = self.config
         signed = mint(config.ticket_key, ticket)
         machine = DecodeHandoff(ticket.key, ticket.mode, signed, wanted, pages, config.max_retries, config.integrity)
-        expiry = self.inbox.claims.expiry(ticket, "decode")
+        expiry = self.routing.claims.expiry(ticket, "decode")
         attempt = DecodeAttempt(expiry, machine=machine, address=ticket.prefill_address)
         if wanted is not None:
             attempt.begun = self.clock.monotonic()
-        self.machines.decodes.add(ticket.key, attempt)
-        self.inbox.dial(attempt, ticket)
+        self.execution.decodes.add(ticket.key, attempt)
+        self.routing.dial(attempt, ticket)
 
     def to_prefill(self, key: AttemptKey, event: ev.MachineEvent) -> None:
         """An event of the engine for P's half; nothing happens when it is unknown or over."""
-        attempt = self.machines.prefills.get(key)
+        attempt = self.execution.prefills.get(key)
         if attempt is not None:
-            self.machines.feed(attempt, event)
+            self.execution.feed(attempt, event)
 
     def abort(self, key: AttemptKey, reason: str) -> None:
         """The engine gives up on its half."""
         event = ev.Abort(reason, "given up by the engine")
         self.to_prefill(key, event)
-        attempt = self.machines.decodes.get(key)
+        attempt = self.execution.decodes.get(key)
         if attempt is not None:
-            self.machines.feed(attempt, event)
+            self.execution.feed(attempt, event)
 
     def abort_all(self, reason: str) -> None:
         """Give up on every live attempt."""
-        for attempt in self.machines.live():
-            self.machines.feed(attempt, ev.Abort(reason, "the engine is closing"))
+        for attempt in self.execution.live():
+            self.execution.feed(attempt, ev.Abort(reason, "the engine is closing"))
 
     # ------------------------------------------------------------ what comes from outside
 
     def on_message(self, connection: Connection, message: Message) -> None:
         """One message. What is not allowed is counted and dropped; it never raises `ProtocolError`."""
-        self.inbox.on_message(connection, message)
+        self.routing.on_message(connection, message)
 
     def poll(self) -> None:
         """Take in what has ended since the last call: connections, copies, digests."""
-        for link in self.links.poll():
-            self.inbox.connected(link)
-        self.machines.poll()
+        for session in self.sessions.poll():
+            self.routing.connected(session)
+        self.execution.poll()
 
     # ------------------------------------------------------------ time
 
@@ -131,46 +133,46 @@ class HandoffRunner:
         """Do what is due; returns the seconds after which it must be called again."""
         now, timers = self.clock.monotonic(), self.config.timers
         if self._last_time is not None and now - self._last_time > timers.lease / 2:
-            self.links.forgive(now)
+            self.sessions.forgive(now)
         self._last_time = now
         if now >= self._checked + timers.check:
             self._checked = now
             self._check(now)
-        self.machines.tick(now)
-        self.links.repeat_hello(now)
-        self.links.renew(now)
-        live = self.machines.live()
-        if not live and not self.inbox.claims.holding:
+        self.execution.tick(now)
+        self.sessions.repeat_hello(now)
+        self.sessions.renew(now)
+        live = self.execution.live()
+        if not live and not self.routing.claims.holding:
             return min(timers.renew, timers.retry)
         due = min([self._checked + timers.check, *(attempt.next_tick for attempt in live)])
         return max(0.0, due - now)
 
     def _check(self, now: float) -> None:
         """Deadlines, held REGISTERs, and peers that died or fell silent."""
-        timers, machines = self.config.timers, self.machines
-        for attempt in machines.live():
+        timers, execution = self.config.timers, self.execution
+        for attempt in execution.live():
             if now >= attempt.deadline(timers.handoff) and not attempt.expired:
                 attempt.expired = True
-                machines.feed(attempt, ev.Deadline())
-        self.inbox.claims.retry()
-        self.inbox.evict(now)
-        for attempt in machines.live():
+                execution.feed(attempt, ev.Deadline())
+        self.routing.claims.retry()
+        self.routing.evict(now)
+        for attempt in execution.live():
             if attempt.peer is not None and not attempt.peer.alive() and (attempt.fenced or not attempt.closing):
-                machines.lose(attempt, "peer_lost", "the peer engine died")
-        self.inbox.drop_dead()
-        self.links.sweep([peer for attempt in machines.live() for peer in attempt.peers])
+                execution.lose(attempt, "peer_lost", "the peer engine died")
+        self.routing.drop_dead()
+        self.sessions.sweep([peer for attempt in execution.live() for peer in attempt.peers])
         # A REGISTER delayed past its ticket's end is refused by the ticket, so the tombstone may go.
-        machines.prefills.forget(now, timers.retry)
-        machines.decodes.forget(now, timers.retry)
+        execution.prefills.forget(now, timers.retry)
+        execution.decodes.forget(now, timers.retry)
 
     def stats(self) -> dict[str, Any]:
         """See `HandoffAgent.stats`. Any thread."""
-        live = self.machines.live()
+        live = self.execution.live()
         return {
-            **self.machines.figures.snapshot(),
+            **self.execution.figures.snapshot(),
             "outstanding": len(live),
             "quarantined": sum(attempt.closing for attempt in live),
             "unknown": self.operations.num_unknown,
-            "sessions": self.links.num_ready,
+            "sessions": self.sessions.num_ready,
             "malformed": self.channel.malformed,
         }

@@ -1,6 +1,6 @@
 """Vocabulary of the handoff state machines: events in, actions out, and events for the engine.
 
-Machines know no clock, socket or thread: time reaches them as `Tick` and `Deadline`, copies as `CopyEnded`.
+Execution know no clock, socket or thread: time reaches them as `Tick` and `Deadline`, copies as `CopyEnded`.
 """
 
 from __future__ import annotations

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from baton.errors import ProtocolError
 from baton.handoff.channel.base import Clock, Connection, ControlChannel
 from baton.handoff.channel.config import AgentConfig
-from baton.handoff.channel.sessions import Link, Links
+from baton.handoff.channel.sessions import Session, Sessions
 from baton.handoff.node.attempts import DecodeAttempt
 from baton.handoff.node.claims import Claims
-from baton.handoff.node.execution import Machines
+from baton.handoff.node.execution import Execution
 from baton.handoff.plan.planner import RankGeometry
 from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.messages import (
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 log.addFilter(LogLimit())
 
 
-class Inbox:
+class Routing:
     """Routes messages to attempts, and losses of sessions to those that used them."""
 
     def __init__(
@@ -47,16 +47,16 @@ class Inbox:
         config: AgentConfig,
         geometries: Mapping[str, RankGeometry],
         channel: ControlChannel,
-        links: Links,
-        machines: Machines,
+        sessions: Sessions,
+        execution: Execution,
         clock: Clock,
     ) -> None:
         self._config = config
         self._channel = channel
-        self._links = links
-        self._machines = machines
+        self._sessions = sessions
+        self._execution = execution
         self._clock = clock
-        self.claims = Claims(config, geometries, channel, links, machines, clock)
+        self.claims = Claims(config, geometries, channel, sessions, execution, clock)
 
     def on_message(self, connection: Connection, message: Message) -> None:
         """One message. What is not allowed is counted and dropped; it never raises `ProtocolError`."""
@@ -66,214 +66,214 @@ class Inbox:
             else:
                 self._from_client(connection, message)
         except ProtocolError as error:
-            self._machines.figures.count("rejected")
+            self._execution.figures.count("rejected")
             log.warning("rejected a message: %s", error)
 
     # ------------------------------------------------------------ D's side
 
     def _from_server(self, connection: Connection, message: Message) -> None:
-        link = self._links.servers.get(connection.address)
-        if link is None or link.connection is not connection:
+        session = self._sessions.servers.get(connection.address)
+        if session is None or session.connection is not connection:
             return
-        if isinstance(message, Hello) and link.hello is not None:
+        if isinstance(message, Hello) and session.hello is not None:
             return  # unlike all else, anybody at the address can say it: no sign of life
-        link.heard = self._clock.monotonic()
+        session.heard = self._clock.monotonic()
         if isinstance(message, Hello):
-            self._greeted(link, message)
+            self._greeted(session, message)
         elif isinstance(message, Bye):
-            self._server_left(link, message)
+            self._server_left(session, message)
         elif isinstance(message, Renew):
-            self._links.renewed(link, message)
+            self._sessions.renewed(session, message)
             if message.stalled:
-                self._machines.stalled(link)
+                self._execution.stalled(session)
         elif isinstance(message, AttemptMessage):
-            self._answered(link, message)
+            self._answered(session, message)
 
-    def _greeted(self, link: Link, message: Hello) -> None:
+    def _greeted(self, session: Session, message: Hello) -> None:
         try:
-            opened = self._links.server_hello(link, message)
+            opened = self._sessions.server_hello(session, message)
         except ProtocolError as error:
-            for attempt in self._decodes_at(link.connection.address):
-                self._machines.lose(attempt, "unreachable_peer", str(error))
+            for attempt in self._decodes_at(session.connection.address):
+                self._execution.lose(attempt, "unreachable_peer", str(error))
             raise
         if opened:
-            for attempt in self._decodes_at(link.connection.address):
-                self.join(attempt, link, message)
+            for attempt in self._decodes_at(session.connection.address):
+                self.join(attempt, session, message)
 
-    def _answered(self, link: Link, message: AttemptMessage) -> None:
-        key, hello = message.key, link.hello
-        if hello is None or not (link.talking or isinstance(message, Cancel | Cancelled)):
+    def _answered(self, session: Session, message: AttemptMessage) -> None:
+        key, hello = message.key, session.hello
+        if hello is None or not (session.talking or isinstance(message, Cancel | Cancelled)):
             raise ProtocolError("a session begins with HELLO")
         if (key.prefill_incarnation, key.decode_incarnation) != (hello.incarnation, self._config.incarnation):
             raise ProtocolError("message for an attempt of other engines")
-        known = self._machines.decodes.get(key)
+        known = self._execution.decodes.get(key)
         if known is not None:
             if isinstance(message, Ready):
-                if link.connecting is not None:
+                if session.connecting is not None:
                     return  # copies need the connection; P repeats what it said
-                known.asked(link)
-            self._machines.feed(known, ev.Received(message))
+                known.asked(session)
+            self._execution.feed(known, ev.Received(message))
         elif isinstance(message, Cancel):
             # Only what is over is forgotten, so no read of it is left; P may still hold its pages for it.
-            self._channel.send(link.connection, Cancelled(key, message.reason))
+            self._channel.send(session.connection, Cancelled(key, message.reason))
         else:
             raise ProtocolError("message for an attempt that is not open here")
 
     def _decodes_at(self, address: str) -> list[DecodeAttempt]:
         """Attempts with that engine, ended ones too: P may still wait to hear of them."""
-        book = self._machines.decodes
+        book = self._execution.decodes
         return [attempt for attempt in [*book.live.values(), *book.ended.values()] if attempt.address == address]
 
     def dial(self, attempt: DecodeAttempt, ticket: Ticket) -> None:
         """Bring a new attempt to the session with the P that its ticket names."""
         try:
-            link = self._links.server(ticket)
+            session = self._sessions.server(ticket)
         except ProtocolError as error:
-            self._machines.lose(attempt, "unreachable_peer", str(error))
+            self._execution.lose(attempt, "unreachable_peer", str(error))
             return
-        if link.hello is not None:
-            self.join(attempt, link, link.hello)
+        if session.hello is not None:
+            self.join(attempt, session, session.hello)
 
-    def _dial_again(self, lost: Link) -> None:
+    def _dial_again(self, lost: Session) -> None:
         """A session is gone: begin another where there may be something left to say or to hear."""
         address = lost.connection.address
-        if not self._links.may_return(lost) and not self._decodes_at(address):
+        if not self._sessions.may_return(lost) and not self._decodes_at(address):
             return
         try:
-            self._links.dial(address, lost)
+            self._sessions.dial(address, lost)
         except ProtocolError as error:
             for attempt in self._decodes_at(address):
-                self._machines.lose(attempt, "unreachable_peer", str(error))
+                self._execution.lose(attempt, "unreachable_peer", str(error))
 
-    def join(self, attempt: DecodeAttempt, link: Link, hello: Hello) -> None:
+    def join(self, attempt: DecodeAttempt, session: Session, hello: Hello) -> None:
         """P's HELLO is known, and so is what became of the connection: register, or fail with what they say."""
-        if link.connecting is not None:
+        if session.connecting is not None:
             return
-        machines = self._machines
-        if link.refusal is not None:
-            machines.lose(attempt, *link.refusal)
+        execution = self._execution
+        if session.refusal is not None:
+            execution.lose(attempt, *session.refusal)
         elif hello.incarnation != attempt.machine.key.prefill_incarnation:
-            machines.lose(attempt, "peer_lost", f"another engine is at {attempt.address} now: {hello.engine_id}")
+            execution.lose(attempt, "peer_lost", f"another engine is at {attempt.address} now: {hello.engine_id}")
         else:
-            unhealthy = self._links.health.why_not(hello.incarnation)
+            unhealthy = self._sessions.health.why_not(hello.incarnation)
             if unhealthy and attempt.machine.phase is DecodePhase.WAITING:
-                machines.lose(attempt, "unhealthy_peer", unhealthy)
-            attempt.meet(link)
-            machines.feed(attempt, ev.PeerReady())
+                execution.lose(attempt, "unhealthy_peer", unhealthy)
+            attempt.meet(session)
+            execution.feed(attempt, ev.PeerReady())
 
-    def connected(self, link: Link) -> None:
-        """The transport's end of a link is there, or cannot be had."""
-        if link.connection.identity is None and link.hello is not None:
-            for decode in self._decodes_at(link.connection.address):
-                self.join(decode, link, link.hello)
-        elif link.connection.identity is not None:
-            for prefill in self._machines.prefills.live.values():
-                if prefill.link is link:
-                    prefill.meet(link)
+    def connected(self, session: Session) -> None:
+        """The transport's end of a session is there, or cannot be had."""
+        if session.connection.identity is None and session.hello is not None:
+            for decode in self._decodes_at(session.connection.address):
+                self.join(decode, session, session.hello)
+        elif session.connection.identity is not None:
+            for prefill in self._execution.prefills.live.values():
+                if prefill.session is session:
+                    prefill.meet(session)
             self.claims.retry()
 
-    def _server_left(self, link: Link, bye: Bye) -> None:
-        address = link.connection.address
-        self._links.hang_up(link)
+    def _server_left(self, session: Session, bye: Bye) -> None:
+        address = session.connection.address
+        self._sessions.hang_up(session)
         if bye.reason == "unknown_session":
             # It restarted, or forgot this session: its next HELLO tells which.
-            self._dial_again(link)
+            self._dial_again(session)
             return
         for attempt in self._decodes_at(address):
             # Its word counts for its own copies, not for those of a process that was there before.
-            own = link.hello is not None and link.hello.incarnation == attempt.machine.key.prefill_incarnation
-            self._machines.lose(attempt, "peer_lost", f"the prefill engine left: {bye.reason}", bye.quiet and own)
+            own = session.hello is not None and session.hello.incarnation == attempt.machine.key.prefill_incarnation
+            self._execution.lose(attempt, "peer_lost", f"the prefill engine left: {bye.reason}", bye.quiet and own)
 
     # ------------------------------------------------------------ P's side
 
     def _from_client(self, connection: Connection, message: Message) -> None:
         if isinstance(message, Hello):
-            link = self._links.client_hello(connection, message)
-            for attempt in self._machines.prefills.live.values():
+            session = self._sessions.client_hello(connection, message)
+            for attempt in self._execution.prefills.live.values():
                 # The same process in a new session: what it is still owed goes there.
-                if attempt.link is not None and attempt.link.is_same(link):
-                    attempt.link = link
-                    attempt.meet(link)
+                if attempt.session is not None and attempt.session.is_same(session):
+                    attempt.session = session
+                    attempt.meet(session)
             return
-        known = self._links.clients.get(connection)
+        known = self._sessions.clients.get(connection)
         if known is None or known.hello is None:
             if known is not None:
                 # A stranger; or this side has lost the session of a peer, which then begins another.
                 self._channel.send(connection, Bye("unknown_session"))
-                self._links.hang_up(known)
+                self._sessions.hang_up(known)
             raise ProtocolError("a session begins with HELLO, and a proof that the ticket key is known")
         known.heard = self._clock.monotonic()
         if isinstance(message, Bye):
-            self._links.hang_up(known)
+            self._sessions.hang_up(known)
             self._client_lost(known, "peer_lost", f"the decode engine left: {message.reason}", message.quiet)
         elif isinstance(message, Renew):
-            self._links.renewed(known, message)
+            self._sessions.renewed(known, message)
             if message.stalled:
-                self._machines.stalled(known)
+                self._execution.stalled(known)
         elif isinstance(message, AttemptMessage):
             self._attempt_message(known, known.hello, message)
 
-    def _client_lost(self, link: Link, reason: str, text: str, quiet: bool = False) -> None:
-        for attempt in list(self._machines.prefills.live.values()):
-            if attempt.link is link:
-                self._machines.lose(attempt, reason, text, quiet)
+    def _client_lost(self, session: Session, reason: str, text: str, quiet: bool = False) -> None:
+        for attempt in list(self._execution.prefills.live.values()):
+            if attempt.session is session:
+                self._execution.lose(attempt, reason, text, quiet)
 
-    def _attempt_message(self, link: Link, hello: Hello, message: AttemptMessage) -> None:
+    def _attempt_message(self, session: Session, hello: Hello, message: AttemptMessage) -> None:
         key = message.key
         if key.decode_incarnation != hello.incarnation or key.prefill_incarnation != self._config.incarnation:
             raise ProtocolError("message for an attempt of other engines")
         if isinstance(message, Announce | Register):
-            self.claims.take(link, message)
+            self.claims.take(session, message)
             return
-        attempt = self._machines.prefills.get(key)
+        attempt = self._execution.prefills.get(key)
         if attempt is None:
             if not isinstance(message, Cancel | ReadDone | Repair):
                 raise ProtocolError("message for an attempt that is not open here")
             if not isinstance(message, Cancel):
                 # It had begun once, and only what is over is forgotten, with its ticket expired.
-                self._channel.send(link.connection, Cancelled(key, "forgotten"))
+                self._channel.send(session.connection, Cancelled(key, "forgotten"))
                 return
             self.claims.cancel(key, message.reason)
-            self._channel.send(link.connection, Cancelled(key, message.reason))
+            self._channel.send(session.connection, Cancelled(key, message.reason))
             return
-        if not attempt.may_hear(link):
+        if not attempt.may_hear(session):
             raise ProtocolError("message for an attempt of other engines")
-        attempt.link = link
-        if isinstance(message, Repair) and link.connecting is not None:
+        attempt.session = session
+        if isinstance(message, Repair) and session.connecting is not None:
             return  # copies need the connection; D repeats what it said
-        (attempt.asked if isinstance(message, Repair) else attempt.meet)(link)
-        self._machines.feed(attempt, ev.Received(message))
+        (attempt.asked if isinstance(message, Repair) else attempt.meet)(session)
+        self._execution.feed(attempt, ev.Received(message))
 
     # ------------------------------------------------------------ silence and death
 
     def drop_dead(self) -> None:
         """Drop sessions whose transport's end is dead."""
-        for link in self._links.dead():
-            self._links.hang_up(link)
-            if link.connection.identity is None:
+        for session in self._sessions.dead():
+            self._sessions.hang_up(session)
+            if session.connection.identity is None:
                 # Only the connection may have died: the process then waits for a word in a new session.
-                self._dial_again(link)
+                self._dial_again(session)
 
     def evict(self, now: float) -> None:
         """Give up on peers whose lease has ended; `now` in monotonic seconds."""
-        for link in self._links.expired(now):
-            address = link.connection.address
-            if link.hello is None:
+        for session in self._sessions.expired(now):
+            address = session.connection.address
+            if session.hello is None:
                 for attempt in self._decodes_at(address):
-                    self._machines.lose(attempt, "unreachable_peer", f"no answer from {address}")
+                    self._execution.lose(attempt, "unreachable_peer", f"no answer from {address}")
                 # Its pages may wait to become quiet, or P's for a word from here: keep asking.
-                if self._links.may_return(link) or self._decodes_at(address):
-                    link.heard = now
+                if self._sessions.may_return(session) or self._decodes_at(address):
+                    session.heard = now
                 else:
-                    self._links.hang_up(link)
+                    self._sessions.hang_up(session)
                 continue
-            self._machines.figures.count("lost_leases")
-            text = f"engine {link.hello.engine_id} was silent for {link.lease:g} s"
+            self._execution.figures.count("lost_leases")
+            text = f"engine {session.hello.engine_id} was silent for {session.lease:g} s"
             log.warning("%s: evicted", text)
-            self._links.hang_up(link)
-            if link.connection.identity is not None:
-                self._client_lost(link, "lease_expired", text)
+            self._sessions.hang_up(session)
+            if session.connection.identity is not None:
+                self._client_lost(session, "lease_expired", text)
                 continue
             for attempt in self._decodes_at(address):
-                self._machines.lose(attempt, "lease_expired", text)
-            self._dial_again(link)
+                self._execution.lose(attempt, "lease_expired", text)
+            self._dial_again(session)
