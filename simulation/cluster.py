@@ -7,6 +7,7 @@ from collections import Counter
 from baton.errors import ProtocolError
 from baton.handoff.protocol.messages import AttemptKey, Register, Seeds
 from baton.handoff.protocol.ticket import verify
+from baton.kv.interval import Interval
 from baton.wire import LegRole
 from simulation.decode_engine import DecodeEngine
 from simulation.engine import EngineModel, Leg
@@ -162,7 +163,7 @@ class Cluster:
         groups = {memory.model.name: memory for memory in forger.memories}
         forger.channel.send(
             session.connection,
-            Register(claimed, ticket, dict.fromkeys(groups, (0, 1)), {group: [1] for group in groups}),
+            Register(claimed, ticket, dict.fromkeys(groups, Interval(0, 1)), {group: [1] for group in groups}),
         )
         return True
 

@@ -117,13 +117,13 @@ class DecodeEngine(EngineModel):
         label = str(leg.key)
         if seeds != self.process.cluster.seeds.get(label):
             self.world.fail("wrong_seeds", f"{label} was committed with {seeds}")
-        for group, (start, stop) in leg.wanted.items():
-            bad = self.memory(group).wrong(leg.story, leg.pages[group], start, stop)
+        for group, tokens in leg.wanted.items():
+            bad = self.memory(group).wrong(leg.story, leg.pages[group], tokens.start, tokens.stop)
             if bad is not None:
                 self.world.fail(
                     "early_commit",
-                    f"{label} was committed on {self.process.name}, but token {bad} of {group} (wanted [{start}, "
-                    f"{stop})) does not hold its final entry",
+                    f"{label} was committed on {self.process.name}, but token {bad} of {group} (wanted {tokens}) "
+                    f"does not hold its final entry",
                 )
 
     def agent_has_run(self) -> None:
@@ -171,7 +171,7 @@ class DecodeEngine(EngineModel):
     def _progress(self, leg: Leg, proven: dict[str, int]) -> None:
         """Some of the wanted entries are here and verified, whatever becomes of the rest."""
         for group, stop in proven.items():
-            start = leg.wanted[group][0]
+            start = leg.wanted[group].start
             bad = self.memory(group).wrong(leg.story, leg.pages[group], start, stop)
             if bad is not None:
                 self.world.fail("false_proof", f"{leg.key}: token {bad} of {group} was called proven")
@@ -240,7 +240,7 @@ class DecodeEngine(EngineModel):
         for memory in self.process.memories:
             group, table = memory.model, leg.pages[memory.model.name]
             interval = wanted(group.kind, group.window, n, hits[group.name], owner=group.owner)
-            leg.wanted[group.name] = (interval.start, interval.stop)
+            leg.wanted[group.name] = interval
             if group.window is not None:
                 # Pages that no later query sees are null.
                 seen_from = max(0, n - group.window + 1)

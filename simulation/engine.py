@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from baton.handoff.protocol.events import DecodeCommitted, DecodeFinished, DecodeReleased, HandoffEvent, PrefillReleased
 from baton.handoff.protocol.messages import AttemptKey, Cancelled, Commit, Confirm, Finished
 from baton.handoff.protocol.ticket import Ticket
+from baton.kv.interval import Interval
 from simulation.story import Story
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ class Leg:
     loaded: bool = True  # the prefix store has been looked through
     pages: dict[str, list[int]] = field(default_factory=dict)
     hits: dict[str, int] = field(default_factory=dict)
-    wanted: dict[str, tuple[int, int]] = field(default_factory=dict)
+    wanted: dict[str, Interval] = field(default_factory=dict)
     uncached: set[str] = field(default_factory=set)
     proven: dict[str, int] = field(default_factory=dict)
     computed: int = 0

@@ -12,7 +12,9 @@ from typing import Any
 import msgspec
 from msgspec import inspect as types
 
-from baton.handoff.protocol.messages import PROTOCOL_VERSION, AttemptKey, Hello, Message
+from baton.handoff.protocol.frames import PROTOCOL_VERSION
+from baton.handoff.protocol.messages import AttemptKey, Hello, Message
+from baton.kv.interval import Interval
 
 Tree = Any  # what msgpack holds: None, bool, int, float, str, bytes, list, dict
 
@@ -132,7 +134,7 @@ class FrameMaker:
             case types.StructType():
                 values = {field.encode_name: self._value(field.type) for field in kind.fields}
                 if kind.array_like:
-                    return list(values.values())
+                    return sorted(values.values()) if kind.cls is Interval else list(values.values())
                 return values if kind.tag_field is None else {kind.tag_field: kind.tag, **values}
             case types.IntType():
                 low = kind.ge if kind.ge is not None else 0 if kind.gt is None else kind.gt + 1

@@ -30,8 +30,9 @@ import msgspec
 import zmq
 
 from baton.handoff.channel.keys import KeyRing, make_keys
+from baton.handoff.protocol.frames import decode
 from baton.handoff.protocol.greeting import prove, seal, session_key
-from baton.handoff.protocol.messages import AttemptKey, Hello, decode
+from baton.handoff.protocol.messages import AttemptKey, Hello
 from baton.transports.registry import create_transport
 from simulation.frames import FrameMaker
 from simulation.handoff_pair import HANDOFF_LIMIT_S, SPENT, Node, Traffic

@@ -16,6 +16,7 @@ from baton.handoff.protocol.events import DecodeCommitted, HandoffEvent
 from baton.handoff.protocol.messages import CHALLENGE_BYTES, AttemptKey, Hello, Seeds
 from baton.handoff.protocol.ticket import Ticket, mint, new_transfer_id
 from baton.kv.geometry import Geometry, GroupSpec
+from baton.kv.interval import Interval
 from baton.transports.registry import create_transport
 from baton.wire import Mode
 
@@ -115,7 +116,7 @@ class Traffic:
             p.pools[group].reshape(_NUM_PAGES, -1)[tables[0][group]] = self._rng.integers(
                 0, 256, (count, size), np.uint8
             )
-        d.agent.open_decode(ticket, _TOKENS, dict.fromkeys(_GROUPS, (0, _TOKENS)), tables[1])
+        d.agent.open_decode(ticket, _TOKENS, dict.fromkeys(_GROUPS, Interval(0, _TOKENS)), tables[1])
         p.agent.open_prefill(ticket)
         p.agent.declare_final(ticket.key, _TOKENS, tables[0], {"target": _TOKENS, "draft": _TOKENS - 1})
         p.agent.finish_prefill(ticket.key, _SEEDS, False)

@@ -15,6 +15,7 @@ from baton.handoff.plan.planner import RankGeometry
 from baton.handoff.protocol.digests import pieces
 from baton.handoff.protocol.messages import PieceDigest
 from baton.kv.geometry import BLOCK_MAJOR_NHD, LAYER_MAJOR_NHD, NULL_PAGE, Geometry, GroupSpec
+from baton.kv.interval import Interval
 from simulation.settings import GroupModel
 from simulation.story import Story
 
@@ -213,14 +214,15 @@ class CellDigester:
     def __init__(self, memories: Sequence[GroupMemory]) -> None:
         self._memories = {memory.model.name: memory for memory in memories}
 
-    def digests(self, group: str, pages: Sequence[int], start: int, stop: int) -> list[PieceDigest]:
-        """See `Digester.digests`."""
+    def digests(self, group: str, pages: Sequence[int], tokens: Interval) -> list[PieceDigest]:
+        """The digests of `tokens`, in order."""
         memory = self._memories[group]
-        used = pages[start // memory.page_size : -(-stop // memory.page_size)]
-        if start < stop and (len(pages) * memory.page_size < stop or NULL_PAGE in used):
-            raise ProtocolError(f"group {group!r}: tokens [{start}, {stop}) are not all in pages")
+        used = pages[tokens.start // memory.page_size : -(-tokens.stop // memory.page_size)]
+        if not tokens.empty and (len(pages) * memory.page_size < tokens.stop or NULL_PAGE in used):
+            raise ProtocolError(f"group {group!r}: tokens {tokens} are not all in pages")
         out = []
-        for low, high in pieces(start, stop):
+        for piece in pieces(tokens):
+            low, high = piece.start, piece.stop
             value = hash((memory.model.salt, low, high, *memory.read(pages, low, high)))
-            out.append(PieceDigest(low, high, value.to_bytes(8, "little", signed=True)))
+            out.append(PieceDigest(piece, value.to_bytes(8, "little", signed=True)))
         return out

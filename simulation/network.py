@@ -9,18 +9,8 @@ import msgspec
 
 from baton.errors import ProtocolError
 from baton.handoff.channel.base import Connection
-from baton.handoff.protocol.messages import (
-    Bye,
-    Cancelled,
-    Commit,
-    Confirm,
-    Finished,
-    Hello,
-    Message,
-    decode,
-    encode,
-    kind_of,
-)
+from baton.handoff.protocol.frames import decode, encode, kind_of
+from baton.handoff.protocol.messages import Bye, Cancelled, Commit, Confirm, Finished, Hello, Message
 
 if TYPE_CHECKING:
     from simulation.process import Process

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from baton.handoff.channel.base import Connection
-from baton.handoff.protocol.messages import Bye, Hello, decode, kind_of
+from baton.handoff.protocol.frames import decode, kind_of
+from baton.handoff.protocol.messages import Bye, Hello
 from simulation.network import Network, SimChannel
 
 if TYPE_CHECKING:

@@ -10,8 +10,9 @@ import msgspec
 import zmq
 
 from baton.handoff.channel.keys import KeyRing, make_keys
+from baton.handoff.protocol.frames import decode, encode
 from baton.handoff.protocol.greeting import prove, seal, session_key
-from baton.handoff.protocol.messages import CHALLENGE_BYTES, Hello, Message, decode, encode
+from baton.handoff.protocol.messages import CHALLENGE_BYTES, Hello, Message
 from baton.handoff.protocol.ticket import Ticket
 from simulation.handoff_pair import Node, Traffic, make_ticket
 

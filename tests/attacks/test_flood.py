@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from baton.errors import ProtocolError
 from baton.handoff.channel.sockets import MAX_UNPROVEN
-from baton.handoff.protocol.messages import PROTOCOL_VERSION, AttemptKey, Hello, Message, decode, encode
+from baton.handoff.protocol.frames import PROTOCOL_VERSION, decode, encode
+from baton.handoff.protocol.messages import AttemptKey, Hello, Message
 from simulation import fuzz
 from simulation.frames import FrameMaker, message_classes
 from tests.attacks.attacker import CHALLENGE, Scene

@@ -10,6 +10,7 @@ import pytest
 from baton.handoff.protocol.events import DecodeCommitted, PrefillReleased
 from baton.handoff.protocol.messages import Ack, AttemptKey, Cancel, Cancelled, Confirm, ReadDone, Repair, Seeds
 from baton.handoff.protocol.ticket import Ticket
+from baton.kv.interval import Interval
 from tests.attacks.attacker import Scene
 
 Until = Callable[[Callable[[], object]], None]
@@ -22,7 +23,7 @@ def begin(scene: Scene, mode: str = "push") -> Ticket:
     pages = {"target": [1, 2], "draft": [3, 4]}
     scene.p.agent.open_prefill(ticket)
     scene.p.agent.declare_final(ticket.key, TOKENS, pages, {"target": 4, "draft": 3})
-    scene.d.agent.open_decode(ticket, TOKENS, {"target": (0, TOKENS), "draft": (0, TOKENS)}, pages)
+    scene.d.agent.open_decode(ticket, TOKENS, {"target": Interval(0, TOKENS), "draft": Interval(0, TOKENS)}, pages)
     return ticket
 
 

@@ -12,6 +12,7 @@ import pytest
 from baton.errors import ProtocolError, WrongEngineError
 from baton.handoff.protocol.messages import Cancelled, Hello, Nack, Register
 from baton.handoff.protocol.ticket import MAX_TICKET_LIFE_S, Redeemer, Ticket, mint, request_digest
+from baton.kv.interval import Interval
 from baton.wire import SamplingParams
 from tests.attacks.attacker import TICKET_KEY, Scene
 
@@ -19,7 +20,7 @@ Until = Callable[[Callable[[], object]], None]
 
 
 def register(ticket: Ticket, key: bytes = TICKET_KEY) -> Register:
-    wanted = {"target": (0, 4), "draft": (0, 4)}
+    wanted = {"target": Interval(0, 4), "draft": Interval(0, 4)}
     return Register(ticket.key, ticket=mint(key, ticket), wanted=wanted, pages={"target": [3], "draft": [3]})
 
 
@@ -27,7 +28,7 @@ def spent_ticket(scene: Scene) -> Register:
     """A REGISTER with the ticket of a handoff that is over."""
     scene.traffic.serve_one()
     key, text = scene.traffic.spent[-1]
-    wanted = {"target": (0, 4), "draft": (0, 4)}
+    wanted = {"target": Interval(0, 4), "draft": Interval(0, 4)}
     return Register(key, ticket=text, wanted=wanted, pages={"target": [3], "draft": [3]})
 
 

@@ -11,6 +11,7 @@ import pytest
 import zmq
 
 from baton.handoff.protocol.events import DecodeCommitted, DecodeFailed, DecodeReleased, PrefillReleased
+from baton.handoff.protocol.frames import decode, encode
 from baton.handoff.protocol.greeting import is_proven, prove
 from baton.handoff.protocol.messages import (
     Ack,
@@ -24,16 +25,15 @@ from baton.handoff.protocol.messages import (
     Register,
     Renew,
     Seeds,
-    decode,
-    encode,
 )
 from baton.handoff.protocol.ticket import mint
+from baton.kv.interval import Interval
 from tests.attacks.attacker import CHALLENGE, TICKET_KEY, Scene
 
 Until = Callable[[Callable[[], object]], None]
 TOKENS = 8
 PAGES = {"target": [1, 2], "draft": [3, 4]}
-WANTED = {"target": (0, TOKENS), "draft": (0, TOKENS)}
+WANTED = {"target": Interval(0, TOKENS), "draft": Interval(0, TOKENS)}
 
 
 @pytest.mark.parametrize("mode", ["push", "pull"])

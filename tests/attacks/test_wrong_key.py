@@ -12,6 +12,7 @@ from baton.handoff.channel.keys import KeyRing, make_keys
 from baton.handoff.channel.sockets import Channel
 from baton.handoff.protocol.events import DecodeFailed, DecodeReleased
 from baton.handoff.protocol.messages import Hello
+from baton.kv.interval import Interval
 from simulation.handoff_pair import Node
 from tests.attacks.attacker import TICKET_KEY, Scene
 
@@ -57,7 +58,9 @@ def test_an_engine_that_answers_with_another_key_is_not_believed(keyed: Scene, u
     impostor = keyed.node("Q")
     address = impostor.agent.address.replace("curve://Q@", "curve://P@")
     ticket = keyed.ticket(prefill_address=address)
-    keyed.d.agent.open_decode(ticket, 4, {"target": (0, 4), "draft": (0, 4)}, {"target": [1], "draft": [2]})
+    keyed.d.agent.open_decode(
+        ticket, 4, {"target": Interval(0, 4), "draft": Interval(0, 4)}, {"target": [1], "draft": [2]}
+    )
     until(lambda: impostor.agent.stats()["refused"] >= 1)
     assert impostor.agent.stats()["frames"] == 0
     keyed.d.agent.abort(ticket.key, "over")
@@ -69,7 +72,7 @@ def test_an_engine_without_keys_does_not_talk_to_one_with_them(keyed: Scene, unt
     bare = Node("B", TICKET_KEY, None)
     keyed.nodes.append(bare)
     pages = {"target": [1], "draft": [2]}
-    wanted = {"target": (0, 4), "draft": (0, 4)}
+    wanted = {"target": Interval(0, 4), "draft": Interval(0, 4)}
     for d, p in ((bare, keyed.p), (keyed.d, bare)):
         ticket = keyed.ticket(
             prefill_engine=p.name,

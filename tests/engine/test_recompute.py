@@ -13,6 +13,7 @@ import pytest
 from baton.errors import WrongEngineError
 from baton.handoff.protocol.events import DecodeAdmitted, DecodeFailed, DecodeProgress, DecodeReleased
 from baton.handoff.protocol.messages import AttemptKey, Seeds
+from baton.kv.interval import Interval
 from baton.openai.errors import to_api_error
 from baton.text import Tokenizer
 from baton.verify.observe import make_cases
@@ -40,12 +41,12 @@ class SilentAgent:
 
     def __init__(self) -> None:
         self.calls: list[str] = []
-        self.wanted: dict[str, tuple[int, int]] = {}
+        self.wanted: dict[str, Interval] = {}
 
     def announce_decode(self, ticket: Any) -> None:
         self.calls.append("announce_decode")
 
-    def open_decode(self, ticket: Any, prompt_len: int, wanted: dict[str, tuple[int, int]], pages: Any) -> None:
+    def open_decode(self, ticket: Any, prompt_len: int, wanted: dict[str, Interval], pages: Any) -> None:
         self.calls.append("open_decode")
         self.wanted = wanted
 
@@ -182,7 +183,7 @@ def test_a_shared_prefix_survives_the_failure(tmp_path: Path, prompt: list[int],
         two.settle()
         agent = silence(two.decode)
         stream, key = waiting_leg(two, prompt)
-        assert agent.wanted["draft"][0] > 90, "the prefix is here"
+        assert agent.wanted["draft"].start > 90, "the prefix is here"
         request = two.decode.core.legs.open[key].request
         two.decode.core.legs.handle(lost(key))
         assert two.decode.core.load().num_quarantined_pages < 6

@@ -14,6 +14,7 @@ from baton.handoff.protocol.events import DecodeCommitted, DecodeProgress, Hando
 from baton.handoff.protocol.messages import Seeds
 from baton.handoff.protocol.ticket import Ticket, new_transfer_id
 from baton.kv.geometry import Geometry, GroupSpec
+from baton.kv.interval import Interval
 from baton.transports.registry import create_transport
 
 KEY = b"k" * 32
@@ -140,7 +141,7 @@ def hand_over(
     p.fill(source, n, salt + 0.5)
     for pool in d.pools.values():
         pool[:] = -1
-    wanted = {"target": (min(hit, n), n), "draft": (min(hit, n - 1), n)}
+    wanted = {"target": Interval(min(hit, n), n), "draft": Interval(min(hit, n - 1), n)}
 
     def register() -> None:
         d.agent.open_decode(ticket, n, wanted, dest)
@@ -161,7 +162,8 @@ def hand_over(
     assert (committed.key, committed.seeds) == (key, SEEDS)
     assert p.next(PrefillReleased) == PrefillReleased(key, "committed")
     moved = 0
-    for group, (start, stop) in wanted.items():
+    for group, interval in wanted.items():
+        start, stop = interval.start, interval.stop
         if start < stop:
             got = d.tokens(group, dest[group], start, stop)
             want = p.tokens(group, source[group], start, stop)

@@ -22,8 +22,10 @@ from baton.handoff.protocol.events import (
     DecodeReleased,
     PrefillReleased,
 )
-from baton.handoff.protocol.messages import Cancel, Hello, Register, encode
+from baton.handoff.protocol.frames import encode
+from baton.handoff.protocol.messages import Cancel, Hello, Register
 from baton.handoff.protocol.ticket import mint
+from baton.kv.interval import Interval
 from tests.handoff.nodes import KEY, NUM_PAGES, SEEDS, TIMERS, Node, Pair, hand_over, settle, ticket_for
 
 
@@ -63,13 +65,13 @@ def test_first_token_ends_the_request(pair: Pair, mode: str, early: bool) -> Non
     ticket = ticket_for(p, d, mode)
     source, dest = p.pages(1, 8), d.pages(3, 8)
     if early:
-        d.agent.open_decode(ticket, 8, {"target": (0, 8), "draft": (0, 8)}, dest)
+        d.agent.open_decode(ticket, 8, {"target": Interval(0, 8), "draft": Interval(0, 8)}, dest)
     p.agent.open_prefill(ticket)
     p.agent.declare_final(ticket.key, 8, source, {"target": 8, "draft": 7})
     p.agent.finish_prefill(ticket.key, SEEDS, True)
     assert p.next(PrefillReleased) == PrefillReleased(ticket.key, "finished")
     if not early:
-        d.agent.open_decode(ticket, 8, {"target": (0, 8), "draft": (0, 8)}, dest)
+        d.agent.open_decode(ticket, 8, {"target": Interval(0, 8), "draft": Interval(0, 8)}, dest)
     assert d.next(DecodeFinished) == DecodeFinished(ticket.key, SEEDS)
     settle(p, d)
 
@@ -81,7 +83,7 @@ def test_abort_from_either_side_releases_both_once(pair: Pair, mode: str, side: 
     p, d = pair.both()
     ticket = ticket_for(p, d, mode)
     key, n = ticket.key, 16
-    wanted, source, dest = {"target": (0, n), "draft": (0, n)}, p.pages(1, n), d.pages(3, n)
+    wanted, source, dest = {"target": Interval(0, n), "draft": Interval(0, n)}, p.pages(1, n), d.pages(3, n)
     steps = {
         "opened": lambda: p.agent.open_prefill(ticket),
         "registered": lambda: d.agent.open_decode(ticket, n, wanted, dest),
@@ -119,7 +121,7 @@ def test_what_is_given_up_may_be_overwritten_while_it_is_copied(pair: Pair, mode
     p, d = pair.both("faulty+local://?fault=delay&delay_s=60")
     ticket, n, taken = ticket_for(p, d, mode), 16, threading.Event()
     source, dest = p.pages(1, n), d.pages(3, n)
-    d.agent.open_decode(ticket, n, {"target": (0, n), "draft": (0, n)}, dest)
+    d.agent.open_decode(ticket, n, {"target": Interval(0, n), "draft": Interval(0, n)}, dest)
     p.agent.open_prefill(ticket)
     p.agent.declare_final(ticket.key, n, source, {"target": n, "draft": n - 1})
     p.agent.finish_prefill(ticket.key, SEEDS, False)
@@ -163,7 +165,7 @@ def test_a_peer_that_never_joins_ends_in_a_named_timeout(pair: Pair, mode: str) 
     p.agent.finish_prefill(alone.key, SEEDS, False)
     assert p.next(PrefillReleased) == PrefillReleased(alone.key, "handoff_timeout")
     other = ticket_for(p, d, mode, life=1.0)
-    d.agent.open_decode(other, 4, {"target": (0, 4), "draft": (0, 4)}, d.pages(1, 4))
+    d.agent.open_decode(other, 4, {"target": Interval(0, 4), "draft": Interval(0, 4)}, d.pages(1, 4))
     failed = d.next(DecodeFailed)
     assert isinstance(failed, DecodeFailed)
     assert failed.reason == "handoff_timeout"
@@ -174,7 +176,7 @@ def test_a_peer_that_never_joins_ends_in_a_named_timeout(pair: Pair, mode: str) 
 def test_an_address_where_nobody_listens(pair: Pair) -> None:
     p, d = pair.node("P"), pair.node("D", timers=replace(TIMERS, handoff=1.0))
     ticket = ticket_for(p, d, "push", prefill_address="tcp://127.0.0.1:9")
-    d.agent.open_decode(ticket, 4, {"target": (0, 4), "draft": (0, 4)}, d.pages(1, 4))
+    d.agent.open_decode(ticket, 4, {"target": Interval(0, 4), "draft": Interval(0, 4)}, d.pages(1, 4))
     failed = d.next(DecodeFailed)
     assert isinstance(failed, DecodeFailed)
     assert failed.reason == "handoff_timeout"
@@ -185,7 +187,7 @@ def test_incompatible_engines_are_refused_field_by_field(pair: Pair) -> None:
     p = pair.node("P", fingerprint={"model": "m", "drafter": "e3"})
     d = pair.node("D", fingerprint={"model": "x", "drafter": "e3"})
     ticket = ticket_for(p, d, "push")
-    d.agent.open_decode(ticket, 4, {"target": (0, 4), "draft": (0, 4)}, d.pages(1, 4))
+    d.agent.open_decode(ticket, 4, {"target": Interval(0, 4), "draft": Interval(0, 4)}, d.pages(1, 4))
     failed = d.next(DecodeFailed)
     assert isinstance(failed, DecodeFailed)
     assert failed.reason == "incompatible_peer"
@@ -201,7 +203,7 @@ def test_a_bad_ticket_is_refused(pair: Pair, fault: str) -> None:
     d = pair.node("D", ticket_key=b"x" * 32 if fault == "key" else KEY)
     changes = {"prefill_engine": "Q"} if fault == "other_engine" else {}
     ticket = ticket_for(p, d, "push", **changes)
-    d.agent.open_decode(ticket, 4, {"target": (0, 4), "draft": (0, 4)}, d.pages(1, 4))
+    d.agent.open_decode(ticket, 4, {"target": Interval(0, 4), "draft": Interval(0, 4)}, d.pages(1, 4))
     failed = d.next(DecodeFailed)
     assert isinstance(failed, DecodeFailed)
     if fault == "key":
@@ -236,7 +238,7 @@ def test_a_ticket_of_another_engine_is_not_opened(pair: Pair) -> None:
     with pytest.raises(ProtocolError, match="another engine"):
         p.agent.open_decode(ticket, 4, {}, {})
     with pytest.raises(ProtocolError, match="beyond"):
-        d.agent.open_decode(ticket, 4, {"target": (0, 5)}, {})
+        d.agent.open_decode(ticket, 4, {"target": Interval(0, 5)}, {})
 
 
 def test_pages_out_of_range_are_refused(pair: Pair) -> None:
@@ -245,7 +247,10 @@ def test_pages_out_of_range_are_refused(pair: Pair) -> None:
         ticket = ticket_for(p, d, "push")
         p.agent.open_prefill(ticket)
         d.agent.open_decode(
-            ticket, 8, {"target": (0, 4 * max(1, len(bad))), "draft": (0, 4)}, {"target": bad, "draft": [1]}
+            ticket,
+            8,
+            {"target": Interval(0, 4 * max(1, len(bad))), "draft": Interval(0, 4)},
+            {"target": bad, "draft": [1]},
         )
         failed = d.next(DecodeFailed)
         assert isinstance(failed, DecodeFailed)
@@ -263,7 +268,7 @@ def test_a_later_attempt_supersedes_the_earlier(pair: Pair) -> None:
     again = msgspec.structs.replace(
         first, attempt=1, decode_engine="E", decode_incarnation="E-1", decode_address=other.agent.address
     )
-    wanted = {"target": (0, 8), "draft": (0, 8)}
+    wanted = {"target": Interval(0, 8), "draft": Interval(0, 8)}
     p.agent.open_prefill(first)
     d.agent.open_decode(first, 8, wanted, d.pages(1, 8))
     until = time.monotonic() + 5
@@ -289,7 +294,7 @@ def test_closing_one_engine_frees_the_other(pair: Pair, mode: str, dies: str) ->
     p, d = pair.both()
     ticket = ticket_for(p, d, mode)
     p.agent.open_prefill(ticket)
-    d.agent.open_decode(ticket, 8, {"target": (0, 8), "draft": (0, 8)}, d.pages(1, 8))
+    d.agent.open_decode(ticket, 8, {"target": Interval(0, 8), "draft": Interval(0, 8)}, d.pages(1, 8))
     p.agent.declare_final(ticket.key, 8, p.pages(1, 8), {"target": 4, "draft": 3})
     time.sleep(0.05)
     (p if dies == "P" else d).close()
@@ -321,7 +326,7 @@ def test_a_killed_peer_is_noticed_and_fenced(pair: Pair, mode: str) -> None:
         fields = {"prefill_engine": "P", "prefill_incarnation": "P-1", "prefill_address": address}
         ticket = ticket_for(d, d, mode, **fields)
         here.send(ticket)
-        d.agent.open_decode(ticket, 8, {"target": (0, 8), "draft": (0, 8)}, d.pages(1, 8))
+        d.agent.open_decode(ticket, 8, {"target": Interval(0, 8), "draft": Interval(0, 8)}, d.pages(1, 8))
         until = time.monotonic() + 5
         while not d.agent.stats()["sessions"]:
             assert time.monotonic() < until
@@ -351,7 +356,7 @@ def test_digests_keep_the_agent_from_nothing(pair: Pair) -> None:
     d.digester.digests = slow  # type: ignore[method-assign]
     ticket = ticket_for(p, d, "push")
     try:
-        d.agent.open_decode(ticket, 8, {"target": (0, 8), "draft": (0, 8)}, d.pages(3, 8))
+        d.agent.open_decode(ticket, 8, {"target": Interval(0, 8), "draft": Interval(0, 8)}, d.pages(3, 8))
         p.agent.open_prefill(ticket)
         p.agent.declare_final(ticket.key, 8, p.pages(1, 8), {"target": 8, "draft": 7})
         p.agent.finish_prefill(ticket.key, SEEDS, False)

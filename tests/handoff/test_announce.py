@@ -14,13 +14,14 @@ from baton.handoff.protocol import messages as msg
 from baton.handoff.protocol.decode import DecodeHandoff
 from baton.handoff.protocol.prefill import PrefillHandoff
 from baton.handoff.protocol.ticket import mint
+from baton.kv.interval import Interval
 from tests.handoff.nodes import SEEDS, Pair, settle, ticket_for
 from tests.handoff.test_liveness import TIMERS as CALM
 from tests.handoff.test_liveness import Node as Engine
 from tests.handoff.test_liveness import World
 
 KEY = msg.AttemptKey(b"0" * 16, 0, "p", "d")
-WANTED = {"target": (2, 8), "draft": (7, 8)}
+WANTED = {"target": Interval(2, 8), "draft": Interval(7, 8)}
 TABLES = {"draft": [3, 4], "target": [8, 9]}
 ANNOUNCE = msg.Announce(KEY, "t")
 MODES = pytest.mark.parametrize("mode", ["push", "pull"])
@@ -141,7 +142,7 @@ def test_a_wait_outlasts_the_ticket(world: World, mode: Mode) -> None:
     world.prefill(p, ticket)
     world.run(40)
     assert p.events == [], "its pages wait for D's"
-    d.node.open_decode(ticket, {"target": (0, N)}, {"target": [3, 4]})
+    d.node.open_decode(ticket, {"target": Interval(0, N)}, {"target": [3, 4]})
     world.run(1)
     assert p.events == [ev.PrefillReleased(ticket.key, "committed")]
     assert d.count(ev.DecodeCommitted) == 1
@@ -169,7 +170,7 @@ def test_time_counts_from_register(world: World, mode: Mode) -> None:
     d.node.announce_decode(ticket)
     p.node.to_prefill(ticket.key, ev.Admitted())
     world.run(30)
-    d.node.open_decode(ticket, {"target": (0, N)}, {"target": [3, 4]})
+    d.node.open_decode(ticket, {"target": Interval(0, N)}, {"target": [3, 4]})
     world.run(TIMERS.handoff - 1)
     assert d.failures() == []
     world.run(2)
@@ -214,7 +215,7 @@ def test_a_claim_that_cancel_overtook_starts_nothing(world: World, claim: str) -
     (session,) = d.node.sessions.servers.values()
     late: msg.AttemptMessage = msg.Announce(ticket.key, mint(b"k", ticket))
     if claim == "register":
-        late = msg.Register(ticket.key, mint(b"k", ticket), {"target": (0, N)}, {"target": [3, 4]})
+        late = msg.Register(ticket.key, mint(b"k", ticket), {"target": Interval(0, N)}, {"target": [3, 4]})
     for message in (msg.Cancel(ticket.key, "gone"), late):
         d.channel.send(session.connection, message)
     world.run(0.5)
@@ -249,7 +250,7 @@ def test_two_steps_over_real_sockets(pair: Pair, mode: Mode) -> None:
     source, dest = p.pages(1, N), d.pages(3, N)
     p.agent.declare_final(ticket.key, N, source, {"target": N, "draft": N - 1})
     p.agent.finish_prefill(ticket.key, SEEDS, False)
-    d.agent.open_decode(ticket, N, {"target": (0, N), "draft": (0, N)}, dest)
+    d.agent.open_decode(ticket, N, {"target": Interval(0, N), "draft": Interval(0, N)}, dest)
     d.next(ev.DecodeCommitted)
     assert p.next(ev.PrefillReleased) == ev.PrefillReleased(ticket.key, "committed")
     settle(p, d)
@@ -262,7 +263,9 @@ def test_pages_of_an_announced_leg_are_checked_too(pair: Pair) -> None:
     p.agent.open_prefill(ticket)
     p.agent.admit_prefill(ticket.key)
     d.next(ev.DecodeAdmitted)
-    d.agent.open_decode(ticket, N, {"target": (0, N), "draft": (0, 4)}, {"target": [3, 9999], "draft": [1]})
+    d.agent.open_decode(
+        ticket, N, {"target": Interval(0, N), "draft": Interval(0, 4)}, {"target": [3, 9999], "draft": [1]}
+    )
     failed = d.next(ev.DecodeFailed)
     assert isinstance(failed, ev.DecodeFailed)
     assert failed.reason == "register_refused"

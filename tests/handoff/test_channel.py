@@ -15,7 +15,8 @@ from baton.handoff.channel import sockets as channels
 from baton.handoff.channel.base import Connection
 from baton.handoff.channel.keys import KeyRing, check_bind, is_local, make_keys, ticket_key_file
 from baton.handoff.channel.sockets import Channel
-from baton.handoff.protocol.messages import AttemptKey, Bye, Cancel, Hello, Message, Renew, decode, encode
+from baton.handoff.protocol.frames import decode, encode
+from baton.handoff.protocol.messages import AttemptKey, Bye, Cancel, Hello, Message, Renew
 from baton.log_limit import LINES_PER_SECOND, LogLimit
 
 LOOPBACK = "tcp://127.0.0.1:*"

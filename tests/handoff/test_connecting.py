@@ -11,6 +11,7 @@ import pytest
 from baton.errors import TransportError
 from baton.handoff.channel.connecting import FIRST_PAUSE_S, LONGEST_PAUSE_S, MAX_REFUSED, Connector
 from baton.handoff.protocol.events import DecodeCommitted, DecodeReleased, PrefillReleased
+from baton.kv.interval import Interval
 from baton.transports.base import Peer
 from baton.transports.local import LocalTransport
 from tests.handoff.test_liveness import TIMERS, Clock, Node, World
@@ -78,7 +79,7 @@ def test_a_claim_that_came_in_time_does_not_expire_while_it_waits(world: World, 
     ticket = world.ticket(p, d, "push", life=2)
     if opened:
         p.node.open_prefill(ticket)
-    d.node.open_decode(ticket, {"target": (0, 8)}, {"target": [3, 4]})
+    d.node.open_decode(ticket, {"target": Interval(0, 8)}, {"target": [3, 4]})
     world.run(1.5)
     if opened:
         world.prefill(p, ticket)

@@ -51,10 +51,11 @@ from baton.handoff.protocol.messages import (
     Repair,
     Seeds,
 )
+from baton.kv.interval import Interval
 
 KEY = AttemptKey(b"0" * 16, 0, "p", "d")
 SEEDS = Seeds(7, None, [8])
-WANTED = {"target": (2, 8), "draft": (7, 8)}
+WANTED = {"target": Interval(2, 8), "draft": Interval(7, 8)}
 TABLES = {"draft": [3, 4], "target": [8, 9]}
 COMMIT = Commit(KEY, final={"target": 8, "draft": 8}, seeds=SEEDS, num_bytes=50, num_runs=5)
 READY = Ready(KEY, final={"target": 8, "draft": 8}, pages={"target": [1, 2], "draft": [5, 6]})
@@ -113,8 +114,8 @@ def test_a_commit_with_a_group_missing_or_short_is_no_commit(final: dict[str, in
 def test_pull_reads_then_waits_for_confirm() -> None:
     d, actions = machine("pull", Received(READY))
     assert actions == [
-        StartCopy(0, "draft", 7, 8, [5, 6], [3, 4]),
-        StartCopy(1, "target", 2, 8, [1, 2], [8, 9]),
+        StartCopy(0, "draft", Interval(7, 8), [5, 6], [3, 4]),
+        StartCopy(1, "target", Interval(2, 8), [1, 2], [8, 9]),
     ]
     assert d.handle(Received(READY)) == [] == d.handle(Received(Confirm(KEY, SEEDS))) == d.handle(Tick())
     assert d.handle(CopyEnded(0, ok=True, num_bytes=1, num_runs=1)) == []
@@ -190,10 +191,13 @@ def test_cancel_from_p_fails_the_request_at_once_but_frees_only_when_quiet() -> 
 
 def test_a_failed_read_is_issued_again_within_bounds() -> None:
     d, _ = machine("pull", Received(READY))
-    assert d.handle(CopyEnded(0, ok=False)) == [Count("retries"), StartCopy(2, "draft", 7, 8, [5, 6], [3, 4])]
+    assert d.handle(CopyEnded(0, ok=False)) == [Count("retries"), StartCopy(2, "draft", Interval(7, 8), [5, 6], [3, 4])]
     assert d.handle(CopyEnded(0, ok=False)) == []
-    assert d.handle(CopyEnded(1, ok=False)) == [Count("retries"), StartCopy(3, "target", 2, 8, [1, 2], [8, 9])]
-    assert d.handle(CopyEnded(2, ok=False)) == [Count("retries"), StartCopy(4, "draft", 7, 8, [5, 6], [3, 4])]
+    assert d.handle(CopyEnded(1, ok=False)) == [
+        Count("retries"),
+        StartCopy(3, "target", Interval(2, 8), [1, 2], [8, 9]),
+    ]
+    assert d.handle(CopyEnded(2, ok=False)) == [Count("retries"), StartCopy(4, "draft", Interval(7, 8), [5, 6], [3, 4])]
     assert d.handle(CopyEnded(3, ok=True)) == []
     assert d.handle(CopyEnded(4, ok=False, message="bad")) == [
         failed("transfer_failed", "bad"),
@@ -218,8 +222,8 @@ def test_a_failed_read_without_retries_ends_the_attempt() -> None:
 # ---------------------------------------------------------------- digests
 
 GOOD_SEEDS = seeds_digest(KEY, SEEDS)
-T1, T2 = PieceDigest(2, 5, b"a" * 8), PieceDigest(5, 8, b"b" * 8)
-D1 = PieceDigest(7, 8, b"c" * 8)
+T1, T2 = PieceDigest(Interval(2, 5), b"a" * 8), PieceDigest(Interval(5, 8), b"b" * 8)
+D1 = PieceDigest(Interval(7, 8), b"c" * 8)
 ALL = {"draft": [D1], "target": [T1, T2]}
 
 
@@ -229,7 +233,7 @@ def commit(round_: int = 0, seeds: bytes = GOOD_SEEDS, digests: dict[str, list[P
 
 
 def bad(group: str, piece: PieceDigest) -> BadPiece:
-    return BadPiece(group, piece.start, piece.stop, (0,))
+    return BadPiece(group, piece.tokens, (0,))
 
 
 def guarded(mode: Literal["push", "pull"] = "push", max_retries: int = 2) -> DecodeHandoff:
@@ -273,7 +277,7 @@ def test_a_late_check_of_progress_does_not_commit() -> None:
 def test_exactly_the_bad_pieces_are_asked_for_again() -> None:
     d = guarded()
     d.handle(commit())
-    repair = Send(Repair(KEY, 1, {"target": [(5, 8)]}))
+    repair = Send(Repair(KEY, 1, {"target": [Interval(5, 8)]}))
     assert d.handle(DigestsChecked(0, (bad("target", T2),)))[1:] == [Count("bad_pieces", 1), Count("repairs"), repair]
     assert d.handle(Tick()) == [repair]
     # The COMMIT of before the repair, and what was said to be done then, prove nothing any more.
@@ -290,7 +294,7 @@ def test_repairs_are_bounded() -> None:
     d.handle(DigestsChecked(0, (bad("target", T2), bad("draft", D1))))
     d.handle(commit(1))
     actions = d.handle(DigestsChecked(1, (bad("draft", D1),)))
-    text = "tokens {'draft': [(7, 8)]} do not match their digests"
+    text = "tokens draft [7, 8) do not match their digests"
     assert actions[1] == Count("bad_pieces", 1)
     # P has no copy outstanding after a COMMIT, so the pages are free at once.
     assert actions[2:] == [
@@ -323,7 +327,7 @@ def test_missing_digests_are_no_commit(digests: dict[str, list[PieceDigest]]) ->
 
 def test_digests_of_what_was_not_wanted_are_refused() -> None:
     d = guarded()
-    beyond = {"target": [PieceDigest(5, 9, b"b" * 8)]}
+    beyond = {"target": [PieceDigest(Interval(5, 9), b"b" * 8)]}
     for message in (Received(Progress(KEY, beyond)), commit(digests=beyond)):
         with pytest.raises(ProtocolError, match="target"):
             d.handle(message)
@@ -334,13 +338,13 @@ def test_digests_of_what_was_not_wanted_are_refused() -> None:
 def test_what_is_bad_all_over_is_not_repaired(count: int) -> None:
     """Only bad pieces are copied again: one REPAIR over them all would go over proven ones too."""
     n = 128 * count
-    pieces = [PieceDigest(at, at + 64, b"x" * 8) for at in range(0, n, 64)]
-    d = DecodeHandoff(KEY, "push", "t", {"target": (0, n)}, {"target": [1]}, integrity="full")
+    pieces = [PieceDigest(Interval(at, at + 64), b"x" * 8) for at in range(0, n, 64)]
+    d = DecodeHandoff(KEY, "push", "t", {"target": Interval(0, n)}, {"target": [1]}, integrity="full")
     d.handle(PeerReady())
     d.handle(Received(Commit(KEY, {"target": n}, SEEDS, digests={"target": pieces}, seeds_digest=GOOD_SEEDS)))
     last = d.handle(DigestsChecked(0, tuple(bad("target", piece) for piece in pieces[::2])))[-1]
     if count == 256:
-        assert last == Send(Repair(KEY, 1, {"target": [(at, at + 64) for at in range(0, n, 128)]}))
+        assert last == Send(Repair(KEY, 1, {"target": [Interval(at, at + 64) for at in range(0, n, 128)]}))
     else:
         assert last == RELEASED
 
@@ -368,7 +372,7 @@ def test_pull_reads_bad_pieces_again_before_it_says_done() -> None:
     d.handle(CopyEnded(0, ok=True))
     assert d.handle(CopyEnded(1, ok=True)) == [CheckDigests(0, ALL, TABLES)]
     actions = d.handle(DigestsChecked(0, (bad("target", T1),)))
-    assert actions[-1] == StartCopy(2, "target", 2, 5, [1, 2], [8, 9])
+    assert actions[-1] == StartCopy(2, "target", Interval(2, 5), [1, 2], [8, 9])
     assert d.handle(CopyEnded(2, ok=True)) == [CheckDigests(1, {"target": [T1]}, TABLES)]
     assert d.handle(DigestsChecked(1))[-1] == Send(ReadDone(KEY))
     confirm = Received(Confirm(KEY, SEEDS, GOOD_SEEDS))

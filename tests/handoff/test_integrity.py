@@ -14,6 +14,7 @@ from baton.handoff.channel.base import Connection
 from baton.handoff.node.agent import AgentConfig, HandoffAgent
 from baton.handoff.protocol.events import DecodeCommitted, DecodeFailed, DecodeProgress, DecodeReleased, PrefillReleased
 from baton.handoff.protocol.messages import AttemptKey, Commit, Confirm, Message
+from baton.kv.interval import Interval
 from baton.transports.local import LocalTransport
 from tests.handoff.nodes import SEEDS, Node, Pair, hand_over, settle, ticket_for
 
@@ -43,7 +44,7 @@ def fail_over(p: Node, d: Node, mode: str, n: int = TOKENS) -> DecodeFailed:
     ticket = ticket_for(p, d, mode)
     source = p.pages(1, n)
     p.fill(source, n, 0.5)
-    d.agent.open_decode(ticket, n, {"target": (0, n), "draft": (0, n)}, d.pages(1, n))
+    d.agent.open_decode(ticket, n, {"target": Interval(0, n), "draft": Interval(0, n)}, d.pages(1, n))
     p.agent.open_prefill(ticket)
     p.agent.declare_final(ticket.key, n, source, {"target": n, "draft": n - 1})
     p.agent.finish_prefill(ticket.key, SEEDS, False)
@@ -144,7 +145,7 @@ def test_sampled_finds_what_it_looks_at_and_takes_the_rest_on_trust(pair: Pair) 
         hand_over(p, d, "push", n, "during")
     p, d = engines(pair, "push", "fault=drop", integrity="sampled", max_retries=0)
     ticket = ticket_for(p, d, "push", transfer_id=bytes(16))  # the block of tokens [0, 64) is looked at
-    d.agent.open_decode(ticket, 70, {"target": (0, 70), "draft": (69, 70)}, d.pages(1, 70))
+    d.agent.open_decode(ticket, 70, {"target": Interval(0, 70), "draft": Interval(69, 70)}, d.pages(1, 70))
     source = p.pages(1, 70)
     p.fill(source, 70, 0.5)
     p.agent.open_prefill(ticket)
@@ -152,7 +153,7 @@ def test_sampled_finds_what_it_looks_at_and_takes_the_rest_on_trust(pair: Pair) 
     p.agent.finish_prefill(ticket.key, SEEDS, False)
     failed = d.next(DecodeFailed)
     assert isinstance(failed, DecodeFailed)
-    assert failed.message == "tokens {'target': [(0, 64)]} do not match their digests"
+    assert failed.message == "tokens target [0, 64) do not match their digests"
 
 
 def test_progress_is_proven_while_the_prefill_goes_on(pair: Pair) -> None:
@@ -160,7 +161,7 @@ def test_progress_is_proven_while_the_prefill_goes_on(pair: Pair) -> None:
     ticket = ticket_for(p, d, "push")
     n, source = TOKENS, p.pages(1, TOKENS)
     p.fill(source, n, 0.5)
-    d.agent.open_decode(ticket, n, {"target": (3, n), "draft": (3, n)}, d.pages(1, n))
+    d.agent.open_decode(ticket, n, {"target": Interval(3, n), "draft": Interval(3, n)}, d.pages(1, n))
     p.agent.open_prefill(ticket)
     p.agent.declare_final(ticket.key, n, source, {"target": 100, "draft": 99})
     seen: dict[str, int] = {}
@@ -208,7 +209,7 @@ def test_a_handoff_without_repair_clears_the_count(pair: Pair) -> None:
 def test_engines_that_differ_in_integrity_are_refused_by_name(pair: Pair) -> None:
     p, d = pair.node("P", integrity="full"), pair.node("D")
     ticket = ticket_for(p, d, "push")
-    d.agent.open_decode(ticket, 4, {"target": (0, 4), "draft": (0, 4)}, d.pages(1, 4))
+    d.agent.open_decode(ticket, 4, {"target": Interval(0, 4), "draft": Interval(0, 4)}, d.pages(1, 4))
     failed = d.next(DecodeFailed)
     assert isinstance(failed, DecodeFailed)
     assert failed.reason == "incompatible_peer"

@@ -52,6 +52,7 @@ from baton.handoff.protocol.events import (
 )
 from baton.handoff.protocol.messages import AttemptKey, AttemptMessage, PieceDigest, Seeds
 from baton.handoff.protocol.prefill import PrefillHandoff
+from baton.kv.interval import Interval
 from baton.wire import Integrity
 
 KEY = AttemptKey(b"0" * 16, 0, "p", "d")
@@ -80,7 +81,7 @@ class World:
         self.n = self.random.randint(1, 9)
         self.p_size, self.d_size = self.random.randint(1, 4), self.random.randint(1, 4)
         hit = self.random.randint(0, self.n)
-        self.wanted = {"target": (hit, self.n), "draft": (min(hit, self.n - 1), self.n)}
+        self.wanted = {"target": Interval(hit, self.n), "draft": Interval(min(hit, self.n - 1), self.n)}
         self.p_pages = {g: self.shuffled(self.p_size) for g in GROUPS}
         self.d_pages = {g: self.shuffled(self.d_size) for g in GROUPS}
         self.p_memory: dict[tuple[str, int, int], int] = {}
@@ -119,15 +120,15 @@ class World:
             match action:
                 case Send(message):
                     out.append(message)
-                case StartCopy(copy_id, _, start, stop):
+                case StartCopy(copy_id, _, tokens):
                     assert copy_id not in self.copies
-                    self.copies[copy_id] = (action, list(range(start, stop)))
+                    self.copies[copy_id] = (action, list(range(tokens.start, tokens.stop)))
                 case CancelCopies(copy_ids):
                     for copy_id in copy_ids:
                         if copy_id in self.copies and self.random.random() < 0.5:
                             self.end_copy(copy_id, ok=False)
-                case ComputeDigests(group, spans, pages):
-                    found = [self.digest(group, s, pages, self.p_memory, self.p_size) for s in spans]
+                case ComputeDigests(group, parts, pages):
+                    found = [self.digest(group, part, pages, self.p_memory, self.p_size) for part in parts]
                     self.feed_p(DigestsComputed(group, found))
                 case CheckDigests():
                     self.checks.append(action)
@@ -135,25 +136,25 @@ class World:
                     self.note(event)
 
     def digest(
-        self, group: str, span: tuple[int, int], pages: list[int], memory: dict[tuple[str, int, int], int], size: int
+        self, group: str, tokens: Interval, pages: list[int], memory: dict[tuple[str, int, int], int], size: int
     ) -> PieceDigest:
-        values = [memory.get((group, pages[t // size], t % size)) for t in range(*span)]
-        return PieceDigest(*span, xxhash.xxh3_64_digest(repr((group, span, values)).encode()))
+        values = [memory.get((group, pages[t // size], t % size)) for t in range(tokens.start, tokens.stop)]
+        return PieceDigest(tokens, xxhash.xxh3_64_digest(repr((group, tokens, values)).encode()))
 
     def check(self) -> None:
         """One check of digests comes to its end; what it says is of now."""
         action = self.checks.pop(self.random.randrange(len(self.checks)))
         bad = [
-            BadPiece(group, piece.start, piece.stop, (0,))
+            BadPiece(group, piece.tokens, (0,))
             for group, pieces in action.digests.items()
             for piece in pieces
-            if piece != self.digest(group, (piece.start, piece.stop), action.pages[group], self.d_memory, self.d_size)
+            if piece != self.digest(group, piece.tokens, action.pages[group], self.d_memory, self.d_size)
         ]
         self.feed_d(DigestsChecked(action.check_id, tuple(bad)))
 
     def holds(self, ends: dict[str, int]) -> None:
         for group, end in ends.items():
-            for t in range(self.wanted[group][0], end):
+            for t in range(self.wanted[group].start, end):
                 page = self.d_pages[group][t // self.d_size]
                 assert self.d_memory[group, page, t % self.d_size] == t, (group, t)
 
@@ -182,7 +183,7 @@ class World:
                 assert not self.d_free
                 assert not self.copies
                 self.d_free = True  # the engine's own: no copy may write it any more
-                self.holds({group: stop for group, (_, stop) in self.wanted.items()})
+                self.holds({group: tokens.stop for group, tokens in self.wanted.items()})
 
     def p_step(self) -> None:
         """The next step of P's prefill, one token each; the drafter's last entry comes with the seed."""

@@ -25,20 +25,11 @@ from baton.handoff.protocol.events import (
     PrefillReleased,
     Sampled,
 )
-from baton.handoff.protocol.messages import (
-    Bye,
-    Cancel,
-    Cancelled,
-    Hello,
-    Message,
-    Register,
-    Renew,
-    Seeds,
-    decode,
-    encode,
-)
+from baton.handoff.protocol.frames import decode, encode
+from baton.handoff.protocol.messages import Bye, Cancel, Cancelled, Hello, Message, Register, Renew, Seeds
 from baton.handoff.protocol.ticket import Ticket, new_transfer_id
 from baton.kv.geometry import Geometry, GroupSpec
+from baton.kv.interval import Interval
 from baton.transports.base import CopyList, Direction, Operation, Peer
 from baton.transports.local import LocalTransport
 
@@ -223,7 +214,7 @@ class World:
         """Both legs opened and registered, P still prefilling."""
         ticket = self.ticket(p, d, mode)
         p.node.open_prefill(ticket)
-        d.node.open_decode(ticket, {"target": (0, N)}, {"target": [3, 4]})
+        d.node.open_decode(ticket, {"target": Interval(0, N)}, {"target": [3, 4]})
         self.run(0.5)
         return ticket
 
@@ -304,7 +295,7 @@ def test_a_silent_decode_engine_costs_its_lease_and_frees_nothing_it_may_read(wo
     ticket = world.ticket(p, d, "pull")
     p.node.open_prefill(ticket)
     world.prefill(p, ticket)
-    d.node.open_decode(ticket, {"target": (0, N)}, {"target": [3, 4]})
+    d.node.open_decode(ticket, {"target": Interval(0, N)}, {"target": [3, 4]})
     world.run(0.1)
     d.paused = True
     world.run(TIMERS.lease + 30)
@@ -364,7 +355,7 @@ def test_a_restarted_decode_engine_is_met_again(world: World, mode: str) -> None
 def test_an_engine_that_never_answers_is_given_up_within_the_lease(world: World) -> None:
     p, d = Node(world, "P"), Node(world, "D")
     p.paused = True
-    d.node.open_decode(world.ticket(p, d, "push"), {"target": (0, N)}, {"target": [3, 4]})
+    d.node.open_decode(world.ticket(p, d, "push"), {"target": Interval(0, N)}, {"target": [3, 4]})
     world.run(TIMERS.lease - 1)
     assert d.events == []
     world.run(2)
@@ -381,7 +372,7 @@ def test_an_engine_that_comes_late_hears_that_the_attempt_is_over(world: World) 
     p, d = Node(world, "P"), Node(world, "D")
     p.paused = True
     ticket = world.ticket(p, d, "push")
-    d.node.open_decode(ticket, {"target": (0, N)}, {"target": [3, 4]})
+    d.node.open_decode(ticket, {"target": Interval(0, N)}, {"target": [3, 4]})
     world.run(TIMERS.lease + 1)
     p.paused = False
     world.run(TIMERS.lease + 1)
@@ -396,7 +387,7 @@ def test_an_address_that_cannot_be_dialled_ends_the_attempt(world: World) -> Non
         raise ProtocolError(f"cannot dial {address}")
 
     d.channel.dial = refuse  # type: ignore[method-assign]
-    d.node.open_decode(world.ticket(p, d, "push"), {"target": (0, N)}, {"target": [3, 4]})
+    d.node.open_decode(world.ticket(p, d, "push"), {"target": Interval(0, N)}, {"target": [3, 4]})
     assert d.failures() == ["unreachable_peer"]
     assert d.count(DecodeReleased) == 1
 
@@ -442,7 +433,7 @@ def test_a_forgotten_attempt_is_quiet(world: World) -> None:
     p, d = Node(world, "P", replace(TIMERS, handoff=20.0)), Node(world, "D")
     ticket = world.ticket(p, d, "pull", life=20)
     p.node.open_prefill(ticket)
-    d.node.open_decode(ticket, {"target": (0, N)}, {"target": [3, 4]})
+    d.node.open_decode(ticket, {"target": Interval(0, N)}, {"target": [3, 4]})
     world.run(0.5)
     # As after D's end of it was lost on the way, and D's memory of it went with the ticket.
     d.node.execution.decodes.live.clear()
@@ -459,7 +450,7 @@ def test_a_prefill_engine_that_sleeps_past_the_ticket_still_hears_that_its_reade
     ticket = world.ticket(p, d, "pull", life=20)
     p.node.open_prefill(ticket)
     world.prefill(p, ticket)
-    d.node.open_decode(ticket, {"target": (0, N)}, {"target": [3, 4]})
+    d.node.open_decode(ticket, {"target": Interval(0, N)}, {"target": [3, 4]})
     world.run(3 * STEP)
     p.paused = True
     world.run(60)
@@ -519,7 +510,7 @@ def test_an_attempt_without_a_session_does_not_spin(world: World) -> None:
     p, d = Node(world, "P"), Node(world, "D")
     p.paused = True
     p.node.open_prefill(world.ticket(p, d, "push"))
-    d.node.open_decode(world.ticket(p, d, "push"), {"target": (0, N)}, {"target": [3, 4]})
+    d.node.open_decode(world.ticket(p, d, "push"), {"target": Interval(0, N)}, {"target": [3, 4]})
     for node in (p, d):
         waits = []
         for _ in range(5):
@@ -610,7 +601,7 @@ def test_a_fence_is_not_taken_for_the_death_of_the_process(world: World) -> None
     p, d = Node(world, "P"), Node(world, "D", stuck=True)
     ticket = world.ticket(p, d, "pull", life=4)
     p.node.open_prefill(ticket)
-    d.node.open_decode(ticket, {"target": (0, N)}, {"target": [3, 4]})
+    d.node.open_decode(ticket, {"target": Interval(0, N)}, {"target": [3, 4]})
     world.prefill(p, ticket)
     world.run(0.5)
     to_p, to_d = d.channel.send, p.channel.send

@@ -45,12 +45,13 @@ from baton.handoff.protocol.messages import (
     Seeds,
 )
 from baton.handoff.protocol.prefill import PrefillHandoff
+from baton.kv.interval import Interval
 
 KEY = AttemptKey(b"0" * 16, 0, "p", "d")
 SEEDS = Seeds(7, None, [8])
 TABLES = {"draft": [5, 6], "target": [1, 2]}
 DEST = {"draft": [3, 4], "target": [8, 9]}
-REGISTER = Received(Register(KEY, ticket="t", wanted={"target": (2, 8), "draft": (0, 8)}, pages=DEST))
+REGISTER = Received(Register(KEY, ticket="t", wanted={"target": Interval(2, 8), "draft": Interval(0, 8)}, pages=DEST))
 ALL = Declared(8, TABLES, {"target": 8, "draft": 7})
 
 
@@ -67,7 +68,7 @@ def released(outcome: str) -> Notify:
 
 
 def intervals(actions: list[Action]) -> list[tuple[str, int, int]]:
-    return [(a.group, a.start, a.stop) for a in actions if isinstance(a, StartCopy)]
+    return [(a.group, a.tokens.start, a.tokens.stop) for a in actions if isinstance(a, StartCopy)]
 
 
 def test_push_copies_each_final_stretch_once_and_commits_after_the_last() -> None:
@@ -180,12 +181,18 @@ def test_finished_waits_for_copies_under_way() -> None:
 
 def test_a_failed_copy_is_issued_again_within_bounds() -> None:
     p, _ = machine("push", REGISTER, ALL)
-    assert p.handle(CopyEnded(1, ok=False)) == [Count("retries"), StartCopy(2, "target", 2, 8, [1, 2], [8, 9])]
+    assert p.handle(CopyEnded(1, ok=False)) == [
+        Count("retries"),
+        StartCopy(2, "target", Interval(2, 8), [1, 2], [8, 9]),
+    ]
     assert p.handle(CopyEnded(1, ok=False)) == []
     assert p.handle(CopyEnded(0, ok=True)) == []
-    assert p.handle(CopyEnded(2, ok=False)) == [Count("retries"), StartCopy(3, "target", 2, 8, [1, 2], [8, 9])]
+    assert p.handle(CopyEnded(2, ok=False)) == [
+        Count("retries"),
+        StartCopy(3, "target", Interval(2, 8), [1, 2], [8, 9]),
+    ]
     # COMMIT waits for the copy that took the failed one's place.
-    assert p.handle(Sampled(SEEDS, False)) == [StartCopy(4, "draft", 7, 8, [5, 6], [3, 4])]
+    assert p.handle(Sampled(SEEDS, False)) == [StartCopy(4, "draft", Interval(7, 8), [5, 6], [3, 4])]
     assert p.handle(CopyEnded(4, ok=True)) == []
     assert isinstance(p.handle(CopyEnded(3, ok=True))[0], Send)
     p, _ = machine("push", REGISTER, ALL)
@@ -206,14 +213,17 @@ def test_a_failed_copy_without_retries_ends_the_attempt() -> None:
 
 
 def test_what_is_never_final_cannot_be_wanted() -> None:
-    far = Received(Register(KEY, ticket="t", wanted={"target": (0, 9), "draft": (0, 8)}, pages=DEST))
+    far = Received(Register(KEY, ticket="t", wanted={"target": Interval(0, 9), "draft": Interval(0, 8)}, pages=DEST))
     _, actions = machine("pull", far, ALL, Sampled(SEEDS, False))
     assert actions[-1] == released("not_final")
 
 
 def test_a_register_of_other_groups_is_refused_and_changes_nothing() -> None:
     p, _ = machine()
-    for wanted, pages in (({"target": (0, 8)}, DEST), ({"target": (0, 8), "draft": (0, 8)}, {"target": [1]})):
+    for wanted, pages in (
+        ({"target": Interval(0, 8)}, DEST),
+        ({"target": Interval(0, 8), "draft": Interval(0, 8)}, {"target": [1]}),
+    ):
         with pytest.raises(ProtocolError):
             p.handle(Received(Register(KEY, ticket="t", wanted=wanted, pages=pages)))
     assert not p.registered
@@ -239,7 +249,9 @@ def commit(round_: int) -> Send:
 
 
 def repair(round_: int, **bad: list[tuple[int, int]]) -> Received:
-    return Received(Repair(KEY, round_, bad))
+    return Received(
+        Repair(KEY, round_, {group: [Interval(*tokens) for tokens in found] for group, found in bad.items()})
+    )
 
 
 def test_repair_copies_exactly_what_was_bad_and_commits_the_next_round() -> None:
@@ -300,17 +312,17 @@ def guarded(mode: Literal["push", "pull"]) -> PrefillHandoff:
     return p
 
 
-DRAFT, TARGET = PieceDigest(0, 7, b"d" * 8), PieceDigest(2, 8, b"t" * 8)
-LAST = PieceDigest(7, 8, b"e" * 8)
+DRAFT, TARGET = PieceDigest(Interval(0, 7), b"d" * 8), PieceDigest(Interval(2, 8), b"t" * 8)
+LAST = PieceDigest(Interval(7, 8), b"e" * 8)
 
 
 def test_push_tells_digests_with_each_copy_and_commits_when_all_are_known() -> None:
     p = guarded("push")
     assert p.handle(ALL) == [
-        StartCopy(0, "draft", 0, 7, [5, 6], [3, 4]),
-        ComputeDigests("draft", ((0, 7),), [5, 6]),
-        StartCopy(1, "target", 2, 8, [1, 2], [8, 9]),
-        ComputeDigests("target", ((2, 8),), [1, 2]),
+        StartCopy(0, "draft", Interval(0, 7), [5, 6], [3, 4]),
+        ComputeDigests("draft", (Interval(0, 7),), [5, 6]),
+        StartCopy(1, "target", Interval(2, 8), [1, 2], [8, 9]),
+        ComputeDigests("target", (Interval(2, 8),), [1, 2]),
     ]
     p.handle(DigestsComputed("draft", [DRAFT]))
     assert p.handle(CopyEnded(0, ok=True)) == [Send(Progress(KEY, {"draft": [DRAFT]}))]
@@ -338,7 +350,7 @@ def test_pull_is_ready_when_all_digests_are_known() -> None:
     p = guarded("pull")
     p.handle(ALL)
     p.handle(DigestsComputed("draft", [DRAFT]))
-    assert p.handle(Sampled(SEEDS, False)) == [ComputeDigests("draft", ((7, 8),), [5, 6])]
+    assert p.handle(Sampled(SEEDS, False)) == [ComputeDigests("draft", (Interval(7, 8),), [5, 6])]
     assert p.handle(DigestsComputed("target", [TARGET])) == []
     (sent,) = p.handle(DigestsComputed("draft", [LAST]))
     assert isinstance(sent, Send)

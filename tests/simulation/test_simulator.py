@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -62,7 +63,7 @@ def test_a_seed_replays() -> None:
         text=True,
         timeout=60,
         check=True,
-        env={"PYTHONHASHSEED": "12345"},
+        env={**os.environ, "PYTHONHASHSEED": "12345"},
     )
     assert [line for line in first[1:] if line not in run.stdout] == []
 

@@ -22,6 +22,7 @@ from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.decode import DecodeHandoff
 from baton.handoff.protocol.messages import AttemptKey, AttemptMessage, PieceDigest, Seeds
 from baton.handoff.protocol.prefill import PrefillHandoff
+from baton.kv.interval import Interval
 from simulation.mutations import applied
 
 KEY = AttemptKey(b"1" * 16, 0, "p", "d")
@@ -47,7 +48,7 @@ class Handoff(RuleBasedStateMachine):
     def set_up(self, mode: Any, full: bool, hit: int, ends_at_once: bool, quiet: bool) -> None:
         integrity: ev.Integrity = "full" if full else "off"
         self.mode, self.full, self.ends_at_once, self.cancels_are_quiet = mode, full, ends_at_once, quiet
-        self.wanted = {"target": (hit, TOKENS), "draft": (min(hit, TOKENS - 1), TOKENS)}
+        self.wanted = {"target": Interval(hit, TOKENS), "draft": Interval(min(hit, TOKENS - 1), TOKENS)}
         self.p = PrefillHandoff(KEY, mode, GROUPS, integrity=integrity)
         tables = {group: list(TABLE) for group in GROUPS}
         self.d = DecodeHandoff(KEY, mode, "ticket", self.wanted, tables, integrity=integrity)
@@ -74,12 +75,12 @@ class Handoff(RuleBasedStateMachine):
                     if message not in sent:
                         sent.append(message)
                 case ev.StartCopy():
-                    self.copies[action.copy_id] = action, list(range(action.start, action.stop))
+                    self.copies[action.copy_id] = action, list(range(action.tokens.start, action.tokens.stop))
                 case ev.CancelCopies(copy_ids) if self.cancels_are_quiet:
                     for copy_id in set(copy_ids) & set(self.copies):
                         self.end(copy_id, False)
-                case ev.ComputeDigests(group, spans):
-                    pieces = [digest(group, *span, range(*span)) for span in spans]
+                case ev.ComputeDigests(group, parts):
+                    pieces = [digest(group, part, range(part.start, part.stop)) for part in parts]
                     self.feed_p(ev.DigestsComputed(group, pieces))
                 case ev.CheckDigests():
                     self.checks.append(action)
@@ -102,8 +103,9 @@ class Handoff(RuleBasedStateMachine):
                 if isinstance(event, ev.DecodeCommitted):
                     assert not self.failed
                     assert not self.copies
-                    for group, (start, stop) in self.wanted.items():
-                        assert [self.memory.get((group, t)) for t in range(start, stop)] == list(range(start, stop))
+                    for group, tokens in self.wanted.items():
+                        wanted = list(range(tokens.start, tokens.stop))
+                        assert [self.memory.get((group, t)) for t in wanted] == wanted
 
     def end(self, copy_id: int, ok: bool) -> None:
         del self.copies[copy_id]
@@ -170,15 +172,15 @@ class Handoff(RuleBasedStateMachine):
     def check(self) -> None:
         action = self.checks.pop(0)
         bad = [
-            ev.BadPiece(group, piece.start, piece.stop, (0,))
+            ev.BadPiece(group, piece.tokens, (0,))
             for group, pieces in action.digests.items()
             for piece in pieces
-            if digest(group, piece.start, piece.stop, self.held(group, piece)) != piece
+            if digest(group, piece.tokens, self.held(group, piece)) != piece
         ]
         self.feed_d(ev.DigestsChecked(action.check_id, tuple(bad)))
 
     def held(self, group: str, piece: PieceDigest) -> list[int | None]:
-        return [self.memory.get((group, t)) for t in range(piece.start, piece.stop)]
+        return [self.memory.get((group, t)) for t in range(piece.tokens.start, piece.tokens.stop)]
 
     @rule(at_p=st.booleans(), event=st.sampled_from([*[ev.Tick()] * 6, ev.Deadline(), ev.Abort("gone")]))
     def disturb(self, event: ev.MachineEvent, at_p: bool) -> None:
@@ -212,8 +214,8 @@ class Handoff(RuleBasedStateMachine):
         assert not self.copies
 
 
-def digest(group: str, start: int, stop: int, values: Any) -> PieceDigest:
-    return PieceDigest(start, stop, xxhash.xxh3_64_digest(repr((group, start, stop, list(values))).encode()))
+def digest(group: str, tokens: Interval, values: Any) -> PieceDigest:
+    return PieceDigest(tokens, xxhash.xxh3_64_digest(repr((group, tokens, list(values))).encode()))
 
 
 class UnderWay(Handoff):

@@ -72,10 +72,10 @@ def test_a_tile_is_final_when_all_of_it_is(computed: int) -> None:
 def test_what_is_wanted_ends_before_the_token_that_is_computed_here() -> None:
     full, draft = split_tables([CacheTable(0, "full", None, 32, names(0, 1))], 1)
     window = split_tables([CacheTable(0, "sliding_window", 16, 32, names(0))], 1)[0]
-    assert full.wanted(99, 32) == (32, 99)
-    assert draft.wanted(99, 32) == (32, 99)
+    assert full.wanted(99, 32) == Interval(32, 99)
+    assert draft.wanted(99, 32) == Interval(32, 99)
     # The next query, token 99, sees keys 84 to 99.
-    assert window.wanted(99, 32) == (84, 99)
+    assert window.wanted(99, 32) == Interval(84, 99)
 
 
 @pytest.mark.parametrize(
@@ -151,8 +151,8 @@ def test_single_tokens_can_be_digested_and_whole_pages_cannot() -> None:
     fill(others[names(0)[0]], 64, [5], 50, 0)
     small, large = layout(caches, 32, 1, "token"), layout(others, 64, 1, "token")
     for group in ("target.full.0.k", "target.full.0.v"):
-        found = MemoryDigester(small.geometries, small.regions).digests(group, [3, 1], 0, 50)
-        assert found == MemoryDigester(large.geometries, large.regions).digests(group, [5], 0, 50)
+        found = MemoryDigester(small.geometries, small.regions).digests(group, [3, 1], Interval(0, 50))
+        assert found == MemoryDigester(large.geometries, large.regions).digests(group, [5], Interval(0, 50))
     whole = layout(caches, 32, 1)
     with pytest.raises(ConfigError, match="integrity"):
         MemoryDigester(whole.geometries, whole.regions)

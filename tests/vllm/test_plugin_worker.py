@@ -14,6 +14,7 @@ from baton.errors import HandoffError
 from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.messages import AttemptKey, Seeds
 from baton.handoff.protocol.ticket import Ticket, new_transfer_id
+from baton.kv.interval import Interval
 from baton.vllm.geometry import describe
 from baton.vllm.groups import CacheTable, split_tables
 from baton.vllm.steps import AnnounceDecode, ClosePrefill, Computed, OpenDecode, OpenPrefill, Step
@@ -179,7 +180,7 @@ def test_blocks_that_vllm_frees_itself_are_not_reported(worker: WorkerSide, agen
 def test_a_receive_that_brings_everything(worker: WorkerSide, agent: FakeAgent) -> None:
     t = ticket()
     receive(worker, OpenDecode("r", t, 99, 32, ([4, 5, 6, 7],), parked=True))
-    assert agent.calls == [("announce_decode", t), ("open_decode", t, 99, both((32, 99)), both([4, 5, 6, 7]))]
+    assert agent.calls == [("announce_decode", t), ("open_decode", t, 99, both(Interval(32, 99)), both([4, 5, 6, 7]))]
     assert worker.results() == Results()
     worker.post(ev.DecodeCommitted(t.key, Seeds(first_token=7), 100, 2))
     assert worker.results() == Results(received={"r"})
@@ -205,7 +206,7 @@ def test_another_prompts_tokens_are_a_failed_receive(worker: WorkerSide) -> None
 def test_a_receive_that_nobody_waits_for(worker: WorkerSide, agent: FakeAgent) -> None:
     t = ticket()
     receive(worker, OpenDecode("r", t, 99, 99, ([4, 5, 6, 7],), parked=False))
-    assert agent.calls == [("announce_decode", t), ("open_decode", t, 99, both((0, 0)), both([4, 5, 6, 7]))]
+    assert agent.calls == [("announce_decode", t), ("open_decode", t, 99, both(Interval(0, 0)), both([4, 5, 6, 7]))]
     worker.post(ev.DecodeCommitted(t.key, Seeds(first_token=7), 0, 0))
     assert worker.results() == Results()
 
@@ -226,7 +227,7 @@ def test_a_decode_leg_waits_until_it_is_admitted(worker: WorkerSide, agent: Fake
     assert worker.results() == Results()
     assert (worker.take_admitted(), worker.take_admitted()) == ({"r"}, set())
     worker.begin(Step(receives=[OpenDecode("r", t, 99, 32, ([4, 5, 6, 7],), parked=True)]))
-    assert agent.calls[1:] == [("open_decode", t, 99, both((32, 99)), both([4, 5, 6, 7]))]
+    assert agent.calls[1:] == [("open_decode", t, 99, both(Interval(32, 99)), both([4, 5, 6, 7]))]
 
 
 @pytest.mark.parametrize("parked", [True, False])

@@ -28,7 +28,7 @@ from baton.handoff.protocol.events import (
 from baton.handoff.protocol.messages import AttemptKey, Seeds
 from baton.handoff.protocol.ticket import Ticket
 from baton.kv.geometry import GroupSpec
-from baton.kv.interval import wanted
+from baton.kv.interval import Interval, wanted
 from baton.wire import Recovery, TokenChunk, recovers
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class Agent(Protocol):
         self,
         ticket: Ticket,
         prompt_len: int,
-        wanted: dict[str, tuple[int, int]],
+        wanted: dict[str, Interval],
         pages: dict[str, list[int]],
     ) -> None: ...
     def abort(self, key: AttemptKey, reason: str) -> None: ...
@@ -154,10 +154,10 @@ class HandoffLegs:
             if hits is None:
                 return
             scheduler.receive_queue.popleft()
-            intervals: dict[str, tuple[int, int]] = {}
+            intervals: dict[str, Interval] = {}
             for group in self.groups:
                 interval = wanted(group.kind, group.window, request.prefill_len, hits[group.name], owner=group.owner)
-                intervals[group.name] = (interval.start, interval.stop)
+                intervals[group.name] = interval
                 self.open[ticket.key].first_wanted[group.name] = interval.start
                 if group.kind == "sliding_window" and interval.start > hits[group.name]:
                     scheduler.drop_outside_window(request, group.name, interval.start)

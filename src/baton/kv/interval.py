@@ -15,10 +15,18 @@ For a prompt of n tokens whose first sampled token is t = x_n:
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
+from msgspec import Meta
 
 from baton.errors import ProtocolError
 from baton.kv.geometry import Kind, Owner
+
+MAX_TOKENS = 1 << 24
+# Bounds what a peer says: only decoding checks it.
+Position = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
+_End = Annotated[int, Meta(le=MAX_TOKENS)]
 
 
 class Interval(msgspec.Struct, frozen=True, array_like=True, order=True):
@@ -27,12 +35,15 @@ class Interval(msgspec.Struct, frozen=True, array_like=True, order=True):
     Raises `ProtocolError` for a negative start or a stop before the start.
     """
 
-    start: int
-    stop: int
+    start: _End
+    stop: _End
 
     def __post_init__(self) -> None:
         if not 0 <= self.start <= self.stop:
             raise ProtocolError(f"not an interval: [{self.start}, {self.stop})")
+
+    def __str__(self) -> str:
+        return f"[{self.start}, {self.stop})"
 
     def __len__(self) -> int:
         return self.stop - self.start

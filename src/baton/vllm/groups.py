@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from baton.errors import ConfigError
 from baton.kv.geometry import Kind, Owner
-from baton.kv.interval import wanted
+from baton.kv.interval import Interval, wanted
 
 _INTEGER = re.compile(r"(?:^|\.)(\d+)(?=\.|$)")
 
@@ -43,10 +43,9 @@ class LayerGroup:
     layers: tuple[str, ...]
     layer_ids: tuple[int, ...]
 
-    def wanted(self, num_tokens: int, hit: int) -> tuple[int, int]:
+    def wanted(self, num_tokens: int, hit: int) -> Interval:
         """The tokens that an engine needs which has the first `hit` of `num_tokens` and computes the next one."""
-        interval = wanted(self.kind, self.window, num_tokens, min(hit, num_tokens), owner=self.owner)
-        return interval.start, interval.stop
+        return wanted(self.kind, self.window, num_tokens, min(hit, num_tokens), owner=self.owner)
 
     def final(self, num_tokens: int, num_computed: int, tile: int) -> int:
         """The end of the final tokens of `num_tokens` when `num_computed` went through target and drafter.

@@ -18,6 +18,7 @@ from baton.errors import HandoffError, reason_label
 from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.messages import AttemptKey, Seeds
 from baton.handoff.protocol.ticket import Ticket
+from baton.kv.interval import Interval
 from baton.log_limit import LogLimit
 from baton.vllm.geometry import CacheLayout, kernel_pages
 from baton.vllm.steps import ClosePrefill, Computed, OpenDecode, OpenPrefill, Step, Tables
@@ -44,7 +45,7 @@ class Agent(Protocol):
     def finish_prefill(self, key: AttemptKey, seeds: Seeds, finished: bool) -> None: ...
     def announce_decode(self, ticket: Ticket) -> None: ...
     def open_decode(
-        self, ticket: Ticket, prompt_len: int, wanted: dict[str, tuple[int, int]], pages: dict[str, list[int]]
+        self, ticket: Ticket, prompt_len: int, wanted: dict[str, Interval], pages: dict[str, list[int]]
     ) -> None: ...
     def abort(self, key: AttemptKey, reason: str, taken: Callable[[], None] | None = None) -> None: ...
 
@@ -226,7 +227,7 @@ class WorkerSide:
             return
         decode.opened, decode.parked = True, receive.parked
         wanted = {
-            group.name: group.wanted(receive.num_tokens, receive.hit) if receive.parked else (0, 0)
+            group.name: group.wanted(receive.num_tokens, receive.hit) if receive.parked else Interval(0, 0)
             for group in self._layout.groups
         }
         self.agent.open_decode(receive.ticket, receive.num_tokens, wanted, self._pages(receive.tables))

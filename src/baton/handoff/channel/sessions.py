@@ -260,13 +260,13 @@ class Sessions:
     def check_tables(self, session: Session, message: Register, mode: Mode) -> None:
         """Raise `ProtocolError` unless what a REGISTER names lies inside its sender's geometry."""
         geometries = session.hello.geometries if session.hello is not None else {}
-        for group, (start, stop) in message.wanted.items():
+        for group, tokens in message.wanted.items():
             rank = geometries.get(group)
-            if rank is None or start > stop:
-                raise ProtocolError(f"group {group!r} or its interval [{start}, {stop}) does not exist")
+            if rank is None:
+                raise ProtocolError(f"group {group!r} does not exist")
             if mode == "push":
                 size, count = rank.geometry.page_size, rank.geometry.num_pages
-                check_table(group, message.pages.get(group, []), start, stop, size, count)
+                check_table(group, message.pages.get(group, []), tokens, size, count)
 
     # ------------------------------------------------------------ life and health
 

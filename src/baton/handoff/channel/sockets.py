@@ -24,8 +24,9 @@ from baton.errors import ConfigError, ProtocolError
 from baton.handoff.channel.base import Connection
 from baton.handoff.channel.curve import Gate
 from baton.handoff.channel.keys import KeyRing, check_bind, is_local
+from baton.handoff.protocol.frames import MAX_FRAME, decode, encode
 from baton.handoff.protocol.greeting import Side, is_sealed, seal
-from baton.handoff.protocol.messages import MAX_FRAME, Bye, Hello, Message, decode, encode
+from baton.handoff.protocol.messages import Bye, Hello, Message
 from baton.log_limit import LogLimit
 
 log = logging.getLogger(__name__)

@@ -24,6 +24,7 @@ from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.digests import Digester
 from baton.handoff.protocol.messages import AttemptKey, Bye, Seeds
 from baton.handoff.protocol.ticket import Ticket
+from baton.kv.interval import Interval
 from baton.transports.base import Transport
 
 __all__ = ["AgentConfig", "HandoffAgent", "Timers"]
@@ -128,7 +129,7 @@ class HandoffAgent:
         self,
         ticket: Ticket,
         prompt_len: int,
-        wanted: dict[str, tuple[int, int]],
+        wanted: dict[str, Interval],
         pages: dict[str, list[int]],
     ) -> None:
         """There are pages for D's leg of a verified ticket: per group the interval wanted, and the block table it goes
@@ -138,7 +139,7 @@ class HandoffAgent:
         Raises `ProtocolError` when the ticket names another engine or an interval goes beyond the prompt.
         """
         self._need(ticket.decode_engine, ticket.decode_incarnation)
-        beyond = [group for group, (_, stop) in wanted.items() if stop > prompt_len]
+        beyond = [group for group, tokens in wanted.items() if tokens.stop > prompt_len]
         if beyond:
             raise ProtocolError(f"groups {beyond} are wanted beyond the prompt's {prompt_len} tokens")
         tables = {group: list(table) for group, table in pages.items()}

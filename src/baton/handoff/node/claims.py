@@ -14,7 +14,8 @@ from baton.handoff.node.attempts import PrefillAttempt
 from baton.handoff.node.execution import Execution
 from baton.handoff.plan.planner import RankGeometry
 from baton.handoff.protocol import events as ev
-from baton.handoff.protocol.messages import Announce, AttemptKey, Cancel, Nack, Register, kind_of
+from baton.handoff.protocol.frames import kind_of
+from baton.handoff.protocol.messages import Announce, AttemptKey, Cancel, Nack, Register
 from baton.handoff.protocol.prefill import PrefillHandoff
 from baton.handoff.protocol.ticket import MAX_TICKET_LIFE_S, Ticket
 from baton.log_limit import LogLimit

@@ -47,7 +47,7 @@ class Digesting(Generic[Owner]):
         try:
             if isinstance(action, ev.ComputeDigests):
                 group, pages = action.group, action.pages
-                pieces = [p for span in action.spans for p in self._digester.digests(group, pages, *span)]
+                pieces = [p for part in action.intervals for p in self._digester.digests(group, pages, part)]
                 return ev.DigestsComputed(group, pieces)
             bad = mismatches(self._digester, self._geometries, action.digests, action.pages)
             return ev.DigestsChecked(action.check_id, tuple(bad))

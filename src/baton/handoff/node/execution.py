@@ -154,7 +154,7 @@ class Execution:
             return
         own, far = self._geometries[copy.group], attempt.far[copy.group]
         push = isinstance(attempt, PrefillAttempt)
-        tag = f"{attempt.machine.key} {copy.group} [{copy.start}, {copy.stop})"
+        tag = f"{attempt.machine.key} {copy.group} {copy.tokens}"
         source, dest = (own, far) if push else (far, own)
         direction: Literal["write", "read"] = "write" if push else "read"
         end = self.operations.start(attempt, copy, attempt.open, direction, source, dest, tag)
@@ -173,13 +173,12 @@ class Execution:
     def _log_bad(self, attempt: Attempt, bad: Sequence[ev.BadPiece]) -> None:
         for piece in bad:
             log.warning(
-                "attempt %s: rank %d, group %s, layers %s, tokens [%d, %d) do not match their digests",
+                "attempt %s: rank %d, group %s, layers %s, tokens %s do not match their digests",
                 attempt.machine.key,
                 self._geometries[piece.group].rank,
                 piece.group,
                 list(piece.layers),
-                piece.start,
-                piece.stop,
+                piece.tokens,
             )
 
     def _notify(self, attempt: Attempt, event: ev.HandoffEvent) -> None:

@@ -22,6 +22,7 @@ from baton.handoff.protocol.decode import DecodeHandoff
 from baton.handoff.protocol.digests import Digester
 from baton.handoff.protocol.messages import AttemptKey, Message
 from baton.handoff.protocol.ticket import Ticket, mint
+from baton.kv.interval import Interval
 from baton.transports.base import Transport
 
 log = logging.getLogger(__name__)
@@ -69,7 +70,7 @@ class HandoffNode:
             return
         self._decode(ticket)
 
-    def open_decode(self, ticket: Ticket, wanted: dict[str, tuple[int, int]], pages: dict[str, list[int]]) -> None:
+    def open_decode(self, ticket: Ticket, wanted: dict[str, Interval], pages: dict[str, list[int]]) -> None:
         """The engine has destination pages for D's leg, announced or not."""
         attempt = self.execution.decodes.get(ticket.key)
         if attempt is None:
@@ -83,7 +84,7 @@ class HandoffNode:
     def _decode(
         self,
         ticket: Ticket,
-        wanted: dict[str, tuple[int, int]] | None = None,
+        wanted: dict[str, Interval] | None = None,
         pages: dict[str, list[int]] | None = None,
     ) -> None:
         config = self.config

@@ -10,7 +10,6 @@ from typing import Generic, TypeVar
 from baton.errors import BatonError
 from baton.handoff.plan.planner import RankGeometry, plan
 from baton.handoff.protocol.events import CopyEnded, StartCopy
-from baton.kv.interval import Interval
 from baton.transports.base import Direction, Operation, Peer, Transport
 
 log = logging.getLogger(__name__)
@@ -59,7 +58,7 @@ class Operations(Generic[Owner]):
     ) -> CopyEnded | None:
         """Plan and submit one copy; its end at once when there is nothing to move or it cannot start."""
         try:
-            lists = plan([source], dest, copy.source_pages, copy.dest_pages, Interval(copy.start, copy.stop))
+            lists = plan([source], dest, copy.source_pages, copy.dest_pages, copy.tokens)
             copies = lists.get(source.rank)
             if copies is None or not len(copies):
                 return CopyEnded(copy.copy_id, ok=True)

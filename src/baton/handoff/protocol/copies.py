@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from baton.handoff.protocol.events import Action, CancelCopies, CopyEnded, Count, Span, StartCopy
+from baton.handoff.protocol.events import Action, CancelCopies, CopyEnded, Count, StartCopy
+from baton.kv.interval import Interval
 
 
 @dataclass(slots=True)
@@ -18,9 +19,9 @@ class CopyLedger:
     num_bytes: int = 0
     num_runs: int = 0
 
-    def start(self, group: str, span: Span, source_pages: list[int], dest_pages: list[int]) -> StartCopy:
+    def start(self, group: str, tokens: Interval, source_pages: list[int], dest_pages: list[int]) -> StartCopy:
         """A new outstanding copy."""
-        copy = StartCopy(self.next_id, group, *span, source_pages, dest_pages)
+        copy = StartCopy(self.next_id, group, tokens, source_pages, dest_pages)
         self.next_id += 1
         self.outstanding[copy.copy_id] = copy
         return copy
@@ -38,8 +39,8 @@ class CopyLedger:
         if self.retries == self.max_retries:
             return []
         self.retries += 1
-        span = failed.start, failed.stop
-        return [Count("retries"), self.start(failed.group, span, failed.source_pages, failed.dest_pages)]
+        again = self.start(failed.group, failed.tokens, failed.source_pages, failed.dest_pages)
+        return [Count("retries"), again]
 
     def cancel(self) -> list[Action]:
         """Actions that stop what is outstanding."""

@@ -22,7 +22,8 @@ from baton.handoff.protocol.copies import CopyLedger
 from baton.handoff.protocol.digests import check_shape, seeds_digest, uncovered
 from baton.handoff.protocol.messages import AttemptKey
 from baton.handoff.protocol.phases import DecodePhase
-from baton.handoff.protocol.proofs import Proofs, spans
+from baton.handoff.protocol.proofs import Proofs, tokens_of
+from baton.kv.interval import Interval
 from baton.wire import Integrity, Mode
 
 _BAD_SEEDS = "the seeds do not match their digest"
@@ -31,7 +32,7 @@ _BAD_SEEDS = "the seeds do not match their digest"
 class DecodeHandoff:
     """State machine of D for one attempt.
 
-    `wanted` are the intervals `[start, stop)` D needs per group, `pages` its block tables (exclusive to
+    `wanted` are the tokens that D needs per group, `pages` its block tables (exclusive to
     this attempt where wanted); without them the attempt is announced, and they come with `Placed`. `ticket` is the
     router's signed ticket that ANNOUNCE and REGISTER carry. At most `max_retries`
     reads are issued again, and as many rounds of repair begun. `handle` raises `ProtocolError` for digests of what
@@ -43,7 +44,7 @@ class DecodeHandoff:
         key: AttemptKey,
         mode: Mode,
         ticket: str,
-        wanted: dict[str, tuple[int, int]] | None = None,
+        wanted: dict[str, Interval] | None = None,
         pages: dict[str, list[int]] | None = None,
         max_retries: int = 3,
         integrity: Integrity = "off",
@@ -59,7 +60,7 @@ class DecodeHandoff:
         self.placed = False
         self._ticket = ticket
         self._admitted = False
-        self._wanted: dict[str, tuple[int, int]] = {}
+        self._wanted: dict[str, Interval] = {}
         self._pages: dict[str, list[int]] = {}
         self._proofs = Proofs({}, {})
         self._proven: dict[str, int] = {}
@@ -110,7 +111,7 @@ class DecodeHandoff:
 
     # ------------------------------------------------------------ destination pages
 
-    def _place(self, wanted: dict[str, tuple[int, int]], pages: dict[str, list[int]]) -> None:
+    def _place(self, wanted: dict[str, Interval], pages: dict[str, list[int]]) -> None:
         self.placed, self._wanted = True, dict(wanted)
         self._pages = {group: list(table) for group, table in pages.items()}
         self._proofs = Proofs(self._wanted, self._pages)
@@ -118,7 +119,7 @@ class DecodeHandoff:
         tables = self._pages if self.mode == "push" else {}
         self._pending = msg.Register(self.key, ticket=self._ticket, wanted=self._wanted, pages=tables)
 
-    def _placed(self, wanted: dict[str, tuple[int, int]], pages: dict[str, list[int]]) -> list[ev.Action]:
+    def _placed(self, wanted: dict[str, Interval], pages: dict[str, list[int]]) -> list[ev.Action]:
         """Register. Where the attempt has failed meanwhile, P has never heard of the pages, and they are free."""
         if self.placed or self.phase not in (DecodePhase.WAITING, DecodePhase.ANNOUNCED):
             return []
@@ -190,12 +191,12 @@ class DecodeHandoff:
         if refused or not set(self._wanted) <= set(message.pages):
             return self._fail("incomplete_commit", f"READY {refused or 'does not bring a block table of each group'}")
         self._claim, self._source = message, message.pages
-        return self._read({group: [span] for group, span in self._wanted.items() if span[0] < span[1]})
+        return self._read({group: [tokens] for group, tokens in self._wanted.items() if not tokens.empty})
 
     def _refusal(self, message: msg.Commit | msg.Ready) -> str:
         """What a COMMIT or READY lacks; raises `ProtocolError` for digests of what was not wanted."""
         check_shape(message.digests, self._wanted)
-        missing = sorted(group for group, (_, stop) in self._wanted.items() if message.final.get(group, -1) < stop)
+        missing = sorted(group for group, tokens in self._wanted.items() if message.final.get(group, -1) < tokens.stop)
         if missing:
             return f"does not cover groups {missing}"
         missing = uncovered(message.digests, self._wanted, self.integrity, self.key)
@@ -218,12 +219,12 @@ class DecodeHandoff:
 
     # ------------------------------------------------------------ copies and digests
 
-    def _read(self, wanted: Mapping[str, list[tuple[int, int]]]) -> list[ev.Action]:
+    def _read(self, wanted: Mapping[str, list[Interval]]) -> list[ev.Action]:
         self.phase, self._pending = DecodePhase.READING, None
         actions: list[ev.Action] = [
-            self.copies.start(group, span, self._source[group], self._pages[group])
+            self.copies.start(group, tokens, self._source[group], self._pages[group])
             for group, found in sorted(wanted.items())
-            for span in found
+            for tokens in found
         ]
         return actions or self._read_all()
 
@@ -269,11 +270,11 @@ class DecodeHandoff:
                 return self._commit(claim, claim.num_bytes, claim.num_runs)
             self.phase, self._pending = DecodePhase.READ, msg.ReadDone(self.key)
             return [ev.Send(self._pending)]
-        pieces, again = sum(map(len, bad.values())), spans(bad)
+        pieces, again = sum(map(len, bad.values())), tokens_of(bad)
         # Joining them over what is proven would have that written again.
         scattered = any(len(found) > msg.MAX_REPAIRS for found in again.values())
         if self.round == self.max_retries or scattered:
-            what = f"tokens {str(again)[:500]} do not match their digests" if bad else _BAD_SEEDS
+            what = f"tokens {_text(again)} do not match their digests" if bad else _BAD_SEEDS
             return [ev.Count("bad_pieces", pieces), *self._fail("integrity_failed", what)]
         self.round += 1
         self._proofs.forget_checks()
@@ -333,3 +334,7 @@ class DecodeHandoff:
 
     def _repeat(self) -> list[ev.Action]:
         return [ev.Send(self._pending)] if self._pending is not None and not self.closed else []
+
+
+def _text(tokens: Mapping[str, list[Interval]]) -> str:
+    return "; ".join(f"{group} {', '.join(map(str, found))}" for group, found in tokens.items())[:500]

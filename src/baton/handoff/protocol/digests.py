@@ -19,9 +19,10 @@ from numpy.typing import NDArray
 
 from baton.errors import ConfigError, ProtocolError
 from baton.handoff.plan.topology import RankGeometry
-from baton.handoff.protocol.events import BadPiece, Digests, Span
+from baton.handoff.protocol.events import BadPiece, Digests
 from baton.handoff.protocol.messages import DIGEST_BYTES, PIECE_TOKENS, AttemptKey, PieceDigest, Seeds
 from baton.kv.geometry import NULL_PAGE, Geometry
+from baton.kv.interval import Interval
 from baton.wire import Integrity
 
 # So many tokens are gathered at a time: more would not fit into a core's cache.
@@ -36,8 +37,8 @@ _seeds = msgspec.msgpack.Decoder(Seeds)
 class Digester(Protocol):
     """Digests tokens of this engine's pages."""
 
-    def digests(self, group: str, pages: Sequence[int], start: int, stop: int) -> list[PieceDigest]:
-        """The pieces of tokens `[start, stop)`, in order; `pages` is the block table.
+    def digests(self, group: str, pages: Sequence[int], tokens: Interval) -> list[PieceDigest]:
+        """The pieces of `tokens`, in order; `pages` is the block table.
 
         Raises `ProtocolError` for a group or page that does not exist.
         """
@@ -58,39 +59,34 @@ class MemoryDigester:
                 raise ConfigError("integrity", f"group {group!r} is stored in tiles of {geometry.tile} tokens")
             self._pools[group] = geometry, _view(geometry, regions[geometry.region])
 
-    def digests(self, group: str, pages: Sequence[int], start: int, stop: int) -> list[PieceDigest]:
-        """See `Digester.digests`. One gather per slice, layer and half, one hash per layer and piece."""
+    def digests(self, group: str, pages: Sequence[int], tokens: Interval) -> list[PieceDigest]:
+        """As in `Digester`: one gather per slice, layer and half, one hash per layer and piece."""
         if group not in self._pools:
             raise ProtocolError(f"group {group!r} does not exist here")
-        found: list[PieceDigest] = []
-        while start < stop:
-            end = min(stop, (start // SLICE_TOKENS + 1) * SLICE_TOKENS)
-            found += self._slice(group, pages, start, end)
-            start = end
-        return found
+        return [piece for part in _cut(tokens, SLICE_TOKENS) for piece in self._slice(group, pages, part)]
 
-    def _slice(self, group: str, pages: Sequence[int], start: int, stop: int) -> list[PieceDigest]:
+    def _slice(self, group: str, pages: Sequence[int], tokens: Interval) -> list[PieceDigest]:
         geometry, pool = self._pools[group]
         size = geometry.page_size
-        first, last = start // size, (stop - 1) // size
+        first, last = tokens.start // size, (tokens.stop - 1) // size
         used = np.asarray(pages[first : last + 1], dtype=np.int64)
         if used.size != last + 1 - first or used.min() <= NULL_PAGE or used.max() >= geometry.num_pages:
-            raise ProtocolError(f"group {group!r}: tokens [{start}, {stop}) are not all in pages")
+            raise ProtocolError(f"group {group!r}: tokens {tokens} are not all in pages")
         token_bytes = geometry.num_heads * geometry.head_dim * geometry.itemsize
-        spans = list(pieces(start, stop))
-        layers = [bytearray() for _ in spans]
+        cut = list(pieces(tokens))
+        layers = [bytearray() for _ in cut]
         for layer, layer_id in enumerate(geometry.layer_ids):
             halves = [
                 np.ascontiguousarray(pool[layer, half][used]).reshape(-1).view(np.uint8).data
                 for half in range(geometry.num_halves)
             ]
-            for found, (a, b) in zip(layers, spans, strict=True):
-                low, high = (a - first * size) * token_bytes, (b - first * size) * token_bytes
-                state = xxhash.xxh3_64(seed=_salt(group, layer_id, a, b))
+            for found, piece in zip(layers, cut, strict=True):
+                low, high = ((token - first * size) * token_bytes for token in (piece.start, piece.stop))
+                state = xxhash.xxh3_64(seed=_salt(group, layer_id, piece.start, piece.stop))
                 for flat in halves:
                     state.update(flat[low:high])
                 found += state.digest()
-        return [PieceDigest(a, b, bytes(found)) for found, (a, b) in zip(layers, spans, strict=True)]
+        return [PieceDigest(piece, bytes(found)) for found, piece in zip(layers, cut, strict=True)]
 
 
 def _view(geometry: Geometry, region: NDArray[np.uint8]) -> NDArray[np.unsignedinteger]:
@@ -110,22 +106,27 @@ def _salt(group: str, layer_id: int, start: int, stop: int) -> int:
     return xxhash.xxh3_64_intdigest(f"{group}\0{layer_id}\0{start}\0{stop}".encode())
 
 
-def pieces(start: int, stop: int) -> Iterator[Span]:
-    """Tokens `[start, stop)` cut at multiples of `PIECE_TOKENS`."""
-    while start < stop:
-        end = min(stop, (start // PIECE_TOKENS + 1) * PIECE_TOKENS)
-        yield start, end
+def pieces(tokens: Interval) -> Iterator[Interval]:
+    """`tokens` cut at multiples of `PIECE_TOKENS`."""
+    return _cut(tokens, PIECE_TOKENS)
+
+
+def _cut(tokens: Interval, size: int) -> Iterator[Interval]:
+    start = tokens.start
+    while start < tokens.stop:
+        end = min(tokens.stop, (start // size + 1) * size)
+        yield Interval(start, end)
         start = end
 
 
-def due(integrity: Integrity, key: AttemptKey, start: int, stop: int) -> tuple[Span, ...]:
-    """The spans of `[start, stop)` that are digested. Both engines choose alike, by the transfer's random id."""
-    if integrity == "off" or start >= stop:
+def due(integrity: Integrity, key: AttemptKey, tokens: Interval) -> tuple[Interval, ...]:
+    """The parts of `tokens` that are digested. Both engines choose alike, by the transfer's random id."""
+    if integrity == "off" or tokens.empty:
         return ()
     if integrity == "full":
-        return ((start, stop),)
-    chosen = int.from_bytes(key.transfer_id[:8], "big")
-    return tuple(span for span in pieces(start, stop) if (span[0] // PIECE_TOKENS) % SAMPLED_SHARE == chosen % 8)
+        return (tokens,)
+    chosen = int.from_bytes(key.transfer_id[:8], "big") % SAMPLED_SHARE
+    return tuple(piece for piece in pieces(tokens) if (piece.start // PIECE_TOKENS) % SAMPLED_SHARE == chosen)
 
 
 def seeds_digest(key: AttemptKey, seeds: Seeds) -> bytes:
@@ -135,27 +136,29 @@ def seeds_digest(key: AttemptKey, seeds: Seeds) -> bytes:
     return bytes(xxhash.xxh3_64_digest(_encoder.encode((key, received))))
 
 
-def check_shape(digests: Digests, wanted: Mapping[str, Span]) -> None:
+def check_shape(digests: Digests, wanted: Mapping[str, Interval]) -> None:
     """Raise `ProtocolError` unless every piece is a piece and lies in what is wanted of its group, in order."""
     for group, found in digests.items():
-        start, stop = wanted.get(group, (0, 0))
-        at = start
+        within = wanted.get(group, Interval(0, 0))
+        at = within.start
         for piece in found:
-            whole = piece.start < piece.stop and (piece.stop - 1) // PIECE_TOKENS == piece.start // PIECE_TOKENS
-            if not whole or piece.start < at or piece.stop > stop:
-                raise ProtocolError(f"group {group!r}: no piece of [{start}, {stop}): [{piece.start}, {piece.stop})")
-            at = piece.stop
+            start, stop = piece.tokens.start, piece.tokens.stop
+            whole = start < stop and (stop - 1) // PIECE_TOKENS == start // PIECE_TOKENS
+            if not whole or start < at or stop > within.stop:
+                raise ProtocolError(f"group {group!r}: no piece of {within}: {piece.tokens}")
+            at = stop
 
 
-def uncovered(digests: Digests, wanted: Mapping[str, Span], integrity: Integrity, key: AttemptKey) -> list[str]:
-    """The groups in which a span that is due has no digest. `digests` are of the right shape."""
+def uncovered(digests: Digests, wanted: Mapping[str, Interval], integrity: Integrity, key: AttemptKey) -> list[str]:
+    """The groups in which tokens that are due have no digest. `digests` are of the right shape."""
     short = []
-    for group, (start, stop) in sorted(wanted.items()):
-        ends = {piece.start: piece.stop for piece in digests.get(group, [])}
-        for at, end in due(integrity, key, start, stop):
-            while at < end and at in ends:
+    for group, tokens in sorted(wanted.items()):
+        ends = {piece.tokens.start: piece.tokens.stop for piece in digests.get(group, [])}
+        for part in due(integrity, key, tokens):
+            at = part.start
+            while at < part.stop and at in ends:
                 at = ends[at]
-            if at < end:
+            if at < part.stop:
                 short.append(group)
                 break
     return short
@@ -172,7 +175,7 @@ def mismatches(
     for group, expected in sorted(digests.items()):
         layer_ids = geometries[group].geometry.layer_ids
         for run in _runs(expected):
-            found = digester.digests(group, pages[group], run[0].start, run[-1].stop)
+            found = digester.digests(group, pages[group], Interval(run[0].tokens.start, run[-1].tokens.stop))
             for want, got in zip(run, found, strict=True):
                 if want != got:
                     wrong = tuple(
@@ -180,7 +183,7 @@ def mismatches(
                         for index, layer_id in enumerate(layer_ids)
                         if _layer(want, index) != _layer(got, index)
                     )
-                    bad.append(BadPiece(group, want.start, want.stop, wrong))
+                    bad.append(BadPiece(group, want.tokens, wrong))
     return bad
 
 
@@ -192,7 +195,7 @@ def _runs(expected: Sequence[PieceDigest]) -> Iterator[list[PieceDigest]]:
     """Neighbours that one call digests with the same cuts."""
     run: list[PieceDigest] = []
     for piece in expected:
-        if run and (run[-1].stop != piece.start or piece.start % PIECE_TOKENS):
+        if run and (run[-1].tokens.stop != piece.tokens.start or piece.tokens.start % PIECE_TOKENS):
             yield run
             run = []
         run.append(piece)

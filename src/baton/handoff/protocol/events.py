@@ -1,6 +1,6 @@
 """Vocabulary of the handoff state machines: events in, actions out, and events for the engine.
 
-Execution know no clock, socket or thread: time reaches them as `Tick` and `Deadline`, copies as `CopyEnded`.
+Machines know no clock, socket or thread: time reaches them as `Tick` and `Deadline`, copies as `CopyEnded`.
 """
 
 from __future__ import annotations
@@ -8,18 +8,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from baton.handoff.protocol.messages import AttemptKey, AttemptMessage, PieceDigest, Seeds
+from baton.kv.interval import Interval
 
 Digests = dict[str, list[PieceDigest]]  # by group, in token order
-Span = tuple[int, int]  # tokens [start, stop)
 
 
 @dataclass(frozen=True, slots=True)
 class BadPiece:
-    """Tokens `[start, stop)` of a group whose bytes do not match their digests in `layers` (the model's ids)."""
+    """Tokens of a group whose bytes do not match their digests in `layers` (the model's ids)."""
 
     group: str
-    start: int
-    stop: int
+    tokens: Interval
     layers: tuple[int, ...]
 
 
@@ -65,7 +64,7 @@ class PeerReady:
 class Placed:
     """D: the engine has destination pages for an attempt that was announced; per group the interval wanted."""
 
-    wanted: dict[str, Span]
+    wanted: dict[str, Interval]
     pages: dict[str, list[int]]
 
 
@@ -172,12 +171,11 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class StartCopy:
-    """Copy tokens `[start, stop)` of a group from P's pages to D's; answer with one `CopyEnded(copy_id)`."""
+    """Copy tokens of a group from P's pages to D's; answer with one `CopyEnded(copy_id)`."""
 
     copy_id: int
     group: str
-    start: int
-    stop: int
+    tokens: Interval
     source_pages: list[int]
     dest_pages: list[int]
 
@@ -191,10 +189,10 @@ class CancelCopies:
 
 @dataclass(frozen=True, slots=True)
 class ComputeDigests:
-    """P: digest these spans of a group; answer with one `DigestsComputed`."""
+    """P: digest these intervals of a group; answer with one `DigestsComputed`."""
 
     group: str
-    spans: tuple[Span, ...]
+    intervals: tuple[Interval, ...]
     pages: list[int]
 
 

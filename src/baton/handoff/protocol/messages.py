@@ -1,8 +1,4 @@
-"""Control messages between a prefill engine (P) and a decode engine (D), and how they become bytes.
-
-A frame is one msgpack array `[version, session, sequence, kind, body]`. `kind` selects a size limit and a
-typed decoder in an explicit table; anything that is not in the table, too long, or of the wrong shape raises
-`ProtocolError`. Decoding never runs code chosen by the peer.
+"""Control messages between a prefill engine (P) and a decode engine (D). `frames.py` makes them bytes.
 
 KV is addressed by token interval `[start, stop)` and block table (page id of token t at index
 t // page_size); request ids do not occur: only an `AttemptKey` matches.
@@ -10,19 +6,18 @@ t // page_size); request ids do not occur: only an `AttemptKey` matches.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeVar
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
 from baton.errors import ProtocolError
 from baton.handoff.plan.planner import RankGeometry
+from baton.kv.interval import MAX_TOKENS, Interval, Position
 from baton.wire import TokenLogprobs
 
-PROTOCOL_VERSION = 3
 MAX_GROUPS = 64
 MAX_PAGES = 1 << 20
-MAX_TOKENS = 1 << 24
 MAX_DRAFTS = 256
 # A digest covers at most this many tokens, and never tokens on both sides of a multiple of it.
 PIECE_TOKENS = 64
@@ -42,12 +37,11 @@ Reason = Annotated[str, Meta(max_length=64, pattern=r"^[ -~]*\Z")]
 Text = Annotated[str, Meta(max_length=2048)]
 Token = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
-Position = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
 PageIds = Annotated[list[Annotated[int, Meta(ge=0, lt=1 << 31)]], Meta(max_length=MAX_PAGES)]
 PageTables = Annotated[dict[Name, PageIds], Meta(max_length=MAX_GROUPS)]
-Intervals = Annotated[dict[Name, tuple[Position, Position]], Meta(max_length=MAX_GROUPS)]
+Intervals = Annotated[dict[Name, Interval], Meta(max_length=MAX_GROUPS)]
 Round = Annotated[int, Meta(ge=0, le=MAX_ROUNDS)]
-Spans = Annotated[list[tuple[Position, Position]], Meta(max_length=MAX_REPAIRS)]
+BadIntervals = Annotated[list[Interval], Meta(max_length=MAX_REPAIRS)]
 SeedsDigest = Annotated[bytes, Meta(max_length=DIGEST_BYTES)]
 
 
@@ -80,12 +74,11 @@ class Seeds(msgspec.Struct, frozen=True):
 
 
 class PieceDigest(msgspec.Struct, frozen=True, array_like=True):
-    """Digests of tokens `[start, stop)` of one group, at most `PIECE_TOKENS` of them and never across a multiple
-    of it: `DIGEST_BYTES` per layer, in the order of the geometry's layers.
+    """Digests of some tokens of one group, at most `PIECE_TOKENS` of them and never across a multiple of it:
+    `DIGEST_BYTES` per layer, in the order of the geometry's layers.
     """
 
-    start: Position
-    stop: Position
+    tokens: Interval
     layers: Annotated[bytes, Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES * MAX_LAYERS)]
 
 
@@ -213,7 +206,7 @@ class Repair(AttemptMessage, frozen=True, tag="REPAIR"):
     """
 
     round: Annotated[int, Meta(ge=1, le=MAX_ROUNDS)]
-    bad: Annotated[dict[Name, Spans], Meta(max_length=MAX_GROUPS)]
+    bad: Annotated[dict[Name, BadIntervals], Meta(max_length=MAX_GROUPS)]
 
 
 class Finished(AttemptMessage, frozen=True, tag="FINISHED"):
@@ -246,105 +239,18 @@ class Cancelled(AttemptMessage, frozen=True, tag="CANCELLED"):
     reason: Reason
 
 
-_SMALL = 8 * 1024
-_TABLES = 8 * 1024 * 1024
-_LIMITS: dict[type[Message], int] = {
-    Hello: 1024 * 1024,
-    Bye: _SMALL,
-    Renew: 256,
-    Announce: _SMALL,
-    Admitted: _SMALL,
-    Register: _TABLES,
-    Ready: _TABLES,
-    ReadDone: _SMALL,
-    Confirm: _SMALL,
-    Progress: _TABLES,
-    Commit: _TABLES,
-    Repair: 256 * 1024,
-    Finished: _SMALL,
-    Ack: _SMALL,
-    Nack: _SMALL,
-    Cancel: _SMALL,
-    Cancelled: _SMALL,
-}
-
-
-def kind_of(message: Message | type[Message]) -> str:
-    """Name of a message on the wire, such as `"REGISTER"`."""
-    return str(message.__struct_config__.tag)
-
-
-# A decoder is built for each concrete type, so a body of another kind is a shape error, not another message.
-DECODERS: dict[str, tuple[msgspec.msgpack.Decoder[Any], int]] = {
-    kind_of(cls): (msgspec.msgpack.Decoder(cls), limit) for cls, limit in _LIMITS.items()
-}
-# Room for the envelope around the largest body.
-MAX_FRAME = max(_LIMITS.values()) + 256
-
-
-class Envelope(msgspec.Struct, frozen=True, array_like=True):
-    """What surrounds each body: protocol version, session of the connection, position in that session."""
-
-    version: int
-    session: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
-    sequence: Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
-    kind: Annotated[str, Meta(max_length=32)]
-    body: msgspec.Raw
-
-
-_envelope = msgspec.msgpack.Decoder(Envelope)
-_encoder = msgspec.msgpack.Encoder()
-# ValueError covers text that is not UTF-8, which msgspec does not wrap.
-_MALFORMED = (msgspec.MsgspecError, ValueError, RecursionError)
-M = TypeVar("M", bound=Message)
-
-
-def encode(message: Message, session: int, sequence: int) -> bytes:
-    """One frame. Raises `ProtocolError` when the message is over its own size limit."""
-    kind = kind_of(message)
-    body = _encoder.encode(message)
-    if len(body) > DECODERS[kind][1]:
-        raise ProtocolError(f"{kind} of {len(body)} bytes is over its limit of {DECODERS[kind][1]}")
-    return _encoder.encode(Envelope(PROTOCOL_VERSION, session, sequence, kind, msgspec.Raw(body)))
-
-
-def decode(frame: bytes) -> tuple[int, int, Message]:
-    """`(session, sequence, message)` of one frame, or `ProtocolError` in one clear line."""
-    if len(frame) > MAX_FRAME:
-        raise ProtocolError(f"frame of {len(frame)} bytes is over the limit of {MAX_FRAME}")
-    try:
-        envelope = _envelope.decode(frame)
-    except _MALFORMED as error:
-        raise ProtocolError(f"malformed frame: {error}") from error
-    if envelope.version != PROTOCOL_VERSION:
-        raise ProtocolError(f"protocol version {envelope.version} is not supported (here {PROTOCOL_VERSION})")
-    if envelope.kind not in DECODERS:
-        raise ProtocolError(f"unknown message kind {envelope.kind!r}")
-    decoder, limit = DECODERS[envelope.kind]
-    body = bytes(envelope.body)
-    if len(body) > limit:
-        raise ProtocolError(f"{envelope.kind} of {len(body)} bytes is over its limit of {limit}")
-    try:
-        message: Message = decoder.decode(body)
-    except _MALFORMED as error:
-        raise ProtocolError(f"malformed {envelope.kind}: {error}") from error
-    return envelope.session, envelope.sequence, message
-
-
-def check_table(group: str, pages: list[int], start: int, stop: int, page_size: int, num_pages: int) -> None:
-    """Check that tokens `[start, stop)` lie in distinct, existing, non-null pages of a block table.
+def check_table(group: str, pages: list[int], tokens: Interval, page_size: int, num_pages: int) -> None:
+    """Check that `tokens` lie in distinct, existing, non-null pages of a block table.
 
     Raises `ProtocolError` naming the group. An empty interval needs no page.
     """
-    if start > stop:
-        raise ProtocolError(f"group {group!r}: interval [{start}, {stop}) is reversed")
-    if start == stop:
+    if tokens.empty:
         return
-    last = (stop - 1) // page_size
+    last = (tokens.stop - 1) // page_size
     if last >= len(pages):
-        raise ProtocolError(f"group {group!r}: token {stop - 1} is in page index {last}, table has {len(pages)}")
-    used = pages[start // page_size : last + 1]
+        raise ProtocolError(f"group {group!r}: token {tokens.stop - 1} is in page index {last}, table has {len(pages)}")
+    used = pages[tokens.start // page_size : last + 1]
     if min(used) < 1 or max(used) >= num_pages:
         raise ProtocolError(f"group {group!r}: a page id is outside [1, {num_pages})")
     if len(set(used)) != len(used):
-        raise ProtocolError(f"group {group!r}: a page id occurs twice in [{start}, {stop})")
+        raise ProtocolError(f"group {group!r}: a page id occurs twice in {tokens}")

@@ -22,6 +22,7 @@ from baton.handoff.protocol.copies import CopyLedger
 from baton.handoff.protocol.digests import due, seeds_digest
 from baton.handoff.protocol.messages import AttemptKey
 from baton.handoff.protocol.phases import PrefillPhase
+from baton.kv.interval import Interval
 from baton.wire import Integrity, Mode
 
 
@@ -155,7 +156,7 @@ class PrefillHandoff:
             # The attempt was over before D came; it learns so at once.
             return self._repeat() or self._answer()
         self._register = message
-        self._reached = {group: start for group, (start, _) in message.wanted.items()}
+        self._reached = {group: tokens.start for group, tokens in message.wanted.items()}
         return self._advance()
 
     def _acknowledged(self) -> list[ev.Action]:
@@ -189,7 +190,7 @@ class PrefillHandoff:
             return []
         wanted = self._register.wanted
         if self._seeds is not None:
-            beyond = [group for group, (_, stop) in wanted.items() if stop > self._final[group]]
+            beyond = [group for group, tokens in wanted.items() if tokens.stop > self._final[group]]
             if beyond:
                 return self._fail("not_final", f"groups {beyond} are wanted beyond the prompt's end")
         actions = self._follow(self._register)
@@ -204,16 +205,16 @@ class PrefillHandoff:
         """Copy (push) and digest what has become final."""
         actions: list[ev.Action] = []
         for group in sorted(register.wanted):
-            start, stop = self._reached[group], min(register.wanted[group][1], self._final[group])
-            if start >= stop:
+            tokens = Interval(0, min(register.wanted[group].stop, self._final[group])).after(self._reached[group])
+            if tokens.empty:
                 continue
-            self._reached[group] = stop
+            self._reached[group] = tokens.stop
             source = self._pages.get(group, [])
             if self.mode == "push":
-                actions.append(self.copies.start(group, (start, stop), source, register.pages[group]))
-            if spans := due(self.integrity, self.key, start, stop):
+                actions.append(self.copies.start(group, tokens, source, register.pages[group]))
+            if parts := due(self.integrity, self.key, tokens):
                 self._computing += 1
-                actions.append(ev.ComputeDigests(group, spans, source))
+                actions.append(ev.ComputeDigests(group, parts, source))
         return actions
 
     def _commit(self, seeds: msg.Seeds) -> msg.Commit:
@@ -247,20 +248,21 @@ class PrefillHandoff:
             return self._repeat()
         register = self._register
         assert register is not None
-        for group, spans in message.bad.items():
-            at, high = register.wanted.get(group, (0, 0))
-            for start, stop in spans:
-                if not at <= start < stop <= high:
+        for group, bad in message.bad.items():
+            wanted = register.wanted.get(group, Interval(0, 0))
+            at = wanted.start
+            for tokens in bad:
+                if not at <= tokens.start < tokens.stop <= wanted.stop:
                     raise ProtocolError(f"REPAIR of group {group!r} beyond what was wanted, or out of order")
-                at = stop
+                at = tokens.stop
         if message.round != self._round + 1:
             raise ProtocolError(f"REPAIR of round {message.round} after round {self._round}")
         if self._round == self.max_retries:
             return self._fail("integrity_failed", f"still bad after {self._round} repairs")
         self.phase, self._offer, self._round = PrefillPhase.OPEN, None, message.round
         actions: list[ev.Action] = [ev.Count("repairs")]
-        for group, spans in sorted(message.bad.items()):
-            actions += [self.copies.start(group, span, self._pages[group], register.pages[group]) for span in spans]
+        for group, bad in sorted(message.bad.items()):
+            actions += [self.copies.start(group, part, self._pages[group], register.pages[group]) for part in bad]
         return actions + self._advance()
 
     def _finish(self) -> list[ev.Action]:
@@ -293,7 +295,7 @@ class PrefillHandoff:
     def _progress(self, copy: ev.StartCopy) -> list[ev.Action]:
         if self._round:
             return []
-        pieces = [p for p in self._digests.get(copy.group, []) if copy.start <= p.start and p.stop <= copy.stop]
+        pieces = [p for p in self._digests.get(copy.group, []) if copy.tokens.covers(p.tokens)]
         if not pieces:
             self._untold.setdefault(copy.group, []).append(copy)
             return []

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from baton.handoff.protocol.events import Action, CheckDigests, Digests, DigestsChecked, Span
+from baton.handoff.protocol.events import Action, CheckDigests, Digests, DigestsChecked
 from baton.handoff.protocol.messages import PieceDigest
+from baton.kv.interval import Interval
 
 
 @dataclass(slots=True)
 class Proofs:
     """`wanted` are the intervals per group, `pages` D's block tables."""
 
-    wanted: dict[str, Span]
+    wanted: dict[str, Interval]
     pages: dict[str, list[int]]
     _pieces: dict[str, dict[int, PieceDigest]] = field(default_factory=dict)  # proven, by group and start
     _checks: dict[int, Digests] = field(default_factory=dict)
@@ -37,9 +38,9 @@ class Proofs:
         todo = self._checks.pop(event.check_id, None)
         if todo is None:
             return False
-        bad = {(piece.group, piece.start) for piece in event.bad}
+        bad = {(piece.group, piece.tokens.start) for piece in event.bad}
         for group, pieces in todo.items():
-            good = {piece.start: piece for piece in pieces if (group, piece.start) not in bad}
+            good = {piece.tokens.start: piece for piece in pieces if (group, piece.tokens.start) not in bad}
             self._pieces.setdefault(group, {}).update(good)
         return True
 
@@ -49,30 +50,33 @@ class Proofs:
 
     def unproven(self, digests: Digests) -> Digests:
         """The part of `digests` that no check has confirmed, without empty groups."""
-        known = self._pieces
-        left = {group: [p for p in found if known.get(group, {}).get(p.start) != p] for group, found in digests.items()}
-        return {group: found for group, found in left.items() if found}
+        left: Digests = {}
+        for group, found in digests.items():
+            known = self._pieces.get(group, {})
+            if pieces := [piece for piece in found if known.get(piece.tokens.start) != piece]:
+                left[group] = pieces
+        return left
 
     def proven(self) -> dict[str, int]:
         """Per group that has some, the end of the tokens proven without a gap from the start of what is wanted."""
         ends: dict[str, int] = {}
         for group, pieces in sorted(self._pieces.items()):
-            at = start = self.wanted[group][0]
+            at = start = self.wanted[group].start
             while at in pieces:
-                at = pieces[at].stop
+                at = pieces[at].tokens.stop
             if at > start:
                 ends[group] = at
         return ends
 
 
-def spans(digests: Digests) -> dict[str, list[Span]]:
+def tokens_of(digests: Digests) -> dict[str, list[Interval]]:
     """The tokens of `digests` per group, neighbours joined."""
-    out: dict[str, list[Span]] = {}
+    out: dict[str, list[Interval]] = {}
     for group, pieces in sorted(digests.items()):
         joined = out.setdefault(group, [])
         for piece in pieces:
-            if joined and joined[-1][1] == piece.start:
-                joined[-1] = (joined[-1][0], piece.stop)
+            if joined and joined[-1].stop == piece.tokens.start:
+                joined[-1] = Interval(joined[-1].start, piece.tokens.stop)
             else:
-                joined.append((piece.start, piece.stop))
+                joined.append(piece.tokens)
     return out

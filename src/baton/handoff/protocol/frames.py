@@ -1,0 +1,121 @@
+"""How control messages become bytes, and bytes messages.
+
+A frame is one msgpack array `[version, session, sequence, kind, body]`. `kind` selects a size limit and a
+typed decoder in an explicit table; anything that is not in the table, too long, or of the wrong shape raises
+`ProtocolError`. Decoding never runs code chosen by the peer.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from baton.errors import ProtocolError
+from baton.handoff.protocol.messages import (
+    Ack,
+    Admitted,
+    Announce,
+    Bye,
+    Cancel,
+    Cancelled,
+    Commit,
+    Confirm,
+    Finished,
+    Hello,
+    Message,
+    Nack,
+    Progress,
+    ReadDone,
+    Ready,
+    Register,
+    Renew,
+    Repair,
+)
+
+PROTOCOL_VERSION = 4
+
+_SMALL = 8 * 1024
+_TABLES = 8 * 1024 * 1024
+_LIMITS: dict[type[Message], int] = {
+    Hello: 1024 * 1024,
+    Bye: _SMALL,
+    Renew: 256,
+    Announce: _SMALL,
+    Admitted: _SMALL,
+    Register: _TABLES,
+    Ready: _TABLES,
+    ReadDone: _SMALL,
+    Confirm: _SMALL,
+    Progress: _TABLES,
+    Commit: _TABLES,
+    Repair: 256 * 1024,
+    Finished: _SMALL,
+    Ack: _SMALL,
+    Nack: _SMALL,
+    Cancel: _SMALL,
+    Cancelled: _SMALL,
+}
+
+
+def kind_of(message: Message | type[Message]) -> str:
+    """Name of a message on the wire, such as `"REGISTER"`."""
+    return str(message.__struct_config__.tag)
+
+
+# A decoder is built for each concrete type, so a body of another kind is a shape error, not another message.
+DECODERS: dict[str, tuple[msgspec.msgpack.Decoder[Any], int]] = {
+    kind_of(cls): (msgspec.msgpack.Decoder(cls), limit) for cls, limit in _LIMITS.items()
+}
+# Room for the envelope around the largest body.
+MAX_FRAME = max(_LIMITS.values()) + 256
+
+
+class Envelope(msgspec.Struct, frozen=True, array_like=True):
+    """What surrounds each body: protocol version, session of the connection, position in that session."""
+
+    version: int
+    session: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+    sequence: Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
+    kind: Annotated[str, Meta(max_length=32)]
+    body: msgspec.Raw
+
+
+_envelope = msgspec.msgpack.Decoder(Envelope)
+_encoder = msgspec.msgpack.Encoder()
+# ValueError covers text that is not UTF-8, ProtocolError an interval that is none; msgspec wraps neither.
+_MALFORMED = (msgspec.MsgspecError, ValueError, RecursionError, ProtocolError)
+M = TypeVar("M", bound=Message)
+
+
+def encode(message: Message, session: int, sequence: int) -> bytes:
+    """One frame. Raises `ProtocolError` when the message is over its own size limit."""
+    kind = kind_of(message)
+    body = _encoder.encode(message)
+    if len(body) > DECODERS[kind][1]:
+        raise ProtocolError(f"{kind} of {len(body)} bytes is over its limit of {DECODERS[kind][1]}")
+    return _encoder.encode(Envelope(PROTOCOL_VERSION, session, sequence, kind, msgspec.Raw(body)))
+
+
+def decode(frame: bytes) -> tuple[int, int, Message]:
+    """`(session, sequence, message)` of one frame, or `ProtocolError` in one clear line."""
+    if len(frame) > MAX_FRAME:
+        raise ProtocolError(f"frame of {len(frame)} bytes is over the limit of {MAX_FRAME}")
+    try:
+        envelope = _envelope.decode(frame)
+    except _MALFORMED as error:
+        raise ProtocolError(f"malformed frame: {error}") from error
+    if envelope.version != PROTOCOL_VERSION:
+        raise ProtocolError(f"protocol version {envelope.version} is not supported (here {PROTOCOL_VERSION})")
+    if envelope.kind not in DECODERS:
+        raise ProtocolError(f"unknown message kind {envelope.kind!r}")
+    decoder, limit = DECODERS[envelope.kind]
+    body = bytes(envelope.body)
+    if len(body) > limit:
+        raise ProtocolError(f"{envelope.kind} of {len(body)} bytes is over its limit of {limit}")
+    try:
+        message: Message = decoder.decode(body)
+    except _MALFORMED as error:
+        raise ProtocolError(f"malformed {envelope.kind}: {error}") from error
+    return envelope.session, envelope.sequence, message
