@@ -25,7 +25,7 @@ import aiohttp
 
 from baton.bench.client import stream_completion
 from baton.deployment import Deployment
-from baton.errors import BatonError
+from baton.errors import BatonError, EngineLostError
 from baton.text import Tokenizer
 from baton.verify.observe import Case, Observed, make_cases, observe_in_process
 from baton.wire import Recovery, SamplingParams
@@ -193,13 +193,12 @@ class _Chaos:
         urls = self._deployment.router_urls
         try:
             have = await stream_completion(self._session, urls[number % len(urls)], body)
+        except EngineLostError as error:
+            self._report.errors[str(error)[:200]] += 1
+            return str(error)
         except BatonError as error:
             self._report.refusals[str(error)[:200]] += 1
             return str(error)
-        except (aiohttp.ClientError, asyncio.TimeoutError) as error:
-            name = f"{type(error).__name__}: {error}"[:200]
-            self._report.errors[name] += 1
-            return name
         assert want.logprobs is not None
         difference = None
         if tuple(have.token_ids) != want.token_ids or have.finish_reason != want.finish_reason:

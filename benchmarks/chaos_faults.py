@@ -10,10 +10,10 @@ from typing import Any
 
 import aiohttp
 
-from baton.bench.client import scrape
 from baton.deployment import Deployment
 from baton.errors import BatonError
 from benchmarks.chaos_report import ChaosReport
+from benchmarks.scrape import scrape
 
 # "met, stop": killed, restarted, and halted when the first leg has brought it a session with a peer (HELLO).
 FAULTS = ("kill", "stop, cont", "stop, kill", "met, stop")
@@ -38,7 +38,7 @@ def engines_of(deployment: Deployment) -> dict[str, str]:
 async def count_recoveries(session: aiohttp.ClientSession, report: ChaosReport, url: str) -> None:
     """Book what an engine recovered from; its counters die with it."""
     for rung in ("retry", "recompute"):
-        count = await scrape(session, url, "baton:recoveries", rung=rung)
+        count = sum(await scrape(session, url, "baton:recoveries", rung=rung))
         report.recoveries["engine", rung] += int(count)
 
 

@@ -7,16 +7,17 @@ import json
 import statistics
 import sys
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 
-from baton.bench.client import Streamed, scrape, stream_completion
+from baton.bench.client import Streamed, stream_completion
 from baton.deployment import Deployment
+from baton.openai.client import OpenAIClient
 from baton.text import Tokenizer
 from baton.verify.compare import acceptance
 from baton.verify.observe import Case, Observed, make_cases, observe_in_process
 from baton.wire import SamplingParams
+from benchmarks.scrape import scrape
 
 MODELS = Path("models")
 TARGET = str(MODELS / "baton-demo-llama")
@@ -78,8 +79,8 @@ async def _run(url: str, decode_url: str, cases: list[Case], show: bool) -> tupl
     async with aiohttp.ClientSession() as session:
         if show:
             await _show_answer(session, url)
-        runs_before = await scrape(session, decode_url, "baton:handoff_runs")
-        handoffs_before = await scrape(session, decode_url, "baton:handoffs")
+        runs_before = sum(await scrape(session, decode_url, "baton:handoff_runs"))
+        handoffs_before = sum(await scrape(session, decode_url, "baton:handoffs"))
         answers = []
         for case in cases:
             body = {
@@ -89,20 +90,17 @@ async def _run(url: str, decode_url: str, cases: list[Case], show: bool) -> tupl
                 "seed": 0,
             }
             answers.append(await stream_completion(session, url, body))
-        runs = await scrape(session, decode_url, "baton:handoff_runs") - runs_before
-        handoffs = await scrape(session, decode_url, "baton:handoffs") - handoffs_before
+        runs = sum(await scrape(session, decode_url, "baton:handoff_runs")) - runs_before
+        handoffs = sum(await scrape(session, decode_url, "baton:handoffs")) - handoffs_before
     return answers, runs / max(handoffs, 1.0)
 
 
 async def _show_answer(session: aiohttp.ClientSession, url: str) -> None:
     print(f"\nprompt: {PROMPT}\nanswer:", end="", flush=True)
-    body: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 64, "temperature": 0.0, "stream": True}
-    async with session.post(f"{url}/v1/completions", json=body) as response:
-        async for line in response.content:
-            if line.startswith(b"data: {"):
-                event = json.loads(line[6:])
-                for choice in event.get("choices", []):
-                    print(choice["text"], end="", flush=True)
+    body = {"prompt": PROMPT, "max_tokens": 64, "temperature": 0.0}
+    async for event in OpenAIClient(session, url).stream(body):
+        for choice in event.choices:
+            print(choice.text, end="", flush=True)
     print("\n", flush=True)
 
 

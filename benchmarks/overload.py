@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import statistics
 import sys
@@ -21,7 +22,7 @@ import aiohttp
 
 from baton.bench.client import Streamed, stream_completion
 from baton.deployment import Deployment
-from baton.errors import BatonError
+from baton.errors import BatonError, OverloadedError
 from baton.text import Tokenizer
 from baton.verify.observe import Case, Observed, make_cases, observe_in_process
 from baton.wire import SamplingParams
@@ -140,13 +141,10 @@ class _Overload:
         try:
             await self._ask(number % len(self._cases))
             self._report.num_exact += 1
+        except OverloadedError:
+            self._report.num_refused += 1
         except BatonError as error:
-            if str(error).startswith("HTTP 429"):
-                self._report.num_refused += 1
-            else:
-                self._report.others.append(str(error)[:300])
-        except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
-            self._report.others.append(repr(error)[:300])
+            self._report.others.append(str(error)[:300])
 
     async def _timed(self) -> float:
         """The median TPOT of streams, as many at once as there is room for; each must be exact."""
@@ -164,11 +162,8 @@ class _Overload:
     async def _persist(self, index: int) -> Streamed:
         """Ask until it is taken."""
         while True:
-            try:
+            with contextlib.suppress(OverloadedError):
                 return await self._ask(index)
-            except BatonError as error:
-                if not str(error).startswith("HTTP 429"):
-                    raise
             await asyncio.sleep(RETRY_AFTER_S)
 
     async def _ask(self, index: int) -> Streamed:

@@ -165,7 +165,7 @@ async def _ask(
 ) -> Answer | None:
     try:
         return await deployment.legs.ask(session, prompt, num)
-    except (BatonError, aiohttp.ClientError, asyncio.TimeoutError) as error:
+    except BatonError as error:
         print(f"{deployment.name}: {type(error).__name__}: {error}", flush=True)
         return None
 

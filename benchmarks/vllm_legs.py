@@ -18,6 +18,7 @@ import msgspec
 from baton.bench.client import stream_completion
 from baton.errors import BatonError
 from baton.handoff.protocol.ticket import TICKET_LIFE_S, Ticket, mint, request_digest
+from baton.openai.client import OpenAIClient
 from baton.wire import EngineIdentity, Mode, SamplingParams
 
 
@@ -47,12 +48,9 @@ def completion(prompt: Sequence[int], num: int, **more: Any) -> dict[str, Any]:
     return {"model": "demo", "prompt": list(prompt), "max_tokens": num, "temperature": 0, "ignore_eos": True, **more}
 
 
-async def _post(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> dict[str, Any]:
-    async with session.post(f"{url}/v1/completions", json=body) as response:
-        if response.status != 200:
-            raise BatonError(f"HTTP {response.status}: {await response.text()}")
-        answer: dict[str, Any] = await response.json()
-        return answer
+async def _params_of(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> dict[str, Any]:
+    """The `kv_transfer_params` that come with a completion which is not streamed."""
+    return (await OpenAIClient(session, url).complete(body)).kv_transfer_params or {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +101,8 @@ class Baton:
     async def _ticket(self, session: aiohttp.ClientSession, prompt: Sequence[int]) -> str:
         if self._identities is None:
             probe = completion([5], 1, kv_transfer_params={"baton": {"role": "identify"}})
-            answers = await asyncio.gather(*(_post(session, url, probe) for url in (self.prefill, self.decode)))
-            said = [answer["kv_transfer_params"]["baton"] for answer in answers]
+            answers = await asyncio.gather(*(_params_of(session, url, probe) for url in (self.prefill, self.decode)))
+            said = [params["baton"] for params in answers]
             self._identities, self._read = msgspec.convert(said, list[EngineIdentity]), time.monotonic()
         p, d = self._identities
         digest = request_digest(prompt[:-1], SamplingParams())
@@ -134,9 +132,7 @@ class NixlPull:
     async def _prefill(self, session: aiohttp.ClientSession, prompt: Sequence[int]) -> dict[str, Any]:
         asked = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None}
         asked |= {"remote_block_ids": None, "remote_host": None, "remote_port": None}
-        answer = await _post(session, self.prefill, completion(prompt, 1, kv_transfer_params=asked))
-        params: dict[str, Any] = answer["kv_transfer_params"]
-        return params
+        return await _params_of(session, self.prefill, completion(prompt, 1, kv_transfer_params=asked))
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +151,7 @@ class NixlPush:
         first = completion(prompt, 1, request_id=request_id, kv_transfer_params=asked)
         decode = self._decode(session, prompt, num, request_id)
         answer: Answer
-        answer, _ = await asyncio.gather(decode, _post(session, self.prefill, first))
+        answer, _ = await asyncio.gather(decode, _params_of(session, self.prefill, first))
         return answer
 
     async def park(self, session: aiohttp.ClientSession, prompt: Sequence[int]) -> None:

@@ -47,7 +47,7 @@ ROOMS: dict[str, set[str]] = {
     "testing": {"kv", "transports"},
     "deployment": {"handoff.channel", "handoff.protocol", "transports", "engine"},
     "verify": {"engine", "openai", "text", "transports", "deployment"},
-    "bench": {"kv", "handoff.plan", "transports", "testing", "engine", "text", "verify", "deployment"},
+    "bench": {"kv", "handoff.plan", "transports", "testing", "engine", "text", "openai", "verify", "deployment"},
     "cli": {
         "handoff.channel",
         "handoff.protocol",

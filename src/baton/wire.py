@@ -186,26 +186,34 @@ class TokenChunk(msgspec.Struct, frozen=True, kw_only=True):
     recoverable: bool = False
 
 
-class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """`GET /inference/v1/info`: what a router needs to know of an engine to mint tickets and check requests.
-
-    `clock`: what its monotonic clock said, in seconds, as it answered: tickets expire by it. `default_seed`: the seed
-    of requests that bring none; None draws one for each. `token_api`: whether it serves `POST /inference/v1/generate`.
+class EngineIdentity(msgspec.Struct, frozen=True):
+    """Who an engine is to routers, tickets and peers. `incarnation` is new with each start of its process;
+    `fingerprint`: JSON of the facts that must be equal on P and D; `clock`: what its monotonic clock said, in seconds,
+    as it answered: tickets expire by it.
     """
 
     engine_id: str
     incarnation: str
+    control_address: str | None
+    fingerprint: str
+    vocab_size: int
+    eos_token_ids: list[int]
+    num_speculative_tokens: int
+    clock: float = 0.0
+
+
+class EngineInfo(EngineIdentity, frozen=True, kw_only=True):
+    """`GET /inference/v1/info`: what a router needs to know of an engine to mint tickets and check requests.
+
+    `default_seed`: the seed of requests that bring none; None draws one for each. `token_api`: whether it serves
+    `POST /inference/v1/generate`.
+    """
+
     role: Role
     model: str
     model_path: str
     max_model_len: int
-    vocab_size: int
-    eos_token_ids: list[int]
-    control_address: str | None
-    fingerprint: str
-    num_speculative_tokens: int
     batch_invariant: bool
-    clock: float = 0.0
     default_seed: int | None = None
     token_api: bool = True
 
@@ -217,7 +225,7 @@ BATON_PARAM = "baton"
 class LegParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """`kv_transfer_params["baton"]` of a request to a vLLM server with `BatonConnector`.
 
-    `identify` asks who the server is: `EngineIdentity` comes with the response. `cancel` says that nobody will fetch
+    `identify` asks who the server is: `VllmIdentity` comes with the response. `cancel` says that nobody will fetch
     what the ticket's prefill leg holds. `seed_first_token`: the prefill leg hands over its whole prompt, and the decode
     leg's prompt has one token more, which the prefill leg sampled.
     """
@@ -227,20 +235,13 @@ class LegParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     seed_first_token: bool = False
 
 
-class EngineIdentity(msgspec.Struct, frozen=True):
-    """What a router has to know of a vLLM server with `BatonConnector`. `roles`: the legs that it takes;
-    `truncate_prefill`: those of prefill come without their prompt's last token. `clock` as in `EngineInfo`."""
+class VllmIdentity(EngineIdentity, frozen=True, kw_only=True):
+    """Who a vLLM server with `BatonConnector` is. `roles`: the legs that it takes; `truncate_prefill`: those of prefill
+    come without their prompt's last token.
+    """
 
-    engine_id: str
-    incarnation: str
-    control_address: str
-    fingerprint: str
     truncate_prefill: bool
     roles: list[str]
-    vocab_size: int
-    eos_token_ids: list[int]
-    num_speculative_tokens: int
-    clock: float = 0.0
 
 
 class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):

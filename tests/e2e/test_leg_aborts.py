@@ -13,7 +13,7 @@ import pytest
 
 from baton.deployment import Deployment
 from baton.handoff.protocol.ticket import Ticket, load_or_create_key, mint, request_digest
-from baton.router.client import EngineClient, new_session
+from baton.router.client import BatonClient, new_session
 from baton.router.timers import RouterTimers
 from baton.wire import EngineInfo, GenerateRequest, HandoffParams, Mode, SamplingParams, TokenChunk
 from tests.e2e.test_aborts import await_idle, resident_bytes
@@ -27,14 +27,14 @@ TICKET_LIFE_S = 15
 MAX_GROWTH_BYTES = 64 * 2**20
 
 
-async def read(client: EngineClient, request: GenerateRequest) -> list[TokenChunk]:
+async def read(client: BatonClient, request: GenerateRequest) -> list[TokenChunk]:
     return [chunk async for chunk in client.generate(request)]
 
 
 class Pair:
     """Plays the router for one P and one D."""
 
-    def __init__(self, clients: dict[str, EngineClient], infos: dict[str, EngineInfo], key: bytes, mode: Mode) -> None:
+    def __init__(self, clients: dict[str, BatonClient], infos: dict[str, EngineInfo], key: bytes, mode: Mode) -> None:
         self.clients, self.infos, self.key, self.mode = clients, infos, key, mode
 
     def requests(self, name: str, prompt: list[int]) -> dict[str, GenerateRequest]:
@@ -70,7 +70,7 @@ async def test_a_leg_that_is_left_leaves_nothing(mode: Mode, monkeypatch: pytest
     with Deployment(MODEL, engine_flags=FLAGS, router=False) as deployment:
         async with new_session() as session, aiohttp.ClientSession() as plain:
             urls = {"prefill": deployment.prefill_urls[0], "decode": deployment.decode_urls[0]}
-            clients = {leg: EngineClient(session, url, RouterTimers()) for leg, url in urls.items()}
+            clients = {leg: BatonClient(session, url, RouterTimers()) for leg, url in urls.items()}
             infos = {leg: await client.info() for leg, client in clients.items()}
             pair = Pair(clients, infos, load_or_create_key(deployment.ticket_key_file), mode)
             before = [tokens(await pair.run(f"b{i}", prompts[i], None, 0.0)) for i in range(6)]

@@ -9,11 +9,12 @@ import re
 import aiohttp
 import pytest
 
-from baton.bench.client import scrape, stream_completion
+from baton.bench.client import stream_completion
 from baton.deployment import Deployment
 from baton.text import Tokenizer
 from baton.verify.observe import make_cases, observe_in_process
 from baton.wire import SamplingParams
+from benchmarks.scrape import scrape
 
 TARGET = "models/baton-demo-llama"
 EAGLE3 = {"method": "eagle3", "model": "models/baton-demo-eagle3", "num_speculative_tokens": 3}
@@ -32,7 +33,7 @@ async def ask(url: str, prompts: list[list[int]]) -> list[tuple[int, ...]]:
 
 async def figure(url: str, name: str, **labels: str) -> float:
     async with aiohttp.ClientSession() as session:
-        return await scrape(session, url, name, **labels)
+        return sum(await scrape(session, url, name, **labels))
 
 
 @pytest.mark.parametrize("mode", ["push", "pull"])

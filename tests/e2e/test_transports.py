@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from baton.openai.client import connected
 from baton.text import Tokenizer
 from baton.verify.compare import compare
-from baton.verify.observe import Case, Observed, make_cases, observe_in_process, observe_url
+from baton.verify.observe import REQUEST_TIMEOUT_S, Case, Observed, make_cases, observe_client, observe_in_process
 from baton.wire import SamplingParams
 from tests.e2e.leftovers import orphaned_segments
 from tests.e2e.running import END_LIMIT_S, running_up
@@ -38,6 +39,11 @@ def expected(cases: list[Case]) -> list[Observed]:
     return observe_in_process({"model": TARGET, "speculative_config": EAGLE3, "batch_invariant": True}, cases)
 
 
+async def ask(url: str, cases: list[Case], mode: str) -> list[Observed]:
+    async with connected(url, REQUEST_TIMEOUT_S) as client:
+        return await observe_client(client, "baton-demo-llama", cases, 4, kv_mode=mode)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", SCHEMES)
 def test_answers_are_one_engines(
@@ -50,7 +56,7 @@ def test_answers_are_one_engines(
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     with running_up(TARGET, tmp_path / "log", *FLAGS, "--kv-transport", transport) as up:
         for mode in ("push", "pull"):
-            have = asyncio.run(observe_url(up.url, "baton-demo-llama", cases, 4, kv_mode=mode))
+            have = asyncio.run(ask(up.url, cases, mode))
             report = compare(mode, cases, expected, have)
             assert report.num_identical == len(cases), [str(difference) for difference in report.differences]
         with urllib.request.urlopen(f"{up.url}/status", timeout=10) as response:

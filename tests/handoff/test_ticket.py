@@ -44,7 +44,7 @@ def test_round_trip() -> None:
 
 
 def identity(name: str, address: str) -> EngineIdentity:
-    return EngineIdentity(name.upper(), f"{name}-1", address, "{}", False, ["prefill", "decode"], 9, [2], 0)
+    return EngineIdentity(name.upper(), f"{name}-1", address, "{}", 9, [2], 0)
 
 
 def test_a_ticket_names_both_engines() -> None:

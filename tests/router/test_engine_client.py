@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 
 from baton.errors import EngineUnavailableError, ProtocolError, RequestError
-from baton.router.client import EngineClient, new_session
+from baton.router.client import BatonClient, new_session
 from baton.router.timers import RouterTimers
 from baton.wire import GenerateRequest, SamplingParams, TokenChunk
 from tests.server.fake_serving import served
@@ -19,7 +19,7 @@ REQUEST = GenerateRequest(request_id="r", prompt_token_ids=[1], sampling_params=
 
 
 @contextlib.asynccontextmanager
-async def engine(parts: Sequence[bytes], status: int = 200) -> AsyncIterator[EngineClient]:
+async def engine(parts: Sequence[bytes], status: int = 200) -> AsyncIterator[BatonClient]:
     """A client of a server that answers everything with `parts`, one after the other."""
 
     async def answer(request: web.Request) -> web.StreamResponse:
@@ -34,10 +34,10 @@ async def engine(parts: Sequence[bytes], status: int = 200) -> AsyncIterator[Eng
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", answer)
     async with served(app) as url, new_session() as session:
-        yield EngineClient(session, url, RouterTimers())
+        yield BatonClient(session, url, RouterTimers())
 
 
-async def chunks(client: EngineClient) -> list[TokenChunk]:
+async def chunks(client: BatonClient) -> list[TokenChunk]:
     return [chunk async for chunk in client.generate(REQUEST)]
 
 
@@ -80,7 +80,7 @@ async def test_what_follows_the_end_is_bounded() -> None:
     async with engine([last, b"\n"]) as client:
         assert [chunk.finish_reason for chunk in await chunks(client)] == ["stop"]
     async with engine([last, *[b" " * 2**18] * 8]) as client:
-        with pytest.raises(ProtocolError, match="answers with more than"):
+        with pytest.raises(ProtocolError, match="larger than"):
             await chunks(client)
 
 

@@ -11,10 +11,11 @@ import aiohttp
 import pytest
 
 from baton.errors import EngineLostError, EngineUnavailableError, HandoffError, ProtocolError, RequestError
+from baton.openai.answers import Choice, Logprobs
 from baton.router.client import new_session
 from baton.router.connectors import Connector, ConnectorConfig, create_connector
 from baton.router.timers import RouterTimers
-from baton.router.vllm_api import Choice, Logprobs, completion_body, to_chunk
+from baton.router.vllm_api import completion_body, to_chunk
 from baton.router.vllm_client import VllmClient
 from baton.wire import GenerateRequest, Role, SamplingParams, TokenChunk, TokenLogprobs
 from tests.router.fake_vllm import FakeVllm, token_at

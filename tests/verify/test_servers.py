@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from baton import cli
-from baton.verify import client, counters
+from baton.openai import client
+from baton.verify import counters
 from tests.verify.fake_openai import METRICS, TIE, FakeOpenAI, Json, running, token, zipped
 
 NUM = 4  # requests

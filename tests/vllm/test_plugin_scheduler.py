@@ -11,7 +11,7 @@ import pytest
 
 from baton.handoff.protocol.ticket import Ticket, mint, new_transfer_id
 from baton.vllm.groups import CacheTable
-from baton.vllm.scheduler import EngineIdentity, SchedulerSide, handoff_digest
+from baton.vllm.scheduler import SchedulerSide, VllmIdentity, handoff_digest
 from baton.vllm.steps import AnnounceDecode, ClosePrefill, Computed, OpenDecode, OpenPrefill, Step
 
 KEY = b"k" * 32
@@ -71,7 +71,9 @@ def side(
     tables: Sequence[CacheTable] = (FULL,),
     pool: Pool | None = None,
 ) -> SchedulerSide:
-    identity = EngineIdentity(engine, f"inc-{engine}", "tcp://127.0.0.1:1", "{}", truncate, list(roles), 512, [2], 0)
+    identity = VllmIdentity(
+        engine, f"inc-{engine}", "tcp://127.0.0.1:1", "{}", 512, [2], 0, truncate_prefill=truncate, roles=list(roles)
+    )
     return SchedulerSide(identity, KEY, tables, pool or Pool(), clock=lambda: NOW)
 
 

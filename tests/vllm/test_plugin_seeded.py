@@ -17,7 +17,7 @@ from baton.vllm.groups import CacheTable, split_tables
 from baton.vllm.scheduler import SchedulerSide, handoff_digest
 from baton.vllm.steps import AnnounceDecode, ClosePrefill, Computed, OpenDecode, OpenPrefill, Step
 from baton.vllm.worker import WorkerSide
-from baton.wire import EngineIdentity
+from baton.wire import VllmIdentity
 
 KEY = b"k" * 32
 PROMPT = list(range(100, 110))
@@ -63,8 +63,16 @@ def ticket(handed_over: Sequence[int] = PROMPT, expiry: float = 60.0) -> Ticket:
 
 
 def side(engine: str) -> SchedulerSide:
-    identity = EngineIdentity(
-        engine, engine.lower(), "tcp://127.0.0.1:1", "{}", False, ["prefill", "decode"], 512, [2], 0
+    identity = VllmIdentity(
+        engine,
+        engine.lower(),
+        "tcp://127.0.0.1:1",
+        "{}",
+        512,
+        [2],
+        0,
+        truncate_prefill=False,
+        roles=["prefill", "decode"],
     )
     return SchedulerSide(identity, KEY, [CacheTable(0, "full", None, 32, ())], Pool(), clock=lambda: 0.0)
 

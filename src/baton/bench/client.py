@@ -1,16 +1,14 @@
-"""A streaming client that takes times: first token and gaps between tokens, in seconds."""
+"""Streams whose times are taken: first token and gaps between tokens, in seconds."""
 
 from __future__ import annotations
 
-import json
-import re
 import time
 from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
 
-from baton.errors import BatonError
+from baton.openai.client import OpenAIClient
 
 
 @dataclass(slots=True)
@@ -24,8 +22,12 @@ class Streamed:
     logprobs: list[float] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
     finish_reason: str | None = None
-    ttft_s: float = 0.0
     times_s: list[float] = field(default_factory=list)
+
+    @property
+    def ttft_s(self) -> float:
+        """Time to the first token; nan without tokens."""
+        return self.times_s[0] if self.times_s else float("nan")
 
     @property
     def tokens_per_s(self) -> float:
@@ -35,37 +37,18 @@ class Streamed:
 
 
 async def stream_completion(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> Streamed:
-    """`POST {url}/v1/completions`, streamed. Raises BatonError with the server's message on any failure."""
+    """The streamed answer to a completion request. Raises as `OpenAIClient.stream` does."""
     result = Streamed()
     started = time.perf_counter()
-    body = {**body, "stream": True, "return_token_ids": True}
-    async with session.post(f"{url}/v1/completions", json=body) as response:
-        if response.status != 200:
-            raise BatonError(f"HTTP {response.status}: {await response.text()}")
-        async for line in response.content:
-            if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
-                continue
-            event = json.loads(line[6:])
-            if "error" in event:
-                raise BatonError(str(event["error"]))
-            for choice in event["choices"]:
-                if choice.get("token_ids"):
-                    result.times_s += [time.perf_counter() - started] * len(choice["token_ids"])
-                    result.token_ids += choice["token_ids"]
-                result.text += choice["text"]
-                if choice.get("logprobs"):
-                    result.logprobs += choice["logprobs"]["token_logprobs"]
-                result.finish_reason = choice["finish_reason"] or result.finish_reason
-                if choice.get("spec_decode"):
-                    result.accepted = choice["spec_decode"]["accepted"]
-    result.ttft_s = result.times_s[0] if result.times_s else float("nan")
+    async for event in OpenAIClient(session, url).stream({**body, "return_token_ids": True}):
+        for choice in event.choices:
+            tokens = choice.token_ids or []
+            result.times_s += [time.perf_counter() - started] * len(tokens)
+            result.token_ids += tokens
+            result.text += choice.text or ""
+            if choice.logprobs is not None:
+                result.logprobs += [value for value in choice.logprobs.token_logprobs if value is not None]
+            result.finish_reason = choice.finish_reason or result.finish_reason
+            if choice.spec_decode is not None:
+                result.accepted = choice.spec_decode.accepted
     return result
-
-
-async def scrape(session: aiohttp.ClientSession, url: str, name: str, **labels: str) -> float:
-    """Sum of a metric's samples that have these labels, in `GET {url}/metrics`; 0.0 when there is none."""
-    async with session.get(f"{url}/metrics") as response:
-        text = await response.text()
-    pattern = re.compile(rf"^{re.escape(name)}(?:_total)?({{[^}}]*}})? ([0-9.e+-]+)$", re.MULTILINE)
-    wanted = [f'{label}="{value}"' for label, value in labels.items()]
-    return sum(float(value) for given, value in pattern.findall(text) if all(label in given for label in wanted))

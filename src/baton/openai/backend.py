@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from baton.text import Tokenizer
-from baton.wire import GenerateRequest, Mode, SamplingParams, TokenChunk
+from baton.wire import EngineInfo, GenerateRequest, Mode, SamplingParams, TokenChunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +21,12 @@ class ServedModel:
     vocab_size: int
     num_speculative_tokens: int
     default_seed: int | None = None
+
+    @classmethod
+    def of(cls, info: EngineInfo, tokenizer: Tokenizer) -> ServedModel:
+        """The model of an engine."""
+        length, drafts = info.max_model_len, info.num_speculative_tokens
+        return cls(info.model, tokenizer, length, info.vocab_size, drafts, info.default_seed)
 
 
 class Backend(Protocol):

@@ -1,11 +1,11 @@
-"""HTTP client of one engine's `/inference/v1`. Every failure comes out as a Baton error."""
+"""HTTP clients of engines. Every failure comes out as a Baton error."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from typing import TypeVar
 
 import aiohttp
@@ -20,43 +20,22 @@ from baton.errors import (
     ProtocolError,
     RequestError,
 )
+from baton.openai.answers import decode, read_error
+from baton.openai.client import read_body, read_refusal
 from baton.openai.errors import ENGINE_STALLED
 from baton.router.timers import RouterTimers
 from baton.wire import EngineInfo, EngineLoad, GenerateRequest, PromptIds, TokenChunk
 
 _MAX_LINE_BYTES = 2**20
 _MAX_ASK_BYTES = 2**20
-_MAX_REFUSAL_BYTES = 2**16
 _PIECE_BYTES = 2**16
 
 T = TypeVar("T")
-_Response = AbstractAsyncContextManager[aiohttp.ClientResponse]
-
-
-async def read_body(response: aiohttp.ClientResponse, limit: int) -> bytes:
-    """Return a response's whole body. Raises `ProtocolError` when it is longer than `limit` bytes."""
-    body = await _read_start(response, limit)
-    if len(body) > limit:
-        raise ProtocolError(f"{response.url} answers with more than {limit} bytes")
-    return body
-
-
-async def read_refusal(response: aiohttp.ClientResponse) -> bytes:
-    """Return the body of a response that is not a success, cut where it is long."""
-    return await _read_start(response, _MAX_REFUSAL_BYTES)
-
-
-def decode_body(url: str, what: str, body: bytes, kind: type[T]) -> T:
-    """Return what an engine answers. Raises `ProtocolError`: it is not `what` it should be."""
-    try:
-        return msgspec.json.decode(body, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"{url} is not {what}: {error}") from None
 
 
 @contextlib.contextmanager
 def leg_errors(url: str) -> Iterator[None]:
-    """Bring out what goes wrong with a leg as a Baton error; see `EngineClient.generate`."""
+    """Bring out what goes wrong with a leg as `EngineClient.generate` says."""
     try:
         yield
     except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
@@ -76,7 +55,7 @@ def new_session() -> aiohttp.ClientSession:
     )
 
 
-class EngineClient:
+class EngineClient(ABC):
     """Talks to the engine at one base URL."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str, timers: RouterTimers) -> None:
@@ -86,50 +65,44 @@ class EngineClient:
         # A leg may wait long for its turn: whether its engine lives is seen from its answers to other questions.
         self._leg_timeout = aiohttp.ClientTimeout(total=None, sock_connect=timers.connect)
 
+    @abstractmethod
     async def info(self) -> EngineInfo:
         """Return the engine's identity.
 
         Raises `EngineLostError` when the engine is silent or says that it hangs, `EngineUnavailableError` when it is
         not there, `ProtocolError` when it is something else.
         """
-        return await self._ask("/inference/v1/info", EngineInfo)
 
+    @abstractmethod
     async def load(self) -> EngineLoad:
         """Return the engine's load. Raises `EngineUnavailableError` or `ProtocolError`."""
-        return await self._ask("/inference/v1/load", EngineLoad)
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
-        """Yield one leg's chunks; closing the generator closes the connection, which aborts the leg.
+    @abstractmethod
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
+        """Yield the request's chunks; closing the generator closes the connection, which aborts it.
 
         Raises `RequestError` (refused for good), `EngineUnavailableError` (the engine cannot be reached, or does not
         take this attempt), `EngineLostError` (it may have taken it, and went away) or `ProtocolError`.
         """
+
+    @contextlib.asynccontextmanager
+    async def _answer(
+        self, path: str, body: Sequence[bytes], timeout: aiohttp.ClientTimeout, line_bytes: int
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """The response to a POST, good so far. What goes wrong with it comes out as `generate` says."""
+        headers = {"Content-Type": "application/json", "Content-Length": str(sum(map(len, body)))}
         with leg_errors(self.url):
-            body = _leg_body(request)
-            async with self._post("/inference/v1/generate", body, self._leg_timeout, _MAX_LINE_BYTES) as response:
+            async with self._session.post(
+                self.url + path,
+                data=_pieces(body),
+                headers=headers,
+                timeout=timeout,
+                allow_redirects=False,
+                read_bufsize=line_bytes,
+            ) as response:
                 if response.status != 200:
                     raise _refusal(self.url, response.status, await read_refusal(response))
-                async for line in response.content:
-                    if not line.endswith(b"\n"):
-                        raise EngineLostError(f"engine {self.url} went away in mid-stream")
-                    chunk = msgspec.json.decode(line, type=TokenChunk)
-                    if chunk.finish_reason is not None:
-                        # Reading the end that follows keeps the connection for the next request.
-                        await read_body(response, _MAX_ASK_BYTES)
-                    yield chunk
-
-    def _post(self, path: str, body: Sequence[bytes], timeout: aiohttp.ClientTimeout, line_bytes: int) -> _Response:
-        return self._session.post(
-            self.url + path,
-            data=_pieces(body),
-            headers={"Content-Type": "application/json", "Content-Length": str(sum(map(len, body)))},
-            timeout=timeout,
-            allow_redirects=False,
-            read_bufsize=line_bytes,
-        )
-
-    async def _ask(self, path: str, kind: type[T]) -> T:
-        return decode_body(self.url, "a Baton engine", await self._get(path, _MAX_ASK_BYTES), kind)
+                yield response
 
     async def _get(self, path: str, limit: int) -> bytes:
         try:
@@ -145,6 +118,31 @@ class EngineClient:
             raise EngineLostError(f"engine {self.url} does not answer") from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise EngineUnavailableError(f"engine {self.url}: {_describe(error)}") from None
+
+
+class BatonClient(EngineClient):
+    """Talks to an engine of Baton's own, by its `/inference/v1`."""
+
+    async def info(self) -> EngineInfo:
+        return await self._ask("/inference/v1/info", EngineInfo)
+
+    async def load(self) -> EngineLoad:
+        return await self._ask("/inference/v1/load", EngineLoad)
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
+        body = _leg_body(request)
+        async with self._answer("/inference/v1/generate", body, self._leg_timeout, _MAX_LINE_BYTES) as response:
+            async for line in response.content:
+                if not line.endswith(b"\n"):
+                    raise EngineLostError(f"engine {self.url} went away in mid-stream")
+                chunk = msgspec.json.decode(line, type=TokenChunk)
+                if chunk.finish_reason is not None:
+                    # Reading the end that follows keeps the connection for the next request.
+                    await read_body(response, _MAX_ASK_BYTES)
+                yield chunk
+
+    async def _ask(self, path: str, kind: type[T]) -> T:
+        return decode(await self._get(path, _MAX_ASK_BYTES), kind, f"{self.url} is not a Baton engine")
 
 
 def _leg_body(request: GenerateRequest) -> list[bytes]:
@@ -164,24 +162,11 @@ async def _pieces(body: Sequence[bytes]) -> AsyncGenerator[memoryview, None]:
             yield memoryview(part)[start : start + _PIECE_BYTES]
 
 
-async def _read_start(response: aiohttp.ClientResponse, limit: int) -> bytes:
-    body = bytearray()
-    async for part in response.content.iter_any():
-        body += part
-        if len(body) > limit:
-            break
-    return bytes(body)
-
-
 def _refusal(url: str, status: int, body: bytes) -> BatonError:
-    message, param = f"HTTP {status}", None
-    try:
-        fields = msgspec.json.decode(body, type=dict[str, dict[str, str | None]])["error"]
-        message, param = fields.get("message") or message, fields.get("param")
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, KeyError):
-        pass  # not one of our error bodies: the status says enough
+    said = read_error(body)
+    message = said.message or f"HTTP {status}"
     if status == 400:
-        return RequestError(message, param)
+        return RequestError(message, said.param)
     if status == 429:
         return OverloadedError(f"engine {url}: {message}")
     return EngineUnavailableError(f"engine {url}: {message}")

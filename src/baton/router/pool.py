@@ -229,14 +229,7 @@ class EnginePool:
             except BatonError as error:
                 raise ConfigError("tokenizer", f"{error}; name its directory with --tokenizer") from None
             if self._model is None:
-                self._model = ServedModel(
-                    info.model,
-                    tokenizer,
-                    info.max_model_len,
-                    info.vocab_size,
-                    info.num_speculative_tokens,
-                    info.default_seed,
-                )
+                self._model = ServedModel.of(info, tokenizer)
         instance.info, instance.problem = info, None
         instance.answered, instance.num_silent, instance.evicted = time.monotonic(), 0, False
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import aiohttp
 import msgspec
 
-from baton.errors import BatonError, EngineLostError, EngineUnavailableError, HandoffError, ProtocolError, RequestError
-from baton.router.client import EngineClient, decode_body, leg_errors, read_body, read_refusal
+from baton.errors import BatonError, EngineUnavailableError, ProtocolError
+from baton.openai.answers import Completion, Model, Models, decode
+from baton.openai.client import read_body, read_events, read_samples
+from baton.router.client import EngineClient, leg_errors
 from baton.router.timers import RouterTimers
-from baton.router.vllm_api import Completion, Model, Models, completion_body, read_metrics, to_chunk
+from baton.router.vllm_api import completion_body, to_chunk
 from baton.wire import EngineInfo, EngineLoad, GenerateRequest, TokenChunk
 
 if TYPE_CHECKING:
@@ -22,7 +26,6 @@ if TYPE_CHECKING:
 _MAX_BODY_BYTES = 16 * 2**20
 # So long a reading of a server's clock is good: clocks drift by less than a tenth of a second meanwhile.
 _CLOCK_S = 600.0
-_EVENT, _COMMENT, _DONE = b"data: ", b":", b"[DONE]"
 _T = TypeVar("_T")
 
 
@@ -50,7 +53,7 @@ class VllmClient(EngineClient):
         return instance.client
 
     async def info(self) -> EngineInfo:
-        """See `EngineClient.info`. A server that was away is asked anew who it is, and every now and then its clock."""
+        """A server that was away is asked anew who it is, and every now and then its clock."""
         try:
             await self._get("/health", _MAX_BODY_BYTES)
         except EngineUnavailableError:
@@ -67,13 +70,13 @@ class VllmClient(EngineClient):
         listed = self._decode(await self._get("/v1/models", _MAX_BODY_BYTES), Models).data
         if not listed:
             raise ProtocolError(f"{self.url} lists no model")
-        self._model = self._decode(bytes(listed[0]), Model)
+        self._model = listed[0]
         found = await self._identify(self, self._model)
         self._read = time.monotonic()
         return found
 
     async def load(self) -> EngineLoad:
-        """See `EngineClient.load`; from vLLM's metrics, as far as it has them."""
+        """From vLLM's metrics, as far as it has them."""
         found = await self.metrics()
         return EngineLoad(
             num_running=int(sum(found.get("vllm:num_requests_running", ()))),
@@ -86,12 +89,17 @@ class VllmClient(EngineClient):
         )
 
     async def metrics(self) -> dict[str, list[float]]:
-        """Samples of the server's own metrics, by name. Raises as `load` does."""
-        text = await self._get("/metrics", _MAX_BODY_BYTES)
+        """vLLM's own samples by name, one for each set of labels; what is no number left out. Raises as `load` does."""
+        found: dict[str, list[float]] = {}
+        body = await self._get("/metrics", _MAX_BODY_BYTES)
         try:
-            return read_metrics(text.decode())
-        except ValueError as error:
+            samples = read_samples(body.decode())
+        except (UnicodeDecodeError, ProtocolError) as error:
             raise ProtocolError(f"{self.url} is not a vLLM server: {error}") from None
+        for sample in samples:
+            if sample.name.startswith("vllm:") and math.isfinite(sample.value):
+                found.setdefault(sample.name, []).append(sample.value)
+        return found
 
     async def tell(self, kv_transfer_params: dict[str, object]) -> Completion:
         """Say something to the server's connector, by a request of one token.
@@ -104,7 +112,7 @@ class VllmClient(EngineClient):
             return self._decode(await read_body(response, _MAX_BODY_BYTES), Completion)
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
-        """See `EngineClient.generate`: the request whole, on this server alone."""
+        """The request whole, on this server alone."""
         return self.leg(request)
 
     async def leg(
@@ -119,20 +127,11 @@ class VllmClient(EngineClient):
         more = first_only and request.sampling_params.max_tokens - position > 1
         body = completion_body(request, model.id, position, kv_transfer_params, first_only, stream=True)
         async with self._completion(body, self._leg_timeout) as response:
-            async for line in response.content:
-                data = line.rstrip().removeprefix(_EVENT)
-                if data == _DONE:
-                    return
-                if not data or data.startswith(_COMMENT):
-                    continue
-                event = msgspec.json.decode(data, type=Completion)
-                if event.error is not None:
-                    raise HandoffError("engine_error", f"engine {self.url}: {event.error.get('message')}")
+            async for event in read_events(response, f"engine {self.url}"):
                 for choice in event.choices[:1]:
                     chunk = to_chunk(request, choice, position)
                     position += len(chunk.token_ids)
                     yield _goes_on(chunk) if more else chunk
-            raise EngineLostError(f"engine {self.url} went away in mid-stream")
 
     async def first_token(
         self, request: GenerateRequest, kv_transfer_params: dict[str, object]
@@ -159,29 +158,14 @@ class VllmClient(EngineClient):
         assert self._model is not None
         return self._model
 
-    @contextlib.asynccontextmanager
-    async def _completion(
+    def _completion(
         self, body: dict[str, Any], timeout: aiohttp.ClientTimeout
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """A completion's response, good so far. What goes wrong with it comes out as a Baton error."""
-        with leg_errors(self.url):
-            # A line may be as long as a body: the first event repeats the prompt.
-            async with self._post("/v1/completions", [msgspec.json.encode(body)], timeout, _MAX_BODY_BYTES) as response:
-                if response.status != 200:
-                    raise self._refused(response.status, await read_refusal(response))
-                yield response
+    ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+        # A line may be as long as a body: the first event repeats the prompt.
+        return self._answer("/v1/completions", [msgspec.json.encode(body)], timeout, _MAX_BODY_BYTES)
 
     def _decode(self, body: bytes, kind: type[_T]) -> _T:
-        return decode_body(self.url, "a vLLM server", body, kind)
-
-    def _refused(self, status: int, body: bytes) -> RequestError | EngineUnavailableError:
-        message = f"HTTP {status}"
-        # Without a message the status says enough.
-        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError, KeyError):
-            message = msgspec.json.decode(body, type=dict[str, dict[str, Any]])["error"]["message"]
-        if status == 400:
-            return RequestError(str(message))
-        return EngineUnavailableError(f"engine {self.url}: {message}")
+        return decode(body, kind, f"{self.url} is not a vLLM server")
 
 
 def _goes_on(chunk: TokenChunk) -> TokenChunk:

@@ -73,16 +73,8 @@ class EngineBackend:
     allows_kv_mode = False
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer) -> None:
-        info = engine.info
         self._engine = engine
-        self._model = ServedModel(
-            info.model,
-            tokenizer,
-            info.max_model_len,
-            info.vocab_size,
-            info.num_speculative_tokens,
-            info.default_seed,
-        )
+        self._model = ServedModel.of(engine.info, tokenizer)
 
     def model(self) -> ServedModel:
         """Return the engine's model. Raises `RequestError` when the engine only serves legs of handoffs."""

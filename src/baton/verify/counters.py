@@ -7,11 +7,12 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
-from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from baton.errors import EngineUnavailableError, ProtocolError
+from baton.openai.answers import printable
+from baton.openai.client import OpenAIClient, base_url
 from baton.verify.acceptance import Acceptance
-from baton.verify.client import Client, base_url, printable
 
 MAX_POSITIONS = 1024
 _PREFIXES = ("vllm:", "baton:")
@@ -28,20 +29,19 @@ def metrics_urls(text: str, field: str) -> tuple[str, ...]:
     return tuple(url if url.endswith("/metrics") else f"{url}/metrics" for url in urls)
 
 
-def parse_counters(text: str) -> Acceptance | None:
+def count_drafts(samples: Sequence[Sample]) -> Acceptance | None:
     """The sum over engines and labels; None where there are no such counters. Raises `ProtocolError`."""
     num_drafts: int | None = None
     accepted: Counter[int] = Counter()
     try:
-        for family in text_string_to_metric_families(text):
-            for sample in family.samples:
-                prefix = next((p for p in _PREFIXES if sample.name.startswith(p)), "")
-                name = sample.name.removeprefix(prefix) if prefix else ""
-                if name == _DRAFTS:
-                    num_drafts = (num_drafts or 0) + _count(sample.value)
-                elif name == _ACCEPTED:
-                    accepted[int(sample.labels["position"])] += _count(sample.value)
-    except (ValueError, KeyError, IndexError, OverflowError) as error:
+        for sample in samples:
+            prefix = next((p for p in _PREFIXES if sample.name.startswith(p)), "")
+            name = sample.name.removeprefix(prefix) if prefix else ""
+            if name == _DRAFTS:
+                num_drafts = (num_drafts or 0) + _count(sample.value)
+            elif name == _ACCEPTED:
+                accepted[int(sample.labels["position"])] += _count(sample.value)
+    except (ValueError, KeyError) as error:
         raise ProtocolError(f"the metrics are malformed: {printable(str(error))}") from None
     if num_drafts is None:
         return None
@@ -50,12 +50,12 @@ def parse_counters(text: str) -> Acceptance | None:
     return Acceptance(num_drafts, tuple(accepted[position] for position in range(max(accepted, default=-1) + 1)))
 
 
-async def read_counters(client: Client, urls: Sequence[str]) -> Acceptance:
+async def read_counters(client: OpenAIClient, urls: Sequence[str]) -> Acceptance:
     """The sum over `urls`. Raises `EngineUnavailableError` where there are no counters, `ProtocolError` for garbage."""
     total = Acceptance(0, ())
     for url in urls:
         try:
-            found = parse_counters((await client.fetch("GET", url)).decode(errors="replace"))
+            found = count_drafts(await client.samples(url))
         except ProtocolError as error:
             raise ProtocolError(f"{url}: {error}") from None
         if found is None:
@@ -64,7 +64,7 @@ async def read_counters(client: Client, urls: Sequence[str]) -> Acceptance:
     return total
 
 
-async def read_settled(client: Client, urls: Sequence[str]) -> Acceptance:
+async def read_settled(client: OpenAIClient, urls: Sequence[str]) -> Acceptance:
     """The counters once they stand still: an engine may book its last step after its answer has left."""
     found = await read_counters(client, urls)
     for _ in range(_POLLS):

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from baton.errors import BatonError, ProtocolError
+from baton.openai.answers import Completion, Logprobs, token_id, tokens_of
+from baton.openai.client import OpenAIClient, connected
 from baton.text import Tokenizer
-from baton.verify.client import Client, Completion, Logprobs, token_id, tokens_of
 from baton.wire import SamplingParams
 
 REQUEST_TIMEOUT_S = 300.0
@@ -94,23 +95,18 @@ def observe_llm(llm: Any, cases: Sequence[Case], num_speculative_tokens: int) ->
     return observed
 
 
-async def observe_url(
-    url: str, model: str, cases: Sequence[Case], concurrency: int, kv_mode: str | None = None
-) -> list[Observed]:
-    """Answers of `POST {url}/v1/completions`. A failed request is an `Observed` with its error, not an exception."""
-    async with Client(url, REQUEST_TIMEOUT_S) as client:
-        return await observe_client(client, model, cases, concurrency, kv_mode=kv_mode)
-
-
 async def observe_client(
-    client: Client,
+    client: OpenAIClient,
     model: str,
     cases: Sequence[Case],
     concurrency: int,
     kv_mode: str | None = None,
     cache_salt: str | None = None,
 ) -> list[Observed]:
-    """As `observe_url`. With `cache_salt` no request finds another's prefix in vLLM's cache."""
+    """Answers of `POST /v1/completions`. A failed request is an `Observed` with its error, not an exception.
+
+    With `cache_salt` no request finds another's prefix in vLLM's cache.
+    """
     gate = asyncio.Semaphore(concurrency)
 
     async def one(index: int, case: Case) -> Observed:
@@ -129,8 +125,8 @@ async def observe_client(
 
 
 async def served_model(url: str) -> str:
-    """Name of the first model of `GET {url}/v1/models`. Raises as `Client` does."""
-    async with Client(url, 30.0) as client:
+    """Name of the first model of `GET {url}/v1/models`. Raises as `OpenAIClient.model` does."""
+    async with connected(url, 30.0) as client:
         return (await client.model()).id
 
 

@@ -6,13 +6,14 @@ import asyncio
 import json
 import secrets
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
 from baton.deployment import Deployment
 from baton.errors import BatonError, ConfigError
+from baton.openai.client import OpenAIClient, base_url, connected
 from baton.verify.acceptance import Acceptance
-from baton.verify.client import Client, base_url
 from baton.verify.counters import metrics_urls, read_counters, read_settled
 from baton.verify.observe import (
     REQUEST_TIMEOUT_S,
@@ -71,8 +72,8 @@ class Served:
         """Prompts of a file, tokenised by the server. Raises `ConfigError` for the file, and where it cannot do so."""
         return asyncio.run(self._read_prompts(path))
 
-    def _client(self) -> Client:
-        return Client(self.url, self.timeout_s, self.api_key)
+    def _client(self) -> AbstractAsyncContextManager[OpenAIClient]:
+        return connected(self.url, self.timeout_s, self.api_key)
 
     async def _answers(self, cases: Sequence[Case], kv_mode: str | None, salted: bool) -> Answers:
         async with self._client() as client:
@@ -87,7 +88,7 @@ class Served:
             observed = [replace(o, accepted=None) for o in observed]
         return Answers(observed, counters)
 
-    async def _counters(self, client: Client, before: Acceptance | str | None = None) -> Acceptance | str:
+    async def _counters(self, client: OpenAIClient, before: Acceptance | str | None = None) -> Acceptance | str:
         """The counters now; with `before`, what was added to them since."""
         urls = self.metrics or (f"{self.url}/metrics",)
         if isinstance(before, str):
@@ -158,7 +159,7 @@ class Started:
             return asyncio.run(self._ask(cases, deployment.url, [f"{url}/metrics" for url in deployment.decode_urls]))
 
     async def _ask(self, cases: Sequence[Case], url: str, metrics: Sequence[str]) -> Answers:
-        async with Client(url, REQUEST_TIMEOUT_S) as client:
+        async with connected(url, REQUEST_TIMEOUT_S) as client:
             observed = await observe_client(client, await served_model(url), cases, self.concurrency)
             return Answers(observed, await read_settled(client, metrics))
 

@@ -36,7 +36,7 @@ from baton.vllm.metrics import BatonPromMetrics, BatonStats
 from baton.vllm.scheduler import SchedulerSide
 from baton.vllm.steps import Step
 from baton.vllm.worker import WorkerSide
-from baton.wire import EngineIdentity
+from baton.wire import VllmIdentity
 
 _ROLES = {
     "kv_producer": ["prefill"],
@@ -57,7 +57,7 @@ class BatonMetadata(KVConnectorMetadata):
 class BatonHandshake(KVConnectorHandshakeMetadata):
     """Who the worker's agent is, for the scheduler."""
 
-    identity: EngineIdentity
+    identity: VllmIdentity
 
 
 @dataclass
@@ -87,7 +87,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker: WorkerSide | None = None
         self._agent: HandoffAgent | None = None
         self._transport: Transport | None = None
-        self._identity: EngineIdentity | None = None
+        self._identity: VllmIdentity | None = None
         self._pool: Any = None
         self._reported: dict[str, int] = {}
 
@@ -143,7 +143,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
             self._agent.start()
         worker.bind(self._agent)
         self._worker = worker
-        self._identity = EngineIdentity(
+        self._identity = VllmIdentity(
             engine_id=engine_id,
             incarnation=incarnation,
             control_address=self._agent.address,

@@ -22,7 +22,7 @@ from baton.handoff.protocol.ticket import Redeemer, Ticket, request_digest, veri
 from baton.log_limit import LogLimit
 from baton.vllm.groups import CacheTable
 from baton.vllm.steps import AnnounceDecode, ClosePrefill, Computed, OpenDecode, OpenPrefill, Step, Tables
-from baton.wire import BATON_PARAM, EngineIdentity, LegParams, SamplingParams
+from baton.wire import BATON_PARAM, LegParams, SamplingParams, VllmIdentity
 
 log = logging.getLogger(__name__)
 log.addFilter(LogLimit())
@@ -81,7 +81,7 @@ class SchedulerSide:
 
     def __init__(
         self,
-        identity: EngineIdentity,
+        identity: VllmIdentity,
         ticket_key: bytes,
         cache_tables: Sequence[CacheTable],
         pool: BlockPool,

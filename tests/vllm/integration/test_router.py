@@ -20,7 +20,7 @@ from aiohttp.test_utils import TestServer
 from baton.handoff.channel.keys import make_keys, ticket_key_file
 from baton.handoff.protocol.ticket import load_or_create_key
 from baton.router import RouterConfig, build_app
-from baton.router.vllm_api import read_metrics
+from benchmarks.scrape import scrape
 from benchmarks.vllm_servers import ONE_PROCESS, ServerConfig, VllmServer, free_port, serve
 from tests.vllm.integration.answers import NEAR_TIE
 from tests.vllm.integration.servers import EAGLE3, MODEL, demo_prompts
@@ -125,8 +125,7 @@ async def same_as_one_server(
 
 
 async def usage(session: aiohttp.ClientSession, server: VllmServer) -> float:
-    async with session.get(f"{server.url}/metrics") as response:
-        return max(read_metrics(await response.text())["vllm:kv_cache_usage_perc"])
+    return max(await scrape(session, server.url, "vllm:kv_cache_usage_perc"))
 
 
 async def until_free(session: aiohttp.ClientSession, servers: Sequence[VllmServer], timeout_s: float) -> float:
@@ -175,11 +174,10 @@ def test_answers_are_those_of_one_server(
 
 def test_a_seeded_drafter_goes_on_as_one_that_saw_it_all(pair: tuple[VllmServer, VllmServer], folder: Path) -> None:
     """The drafter's KV of the prompt's last token depends on the first token: it is handed over as well."""
-    positions = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+    positions = "vllm:spec_decode_num_accepted_tokens_per_pos"
 
     async def accepted(session: aiohttp.ClientSession, server: VllmServer) -> list[float]:
-        async with session.get(f"{server.url}/metrics") as response:
-            return read_metrics(await response.text())[positions]
+        return await scrape(session, server.url, positions)
 
     async def run() -> None:
         p, d = pair

@@ -41,7 +41,7 @@ Address = Annotated[str, Meta(min_length=1, max_length=256, pattern=r"^[a-z]+://
 
 
 class Party(Protocol):
-    """An engine as a ticket names it: an `EngineInfo` or an `EngineIdentity`."""
+    """An engine as a ticket names it: an `EngineIdentity`."""
 
     @property
     def engine_id(self) -> str: ...

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from baton.errors import ConfigError
 from baton.router.connectors.base import Connector, ConnectorConfig, Handoff
-from baton.router.connectors.engines import EngineConnector
-from baton.router.connectors.nixl import NixlPullConnector, NixlPushConnector
-from baton.router.connectors.vllm_baton import BatonConnector
+from baton.router.connectors.baton import EngineConnector
+from baton.router.connectors.vllm_baton import VllmBatonConnector
+from baton.router.connectors.vllm_nixl import NixlPullConnector, NixlPushConnector
 
 # Engines of Baton's own have one kind. vLLM's are called as vLLM calls them.
 BATON_ENGINES = "baton"
 CONNECTORS: dict[str, type[Connector]] = {
     BATON_ENGINES: EngineConnector,
-    "BatonConnector": BatonConnector,
+    "BatonConnector": VllmBatonConnector,
     "NixlConnector": NixlPullConnector,
     "NixlPushConnector": NixlPushConnector,
 }

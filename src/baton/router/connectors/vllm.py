@@ -6,28 +6,46 @@ from abc import abstractmethod
 
 import aiohttp
 
+from baton.errors import ProtocolError
+from baton.openai.answers import Model
 from baton.router.connectors.base import Connector
+from baton.router.pool import Instance
 from baton.router.timers import RouterTimers
-from baton.router.vllm_api import Model, can_resume
+from baton.router.vllm_api import can_resume
 from baton.router.vllm_client import VllmClient
-from baton.wire import EngineInfo, Role, SamplingParams
+from baton.wire import EngineIdentity, EngineInfo, GenerateRequest, Role, SamplingParams
 
 
 class VllmConnector(Connector):
     """A kind of handoff among vLLM servers, which are asked who they are once per life."""
 
     def client(self, session: aiohttp.ClientSession, url: str, timers: RouterTimers, role: Role) -> VllmClient:
-        """See `Connector.client`."""
-
         async def identify(client: VllmClient, model: Model) -> EngineInfo:
-            return await self._identify(client, model, role)
+            if model.root is None or model.max_model_len is None:
+                raise ProtocolError(f"{url} is not a vLLM server: it names no checkpoint and length of {model.id}")
+            identity = await self._identify(client, role)
+            return EngineInfo(
+                **{name: getattr(identity, name) for name in EngineIdentity.__struct_fields__},
+                role=role,
+                model=model.id,
+                model_path=model.root,
+                max_model_len=model.max_model_len,
+                batch_invariant=False,
+            )
 
         return VllmClient(session, url, timers, identify)
 
     def can_resume(self, params: SamplingParams) -> bool:
-        """See `Connector.can_resume`."""
         return can_resume(params)
 
     @abstractmethod
-    async def _identify(self, client: VllmClient, model: Model, role: Role) -> EngineInfo:
+    async def _identify(self, client: VllmClient, role: Role) -> EngineIdentity:
         """Who a server is. Raises as `EngineClient.info` does, and `RequestError` for a role that it has not."""
+
+
+def draws_anew(request: GenerateRequest, engine: Instance) -> bool:
+    """Whether an engine's first token is another draw than another engine's, whatever the seed: the sampled token of a
+    verification step is none of an ordinary step.
+    """
+    drafts = engine.info is not None and engine.info.num_speculative_tokens > 0
+    return drafts and request.sampling_params.temperature > 0

@@ -11,41 +11,39 @@ import asyncio
 
 import msgspec
 
-from baton.errors import EngineUnavailableError, ProtocolError, RequestError
+from baton.errors import ProtocolError, RequestError
 from baton.handoff.protocol.ticket import request_digest
 from baton.router.connectors.base import ConnectorConfig, Handoff, Outcome, in_turn, muted
 from baton.router.connectors.tickets import mint_ticket
-from baton.router.connectors.vllm import VllmConnector
+from baton.router.connectors.vllm import VllmConnector, draws_anew
 from baton.router.join import Chunks
 from baton.router.pool import Instance
-from baton.router.vllm_api import Model
 from baton.router.vllm_client import VllmClient
 from baton.wire import (
     BATON_PARAM,
-    EngineIdentity,
-    EngineInfo,
     GenerateRequest,
     LegParams,
     LegRole,
     Mode,
     Role,
     SamplingParams,
+    VllmIdentity,
 )
 
 
-class BatonConnector(VllmConnector):
-    """Knows of each server who it is, by URL."""
+class VllmBatonConnector(VllmConnector):
+    """Both legs have one ticket."""
 
     needs_ticket_key = True
     can_seed = True
 
     def __init__(self, config: ConnectorConfig) -> None:
         super().__init__(config)
-        self._identities: dict[str, EngineIdentity] = {}
+        self._truncating: dict[str, bool] = {}  # by URL: whether prompts come to its prefill legs without their end
 
     def handoff(self, request: GenerateRequest, prefill: Instance, decode: Instance, kv_mode: Mode) -> Handoff:
         """See `Connector.handoff`."""
-        p, d = VllmClient.of(prefill), VllmClient.of(decode)
+        p = VllmClient.of(prefill)
         tokens, seeded = request.prompt_token_ids, self.config.seed_first_token
         if seeded and request.sampling_params.max_tokens - request.num_known == 1:
             return Handoff({"prefill": p.leg(request)})  # the first token is the last
@@ -58,10 +56,14 @@ class BatonConnector(VllmConnector):
                 # The decode server may never have seen its leg, and so cannot say that it wants nothing.
                 await p.tell(_params(LegParams(role="cancel", ticket=ticket)))
 
-        legs = self._in_turn(request, p, d, ticket) if seeded else self._at_once(request, p, d, ticket)
+        legs = (self._in_turn if seeded else self._at_once)(request, prefill, decode, ticket)
         return Handoff(legs, over=over)
 
-    def _in_turn(self, request: GenerateRequest, p: VllmClient, d: VllmClient, ticket: str) -> dict[LegRole, Chunks]:
+    def _in_turn(
+        self, request: GenerateRequest, prefill: Instance, decode: Instance, ticket: str
+    ) -> dict[LegRole, Chunks]:
+        p, d = VllmClient.of(prefill), VllmClient.of(decode)
+
         async def first(found: asyncio.Future[list[int] | None]) -> Chunks:
             offered = LegParams(role="prefill", ticket=ticket, seed_first_token=True)
             async for chunk in p.leg(request, _params(offered), first_only=True):
@@ -78,47 +80,31 @@ class BatonConnector(VllmConnector):
 
         return in_turn(first, then)
 
-    def _at_once(self, request: GenerateRequest, p: VllmClient, d: VllmClient, ticket: str) -> dict[LegRole, Chunks]:
-        identity = self._identities.get(p.url)
-        if identity is None:
-            raise EngineUnavailableError(f"engine {p.url} is not known any more")
+    def _at_once(
+        self, request: GenerateRequest, prefill: Instance, decode: Instance, ticket: str
+    ) -> dict[LegRole, Chunks]:
+        p, d = VllmClient.of(prefill), VllmClient.of(decode)
         tokens, offered = request.prompt_token_ids, _params(LegParams(role="prefill", ticket=ticket))
-        decode = d.leg(request, _params(LegParams(role="decode", ticket=ticket)))
-        if identity.truncate_prefill:
+        decoding = d.leg(request, _params(LegParams(role="decode", ticket=ticket)))
+        if self._truncating.get(p.url):
             if len(tokens) == 1:
                 return {"decode": d.leg(request)}  # there is nothing to hand over
             num_prompt = min(len(tokens) - request.num_known, len(tokens) - 1)
             short = msgspec.structs.replace(request, prompt_token_ids=tokens[:-1], num_prompt_tokens=num_prompt)
-            return {"prefill": muted(p.leg(short, offered, first_only=True)), "decode": decode}
-        prefill = p.leg(request, offered, first_only=True)
-        # A sampled token of a verification step is another draw than an ordinary one, whatever the seed.
-        drawn = identity.num_speculative_tokens > 0 and request.sampling_params.temperature > 0
-        return {"prefill": muted(prefill) if drawn else prefill, "decode": decode}
+            return {"prefill": muted(p.leg(short, offered, first_only=True)), "decode": decoding}
+        first = p.leg(request, offered, first_only=True)
+        return {"prefill": muted(first) if draws_anew(request, prefill) else first, "decode": decoding}
 
-    async def _identify(self, client: VllmClient, model: Model, role: Role) -> EngineInfo:
+    async def _identify(self, client: VllmClient, role: Role) -> VllmIdentity:
         answer = await client.tell(_params(LegParams(role="identify")))
         try:
-            identity = msgspec.convert((answer.kv_transfer_params or {}).get(BATON_PARAM), EngineIdentity)
+            identity = msgspec.convert((answer.kv_transfer_params or {}).get(BATON_PARAM), VllmIdentity)
         except msgspec.ValidationError as error:
             raise ProtocolError(f"{client.url} does not run BatonConnector: {error}") from None
         if role not in ("both", *identity.roles):
             raise RequestError(f"{client.url} has roles {identity.roles}, not {role!r}", "role")
-        self._identities[client.url] = identity
-        return EngineInfo(
-            engine_id=identity.engine_id,
-            incarnation=identity.incarnation,
-            role=role,
-            model=model.id,
-            model_path=model.root,
-            max_model_len=model.max_model_len,
-            vocab_size=identity.vocab_size,
-            eos_token_ids=identity.eos_token_ids,
-            control_address=identity.control_address,
-            fingerprint=identity.fingerprint,
-            num_speculative_tokens=identity.num_speculative_tokens,
-            batch_invariant=False,
-            clock=identity.clock,
-        )
+        self._truncating[client.url] = identity.truncate_prefill
+        return identity
 
 
 def _params(leg: LegParams) -> dict[str, object]:

@@ -6,7 +6,7 @@ import aiohttp
 import msgspec
 
 from baton.handoff.protocol.ticket import request_digest
-from baton.router.client import EngineClient
+from baton.router.client import BatonClient
 from baton.router.connectors.base import Connector, Handoff
 from baton.router.connectors.tickets import mint_ticket
 from baton.router.join import Chunks
@@ -20,9 +20,9 @@ class EngineConnector(Connector):
 
     needs_ticket_key = True
 
-    def client(self, session: aiohttp.ClientSession, url: str, timers: RouterTimers, role: Role) -> EngineClient:
+    def client(self, session: aiohttp.ClientSession, url: str, timers: RouterTimers, role: Role) -> BatonClient:
         """See `Connector.client`."""
-        return EngineClient(session, url, timers)
+        return BatonClient(session, url, timers)
 
     def handoff(self, request: GenerateRequest, prefill: Instance, decode: Instance, kv_mode: Mode) -> Handoff:
         """See `Connector.handoff`."""

@@ -14,12 +14,11 @@ import msgspec
 
 from baton.errors import EngineUnavailableError, ProtocolError
 from baton.router.connectors.base import ConnectorConfig, Handoff, Outcome, in_turn
-from baton.router.connectors.vllm import VllmConnector
+from baton.router.connectors.vllm import VllmConnector, draws_anew
 from baton.router.join import Chunks
 from baton.router.pool import Instance
-from baton.router.vllm_api import Model
 from baton.router.vllm_client import VllmClient
-from baton.wire import EngineInfo, GenerateRequest, LegRole, Mode, Role, TokenChunk
+from baton.wire import EngineIdentity, GenerateRequest, LegRole, Mode, Role, TokenChunk
 
 _FETCHED: dict[str, object] = {"do_remote_decode": True, "do_remote_prefill": False}
 _METRICS, _PER_POSITION = "vllm:nixl_", "vllm:spec_decode_num_accepted_tokens_per_pos_total"
@@ -48,11 +47,10 @@ class _NixlConnector(VllmConnector):
     def __init__(self, config: ConnectorConfig) -> None:
         super().__init__(config)
         self._addresses: dict[str, _Address] = {}  # by URL, once a prefill leg has said it
-        self._num_drafts: dict[str, int] = {}
 
     def handoff(self, request: GenerateRequest, prefill: Instance, decode: Instance, kv_mode: Mode) -> Handoff:
-        """See `Connector.handoff`. The mode is the servers' own."""
-        p, d = VllmClient.of(prefill), VllmClient.of(decode)
+        """The mode is the servers' own."""
+        p = VllmClient.of(prefill)
         if request.sampling_params.max_tokens - request.num_known == 1:
             return Handoff({"prefill": p.leg(request)})  # the first token is the last
 
@@ -60,22 +58,23 @@ class _NixlConnector(VllmConnector):
             if outcome == "failed":
                 self._addresses.pop(p.url, None)  # it may have been another server's
 
-        return Handoff(self._legs(request, p, d), notices=False, over=over)
+        return Handoff(self._legs(request, prefill, decode), notices=False, over=over)
 
-    def _legs(self, request: GenerateRequest, p: VllmClient, d: VllmClient) -> dict[LegRole, Chunks]:
+    def _legs(self, request: GenerateRequest, prefill: Instance, decode: Instance) -> dict[LegRole, Chunks]:
         async def first(found: asyncio.Future[dict[str, object] | None]) -> Chunks:
-            chunk, params, is_first = await self._first(request, p)
+            chunk, params, is_first = await self._first(request, prefill)
             if not is_first or chunk.finish_reason is None:
                 found.set_result(params)
             if is_first:
                 yield chunk
 
-        return in_turn(first, lambda params: d.leg(request, params))
+        return in_turn(first, lambda params: VllmClient.of(decode).leg(request, params))
 
-    async def _first(self, request: GenerateRequest, p: VllmClient) -> tuple[TokenChunk, dict[str, object], bool]:
+    async def _first(self, request: GenerateRequest, prefill: Instance) -> tuple[TokenChunk, dict[str, object], bool]:
         """The prefill leg: its token, what the decode server needs, and whether the token is the request's. It is not
         where a model's prompts are not computed to the end, or a decode server that speculates draws another.
         """
+        p = VllmClient.of(prefill)
         chunk, params = await p.first_token(request, _FETCHED)
         if chunk.finish_reason in ("error", "abort"):
             raise EngineUnavailableError(f"engine {p.url}: {chunk.error or 'it gave the request up'}")
@@ -85,28 +84,25 @@ class _NixlConnector(VllmConnector):
             raise ProtocolError(f"{p.url} does not hand over as vLLM's NIXL connectors do: {error}") from None
         if address.transfer_mode != self.mode:
             raise ProtocolError(f"{p.url} hands over by {address.transfer_mode}, not by {self.mode}")
-        drawn = self._num_drafts[p.url] > 0 and request.sampling_params.temperature > 0
-        return chunk, params, not drawn and params.get("remote_num_tokens") == len(request.prompt_token_ids)
+        return (
+            chunk,
+            params,
+            not draws_anew(request, prefill) and params.get("remote_num_tokens") == len(request.prompt_token_ids),
+        )
 
-    async def _identify(self, client: VllmClient, model: Model, role: Role) -> EngineInfo:
+    async def _identify(self, client: VllmClient, role: Role) -> EngineIdentity:
         metrics = await client.metrics()
         if role != "both" and not any(name.startswith(_METRICS) for name in metrics):
             raise ProtocolError(f"{client.url} does not run one of vLLM's NIXL connectors: it has no such metrics")
         self._addresses.pop(client.url, None)
-        num_drafts = self._num_drafts[client.url] = len(metrics.get(_PER_POSITION, ()))
-        return EngineInfo(
+        return EngineIdentity(
             engine_id=client.url,
             incarnation=client.url,
-            role=role,
-            model=model.id,
-            model_path=model.root,
-            max_model_len=model.max_model_len,
-            vocab_size=_ANY_TOKEN,
-            eos_token_ids=[],
             control_address=client.url,
             fingerprint="",
-            num_speculative_tokens=num_drafts,
-            batch_invariant=False,
+            vocab_size=_ANY_TOKEN,
+            eos_token_ids=[],
+            num_speculative_tokens=len(metrics.get(_PER_POSITION, ())),
         )
 
 
@@ -122,13 +118,13 @@ class NixlPushConnector(_NixlConnector):
 
     mode = "push"
 
-    def _legs(self, request: GenerateRequest, p: VllmClient, d: VllmClient) -> dict[LegRole, Chunks]:
-        address = self._addresses.get(p.url)
+    def _legs(self, request: GenerateRequest, prefill: Instance, decode: Instance) -> dict[LegRole, Chunks]:
+        address = self._addresses.get(prefill.url)
         if address is None:
-            return super()._legs(request, p, d)
+            return super()._legs(request, prefill, decode)
 
         async def prefilling() -> Chunks:
-            chunk, _, is_first = await self._first(request, p)
+            chunk, _, is_first = await self._first(request, prefill)
             if is_first:
                 yield chunk
 
@@ -139,4 +135,4 @@ class NixlPushConnector(_NixlConnector):
             # vLLM's own name for it, but for a suffix that is random.
             "remote_request_id": f"cmpl-{request.request_id}-0",
         }
-        return {"prefill": prefilling(), "decode": d.leg(request, wanted)}
+        return {"prefill": prefilling(), "decode": VllmClient.of(decode).leg(request, wanted)}

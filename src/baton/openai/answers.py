@@ -1,0 +1,125 @@
+"""What OpenAI-compatible servers answer, as far as Baton's own clients read it. Nothing of it is trusted."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+
+from baton.errors import ProtocolError
+from baton.wire import TokenId
+
+_MAX_MESSAGE = 300
+_TOKEN = "token_id:"
+T = TypeVar("T")
+NumDrafts = Annotated[int, msgspec.Meta(ge=0, le=1024)]
+
+
+class Model(msgspec.Struct, frozen=True):
+    """An entry of `GET /v1/models`. vLLM says with `root` where the checkpoint is."""
+
+    id: str
+    owned_by: str | None = None
+    root: str | None = None
+    max_model_len: int | None = None
+
+
+class Models(msgspec.Struct, frozen=True):
+    """`GET /v1/models`: the model first, then its adapters."""
+
+    data: list[Model]
+
+
+class SpecDecode(msgspec.Struct, frozen=True):
+    """Baton's own account of an answer's verification rounds."""
+
+    accepted: list[NumDrafts]
+    num_speculative_tokens: NumDrafts
+
+
+class Logprobs(msgspec.Struct, frozen=True):
+    """Logprobs of a completion; with `return_tokens_as_token_ids` tokens are named `token_id:N`."""
+
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None = None
+    tokens: list[str] | None = None
+
+
+class Choice(msgspec.Struct, frozen=True):
+    """One choice of a completion, whole or a piece of it."""
+
+    token_ids: list[TokenId] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    logprobs: Logprobs | None = None
+    spec_decode: SpecDecode | None = None
+    text: str | None = None
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """Counts of tokens."""
+
+    prompt_tokens: int
+    completion_tokens: int
+
+
+class Completion(msgspec.Struct, frozen=True):
+    """A completion, or one event of a streamed one."""
+
+    choices: list[Choice] = []
+    usage: Usage | None = None
+    error: dict[str, Any] | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+
+
+class ErrorFields(msgspec.Struct, frozen=True):
+    """What an error says of itself."""
+
+    message: str | None = None
+    param: str | None = None
+
+
+class _Error(msgspec.Struct, frozen=True):
+    error: ErrorFields
+
+
+def decode(body: bytes, kind: type[T], problem: str = "the answer is malformed") -> T:
+    """The JSON of a body. Raises `ProtocolError` with the `problem` where it is none of this `kind`."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"{problem}: {printable(str(error))}") from None
+
+
+def read_error(body: bytes) -> ErrorFields:
+    """What a refusal says; empty where its body is no error of OpenAI's shape."""
+    try:
+        return msgspec.json.decode(body, type=_Error).error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return ErrorFields()
+
+
+def tokens_of(choice: Choice) -> list[int]:
+    """Token ids of an answer: its `token_ids`, else those that its logprobs name. Raises `ProtocolError`."""
+    if choice.token_ids is not None:
+        return choice.token_ids
+    if choice.logprobs is not None and choice.logprobs.tokens is not None:
+        ids = [token_id(name) for name in choice.logprobs.tokens]
+        if all(i is not None for i in ids):
+            return [i for i in ids if i is not None]
+    raise ProtocolError(
+        "the server does not tell token ids: it knows neither return_token_ids (vLLM from 0.10, Baton) "
+        "nor return_tokens_as_token_ids"
+    )
+
+
+def token_id(name: str) -> int | None:
+    """N of `token_id:N`; None for a token that is named by its text."""
+    digits = name.removeprefix(_TOKEN)
+    return int(digits) if digits != name and digits.isascii() and digits.isdigit() and len(digits) < 10 else None
+
+
+def printable(text: str) -> str:
+    """`text` fit for one line of a terminal."""
+    line = "".join(c if c.isprintable() else " " for c in text[: _MAX_MESSAGE + 1])
+    return line if len(text) <= _MAX_MESSAGE else f"{line[:_MAX_MESSAGE]} ..."

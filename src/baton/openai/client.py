@@ -1,0 +1,178 @@
+"""HTTP client of OpenAI-compatible servers, streamed and whole. Sizes and types of what they send are checked."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any
+
+import aiohttp
+import msgspec
+from aiohttp.http_exceptions import LineTooLong
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
+
+from baton.errors import (
+    ConfigError,
+    EngineLostError,
+    EngineUnavailableError,
+    HandoffError,
+    OverloadedError,
+    ProtocolError,
+)
+from baton.openai.answers import Completion, Model, Models, decode, printable, read_error
+from baton.wire import TokenId
+
+MAX_BODY_BYTES = 32 * 2**20
+_MAX_REFUSAL_BYTES = 2**16
+_EVENT, _DONE = b"data:", b"[DONE]"
+
+
+class _Tokens(msgspec.Struct, frozen=True):
+    tokens: list[TokenId]
+
+
+def base_url(url: str, field: str) -> str:
+    """`http://host:port[/prefix]` without a closing `/v1`. Raises `ConfigError` naming `field`."""
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(field, f"must be http://HOST:PORT or https://HOST:PORT, got {url!r}")
+    return url.rstrip("/").removesuffix("/v1")
+
+
+async def read_body(response: aiohttp.ClientResponse, limit: int) -> bytes:
+    """A response's whole body. Raises `ProtocolError` when it is longer than `limit` bytes."""
+    body = await _read_start(response, limit)
+    if len(body) > limit:
+        raise ProtocolError(f"the answer is larger than {limit} bytes")
+    return body
+
+
+async def read_refusal(response: aiohttp.ClientResponse) -> bytes:
+    """The body of a response that is not a success, cut where it is long."""
+    return (await _read_start(response, _MAX_REFUSAL_BYTES))[:_MAX_REFUSAL_BYTES]
+
+
+async def read_events(response: aiohttp.ClientResponse, url: str) -> AsyncGenerator[Completion, None]:
+    """Yield the events of a streamed completion until it says that it is complete.
+
+    Raises `HandoffError` for an error that it tells, `EngineLostError` where it ends before it is complete, and what
+    msgspec raises for an event that is malformed.
+    """
+    async for line in response.content:
+        data = line.strip().removeprefix(_EVENT).lstrip()
+        if data == _DONE:
+            return
+        if not data or data.startswith(b":"):
+            continue
+        event = msgspec.json.decode(data, type=Completion)
+        if event.error is not None:
+            raise HandoffError("engine_error", f"{url}: {event.error.get('message')}")
+        yield event
+    raise EngineLostError(f"{url} went away in mid-stream")
+
+
+def read_samples(text: str) -> list[Sample]:
+    """All samples of `GET /metrics`. Raises `ProtocolError` for what are no metrics."""
+    try:
+        return [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    except (ValueError, KeyError, IndexError, OverflowError) as error:
+        raise ProtocolError(f"the metrics are malformed: {printable(str(error))}") from None
+
+
+@contextlib.asynccontextmanager
+async def connected(
+    url: str, timeout_s: float | None = None, api_key: str | None = None
+) -> AsyncIterator[OpenAIClient]:
+    """A client with a session of its own. `timeout_s` bounds one request with its answer; None: nothing does."""
+    # Compressed bodies would make the limit on their size meaningless.
+    headers = {"Accept-Encoding": "identity"}
+    if api_key is not None:
+        headers["Authorization"] = f"Bearer {api_key}"
+    timeout = aiohttp.ClientTimeout(total=timeout_s)
+    async with aiohttp.ClientSession(timeout=timeout, headers=headers, auto_decompress=False) as session:
+        yield OpenAIClient(session, url)
+
+
+class OpenAIClient:
+    """Requests to the server at one base URL.
+
+    All methods raise `EngineLostError` for no answer, or one that ends too early; `OverloadedError` for HTTP status 429
+    and `EngineUnavailableError` for another one that is not 200 (redirects are not followed); `ProtocolError` for an
+    answer that is malformed or too large.
+    """
+
+    def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
+        self._session = session
+        self.url = url
+
+    async def model(self) -> Model:
+        """The first model that the server lists."""
+        models = decode(await self.fetch("GET", f"{self.url}/v1/models"), Models).data
+        if not models:
+            raise ProtocolError("the server lists no model")
+        return models[0]
+
+    async def complete(self, body: dict[str, Any]) -> Completion:
+        """Answer of `POST /v1/completions`, with one choice at least."""
+        completion = decode(await self.fetch("POST", f"{self.url}/v1/completions", body), Completion)
+        if not completion.choices:
+            raise ProtocolError("the answer has no choices")
+        return completion
+
+    async def stream(self, body: dict[str, Any]) -> AsyncGenerator[Completion, None]:
+        """Yield the events of `POST /v1/completions`; an error among them is raised as `HandoffError`."""
+        url = f"{self.url}/v1/completions"
+        async with self._answer("POST", url, {**body, "stream": True}) as response:
+            async for event in read_events(response, url):
+                yield event
+
+    async def tokenize(self, model: str, prompt: str) -> list[int]:
+        """Answer of vLLM's `POST /tokenize`."""
+        body = {"model": model, "prompt": prompt}
+        return decode(await self.fetch("POST", f"{self.url}/tokenize", body), _Tokens).tokens
+
+    async def samples(self, url: str | None = None) -> list[Sample]:
+        """Samples of a `/metrics`, by default the server's own."""
+        return read_samples((await self.fetch("GET", url or f"{self.url}/metrics")).decode(errors="replace"))
+
+    async def fetch(self, method: str, url: str, body: dict[str, Any] | None = None) -> bytes:
+        """Body of the answer to one request."""
+        async with self._answer(method, url, body) as response:
+            return await read_body(response, MAX_BODY_BYTES)
+
+    @contextlib.asynccontextmanager
+    async def _answer(
+        self, method: str, url: str, body: dict[str, Any] | None
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        try:
+            async with self._session.request(
+                method, url, json=body, allow_redirects=False, read_bufsize=MAX_BODY_BYTES
+            ) as response:
+                if response.status != 200:
+                    raise await _refused(response, url)
+                yield response
+        except asyncio.TimeoutError:
+            raise EngineLostError(f"{url}: no answer in time") from None
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, LineTooLong) as error:
+            raise ProtocolError(f"{url}: the answer is malformed: {printable(str(error))}") from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise EngineLostError(f"{url}: {printable(str(error) or type(error).__name__)}") from None
+
+
+async def _refused(response: aiohttp.ClientResponse, url: str) -> EngineUnavailableError | OverloadedError:
+    body, status = await read_refusal(response), response.status
+    text = read_error(body).message or body.decode(errors="replace")
+    if 300 <= status < 400:
+        text = "redirects are not followed"
+    message = f"{url}: HTTP {status}: {printable(text)}"
+    return OverloadedError(message) if status == 429 else EngineUnavailableError(message)
+
+
+async def _read_start(response: aiohttp.ClientResponse, limit: int) -> bytes:
+    body = bytearray()
+    async for part in response.content.iter_any():
+        body += part
+        if len(body) > limit:
+            break
+    return bytes(body)
