@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from dataclasses import dataclass
 from aiohttp import web
 
 from baton.errors import OverloadedError
+from baton.timeouts import timeout
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,37 +43,21 @@ class Bodies:
         Raises `HTTPRequestTimeout` when it comes too slowly, `HTTPRequestEntityTooLarge`, and `OverloadedError` when
         too much is held already.
         """
-        size, late = 0, False
+        size = 0
         body = bytearray()
-        task = asyncio.current_task()
-        assert task is not None
-
-        def expire() -> None:
-            nonlocal late
-            late = True
-            task.cancel()
-
-        # Not `asyncio.wait_for`: before Python 3.12 it loses a cancellation that comes when the body does, and the
-        # request of a client that has left would run for ever.
-        timer = asyncio.get_running_loop().call_later(self._limits.body_s, expire)
         try:
             try:
-                async for part in request.content.iter_any():
-                    size += len(part)
-                    self.num_bytes += len(part)
-                    if size > self._limits.body_bytes:
-                        raise web.HTTPRequestEntityTooLarge(self._limits.body_bytes, size)
-                    if self.num_bytes > self._limits.bodies_bytes:
-                        raise OverloadedError("too many long requests at once")
-                    body.extend(part)
-            except asyncio.CancelledError:
-                if not late:
-                    raise
-                if sys.version_info >= (3, 11):
-                    task.uncancel()
+                async with timeout(self._limits.body_s):
+                    async for part in request.content.iter_any():
+                        size += len(part)
+                        self.num_bytes += len(part)
+                        if size > self._limits.body_bytes:
+                            raise web.HTTPRequestEntityTooLarge(self._limits.body_bytes, size)
+                        if self.num_bytes > self._limits.bodies_bytes:
+                            raise OverloadedError("too many long requests at once")
+                        body.extend(part)
+            except asyncio.TimeoutError:
                 raise web.HTTPRequestTimeout from None
-            finally:
-                timer.cancel()
             whole = bytes(body)
             body.clear()
             yield whole

@@ -24,10 +24,11 @@ from baton.errors import (
 )
 from baton.openai import ServedModel
 from baton.openai.errors import error_of_chunk
-from baton.router.connectors.base import Connector, Handoff, Outcome
+from baton.router.connectors.base import Connector, Legs, Outcome
 from baton.router.join import Chunks, Items, Joined, LegFailed, TokenMismatch, join_legs
 from baton.router.near_tie import measure_gap
 from baton.router.pool import EnginePool, Instance, OnLost
+from baton.timeouts import timeout
 from baton.wire import GenerateRequest, LegRole, Mode, Recovery, SamplingParams, TokenChunk, recovers
 
 logger = logging.getLogger(__name__)
@@ -166,19 +167,19 @@ class RouterBackend:
     ) -> AsyncGenerator[TokenChunk, None]:
         """One attempt. Raises `LegFailed` where another may succeed."""
         if len(chosen) == 1:
-            legs = self._join({"decode": chosen[0]}, Handoff({"decode": chosen[0].client.generate(request)}))
-            async with contextlib.aclosing(legs) as joined:
+            joining = self._join({"decode": chosen[0]}, Legs({"decode": chosen[0].client.generate(request)}))
+            async with contextlib.aclosing(joining) as joined:
                 async for chunk, _ in joined:
                     yield _checked(chunk)
             return
         prefill, decode = chosen
-        handoff = self._connector.handoff(request, prefill, decode, kv_mode)
+        legs = self._connector.legs(request, prefill, decode, kv_mode)
         self.handoffs["started"] += 1
         self.num_active_handoffs += 1
         outcome: Outcome = "aborted"
         try:
-            legs = self._join({"prefill": prefill, "decode": decode}, handoff)
-            async with contextlib.aclosing(legs) as joined:
+            joining = self._join({"prefill": prefill, "decode": decode}, legs)
+            async with contextlib.aclosing(joining) as joined:
                 async for chunk, leg in joined:
                     if chunk.finish_reason == "error":
                         outcome = "failed"
@@ -196,11 +197,11 @@ class RouterBackend:
         finally:
             self.num_active_handoffs -= 1
             self.handoffs[outcome] += 1
-            if handoff.over is not None:
-                self._do(handoff.over(outcome), self.pool.timers.tell)
+            if legs.over is not None:
+                self._do(legs.over(outcome), self.pool.timers.tell)
 
     async def _join(
-        self, engines: dict[LegRole, Instance], handoff: Handoff
+        self, engines: dict[LegRole, Instance], legs: Legs
     ) -> AsyncGenerator[tuple[TokenChunk, LegRole], None]:
         items: Items = asyncio.Queue()
 
@@ -208,10 +209,10 @@ class RouterBackend:
             return lambda error: items.put_nowait((leg, error))
 
         with contextlib.ExitStack() as counted:
-            for leg in handoff.legs:
+            for leg in legs.chunks:
                 counted.enter_context(engines[leg].leg(on_lost(leg)))
-            legs = join_legs(handoff.legs, items, self._drain, handoff.notices)
-            async with contextlib.aclosing(legs) as joined:
+            joining = join_legs(legs.chunks, items, self._drain, legs.notices)
+            async with contextlib.aclosing(joining) as joined:
                 async for item in joined:
                     yield item
 
@@ -219,7 +220,8 @@ class RouterBackend:
         if self._near_tie <= 0.0:
             return False
         with contextlib.suppress(BatonError, asyncio.TimeoutError):
-            gap = await asyncio.wait_for(measure_gap(prefill.client, joined, mismatch), self.pool.timers.tell)
+            async with timeout(self.pool.timers.tell):
+                gap = await measure_gap(prefill.client, joined, mismatch)
             logger.warning("%s: %s, %s nats apart", joined.request.request_id, mismatch, gap)
             return gap is not None and gap <= self._near_tie
         return False
@@ -238,7 +240,8 @@ class RouterBackend:
 
         async def bounded() -> None:
             with contextlib.suppress(BatonError, asyncio.TimeoutError):
-                await asyncio.wait_for(work, limit_s)
+                async with timeout(limit_s):
+                    await work
 
         task = asyncio.create_task(bounded())
         self._background.add(task)

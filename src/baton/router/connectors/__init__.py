@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from baton.errors import ConfigError
-from baton.router.connectors.base import Connector, ConnectorConfig, Handoff
+from baton.router.connectors.base import Connector, ConnectorConfig, Legs
 from baton.router.connectors.baton import EngineConnector
 from baton.router.connectors.vllm_baton import VllmBatonConnector
 from baton.router.connectors.vllm_nixl import NixlPullConnector, NixlPushConnector
@@ -32,6 +32,6 @@ __all__ = [
     "VLLM_CONNECTORS",
     "Connector",
     "ConnectorConfig",
-    "Handoff",
+    "Legs",
     "create_connector",
 ]

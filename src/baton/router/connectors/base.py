@@ -36,13 +36,13 @@ class ConnectorConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class Handoff:
+class Legs:
     """The legs of one attempt, both or any one. `notices`: the decode engine itself finds out when what it waits for
     does not come, and recovers or says so; else its leg is worth nothing once the prefill leg is lost. `over` is
     awaited when the attempt has ended and its legs are closed; it may fail, and then time ends what it was to end.
     """
 
-    legs: Mapping[LegRole, Chunks]
+    chunks: Mapping[LegRole, Chunks]
     notices: bool = True
     over: Callable[[Outcome], Coroutine[Any, Any, None]] | None = None
 
@@ -68,7 +68,7 @@ class Connector(ABC):
         """Return a client of the engine at `url`, which is used in `role`."""
 
     @abstractmethod
-    def handoff(self, request: GenerateRequest, prefill: Instance, decode: Instance, kv_mode: Mode) -> Handoff:
+    def legs(self, request: GenerateRequest, prefill: Instance, decode: Instance, kv_mode: Mode) -> Legs:
         """Return the legs of one attempt; nothing is sent before they are read.
 
         Raises `EngineUnavailableError` when an engine is not known any more.

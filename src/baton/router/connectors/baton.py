@@ -7,7 +7,7 @@ import msgspec
 
 from baton.handoff.protocol.ticket import request_digest
 from baton.router.client import BatonClient
-from baton.router.connectors.base import Connector, Handoff
+from baton.router.connectors.base import Connector, Legs
 from baton.router.connectors.tickets import mint_ticket
 from baton.router.join import Chunks
 from baton.router.pool import Instance
@@ -21,11 +21,9 @@ class EngineConnector(Connector):
     needs_ticket_key = True
 
     def client(self, session: aiohttp.ClientSession, url: str, timers: RouterTimers, role: Role) -> BatonClient:
-        """See `Connector.client`."""
         return BatonClient(session, url, timers)
 
-    def handoff(self, request: GenerateRequest, prefill: Instance, decode: Instance, kv_mode: Mode) -> Handoff:
-        """See `Connector.handoff`."""
+    def legs(self, request: GenerateRequest, prefill: Instance, decode: Instance, kv_mode: Mode) -> Legs:
         digest = request_digest(request.prompt_token_ids, request.sampling_params, request.num_prompt_tokens)
         ticket = mint_ticket(self.config.ticket_key, prefill, decode, kv_mode, digest, self.config.ticket_life_s)
 
@@ -34,4 +32,4 @@ class EngineConnector(Connector):
                 msgspec.structs.replace(request, handoff=HandoffParams(role=role, ticket=ticket))
             )
 
-        return Handoff({"prefill": leg("prefill", prefill), "decode": leg("decode", decode)})
+        return Legs({"prefill": leg("prefill", prefill), "decode": leg("decode", decode)})

@@ -13,7 +13,7 @@ import msgspec
 
 from baton.errors import ProtocolError, RequestError
 from baton.handoff.protocol.ticket import request_digest
-from baton.router.connectors.base import ConnectorConfig, Handoff, Outcome, in_turn, muted
+from baton.router.connectors.base import ConnectorConfig, Legs, Outcome, in_turn, muted
 from baton.router.connectors.tickets import mint_ticket
 from baton.router.connectors.vllm import VllmConnector, draws_anew
 from baton.router.join import Chunks
@@ -41,12 +41,11 @@ class VllmBatonConnector(VllmConnector):
         super().__init__(config)
         self._truncating: dict[str, bool] = {}  # by URL: whether prompts come to its prefill legs without their end
 
-    def handoff(self, request: GenerateRequest, prefill: Instance, decode: Instance, kv_mode: Mode) -> Handoff:
-        """See `Connector.handoff`."""
+    def legs(self, request: GenerateRequest, prefill: Instance, decode: Instance, kv_mode: Mode) -> Legs:
         p = VllmClient.of(prefill)
         tokens, seeded = request.prompt_token_ids, self.config.seed_first_token
         if seeded and request.sampling_params.max_tokens - request.num_known == 1:
-            return Handoff({"prefill": p.leg(request)})  # the first token is the last
+            return Legs({"prefill": p.leg(request)})  # the first token is the last
         # A vLLM server knows of a ticket's request only the tokens that are handed over.
         digest = request_digest(tokens if seeded else tokens[:-1], SamplingParams())
         ticket = mint_ticket(self.config.ticket_key, prefill, decode, kv_mode, digest, self.config.ticket_life_s)
@@ -56,8 +55,8 @@ class VllmBatonConnector(VllmConnector):
                 # The decode server may never have seen its leg, and so cannot say that it wants nothing.
                 await p.tell(_params(LegParams(role="cancel", ticket=ticket)))
 
-        legs = (self._in_turn if seeded else self._at_once)(request, prefill, decode, ticket)
-        return Handoff(legs, over=over)
+        chunks = (self._in_turn if seeded else self._at_once)(request, prefill, decode, ticket)
+        return Legs(chunks, over=over)
 
     def _in_turn(
         self, request: GenerateRequest, prefill: Instance, decode: Instance, ticket: str

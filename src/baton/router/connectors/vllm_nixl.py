@@ -13,7 +13,7 @@ from typing import ClassVar, Literal
 import msgspec
 
 from baton.errors import EngineUnavailableError, ProtocolError
-from baton.router.connectors.base import ConnectorConfig, Handoff, Outcome, in_turn
+from baton.router.connectors.base import ConnectorConfig, Legs, Outcome, in_turn
 from baton.router.connectors.vllm import VllmConnector, draws_anew
 from baton.router.join import Chunks
 from baton.router.pool import Instance
@@ -48,19 +48,19 @@ class _NixlConnector(VllmConnector):
         super().__init__(config)
         self._addresses: dict[str, _Address] = {}  # by URL, once a prefill leg has said it
 
-    def handoff(self, request: GenerateRequest, prefill: Instance, decode: Instance, kv_mode: Mode) -> Handoff:
+    def legs(self, request: GenerateRequest, prefill: Instance, decode: Instance, kv_mode: Mode) -> Legs:
         """The mode is the servers' own."""
         p = VllmClient.of(prefill)
         if request.sampling_params.max_tokens - request.num_known == 1:
-            return Handoff({"prefill": p.leg(request)})  # the first token is the last
+            return Legs({"prefill": p.leg(request)})  # the first token is the last
 
         async def over(outcome: Outcome) -> None:
             if outcome == "failed":
                 self._addresses.pop(p.url, None)  # it may have been another server's
 
-        return Handoff(self._legs(request, prefill, decode), notices=False, over=over)
+        return Legs(self._chunks(request, prefill, decode), notices=False, over=over)
 
-    def _legs(self, request: GenerateRequest, prefill: Instance, decode: Instance) -> dict[LegRole, Chunks]:
+    def _chunks(self, request: GenerateRequest, prefill: Instance, decode: Instance) -> dict[LegRole, Chunks]:
         async def first(found: asyncio.Future[dict[str, object] | None]) -> Chunks:
             chunk, params, is_first = await self._first(request, prefill)
             if not is_first or chunk.finish_reason is None:
@@ -118,10 +118,10 @@ class NixlPushConnector(_NixlConnector):
 
     mode = "push"
 
-    def _legs(self, request: GenerateRequest, prefill: Instance, decode: Instance) -> dict[LegRole, Chunks]:
+    def _chunks(self, request: GenerateRequest, prefill: Instance, decode: Instance) -> dict[LegRole, Chunks]:
         address = self._addresses.get(prefill.url)
         if address is None:
-            return super()._legs(request, prefill, decode)
+            return super()._chunks(request, prefill, decode)
 
         async def prefilling() -> Chunks:
             chunk, _, is_first = await self._first(request, prefill)

@@ -1,0 +1,36 @@
+"""Near-ties: what is asked about them must not outlive who asked."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from baton.router import backend
+from baton.router.join import Joined, TokenMismatch
+from baton.router.timers import RouterTimers
+from baton.wire import GenerateRequest, SamplingParams
+
+
+async def test_who_leaves_as_a_near_tie_is_measured_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cancellation that meets the answer is not lost: the request would go on for a client that is gone."""
+
+    async def measure_gap(*_: Any) -> float:
+        asyncio.get_running_loop().call_soon(task.cancel)
+        return 0.0
+
+    monkeypatch.setattr(backend, "measure_gap", measure_gap)
+    pool = SimpleNamespace(timers=RouterTimers())
+    router = backend.RouterBackend(cast(Any, pool), cast(Any, None), near_tie=1.0)
+    request = GenerateRequest(request_id="r", prompt_token_ids=[1], sampling_params=SamplingParams())
+    prefill = cast(Any, SimpleNamespace(client=None))
+
+    async def serve() -> None:
+        assert await router._is_near_tie(Joined(request), TokenMismatch(0, 1, 2), prefill)
+        await asyncio.sleep(3600)
+
+    task = asyncio.create_task(serve())
+    await asyncio.wait({task}, timeout=2)
+    assert task.cancelled()
