@@ -9,11 +9,11 @@ from typing import Annotated
 
 import typer
 
-from baton.cli.options import EngineOptions, with_engine_options
+from baton.cli.options import EngineOptions, with_options
 from baton.wire import GenerateRequest, SamplingParams
 
 
-@with_engine_options
+@with_options
 def generate_command(
     options: EngineOptions,
     model: Annotated[str, typer.Argument(help="Checkpoint directory in Hugging Face format.")],

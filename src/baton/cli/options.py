@@ -1,4 +1,4 @@
-"""Engine flags, declared once for every command that starts engines. Names follow vLLM's."""
+"""Flags in dataclasses, engine flags once for every command that starts engines. Names follow vLLM's."""
 
 from __future__ import annotations
 
@@ -39,27 +39,46 @@ def block_size_flags(prefill: int | None, decode: int | None) -> dict[str, list[
 
 
 @dataclass(frozen=True, slots=True)
-class EngineOptions:
-    """The engine flags as given. Field names are the flags' names."""
+class StepOptions:
+    """How an engine computes: flags of all commands that start engines. Field names are the flags' names."""
 
-    served_model_name: Annotated[str | None, typer.Option(help="Name in the API; default: the directory's.")] = None
     speculative_config: Annotated[
         str | None, typer.Option(help='JSON: {"method", "model", "num_speculative_tokens", "verifier"}.')
     ] = None
-    kv_transfer_config: Annotated[str | None, typer.Option(help='JSON: {"kv_transport": "shm", ...}.')] = None
-    kv_transport: Annotated[
-        str | None, typer.Option(help="shm, nixl, mooncake, file or a URI; default: that of --kv-transfer-config.")
-    ] = None
     block_size: Annotated[int, typer.Option(help="Tokens per KV page.")] = 16
-    max_model_len: Annotated[int | None, typer.Option(help="Longest sequence; default: the model's.")] = None
     max_num_batched_tokens: Annotated[int, typer.Option(help="Token budget of one step.")] = 2048
     max_num_seqs: Annotated[int, typer.Option(help="Most sequences in one step.")] = 64
     dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto"
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu"
-    attention_backend: Annotated[str | None, typer.Option(help="Default: the best for the device.")] = None
     kv_cache_memory: Annotated[
         int | None, typer.Option(parser=parse_size, metavar="SIZE", help="KV cache: bytes, 512M, 2G; default: a share.")
     ] = None
+    integrity: Annotated[IntegritySetting, typer.Option(help="Digests of bytes: auto, off, sampled or full.")] = "auto"
+
+    def to_flags(self) -> list[str]:
+        """Return the flags that give these options; for child processes."""
+        flags: list[str] = []
+        for option in dataclasses.fields(self):
+            value = getattr(self, option.name)
+            name = option.name.replace("_", "-")
+            if isinstance(value, bool):
+                flags.append(f"--{name}" if value else f"--no-{name}")
+            elif value is not None:
+                flags += [f"--{name}", str(value)]
+        return flags
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions(StepOptions):
+    """All engine flags as given."""
+
+    served_model_name: Annotated[str | None, typer.Option(help="Name in the API; default: the directory's.")] = None
+    kv_transfer_config: Annotated[str | None, typer.Option(help='JSON: {"kv_transport": "shm", ...}.')] = None
+    kv_transport: Annotated[
+        str | None, typer.Option(help="shm, nixl, mooncake, file or a URI; default: that of --kv-transfer-config.")
+    ] = None
+    max_model_len: Annotated[int | None, typer.Option(help="Longest sequence; default: the model's.")] = None
+    attention_backend: Annotated[str | None, typer.Option(help="Default: the best for the device.")] = None
     gpu_memory_utilization: Annotated[
         float | None,
         typer.Option(help="Part of free memory, a host's too, for weights and KV; default 0.6, CUDA 0.9."),
@@ -78,7 +97,6 @@ class EngineOptions:
         bool, typer.Option(help="Role both: take a router's requests in token ids too, on the clients' port.")
     ] = False
     stall_timeout_s: Annotated[float, typer.Option(help="An engine at one step for longer is given up.")] = 120.0
-    integrity: Annotated[IntegritySetting, typer.Option(help="Digests of bytes: auto, off, sampled or full.")] = "auto"
 
     def to_config(
         self,
@@ -97,47 +115,31 @@ class EngineOptions:
             model=model, role=role, engine_id=engine_id, ticket_key_file=ticket_key_file, keys=keys, **settings
         ).check()
 
-    def to_flags(self) -> list[str]:
-        """Return the flags that give these options; for child processes."""
-        flags: list[str] = []
-        for option in dataclasses.fields(self):
-            value = getattr(self, option.name)
-            name = option.name.replace("_", "-")
-            if isinstance(value, bool):
-                flags.append(f"--{name}" if value else f"--no-{name}")
-            elif value is not None:
-                flags += [f"--{name}", str(value)]
-        return flags
 
-
-def with_engine_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace a command's parameter `options: EngineOptions` by one option per engine flag."""
+def with_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Replace each parameter of a command that is a dataclass by one option per field of it."""
     hints = get_type_hints(command, include_extras=True)
-    option_hints = get_type_hints(EngineOptions, include_extras=True)
-    names = [option.name for option in dataclasses.fields(EngineOptions)]
-    own = [
-        p.replace(annotation=hints[name])
-        for name, p in inspect.signature(command).parameters.items()
-        if name != "options"
-    ]
-    added = [
-        inspect.Parameter(
-            option.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=option.default,
-            annotation=option_hints[option.name],
-        )
-        for option in dataclasses.fields(EngineOptions)
-    ]
+    groups: dict[str, Any] = {name: hint for name, hint in hints.items() if dataclasses.is_dataclass(hint)}
+    own, added = [], []
+    for name, parameter in inspect.signature(command).parameters.items():
+        if name not in groups:
+            own.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hints[name]))
+            continue
+        option_hints = get_type_hints(groups[name], include_extras=True)
+        for option in dataclasses.fields(groups[name]):
+            annotation, default = option_hints[option.name], option.default
+            added.append(
+                inspect.Parameter(option.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+            )
 
     @functools.wraps(command)
     def run(**arguments: Any) -> None:
-        options = EngineOptions(**{name: arguments.pop(name) for name in names})
-        command(options=options, **arguments)
+        for name, kind in groups.items():
+            arguments[name] = kind(**{option.name: arguments.pop(option.name) for option in dataclasses.fields(kind)})
+        command(**arguments)
 
-    parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own] + added
-    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    run.__annotations__ = {p.name: p.annotation for p in parameters}
+    run.__signature__ = inspect.Signature([*own, *added])  # type: ignore[attr-defined]
+    run.__annotations__ = {p.name: p.annotation for p in [*own, *added]}
     # Its annotations are already values; the original's are text, which typer would evaluate again.
     del run.__wrapped__
     return run

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from baton.cli.options import BlockSize, EngineOptions, block_size_flags, with_engine_options
+from baton.cli.options import BlockSize, EngineOptions, block_size_flags, with_options
 from baton.cli.router import (
     AdminTokenFile,
     AllowMode,
@@ -29,7 +29,7 @@ from baton.openai.serving import SHUTDOWN_TIMEOUT_S, bind
 from baton.wire import Role
 
 
-@with_engine_options
+@with_options
 def serve_command(
     options: EngineOptions,
     model: Annotated[str, typer.Argument(help="Checkpoint directory in Hugging Face format.")],
@@ -64,7 +64,7 @@ def serve_command(
         run_engine(lambda: AsyncEngine(config, reporter.progress), tokenizer, listener, on_ready, shutdown_timeout)
 
 
-@with_engine_options
+@with_options
 def up_command(
     options: EngineOptions,
     model: Annotated[str, typer.Argument(help="Checkpoint directory in Hugging Face format.")],

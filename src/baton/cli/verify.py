@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any
+from dataclasses import asdict, dataclass
+from typing import Annotated
 
+import msgspec
 import typer
 
-from baton.cli.options import BlockSize, block_size_flags
+from baton.cli.options import BlockSize, StepOptions, block_size_flags, with_options
 from baton.deployment import check_shared_transport
-from baton.engine.config import IntegritySetting, SpeculativeConfig, parse_size
+from baton.engine.config import SpeculativeConfig
 from baton.errors import ConfigError
 from baton.verify.acceptance import AcceptanceCheck, check_acceptance
 from baton.verify.compare import compare, of_answers
@@ -21,117 +23,140 @@ from baton.verify.report import format_reports, report_json
 from baton.verify.sides import Answers, InProcess, Served, Started
 from baton.wire import MAX_LOGPROBS, Recovery, SamplingParams
 
-Engines = Annotated[int, typer.Option(min=1, help="Engines of that role in the deployment.")]
+_Engines = Annotated[int, typer.Option(min=1, help="Engines of that role in the deployment.")]
 
 
-def verify_command(
-    model: Annotated[str | None, typer.Argument(help="Checkpoint directory of what verify starts.")] = None,
-    reference: Annotated[str | None, typer.Option(help="URL of a server; default: one engine in this process.")] = None,
-    candidate: Annotated[str | None, typer.Option(help="URL of a server; default: a deployment of MODEL.")] = None,
+@dataclass(frozen=True, slots=True)
+class ServerOptions:
+    """Sides that run already, and how they are asked."""
+
+    reference: Annotated[str | None, typer.Option(help="URL of a server; default: one engine in this process.")] = None
+    candidate: Annotated[str | None, typer.Option(help="URL of a server; default: a deployment of MODEL.")] = None
     reference_metrics: Annotated[
         str | None, typer.Option(metavar="URL,...", help="Engines whose counters must tell acceptance.")
-    ] = None,
+    ] = None
     candidate_metrics: Annotated[
         str | None, typer.Option(metavar="URL,...", help="The same; of P/D deployments the decode engines.")
-    ] = None,
-    lengths: Annotated[str | None, typer.Option(help=f"Prompt lengths in tokens [default: {DEFAULT_LENGTHS}].")] = None,
-    prompts: Annotated[str | None, typer.Option(help="File of prompts: lines of text, or of JSON if *.jsonl.")] = None,
-    token_range: Annotated[str, typer.Option(help="Ids of random prompts, where there is no MODEL.")] = "100-30000",
+    ] = None
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests in flight at a server.")] = 1
+    request_timeout: Annotated[float, typer.Option(min=0.001, help="Seconds.")] = REQUEST_TIMEOUT_S
+    api_key: Annotated[str | None, typer.Option(envvar="BATON_API_KEY", help="Bearer token for both servers.")] = None
+
+    def side(self, name: str) -> Served | None:
+        """The server that `--NAME` gives. Raises `ConfigError`."""
+        url, metrics = getattr(self, name), getattr(self, f"{name}_metrics")
+        return Served.parse(name, url, metrics, self.api_key, self.request_timeout, self.concurrency)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptOptions:
+    """What is asked."""
+
+    lengths: Annotated[str | None, typer.Option(help=f"Prompt lengths in tokens [default: {DEFAULT_LENGTHS}].")] = None
+    prompts: Annotated[str | None, typer.Option(help="File of prompts: lines of text, or of JSON if *.jsonl.")] = None
+    token_range: Annotated[str, typer.Option(help="Ids of random prompts, where there is no MODEL.")] = "100-30000"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingOptions:
+    """How tokens are chosen. Names are those of `SamplingParams`."""
+
+    max_tokens: Annotated[int, typer.Option(help="Tokens to generate per request.")] = 32
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: Annotated[int, typer.Option(help="Of the sampling, and of random prompts.")] = 0
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on behind the end of the sequence.")] = False
+    logprobs: Annotated[int, typer.Option(min=0, max=MAX_LOGPROBS, help="Alternatives per token to ask for.")] = 0
+
+
+@dataclass(frozen=True, slots=True)
+class BoundOptions:
+    """How much may differ."""
+
+    near_tie: Annotated[
+        float | None, typer.Option(help="Excuse tokens whose logprob is so near the best [default: 1e-4 of servers].")
+    ] = None
+    logprob_tolerance: Annotated[
+        float | None, typer.Option(help="[default: 1e-4; of servers, logprobs are not compared]")
+    ] = None
+    acceptance_tolerance: Annotated[
+        float, typer.Option(help="Accepted drafts per round that may differ, at each position.")
+    ] = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class DeploymentOptions:
+    """What verify starts of MODEL as the candidate."""
+
+    prefill: _Engines = 1
+    decode: _Engines = 1
+    prefill_block_size: BlockSize = None
+    decode_block_size: BlockSize = None
+    kv_transport: Annotated[str, typer.Option(help="Of the deployment: shm, nixl, mooncake, file or a URI.")] = "shm"
+    recovery: Annotated[Recovery, typer.Option(help="Of the deployment; without it a broken handoff shows.")] = "none"
+    batch_invariant: bool = True
+
+
+@with_options
+def verify_command(
+    servers: ServerOptions,
+    prompts: PromptOptions,
+    sampling: SamplingOptions,
+    allowed: BoundOptions,
+    engine: StepOptions,
+    started: DeploymentOptions,
+    model: Annotated[str | None, typer.Argument(help="Checkpoint directory of what verify starts.")] = None,
     modes: Annotated[
         str | None,
         typer.Option(help=f"Of {', '.join(MODES)} [default: the first three]; with --candidate: kv_mode to ask for."),
     ] = None,
-    max_tokens: Annotated[int, typer.Option(help="Tokens to generate per request.")] = 32,
-    temperature: float = 0.0,
-    top_p: float = 1.0,
-    top_k: int = 0,
-    min_p: float = 0.0,
-    seed: Annotated[int, typer.Option(help="Of the sampling, and of random prompts.")] = 0,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on behind the end of the sequence.")] = False,
-    logprobs: Annotated[int, typer.Option(min=0, max=MAX_LOGPROBS, help="Alternatives per token to ask for.")] = 0,
-    near_tie: Annotated[
-        float | None, typer.Option(help="Excuse tokens whose logprob is so near the best [default: 1e-4 of servers].")
-    ] = None,
-    logprob_tolerance: Annotated[
-        float | None, typer.Option(help="[default: 1e-4; of servers, logprobs are not compared]")
-    ] = None,
-    acceptance_tolerance: Annotated[
-        float, typer.Option(help="Accepted drafts per round that may differ, at each position.")
-    ] = 0.01,
-    concurrency: Annotated[int, typer.Option(min=1, help="Requests in flight at a server.")] = 1,
-    request_timeout: Annotated[float, typer.Option(min=0.001, help="Seconds.")] = REQUEST_TIMEOUT_S,
-    api_key: Annotated[str | None, typer.Option(envvar="BATON_API_KEY", help="Bearer token for both servers.")] = None,
-    speculative_config: Annotated[str | None, typer.Option(help="JSON, as for vLLM.")] = None,
-    prefill: Engines = 1,
-    decode: Engines = 1,
-    block_size: int = 16,
-    prefill_block_size: BlockSize = None,
-    decode_block_size: BlockSize = None,
-    max_num_batched_tokens: int = 2048,
-    max_num_seqs: int = 64,
-    kv_cache_memory: Annotated[
-        int | None,
-        typer.Option(
-            parser=parse_size,
-            metavar="SIZE",
-            help="KV per engine of the deployment: bytes, 512M, 2G; the reference keeps the default.",
-        ),
-    ] = None,
-    dtype: str = "auto",
-    device: str = "cpu",
-    kv_transport: Annotated[str, typer.Option(help="Of the deployment: shm, nixl, mooncake, file or a URI.")] = "shm",
-    integrity: Annotated[IntegritySetting, typer.Option(help="Of the P/D side: auto, off, sampled or full.")] = "auto",
-    recovery: Annotated[Recovery, typer.Option(help="Of the deployment; without it a broken handoff shows.")] = "none",
-    batch_invariant: bool = True,
     json_output: Annotated[bool, typer.Option("--json", help="Print the reports as JSON.")] = False,
 ) -> None:
     """Send the same requests to a reference and a candidate; exit 1 on any difference.
 
     Each is what verify starts from MODEL, or any OpenAI-compatible server.
     """
-    check_shared_transport(kv_transport)
-    role_flags = block_size_flags(prefill_block_size, decode_block_size)
-    chosen = parse_modes(modes, candidate is not None)
-    want = Served.parse("reference", reference, reference_metrics, api_key, request_timeout, concurrency)
-    have = Served.parse("candidate", candidate, candidate_metrics, api_key, request_timeout, concurrency)
+    check_shared_transport(started.kv_transport)
+    role_flags = block_size_flags(started.prefill_block_size, started.decode_block_size)
+    chosen = parse_modes(modes, servers.candidate is not None)
+    want, have = servers.side("reference"), servers.side("candidate")
     if model is None and (want is None or have is None):
         raise ConfigError("model", "is required, except with both --reference and --candidate")
-    servers = want is not None or have is not None
-    required = reference_metrics is not None or candidate_metrics is not None
-    bounds = Bounds.parse(near_tie, logprob_tolerance, acceptance_tolerance, required, servers, temperature)
-    params = SamplingParams(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        min_p=min_p,
-        seed=seed,
-        ignore_eos=ignore_eos,
-        logprobs=max(logprobs, 2) if bounds.near_tie else logprobs,
-    ).check()
-    plain: dict[str, Any] = {
-        "model": model,
-        "block_size": block_size,
-        "max_num_batched_tokens": max_num_batched_tokens,
-        "max_num_seqs": max_num_seqs,
-        "dtype": dtype,
-        "device": device,
-        "batch_invariant": batch_invariant,
-    }
-    spec = speculative_config if SpeculativeConfig.parse(speculative_config) else None
-    settings = plain | {"speculative_config": json.loads(spec) if spec else None}
-    memory = () if kv_cache_memory is None else ("--kv-cache-memory", str(kv_cache_memory))
-    flags = (*memory, "--integrity", integrity)
-    # A handoff that fails must show: recomputed on the decode engine, it would give the same answer.
-    deployment = Started(settings, prefill, decode, flags, role_flags, kv_transport, recovery, concurrency)
-    cases = choose_cases(model, want or have, lengths, prompts, token_range, params)
+    bounds = Bounds.parse(
+        **asdict(allowed),
+        acceptance_required=servers.reference_metrics is not None or servers.candidate_metrics is not None,
+        servers=want is not None or have is not None,
+        temperature=sampling.temperature,
+    )
+    params = SamplingParams(**asdict(sampling)).check()
+    if bounds.near_tie:
+        params = msgspec.structs.replace(params, logprobs=max(sampling.logprobs, 2))
+    # The reference keeps the default memory, and hands nothing over.
+    plain = asdict(engine) | {"model": model, "batch_invariant": started.batch_invariant}
+    del plain["kv_cache_memory"], plain["integrity"], plain["speculative_config"]
+    drafting = SpeculativeConfig.parse(engine.speculative_config) is not None
+    spec = json.loads(engine.speculative_config) if drafting and engine.speculative_config else None
+    settings = plain | {"speculative_config": spec}
+    deployment = Started(
+        model or "",
+        started.prefill,
+        started.decode,
+        (*engine.to_flags(), "--batch-invariant" if started.batch_invariant else "--no-batch-invariant"),
+        role_flags,
+        started.kv_transport,
+        started.recovery,
+        servers.concurrency,
+    )
+    cases = choose_cases(model, want or have, **asdict(prompts), params=params)
 
     def ask(mode: str) -> Answers:
         if have is not None:
             _say(f"{mode}: {have.url}")
             return have.answers(cases, kv_mode=mode if mode in MODES else None)
         if mode in ("push", "pull"):
-            _say(f"{mode}: starting {prefill} prefill and {decode} decode engines")
+            _say(f"{mode}: starting {started.prefill} prefill and {started.decode} decode engines")
             return deployment.answers(cases, mode)
         _say(f"{mode}: one engine in this process")
         return InProcess(plain if mode == "single-nospec" else settings).answers(cases)

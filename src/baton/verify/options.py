@@ -38,7 +38,7 @@ class Bounds:
         cls,
         near_tie: float | None,
         logprob_tolerance: float | None,
-        acceptance: float,
+        acceptance_tolerance: float,
         acceptance_required: bool,
         servers: bool,
         temperature: float,
@@ -51,13 +51,17 @@ class Bounds:
             near_tie = DEFAULT_NEAR_TIE if servers else 0.0
         if logprob_tolerance is None and not servers:
             logprob_tolerance = DEFAULT_LOGPROB_TOLERANCE
-        given = {"near_tie": near_tie, "logprob_tolerance": logprob_tolerance, "acceptance_tolerance": acceptance}
+        given = {
+            "near_tie": near_tie,
+            "logprob_tolerance": logprob_tolerance,
+            "acceptance_tolerance": acceptance_tolerance,
+        }
         for name, value in given.items():
             if value is not None and not (math.isfinite(value) and value >= 0):
                 raise ConfigError(name, f"must be at least 0, got {value}")
         if temperature > 0:
             near_tie = 0.0  # what was chosen is the best of logits and noise, and of that nothing is known
-        return cls(near_tie, logprob_tolerance, acceptance, acceptance_required, servers)
+        return cls(near_tie, logprob_tolerance, acceptance_tolerance, acceptance_required, servers)
 
 
 def parse_lengths(text: str) -> list[int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -133,10 +132,10 @@ class InProcess:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A deployment of Baton's own, started anew for each mode: `settings` are those of `InProcess`; `flags` are for all
-    of its engines, `role_flags` for those of one role."""
+    """A deployment of Baton's own, started anew for each mode: `flags` are for all of its engines, `role_flags` for
+    those of one role. With `recovery` none a handoff that fails shows: recomputed, it would give the same answer."""
 
-    settings: Mapping[str, Any]
+    model: str
     prefill: int
     decode: int
     flags: tuple[str, ...]
@@ -148,10 +147,10 @@ class Started:
     def answers(self, cases: Sequence[Case], mode: str) -> Answers:
         """Start it, ask everything, end it. A second mode in the same one would find the first one's pages."""
         with Deployment(
-            self.settings["model"],
+            self.model,
             prefill=self.prefill,
             decode=self.decode,
-            engine_flags=[*engine_flags(self.settings), *self.flags, "--recovery", self.recovery],
+            engine_flags=[*self.flags, "--recovery", self.recovery],
             role_flags=self.role_flags,
             kv_transport=self.kv_transport,
             router_flags=["--kv-mode", mode, "--recovery", self.recovery],
@@ -162,17 +161,3 @@ class Started:
         async with connected(url, REQUEST_TIMEOUT_S) as client:
             observed = await observe_client(client, await served_model(url), cases, self.concurrency)
             return Answers(observed, await read_settled(client, metrics))
-
-
-def engine_flags(settings: Mapping[str, Any]) -> list[str]:
-    """`baton serve` flags of `baton.LLM` settings, but for the model."""
-    flags: list[str] = []
-    for name, value in settings.items():
-        option = "--" + name.replace("_", "-")
-        if isinstance(value, bool):
-            flags += [option] if value else []
-        elif name == "speculative_config":
-            flags += [option, json.dumps(value)] if value else []
-        elif name != "model":
-            flags += [option, str(value)]
-    return flags
