@@ -24,7 +24,6 @@ from typing import Any, get_args
 import aiohttp
 
 from baton.bench.client import stream_completion
-from baton.deployment import Deployment
 from baton.errors import BatonError, EngineLostError
 from baton.text import Tokenizer
 from baton.verify.observe import Case, Observed, make_cases, observe_in_process
@@ -32,6 +31,7 @@ from baton.wire import Recovery, SamplingParams
 from benchmarks.chaos_faults import Breaker, await_healthy, count_recoveries, engines_of, get_json
 from benchmarks.chaos_report import ChaosReport
 from benchmarks.demo import SPECULATIVE, TARGET
+from benchmarks.deployment import BreakableDeployment
 
 IDLE_LIMIT_S = 30.0
 # Of the streams, where a fast machine serves them all before each role has had its faults.
@@ -74,7 +74,7 @@ def run_chaos(config: ChaosConfig) -> ChaosReport:
     with tempfile.TemporaryDirectory(prefix="baton-chaos-") as directory:
         if config.prefix_store:
             flags += ["--kv-transfer-config", json.dumps({"prefix_store": f"file://{directory}/store"})]
-        with Deployment(
+        with BreakableDeployment(
             TARGET,
             config.prefill,
             config.decode,
@@ -118,7 +118,7 @@ class _Chaos:
     def __init__(
         self,
         config: ChaosConfig,
-        deployment: Deployment,
+        deployment: BreakableDeployment,
         cases: list[Case],
         want: list[Observed],
         report: ChaosReport,

@@ -10,9 +10,9 @@ from typing import Any
 
 import aiohttp
 
-from baton.deployment import Deployment
 from baton.errors import BatonError
 from benchmarks.chaos_report import ChaosReport
+from benchmarks.deployment import BreakableDeployment
 from benchmarks.scrape import scrape
 
 # "met, stop": killed, restarted, and halted when the first leg has brought it a session with a peer (HELLO).
@@ -29,7 +29,7 @@ async def get_json(session: aiohttp.ClientSession, url: str) -> Any:
         return await response.json()
 
 
-def engines_of(deployment: Deployment) -> dict[str, str]:
+def engines_of(deployment: BreakableDeployment) -> dict[str, str]:
     """Base URL of each engine by its name."""
     names = [name for name in deployment.pids if not name.startswith("router")]
     return dict(zip(names, deployment.engine_urls, strict=True))
@@ -42,7 +42,7 @@ async def count_recoveries(session: aiohttp.ClientSession, report: ChaosReport, 
         report.recoveries["engine", rung] += int(count)
 
 
-async def await_healthy(session: aiohttp.ClientSession, deployment: Deployment, name: str) -> None:
+async def await_healthy(session: aiohttp.ClientSession, deployment: BreakableDeployment, name: str) -> None:
     """Wait until all routers use an engine. Raises `BatonError` after `REJOIN_LIMIT_S`."""
     url, deadline = engines_of(deployment)[name], time.monotonic() + REJOIN_LIMIT_S
     for router in deployment.router_urls:
@@ -63,7 +63,7 @@ class Breaker:
         role: str,
         rng: random.Random,
         session: aiohttp.ClientSession,
-        deployment: Deployment,
+        deployment: BreakableDeployment,
         report: ChaosReport,
         pids: set[int],
     ) -> None:

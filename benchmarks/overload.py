@@ -21,12 +21,12 @@ from typing import Any
 import aiohttp
 
 from baton.bench.client import Streamed, stream_completion
-from baton.deployment import Deployment
 from baton.errors import BatonError, OverloadedError
 from baton.text import Tokenizer
 from baton.verify.observe import Case, Observed, make_cases, observe_in_process
 from baton.wire import SamplingParams
 from benchmarks.demo import SPECULATIVE, TARGET
+from benchmarks.deployment import BreakableDeployment
 from benchmarks.hostile import hostile_clients
 
 IDLE_LIMIT_S = 30.0
@@ -85,13 +85,13 @@ def run_overload(config: OverloadConfig) -> OverloadReport:
     want = observe_in_process(engine, cases)
     flags = ["--speculative-config", json.dumps(SPECULATIVE), "--batch-invariant", "--max-num-seqs", str(config.room)]
     queue = ["--max-queued-requests", str(config.queued)]
-    with Deployment(TARGET, engine_flags=[*flags, *queue], router_flags=queue) as deployment:
+    with BreakableDeployment(TARGET, engine_flags=[*flags, *queue], router_flags=queue) as deployment:
         return asyncio.run(_Overload(config, deployment, cases, want).run())
 
 
 class _Overload:
     def __init__(
-        self, config: OverloadConfig, deployment: Deployment, cases: Sequence[Case], want: Sequence[Observed]
+        self, config: OverloadConfig, deployment: BreakableDeployment, cases: Sequence[Case], want: Sequence[Observed]
     ) -> None:
         self._config, self._deployment, self._cases, self._want = config, deployment, cases, want
         self._report = OverloadReport()

@@ -20,12 +20,12 @@ from dataclasses import dataclass
 import aiohttp
 
 from baton.bench.client import stream_completion
-from baton.deployment import Deployment
 from baton.errors import BatonError
 from baton.text import Tokenizer
 from baton.verify.observe import make_cases
 from baton.wire import SamplingParams
 from benchmarks.demo import SPECULATIVE, TARGET
+from benchmarks.deployment import BreakableDeployment
 
 # KV bytes of a token of the demo checkpoint and its drafter, in pages of 16.
 _PAGE_BYTES = 16 * 2 * 4 * 32 * 2 * 5
@@ -65,7 +65,9 @@ async def play(load: Load) -> str:
         flags += ["--kv-cache-memory", str(load.num_pages * _PAGE_BYTES), "--max-num-seqs", str(load.max_num_seqs)]
         flags += ["--max-model-len", str(16 * (load.num_pages - 2))]
         n = load.num_engines
-        deployment = await asyncio.to_thread(Deployment, TARGET, n, n, engine_flags=flags, routers=load.routers)
+        deployment = await asyncio.to_thread(
+            BreakableDeployment, TARGET, n, n, engine_flags=flags, routers=load.routers
+        )
         with deployment:
             timeout = aiohttp.ClientTimeout(total=None)
             async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:

@@ -19,15 +19,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType, TracebackType
+from typing import TypeVar
 
 from baton.errors import ConfigError, EngineUnavailableError
 from baton.handoff.channel.keys import make_keys, ticket_key_file
 from baton.transports.registry import parse_uri, with_default
 from baton.transports.shm import remove_stale_segments
 
+D = TypeVar("D", bound="Deployment")
 START_TIMEOUT_S = 300.0
 END_TIMEOUT_S = 10.0
 _PR_SET_PDEATHSIG = 1
@@ -35,7 +37,9 @@ BATON = (sys.executable, "-m", "baton.cli")
 
 
 @dataclass(slots=True)
-class _Child:
+class Child:
+    """A process, its end of the pipe, and what it has said."""
+
     name: str
     arguments: list[str]
     process: subprocess.Popen[bytes]
@@ -43,13 +47,6 @@ class _Child:
     log: Path
     pending: bytes = b""
     url: str | None = None
-
-
-@dataclass(slots=True)
-class _Urls:
-    prefill: list[str] = field(default_factory=list)
-    decode: list[str] = field(default_factory=list)
-    both: list[str] = field(default_factory=list)
 
 
 def check_shared_transport(uri: str) -> None:
@@ -92,7 +89,7 @@ class Deployment:
             check_shared_transport(kv_transport)
         self._command = tuple(BATON if command is None else command)
         self._show_progress = show_progress
-        self._children: list[_Child] = []
+        self._children: list[Child] = []
         # mkdtemp makes the directory for its owner only.
         self._directory = Path(tempfile.mkdtemp(prefix="baton-"))
         keys = self._directory / "keys"
@@ -115,9 +112,9 @@ class Deployment:
                     flags.append("--token-api")
                 self._children.append(self._spawn(name, ["serve", model, *flags]))
             self._await_ready(self._children)
-            self._urls = _Urls()
+            self._urls: dict[str, list[str]] = {"prefill": [], "decode": [], "both": []}
             for child, role in zip(self._children, roles, strict=True):
-                getattr(self._urls, role).append(child.url)
+                self._urls[role].append(child.url or "")
             self.url = self.engine_urls[0]
             started = []
             for number in range(routers if router else 0):
@@ -131,80 +128,28 @@ class Deployment:
             raise
 
     @property
-    def router_urls(self) -> list[str]:
-        """Base URLs of the routers."""
-        return [child.url or "" for child in self._children if child.name.startswith("router")]
-
-    @property
     def prefill_urls(self) -> list[str]:
         """Base URLs of the prefill engines."""
-        return list(self._urls.prefill)
+        return list(self._urls["prefill"])
 
     @property
     def decode_urls(self) -> list[str]:
         """Base URLs of the decode engines."""
-        return list(self._urls.decode)
+        return list(self._urls["decode"])
 
     @property
     def both_urls(self) -> list[str]:
         """Base URLs of the engines that do both."""
-        return list(self._urls.both)
+        return list(self._urls["both"])
 
     @property
     def engine_urls(self) -> list[str]:
         """Base URLs of all engines: prefill, decode, both."""
         return self.prefill_urls + self.decode_urls + self.both_urls
 
-    @property
-    def pids(self) -> dict[str, int]:
-        """Process id by name: `prefill-0`, ..., `decode-0`, ..., `both-0`, ..., `router`, `router-1`, ..."""
-        return {child.name: child.process.pid for child in self._children}
-
     def ended(self) -> dict[str, str]:
         """Return the children that have ended, with the last line each wrote."""
         return {c.name: _last_line(c) for c in self._children if c.process.poll() is not None}
-
-    def kill(self, name: str) -> None:
-        """End a child by SIGKILL, also one that is stopped, and wait until it is gone."""
-        child = self._child(name)
-        child.process.kill()
-        child.process.wait()
-
-    def stop(self, name: str) -> None:
-        """Halt a child by SIGSTOP: it keeps its memory and sockets, and does nothing until `cont`."""
-        self._child(name).process.send_signal(signal.SIGSTOP)
-
-    def cont(self, name: str) -> None:
-        """Let a child go on that `stop` halted."""
-        self._child(name).process.send_signal(signal.SIGCONT)
-
-    def restart(self, name: str, wait: bool = True) -> None:
-        """Start a child anew at the port it had; one that still runs is killed first.
-
-        With `wait` it runs when this returns, else `await_ready` tells. Raises `EngineUnavailableError` with the
-        child's own error line when it does not start.
-        """
-        self.kill(name)
-        old = self._child(name)
-        if old.pipe >= 0:
-            os.close(old.pipe)
-        arguments = list(old.arguments)
-        if old.url is not None:
-            arguments[arguments.index("--port") + 1] = old.url.rpartition(":")[2]
-        self._children[self._children.index(old)] = self._spawn(name, arguments)
-        if wait:
-            self.await_ready(name)
-
-    def await_ready(self, name: str) -> None:
-        """Wait for a child that `restart` has started. Blocks; may be called on another thread."""
-        self._await_ready([self._child(name)])
-
-    def log(self, name: str) -> str:
-        """What a child has written so far."""
-        return self._child(name).log.read_text(errors="replace")
-
-    def _child(self, name: str) -> _Child:
-        return next(child for child in self._children if child.name == name)
 
     def close(self) -> None:
         """End every child, by SIGTERM and then by SIGKILL, and delete their files. Idempotent."""
@@ -227,7 +172,7 @@ class Deployment:
         remove_stale_segments()
         shutil.rmtree(self._directory, ignore_errors=True)
 
-    def __enter__(self) -> Deployment:
+    def __enter__(self: D) -> D:
         return self
 
     def __exit__(
@@ -237,12 +182,12 @@ class Deployment:
 
     def _router_flags(self, port: int) -> list[str]:
         flags = ["--port", str(port), "--ticket-key-file", self.ticket_key_file]
-        for role in ("prefill", "decode", "both"):
-            for url in getattr(self._urls, role):
+        for role, urls in self._urls.items():
+            for url in urls:
                 flags += [f"--{role}", url]
         return flags
 
-    def _spawn(self, name: str, arguments: list[str]) -> _Child:
+    def _spawn(self, name: str, arguments: list[str]) -> Child:
         read, write = os.pipe()
         log = self._directory / f"{name}.log"
         try:
@@ -262,9 +207,9 @@ class Deployment:
             raise
         finally:
             os.close(write)
-        return _Child(name, arguments, process, read, log)
+        return Child(name, arguments, process, read, log)
 
-    def _await_ready(self, children: Sequence[_Child]) -> None:
+    def _await_ready(self, children: Sequence[Child]) -> None:
         deadline = time.monotonic() + START_TIMEOUT_S
         with selectors.DefaultSelector() as selector:
             waiting = [child for child in children if child.url is None]
@@ -280,7 +225,7 @@ class Deployment:
                     if key.data.url is not None:
                         selector.unregister(key.fileobj)
 
-    def _read_reports(self, child: _Child) -> None:
+    def _read_reports(self, child: Child) -> None:
         data = os.read(child.pipe, 65536)
         if not data:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -330,7 +275,7 @@ def die_with_parent() -> None:
     prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
 
 
-def _last_line(child: _Child) -> str:
+def _last_line(child: Child) -> str:
     lines = child.log.read_text(errors="replace").strip().splitlines() if child.log.exists() else []
     if not lines:
         return f"it ended with status {child.process.returncode}"

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import aiohttp
 import pytest
 
-from baton.deployment import Deployment
+from benchmarks.deployment import BreakableDeployment
 
 MODEL = "models/baton-demo-llama"
 # So few pages that aborted requests fill the pool many times: one lost page in ten would stop the test. They are
@@ -103,7 +103,7 @@ async def get(session: aiohttp.ClientSession, url: str) -> dict[str, Any]:
         return value
 
 
-async def await_idle(session: aiohttp.ClientSession, deployment: Deployment) -> None:
+async def await_idle(session: aiohttp.ClientSession, deployment: BreakableDeployment) -> None:
     """Wait until no engine holds anything for any request."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + DRAIN_LIMIT_S
@@ -134,7 +134,7 @@ async def test_aborted_requests_leave_nothing(mode: str, monkeypatch: pytest.Mon
     prompts = expected_prompts()
     rng = random.Random(9)
     connector = aiohttp.TCPConnector(limit=0)
-    with Deployment(MODEL, prefill=1, decode=1, engine_flags=FLAGS, router_flags=["--kv-mode", mode]) as deployment:
+    with BreakableDeployment(MODEL, engine_flags=FLAGS, router_flags=["--kv-mode", mode]) as deployment:
         async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=90)) as session:
             url = deployment.url
             before = [await complete(session, url, prompt) for prompt in prompts]

@@ -11,11 +11,11 @@ import aiohttp
 import msgspec
 import pytest
 
-from baton.deployment import Deployment
 from baton.handoff.protocol.ticket import Ticket, load_or_create_key, mint, request_digest
 from baton.router.client import BatonClient, new_session
 from baton.router.timers import RouterTimers
 from baton.wire import EngineInfo, GenerateRequest, HandoffParams, Mode, SamplingParams, TokenChunk
+from benchmarks.deployment import BreakableDeployment
 from tests.e2e.test_aborts import await_idle, resident_bytes
 
 MODEL = "models/baton-demo-llama"
@@ -67,7 +67,7 @@ async def test_a_leg_that_is_left_leaves_nothing(mode: Mode, monkeypatch: pytest
     rng = random.Random(23)
     prompts = [[rng.randrange(3, 2048) for _ in range(rng.choice((5, 64, 200, 600)))] for _ in range(2 * NUM_PER_SIDE)]
     sides = ["prefill", "decode"] * NUM_PER_SIDE
-    with Deployment(MODEL, engine_flags=FLAGS, router=False) as deployment:
+    with BreakableDeployment(MODEL, engine_flags=FLAGS, router=False) as deployment:
         async with new_session() as session, aiohttp.ClientSession() as plain:
             urls = {"prefill": deployment.prefill_urls[0], "decode": deployment.decode_urls[0]}
             clients = {leg: BatonClient(session, url, RouterTimers()) for leg, url in urls.items()}

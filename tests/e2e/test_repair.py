@@ -10,10 +10,10 @@ import aiohttp
 import pytest
 
 from baton.bench.client import stream_completion
-from baton.deployment import Deployment
 from baton.text import Tokenizer
 from baton.verify.observe import make_cases, observe_in_process
 from baton.wire import SamplingParams
+from benchmarks.deployment import BreakableDeployment
 from benchmarks.scrape import scrape
 
 TARGET = "models/baton-demo-llama"
@@ -48,7 +48,7 @@ def test_a_flipped_byte_is_found_named_and_repaired(mode: str, region: int, grou
         "--kv-transfer-config",
         json.dumps({"kv_transport": f"faulty+shm://?fault=corrupt&region={region}&every=5"}),
     ]
-    with Deployment(TARGET, engine_flags=flags, router_flags=["--kv-mode", mode]) as deployment:
+    with BreakableDeployment(TARGET, engine_flags=flags, router_flags=["--kv-mode", mode]) as deployment:
         have = asyncio.run(ask(deployment.url, [list(case.prompt_token_ids) for case in cases]))
         decode = deployment.decode_urls[0]
         bad = asyncio.run(figure(decode, "baton:integrity_bad_pieces"))

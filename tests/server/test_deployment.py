@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from baton.deployment import Deployment
 from baton.errors import ConfigError, EngineUnavailableError
 from baton.transports.registry import parse_uri
+from benchmarks.deployment import BreakableDeployment
 from tests.server.fake_serving import TEXT, write_tokenizer
 
 FAKE = (sys.executable, "-m", "tests.server.fake_baton")
@@ -51,7 +51,7 @@ def wait_gone(*pids: int) -> None:
 
 
 def test_deployment_serves_and_leaves_nothing(directory: str) -> None:
-    with Deployment(directory, prefill=1, decode=2, engine_flags=["--seed", "3"], command=FAKE) as deployment:
+    with BreakableDeployment(directory, prefill=1, decode=2, engine_flags=["--seed", "3"], command=FAKE) as deployment:
         status = ask(f"{deployment.url}/status")
         assert [e["role"] for e in status["engines"]] == ["prefill", "decode", "decode"]
         assert [e["url"] for e in status["engines"]] == deployment.engine_urls
@@ -78,7 +78,7 @@ def test_deployment_serves_and_leaves_nothing(directory: str) -> None:
 
 
 def test_children_are_halted_killed_and_started_again(directory: str) -> None:
-    with Deployment(directory, prefill=1, decode=1, command=FAKE) as deployment:
+    with BreakableDeployment(directory, prefill=1, decode=1, command=FAKE) as deployment:
         before, urls = deployment.pids, deployment.engine_urls
         deployment.stop("decode-0")
         with pytest.raises(TimeoutError):
@@ -105,7 +105,7 @@ def test_children_are_halted_killed_and_started_again(directory: str) -> None:
 def test_engines_share_a_directory_of_their_own(directory: str) -> None:
     """`file` without a path is this deployment's directory."""
     flags = ["--kv-transport", "nixl", "--kv-transfer-config", '{"kv_transport": "mooncake"}']
-    with Deployment(directory, engine_flags=flags, kv_transport="file", command=FAKE) as deployment:
+    with BreakableDeployment(directory, engine_flags=flags, kv_transport="file", command=FAKE) as deployment:
         flags = [last_transport(pid) for name, pid in deployment.pids.items() if name != "router"]
     scheme, query = parse_uri(flags[0])
     assert flags == [flags[0]] * 2
@@ -115,7 +115,7 @@ def test_engines_share_a_directory_of_their_own(directory: str) -> None:
     assert path.parent.name.startswith("baton-")
     assert not path.parent.exists()
     with pytest.raises(ConfigError, match="kv_transport: local moves KV within one process only"):
-        Deployment(directory, kv_transport="faulty+local://?fault=drop", command=FAKE)
+        BreakableDeployment(directory, kv_transport="faulty+local://?fault=drop", command=FAKE)
 
 
 def last_transport(pid: int) -> str:
@@ -125,11 +125,11 @@ def last_transport(pid: int) -> str:
 
 def test_a_child_that_fails_ends_all_and_is_quoted(directory: str) -> None:
     with pytest.raises(EngineUnavailableError, match="did not start: RuntimeError: boom at start"):
-        Deployment(directory, engine_flags=["--served-model-name", "crash"], command=FAKE)
+        BreakableDeployment(directory, engine_flags=["--served-model-name", "crash"], command=FAKE)
     with pytest.raises(EngineUnavailableError, match="did not start: block_size: must be"):
-        Deployment(directory, engine_flags=["--block-size", "0"], command=FAKE)
+        BreakableDeployment(directory, engine_flags=["--block-size", "0"], command=FAKE)
     with pytest.raises(ConfigError, match="prefill"):
-        Deployment(directory, prefill=1, decode=0, command=FAKE)
+        BreakableDeployment(directory, prefill=1, decode=0, command=FAKE)
 
 
 def test_an_engine_that_fails_ends_its_process_with_the_cause(directory: str) -> None:

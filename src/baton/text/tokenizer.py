@@ -91,11 +91,6 @@ class Tokenizer:
         return text or str(self._backend.id_to_token(token_id) or "")
 
     @property
-    def has_chat_template(self) -> bool:
-        """Whether the checkpoint came with a chat template."""
-        return self._template is not None
-
-    @property
     def template_variables(self) -> frozenset[str]:
         """The names that the chat template asks for; none without a template."""
         return self._template.variables if self._template else frozenset()
