@@ -6,6 +6,7 @@ import os
 import platform
 
 from baton.bench import engine, serve, transport
+from baton.deployment import Deployment
 
 MODEL = "models/baton-demo-llama"
 SPECULATIVE = {"method": "eagle3", "model": "models/baton-demo-eagle3", "num_speculative_tokens": 3}
@@ -19,12 +20,22 @@ def _ratio(figures: serve.ServeFigures) -> str:
     )
 
 
+def integrity_cost() -> serve.ServeFigures:
+    """P/D with `--integrity full` over P/D with it off."""
+    flags, router = serve.deployment_flags(SPECULATIVE), ["--kv-mode", "push"]
+    with (
+        Deployment(MODEL, engine_flags=[*flags, "--integrity", "off"], router_flags=router) as off,
+        Deployment(MODEL, engine_flags=[*flags, "--integrity", "full"], router_flags=router) as full,
+    ):
+        return serve.alternate(MODEL, off.url, full.url, prompt_tokens=2048, num_pairs=30, max_tokens=8)
+
+
 def main() -> None:
     print(f"{platform.machine()}, {os.cpu_count()} cores, OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS')}")
     for mode in ("push", "pull"):
         figures = serve.measure(MODEL, SPECULATIVE, mode=mode)
         print(f"TTFT P/D ({mode}) over single, 512 tokens: {_ratio(figures)}", flush=True)
-    figures = serve.integrity_cost(MODEL, SPECULATIVE)
+    figures = integrity_cost()
     print(f"TTFT P/D (push) integrity full over off, 2,048 tokens: {_ratio(figures)}", flush=True)
     for name, value in transport.run().items():
         print(f"{name}: {value}", flush=True)

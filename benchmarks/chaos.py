@@ -26,7 +26,8 @@ import aiohttp
 from baton.bench.client import stream_completion
 from baton.errors import BatonError, EngineLostError
 from baton.text import Tokenizer
-from baton.verify.observe import Case, Observed, make_cases, observe_in_process
+from baton.verify.observe import Case, Observed, make_cases
+from baton.verify.sides import InProcess
 from baton.wire import Recovery, SamplingParams
 from benchmarks.chaos_faults import Breaker, await_healthy, count_recoveries, engines_of, get_json
 from benchmarks.chaos_report import ChaosReport
@@ -65,7 +66,7 @@ def run_chaos(config: ChaosConfig) -> ChaosReport:
     """Run it all; every process has ended when this returns."""
     cases = _cases(config)
     engine = {"model": TARGET, "speculative_config": SPECULATIVE, "batch_invariant": True}
-    want = observe_in_process(engine, cases)
+    want = InProcess(engine).answers(cases).observed
     flags = ["--speculative-config", json.dumps(SPECULATIVE), "--batch-invariant", "--max-num-batched-tokens", "64"]
     flags += ["--recovery", config.recovery, "--integrity", config.integrity]
     flags += ["--kv-cache-memory", str(config.kv_cache_memory)]

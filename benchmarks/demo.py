@@ -15,7 +15,8 @@ from baton.deployment import Deployment
 from baton.openai.client import OpenAIClient
 from baton.text import Tokenizer
 from baton.verify.compare import acceptance
-from baton.verify.observe import Case, Observed, make_cases, observe_in_process
+from baton.verify.observe import Case, Observed, make_cases
+from baton.verify.sides import InProcess
 from baton.wire import SamplingParams
 from benchmarks.scrape import scrape
 
@@ -34,7 +35,7 @@ def main() -> int:
     params = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0, logprobs=0)
     lengths = [5 + 17 * i for i in range(NUM_REQUESTS)]
     cases = make_cases(Tokenizer.load(TARGET), lengths, params)
-    want = observe_in_process(engine, cases)
+    want = InProcess(engine).answers(cases).observed
     flags = ["--speculative-config", json.dumps(SPECULATIVE), "--batch-invariant"]
     rows = [("mode", "requests", "identical tokens", "acceptance P/D", "acceptance single", "TTFT ms", "runs/handoff")]
     different = 0

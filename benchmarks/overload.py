@@ -23,7 +23,8 @@ import aiohttp
 from baton.bench.client import Streamed, stream_completion
 from baton.errors import BatonError, OverloadedError
 from baton.text import Tokenizer
-from baton.verify.observe import Case, Observed, make_cases, observe_in_process
+from baton.verify.observe import Case, Observed, make_cases
+from baton.verify.sides import InProcess
 from baton.wire import SamplingParams
 from benchmarks.demo import SPECULATIVE, TARGET
 from benchmarks.deployment import BreakableDeployment
@@ -82,7 +83,7 @@ def run_overload(config: OverloadConfig) -> OverloadReport:
     params = SamplingParams(max_tokens=config.max_tokens, temperature=0.0, ignore_eos=True)
     cases = make_cases(Tokenizer.load(TARGET), [5 + 17 * i for i in range(config.cases)], params)
     engine = {"model": TARGET, "speculative_config": SPECULATIVE, "batch_invariant": True}
-    want = observe_in_process(engine, cases)
+    want = InProcess(engine).answers(cases).observed
     flags = ["--speculative-config", json.dumps(SPECULATIVE), "--batch-invariant", "--max-num-seqs", str(config.room)]
     queue = ["--max-queued-requests", str(config.queued)]
     with BreakableDeployment(TARGET, engine_flags=[*flags, *queue], router_flags=queue) as deployment:

@@ -22,7 +22,6 @@ class LogLimit(logging.Filter):
         self._left_out = 0
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """See `logging.Filter.filter`."""
         second = int(record.created)
         if second != self._second:
             self._second, self._passed = second, 0

@@ -11,7 +11,8 @@ import pytest
 
 from baton.bench.client import stream_completion
 from baton.text import Tokenizer
-from baton.verify.observe import make_cases, observe_in_process
+from baton.verify.observe import make_cases
+from baton.verify.sides import InProcess
 from baton.wire import SamplingParams
 from benchmarks.deployment import BreakableDeployment
 from benchmarks.scrape import scrape
@@ -41,7 +42,7 @@ async def figure(url: str, name: str, **labels: str) -> float:
 def test_a_flipped_byte_is_found_named_and_repaired(mode: str, region: int, group: str) -> None:
     engine = {"model": TARGET, "speculative_config": EAGLE3, "batch_invariant": True}
     cases = make_cases(Tokenizer.load(TARGET), LENGTHS, PARAMS)
-    want = [observed.token_ids for observed in observe_in_process(engine, cases)]
+    want = [observed.token_ids for observed in InProcess(engine).answers(cases).observed]
     flags = ["--batch-invariant", "--speculative-config", json.dumps(EAGLE3), "--integrity", "full"]
     # Every fifth copy of the group, so that a repair is sound, and no three handoffs in a row need one.
     flags += [

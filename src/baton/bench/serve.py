@@ -48,30 +48,12 @@ def measure(
     engine_flags: Sequence[str] = (),
 ) -> ServeFigures:
     """P/D over one engine. `engine_flags` are further flags of the P/D engines alone."""
-    flags = _flags(speculative_config)
+    flags = deployment_flags(speculative_config)
     with (
         Deployment(model, prefill=0, decode=0, both=1, engine_flags=flags) as single,
         Deployment(model, engine_flags=[*flags, *engine_flags], router_flags=["--kv-mode", mode]) as split,
     ):
         return alternate(model, single.url, split.url, prompt_tokens, num_pairs, max_tokens)
-
-
-def integrity_cost(
-    model: str,
-    speculative_config: dict[str, Any] | None,
-    prompt_tokens: int = 2048,
-    num_pairs: int = 30,
-    mode: str = "push",
-    max_tokens: int = 8,
-) -> ServeFigures:
-    """P/D with `--integrity full` over P/D with it off."""
-    flags = _flags(speculative_config)
-    router = ["--kv-mode", mode]
-    with (
-        Deployment(model, engine_flags=[*flags, "--integrity", "off"], router_flags=router) as off,
-        Deployment(model, engine_flags=[*flags, "--integrity", "full"], router_flags=router) as full,
-    ):
-        return alternate(model, off.url, full.url, prompt_tokens, num_pairs, max_tokens)
 
 
 def alternate(
@@ -81,7 +63,8 @@ def alternate(
     return asyncio.run(_measure(model, reference, candidate, prompt_tokens, num_pairs, max_tokens))
 
 
-def _flags(speculative_config: dict[str, Any] | None) -> list[str]:
+def deployment_flags(speculative_config: dict[str, Any] | None) -> list[str]:
+    """Flags of engines that find nothing in a cache."""
     flags = ["--no-enable-prefix-caching"]
     if speculative_config is not None:
         flags += ["--speculative-config", json.dumps(speculative_config)]

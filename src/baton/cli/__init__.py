@@ -7,11 +7,11 @@ import sys
 
 import typer
 
-from baton.cli import generate as cli_generate
-from baton.cli import keys as cli_keys
-from baton.cli import router as cli_router
-from baton.cli import serve as cli_serve
 from baton.cli.bench import app as bench_app
+from baton.cli.generate import generate_command
+from baton.cli.keys import keys_command
+from baton.cli.router import router_command
+from baton.cli.serve import serve_command, up_command
 from baton.cli.verify import verify_command
 from baton.errors import BatonError, ConfigError, RequestError
 
@@ -22,10 +22,11 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-cli_serve.register(app)
-cli_router.register(app)
-cli_generate.register(app)
-cli_keys.register(app)
+app.command("serve")(serve_command)
+app.command("up")(up_command)
+app.command("router")(router_command)
+app.command("generate")(generate_command)
+app.command("keys")(keys_command)
 app.command("verify")(verify_command)
 app.add_typer(bench_app, name="bench")
 

@@ -57,8 +57,3 @@ def generate_command(
     if output.accepted:
         rate = sum(output.accepted) / len(output.accepted)
         print(f"{len(output.token_ids)} tokens, {rate:.2f} drafts accepted per round", file=sys.stderr)
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command of this module."""
-    app.command("generate")(generate_command)

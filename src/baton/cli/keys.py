@@ -23,8 +23,3 @@ def keys_command(output: Output, engines: Engines = None) -> None:
     made = make_keys(output, names)
     print(f"{output}: {', '.join(made) if made else 'no new engine'}")
     print("Give it to engines and router with --keys; an engine's host needs no secret but its own.")
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command of this module."""
-    app.command("keys")(keys_command)

@@ -149,8 +149,3 @@ async def serve_router(
 
 def _split(urls: list[str] | None) -> tuple[str, ...]:
     return tuple(part for url in urls or [] for part in url.split(",") if part)
-
-
-def register(app: typer.Typer) -> None:
-    """Add the commands of this module."""
-    app.command("router")(router_command)

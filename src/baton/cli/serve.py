@@ -53,10 +53,9 @@ def serve_command(
         tokenizer = Tokenizer.load(model)
         reporter.progress("loading libraries")
         from baton.engine.async_engine import AsyncEngine
-        from baton.server.app import Engine
         from baton.server.run import run_engine
 
-        def on_ready(engine: Engine, url: str) -> None:
+        def on_ready(engine: AsyncEngine, url: str) -> None:
             reporter.ready(url)
             if ready_fd is None:
                 print(f"{engine.info.model} ({role}) is served at {url}/v1", file=sys.stderr, flush=True)
@@ -143,9 +142,3 @@ async def _tell_of_ends(deployment: Deployment) -> AsyncIterator[None]:
     task.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await task
-
-
-def register(app: typer.Typer) -> None:
-    """Add the commands of this module."""
-    app.command("serve")(serve_command)
-    app.command("up")(up_command)

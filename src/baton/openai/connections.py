@@ -31,12 +31,10 @@ class Connection(web.RequestHandler):
         self._head_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """See `asyncio.Protocol`."""
         super().connection_made(transport)
         self._head_timer = self._loop.call_later(self._head_s, self._head_is_late)
 
     def data_received(self, data: bytes) -> None:
-        """See `asyncio.Protocol`."""
         super().data_received(data)
         if not self._idle():
             self._stop_timer()
@@ -44,7 +42,6 @@ class Connection(web.RequestHandler):
             self._head_timer = self._loop.call_later(self._head_s, self._head_is_late)
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        """See `asyncio.Protocol`."""
         self._stop_timer()
         super().connection_lost(exc)
 

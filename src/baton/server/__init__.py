@@ -1,5 +1,5 @@
 """HTTP of one engine: the OpenAI API for clients, `/inference/v1` in token ids for routers."""
 
-from baton.server.app import Engine, build_app
+from baton.server.app import build_app
 
-__all__ = ["Engine", "build_app"]
+__all__ = ["build_app"]

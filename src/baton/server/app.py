@@ -8,8 +8,8 @@ front door sees both. An engine of role both serves it only with `--token-api`: 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
-from typing import Protocol
+from collections.abc import AsyncGenerator
+from typing import TYPE_CHECKING
 
 import msgspec
 from aiohttp import web
@@ -19,52 +19,14 @@ from baton.openai import FrontMetrics, OpenAIService, ServedModel
 from baton.openai.errors import to_api_error
 from baton.openai.http import BODIES, add_openai_routes, json_response, new_app, write
 from baton.openai.limits import HttpLimits
-from baton.openai.metrics import Row, RowCollector
+from baton.openai.metrics import RowCollector
 from baton.text import Tokenizer
-from baton.wire import EngineInfo, EngineLoad, GenerateRequest, Mode, SamplingParams, TokenChunk
+from baton.wire import EngineInfo, GenerateRequest, Mode, SamplingParams, TokenChunk
+
+if TYPE_CHECKING:
+    from baton.engine.async_engine import AsyncEngine
 
 NDJSON = "application/x-ndjson"
-
-
-class EngineMetricRows(Protocol):
-    """An engine's own counters, as plain rows."""
-
-    def collect_rows(self) -> Iterable[Row]:
-        """Return `(name, type, help, labels, value)` rows as of now."""
-        ...
-
-
-class Engine(Protocol):
-    """What the server needs of `baton.engine.async_engine.AsyncEngine`."""
-
-    @property
-    def info(self) -> EngineInfo:
-        """What a router must know."""
-        ...
-
-    def start(self) -> None:
-        """Load and begin to step."""
-        ...
-
-    def close(self) -> None:
-        """End all requests and free everything."""
-        ...
-
-    def on_failure(self, call: Callable[[str], None]) -> None:
-        """Have `call` called with the cause, on any thread, when the engine has failed for good."""
-        ...
-
-    def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
-        """Yield chunks; closing aborts."""
-        ...
-
-    def load(self) -> EngineLoad:
-        """Return the load now."""
-        ...
-
-    def metrics(self) -> EngineMetricRows:
-        """Return the engine's counters."""
-        ...
 
 
 class EngineBackend:
@@ -72,7 +34,7 @@ class EngineBackend:
 
     allows_kv_mode = False
 
-    def __init__(self, engine: Engine, tokenizer: Tokenizer) -> None:
+    def __init__(self, engine: AsyncEngine, tokenizer: Tokenizer) -> None:
         self._engine = engine
         self._model = ServedModel.of(engine.info, tokenizer)
 
@@ -84,16 +46,14 @@ class EngineBackend:
         return self._model
 
     def check(self, params: SamplingParams) -> None:
-        """See `Backend.check`: an engine honours all that a plan may hold."""
+        """An engine honours all that a plan may hold."""
 
-    async def generate(self, request: GenerateRequest, kv_mode: Mode | None = None) -> AsyncGenerator[TokenChunk, None]:
-        """Yield the engine's chunks; see `Backend.generate`."""
-        async with closing(self._engine.generate(request)) as chunks:
-            async for chunk in chunks:
-                yield chunk
+    def generate(self, request: GenerateRequest, kv_mode: Mode | None = None) -> AsyncGenerator[TokenChunk, None]:
+        """The engine's chunks; it moves no KV."""
+        return self._engine.generate(request)
 
 
-def build_app(engine: Engine, tokenizer: Tokenizer, limits: HttpLimits | None = None) -> web.Application:
+def build_app(engine: AsyncEngine, tokenizer: Tokenizer, limits: HttpLimits | None = None) -> web.Application:
     """Return the app of a started engine. Closing the engine is left to the caller."""
     metrics = FrontMetrics()
     metrics.registry.register(RowCollector(lambda: engine.metrics().collect_rows()))
@@ -122,7 +82,7 @@ def build_app(engine: Engine, tokenizer: Tokenizer, limits: HttpLimits | None = 
     return app
 
 
-async def _generate(engine: Engine, metrics: FrontMetrics, request: web.Request) -> web.StreamResponse:
+async def _generate(engine: AsyncEngine, metrics: FrontMetrics, request: web.Request) -> web.StreamResponse:
     try:
         async with request.app[BODIES].read(request) as body:
             wire = msgspec.json.decode(body, type=GenerateRequest)
@@ -133,7 +93,7 @@ async def _generate(engine: Engine, metrics: FrontMetrics, request: web.Request)
     response: web.StreamResponse | None = None
     timer = metrics.sequence(len(wire.prompt_token_ids))
     try:
-        async with closing(engine.generate(wire)) as chunks:
+        async with contextlib.aclosing(engine.generate(wire)) as chunks:
             async for chunk in chunks:
                 if response is None:
                     # Not before the first chunk: a refusal must still be able to set the HTTP status.
@@ -176,13 +136,3 @@ def _check(wire: GenerateRequest, info: EngineInfo) -> None:
     role = wire.handoff.role if wire.handoff is not None else None
     if info.role != "both" and role != info.role:
         raise RequestError(f"this engine's role is {info.role!r}, the request's is {role!r}", "handoff")
-
-
-@contextlib.asynccontextmanager
-async def closing(chunks: AsyncIterator[TokenChunk]) -> AsyncGenerator[AsyncIterator[TokenChunk], None]:
-    """Close `chunks` at the end where it can be closed, which aborts the request."""
-    try:
-        yield chunks
-    finally:
-        if isinstance(chunks, AsyncGenerator):
-            await chunks.aclose()

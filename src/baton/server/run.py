@@ -11,23 +11,26 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from aiohttp import web
 
 from baton.errors import EngineUnavailableError
 from baton.openai.serving import SHUTDOWN_TIMEOUT_S, serve, url_of
-from baton.server.app import Engine, build_app
+from baton.server.app import build_app
 from baton.text import Tokenizer
+
+if TYPE_CHECKING:
+    from baton.engine.async_engine import AsyncEngine
 
 _CLOSE_LIMIT_S = 8.0
 
 
 def run_engine(
-    make_engine: Callable[[], Engine],
+    make_engine: Callable[[], AsyncEngine],
     tokenizer: Tokenizer,
     listener: socket.socket,
-    on_ready: Callable[[Engine, str], None],
+    on_ready: Callable[[AsyncEngine, str], None],
     shutdown_timeout_s: float = SHUTDOWN_TIMEOUT_S,
 ) -> None:
     """Serve one engine until SIGINT or SIGTERM, then close it; see `baton.openai.serving.serve`.
@@ -55,7 +58,7 @@ def run_engine(
 
 
 async def _serve(
-    engine: Engine,
+    engine: AsyncEngine,
     app: web.Application,
     listener: socket.socket,
     on_ready: Callable[[], None],

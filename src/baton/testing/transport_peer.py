@@ -14,8 +14,9 @@ import os
 import signal
 import subprocess
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -28,37 +29,36 @@ def pattern(nbytes: int, seed: int) -> ByteArray:
     return np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
 
 
-class FarSide(Protocol):
+class FarSide(ABC):
     """What the suite asks of the other side."""
 
     descriptor: bytes
 
+    @abstractmethod
     def fill(self, region: int, seed: int) -> None:
         """Overwrite a region with `pattern(size, seed)`."""
-        ...
 
+    @abstractmethod
     def read(self, region: int) -> ByteArray:
         """A copy of a region as its owner sees it."""
-        ...
 
+    @abstractmethod
     def close(self) -> None:
         """Close its transport in the ordinary way. Idempotent."""
-        ...
 
     def kill(self) -> bool:
         """End it with no chance to clean up; False where it shares this process."""
-        ...
+        return False
 
     def stop(self) -> bool:
         """Halt it until `go_on`; False where it shares this process."""
-        ...
+        return False
 
-    def go_on(self) -> None:
+    def go_on(self) -> None:  # noqa: B027
         """Let it run again."""
-        ...
 
 
-class NearbyPeer:
+class NearbyPeer(FarSide):
     """A far side in this process."""
 
     def __init__(self, transport: Transport, sizes: Sequence[int]) -> None:
@@ -67,30 +67,16 @@ class NearbyPeer:
         self.descriptor = transport.register(self._regions)
 
     def fill(self, region: int, seed: int) -> None:
-        """See `FarSide.fill`."""
         self._regions[region][:] = pattern(self._regions[region].size, seed)
 
     def read(self, region: int) -> ByteArray:
-        """See `FarSide.read`."""
         return self._regions[region].copy()
 
     def close(self) -> None:
-        """See `FarSide.close`."""
         self._transport.close()
 
-    def kill(self) -> bool:
-        """See `FarSide.kill`."""
-        return False
 
-    def stop(self) -> bool:
-        """See `FarSide.stop`."""
-        return False
-
-    def go_on(self) -> None:
-        """See `FarSide.go_on`."""
-
-
-class SpawnedPeer:
+class SpawnedPeer(FarSide):
     """A far side in a process of its own."""
 
     def __init__(self, uri: str, sizes: Sequence[int]) -> None:
@@ -114,33 +100,28 @@ class SpawnedPeer:
         return answer.strip()
 
     def fill(self, region: int, seed: int) -> None:
-        """See `FarSide.fill`."""
         self._ask({"do": "fill", "region": region, "seed": seed})
 
     def read(self, region: int) -> ByteArray:
-        """See `FarSide.read`."""
         return np.frombuffer(base64.b64decode(self._ask({"do": "read", "region": region})), dtype=np.uint8)
 
     def close(self) -> None:
-        """See `FarSide.close`. The process lives until its transport is closed, and ends then."""
+        """The process lives until its transport is closed, and ends then."""
         if self._process.poll() is None:
             self._ask({"do": "close"})
         self._reap()
 
     def kill(self) -> bool:
-        """See `FarSide.kill`."""
         self._process.kill()
         self._reap()
         return True
 
     def stop(self) -> bool:
-        """See `FarSide.stop`."""
         os.kill(self._process.pid, signal.SIGSTOP)
         os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WNOWAIT)
         return True
 
     def go_on(self) -> None:
-        """See `FarSide.go_on`."""
         os.kill(self._process.pid, signal.SIGCONT)
 
     def _reap(self) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 
 from baton.errors import BatonError, ProtocolError
 from baton.testing import transport_ends as ends
-from baton.testing.transport_bench import SIZES, WAIT_S, Bench, applied, copies_of, need, scattered
+from baton.testing.transport_near import SIZES, WAIT_S, NearSide, applied, copies_of, need, scattered
 from baton.testing.transport_peer import pattern
 from baton.transports.base import CopyList, Transport
 
@@ -43,7 +43,7 @@ def check_transport(
             need(all(not region.any() for region in regions), f"{name}: allocated memory is zeroed")
             for i, region in enumerate(regions):
                 region[:] = pattern(region.size, i)
-            check(Bench(factory, spawn_uri, near, regions, near.register(regions)))
+            check(NearSide(factory, spawn_uri, near, regions, near.register(regions)))
         except (AssertionError, BatonError) as error:
             raise AssertionError(f"{name}: {error}") from error
         finally:
@@ -52,9 +52,9 @@ def check_transport(
     return names
 
 
-def _check_copies_exactly(bench: Bench) -> None:
-    with bench.far() as far:
-        peer = bench.near.connect(far.descriptor).result(30)
+def _check_copies_exactly(here: NearSide) -> None:
+    with here.far() as far:
+        peer = here.transport.connect(far.descriptor).result(30)
         need(list(peer.region_sizes) == list(SIZES), "the peer's region sizes are known")
         cases = [
             copies_of([0, 4096, 77], [1000, 0, 60000], [100, 512, 1]),
@@ -65,25 +65,25 @@ def _check_copies_exactly(bench: Bench) -> None:
         ]
         for copies in cases:
             before = far.read(copies.dest_region)
-            operation = bench.run(peer, "write", copies)
+            operation = here.run(peer, "write", copies)
             need(operation.poll() == "done" and operation.error is None, f"a write is done ({operation.error})")
-            after = applied(before, bench.regions[copies.source_region], copies)
+            after = applied(before, here.regions[copies.source_region], copies)
             need(np.array_equal(far.read(copies.dest_region), after), "a write changes just its bytes")
-            source, before = far.read(copies.source_region), bench.regions[copies.dest_region].copy()
-            operation = bench.run(peer, "read", copies)
+            source, before = far.read(copies.source_region), here.regions[copies.dest_region].copy()
+            operation = here.run(peer, "read", copies)
             need(operation.poll() == "done", f"a read is done ({operation.error})")
             after = applied(before, source, copies)
-            need(np.array_equal(bench.regions[copies.dest_region], after), "a read changes just its bytes")
+            need(np.array_equal(here.regions[copies.dest_region], after), "a read changes just its bytes")
 
 
-def _check_moves_large_regions(bench: Bench) -> None:
+def _check_moves_large_regions(here: NearSide) -> None:
     size = 1 << 23
-    near = bench.factory()
+    near = here.factory()
     try:
         region = near.allocate("large", size)
         region[:] = pattern(size, 7)
         near.register([region])
-        with bench.far([size]) as far:
+        with here.far([size]) as far:
             operation = near.submit(
                 near.connect(far.descriptor).result(30), "write", copies_of([0], [0], [size]), "large"
             )
@@ -93,14 +93,14 @@ def _check_moves_large_regions(bench: Bench) -> None:
         near.close()
 
 
-def _check_copies_many_runs(bench: Bench) -> None:
+def _check_copies_many_runs(here: NearSide) -> None:
     slot, runs = 48, 20_000
-    near = bench.factory()
+    near = here.factory()
     try:
         region = near.allocate("many", slot * runs)
         region[:] = pattern(region.size, 8)
         near.register([region])
-        with bench.far([region.size]) as far:
+        with here.far([region.size]) as far:
             peer = near.connect(far.descriptor).result(30)
             copies = scattered(runs, slot, seed=4)
             after = applied(far.read(0), region, copies)
@@ -121,31 +121,31 @@ def _to_itself(copies: CopyList) -> CopyList:
     return copies_of(copies.source_offset, copies.source_offset, copies.nbytes)
 
 
-def _check_keeps_order(bench: Bench) -> None:
-    with bench.far() as far:
-        peer = bench.near.connect(far.descriptor).result(30)
+def _check_keeps_order(here: NearSide) -> None:
+    with here.far() as far:
+        peer = here.transport.connect(far.descriptor).result(30)
         for round_ in range(20):
-            bench.regions[1][:] = round_
-            first = bench.near.submit(peer, "write", scattered(256, 64, seed=round_), "first")
+            here.regions[1][:] = round_
+            first = here.transport.submit(peer, "write", scattered(256, 64, seed=round_), "first")
             need(first.wait(WAIT_S) == "done", f"a write is done ({first.error})")
-            second = bench.run(peer, "write", copies_of([0], [0], [SIZES[1]], 1, 0))
+            second = here.run(peer, "write", copies_of([0], [0], [SIZES[1]], 1, 0))
             need(second.poll() == "done", f"a write is done ({second.error})")
             need(bool((far.read(0)[: SIZES[1]] == round_).all()), "nothing of an operation arrives after it is done")
 
 
-def _check_done_means_visible(bench: Bench) -> None:
-    with bench.far() as far:
-        peer = bench.near.connect(far.descriptor).result(30)
+def _check_done_means_visible(here: NearSide) -> None:
+    with here.far() as far:
+        peer = here.transport.connect(far.descriptor).result(30)
         for round_ in range(50):
-            bench.regions[1][:] = round_
-            operation = bench.run(peer, "write", copies_of([0], [0], [SIZES[1]], 1, 1))
+            here.regions[1][:] = round_
+            operation = here.run(peer, "write", copies_of([0], [0], [SIZES[1]], 1, 1))
             need(operation.poll() == "done", f"a write is done ({operation.error})")
             need(bool((far.read(1) == round_).all()), "the owner sees all bytes once the operation is done")
 
 
-def _check_refuses_out_of_bounds(bench: Bench) -> None:
-    with bench.far() as far:
-        peer = bench.near.connect(far.descriptor).result(30)
+def _check_refuses_out_of_bounds(here: NearSide) -> None:
+    with here.far() as far:
+        peer = here.transport.connect(far.descriptor).result(30)
         before = far.read(0)
         huge = 2**63 - 1
         bad = [
@@ -162,14 +162,14 @@ def _check_refuses_out_of_bounds(bench: Bench) -> None:
         for copies in bad:
             for direction in ("write", "read"):
                 try:
-                    bench.near.submit(peer, direction, copies, "bad")
+                    here.transport.submit(peer, direction, copies, "bad")
                 except ProtocolError:
                     continue
                 raise AssertionError(f"expected that a {direction} outside a region is refused: {copies}")
         need(np.array_equal(far.read(0), before), "a refused copy moves no byte")
 
 
-_CHECKS: tuple[Callable[[Bench], None], ...] = (
+_CHECKS: tuple[Callable[[NearSide], None], ...] = (
     _check_copies_exactly,
     _check_moves_large_regions,
     _check_copies_many_runs,

@@ -59,14 +59,6 @@ def make_cases(tokenizer: Tokenizer, lengths: Sequence[int], params: SamplingPar
     return cases
 
 
-def observe_in_process(settings: dict[str, Any], cases: Sequence[Case]) -> list[Observed]:
-    """Answers of one engine in this process. `settings` are those of `baton.LLM`, `model` included."""
-    from baton.engine.llm import LLM
-
-    with LLM(**settings) as llm:
-        return observe_llm(llm, cases, num_drafts(settings))
-
-
 def num_drafts(settings: Mapping[str, Any]) -> int:
     """How many tokens an engine of these settings drafts."""
     spec = settings.get("speculative_config") or {}

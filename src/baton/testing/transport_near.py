@@ -19,12 +19,12 @@ SIZES = (1 << 16, 1 << 14)
 
 
 @dataclass(slots=True)
-class Bench:
+class NearSide:
     """A near transport with its regions, and how to make far sides."""
 
     factory: Callable[[], Transport]
     spawn_uri: str | None
-    near: Transport
+    transport: Transport
     regions: list[ByteArray]
     descriptor: bytes
 
@@ -51,7 +51,7 @@ class Bench:
 
     def run(self, peer: Peer, direction: Direction, copies: CopyList) -> Operation:
         """Submit, and wait for the end."""
-        operation = self.near.submit(peer, direction, copies, "check")
+        operation = self.transport.submit(peer, direction, copies, "check")
         need(operation.wait(WAIT_S) != "pending", "an operation ends")
         return operation
 
