@@ -102,26 +102,16 @@ class AsyncEngine:
     def metrics(self) -> EngineMetrics:
         """The engine's counters, gauges refreshed."""
         metrics = self._engine.core.metrics
-        load = self._engine.core.load()
+        metrics.load = self._engine.core.load()
         metrics.num_preemptions = self._engine.core.scheduler.num_preemptions
-        if self._engine.agent is not None:
-            stats = self._engine.agent.stats()
+        agent, redeemer = self._engine.agent, self._engine.redeemer
+        if agent is not None:
+            stats = agent.stats()
             metrics.recoveries["retry"] = stats["retries"] + stats["repairs"]
             metrics.num_bad_pieces, metrics.num_lost_leases = stats["bad_pieces"], stats["lost_leases"]
-        agent, redeemer = self._engine.agent, self._engine.redeemer
-        if agent is not None and redeemer is not None:
-            stats = agent.stats()
-            names = {"connection": "refused", "malformed": "malformed", "message": "rejected", "session": "evicted"}
-            metrics.refused = {kind: stats[name] for kind, name in names.items()} | {"ticket": redeemer.refused}
-        metrics.gauges = {
-            "num_requests_running": load.num_running,
-            "num_requests_waiting": load.num_waiting,
-            "num_handoffs_open": load.num_handoffs,
-            "kv_cache_usage_perc": load.kv_usage,
-            "num_referenced_pages": load.num_referenced_pages,
-            "num_quarantined_pages": load.num_quarantined_pages,
-            "num_cached_pages": load.num_cached_pages,
-        }
+            if redeemer is not None:
+                names = {"connection": "refused", "malformed": "malformed", "message": "rejected", "session": "evicted"}
+                metrics.refused = {kind: stats[name] for kind, name in names.items()} | {"ticket": redeemer.refused}
         return metrics
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:

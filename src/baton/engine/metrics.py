@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-MetricRow = tuple[str, str, str, dict[str, str], float]
+from baton.openai.metrics import Row
+from baton.wire import EngineLoad
 
 
 @dataclass(slots=True)
@@ -31,7 +32,7 @@ class EngineMetrics:
     num_bad_pieces: int = 0
     num_lost_leases: int = 0
     refused: dict[str, int] = field(default_factory=dict)
-    gauges: dict[str, float] = field(default_factory=dict)
+    load: EngineLoad | None = None
 
     def verified(self, num_draft_tokens: int, num_accepted: int) -> None:
         """Book one verification round."""
@@ -42,10 +43,10 @@ class EngineMetrics:
         for position in range(num_accepted):
             self.accepted_per_pos[position] += 1
 
-    def collect_rows(self) -> Iterator[MetricRow]:
+    def collect_rows(self) -> Iterator[Row]:
         """(name, type, help, labels, value) of every metric."""
 
-        def counter(name: str, text: str, value: float, **labels: str) -> MetricRow:
+        def counter(name: str, text: str, value: float, **labels: str) -> Row:
             return (f"baton:{name}", "counter", text, labels, float(value))
 
         for reason, count in sorted(self.num_requests.items()):
@@ -74,16 +75,17 @@ class EngineMetrics:
         yield counter("lost_leases", "Peers that were silent for longer than their lease.", self.num_lost_leases)
         yield counter("handoff_bytes", "KV bytes received.", self.handoff_bytes)
         yield counter("handoff_runs", "Contiguous copies that received KV took.", self.handoff_runs)
-        for name, value in sorted(self.gauges.items()):
-            yield (f"baton:{name}", "gauge", _GAUGES[name], {}, value)
+        for name, (figure, text) in _GAUGES.items() if self.load is not None else ():
+            yield f"baton:{name}", "gauge", text, {}, float(getattr(self.load, figure))
 
 
+# By name: the field of `EngineLoad` that it shows, and its help.
 _GAUGES = {
-    "num_requests_running": "Requests that hold pages and compute.",
-    "num_requests_waiting": "Requests that wait for pages or slots.",
-    "num_handoffs_open": "Handoffs that have not ended.",
-    "kv_cache_usage_perc": "Referenced share of the fullest group's pages, 0 to 1.",
-    "num_referenced_pages": "Pages referenced by requests, all groups.",
-    "num_quarantined_pages": "Pages not yet proven quiet, all groups.",
-    "num_cached_pages": "Unreferenced pages kept for prefix hits, all groups.",
+    "num_requests_running": ("num_running", "Requests that hold pages and compute."),
+    "num_requests_waiting": ("num_waiting", "Requests that wait for pages or slots."),
+    "num_handoffs_open": ("num_handoffs", "Handoffs that have not ended."),
+    "kv_cache_usage_perc": ("kv_usage", "Referenced share of the fullest group's pages, 0 to 1."),
+    "num_referenced_pages": ("num_referenced_pages", "Pages referenced by requests, all groups."),
+    "num_quarantined_pages": ("num_quarantined_pages", "Pages not yet proven quiet, all groups."),
+    "num_cached_pages": ("num_cached_pages", "Unreferenced pages kept for prefix hits, all groups."),
 }

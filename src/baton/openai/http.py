@@ -92,7 +92,7 @@ def new_app(metrics: FrontMetrics, limits: HttpLimits | None = None) -> web.Appl
             status = api_error.status
             return error_response(api_error)
         finally:
-            metrics.request_ended(endpoint, status)
+            metrics.requests.labels(endpoint, str(status)).inc()
 
     async def show_metrics(request: web.Request) -> web.StreamResponse:
         body = generate_latest(metrics.registry)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -20,83 +20,59 @@ class FrontMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self._requests = Counter(
-            "baton:http_requests",
-            "Requests by endpoint and HTTP status.",
-            ["endpoint", "status"],
-            registry=self.registry,
+        # An endpoint is a route, never a client's path.
+        self.requests = self._counter(
+            "baton:http_requests", "Requests by endpoint and HTTP status.", "endpoint", "status"
         )
-        self._prompt_tokens = Counter("baton:front_prompt_tokens", "Prompt tokens received.", registry=self.registry)
-        self._output_tokens = Counter("baton:front_output_tokens", "Tokens generated.", registry=self.registry)
-        self._ttft = Histogram(
-            "baton:time_to_first_token_seconds",
-            "From the arrival of a request to its first token.",
-            registry=self.registry,
-            buckets=_TTFT_BUCKETS_S,
+        self.prompt_tokens = self._counter("baton:front_prompt_tokens", "Prompt tokens received.")
+        self.output_tokens = self._counter("baton:front_output_tokens", "Tokens generated.")
+        self.ttft = self._histogram(
+            "baton:time_to_first_token_seconds", "From the arrival of a request to its first token.", _TTFT_BUCKETS_S
         )
-        self._itl = Histogram(
+        self.itl = self._histogram(
             "baton:inter_token_latency_seconds",
             "Between tokens of one sequence; tokens of one step share its time evenly.",
-            registry=self.registry,
-            buckets=_ITL_BUCKETS_S,
+            _ITL_BUCKETS_S,
         )
-        self._rounds = Counter(
-            "baton:front_spec_rounds", "Verification rounds of delivered tokens.", registry=self.registry
-        )
-        self._accepted = Counter(
-            "baton:front_spec_accepted_per_pos",
-            "Rounds in which the draft at this position was accepted.",
-            ["position"],
-            registry=self.registry,
+        self.rounds = self._counter("baton:front_spec_rounds", "Verification rounds of delivered tokens.")
+        self.accepted = self._counter(
+            "baton:front_spec_accepted_per_pos", "Rounds in which the draft at this position was accepted.", "position"
         )
 
-    def request_ended(self, endpoint: str, status: int) -> None:
-        """Count one request of `endpoint` (a route, never a client's path)."""
-        self._requests.labels(endpoint, str(status)).inc()
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(name, text, labels, registry=self.registry)
 
-    def sequence(self, num_prompt_tokens: int) -> SequenceTimer:
-        """Start the clock of one sequence."""
-        self._prompt_tokens.inc(num_prompt_tokens)
-        return SequenceTimer(self)
-
-    def observe_first(self, elapsed_s: float) -> None:
-        """Record one time to first token."""
-        self._ttft.observe(elapsed_s)
-
-    def observe_next(self, elapsed_s: float, num_tokens: int) -> None:
-        """Record `num_tokens` that came together, `elapsed_s` after those before."""
-        for _ in range(num_tokens):
-            self._itl.observe(elapsed_s / num_tokens)
-
-    def count_tokens(self, num_tokens: int, accepted: Iterable[int]) -> None:
-        """Count generated tokens, and accepted drafts per position of each verification round."""
-        self._output_tokens.inc(num_tokens)
-        for count in accepted:
-            self._rounds.inc()
-            for position in range(count):
-                self._accepted.labels(str(position)).inc()
+    def _histogram(self, name: str, text: str, buckets_s: Sequence[float]) -> Histogram:
+        return Histogram(name, text, registry=self.registry, buckets=buckets_s)
 
 
 class SequenceTimer:
-    """Times one sequence's tokens for `FrontMetrics`."""
+    """Times one sequence's tokens for `FrontMetrics`, from its arrival on."""
 
-    def __init__(self, metrics: FrontMetrics) -> None:
+    def __init__(self, metrics: FrontMetrics, num_prompt_tokens: int) -> None:
+        metrics.prompt_tokens.inc(num_prompt_tokens)
         self._metrics = metrics
         self._last = time.perf_counter()
         self._any = False
 
     def tokens(self, num_tokens: int, accepted: Iterable[int] = ()) -> None:
-        """Record that `num_tokens` tokens came now."""
-        self._metrics.count_tokens(num_tokens, accepted)
+        """Record that `num_tokens` tokens came now, and of each verification round how many drafts it accepted."""
+        metrics = self._metrics
+        metrics.output_tokens.inc(num_tokens)
+        for count in accepted:
+            metrics.rounds.inc()
+            for position in range(count):
+                metrics.accepted.labels(str(position)).inc()
         if num_tokens == 0:
             return
         now = time.perf_counter()
         elapsed, self._last = now - self._last, now
         if self._any:
-            self._metrics.observe_next(elapsed, num_tokens)
+            for _ in range(num_tokens):
+                metrics.itl.observe(elapsed / num_tokens)
         else:
             self._any = True
-            self._metrics.observe_first(elapsed)
+            metrics.ttft.observe(elapsed)
 
 
 class RowCollector(Collector):

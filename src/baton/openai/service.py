@@ -15,7 +15,7 @@ from baton.errors import EngineUnavailableError, RequestError
 from baton.openai import format as fmt
 from baton.openai.backend import Backend
 from baton.openai.errors import to_api_error
-from baton.openai.metrics import FrontMetrics
+from baton.openai.metrics import FrontMetrics, SequenceTimer
 from baton.openai.output import Delta, SampleOutput
 from baton.openai.plan import Plan, make_plan
 from baton.openai.queue import Queue
@@ -125,7 +125,7 @@ class OpenAIService:
         self, plan: Plan, index: int, output: SampleOutput, served: Callable[[], None]
     ) -> AsyncGenerator[Delta, None]:
         request = plan.requests[index]
-        timer = self._metrics.sequence(len(request.prompt_token_ids))
+        timer = SequenceTimer(self._metrics, len(request.prompt_token_ids))
         async with contextlib.aclosing(self._backend.generate(request, plan.kv_mode)) as chunks:
             async for chunk in chunks:
                 if chunk.token_ids and not output.token_ids:

@@ -19,7 +19,7 @@ from baton.openai import FrontMetrics, OpenAIService, ServedModel
 from baton.openai.errors import to_api_error
 from baton.openai.http import BODIES, add_openai_routes, json_response, new_app, write
 from baton.openai.limits import HttpLimits
-from baton.openai.metrics import RowCollector
+from baton.openai.metrics import RowCollector, SequenceTimer
 from baton.text import Tokenizer
 from baton.wire import EngineInfo, GenerateRequest, Mode, SamplingParams, TokenChunk
 
@@ -91,7 +91,7 @@ async def _generate(engine: AsyncEngine, metrics: FrontMetrics, request: web.Req
         raise RequestError(f"the body is not a GenerateRequest: {error}") from None
     _check(wire, engine.info)
     response: web.StreamResponse | None = None
-    timer = metrics.sequence(len(wire.prompt_token_ids))
+    timer = SequenceTimer(metrics, len(wire.prompt_token_ids))
     try:
         async with contextlib.aclosing(engine.generate(wire)) as chunks:
             async for chunk in chunks:
