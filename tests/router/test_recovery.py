@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import time
 from collections.abc import AsyncIterator
@@ -21,7 +22,8 @@ from baton.router.timers import RouterTimers
 from baton.server import build_app as build_engine_app
 from baton.text import Tokenizer
 from baton.wire import EngineLoad, GenerateRequest, SamplingParams, TokenChunk, TokenLogprobs
-from tests.server.fake_serving import KEY, FakeEngine, served, until
+from tests.server import fake_serving
+from tests.server.fake_serving import KEY, FakeEngine, served, status_of, until
 
 # Engines and router share one loop, which other tests may hold up for a while.
 QUICK = RouterTimers(check=0.05, answer=0.5, lease=1.5, patience=1.0)
@@ -81,9 +83,7 @@ class Cluster:
                     event.set()
 
 
-async def complete(session: aiohttp.ClientSession, url: str, **body: Any) -> tuple[int, Any]:
-    async with session.post(f"{url}/v1/completions", json={**BODY, **body}) as response:
-        return response.status, await response.json()
+complete = functools.partial(fake_serving.complete, **BODY)
 
 
 async def expected_answer(directory: Path, session: aiohttp.ClientSession, **body: Any) -> Any:
@@ -98,8 +98,7 @@ def bare(answer: Any) -> Any:
 
 
 async def recoveries(session: aiohttp.ClientSession, url: str) -> Any:
-    async with session.get(f"{url}/status") as response:
-        return (await response.json())["recoveries"]
+    return (await status_of(session, url))["recoveries"]
 
 
 def ids(engine: FakeEngine) -> list[str]:

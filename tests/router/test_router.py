@@ -18,7 +18,18 @@ from baton.openai.serving import bind, url_of
 from baton.router import RouterConfig, build_app
 from baton.server import build_app as build_engine_app
 from baton.text import Tokenizer
-from tests.server.fake_serving import ADMIN, ADMIN_TOKEN, KEY, TEXT, FakeEngine, join, served, until
+from tests.server.fake_serving import (
+    ADMIN,
+    ADMIN_TOKEN,
+    KEY,
+    TEXT,
+    FakeEngine,
+    complete,
+    join,
+    served,
+    status_of,
+    until,
+)
 
 
 @contextlib.asynccontextmanager
@@ -46,16 +57,6 @@ class Setup:
             )
             async with served(app) as url, aiohttp.ClientSession() as session:
                 yield url, session
-
-
-async def complete(session: aiohttp.ClientSession, url: str, **body: Any) -> tuple[int, Any]:
-    async with session.post(f"{url}/v1/completions", json={"prompt": "a", **body}) as response:
-        return response.status, await response.json()
-
-
-async def status_of(session: aiohttp.ClientSession, url: str) -> Any:
-    async with session.get(f"{url}/status") as response:
-        return await response.json()
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 3, 40])

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.router.fake_vllm import FakeVllm
-from tests.router.vllm_pair import BODY, CONNECTORS, PROMPT, QUICK, WAYS, Pair, complete, said, status_of
-from tests.server.fake_serving import join, until
+from tests.router.vllm_pair import BODY, CONNECTORS, PROMPT, QUICK, WAYS, Pair, complete, said
+from tests.server.fake_serving import join, status_of, until
 
 
 @pytest.mark.parametrize(("name", "seed"), WAYS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import aiohttp
 from baton.router import RouterConfig, build_app
 from baton.router.timers import RouterTimers
 from tests.router.fake_vllm import FakeVllm, Kind, Shared, token_at
+from tests.server import fake_serving
 from tests.server.fake_serving import ADMIN_TOKEN, KEY, served
 
 # Servers and router share one loop, which other tests may hold up for a while.
@@ -52,14 +54,7 @@ class Pair:
         return [[r for r in map(s._role, s.asked) if r != "identify"] for s in (self.p, self.d)]
 
 
-async def complete(session: aiohttp.ClientSession, url: str, **body: Any) -> tuple[int, Any]:
-    async with session.post(f"{url}/v1/completions", json={**BODY, **body}) as response:
-        return response.status, await response.json()
-
-
-async def status_of(session: aiohttp.ClientSession, url: str) -> Any:
-    async with session.get(f"{url}/status") as response:
-        return await response.json()
+complete = functools.partial(fake_serving.complete, **BODY)
 
 
 def said(num: int, start: int = len(PROMPT)) -> list[int]:

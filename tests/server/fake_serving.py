@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import tokenizers
@@ -233,6 +234,17 @@ async def served(app: web.Application) -> AsyncIterator[str]:
     listener: socket.socket = bind("127.0.0.1", 0)
     async with serving.served(app, listener):
         yield url_of(listener)
+
+
+async def complete(session: aiohttp.ClientSession, url: str, **body: Any) -> tuple[int, Any]:
+    """Status and body of a completion."""
+    async with session.post(f"{url}/v1/completions", json={"prompt": "a", **body}) as response:
+        return response.status, await response.json()
+
+
+async def status_of(session: aiohttp.ClientSession, url: str) -> Any:
+    async with session.get(f"{url}/status") as response:
+        return await response.json()
 
 
 async def join(session: aiohttp.ClientSession, router: str, engine: str, role: str) -> None:
