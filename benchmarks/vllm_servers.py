@@ -17,6 +17,7 @@ from typing import Any
 
 from baton.deployment import die_with_parent
 from baton.errors import EngineUnavailableError
+from baton.transports.process import stat_of
 
 START_TIMEOUT_S = 400.0
 _STOP_TIMEOUT_S = 30.0
@@ -86,12 +87,11 @@ class VllmServer:
     def _processes(self) -> dict[int, float]:
         """CPU seconds of its living processes, by process id."""
         found = {}
-        for stat in Path("/proc").glob("[0-9]*/stat"):
-            with contextlib.suppress(OSError):  # it ended meanwhile
-                fields = stat.read_text().rpartition(")")[2].split()
-                if int(fields[3]) == self.process.pid and fields[0] != "Z":
-                    ticks = int(fields[11]) + int(fields[12])
-                    found[int(stat.parent.name)] = ticks / os.sysconf("SC_CLK_TCK")
+        for entry in Path("/proc").glob("[0-9]*"):
+            fields = stat_of(int(entry.name))
+            if fields and int(fields[3]) == self.process.pid and fields[0] != "Z":
+                ticks = int(fields[11]) + int(fields[12])
+                found[int(entry.name)] = ticks / os.sysconf("SC_CLK_TCK")
         return found
 
 

@@ -20,8 +20,9 @@ import pytest
 
 from baton.errors import ProtocolError, TransportError
 from baton.testing.transport_peer import SpawnedPeer
-from baton.transports import mover, shm
+from baton.transports import mover
 from baton.transports.base import CopyList
+from baton.transports.process import start_time_of
 from baton.transports.shm import SHM_DIR, ShmTransport, remove_stale_segments
 
 
@@ -143,7 +144,7 @@ def test_exit_unlinks_and_a_forked_child_does_not() -> None:
 def test_stale_removal_spares_everything_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dead = "baton-4194399-123-0123456789abcdef"
     recycled = f"baton-{os.getpid()}-1-0123456789abcdef"
-    alive = f"baton-{os.getpid()}-{shm._start_time(os.getpid())}-0123456789abcdef"
+    alive = f"baton-{os.getpid()}-{start_time_of(os.getpid())}-0123456789abcdef"
     others = [
         "baton-1-2-xyz",
         "baton-4194399-123-0123456789abcdef.bak",

@@ -84,9 +84,15 @@ def own_host_key() -> str:
 
 def start_time_of(pid: int) -> str:
     """Clock ticks from boot to the start of a process; "" when there is none."""
+    fields = stat_of(pid)
+    return fields[19] if fields else ""
+
+
+def stat_of(pid: int) -> list[str]:
+    """Fields of /proc/PID/stat from the state on (its third); none when there is no such process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text("ascii", "replace")
     except OSError:
-        return ""
+        return []
     # The second field is the command in brackets and may hold anything.
-    return text.rpartition(")")[2].split()[19]
+    return text.rpartition(")")[2].split()

@@ -23,7 +23,6 @@ import secrets
 import stat
 import weakref
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -33,7 +32,7 @@ from msgspec import Meta
 from baton.errors import ProtocolError, TransportError
 from baton.transports.base import ByteArray, Peer
 from baton.transports.memory import MemoryPeer, MemoryTransport
-from baton.transports.process import ProcessWatch, own_host_key
+from baton.transports.process import ProcessWatch, own_host_key, start_time_of, stat_of
 
 SHM_DIR = "/dev/shm"
 _NAME = re.compile(r"baton-([0-9]{1,10})-([0-9]{1,20})-[0-9a-f]{16}", re.ASCII)
@@ -74,25 +73,9 @@ class _Segment:
     memory: ByteArray
 
 
-def _stat(pid: int) -> tuple[str, str] | None:
-    """`(state, start)` of a process, its start in clock ticks since boot; None when it is gone."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text("ascii", "replace")
-    except OSError:
-        return None
-    # The second field is the command in brackets and may hold anything.
-    fields = text.rpartition(")")[2].split()
-    return fields[0], fields[19]
-
-
-def _start_time(pid: int) -> str | None:
-    found = _stat(pid)
-    return None if found is None else found[1]
-
-
 def _runs(pid: int, start_time: str) -> bool:
-    found = _stat(pid)
-    return found is not None and found[1] == start_time and found[0] not in ("Z", "X")
+    fields = stat_of(pid)
+    return bool(fields) and fields[19] == start_time and fields[0] not in ("Z", "X")
 
 
 def remove_stale_segments(directory: str = SHM_DIR) -> list[str]:
@@ -149,7 +132,7 @@ class ShmTransport(MemoryTransport):
             raise TransportError(f"cannot allocate {nbytes} bytes for {name!r}")
         with self._lock:
             self._need_open()
-            file = f"baton-{self._owner}-{_start_time(self._owner)}-{secrets.token_hex(8)}"
+            file = f"baton-{self._owner}-{start_time_of(self._owner)}-{secrets.token_hex(8)}"
             path = os.path.join(SHM_DIR, file)
             fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             try:
