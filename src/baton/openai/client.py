@@ -154,10 +154,10 @@ class OpenAIClient:
                 yield response
         except asyncio.TimeoutError:
             raise EngineLostError(f"{url}: no answer in time") from None
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, LineTooLong) as error:
-            raise ProtocolError(f"{url}: the answer is malformed: {printable(str(error))}") from None
         except (aiohttp.ClientError, OSError) as error:
             raise EngineLostError(f"{url}: {printable(str(error) or type(error).__name__)}") from None
+        except (msgspec.DecodeError, ValueError, RecursionError, LineTooLong) as error:
+            raise ProtocolError(f"{url}: the answer is malformed: {printable(str(error))}") from None
 
 
 async def _refused(response: aiohttp.ClientResponse, url: str) -> EngineUnavailableError | OverloadedError:
