@@ -15,7 +15,6 @@ from baton.handoff.protocol.events import (
 )
 from baton.handoff.protocol.messages import Seeds
 from baton.kv.geometry import NULL_PAGE
-from baton.kv.interval import wanted
 from simulation.engine import Ending, EngineModel, Leg, label_of
 
 if TYPE_CHECKING:
@@ -239,11 +238,11 @@ class DecodeEngine(EngineModel):
             return False
         for memory in self.process.memories:
             group, table = memory.model, leg.pages[memory.model.name]
-            interval = wanted(group.kind, group.window, n, hits[group.name], owner=group.owner)
+            interval = group.rules.wanted(n, hits[group.name])
             leg.wanted[group.name] = interval
             if group.window is not None:
                 # Pages that no later query sees are null.
-                seen_from = max(0, n - group.window + 1)
+                seen_from = group.rules.first_needed(n)
                 outside = min(seen_from // memory.page_size, len(table))
                 if interval.start > hits[group.name]:
                     # What lies before the window was not brought, so that no page of it serves another prompt.

@@ -159,9 +159,8 @@ class EngineModel:
         """Tokens of the leg's prompt that each group's cache holds, cut anywhere."""
         random, out = self.world.random, {}
         for memory in self.process.memories:
-            most = leg.num_known - memory.model.lookahead
             held = len(memory.lookup(leg.story, leg.num_known)) * memory.page_size
-            hit = min(held, most)
+            hit = memory.model.rules.hit(held, leg.num_known)
             if hit and random.random() < 0.3:
                 hit = random.randint(0, hit)
             out[memory.model.name] = hit
@@ -192,6 +191,7 @@ class EngineModel:
         """A step reads all KV that the leg has: every entry must be the right one."""
         for memory in self.process.memories:
             group = memory.model
+            # Not asked of `Rules`, which this checks.
             start = 0 if group.window is None else max(0, leg.computed - group.window + 1)
             stop = leg.computed if group.owner == "target" else leg.drafted
             bad = memory.wrong(leg.story, leg.pages[group.name], start, stop)
@@ -210,7 +210,8 @@ class EngineModel:
     def cache(self, leg: Leg) -> None:
         """Enter what is computed of the leg's tokens into the prefix cache, full pages only."""
         for memory in self.process.memories:
-            final = leg.computed if memory.model.owner == "target" else min(leg.drafted, leg.computed - 1)
+            computed = leg.computed if memory.model.module == 0 else leg.drafted
+            final = memory.model.rules.final(leg.computed, computed)
             if memory.model.name not in leg.uncached:
                 memory.cache(leg.story, leg.pages[memory.model.name], final)
 

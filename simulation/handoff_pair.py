@@ -48,6 +48,7 @@ class Node:
                 page_size=_PAGE_SIZE,
                 dtype="float32",
                 window=None,
+                module=int(group == "draft"),
                 layer_ids=(0, 1),
             )
             geometry = Geometry.block_major(spec, _NUM_PAGES, region=index)
@@ -119,7 +120,7 @@ class Traffic:
         d.agent.open_decode(ticket, _TOKENS, dict.fromkeys(_GROUPS, Interval(0, _TOKENS)), tables[1])
         p.agent.open_prefill(ticket)
         p.agent.declare_final(ticket.key, _TOKENS, tables[0], {"target": _TOKENS, "draft": _TOKENS - 1})
-        p.agent.finish_prefill(ticket.key, _SEEDS, False)
+        p.agent.finish_prefill(ticket.key, _SEEDS, False, dict.fromkeys(_GROUPS, _TOKENS))
         for node in (d, p):
             try:
                 event = node.events.get(timeout=HANDOFF_LIMIT_S)

@@ -59,6 +59,7 @@ class GroupMemory:
             dtype="float32",
             window=model.window,
             layer_ids=(model.salt,),
+            module=model.module,
         )
         order = random.choice((BLOCK_MAJOR_NHD, LAYER_MAJOR_NHD))
         geometry = Geometry.from_order(spec, num_pages, order, region=region)
@@ -184,7 +185,7 @@ class GroupMemory:
 
     def _key(self, story: Story, index: int) -> int:
         # The chain stands for all tokens that the page's entries depend on.
-        return story.chain[(index + 1) * self.page_size - 1 + self.model.lookahead]
+        return story.chain[(index + 1) * self.page_size - 1 + self.model.module]
 
     def cache(self, story: Story, table: Sequence[int], final: int) -> None:
         """Enter full pages of `[0, final)`."""
@@ -200,7 +201,7 @@ class GroupMemory:
     def lookup(self, story: Story, known: int) -> list[int]:
         """The cached pages of a prompt's first `known` tokens, from the first on."""
         out: list[int] = []
-        while (len(out) + 1) * self.page_size + self.model.lookahead <= known:
+        while (len(out) + 1) * self.page_size + self.model.module <= known:
             page = self._cache.get(self._key(story, len(out)))
             if page is None:
                 break

@@ -96,10 +96,11 @@ class PrefillEngine(EngineModel):
         self.compute(leg, leg.computed, stop, drafted=n if last else stop - 1)
         if last:
             leg.stream.tokens(n, [leg.story.tokens[n]])
-        final = {memory.model.name: stop - memory.model.lookahead for memory in self.process.memories}
+        rules = {memory.model.name: memory.model.rules for memory in self.process.memories}
+        final = {group: rule.final(n, stop if rule.module == 0 else leg.drafted) for group, rule in rules.items()}
         self.cache(leg)
         pages = {group: list(table) for group, table in leg.pages.items()}
-        declared = Declared(n, pages, {group: max(0, end) for group, end in final.items()})
+        declared = Declared(n, pages, final)
         self.process.call(lambda: self.process.node.to_prefill(leg.key, declared))
         if not last:
             return
@@ -108,4 +109,5 @@ class PrefillEngine(EngineModel):
         seeds = Seeds(leg.story.tokens[n], None, drafts)
         self.process.cluster.seeds[str(leg.key)] = seeds
         leg.state = "held"
-        self.process.call(lambda: self.process.node.to_prefill(leg.key, Sampled(seeds, finished)))
+        sampled = Sampled(seeds, finished, {group: rule.final(n, n, seeded=True) for group, rule in rules.items()})
+        self.process.call(lambda: self.process.node.to_prefill(leg.key, sampled))

@@ -8,6 +8,7 @@ from random import Random
 from typing import Literal
 
 from baton.handoff.channel.config import Timers
+from baton.kv.interval import Kind, Rules
 from baton.wire import Integrity, Recovery
 
 Fabric = Literal["shm", "rdma"]
@@ -66,14 +67,19 @@ _LAST_STRIKE = 1500
 
 @dataclass(frozen=True, slots=True)
 class GroupModel:
-    """A group of layers. An entry depends on the tokens up to its own, or `lookahead` further."""
+    """A group of layers. `module` says on which tokens an entry depends, see `Rules`."""
 
     name: str
     owner: Literal["target", "draft"]
-    kind: Literal["full", "mla", "sliding_window"]
+    kind: Kind
     window: int | None
-    lookahead: int
+    module: int
     salt: int
+
+    @property
+    def rules(self) -> Rules:
+        """What the group keeps, sends and may forget."""
+        return Rules(self.kind, self.module, self.window)
 
     @property
     def halves(self) -> int:

@@ -45,7 +45,7 @@ class Story:
         """Per position the cells (one per half) that must be in a group's memory."""
         found = self._cells.get(group.name)
         if found is None:
-            states = self.chain[group.lookahead :]
+            states = self.chain[group.module :]
             found = [tuple(hash((state, group.salt, half)) for half in range(group.halves)) for state in states]
             self._cells[group.name] = found
         return found

@@ -17,6 +17,7 @@ from baton.engine.config import SpeculativeConfig
 from baton.engine.core import EngineCore
 from baton.engine.runner import ModelRunner
 from baton.engine.scheduler import Scheduler
+from baton.kv.interval import Interval, Rules
 from baton.wire import SamplingParams
 from tests.engine.engines import EAGLE3, TARGET, Mode, Pair, Stepped, Stream, pair, request, stepped
 from tests.support.checkpoints import make_checkpoint, make_drafter
@@ -122,16 +123,13 @@ def drop_one_page_more(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def want_one_page_less(monkeypatch: pytest.MonkeyPatch) -> None:
-    from baton.engine import handoff
-    from baton.kv.interval import Interval
+    original = Rules.wanted
 
-    original = handoff.wanted
+    def wanted(rules: Rules, n: int, hit: int) -> Interval:
+        found = original(rules, n, hit)
+        return Interval(min(found.start + 16, found.stop), found.stop) if rules.window is not None else found
 
-    def wanted(kind: Any, window: int | None, n: int, hit: int, **which: Any) -> Interval:
-        found = original(kind, window, n, hit, **which)
-        return Interval(min(found.start + 16, found.stop), found.stop) if window is not None else found
-
-    monkeypatch.setattr(handoff, "wanted", wanted)
+    monkeypatch.setattr(Rules, "wanted", wanted)
 
 
 @pytest.mark.parametrize("breaks", [drop_one_page_more, want_one_page_less])
@@ -162,10 +160,11 @@ class Finals:
             self.hold(final)
             declare(key, prompt_len, pages, final)
 
-        def finish_prefill(key: Any, seeds: Any, finished: bool) -> None:
+        def finish_prefill(key: Any, seeds: Any, finished: bool, final: dict[str, int]) -> None:
             # With the first token everything is final, the drafter's last entry too.
-            self.hold(dict.fromkeys(self.pages, self.prompt_len))
-            finish(key, seeds, finished)
+            assert finished or final == dict.fromkeys(self.pages, self.prompt_len)
+            self.hold(final)
+            finish(key, seeds, finished, final)
 
         agent.declare_final = declare_final  # type: ignore[method-assign]
         agent.finish_prefill = finish_prefill  # type: ignore[method-assign]

@@ -46,6 +46,7 @@ class Node:
                 dtype="float32",
                 window=None,
                 layer_ids=tuple(range(layers)),
+                module=int(group == "draft"),
             )
             geometry = Geometry.block_major(spec, NUM_PAGES, region=index)
             region = self.transport.allocate(group, geometry.region_bytes)
@@ -154,7 +155,7 @@ def hand_over(
     if when == "during":
         register()
     p.agent.declare_final(key, n, source, {"target": n, "draft": n - 1})
-    p.agent.finish_prefill(key, SEEDS, False)
+    p.agent.finish_prefill(key, SEEDS, False, {"target": n, "draft": n})
     if when == "after":
         register()
     committed = d.next(DecodeCommitted)

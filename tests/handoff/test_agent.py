@@ -68,7 +68,7 @@ def test_first_token_ends_the_request(pair: Pair, mode: str, early: bool) -> Non
         d.agent.open_decode(ticket, 8, {"target": Interval(0, 8), "draft": Interval(0, 8)}, dest)
     p.agent.open_prefill(ticket)
     p.agent.declare_final(ticket.key, 8, source, {"target": 8, "draft": 7})
-    p.agent.finish_prefill(ticket.key, SEEDS, True)
+    p.agent.finish_prefill(ticket.key, SEEDS, True, {})
     assert p.next(PrefillReleased) == PrefillReleased(ticket.key, "finished")
     if not early:
         d.agent.open_decode(ticket, 8, {"target": Interval(0, 8), "draft": Interval(0, 8)}, dest)
@@ -88,7 +88,7 @@ def test_abort_from_either_side_releases_both_once(pair: Pair, mode: str, side: 
         "opened": lambda: p.agent.open_prefill(ticket),
         "registered": lambda: d.agent.open_decode(ticket, n, wanted, dest),
         "declared": lambda: p.agent.declare_final(key, n, source, {"target": n, "draft": n - 1}),
-        "sampled": lambda: p.agent.finish_prefill(key, SEEDS, False),
+        "sampled": lambda: p.agent.finish_prefill(key, SEEDS, False, {"draft": n}),
     }
     aborter = p if side == "P" else d
     for name, step in steps.items():
@@ -124,7 +124,7 @@ def test_what_is_given_up_may_be_overwritten_while_it_is_copied(pair: Pair, mode
     d.agent.open_decode(ticket, n, {"target": Interval(0, n), "draft": Interval(0, n)}, dest)
     p.agent.open_prefill(ticket)
     p.agent.declare_final(ticket.key, n, source, {"target": n, "draft": n - 1})
-    p.agent.finish_prefill(ticket.key, SEEDS, False)
+    p.agent.finish_prefill(ticket.key, SEEDS, False, {"draft": n})
     until = time.monotonic() + 20
     while not any(len(node.agent._node.operations) for node in (p, d)):
         assert time.monotonic() < until, "no copy begins"
@@ -162,7 +162,7 @@ def test_a_peer_that_never_joins_ends_in_a_named_timeout(pair: Pair, mode: str) 
     alone = ticket_for(p, d, mode, life=1.0)
     p.agent.open_prefill(alone)
     p.agent.declare_final(alone.key, 4, p.pages(1, 4), {"target": 4, "draft": 3})
-    p.agent.finish_prefill(alone.key, SEEDS, False)
+    p.agent.finish_prefill(alone.key, SEEDS, False, {"draft": 4})
     assert p.next(PrefillReleased) == PrefillReleased(alone.key, "handoff_timeout")
     other = ticket_for(p, d, mode, life=1.0)
     d.agent.open_decode(other, 4, {"target": Interval(0, 4), "draft": Interval(0, 4)}, d.pages(1, 4))
@@ -279,7 +279,7 @@ def test_a_later_attempt_supersedes_the_earlier(pair: Pair) -> None:
     source = p.pages(1, 8)
     p.fill(source, 8, 3.0)
     p.agent.declare_final(again.key, 8, source, {"target": 8, "draft": 7})
-    p.agent.finish_prefill(again.key, SEEDS, False)
+    p.agent.finish_prefill(again.key, SEEDS, False, {"draft": 8})
     other.agent.open_decode(again, 8, wanted, other.pages(1, 8))
     other.next(DecodeCommitted)
     assert p.next(PrefillReleased) == PrefillReleased(again.key, "committed")
@@ -359,7 +359,7 @@ def test_digests_keep_the_agent_from_nothing(pair: Pair) -> None:
         d.agent.open_decode(ticket, 8, {"target": Interval(0, 8), "draft": Interval(0, 8)}, d.pages(3, 8))
         p.agent.open_prefill(ticket)
         p.agent.declare_final(ticket.key, 8, p.pages(1, 8), {"target": 8, "draft": 7})
-        p.agent.finish_prefill(ticket.key, SEEDS, False)
+        p.agent.finish_prefill(ticket.key, SEEDS, False, {"draft": 8})
         assert begun.wait(30)
         d.agent.abort(ticket_for(p, d, "push").key, "another", taken.set)
         assert taken.wait(10)

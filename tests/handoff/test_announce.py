@@ -102,7 +102,7 @@ def test_p_hears_of_a_leg_that_gives_up_while_it_waits(mode: Mode) -> None:
 def test_a_request_that_ends_with_its_first_token_takes_no_pages(mode: Mode) -> None:
     p = prefill(mode, ev.Opened(), ev.Received(ANNOUNCE), ev.Admitted())
     finished = ev.Send(msg.Finished(KEY, SEEDS))
-    assert finished in p.handle(ev.Sampled(SEEDS, True))
+    assert finished in p.handle(ev.Sampled(SEEDS, True, {}))
     assert p.handle(ev.Received(ANNOUNCE)) == [finished]
     d = announced(mode)
     assert d.handle(ev.Received(finished.message)) == [
@@ -110,7 +110,7 @@ def test_a_request_that_ends_with_its_first_token_takes_no_pages(mode: Mode) -> 
         ev.Notify(ev.DecodeFinished(KEY, SEEDS)),
     ]
     assert d.handle(ev.Placed(WANTED, TABLES)) == []
-    late = prefill(mode, ev.Opened(), ev.Admitted(), ev.Sampled(SEEDS, True))
+    late = prefill(mode, ev.Opened(), ev.Admitted(), ev.Sampled(SEEDS, True, {}))
     assert late.handle(ev.Received(ANNOUNCE)) == [finished]
 
 
@@ -249,7 +249,7 @@ def test_two_steps_over_real_sockets(pair: Pair, mode: Mode) -> None:
     d.next(ev.DecodeAdmitted)
     source, dest = p.pages(1, N), d.pages(3, N)
     p.agent.declare_final(ticket.key, N, source, {"target": N, "draft": N - 1})
-    p.agent.finish_prefill(ticket.key, SEEDS, False)
+    p.agent.finish_prefill(ticket.key, SEEDS, False, {"draft": N})
     d.agent.open_decode(ticket, N, {"target": Interval(0, N), "draft": Interval(0, N)}, dest)
     d.next(ev.DecodeCommitted)
     assert p.next(ev.PrefillReleased) == ev.PrefillReleased(ticket.key, "committed")

@@ -200,7 +200,7 @@ class World:
             self.feed_p(Declared(self.n, self.p_pages, {"target": step, "draft": step - 1}))
         elif step == self.n + 1:
             self.write("draft", self.n - 1)
-            self.feed_p(Sampled(SEEDS, self.finished))
+            self.feed_p(Sampled(SEEDS, self.finished, dict.fromkeys(GROUPS, self.n)))
 
     def write(self, group: str, t: int) -> None:
         self.p_memory[group, self.p_pages[group][t // self.p_size], t % self.p_size] = t

@@ -208,7 +208,7 @@ class World:
 
     def prefill(self, p: Node, ticket: Ticket) -> None:
         p.node.to_prefill(ticket.key, Declared(N, {"target": [1, 2]}, {"target": N}))
-        p.node.to_prefill(ticket.key, Sampled(SEEDS, False))
+        p.node.to_prefill(ticket.key, Sampled(SEEDS, False, {}))
 
     def begin(self, p: Node, d: Node, mode: str) -> Ticket:
         """Both legs opened and registered, P still prefilling."""

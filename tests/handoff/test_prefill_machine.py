@@ -52,6 +52,8 @@ SEEDS = Seeds(7, None, [8])
 TABLES = {"draft": [5, 6], "target": [1, 2]}
 DEST = {"draft": [3, 4], "target": [8, 9]}
 REGISTER = Received(Register(KEY, ticket="t", wanted={"target": Interval(2, 8), "draft": Interval(0, 8)}, pages=DEST))
+# What is final with the seed.
+WHOLE = {"target": 8, "draft": 8}
 ALL = Declared(8, TABLES, {"target": 8, "draft": 7})
 
 
@@ -88,7 +90,7 @@ def test_push_copies_each_final_stretch_once_and_commits_after_the_last() -> Non
     assert p.handle(ALL) == []
     for copy_id in range(4):
         assert p.handle(CopyEnded(copy_id, ok=True, num_bytes=10, num_runs=1)) == []
-    assert intervals(p.handle(Sampled(SEEDS, False))) == [("draft", 7, 8)]
+    assert intervals(p.handle(Sampled(SEEDS, False, WHOLE))) == [("draft", 7, 8)]
     commit = Commit(KEY, final={"target": 8, "draft": 8}, seeds=SEEDS, num_bytes=50, num_runs=5)
     last = CopyEnded(4, ok=True, num_bytes=10, num_runs=1)
     assert p.handle(last) == [Send(commit)]
@@ -102,7 +104,7 @@ def test_push_copies_each_final_stretch_once_and_commits_after_the_last() -> Non
 @pytest.mark.parametrize("order", ["before", "after"])
 def test_register_may_come_before_the_engine_opens_or_after_it_is_done(order: str) -> None:
     p = PrefillHandoff(KEY, "push", ["target", "draft"])
-    rest = [Opened(), ALL, Sampled(SEEDS, False)]
+    rest = [Opened(), ALL, Sampled(SEEDS, False, WHOLE)]
     events = [REGISTER, *rest] if order == "before" else [*rest, REGISTER]
     copies = [interval for event in events for interval in intervals(p.handle(event))]
     assert sorted(copies)[0][:2] == ("draft", 0)
@@ -115,7 +117,7 @@ def test_pull_offers_once_prefilled_and_confirms_only_what_was_offered() -> None
     p, actions = machine("pull", REGISTER, ALL)
     assert actions == [] == p.handle(Received(ReadDone(KEY))) == p.handle(Received(Ack(KEY)))
     ready = Ready(KEY, final={"target": 8, "draft": 8}, pages=TABLES)
-    assert p.handle(Sampled(SEEDS, False)) == [Send(ready)] == p.handle(Tick())
+    assert p.handle(Sampled(SEEDS, False, WHOLE)) == [Send(ready)] == p.handle(Tick())
     assert p.handle(Received(Ack(KEY))) == []
     confirm = [Send(Confirm(KEY, SEEDS))]
     assert p.handle(Received(ReadDone(KEY))) == confirm == p.handle(Received(ReadDone(KEY))) == p.handle(Tick())
@@ -133,7 +135,7 @@ def test_abort_in_push_waits_for_its_own_copies_only() -> None:
 
 @pytest.mark.parametrize("proof", ["cancelled", "fence", "ack"])
 def test_deadline_in_pull_frees_nothing_before_the_reader_is_quiet(proof: str) -> None:
-    p, _ = machine("pull", REGISTER, ALL, Sampled(SEEDS, False), Received(ReadDone(KEY)))
+    p, _ = machine("pull", REGISTER, ALL, Sampled(SEEDS, False, WHOLE), Received(ReadDone(KEY)))
     assert p.handle(Deadline())[0] == Send(Cancel(KEY, "handoff_timeout", "the handoff did not end in time"))
     for event in (Deadline(), Abort("again"), PeerLost("peer_lost", "", fenced=False)):
         assert p.handle(event) == []
@@ -160,11 +162,11 @@ def test_a_cancel_leaves_a_tombstone_that_starts_nothing() -> None:
     assert p.closed
     assert p.handle(REGISTER) == [Send(Cancelled(KEY, "gone"))]
     assert p.handle(Opened()) == [released("gone")]
-    assert p.handle(ALL) == [] == p.handle(Sampled(SEEDS, False))
+    assert p.handle(ALL) == [] == p.handle(Sampled(SEEDS, False, WHOLE))
 
 
 def test_finished_frees_p_at_once_and_tells_d_when_it_comes() -> None:
-    p, actions = machine("push", ALL, Sampled(SEEDS, True))
+    p, actions = machine("push", ALL, Sampled(SEEDS, True, {}))
     assert actions == [released("finished")]
     finished = [Send(Finished(KEY, SEEDS))]
     assert p.handle(REGISTER) == finished == p.handle(Tick())
@@ -174,7 +176,7 @@ def test_finished_frees_p_at_once_and_tells_d_when_it_comes() -> None:
 
 def test_finished_waits_for_copies_under_way() -> None:
     p, _ = machine("push", REGISTER, ALL)
-    assert p.handle(Sampled(SEEDS, True)) == [CancelCopies((0, 1))]
+    assert p.handle(Sampled(SEEDS, True, {})) == [CancelCopies((0, 1))]
     assert p.handle(CopyEnded(0, ok=False)) == []
     assert p.handle(CopyEnded(1, ok=True)) == [released("finished"), Send(Finished(KEY, SEEDS))]
 
@@ -192,7 +194,7 @@ def test_a_failed_copy_is_issued_again_within_bounds() -> None:
         StartCopy(3, "target", Interval(2, 8), [1, 2], [8, 9]),
     ]
     # COMMIT waits for the copy that took the failed one's place.
-    assert p.handle(Sampled(SEEDS, False)) == [StartCopy(4, "draft", Interval(7, 8), [5, 6], [3, 4])]
+    assert p.handle(Sampled(SEEDS, False, WHOLE)) == [StartCopy(4, "draft", Interval(7, 8), [5, 6], [3, 4])]
     assert p.handle(CopyEnded(4, ok=True)) == []
     assert isinstance(p.handle(CopyEnded(3, ok=True))[0], Send)
     p, _ = machine("push", REGISTER, ALL)
@@ -214,7 +216,7 @@ def test_a_failed_copy_without_retries_ends_the_attempt() -> None:
 
 def test_what_is_never_final_cannot_be_wanted() -> None:
     far = Received(Register(KEY, ticket="t", wanted={"target": Interval(0, 9), "draft": Interval(0, 8)}, pages=DEST))
-    _, actions = machine("pull", far, ALL, Sampled(SEEDS, False))
+    _, actions = machine("pull", far, ALL, Sampled(SEEDS, False, WHOLE))
     assert actions[-1] == released("not_final")
 
 
@@ -236,7 +238,7 @@ def test_a_register_of_other_groups_is_refused_and_changes_nothing() -> None:
 def committed(max_retries: int = 2) -> PrefillHandoff:
     """A P whose copies are done and whose COMMIT is out."""
     p = PrefillHandoff(KEY, "push", ["target", "draft"], max_retries)
-    for event in (Opened(), REGISTER, ALL, Sampled(SEEDS, False)):
+    for event in (Opened(), REGISTER, ALL, Sampled(SEEDS, False, WHOLE)):
         p.handle(event)
     for copy_id in range(3):
         p.handle(CopyEnded(copy_id, ok=True))
@@ -327,7 +329,7 @@ def test_push_tells_digests_with_each_copy_and_commits_when_all_are_known() -> N
     p.handle(DigestsComputed("draft", [DRAFT]))
     assert p.handle(CopyEnded(0, ok=True)) == [Send(Progress(KEY, {"draft": [DRAFT]}))]
     assert p.handle(CopyEnded(1, ok=True)) == []
-    p.handle(Sampled(SEEDS, False))
+    p.handle(Sampled(SEEDS, False, WHOLE))
     p.handle(DigestsComputed("draft", [LAST]))
     assert p.handle(CopyEnded(2, ok=True)) == [Send(Progress(KEY, {"draft": [LAST]}))]
     (sent,) = p.handle(DigestsComputed("target", [TARGET]))
@@ -350,7 +352,7 @@ def test_pull_is_ready_when_all_digests_are_known() -> None:
     p = guarded("pull")
     p.handle(ALL)
     p.handle(DigestsComputed("draft", [DRAFT]))
-    assert p.handle(Sampled(SEEDS, False)) == [ComputeDigests("draft", (Interval(7, 8),), [5, 6])]
+    assert p.handle(Sampled(SEEDS, False, WHOLE)) == [ComputeDigests("draft", (Interval(7, 8),), [5, 6])]
     assert p.handle(DigestsComputed("target", [TARGET])) == []
     (sent,) = p.handle(DigestsComputed("draft", [LAST]))
     assert isinstance(sent, Send)

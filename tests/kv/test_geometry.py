@@ -91,6 +91,9 @@ def test_one_latent_and_one_state_per_layer() -> None:
         {"kind": "sliding_window"},
         {"kind": "sliding_window", "window": 0},
         {"kind": "state"},
+        {"owner": "draft"},
+        {"module": 1},
+        {"module": None},
     ],
 )
 def test_bad_specs_are_refused(changes: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from baton.kv.pool import PagePool
 
 def fill(pool: PagePool, tokens: list[int]) -> list[int]:
     pages = pool.allocate(-(-len(tokens) // pool.page_size))
-    pool.cache(tokens, pages, [], len(tokens) - pool.lookahead)
+    pool.cache(tokens, pages, [], len(tokens) - pool.reach)
     return pages
 
 
@@ -51,7 +51,7 @@ def test_prefix_hit_is_exact_to_the_token() -> None:
 
 def test_drafter_identity_includes_the_token_after_the_page() -> None:
     """Entry 3 of a drafter page of 4 depends on token 4: prompts that differ only there share entries 0..2."""
-    pool = PagePool(17, 4, lookahead=1)
+    pool = PagePool(17, 4, reach=1)
     fill(pool, [1, 2, 3, 4, 5, 6, 7, 8, 9])
     assert pool.lookup([1, 2, 3, 4, 5, 6, 7, 8, 9], 8).num_tokens == 8
     assert pool.lookup([1, 2, 3, 4, 99, 6, 7, 8, 9], 8).num_tokens == 3
@@ -121,28 +121,26 @@ def test_a_prompt_is_hashed_once_however_often_it_is_looked_up(monkeypatch: pyte
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), max_size=12), st.integers(0, 1), st.data())
-def test_a_lookup_finds_the_longest_prefix_there_is(
-    prompts: list[list[int]], lookahead: int, data: st.DataObject
-) -> None:
-    pool = PagePool(64, 3, lookahead)
+def test_a_lookup_finds_the_longest_prefix_there_is(prompts: list[list[int]], reach: int, data: st.DataObject) -> None:
+    pool = PagePool(64, 3, reach)
     entered: list[list[int]] = []
     for prompt in prompts:
         pages = fill(pool, prompt)
         if data.draw(st.booleans()):
             pool.release(pages)
-        whole = (len(prompt) - lookahead) // 3
-        entered.append(prompt[: 3 * whole + lookahead] if whole else [])
+        whole = (len(prompt) - reach) // 3
+        entered.append(prompt[: 3 * whole + reach] if whole else [])
     asked = data.draw(st.lists(st.integers(0, 2), min_size=1, max_size=9))
-    # An entry depends on the tokens up to `lookahead` behind it, and whole pages alone are entered.
-    shared = [page_pool._common_prefix(asked, prompt) - lookahead for prompt in entered]
-    limit = max(0, len(asked) - lookahead)
+    # An entry depends on the tokens up to `reach` behind it, and whole pages alone are entered.
+    shared = [page_pool._common_prefix(asked, prompt) - reach for prompt in entered]
+    limit = max(0, len(asked) - reach)
     assert pool.lookup(asked, limit).num_tokens == max(0, *shared, 0)
 
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 7)), max_size=60), st.integers(0, 1))
-def test_every_page_is_in_exactly_one_state(operations: list[tuple[int, int]], lookahead: int) -> None:
-    pool = PagePool(12, 2, lookahead)
+def test_every_page_is_in_exactly_one_state(operations: list[tuple[int, int]], reach: int) -> None:
+    pool = PagePool(12, 2, reach)
     held: list[list[int]] = []
     quarantined: list[list[int]] = []
     for operation, value in operations:

@@ -124,7 +124,7 @@ class Handoff(RuleBasedStateMachine):
         elif self.p_free or self.computed > TOKENS:
             return
         elif self.computed == TOKENS:
-            self.feed_p(ev.Sampled(Seeds(7, None, [8]), self.ends_at_once))
+            self.feed_p(ev.Sampled(Seeds(7, None, [8]), self.ends_at_once, dict.fromkeys(GROUPS, TOKENS)))
         else:
             final = {"target": self.computed + 1, "draft": self.computed}
             self.feed_p(ev.Declared(TOKENS, {group: list(TABLE) for group in GROUPS}, final))

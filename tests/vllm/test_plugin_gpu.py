@@ -10,8 +10,7 @@ import torch
 
 from baton.errors import ConfigError
 from baton.handoff.plan.planner import plan
-from baton.kv.geometry import Kind
-from baton.kv.interval import Interval
+from baton.kv.interval import Interval, Kind
 from baton.transports.base import DeviceMemory
 from baton.vllm import compat
 from baton.vllm.geometry import CacheLayout, describe, region_of

@@ -35,7 +35,7 @@ class FakeAgent:
     def declare_final(self, key: AttemptKey, prompt_len: int, pages: Any, final: Any) -> None:
         self.calls.append(("declare_final", key, prompt_len, pages, final))
 
-    def finish_prefill(self, key: AttemptKey, seeds: Seeds, finished: bool) -> None:
+    def finish_prefill(self, key: AttemptKey, seeds: Seeds, finished: bool, final: Any) -> None:
         self.calls.append(("finish_prefill", key, seeds, finished))
 
     def admit_prefill(self, key: AttemptKey) -> None:

@@ -32,7 +32,8 @@ from baton.handoff.node.agent import AgentConfig, HandoffAgent, Timers
 from baton.handoff.plan.planner import RankGeometry
 from baton.handoff.protocol.digests import MemoryDigester
 from baton.handoff.protocol.ticket import Redeemer, load_or_create_key
-from baton.kv.geometry import Geometry, GroupSpec, Kind, Owner
+from baton.kv.geometry import Geometry, GroupSpec, Owner
+from baton.kv.interval import Kind
 from baton.kv.pool import PagePool
 from baton.models.base import CausalLM
 from baton.models.layers import KVLayerSpec
@@ -49,8 +50,8 @@ log = logging.getLogger(__name__)
 DRAFT_GROUP = "draft"
 # To be counted on when stored pages of before mean something else now.
 PAGE_LAYOUT = "block-major 1"
-# The drafter's entry at position i is computed from token i + 1.
-DRAFT_LOOKAHEAD = 1
+# Every drafter here computes its entry at position i from token i + 1.
+DRAFT_MODULE = 1
 
 
 @dataclass(slots=True)
@@ -113,9 +114,9 @@ def _build(
     if drafter is not None:
         groups += _groups(drafter.kv_layers, "draft", config.block_size, dtype)
     page_bytes = sum(group.page_bytes for group in groups)
-    num_lookahead = spec.num_speculative_tokens if spec else 0
+    num_lookahead_slots = spec.num_speculative_tokens if spec else 0
     max_position = _max_position(config, model)
-    size = pool_size(config, memory, Memory.measure(device, uses_shm), page_bytes, num_lookahead, max_position)
+    size = pool_size(config, memory, Memory.measure(device, uses_shm), page_bytes, num_lookahead_slots, max_position)
     num_pages, max_model_len = size.num_pages, size.max_model_len
     if size.lowered:
         log.warning("%s", size)
@@ -123,21 +124,21 @@ def _build(
     regions, kv = _allocate(groups, num_pages, transport, device)
     backend = get_backend(config.attention_backend, config.device)
     runner = ModelRunner(
-        model, drafter, groups, kv, backend, device, num_lookahead, spec is None or spec.verifier == "coupled"
+        model, drafter, groups, kv, backend, device, num_lookahead_slots, spec is None or spec.verifier == "coupled"
     )
     pools = {
         group.name: PagePool(
             num_pages,
             config.block_size,
-            DRAFT_LOOKAHEAD if group.owner == "draft" else 0,
+            group.rules.reach,
             config.enable_prefix_caching,
         )
         for group in groups
     }
     scheduler = Scheduler(
         pools,
-        DRAFT_GROUP if drafter else None,
-        num_lookahead,
+        {group.name: group.rules for group in groups},
+        num_lookahead_slots,
         config.max_num_batched_tokens,
         config.max_num_seqs,
         runner.copy_page,
@@ -176,7 +177,9 @@ def _build(
         undo.callback(agent.close)
         timeout_s = config.kv_transfer_config.handoff_timeout_s
         alter_seeds = getattr(transport, "alter_seeds", None)
-        legs = HandoffLegs(agent, groups, model.vocab_size, num_lookahead, config.recovery, timeout_s, alter_seeds)
+        legs = HandoffLegs(
+            agent, groups, model.vocab_size, num_lookahead_slots, config.recovery, timeout_s, alter_seeds
+        )
     rejection = spec is not None and spec.verifier == "rejection"
     prefix_store = _prefix_store(config, facts, pools, kv)
     core = EngineCore(
@@ -203,7 +206,7 @@ def _build(
         eos_token_ids=list(tokenizer.eos_token_ids),
         control_address=agent.address if agent else None,
         fingerprint=json.dumps(facts, sort_keys=True),
-        num_speculative_tokens=num_lookahead,
+        num_speculative_tokens=num_lookahead_slots,
         batch_invariant=config.batch_invariant,
         default_seed=config.seed,
         token_api=config.role != "both" or config.token_api,
@@ -232,6 +235,7 @@ def _groups(layers: Sequence[KVLayerSpec], owner: Owner, page_size: int, dtype: 
             GroupSpec(
                 name=DRAFT_GROUP if owner == "draft" else f"target.{kind}" + (f".{len(groups)}" if groups else ""),
                 owner=owner,
+                module=DRAFT_MODULE if owner == "draft" else 0,
                 kind=kind,
                 num_layers=len(ids),
                 num_kv_heads=layer.num_kv_heads,

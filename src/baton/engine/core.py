@@ -229,7 +229,8 @@ class EngineCore:
             pool.cache(request.token_ids, request.pages[name], chain, self._num_final(request, name))
 
     def _num_final(self, request: Request, group: str) -> int:
-        return request.num_drafted if group == self.scheduler.draft_group else request.num_computed
+        rules = self.scheduler.rules[group]
+        return rules.final(len(request.token_ids), request.num_entries(rules))
 
     def num_drafts(self, request: Request) -> int:
         """The token that fills the context follows the last draft, so that no row lies behind the context's end."""
@@ -238,7 +239,7 @@ class EngineCore:
     def committed(self, request: Request, seeds: Seeds) -> None:
         """A decode leg has everything: its first step verifies the drafts that came with the first token."""
         request.num_computed = request.prefill_len
-        request.num_drafted = request.num_computed if self.scheduler.draft_group else 0
+        request.num_drafted = request.num_computed
         if request.num_output == 0:
             self._emit_seed(request, seeds, None, None)
             request.token_ids.append(seeds.first_token)

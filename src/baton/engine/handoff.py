@@ -28,7 +28,7 @@ from baton.handoff.protocol.events import (
 from baton.handoff.protocol.messages import AttemptKey, Seeds
 from baton.handoff.protocol.ticket import Ticket
 from baton.kv.geometry import GroupSpec
-from baton.kv.interval import Interval, wanted
+from baton.kv.interval import Interval
 from baton.wire import Recovery, TokenChunk, recovers
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class Agent(Protocol):
     def declare_final(
         self, key: AttemptKey, prompt_len: int, pages: dict[str, list[int]], final: dict[str, int]
     ) -> None: ...
-    def finish_prefill(self, key: AttemptKey, seeds: Seeds, finished: bool) -> None: ...
+    def finish_prefill(self, key: AttemptKey, seeds: Seeds, finished: bool, final: dict[str, int]) -> None: ...
     def announce_decode(self, ticket: Ticket) -> None: ...
     def open_decode(
         self,
@@ -156,7 +156,7 @@ class HandoffLegs:
             scheduler.receive_queue.popleft()
             intervals: dict[str, Interval] = {}
             for group in self.groups:
-                interval = wanted(group.kind, group.window, request.prefill_len, hits[group.name], owner=group.owner)
+                interval = group.rules.wanted(request.prefill_len, hits[group.name])
                 intervals[group.name] = interval
                 self.open[ticket.key].first_wanted[group.name] = interval.start
                 if group.kind == "sliding_window" and interval.start > hits[group.name]:
@@ -178,13 +178,14 @@ class HandoffLegs:
         """After the drafter ran: declare what became final; with the last chunk, hand over the seeds."""
         assert request.ticket is not None
         key, n = request.ticket.key, request.prefill_len
-        final = {
-            group.name: min(request.num_drafted, n - 1) if group.owner == "draft" else min(request.num_computed, n)
-            for group in self.groups
-        }
+        entries = {group.name: min(request.num_entries(group.rules), n) for group in self.groups}
+        final = {group.name: group.rules.final(n, entries[group.name]) for group in self.groups}
         self.agent.declare_final(key, n, dict(request.pages), final)
         if request.is_prefilling:
             return
+        if request.finish_reason is None:
+            # Else no drafter has run, and nothing is wanted.
+            final = {group.name: group.rules.final(n, entries[group.name], seeded=True) for group in self.groups}
         seeds = Seeds(
             first_token=request.token_ids[n],
             first_logprobs=request.first_logprobs,
@@ -197,7 +198,7 @@ class HandoffLegs:
         self.core.scheduler.remove(request)
         request.status = RequestStatus.HELD
         self.core.metrics.num_requests[request.finish_reason or "handoff"] += 1
-        self.agent.finish_prefill(key, seeds, request.finish_reason is not None)
+        self.agent.finish_prefill(key, seeds, request.finish_reason is not None, final)
 
     def keeps_pages(self, request: Request, error: str | None) -> bool:
         """A request ended early: whether the agent must first prove its pages quiet. It is told to give up, and tells

@@ -59,7 +59,7 @@ class PoolSize:
 
 
 def pool_size(
-    config: EngineConfig, before: Memory, now: Memory, page_bytes: int, num_lookahead: int, max_position: int
+    config: EngineConfig, before: Memory, now: Memory, page_bytes: int, num_lookahead_slots: int, max_position: int
 ) -> PoolSize:
     """Size the pool of an engine that has loaded its weights. `max_position` is the checkpoint's context.
 
@@ -70,7 +70,7 @@ def pool_size(
     context = config.max_model_len or max_position
 
     def pages_of(tokens: int) -> int:
-        return -(-(tokens + num_lookahead) // page)
+        return -(-(tokens + num_lookahead_slots) // page)
 
     if config.kv_cache_memory is not None:
         num_bytes = config.kv_cache_memory
@@ -80,7 +80,7 @@ def pool_size(
         used = max(pages_of(context), config.max_num_seqs * pages_of(context // USED_CONTEXT)) + 1
         num_bytes = max(0, min(max(MIN_POOL_BYTES, used * page_bytes), _share(config, before, now)))
     num_pages = num_bytes // page_bytes
-    longest = (num_pages - 1) * page - num_lookahead
+    longest = (num_pages - 1) * page - num_lookahead_slots
     if longest < 2:
         need = (pages_of(2) + 1) * page_bytes
         raise ConfigError(

@@ -43,7 +43,7 @@ class PrefixStore:
         self._page_size = next(iter(pools.values())).page_size
         self._span_pages = max(1, SPAN_TOKENS // self._page_size)
         self._span = self._span_pages * self._page_size
-        self._lookahead = max(pool.lookahead for pool in pools.values())
+        self._reach = max(pool.reach for pool in pools.values())
         self._num_writing = 0
         self._readers = ThreadPoolExecutor(2, thread_name_prefix="baton-prefix-read")
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="baton-prefix-write")
@@ -125,7 +125,7 @@ class PrefixStore:
         return slice(index * self._span_pages, (index + 1) * self._span_pages)
 
     def _num_spans(self, num_tokens: int) -> int:
-        return max(0, num_tokens - self._lookahead) // self._span
+        return max(0, num_tokens - self._reach) // self._span
 
     def _num_free_spans(self) -> int:
         return min(pool.num_available for pool in self._pools.values()) // self._span_pages
@@ -136,7 +136,7 @@ class PrefixStore:
         """Keys of the first `num` spans, each over all tokens before it."""
         key = self._model
         for start in range(0, num * self._span, self._span):
-            key = content_key(key, tokens[start : start + self._span + self._lookahead])
+            key = content_key(key, tokens[start : start + self._span + self._reach])
             yield key
 
     def _read(self, tokens: Sequence[int], first: int, last: int) -> list[dict[str, ByteArray]]:

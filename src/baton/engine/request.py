@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.engine.sampler import SamplerState
+from baton.kv.interval import Rules
 from baton.wire import FinishReason, GenerateRequest, SamplingParams, TokenLogprobs
 
 if TYPE_CHECKING:
@@ -83,6 +84,10 @@ class Request:
     @property
     def is_prefilling(self) -> bool:
         return self.num_computed < self.prefill_len
+
+    def num_entries(self, rules: Rules) -> int:
+        """How many entries of a group are computed."""
+        return self.num_computed if rules.module == 0 else self.num_drafted
 
     def set_pages(self, group: str, pages: list[int]) -> None:
         """Replace the block table of a group."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from baton.engine.request import Request, RequestStatus
 from baton.errors import CapacityError
+from baton.kv.interval import Rules
 from baton.kv.pool import PagePool
 
 CopyPage = Callable[[str, int, int], None]
@@ -30,22 +31,22 @@ class ScheduledRows:
 class Scheduler:
     """Owns the queues and the page pools (one per group). Single-threaded; mutates requests' pages and status.
 
-    `draft_group` is the pool name of the drafter's KV, or None. `copy_page(group, source, destination)`
+    `rules` are those of each group. `copy_page(group, source, destination)`
     copies the bytes of one page (copy-on-write of a partly shared page).
     """
 
     def __init__(
         self,
         pools: Mapping[str, PagePool],
-        draft_group: str | None,
-        num_lookahead: int,
+        rules: Mapping[str, Rules],
+        num_lookahead_slots: int,
         max_num_batched_tokens: int,
         max_num_seqs: int,
         copy_page: CopyPage,
     ) -> None:
         self.pools = pools
-        self.draft_group = draft_group
-        self.num_lookahead = num_lookahead
+        self.rules = rules
+        self.num_lookahead_slots = num_lookahead_slots
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_num_seqs = max_num_seqs
         self.copy_page = copy_page
@@ -72,8 +73,10 @@ class Scheduler:
 
     def fits(self, num_tokens: int) -> bool:
         """Whether a request of that many tokens could ever run here alone."""
-        slots = num_tokens + self.num_lookahead
-        return all(-(-slots // pool.page_size) <= pool.num_pages - 1 for pool in self.pools.values())
+        slots = num_tokens + self.num_lookahead_slots
+        return all(
+            self.rules[name].num_pages(slots, pool.page_size) <= pool.num_pages - 1 for name, pool in self.pools.items()
+        )
 
     def schedule(self) -> list[ScheduledRows]:
         """Rows of the next step, decodes first, then prefill chunks in order of arrival."""
@@ -111,7 +114,7 @@ class Scheduler:
         return len(self.running) + len(self.receiving)
 
     def _reserve_or_preempt(self, request: Request, num_rows: int, scheduled: dict[Request, ScheduledRows]) -> bool:
-        while not self._reserve(request, request.num_computed + num_rows + self.num_lookahead):
+        while not self._reserve(request, request.num_computed + num_rows + self.num_lookahead_slots):
             victim = next((r for r in reversed(self.running) if r.role != "prefill"), None)
             if victim is None:
                 return False
@@ -125,7 +128,7 @@ class Scheduler:
         """Extend every group's block table to `num_slots` token slots; all groups or none."""
         wanted: dict[str, int] = {}
         for name, pool in self.pools.items():
-            missing = -(-num_slots // pool.page_size) - len(request.pages.get(name, ()))
+            missing = self.rules[name].num_pages(num_slots, pool.page_size) - len(request.pages.get(name, ()))
             if missing > pool.num_available:
                 return False
             wanted[name] = missing
@@ -176,7 +179,7 @@ class Scheduler:
         hit = min(self._attach_prefix(request, self._common_hit(request)).values())
         whole = request.role == "prefill"
         num_rows = request.prefill_len - hit if whole else min(budget, request.prefill_len - hit)
-        if not self._reserve(request, hit + num_rows + self.num_lookahead):
+        if not self._reserve(request, hit + num_rows + self.num_lookahead_slots):
             self.release(request)
             return False
         request.num_computed = request.num_drafted = hit
@@ -198,7 +201,7 @@ class Scheduler:
         num = request.prefill_len
         tokens = request.token_ids[:num]
         return {
-            name: pool.lookup(tokens, num - (name == self.draft_group), request.digests[name]).num_tokens
+            name: self.rules[name].hit(pool.lookup(tokens, num, request.digests[name]).num_tokens, num)
             for name, pool in self.pools.items()
         }
 
@@ -235,7 +238,7 @@ class Scheduler:
         if self._num_active >= self.max_num_seqs or behind:
             return None
         hits = self._attach_prefix(request, self.receive_hits(request))
-        if not self._reserve(request, request.prefill_len + 1 + self.num_lookahead):
+        if not self._reserve(request, request.prefill_len + 1 + self.num_lookahead_slots):
             self.release(request)
             return None
         request.status, request.started = RequestStatus.RECEIVING, True

@@ -18,10 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baton.errors import ProtocolError
+from baton.kv.interval import Kind, Rules
 
 Int64Array = NDArray[np.int64]
 Owner = Literal["target", "draft"]
-Kind = Literal["full", "sliding_window", "mla", "state"]
 Axis = Literal["layer", "page", "half", "token", "head", "element"]
 
 BLOCK_MAJOR_NHD: tuple[Axis, ...] = ("page", "layer", "half", "token", "head", "element")
@@ -41,7 +41,7 @@ class GroupSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     `num_kv_heads` counts the heads of this rank. `page_size` and `window` are in tokens. A `state` group has
     no token axis: its page is one state slot and its `page_size` is 1. `layer_ids` are the model's ids of the
-    layers.
+    layers. `module` says on which tokens an entry depends (see `Rules`); it is 0 for the target's groups alone.
 
     Raises `ProtocolError` for values that describe no memory.
     """
@@ -56,6 +56,7 @@ class GroupSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     dtype: str
     window: int | None
     layer_ids: tuple[int, ...]
+    module: int | None = 0
 
     def __post_init__(self) -> None:
         if min(self.num_layers, self.num_kv_heads, self.head_dim, self.page_size) < 1:
@@ -64,11 +65,19 @@ class GroupSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             raise ProtocolError(f"group {self.name!r}: unknown dtype {self.dtype!r}")
         if len(self.layer_ids) != self.num_layers or len(set(self.layer_ids)) != self.num_layers:
             raise ProtocolError(f"group {self.name!r}: layer_ids must name {self.num_layers} different layers")
-        windowed = self.kind == "sliding_window"
-        if windowed != (self.window is not None) or (self.window is not None and self.window < 1):
-            raise ProtocolError(f"group {self.name!r}: a window of at least 1 goes with kind sliding_window only")
+        if (self.module == 0) != (self.owner == "target"):
+            raise ProtocolError(f"group {self.name!r}: module 0 is the target, not module {self.module!r}")
+        try:
+            Rules(self.kind, self.module, self.window)
+        except ProtocolError as error:
+            raise ProtocolError(f"group {self.name!r}: {error}") from None
         if self.kind == "state" and self.page_size != 1:
             raise ProtocolError(f"group {self.name!r}: a state slot has no token axis, its page_size is 1")
+
+    @property
+    def rules(self) -> Rules:
+        """What the group keeps, sends and may forget."""
+        return Rules(self.kind, self.module, self.window)
 
     @property
     def num_halves(self) -> int:

@@ -1,27 +1,30 @@
-"""Which tokens of a group are final on the prefill side, and which the decode side wants.
+"""Intervals of tokens, and the one table of what each kind of group keeps, sends and may forget.
 
-All addressing of a handoff is by half-open token intervals; a page list is derived from an interval with the
-group's own page size, never the other way round. Lookahead and speculative slots are in no interval, so they
-cannot be sent.
+All addressing of a handoff is by half-open token intervals; a page list is derived from an interval with the group's
+own page size, never the other way round. Lookahead and speculative slots are in no interval, so they cannot be sent.
 
-For a prompt of n tokens whose first sampled token is t = x_n:
+The table's rows are kinds, and in each of them the `module` says on which tokens entry i of a group depends:
 
-- A target entry i depends on x_0..x_i. It is final once it is computed.
-- An entry i of drafter module j (1 for EAGLE, EAGLE-3 and one-layer MTP) depends on x_{i+j} too. It is final
-  at once while x_{i+j} is a prompt token, becomes final with the seed t for i = n - j, and rests on
-  unverified drafts beyond.
-- A state group has one slot, the interval [0, 1): it is final when all n tokens went through it.
+- 0, the target: x_0..x_i. The entry is final once it is computed.
+- j >= 1, a drafter (1 for EAGLE, EAGLE-3 and one-layer MTP; module j of MTP): x_{i+j} too. Of a prompt of n tokens
+  entries up to n - j are final once computed, entry n - j with the seed x_n, and what lies beyond rests on unverified
+  drafts.
+- None, a drafter that sees tokens alone (a draft model): as the target.
+
+A state group has one slot, the interval [0, 1), whatever the number of tokens: it is final when all went through it.
 """
 
 from __future__ import annotations
 
-from typing import Annotated
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
 from baton.errors import ProtocolError
-from baton.kv.geometry import Kind, Owner
+
+Kind = Literal["full", "sliding_window", "mla", "state"]
 
 MAX_TOKENS = 1 << 24
 # Bounds what a peer says: only decoding checks it.
@@ -53,11 +56,6 @@ class Interval(msgspec.Struct, frozen=True, array_like=True, order=True):
         """True when nothing is in it."""
         return self.start == self.stop
 
-    def intersect(self, other: Interval) -> Interval:
-        """What lies in both; an empty interval at `start` of the later one when nothing does."""
-        start = max(self.start, other.start)
-        return Interval(start, max(start, min(self.stop, other.stop)))
-
     def covers(self, other: Interval) -> bool:
         """True when every position of `other` is in self; an empty `other` always is."""
         return other.empty or (self.start <= other.start and other.stop <= self.stop)
@@ -74,77 +72,82 @@ class Interval(msgspec.Struct, frozen=True, array_like=True, order=True):
         return Interval(self.start // multiple * multiple, -(-self.stop // multiple) * multiple)
 
 
-def _check(owner: Owner, kind: Kind, n: int, module: int) -> None:
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """The table's entry for one group. `window` in tokens: the query at position i sees keys j > i - window.
+
+    Raises `ProtocolError` for a window that does not go with the kind, and for a drafter with states.
+    """
+
+    kind: Kind
+    module: int | None = 0
+    window: int | None = None
+
+    def __post_init__(self) -> None:
+        windowed = self.kind == "sliding_window"
+        if windowed != (self.window is not None) or (self.window is not None and self.window < 1):
+            raise ProtocolError("a window of at least 1 goes with kind sliding_window only")
+        if self.module is not None and self.module < 0:
+            raise ProtocolError(f"there is no module {self.module}")
+        if self.module != 0 and self.kind == "state":
+            raise ProtocolError("a drafter with a state group cannot be handed off")
+
+    @property
+    def reach(self) -> int:
+        """How many tokens behind its own an entry depends on."""
+        return self.module or 0
+
+    def wanted(self, n: int, hit: int) -> Interval:
+        """What the decode side must receive for a prompt of `n` tokens of which it holds the first `hit` entries.
+
+        Entries that only the seed makes final always move, however long the hit. A window needs what the next query
+        sees. A state cannot be extended from a shorter prefix's state by copying: it is all or nothing.
+
+        Raises `ProtocolError` for a hit outside [0, n].
+        """
+        _check(n)
+        if not 0 <= hit <= n:
+            raise ProtocolError(f"a prefix hit of {hit} tokens is outside [0, {n}]")
+        if self.kind == "state":
+            return Interval(1, 1) if hit == n else Interval(0, 1)
+        alone, seeded = self.final(n, n), self.final(n, n, seeded=True)
+        return Interval(max(min(hit, alone), min(self.first_needed(seeded), alone)), seeded)
+
+    def final(self, n: int, computed: int, *, seeded: bool = False) -> int:
+        """Entries [0, this) that no later step will change, while `n` tokens are known.
+
+        `computed` counts the entries whose forward has ended, in [0, n]. `seeded` says that the next token x_n is known
+        too, and was used, which needs computed == n.
+
+        Raises `ProtocolError` for counts that contradict each other.
+        """
+        if not 0 <= computed <= n or (seeded and computed != n):
+            raise ProtocolError(f"{computed} of {n} tokens computed (seeded: {seeded}) is no state of a request")
+        if self.kind == "state":
+            return int(computed == n)
+        return min(computed, max(n + seeded - self.reach, 0))
+
+    def num_pages(self, num_tokens: int, page_size: int) -> int:
+        """Pages that a request of `num_tokens` tokens needs; of a state group, slots."""
+        return min(num_tokens, 1) if self.kind == "state" else -(-num_tokens // page_size)
+
+    def first_needed(self, computed: int) -> int:
+        """Entries before this are never read again once [0, computed) are computed: no later query sees them."""
+        return 0 if self.window is None else max(0, computed - self.window + 1)
+
+    def hit(self, found: int, n: int) -> int:
+        """How much of a prefix hit of `found` tokens an engine can start from that knows `n` tokens.
+
+        Attention can start at every token up to the last entry that no unknown token decides; a state at its own only.
+        """
+        if self.kind == "state":
+            return n if found == n else 0
+        return min(found, max(n - self.reach, 0))
+
+
+def _check(n: int) -> None:
     if n < 1:
         raise ProtocolError(f"a prompt has at least one token, got n={n}")
-    if module < 1 or (owner == "target" and module != 1):
-        raise ProtocolError(f"module {module} does not exist for owner {owner!r}")
-    if owner == "draft" and kind == "state":
-        raise ProtocolError("a drafter with a state group cannot be handed off")
-
-
-def wanted(
-    kind: Kind,
-    window: int | None,
-    n: int,
-    hit: int,
-    *,
-    owner: Owner = "target",
-    module: int = 1,
-) -> Interval:
-    """The tokens of a group that the decode side must receive for a prompt of `n` tokens.
-
-    `hit` is its own prefix hit in this group, in tokens. A drafter's last entry comes with the seed and
-    always moves, however long the hit. A window of w tokens (the query at position i sees keys j > i - w)
-    needs what the next query sees, w - 1 tokens. `module` is the 1-based MTP module of a drafter group.
-
-    Raises `ProtocolError` for a hit outside [0, n] or a window that does not go with the kind.
-    """
-    _check(owner, kind, n, module)
-    if not 0 <= hit <= n:
-        raise ProtocolError(f"a prefix hit of {hit} tokens is outside [0, {n}]")
-    if (kind == "sliding_window") != (window is not None) or (window is not None and window < 1):
-        raise ProtocolError(f"window {window!r} does not go with kind {kind!r}")
-    if kind == "state":
-        # A state cannot be extended from a shorter prefix's state by copying: it is all or nothing.
-        return Interval(1, 1) if hit == n else Interval(0, 1)
-    if owner == "target":
-        start, stop = hit, n
-    else:
-        stop = max(n - module + 1, 0)
-        start = min(hit, max(stop - 1, 0))
-    if window is not None:
-        # Clamped to stop: with window 1 the next query sees no earlier key. A drafter's last entry moves even
-        # so.
-        last = stop if owner == "target" else max(stop - 1, 0)
-        start = max(start, min(stop - window + 1, last))
-    return Interval(start, stop)
-
-
-def final_interval(
-    kind: Kind,
-    n: int,
-    computed: int,
-    *,
-    owner: Owner = "target",
-    module: int = 1,
-    seeded: bool = False,
-) -> Interval:
-    """The tokens of a group that no later step of the prefill side will change.
-
-    `computed` counts the tokens whose forward of this group's owner has ended, in [0, n]. `seeded` says that
-    the first token t is sampled and the drafter has run with it, which needs computed == n.
-
-    Raises `ProtocolError` for counts that contradict each other.
-    """
-    _check(owner, kind, n, module)
-    if not 0 <= computed <= n or (seeded and computed != n):
-        raise ProtocolError(f"{computed} of {n} tokens computed (seeded: {seeded}) is no state of a prefill")
-    if kind == "state":
-        return Interval(0, 1 if computed == n else 0)
-    if owner == "target":
-        return Interval(0, computed)
-    return Interval(0, min(computed, max(n - module + int(seeded), 0)))
 
 
 def pages_of(interval: Interval, page_size: int) -> Interval:

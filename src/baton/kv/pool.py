@@ -32,14 +32,15 @@ class PrefixHit:
 
 
 class PagePool:
-    """Pages 1..num_pages-1 of one group. `lookahead` is the number of tokens after a page that its KV depends on."""
+    """Pages 1..num_pages-1 of one group. `reach` is the number of tokens after a page that its KV depends on
+    (`Rules.reach`)."""
 
-    def __init__(self, num_pages: int, page_size: int, lookahead: int = 0, enable_caching: bool = True) -> None:
+    def __init__(self, num_pages: int, page_size: int, reach: int = 0, enable_caching: bool = True) -> None:
         if num_pages < 2:
             raise CapacityError("a page pool needs at least one page besides the null page")
         self.num_pages = num_pages
         self.page_size = page_size
-        self.lookahead = lookahead
+        self.reach = reach
         self.enable_caching = enable_caching
         self._free = np.ones(num_pages, dtype=bool)
         self._free[0] = False
@@ -173,7 +174,7 @@ class PagePool:
         if not self.enable_caching:
             return
         for index in range(len(chain), min(num_final // self.page_size, len(pages))):
-            identity = page_identity(tokens, index, self.page_size, self.lookahead)
+            identity = page_identity(tokens, index, self.page_size, self.reach)
             if identity is None:
                 return
             parent = chain[-1] if chain else ROOT
@@ -197,7 +198,7 @@ class PagePool:
         known = [] if digests is None else digests
         while self.enable_caching and index * size < max_tokens:
             if index == len(known):
-                identity = page_identity(tokens, index, size, self.lookahead)
+                identity = page_identity(tokens, index, size, self.reach)
                 if identity is None:
                     break
                 known.append(chain_hash(parent, identity))
@@ -209,12 +210,12 @@ class PagePool:
             index += 1
         num_tokens = min(index * size, max_tokens)
         if self.enable_caching and num_tokens == index * size and num_tokens < max_tokens:
-            rest = tuple(tokens[num_tokens : num_tokens + size + self.lookahead])
+            rest = tuple(tokens[num_tokens : num_tokens + size + self.reach])
             best, best_len = 0, 0
             siblings = self._children.get(parent, [])
             place = bisect_left(siblings, (rest, 0))
             for identity, page in siblings[max(0, place - 1) : place + 1]:
-                matched = _common_prefix(identity, rest) - self.lookahead
+                matched = _common_prefix(identity, rest) - self.reach
                 if matched > best_len:
                     best, best_len = page, matched
             if best_len > 0:

@@ -1,6 +1,6 @@
 """Prefix-cache identity of pages: a hash chain over tokens, per group.
 
-A target page's KV depends on the tokens up to its last position. A drafter page's KV depends on `lookahead`
+A target page's KV depends on the tokens up to its last position. A drafter page's KV depends on `reach`
 more (EAGLE: 1, because the entry at i is computed from token i + 1), so its identity includes them: a chain
 over the page's own tokens alone would serve another prompt's drafter KV.
 """
@@ -14,10 +14,10 @@ from collections.abc import Sequence
 ROOT = b"baton.prefix"
 
 
-def page_identity(tokens: Sequence[int], page: int, page_size: int, lookahead: int) -> tuple[int, ...] | None:
+def page_identity(tokens: Sequence[int], page: int, page_size: int, reach: int) -> tuple[int, ...] | None:
     """Tokens that page number `page` of a request depends on beyond its parent; None while they are not all known."""
     start = page * page_size
-    stop = start + page_size + lookahead
+    stop = start + page_size + reach
     return tuple(tokens[start:stop]) if stop <= len(tokens) else None
 
 

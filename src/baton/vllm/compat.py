@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.errors import ConfigError
-from baton.kv.geometry import Kind
+from baton.kv.interval import Kind
 from baton.models.loader import fingerprint
 from baton.vllm.geometry import KernelLayout
 from baton.vllm.groups import CacheTable

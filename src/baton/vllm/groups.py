@@ -12,9 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton.errors import ConfigError
-from baton.kv.geometry import Kind, Owner
-from baton.kv.interval import Interval, wanted
+from baton.kv.geometry import Owner
+from baton.kv.interval import Interval, Kind, Rules
 
+# The prefix of the names of a draft model's layers.
+DRAFT_MODEL = "draft_model."
 _INTEGER = re.compile(r"(?:^|\.)(\d+)(?=\.|$)")
 
 
@@ -42,19 +44,26 @@ class LayerGroup:
     block_size: int
     layers: tuple[str, ...]
     layer_ids: tuple[int, ...]
+    module: int | None = 0
+
+    @property
+    def rules(self) -> Rules:
+        """What the group keeps, sends and may forget."""
+        return Rules(self.kind, self.module, self.window)
 
     def wanted(self, num_tokens: int, hit: int) -> Interval:
         """The tokens that an engine needs which has the first `hit` of `num_tokens` and computes the next one."""
-        return wanted(self.kind, self.window, num_tokens, min(hit, num_tokens), owner=self.owner)
+        return self.rules.wanted(num_tokens, min(hit, num_tokens))
 
     def final(self, num_tokens: int, num_computed: int, tile: int) -> int:
         """The end of the final tokens of `num_tokens` when `num_computed` went through target and drafter.
 
-        Whole tiles until the end: a tile that is half computed would be copied while it is written.
+        Whole tiles until the end: a tile that is half computed would be copied while it is written. The drafter of
+        a whole prompt has run with the token after it.
         """
-        if self.kind == "state":
-            return int(num_computed >= num_tokens)
-        return num_tokens if num_computed >= num_tokens else num_computed // tile * tile
+        ended = num_computed >= num_tokens
+        final = self.rules.final(num_tokens, min(num_computed, num_tokens), seeded=ended)
+        return final if ended else final // tile * tile
 
 
 def layer_index(layer: str) -> int:
@@ -71,7 +80,15 @@ def layer_index(layer: str) -> int:
 def is_draft(layer: str, num_target_layers: int) -> bool:
     """Whether a layer is the drafter's. vLLM numbers those of EAGLE and MTP heads after the target's, and puts a
     prefix before those of a draft model."""
-    return layer.startswith("draft_model.") or layer_index(layer) >= num_target_layers
+    return layer.startswith(DRAFT_MODEL) or layer_index(layer) >= num_target_layers
+
+
+def module_of(layer: str, owner: Owner) -> int | None:
+    """On which tokens a layer's entries depend, as in `Rules`: EAGLE and MTP heads are computed from the next token
+    too, a draft model is not."""
+    if owner == "target":
+        return 0
+    return None if layer.startswith(DRAFT_MODEL) else 1
 
 
 def split_tables(tables: Sequence[CacheTable], num_target_layers: int) -> list[LayerGroup]:
@@ -89,6 +106,16 @@ def split_tables(tables: Sequence[CacheTable], num_target_layers: int) -> list[L
             name = f"{owner}.{table.kind}.{table.table}"
             ids = tuple(layer_index(layer) for layer in layers)
             groups.append(
-                LayerGroup(name, owner, table.kind, table.window, table.table, table.block_size, tuple(layers), ids)
+                LayerGroup(
+                    name,
+                    owner,
+                    table.kind,
+                    table.window,
+                    table.table,
+                    table.block_size,
+                    tuple(layers),
+                    ids,
+                    module_of(layers[0], owner),
+                )
             )
     return groups

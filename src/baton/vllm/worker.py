@@ -42,7 +42,7 @@ class Agent(Protocol):
     def declare_final(
         self, key: AttemptKey, prompt_len: int, pages: dict[str, list[int]], final: dict[str, int]
     ) -> None: ...
-    def finish_prefill(self, key: AttemptKey, seeds: Seeds, finished: bool) -> None: ...
+    def finish_prefill(self, key: AttemptKey, seeds: Seeds, finished: bool, final: dict[str, int]) -> None: ...
     def announce_decode(self, ticket: Ticket) -> None: ...
     def open_decode(
         self, ticket: Ticket, prompt_len: int, wanted: dict[str, Interval], pages: dict[str, list[int]]
@@ -177,8 +177,8 @@ class WorkerSide:
                     self._commit(entry.key, leg.next_token)
 
     def _commit(self, key: AttemptKey, token: int | None) -> None:
-        # To the protocol the prompt ends before the token that the decode engine computes.
-        self.agent.finish_prefill(key, Seeds(first_token=token or 0), finished=False)
+        # To the protocol the prompt ends before the token that the decode engine computes: all of it is declared final.
+        self.agent.finish_prefill(key, Seeds(first_token=token or 0), False, {})
 
     def results(self, idle: bool = False) -> Results:
         """What ended since the last call. After two steps that computed nothing (`idle`), wait a little for the first

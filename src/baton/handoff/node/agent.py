@@ -110,12 +110,14 @@ class HandoffAgent:
         event = ev.Declared(prompt_len, tables, dict(final))
         self._call(lambda: self._node.to_prefill(key, event))
 
-    def finish_prefill(self, key: AttemptKey, seeds: Seeds, finished: bool) -> None:
-        """The drafter has run with the first token: every group is final up to the prompt's end.
+    def finish_prefill(self, key: AttemptKey, seeds: Seeds, finished: bool, final: dict[str, int]) -> None:
+        """The drafter has run with the first token: tokens `[0, final)` of each group will not change any more.
 
-        The tables of the last `declare_final` must reach that far. `finished`: that token ended the request.
+        Groups that are not named are as they were declared. The tables of the last `declare_final` must reach that
+        far. `finished`: that token ended the request.
         """
-        self._call(lambda: self._node.to_prefill(key, ev.Sampled(seeds, finished)))
+        event = ev.Sampled(seeds, finished, dict(final))
+        self._call(lambda: self._node.to_prefill(key, event))
 
     def announce_decode(self, ticket: Ticket) -> None:
         """Take D's leg of a verified ticket before there are pages for it; `DecodeAdmitted` says when to look for some.

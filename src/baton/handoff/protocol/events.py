@@ -46,13 +46,15 @@ class Declared:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """P: the first token is sampled and the drafter has run, so every group is final up to the prompt's end.
+    """P: the first token is sampled and the drafter has run with it: per group, tokens `[0, final)` are final now.
 
-    `finished`: this token ended the request, and there is nothing to decode.
+    Groups that are not named are as they were declared. `finished`: this token ended the request, and there is
+    nothing to decode.
     """
 
     seeds: Seeds
     finished: bool
+    final: dict[str, int]
 
 
 @dataclass(frozen=True, slots=True)

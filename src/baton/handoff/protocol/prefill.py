@@ -13,7 +13,7 @@ read.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from baton.errors import ProtocolError
 from baton.handoff.protocol import events as ev
@@ -89,11 +89,11 @@ class PrefillHandoff:
                 return self._receive(message)
             case ev.Declared():
                 return self._declare(event)
-            case ev.Sampled(seeds, finished):
+            case ev.Sampled(seeds, finished, final):
                 if self.phase is not PrefillPhase.OPEN or self._seeds is not None:
                     return []
                 self._seeds, self._finished = seeds, finished
-                self._final = {group: max(end, self._prompt_len) for group, end in self._final.items()}
+                self._extend(final)
                 return self._advance()
             case ev.CopyEnded():
                 return self._copy_ended(event)
@@ -177,9 +177,12 @@ class PrefillHandoff:
         self._prompt_len = event.prompt_len
         for group, pages in event.pages.items():
             self._pages[group] = list(pages)
-        for group, end in event.final.items():
-            self._final[group] = max(self._final.get(group, 0), min(end, event.prompt_len))
+        self._extend(event.final)
         return self._advance()
+
+    def _extend(self, final: Mapping[str, int]) -> None:
+        for group, end in final.items():
+            self._final[group] = max(self._final.get(group, 0), min(end, self._prompt_len))
 
     def _advance(self) -> list[ev.Action]:
         if self.phase is not PrefillPhase.OPEN or not self.opened:
