@@ -191,7 +191,7 @@ def test_a_seeded_leg_is_committed_with_the_token_that_was_sampled(agent: Agent,
     worker.finalise([Computed(t.key, 10, ([1],))])
     assert [call[0] for call in agent.calls] == ["open_prefill", "declare_final"]
     worker.begin(Step(closed=[ClosePrefill(t.key, held=True, failed=False, sampled=FIRST)]))
-    assert agent.calls[-1] == ("finish_prefill", t.key, Seeds(first_token=FIRST), False)
+    assert agent.calls[-1] == ("finish_prefill", t.key, Seeds(first_token=FIRST), False, {})
     assert not worker.results().sent
     worker.post(ev.PrefillReleased(t.key, "committed"))
     assert worker.results().sent == {"r"}
