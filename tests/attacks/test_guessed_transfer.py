@@ -29,7 +29,7 @@ def begin(scene: Scene, mode: str = "push") -> Ticket:
 
 def finish(scene: Scene, ticket: Ticket) -> None:
     """The handoff ends as if nothing had been said."""
-    scene.p.agent.finish_prefill(ticket.key, Seeds(first_token=1), False, {"draft": TOKENS})
+    scene.p.agent.finish_prefill(ticket.key, Seeds(first_token=1), False, dict.fromkeys(("target", "draft"), TOKENS))
     assert isinstance(scene.d.events.get(timeout=10), DecodeCommitted)
     assert scene.p.events.get(timeout=10) == PrefillReleased(ticket.key, "committed")
 

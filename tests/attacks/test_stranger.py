@@ -61,7 +61,7 @@ def test_a_session_is_not_taken_over_by_repeating_its_hello(scene: Scene, until:
     until(lambda: p.agent.stats()["rejected"] - before >= len(said) - 1)
     assert (p.agent.stats()["sessions"], p.agent.stats()["outstanding"]) == (1, 1)
     assert p.events.empty()
-    p.agent.finish_prefill(ticket.key, Seeds(first_token=1), False, {"draft": TOKENS})
+    p.agent.finish_prefill(ticket.key, Seeds(first_token=1), False, dict.fromkeys(PAGES, TOKENS))
     assert isinstance(d.events.get(timeout=20), DecodeCommitted)
     assert p.events.get(timeout=20) == PrefillReleased(ticket.key, "committed")
     assert stranger.hears_nothing((Ready, Commit))
