@@ -16,7 +16,7 @@ import torch
 from baton.engine.config import SpeculativeConfig
 from baton.engine.core import EngineCore
 from baton.engine.runner import ModelRunner
-from baton.engine.scheduler import Scheduler
+from baton.kv.cache import BlockTables, KVCache
 from baton.kv.interval import Interval, Rules
 from baton.wire import SamplingParams
 from tests.engine.engines import EAGLE3, TARGET, Mode, Pair, Stepped, Stream, pair, request, stepped
@@ -114,12 +114,12 @@ def test_engines_with_pages_of_other_sizes(kind: str, p_size: int, d_size: int, 
 
 
 def drop_one_page_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = Scheduler.drop_outside_window
+    original = KVCache._free_before
 
-    def drop(self: Scheduler, request: Any, group: str, first_wanted: int) -> None:
-        original(self, request, group, first_wanted + self.pools[group].page_size)
+    def free(self: KVCache, tables: BlockTables, group: str, token: int) -> None:
+        original(self, tables, group, token + self.pools[group].page_size)
 
-    monkeypatch.setattr(Scheduler, "drop_outside_window", drop)
+    monkeypatch.setattr(KVCache, "_free_before", free)
 
 
 def want_one_page_less(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,14 +126,14 @@ def test_old_pages_stay_out_of_use_until_they_are_quiet(tmp_path: Path, prompt: 
 def test_proven_pages_shorten_the_recomputation(tmp_path: Path, prompt: list[int], expected: Stream) -> None:
     with pair(tmp_path) as two:
         silence(two.decode)
-        legs, pools = two.decode.core.legs, two.decode.core.scheduler.pools
+        legs, pools = two.decode.core.legs, two.decode.core.cache.pools
         # What P would have written: the prompt, computed here and moved into the pages of the attempt.
         stream, key = waiting_leg(two, prompt)
         request = legs.open[key].request
-        tables = {name: list(pages) for name, pages in request.pages.items()}
+        tables = {name: list(pages) for name, pages in request.kv.pages.items()}
         with stepped() as other:
             other.run("same", prompt, PARAMS)
-            for name, pool in other.core.scheduler.pools.items():
+            for name, pool in other.core.cache.pools.items():
                 found = pool.lookup(prompt, 80)
                 assert found.num_tokens == 80
                 for source, destination in zip(found.pages, tables[name], strict=False):
@@ -167,7 +167,7 @@ def test_what_is_left_of_a_window_is_no_prefix(tmp_path: Path, prompt: list[int]
         stream, key = waiting_leg(two, prompt)
         request = two.decode.core.legs.open[key].request
         # As if only the end of this group were wanted: its first page then begins with bytes that nobody wrote.
-        request.uncached_groups.add("target.full")
+        request.kv.uncached.add("target.full")
         two.decode.core.legs.handle(DecodeProgress(key, {"target.full": 96, "draft": 96}))
         two.decode.core.legs.handle(lost(key))
         two.decode.core.legs.handle(DecodeReleased(key))

@@ -47,7 +47,7 @@ def step_over_forward(model: str, batch: int) -> tuple[float, float, float]:
         def bare() -> Callable[[], None]:
             """Inputs of the next step, prepared outside the timing."""
             positions = [r.num_computed for r in running]
-            tables = [r.tables[group.name] for r in running]
+            tables = [r.kv.tables[group.name] for r in running]
             table = np.zeros((batch, max(t.size for t in tables)), dtype=np.int32)
             for row, ids in enumerate(tables):
                 table[row, : ids.size] = ids

@@ -159,7 +159,7 @@ class AsyncEngine:
         core = self._engine.core
         params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
         wire = GenerateRequest(request_id="warm-up", prompt_token_ids=[0], sampling_params=params)
-        if not core.scheduler.fits(3):
+        if not core.cache.fits(3):
             return
         core.add(make_request(self._engine, wire))
         while core.requests:

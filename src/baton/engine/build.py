@@ -32,9 +32,9 @@ from baton.handoff.node.agent import AgentConfig, HandoffAgent, Timers
 from baton.handoff.plan.planner import RankGeometry
 from baton.handoff.protocol.digests import MemoryDigester
 from baton.handoff.protocol.ticket import Redeemer, load_or_create_key
+from baton.kv.cache import KVCache
 from baton.kv.geometry import Geometry, GroupSpec, Owner
 from baton.kv.interval import Kind
-from baton.kv.pool import PagePool
 from baton.models.base import CausalLM
 from baton.models.layers import KVLayerSpec
 from baton.models.loader import load_model, read_config
@@ -126,23 +126,14 @@ def _build(
     runner = ModelRunner(
         model, drafter, groups, kv, backend, device, num_lookahead_slots, spec is None or spec.verifier == "coupled"
     )
-    pools = {
-        group.name: PagePool(
-            num_pages,
-            config.block_size,
-            group.rules.reach,
-            config.enable_prefix_caching,
-        )
-        for group in groups
-    }
-    scheduler = Scheduler(
-        pools,
-        {group.name: group.rules for group in groups},
+    cache = KVCache(
+        groups,
+        dict.fromkeys((group.name for group in groups), num_pages),
         num_lookahead_slots,
-        config.max_num_batched_tokens,
-        config.max_num_seqs,
         runner.copy_page,
+        config.enable_prefix_caching,
     )
+    scheduler = Scheduler(cache, config.max_num_batched_tokens, config.max_num_seqs)
     incarnation = secrets.token_hex(8)
     facts = engine_facts(config, hf_config, groups, model, drafter, backend)
     agent: HandoffAgent | None = None
@@ -177,11 +168,9 @@ def _build(
         undo.callback(agent.close)
         timeout_s = config.kv_transfer_config.handoff_timeout_s
         alter_seeds = getattr(transport, "alter_seeds", None)
-        legs = HandoffLegs(
-            agent, groups, model.vocab_size, num_lookahead_slots, config.recovery, timeout_s, alter_seeds
-        )
+        legs = HandoffLegs(agent, model.vocab_size, num_lookahead_slots, config.recovery, timeout_s, alter_seeds)
     rejection = spec is not None and spec.verifier == "rejection"
-    prefix_store = _prefix_store(config, facts, pools, kv)
+    prefix_store = _prefix_store(config, facts, cache, kv)
     core = EngineCore(
         runner,
         scheduler,
@@ -269,11 +258,11 @@ def _allocate(
 
 
 def _prefix_store(
-    config: EngineConfig, facts: dict[str, str], pools: dict[str, PagePool], kv: dict[str, Tensor]
+    config: EngineConfig, facts: dict[str, str], cache: KVCache, kv: dict[str, Tensor]
 ) -> PrefixStore | None:
     uri = config.kv_transfer_config.prefix_store
     if uri is None:
         return None
     # Pages are stored as they lie in memory.
     model = json.dumps({**facts, "block_size": config.block_size, "layout": PAGE_LAYOUT}, sort_keys=True)
-    return PrefixStore(open_store(uri), model, pools, kv, writes=config.role != "decode")
+    return PrefixStore(open_store(uri), model, cache.pools, kv, writes=config.role != "decode")

@@ -45,6 +45,7 @@ class EngineCore:
         queue_timeout_s: float = 0.0,
     ) -> None:
         self.runner, self.scheduler, self.legs, self.emit = runner, scheduler, legs, emit
+        self.cache = scheduler.cache
         self.prefix_store = prefix_store
         self.eos_ids = frozenset(eos_ids)
         self.max_model_len = max_model_len
@@ -112,7 +113,7 @@ class EngineCore:
 
     def load(self) -> EngineLoad:
         """A snapshot; callable from any thread."""
-        pools = list(self.scheduler.pools.values())
+        pools = list(self.cache.pools.values())
         return EngineLoad(
             num_running=len(self.scheduler.running),
             num_waiting=len(self.scheduler.queued()),
@@ -213,24 +214,23 @@ class EngineCore:
             drafted.request.num_drafted = drafted.stop
         for rows in scheduled:
             request = rows.request
-            self._cache(request)
+            self._enter(request)
             if self.prefix_store is not None and rows.start < request.prefill_len <= request.num_computed:
-                self.prefix_store.save(request, min(self._num_final(request, name) for name in self.scheduler.pools))
+                self.prefix_store.save(request, self._num_final(request))
             if request.role == "prefill" and self.legs is not None:
                 self.legs.prefilled(request)
             elif request.finish_reason is not None:
                 self._end(request, request.finish_reason)
+            elif not request.is_prefilling:
+                self.cache.slide(request.kv, request.num_computed, request.num_drafted)
 
-    def _cache(self, request: Request) -> None:
-        for name, pool in self.scheduler.pools.items():
-            if name in request.uncached_groups:
-                continue
-            chain = request.chains.setdefault(name, [])
-            pool.cache(request.token_ids, request.pages[name], chain, self._num_final(request, name))
+    def _enter(self, request: Request) -> None:
+        """What has become final enters the prefix cache."""
+        self.cache.advance(request.kv, request.token_ids, request.num_computed, request.num_drafted)
 
-    def _num_final(self, request: Request, group: str) -> int:
-        rules = self.scheduler.rules[group]
-        return rules.final(len(request.token_ids), request.num_entries(rules))
+    def _num_final(self, request: Request) -> int:
+        known, computed, drafted = len(request.token_ids), request.num_computed, request.num_drafted
+        return min(self.cache.num_final(name, known, computed, drafted) for name in self.cache.pools)
 
     def num_drafts(self, request: Request) -> int:
         """The token that fills the context follows the last draft, so that no row lies behind the context's end."""
@@ -247,7 +247,7 @@ class EngineCore:
         # The prefill engine's context may be longer.
         request.draft_ids = list(seeds.draft_token_ids[: self.num_drafts(request)])
         self.scheduler.commit_receive(request)
-        self._cache(request)
+        self._enter(request)
 
     def finished_elsewhere(self, request: Request, seeds: Seeds) -> None:
         """A decode leg has nothing to decode: the first token ended its request on the prefill side."""

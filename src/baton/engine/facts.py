@@ -80,7 +80,7 @@ def numeric_probe(model: CausalLM, groups: Sequence[GroupSpec], backend: Attenti
         num_pages = 1 + -(-len(ids) // group.page_size)
         shape = (num_pages, group.num_layers, 2, group.page_size, group.num_kv_heads, group.head_dim)
         kv[group.name] = torch.zeros(shape, dtype=getattr(torch, group.dtype), device=device)
-        request.set_pages(group.name, list(range(1, num_pages)))
+        request.kv.set_pages(group.name, list(range(1, num_pages)))
     runner = ModelRunner(model, None, targets, kv, backend, device, 0, True)
     output = runner.forward([ScheduledRows(request, 0, len(ids))])
     logits = runner.logits(output, [0, len(ids) // 2, len(ids) - 1]).float().cpu().numpy()

@@ -8,7 +8,7 @@ handoff failed need not wait for that: it goes on with other pages.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -27,7 +27,7 @@ from baton.handoff.protocol.events import (
 )
 from baton.handoff.protocol.messages import AttemptKey, Seeds
 from baton.handoff.protocol.ticket import Ticket
-from baton.kv.geometry import GroupSpec
+from baton.kv.cache import BlockTables
 from baton.kv.interval import Interval
 from baton.wire import Recovery, TokenChunk, recovers
 
@@ -60,18 +60,18 @@ class Leg:
     """One open attempt. `attached`: what becomes of the request still depends on it. `admitted`: P has pages for the
     whole prompt.
 
-    On D: `ready`: nothing else keeps the request from its queue; `first_wanted` is, per group, the first token that
-    P may write; `proven` the end of those that digests have shown to be final; `quarantined` the pages that the request
-    has given up, as block tables (null: not among them).
+    On D: `ready`: nothing else keeps the request from its queue; `wanted` are, per group, the entries that P may
+    write; `proven` the end of those that digests have shown to be final; `quarantined` the pages that the request
+    has given up.
     """
 
     request: Request
     attached: bool = True
     admitted: bool = False
     ready: bool = False
-    first_wanted: dict[str, int] = field(default_factory=dict)
+    wanted: dict[str, Interval] = field(default_factory=dict)
     proven: dict[str, int] = field(default_factory=dict)
-    quarantined: dict[str, list[int]] = field(default_factory=dict)
+    quarantined: BlockTables | None = None
 
 
 class HandoffLegs:
@@ -80,7 +80,6 @@ class HandoffLegs:
     def __init__(
         self,
         agent: Agent,
-        groups: Sequence[GroupSpec],
         vocab_size: int,
         num_drafts: int,
         recovery: Recovery,
@@ -90,7 +89,6 @@ class HandoffLegs:
         """`alter_seeds` is the seam at which the `faulty` transport breaks seeds on purpose."""
         self.agent = agent
         self.alter_seeds = alter_seeds
-        self.groups = groups
         self.vocab_size = vocab_size
         self.num_drafts = num_drafts
         self.recovery = recovery
@@ -150,19 +148,12 @@ class HandoffLegs:
             request = scheduler.receive_queue[0]
             ticket = request.ticket
             assert ticket is not None
-            hits = scheduler.start_receive(request)
-            if hits is None:
+            destination = scheduler.start_receive(request)
+            if destination is None:
                 return
             scheduler.receive_queue.popleft()
-            intervals: dict[str, Interval] = {}
-            for group in self.groups:
-                interval = group.rules.wanted(request.prefill_len, hits[group.name])
-                intervals[group.name] = interval
-                self.open[ticket.key].first_wanted[group.name] = interval.start
-                if group.kind == "sliding_window" and interval.start > hits[group.name]:
-                    scheduler.drop_outside_window(request, group.name, interval.start)
-            request.num_cached = min(hits.values())
-            self.agent.open_decode(ticket, request.prefill_len, intervals, dict(request.pages))
+            wanted = self.open[ticket.key].wanted = destination.wanted
+            self.agent.open_decode(ticket, request.prefill_len, wanted, dict(request.kv.pages))
 
     def _expire_recomputing(self, now: float) -> None:
         """A request that finds no room for its recomputation may succeed elsewhere, where pages that a peer might still
@@ -170,7 +161,7 @@ class HandoffLegs:
         for request, until in list(self._recomputing.items()):
             if request.status is not RequestStatus.WAITING:
                 del self._recomputing[request]
-            elif now >= until and any(pool.num_quarantined for pool in self.core.scheduler.pools.values()):
+            elif now >= until and any(pool.num_quarantined for pool in self.core.cache.pools.values()):
                 del self._recomputing[request]
                 self.core.finish(request, "error", "no_room: no pages came free to recompute", recoverable=True)
 
@@ -178,14 +169,13 @@ class HandoffLegs:
         """After the drafter ran: declare what became final; with the last chunk, hand over the seeds."""
         assert request.ticket is not None
         key, n = request.ticket.key, request.prefill_len
-        entries = {group.name: min(request.num_entries(group.rules), n) for group in self.groups}
-        final = {group.name: group.rules.final(n, entries[group.name]) for group in self.groups}
-        self.agent.declare_final(key, n, dict(request.pages), final)
+        final = self._final(request, seeded=False)
+        self.agent.declare_final(key, n, dict(request.kv.pages), final)
         if request.is_prefilling:
             return
         if request.finish_reason is None:
             # Else no drafter has run, and nothing is wanted.
-            final = {group.name: group.rules.final(n, entries[group.name], seeded=True) for group in self.groups}
+            final = self._final(request, seeded=True)
         seeds = Seeds(
             first_token=request.token_ids[n],
             first_logprobs=request.first_logprobs,
@@ -199,6 +189,12 @@ class HandoffLegs:
         request.status = RequestStatus.HELD
         self.core.metrics.num_requests[request.finish_reason or "handoff"] += 1
         self.agent.finish_prefill(key, seeds, request.finish_reason is not None, final)
+
+    def _final(self, request: Request, seeded: bool) -> dict[str, int]:
+        """How far each group is final with the tokens of the prefill, and the next one where `seeded`."""
+        n, cache = request.prefill_len, self.core.cache
+        computed, drafted = min(request.num_computed, n), min(request.num_drafted, n)
+        return {name: cache.num_final(name, n, computed, drafted, seeded=seeded) for name in cache.pools}
 
     def keeps_pages(self, request: Request, error: str | None) -> bool:
         """A request ended early: whether the agent must first prove its pages quiet. It is told to give up, and tells
@@ -316,14 +312,10 @@ class HandoffLegs:
 
     def _quarantine(self, leg: Leg) -> None:
         """The request lets go of its pages, but P may still write them."""
-        for name in leg.request.uncached_groups:
-            leg.proven[name] = 0
-        leg.quarantined = self.core.scheduler.quarantine(leg.request, leg.first_wanted)
+        leg.quarantined = self.core.scheduler.quarantine(leg.request, leg.wanted)
 
     def _leave_quarantine(self, leg: Leg) -> None:
         """The pages are quiet. Those with proven bytes stay, as a prefix from which a recomputation may start."""
-        for name, pages in leg.quarantined.items():
-            pool = self.core.scheduler.pools[name]
-            pool.cache(leg.request.token_ids, pages, [], leg.proven.get(name, 0))
-            pool.leave_quarantine(pages)
-        leg.quarantined = {}
+        if leg.quarantined is not None:
+            self.core.cache.leave_quarantine(leg.quarantined, leg.request.token_ids, leg.proven)
+            leg.quarantined = None

@@ -11,6 +11,7 @@ Files are read and written on threads of this class; pages and the prefix cache 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -37,12 +38,13 @@ class PrefixStore:
     def __init__(
         self, store: FileStore, model: str, pools: Mapping[str, PagePool], kv: Mapping[str, Tensor], writes: bool
     ) -> None:
-        """`model` is all that decides what KV a model computes for given tokens. `pools` and `kv` (`[pages, ...]`), by
-        group, have one page size."""
+        """`model` is all that decides what KV a model computes for given tokens. `pools` and `kv` (`[pages, ...]`)
+        are by group."""
         self._store, self._model, self._pools, self._kv, self._writes = store, model, pools, kv, writes
-        self._page_size = next(iter(pools.values())).page_size
-        self._span_pages = max(1, SPAN_TOKENS // self._page_size)
-        self._span = self._span_pages * self._page_size
+        # A span is whole pages in every group.
+        whole = math.lcm(*(pool.page_size for pool in pools.values()))
+        self._span = max(1, SPAN_TOKENS // whole) * whole
+        self._span_pages = {name: self._span // pool.page_size for name, pool in pools.items()}
         self._reach = max(pool.reach for pool in pools.values())
         self._num_writing = 0
         self._readers = ThreadPoolExecutor(2, thread_name_prefix="baton-prefix-read")
@@ -80,14 +82,13 @@ class PrefixStore:
         """Write those of a request's entries [0, `num_final`) that are not in the store. The pages stay in use
         meanwhile."""
         num = min(num_final // self._span, self._num_spans(len(request.token_ids)))
-        count = num * self._span_pages
         # A slow disk must not take the pages that requests need.
-        room = min(pool.num_pages for pool in self._pools.values()) // 4 - self._num_writing
-        if not self._writes or not 0 < count <= room:
+        room = min(pool.num_pages // 4 // self._span_pages[name] for name, pool in self._pools.items())
+        if not self._writes or not 0 < num <= room - self._num_writing:
             return
         tokens = list(request.token_ids)
-        pages = {name: request.pages[name][:count] for name in self._pools}
-        self._num_writing += count
+        pages = {name: request.kv.pages[name][: num * count] for name, count in self._span_pages.items()}
+        self._num_writing += num
         for name, pool in self._pools.items():
             pool.share(pages[name])
 
@@ -97,12 +98,12 @@ class PrefixStore:
             except Exception as error:
                 log.warning("a prefix was not stored: %s", error)
             finally:
-                self._post(lambda: self._written(count, pages))
+                self._post(lambda: self._written(num, pages))
 
         self._writer.submit(write)
 
-    def _written(self, count: int, pages: Pages) -> None:
-        self._num_writing -= count
+    def _written(self, num: int, pages: Pages) -> None:
+        self._num_writing -= num
         for name, pool in self._pools.items():
             pool.release(pages[name])
 
@@ -113,22 +114,20 @@ class PrefixStore:
             pool.share(held[name])
         num = min(len(found), self._num_free_spans())
         for name, pool in self._pools.items():
-            kv, pages = self._kv[name], pool.allocate(num * self._span_pages)
+            kv, count = self._kv[name], self._span_pages[name]
+            pages = pool.allocate(num * count)
             for index in range(num):
-                data = torch.from_numpy(found[index][name]).view(kv.dtype).view(self._span_pages, *kv.shape[1:])
-                kv[torch.tensor(pages[self._part(index)])] = data.to(kv.device)
-            pool.cache(tokens, [0] * (first * self._span_pages) + pages, [], (first + num) * self._span)
+                data = torch.from_numpy(found[index][name]).view(kv.dtype).view(count, *kv.shape[1:])
+                kv[torch.tensor(pages[index * count : (index + 1) * count])] = data.to(kv.device)
+            pool.cache(tokens, [0] * (first * count) + pages, [], (first + num) * self._span)
             pool.release(held[name] + pages)
         return num * self._span
-
-    def _part(self, index: int) -> slice:
-        return slice(index * self._span_pages, (index + 1) * self._span_pages)
 
     def _num_spans(self, num_tokens: int) -> int:
         return max(0, num_tokens - self._reach) // self._span
 
     def _num_free_spans(self) -> int:
-        return min(pool.num_available for pool in self._pools.values()) // self._span_pages
+        return min(pool.num_available // self._span_pages[name] for name, pool in self._pools.items())
 
     # ------------------------------------------------------------ threads of the store
 
@@ -154,14 +153,16 @@ class PrefixStore:
         return found
 
     def _fits(self, tensors: Mapping[str, ByteArray]) -> bool:
-        sizes = {name: kv[0].nbytes * self._span_pages for name, kv in self._kv.items()}
+        sizes = {name: kv[0].nbytes * self._span_pages[name] for name, kv in self._kv.items()}
         return {name: data.size for name, data in tensors.items()} == sizes
 
     def _write(self, tokens: Sequence[int], pages: Pages) -> None:
-        num = min(len(ids) for ids in pages.values()) // self._span_pages
+        num = min(len(ids) // self._span_pages[name] for name, ids in pages.items())
         for index, key in enumerate(self._keys(tokens, num)):
             if self._store.use(key):
                 continue
-            part = self._part(index)
-            tensors = {name: kv[torch.tensor(pages[name][part])].cpu() for name, kv in self._kv.items()}
+            tensors = {}
+            for name, kv in self._kv.items():
+                count = self._span_pages[name]
+                tensors[name] = kv[torch.tensor(pages[name][index * count : (index + 1) * count])].cpu()
             self._store.put({name: kv.reshape(-1).view(torch.uint8).numpy() for name, kv in tensors.items()}, key=key)

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import enum
-from collections import defaultdict
 from typing import TYPE_CHECKING
 
-import numpy as np
-import numpy.typing as npt
-
 from baton.engine.sampler import SamplerState
-from baton.kv.interval import Rules
+from baton.kv.cache import BlockTables
 from baton.wire import FinishReason, GenerateRequest, SamplingParams, TokenLogprobs
 
 if TYPE_CHECKING:
@@ -59,12 +55,7 @@ class Request:
         self.num_drafted = 0
         self.num_cached = 0
         self.draft_ids: list[int] = []
-        self.pages: dict[str, list[int]] = {}
-        self.tables: dict[str, npt.NDArray[np.int32]] = {}
-        self.chains: dict[str, list[bytes]] = {}
-        # What was hashed of its tokens to look them up in the prefix cache; tokens are only ever added.
-        self.digests: defaultdict[str, list[bytes]] = defaultdict(list)
-        self.uncached_groups: set[str] = set()
+        self.kv = BlockTables()
         self.first_logprobs: TokenLogprobs | None = None
         self.set_prefill_length()
 
@@ -85,19 +76,7 @@ class Request:
     def is_prefilling(self) -> bool:
         return self.num_computed < self.prefill_len
 
-    def num_entries(self, rules: Rules) -> int:
-        """How many entries of a group are computed."""
-        return self.num_computed if rules.module == 0 else self.num_drafted
-
-    def set_pages(self, group: str, pages: list[int]) -> None:
-        """Replace the block table of a group."""
-        self.pages[group] = pages
-        self.tables[group] = np.asarray(pages, dtype=np.int32)
-
-    def drop_pages(self) -> dict[str, list[int]]:
-        """Forget all pages and everything computed; returns the pages, which the caller releases."""
-        pages, self.pages, self.tables, self.chains = self.pages, {}, {}, {}
+    def forget_computed(self) -> None:
+        """Its pages are gone, and with them everything computed."""
         self.num_computed = self.num_drafted = 0
         self.draft_ids = []
-        self.uncached_groups = set()
-        return pages

@@ -91,7 +91,7 @@ class ModelRunner:
         position_array = np.asarray(positions, dtype=np.int64)
         batches: dict[str, AttnBatch] = {}
         for group in groups:
-            tables = [request.tables[group.name] for request in requests]
+            tables = [request.kv.tables[group.name] for request in requests]
             if len(tables) == 1:
                 table = tables[0][None]
             else:

@@ -87,8 +87,8 @@ def _works(core: EngineCore) -> bool:
     wire = GenerateRequest(request_id="canary", prompt_token_ids=[0, 0], sampling_params=params)
     request = Request(wire, SamplerState(params, [0, 0], core.runner.model.vocab_size, ()))
     try:
-        for group, pool in core.scheduler.pools.items():
-            request.set_pages(group, pool.allocate(1))
+        for group, pool in core.cache.pools.items():
+            request.kv.set_pages(group, pool.allocate(1))
         output = core.runner.forward([ScheduledRows(request, 0, 1)])
         core.runner.logits(output, [0])
         core.runner.propose(output, [DraftRows(request, 0, 0, 1, 1)])

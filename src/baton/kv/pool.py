@@ -52,6 +52,7 @@ class PagePool:
         self._cached: dict[int, tuple[bytes, bytes, tuple[int, ...]]] = {}
         # By parent, in the order of their identities: what shares most with a prompt lies beside its place.
         self._children: dict[bytes, list[tuple[tuple[int, ...], int]]] = {}
+        self.version = 0  # raised whenever a page enters or leaves the prefix cache
 
     @property
     def num_available(self) -> int:
@@ -69,6 +70,10 @@ class PagePool:
     @property
     def num_cached(self) -> int:
         return len(self._evictable)
+
+    def count_evictable(self, pages: Iterable[int]) -> int:
+        """How many of these pages `allocate` could take: cached, and nobody's."""
+        return sum(page in self._evictable for page in pages)
 
     def allocate(self, count: int, after: int | None = None) -> list[int]:
         """Take `count` exclusive pages, as few runs as possible; continue behind page `after` where that is free.
@@ -159,6 +164,7 @@ class PagePool:
         entry = self._cached.pop(page, None)
         if entry is None:
             return
+        self.version += 1
         parent, own, identity = entry
         del self._by_hash[own]
         siblings = self._children[parent]
@@ -166,26 +172,32 @@ class PagePool:
         if not siblings:
             del self._children[parent]
 
-    def cache(self, tokens: Sequence[int], pages: Sequence[int], chain: list[bytes], num_final: int) -> None:
-        """Enter the full, final pages of a request. `chain` holds the digests of pages entered before and is extended.
+    def cache(
+        self, tokens: Sequence[int], pages: Sequence[int], chain: list[bytes], num_final: int, first: int = 0
+    ) -> int:
+        """Enter the full, final pages of a request from page number `first` on; returns the number of the next one.
 
-        `num_final`: entries [0, num_final) of the request are final in this group.
+        `num_final`: entries [0, num_final) of the request are final in this group. `chain` holds the digests of its
+        first pages as far as they are known, and is extended.
         """
         if not self.enable_caching:
-            return
-        for index in range(len(chain), min(num_final // self.page_size, len(pages))):
+            return first
+        stop = max(first, min(num_final // self.page_size, len(pages)))
+        for index in range(min(first, len(chain)), stop):
             identity = page_identity(tokens, index, self.page_size, self.reach)
             if identity is None:
-                return
-            parent = chain[-1] if chain else ROOT
-            own = chain_hash(parent, identity)
-            chain.append(own)
-            page = pages[index]
-            if page == 0 or own in self._by_hash or page in self._cached:
+                return max(first, index)
+            parent = chain[index - 1] if index else ROOT
+            if index == len(chain):
+                chain.append(chain_hash(parent, identity))
+            own, page = chain[index], pages[index]
+            if index < first or page == 0 or own in self._by_hash or page in self._cached:
                 continue
+            self.version += 1
             self._by_hash[own] = page
             self._cached[page] = (parent, own, identity)
             insort(self._children.setdefault(parent, []), (identity, page))
+        return stop
 
     def lookup(self, tokens: Sequence[int], max_tokens: int, digests: list[bytes] | None = None) -> PrefixHit:
         """Longest cached prefix of at most `max_tokens` entries, to the token: the last page may match in part.

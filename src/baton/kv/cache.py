@@ -1,0 +1,265 @@
+"""The KV cache of one engine: pools, block tables of requests, prefix hits, windows, quarantine.
+
+It stands between the scheduler, which decides who runs, and the pools, which know pages alone. Every group has its own
+page size and number of pages; requests are told in tokens. Bytes are copied by the caller's `copy_page`. Not
+thread-safe: the engine thread owns it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from baton.errors import CapacityError
+from baton.kv.geometry import NULL_PAGE, GroupSpec
+from baton.kv.interval import Interval
+from baton.kv.pool import PagePool, PrefixHit
+
+CopyPage = Callable[[str, int, int], None]
+
+
+class BlockTables:
+    """One request's pages by group, in token order (null where a window has left them), and `tables`, the same as
+    int32 arrays.
+
+    Hashes of its tokens are kept over the loss of the pages, since tokens are only ever added. `uncached` groups hold
+    no whole prefix: nothing of them may enter the prefix cache.
+    """
+
+    __slots__ = ("chains", "entered", "found", "pages", "slid", "tables", "uncached")
+
+    def __init__(self) -> None:
+        self.chains: defaultdict[str, list[bytes]] = defaultdict(list)
+        self.found: dict[str, tuple[tuple[int, int, int], PrefixHit]] = {}  # the last lookup, and what it asked
+        self._clear()
+
+    def _clear(self) -> None:
+        self.pages: dict[str, list[int]] = {}
+        self.tables: dict[str, npt.NDArray[np.int32]] = {}
+        self.entered: dict[str, int] = {}  # pages that the prefix cache was offered
+        self.slid: dict[str, int] = {}  # pages that a window has left
+        self.uncached: set[str] = set()
+
+    def set_pages(self, group: str, pages: list[int]) -> None:
+        """Replace the block table of a group."""
+        self.pages[group] = pages
+        self.tables[group] = np.asarray(pages, dtype=np.int32)
+
+    def take(self) -> dict[str, list[int]]:
+        """Forget all pages; returns them, for the caller to release."""
+        pages = self.pages
+        self._clear()
+        return pages
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """Where a handoff writes: per group the prefix hit in tokens, and the interval wanted."""
+
+    hits: dict[str, int]
+    wanted: dict[str, Interval]
+
+
+class KVCache:
+    """Pools of all groups, and what requests hold of them.
+
+    `num_pages` by group counts the null page. `num_lookahead_slots` token slots behind a request's tokens are for
+    drafts. `copy_page(group, source, destination)` copies the bytes of one page before it returns.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[GroupSpec],
+        num_pages: Mapping[str, int],
+        num_lookahead_slots: int,
+        copy_page: CopyPage,
+        enable_prefix_caching: bool = True,
+    ) -> None:
+        self.rules = {group.name: group.rules for group in groups}
+        self.pools = {
+            group.name: PagePool(
+                num_pages[group.name],
+                group.page_size,
+                group.rules.reach,
+                # A state is one slot, not a list of pages that begin alike.
+                enable_prefix_caching and group.kind != "state",
+            )
+            for group in groups
+        }
+        self.num_lookahead_slots = num_lookahead_slots
+        self._copy_page = copy_page
+        self._windowed = [group.name for group in groups if group.window is not None]
+        # Token counts at which every group is at the end of a page.
+        self._whole_pages = math.lcm(*(group.page_size for group in groups))
+
+    def fits(self, num_tokens: int) -> bool:
+        """Whether a request of that many tokens could ever have its pages, with all others gone."""
+        return all(self._num_pages(name, num_tokens) < pool.num_pages for name, pool in self.pools.items())
+
+    def _num_pages(self, group: str, num_tokens: int) -> int:
+        return self.rules[group].num_pages(num_tokens + self.num_lookahead_slots, self.pools[group].page_size)
+
+    # ------------------------------------------------------------ pages of a request
+
+    def attach(self, tables: BlockTables, tokens: Sequence[int], num_tokens: int, num_rows: int) -> int | None:
+        """Give a request its prefix hit, and pages for the next `num_rows` of its first `num_tokens` tokens behind it.
+
+        Every group is trimmed to the common hit, and one row at least is left to compute: it yields the logits, or the
+        features that a drafter starts from. Returns the hit in tokens; None, changing nothing, where there is no room.
+        """
+        found = self._look_up(tables, tokens, num_tokens - 1)
+        common = min(hit.num_tokens for hit in found.values())
+        # Where there is no page for the copy of one that is hit in part, only whole pages are hit.
+        for start in dict.fromkeys((common, common // self._whole_pages * self._whole_pages)):
+            rows = min(num_rows, num_tokens - start)
+            if self._take(tables, found, dict.fromkeys(self.pools, start), start + rows):
+                return start
+        return None
+
+    def attach_destination(self, tables: BlockTables, tokens: Sequence[int], num_tokens: int) -> Destination | None:
+        """Give a request that computes nothing of its `num_tokens` tokens pages for all of them and the next one.
+
+        Hits need not agree between groups. Pages that a handoff writes are the request's alone; those that only entries
+        before a window's first wanted one would use are null. None, changing nothing, where there is no room.
+        """
+        found = self._look_up(tables, tokens, num_tokens)
+        hits = {name: rules.hit(found[name].num_tokens, num_tokens) for name, rules in self.rules.items()}
+        whole = {name: hit - hit % self.pools[name].page_size for name, hit in hits.items()}
+        if not self._take(tables, found, hits, num_tokens + 1):
+            hits = whole
+            if not self._take(tables, found, hits, num_tokens + 1):
+                return None
+        wanted = {name: rules.wanted(num_tokens, hits[name]) for name, rules in self.rules.items()}
+        for name in self._windowed:
+            if wanted[name].start > hits[name]:
+                # What is left of the group is no whole prefix.
+                tables.uncached.add(name)
+                self._free_before(tables, name, wanted[name].start)
+        return Destination(hits, wanted)
+
+    def _look_up(self, tables: BlockTables, tokens: Sequence[int], limit: int) -> dict[str, PrefixHit]:
+        """The prefix hit of each group. While nothing enters or leaves the prefix cache, the last one still holds."""
+        hits: dict[str, PrefixHit] = {}
+        for name, pool in self.pools.items():
+            asked = pool.version, limit, len(tokens)
+            last = tables.found.get(name)
+            if last is None or last[0] != asked:
+                last = tables.found[name] = asked, pool.lookup(tokens, limit, tables.chains[name])
+            hits[name] = last[1]
+        return hits
+
+    def _take(
+        self, tables: BlockTables, found: Mapping[str, PrefixHit], hits: Mapping[str, int], num_tokens: int
+    ) -> bool:
+        """Share the pages of the hits, copy those that are hit in part, allocate the rest; all groups or none."""
+        counts: dict[str, tuple[int, list[int], int]] = {}
+        for name, pool in self.pools.items():
+            whole, rest = divmod(hits[name], pool.page_size)
+            held = found[name].pages[: whole + (rest > 0)]
+            num_fresh = self._num_pages(name, num_tokens) - whole
+            if num_fresh > pool.num_available - pool.count_evictable(held):
+                return False
+            counts[name] = whole, held, num_fresh
+        for name, pool in self.pools.items():
+            whole, held, num_fresh = counts[name]
+            pool.share(held)
+            pages = held[:whole] + pool.allocate(num_fresh, held[whole - 1] if whole else None)
+            for source in held[whole:]:
+                self._copy_page(name, source, pages[whole])
+                pool.release([source])
+            tables.set_pages(name, pages)
+            tables.entered[name] = whole
+        return True
+
+    def reserve(self, tables: BlockTables, num_tokens: int) -> bool:
+        """Extend every block table to `num_tokens` tokens and the slots for drafts. False, changing nothing, where
+        there is no room."""
+        missing: dict[str, int] = {}
+        for name, pool in self.pools.items():
+            missing[name] = self._num_pages(name, num_tokens) - len(tables.pages[name])
+            if missing[name] > pool.num_available:
+                return False
+        for name, count in missing.items():
+            if count > 0:
+                pages = tables.pages[name]
+                tables.set_pages(name, pages + self.pools[name].allocate(count, pages[-1] if pages else None))
+        return True
+
+    def num_final(
+        self, group: str, num_known: int, num_computed: int, num_drafted: int, *, seeded: bool = False
+    ) -> int:
+        """As `Rules.final`, when the target has computed `num_computed` entries and the drafter `num_drafted`."""
+        rules = self.rules[group]
+        return rules.final(num_known, num_computed if rules.module == 0 else num_drafted, seeded=seeded)
+
+    def advance(self, tables: BlockTables, tokens: Sequence[int], num_computed: int, num_drafted: int) -> None:
+        """Enter what has become final into the prefix cache."""
+        for name, pool in self.pools.items():
+            final = self.num_final(name, len(tokens), num_computed, num_drafted)
+            if final // pool.page_size > tables.entered[name] and name not in tables.uncached:
+                first, chain = tables.entered[name], tables.chains[name]
+                tables.entered[name] = pool.cache(tokens, tables.pages[name], chain, final, first)
+
+    def slide(self, tables: BlockTables, num_computed: int, num_drafted: int) -> None:
+        """Free the pages that no later query of a window sees. To be called when nobody else reads the request's
+        pages: neither a peer nor a prefix store."""
+        for name in self._windowed:
+            rules = self.rules[name]
+            self._free_before(tables, name, rules.first_needed(num_computed if rules.module == 0 else num_drafted))
+
+    def _free_before(self, tables: BlockTables, group: str, token: int) -> None:
+        pool, first = self.pools[group], tables.slid.get(group, 0)
+        stop = token // pool.page_size
+        if stop > first:
+            pages = tables.pages[group]
+            pool.release(pages[first:stop])
+            tables.set_pages(group, [NULL_PAGE] * stop + pages[stop:])
+            tables.slid[group] = stop
+
+    def release(self, tables: BlockTables) -> None:
+        """The request lets go of all its pages."""
+        for name, pages in tables.take().items():
+            self.pools[name].release(pages)
+
+    # ------------------------------------------------------------ pages that a peer may still write
+
+    def quarantine(self, tables: BlockTables, wanted: Mapping[str, Interval]) -> BlockTables:
+        """The request lets go of all its pages; those from the first wanted token on stay out of use, since a peer may
+        still write them. Returns their tables, for `leave_quarantine`."""
+        held = BlockTables()
+        held.chains, held.uncached = tables.chains, set(tables.uncached)
+        for name, pages in tables.take().items():
+            pool = self.pools[name]
+            num_shared = min(wanted[name].start // pool.page_size, len(pages))
+            pool.release(pages[num_shared:], quarantine=True)
+            pool.release(pages[:num_shared])
+            held.set_pages(name, [NULL_PAGE] * num_shared + pages[num_shared:])
+        return held
+
+    def leave_quarantine(self, held: BlockTables, tokens: Sequence[int], proven: Mapping[str, int]) -> None:
+        """The pages are quiet. Those whose entries are `proven` final up to there stay, as a prefix from which a
+        recomputation may start."""
+        uncached = held.uncached
+        for name, pages in held.take().items():
+            pool = self.pools[name]
+            if name not in uncached:
+                pool.cache(tokens, pages, held.chains[name], proven.get(name, 0))
+            pool.leave_quarantine(pages)
+
+    # ------------------------------------------------------------ a few pages for the engine itself
+
+    def spare(self) -> BlockTables | None:
+        """Tables of one page per group that belong to no request; None where there is no room. `release` ends them."""
+        tables = BlockTables()
+        try:
+            for name, pool in self.pools.items():
+                tables.set_pages(name, pool.allocate(1))
+        except CapacityError:
+            self.release(tables)
+            return None
+        return tables
