@@ -24,7 +24,8 @@ from baton.testing.transport_peer import SpawnedPeer, pattern
 from baton.transports import remote as remote_module
 from baton.transports.base import CopyList, Direction
 from baton.transports.batches import batch_bounds, split_runs
-from baton.transports.file import FileLibrary
+from baton.transports.file import Batch, FileLibrary
+from baton.transports.library import RemotePeer
 from baton.transports.lifeline import MAX_FRAME, Lifeline, Line
 from baton.transports.process import ProcessWatch
 from baton.transports.registry import create_transport
@@ -193,6 +194,69 @@ def test_peer_objects_share_an_endpoint(tmp_path: Path) -> None:
         near.close()
 
 
+def num_sockets() -> int:
+    files = Path("/proc/self/fd").iterdir()
+    return sum(os.readlink(file).startswith("socket:") for file in files if file.is_symlink())
+
+
+def test_peers_that_never_answer_hold_no_thread_and_no_connection(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their lines live, and nothing comes back over them: connecting fails, and another peer is served all the same."""
+    uri = f"file://?path={tmp_path}"
+    near, mute, good = create_transport(uri), create_transport(uri), create_transport(uri)
+    assert isinstance(near, RemoteTransport)
+    assert isinstance(mute, RemoteTransport)
+    try:
+        near.register([near.allocate("near", 64)])
+        far = mute.register([mute.allocate("mute", 64)])
+        peer = near.connect(good.register([good.allocate("good", 64)])).result(30)
+        monkeypatch.setattr(mute._library, "_serve", lambda line, ask: None)
+        monkeypatch.setattr(remote_module, "CALL_TIMEOUT_S", 0.3)
+        sockets, threads = num_sockets(), threading.active_count()
+        attempts = [near.connect(far) for _ in range(80)]
+        for attempt in attempts:
+            with pytest.raises(TransportError, match="does not answer"):
+                attempt.result(60)
+        assert near.submit(peer, "write", run_of(64)).wait(30) == "done"
+        eventually(lambda: near._driver.peers == [peer])
+        eventually(lambda: num_sockets() <= sockets)
+        eventually(lambda: threading.active_count() <= threads + 16)  # the workers, which have nothing to do
+    finally:
+        for transport in (near, mute, good):
+            transport.close()
+
+
+def test_a_write_is_pending_until_the_peer_has_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The peer may be at it. A read ends when its peer is given up, and an answer that comes later moves nothing."""
+    uri = f"file://?path={tmp_path}"
+    near, far = create_transport(uri), create_transport(uri)
+    assert isinstance(far, RemoteTransport)
+    try:
+        own, theirs = near.allocate("near", 64), far.allocate("far", 64)
+        theirs[:] = 7
+        near.register([own])
+        descriptor = far.register([theirs])
+        writer, reader = near.connect(descriptor).result(30), near.connect(descriptor).result(30)
+        library, held = far._library, []
+        assert isinstance(library, FileLibrary)
+        serve = library._serve
+        monkeypatch.setattr(library, "_serve", lambda line, ask: held.append((line, ask)))
+        write, read = near.submit(writer, "write", run_of(32)), near.submit(reader, "read", run_of(32, 32, 32))
+        eventually(lambda: len(held) == 2)
+        near.disconnect(reader)
+        assert read.wait(30) == "failed"
+        near.disconnect(writer)
+        assert write.wait(0.2) == "pending"
+        for line, ask in held:
+            serve(line, ask)
+        assert write.wait(30) != "pending"
+        assert (int(own.sum()), int(theirs[:32].sum())) == (0, 0)
+    finally:
+        far.close()
+        near.close()
+
+
 # ---------------------------------------------------------------- descriptors and frames from strangers
 
 
@@ -301,15 +365,20 @@ def answer_of(far: RemoteTransport, frame: bytes) -> bytes | None:
 def test_an_answer_counts_only_on_the_line_that_was_asked(far: RemoteTransport) -> None:
     library = far._library
     assert isinstance(library, FileLibrary)
-    library._waiting[7] = (None, threading.Event())  # type: ignore[assignment]
+    contact = far._driver.lifeline.contact
     lifeline = Lifeline("127.0.0.1")
     try:
-        line = lifeline.dial(far._driver.lifeline.contact)
+        asked, line = lifeline.dial(contact), lifeline.dial(contact)
+        watch = ProcessWatch(contact.pid, contact.start_time, contact.host_key)
+        peer = RemotePeer("far", [], asked, watch, lambda peer: None)
+        none = np.empty((2, 0), dtype=np.int64)
+        batch = library._asked[7] = Batch(7, peer, "write", none, none)
         line.send(msgspec.msgpack.encode(["answer", 7, "", "gone"]))
         line.send(msgspec.msgpack.encode(["ask", 1, "read", "", b""]))
         while not lifeline.wait(1):
             pass
-        assert 7 in library._waiting
+        assert 7 in library._asked
+        assert batch.answer is None
     finally:
         lifeline.close()
 

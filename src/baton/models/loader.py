@@ -47,7 +47,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
-    """`config.json` of the checkpoint directory `path`."""
+    """`config.json` of the checkpoint directory `path`. Raises `CheckpointError`."""
     directory = Path(path)
     if not directory.is_dir():
         raise CheckpointError(f"{directory}: no such checkpoint directory")

@@ -1,9 +1,7 @@
-"""The far side of a transport under test: in this process, or in one of its own that obeys lines on stdin.
+"""The far side of a transport under test: in this process, or in one of its own.
 
-    python -m baton.testing.transport_peer URI
-
-reads one JSON object a line and answers each with one line. It is passive: it allocates, registers, fills and
-reads its regions, so that what a copy did is seen by the process that owns the memory.
+The far side is passive: it allocates, registers, fills and reads its regions. So the process that owns the memory sees
+what a copy did. A process of its own (`serve`) reads one JSON object per line of stdin and answers each by one line.
 """
 
 from __future__ import annotations

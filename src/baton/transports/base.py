@@ -1,16 +1,17 @@
-"""What every transport is: registered regions, peers, and one-sided copies between them.
+"""The interface of a transport: registered regions, peers, and one-sided copies between them.
 
-A transport moves bytes and knows nothing of requests, groups or tokens. Its user names memory by (region
-index, offset) and gets an `Operation` per copy list. The rules that the conformance suite
-(`baton.testing.check_transport`) holds every transport to:
+A transport moves bytes and knows nothing of requests, groups or tokens. Its user names memory by (region index,
+offset) and gets one `Operation` per copy list. Every transport keeps these rules, which the conformance suite
+(`baton.testing.check_transport`) tests:
 
-- `done` means visible to every reader at the destination, not merely posted. What is sent after it, on any
-  channel, cannot overtake the data.
-- Once an operation has ended, in whatever way, nothing of it is read or written any more. While it is pending its
-  pages may be reused only once the peer is fenced.
+- `done` means that every reader at the destination sees the bytes, not merely that the copy was posted. A message
+  sent after `done`, on any channel, cannot overtake the data.
+- An operation that has ended, done or failed, reads and writes nothing more. The pages of a pending operation may be
+  reused only once the peer is fenced.
 - Every run is checked against both regions before the first byte moves.
-- No call waits for a peer: `connect`, `cancel` and `disconnect` return at once, and what they began ends with an
-  event. `alive` and `fenced` are flags. So one thread can serve many peers, whatever becomes of one of them.
+- No call waits for a peer. `connect`, `cancel` and `disconnect` return at once, and the work that they begin reports
+  its end by a future or a callback; `alive` and `fenced` are flags. So one thread can serve many peers, even when one
+  of them hangs.
 """
 
 from __future__ import annotations
@@ -49,9 +50,9 @@ State = Literal["pending", "done", "failed"]
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """`nbytes` of CUDA device number `device` at `address`, which stay allocated as long as they are registered.
+    """`nbytes` bytes at `address` on CUDA device number `device`; they stay allocated while they are registered.
 
-    `enter` gives the thread that calls it the device's context.
+    `enter` makes the device's context current on the calling thread.
     """
 
     address: int
@@ -108,13 +109,13 @@ class Operation:
         callback()
 
     def start(self) -> bool:
-        """For transports: the first byte is about to move; False when it has ended already."""
+        """For transports: mark that the first byte is about to move. False when the operation has ended already."""
         with self._lock:
             self._started = True
             return self._state == "pending"
 
     def withdraw(self, error: str) -> None:
-        """For transports: end as failed, unless it has been started."""
+        """For transports: end as failed with `error`, unless the copy has been started."""
         with self._lock:
             if self._started:
                 return
@@ -147,7 +148,7 @@ class Peer(Protocol):
 
     def fenced(self) -> bool:
         """True only when it is proven that the peer can no longer touch this side's memory. Never blocks: where the
-        proof takes work, being asked begins it, and a later answer is true.
+        proof takes work, the first call starts that work, and a later call returns True.
         """
         ...
 
@@ -168,8 +169,8 @@ class Transport(Protocol):
         ...
 
     def register(self, regions: Sequence[Region]) -> bytes:
-        """Open `regions` to peers, once, and return the descriptor that `connect` takes. The order is the
-        index. All are memory of the host, or all of one device.
+        """Open `regions` to peers, once, and return the descriptor that a peer's `connect` takes. A region's index is
+        its position. All regions lie in the host's memory, or all on one device.
 
         Raises `TransportError` for memory that the transport cannot open, or at a second call.
         """
@@ -178,47 +179,48 @@ class Transport(Protocol):
     def connect(self, descriptor: bytes) -> Future[Peer]:
         """Begin to reach the peer that registered `descriptor`; returns at once.
 
-        The future ends with the peer, with `ProtocolError` for a malformed descriptor, or with `TransportError` when
-        the peer cannot be reached, which takes some seconds at most. It cannot be cancelled: who wants the peer no
-        longer disconnects it when it is there.
+        The future ends, after some seconds at most, with the peer, with `ProtocolError` for a malformed descriptor, or
+        with `TransportError` when the peer cannot be reached. It cannot be cancelled: a caller that no longer wants the
+        peer disconnects it when the future ends.
         """
         ...
 
     def submit(self, peer: Peer, direction: Direction, copies: CopyList, tag: str = "") -> Operation:
-        """Start copying: "write" from own regions to the peer's, "read" from the peer's to own.
+        """Start to copy: "write" from own regions to the peer's, "read" from the peer's regions to own.
 
-        Waits for no peer. The arrays of `copies` must not be changed while it is pending.
+        `tag` names the operation in logs. The caller must not change the arrays of `copies` while the operation is
+        pending.
 
         Raises `ProtocolError` for a run outside a region, `TransportError` when either side is closed.
         """
         ...
 
     def cancel(self, operation: Operation) -> None:
-        """Ask an operation to end soon, and return at once. It ends when nothing of it is under way, which with a peer
-        that hangs may be never. What is copied so far stays copied.
+        """Ask an operation to end, and return at once. It ends when none of its bytes is under way any more; with a
+        peer that hangs, that may be never. Bytes that were copied stay copied.
         """
         ...
 
     def disconnect(self, peer: Peer) -> None:
-        """Take no more copies for the peer, and return at once. Its operations end as failed when nothing of them is
-        under way; its memory is let go of after that. Idempotent.
+        """Refuse further copies for the peer, and return at once. Its operations end as failed when none of their
+        bytes is under way; the transport then releases the peer's memory. Idempotent.
         """
         ...
 
     def close(self) -> None:
-        """Stop everything and release all memory. May wait some seconds for copies. Idempotent."""
+        """End all operations and release all memory. Waits for copies under way, some seconds at most. Idempotent."""
         ...
 
 
 def future_of(make: Callable[[], Peer]) -> Future[Peer]:
-    """For transports that connect without waiting: a future that has ended as `make` did."""
+    """For transports that connect without waiting: a future that already holds what `make` returned or raised."""
     future: Future[Peer] = Future()
     settle(future, make)
     return future
 
 
 def settle(future: Future[Peer], make: Callable[[], Peer]) -> None:
-    """For transports: end `future` as `make` ends. What is no error of Baton's becomes a `TransportError`."""
+    """For transports: give `future` what `make` returns or raises, other errors than Baton's as `TransportError`."""
     try:
         peer = make()
     except BatonError as error:
@@ -232,7 +234,7 @@ def settle(future: Future[Peer], make: Callable[[], Peer]) -> None:
 
 
 def check_regions(regions: Sequence[Region]) -> list[ByteArray]:
-    """The regions, if all are memory of the host that can be opened to peers. Raises `TransportError`."""
+    """Return the regions as arrays. Raises `TransportError` unless each is a flat, writable uint8 array of the host."""
     checked = []
     for region in regions:
         if isinstance(region, DeviceMemory):
@@ -245,7 +247,7 @@ def check_regions(regions: Sequence[Region]) -> list[ByteArray]:
 
 
 def check_copies(copies: CopyList, source_sizes: Sequence[int], dest_sizes: Sequence[int]) -> None:
-    """Raise `ProtocolError` unless every run lies inside its region on both sides. A few numpy passes."""
+    """Raise `ProtocolError` unless every run of `copies` lies inside its region on both sides. Sizes in bytes."""
     columns = (copies.source_offset, copies.dest_offset, copies.nbytes)
     for column in columns:
         if column.dtype != np.int64 or column.ndim != 1 or column.size != copies.nbytes.size:

@@ -1,4 +1,4 @@
-"""How a copy list is cut for a library: rows of addresses, in batches that a cancel can stop between."""
+"""Copy lists cut into batches for a transfer library, which cannot stop a batch: a cancel takes effect between two."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ BATCH_BYTES = 16 << 20
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """An operation under way. `rows` `[runs, 3]`: own address, the peer's address, bytes; batch i is
-    `rows[bounds[i]:bounds[i + 1]]`. `handle` is the library's, of batch `at`, once that is issued; `failed` when that
-    ended with an error, which does not prove that nothing of it is outstanding.
+    """An operation under way. `rows` is int64 `[runs, 3]`: own address, the peer's address, bytes; batch i is
+    `rows[bounds[i]:bounds[i + 1]]`. `at` counts the batches that are done. `handle` is the library's for batch `at`
+    once it is issued; `failed`: that batch ended with an error, which does not prove that none of it is outstanding.
     """
 
     operation: Operation
@@ -32,26 +32,26 @@ class Job:
 
     @property
     def num_batches(self) -> int:
-        """Batches in all."""
+        """Batches of the whole operation."""
         return len(self.bounds) - 1
 
     def left(self) -> str | None:
-        """Why it fails if it ends here; None when all of it is copied."""
+        """The error of an operation that ends now; None when all its batches are done."""
         return None if self.at == self.num_batches else f"cancelled after {self.at} of {self.num_batches} batches"
 
     def batch(self) -> Rows:
-        """The rows of batch `at`."""
+        """The rows of batch `at`, int64 `[runs, 3]`."""
         return self.rows[self.bounds[self.at] : self.bounds[self.at + 1]]
 
 
 def make_job(operation: Operation, direction: Direction, rows: Rows) -> Job:
-    """Cut `rows` `[runs, 3]` into runs and batches of bounded size."""
+    """A job of `rows` (int64 `[runs, 3]`), cut into batches of at most `BATCH_RUNS` runs and `BATCH_BYTES` bytes."""
     rows = split_runs(rows, BATCH_BYTES)
     return Job(operation, direction, rows, batch_bounds(rows[:, 2], BATCH_RUNS, BATCH_BYTES))
 
 
 def split_runs(rows: Rows, limit: int) -> Rows:
-    """Cut runs into pieces of at most `limit` bytes. Empty runs are left out."""
+    """Cut the runs of `rows` (int64 `[runs, 3]`) into pieces of at most `limit` bytes, and drop empty runs."""
     pieces = -(-rows[:, 2] // limit)
     if bool((pieces == 1).all()):
         return rows
@@ -63,8 +63,8 @@ def split_runs(rows: Rows, limit: int) -> Rows:
 
 
 def batch_bounds(nbytes: Rows, max_runs: int, max_bytes: int) -> list[int]:
-    """Cuts `[0, ..., runs]` of runs of `nbytes` `[runs]` into batches of at most `max_runs` runs, and at most
-    `max_bytes` bytes or a single run.
+    """Cut runs of `nbytes` bytes (int64 `[runs]`) into batches of at most `max_runs` runs, and at most `max_bytes`
+    bytes or a single run. Returns the cuts `[0, ..., runs]`.
     """
     total = np.concatenate([[0], np.cumsum(nbytes)])
     bounds = [0]

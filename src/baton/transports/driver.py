@@ -1,7 +1,7 @@
 """The thread that owns a transfer library.
 
-It sleeps in the lifeline while nobody copies. A peer announces its copies there before it issues them and says
-when they ended, so that a library that needs the receiver's help gets it, and costs nothing else.
+It sleeps in the lifeline while nobody copies. A peer announces its copies over the lifeline before it issues them, and
+says when they have ended: so a library that needs the receiver's help gets it then, and costs no core otherwise.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ class Driver:
     # ------------------------------------------------------------ any thread
 
     def post(self, action: Callable[[], None]) -> None:
-        """Run `action` on the thread, some time soon."""
+        """Run `action` on the driver's thread, soon."""
         self._calls.put(action)
         self.lifeline.wake()
 
     def call(self, action: Callable[[], T]) -> T:
-        """Run `action` on the thread and return what it returns or raise what it raises, as `TransportError` if
-        it is no error of Baton's.
+        """Run `action` on the driver's thread, and return or raise what it does; other errors than Baton's become
+        `TransportError`, as does an action that takes longer than `CALL_TIMEOUT_S`.
         """
         if self.stopping:
             raise TransportError(f"the {self._library.scheme} transport is closed")
@@ -89,7 +89,7 @@ class Driver:
             raise TransportError(f"{self._library.scheme}: {error}") from error
 
     def prove(self, peer: RemotePeer) -> None:
-        """Take in what a peer that is gone had under way, some time soon. After `stop` nothing arrives any more."""
+        """Receive, soon, what a peer that is gone had sent, then set its `taken_in`. Nothing arrives after `stop`."""
         if not self._thread.is_alive():
             peer.taken_in = True
         elif not peer.proving:
@@ -97,7 +97,7 @@ class Driver:
             self.post(lambda: self._prove(peer))
 
     def stop(self) -> None:
-        """End the library and the thread. Peers are told when nothing of this side is outstanding."""
+        """End the library and the thread. Peers get BYE when no copy of this side is outstanding."""
         self.stopping = True
         self.lifeline.wake()
         self._thread.join()
@@ -105,14 +105,14 @@ class Driver:
     # ------------------------------------------------------------ the thread: peers and their jobs
 
     def add(self, peer: RemotePeer, metadata: bytes) -> None:
-        """Take a peer in."""
+        """Make a peer and its endpoint known, so that `begin` takes its jobs."""
         if peer.endpoint not in self._added:
             self._library.add(peer.endpoint, metadata)
             self._added.add(peer.endpoint)
         self.peers.append(peer)
 
     def remove(self, peer: RemotePeer) -> None:
-        """Let go of a peer; with operations that cannot be proven quiet it stays until they are."""
+        """Give a peer up. It stays, with its line, until all its operations are proven quiet."""
         if peer in self.peers and peer.broken is None:
             peer.broken = "disconnected"
             self._settle(peer.endpoint)
@@ -131,7 +131,7 @@ class Driver:
         peer.jobs.append(job)
 
     def drop_cancelled(self) -> None:
-        """End the operations that were cancelled and have nothing under way, wherever they are in a queue."""
+        """End the cancelled operations that have no batch under way, wherever they are in a queue."""
         for peer in self.peers:
             for job in [job for job in peer.jobs if job.handle is None and job.operation.flags[0]]:
                 self._end(peer, job, job.left())
@@ -140,14 +140,14 @@ class Driver:
         return [peer for peer in self.peers if peer.endpoint == endpoint and peer.broken is None]
 
     def _break(self, endpoint: str, error: str) -> None:
-        """Give the connection to an endpoint up. Operations end when nothing of them can be outstanding."""
+        """Give the connection to an endpoint up. Each operation ends when none of its bytes can be outstanding."""
         for peer in self._users(endpoint):
             peer.broken = error
         self._settle(endpoint)
 
     def _settle(self, endpoint: str) -> None:
-        """Of the peers that were given up, end the operations that are proven quiet; cut the connection when nobody
-        uses it and nothing is under way there.
+        """End the proven quiet operations of the peers that were given up, and cut the endpoint's connection when no
+        peer object uses it and no batch is under way over it.
         """
         peers = [peer for peer in self.peers if peer.endpoint == endpoint and peer.broken is not None]
         for peer in peers:
@@ -203,12 +203,12 @@ class Driver:
             peer.proving = False
 
     def _drain(self, line: Line) -> None:
-        """A peer's connection failed: take in what it had sent, then answer."""
+        """Answer a peer whose connection failed, after receiving what it had sent before."""
         self._take_in()
         line.send(_DRAINED)
 
     def _step(self, peer: RemotePeer) -> bool:
-        """Move the peer's first operation on; True when something happened."""
+        """Issue, check or end the peer's first operation; True when that changed something."""
         if not peer.jobs:
             return False
         if peer.broken is not None:
@@ -277,7 +277,7 @@ class Driver:
         self.lifeline.close()
 
     def _turn(self) -> bool:
-        """Sleep if there is nothing to do, else do it; False when it should be looked at again soon."""
+        """Sleep while there is nothing to do, else do it. False when a batch is under way that only polling shows."""
         firsts = [(peer, peer.jobs[0]) for peer in self.peers if peer.jobs]
         ready = any(job.handle is None for _, job in firsts)
         busy = self._library.polls and (bool(self._announced) or any(not job.failed for _, job in firsts))

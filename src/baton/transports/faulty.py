@@ -1,5 +1,4 @@
-"""`faulty+SCHEME://?fault=...`: another transport with one defect, deterministic, for tests that must be able
-to fail.
+"""`faulty+SCHEME://?fault=...`: another transport with one deterministic defect, which shows that a test can fail.
 
 Options: `fault` (below), `region` (only copies from this region index; default all), `every` (only each n-th
 such submission, counted from the first; default 1), `page_bytes` (default: the greatest common divisor of the
@@ -62,7 +61,7 @@ SeedsT = TypeVar("SeedsT")  # what they are is the handoff's business
 
 
 class FaultSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What goes wrong; see the module's table."""
+    """The options of a defect, as the module's table and list name them."""
 
     fault: Fault
     region: int | None = None
@@ -101,7 +100,7 @@ class _FaultyOperation(Operation):
 
 
 class FaultyTransport:
-    """A transport with one defect. Everything else is the wrapped transport's."""
+    """A `Transport` that passes every call to another one, and breaks some copies."""
 
     def __init__(self, inner: Transport, spec: FaultSpec) -> None:
         self._inner = inner
@@ -123,28 +122,24 @@ class FaultyTransport:
         return f"faulty+{self._inner.scheme}"
 
     def alter_seeds(self, seeds: SeedsT) -> SeedsT:
-        """What the engine hands over in place of `seeds`: with `stale-seed` those of the call before."""
+        """The seeds that the engine hands over in place of `seeds`: with `stale-seed`, those of the call before."""
         last: SeedsT | None = self._last_seeds
         self._last_seeds = seeds
         return last if last is not None and self._spec.fault == "stale-seed" else seeds
 
     def allocate(self, name: str, nbytes: int) -> ByteArray:
-        """See `Transport.allocate`."""
         return self._inner.allocate(name, nbytes)
 
     def register(self, regions: Sequence[Region]) -> bytes:
-        """See `Transport.register`."""
         memory = check_regions(regions)
         descriptor = self._inner.register(memory)
         self._regions = memory
         return descriptor
 
     def connect(self, descriptor: bytes) -> Future[Peer]:
-        """See `Transport.connect`."""
         return self._inner.connect(descriptor)
 
     def submit(self, peer: Peer, direction: Direction, copies: CopyList, tag: str = "") -> Operation:
-        """See `Transport.submit`."""
         with self._lock:
             hit = self._region is None or copies.source_region == self._region
             if hit:
@@ -164,7 +159,6 @@ class FaultyTransport:
         return operation
 
     def cancel(self, operation: Operation) -> None:
-        """See `Transport.cancel`."""
         if not isinstance(operation, _FaultyOperation):
             self._inner.cancel(operation)
             return
@@ -177,7 +171,6 @@ class FaultyTransport:
             self._inner.cancel(inner)
 
     def disconnect(self, peer: Peer) -> None:
-        """See `Transport.disconnect`."""
         with self._lock:
             pending = [op for op in self._pending if op.peer is peer]
         for operation in pending:
@@ -185,7 +178,6 @@ class FaultyTransport:
         self._inner.disconnect(peer)
 
     def close(self) -> None:
-        """See `Transport.close`."""
         with self._lock:
             if self._closed:
                 return

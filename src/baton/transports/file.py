@@ -1,24 +1,28 @@
-"""`file://`: engines that share a directory, and no memory and no fast network.
+"""`file://`: engines that share a directory, and neither memory nor a fast network.
 
 Options: `path` (the directory, default ~/.cache/baton/kv), `max_bytes` (of all its entries, default 8 GiB),
 `host` (numeric address of this machine on which peers reach the lifeline; default 127.0.0.1).
 
-The bytes go through a `FileStore`; who has to do what goes over the lifeline. A write: this side puts the
-batch into the store under its digest and tells the peer that key and where the bytes belong; the peer gets
-the entry, which checks it, copies it into its regions, and answers; only then is the write done. A read: the
-peer puts what it is asked for and answers with the key; this side gets it. So each process alone writes to
-its memory, within its own regions, and a batch that was sent before is not written again. Entries stay until
-the store needs their room.
+The bytes go through a `FileStore`, the requests for them over the lifeline. Write: this side puts the batch into the
+store under the digest of its bytes, and tells the peer that key and the addresses; the peer gets the entry, which
+checks it, copies it into its regions, and answers; only then is the write done. Read: this side tells the peer the
+addresses; the peer puts their bytes into the store and answers with the key; this side gets the entry. So each process
+alone writes to its memory, within its own regions, and a batch that was sent before is not written again. Entries stay
+until the store needs their room.
 
-Fence: as only this process writes here, a peer that is gone is fenced, once what it asked for has been
-carried out. That a peer is gone is known from its orderly close, and on one host from its process's death.
+No thread waits for a peer: workers read and write files, and between these steps a batch is an entry in a table. A read
+that waits for its answer ends when its peer is given up, since the answer alone would make this process copy.
+
+Fence: only this process writes to its memory. So a peer that is gone is fenced once the workers have carried out what
+it asked for. A peer is known to be gone by its orderly close and, on one host, by the death of its process.
 """
 
 from __future__ import annotations
 
-import threading
-from concurrent.futures import Future, ThreadPoolExecutor, TimeoutError, wait
-from typing import Any
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from weakref import WeakValueDictionary
 
 import msgspec
 import numpy as np
@@ -32,8 +36,7 @@ from baton.transports.mover import copy_runs
 from baton.transports.remote import RemoteTransport
 from baton.transports.store import FileStore, StoreOptions
 
-_LOOK_S = 0.1  # how often one who waits for an answer looks whether the peer is still there
-_MAX_PEERS = 64  # batches at a time, one for each peer: one that does not answer must not hold up the others
+_WORKERS = 16  # more than cores: a shared file system answers slowly, and several requests at a time
 _TENSOR = "bytes"
 
 
@@ -53,9 +56,25 @@ class _Ask(msgspec.Struct, frozen=True, tag="ask", array_like=True, forbid_unkno
 
 
 class _Answer(msgspec.Struct, frozen=True, tag="answer", array_like=True, forbid_unknown_fields=True):
+    """The peer's part of batch `number` is over: the entry's key, or why it failed."""
+
     number: int
     key: str
     error: str
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class Batch:
+    """A batch that this side asked for. `work` is the file access under way or ended for it in this process, `answer`
+    the peer's. `near` and `far` are int64 `[2, runs]`: addresses here and there, bytes."""
+
+    number: int
+    peer: RemotePeer
+    direction: Direction
+    near: Rows
+    far: Rows
+    work: Future[None] | None = None
+    answer: _Answer | None = None
 
 
 class FileLibrary(Library):
@@ -65,94 +84,89 @@ class FileLibrary(Library):
 
     def __init__(self, options: FileOptions) -> None:
         self._store = FileStore(options.path, options.max_bytes)
-        # Two pools: those who ask wait for a peer, whose own may be waiting for those who serve.
-        self._askers = ThreadPoolExecutor(_MAX_PEERS, thread_name_prefix="baton-file-ask")
-        self._servers = ThreadPoolExecutor(4, thread_name_prefix="baton-file-serve")
+        self._workers = ThreadPoolExecutor(_WORKERS, thread_name_prefix="baton-file")
         self._serving: set[Future[None]] = set()
-        self._waiting: dict[int, tuple[Line, Future[str]]] = {}
-        self._answers = threading.Lock()
+        self._asked: WeakValueDictionary[int, Batch] = WeakValueDictionary()  # by number; the driver keeps them
         self._next = 0
         self._regions: list[ByteArray] = []
         self._lifeline: Lifeline
         self._bounce: ByteArray
 
     def start(self, lifeline: Lifeline, bounce: ByteArray) -> None:
-        """See `Library`."""
         self._lifeline, self._bounce = lifeline, bounce
 
     def stop(self) -> None:
-        """See `Library`."""
-        self._askers.shutdown()
-        self._servers.shutdown()
+        self._workers.shutdown()
 
     def register(self, regions: list[ByteArray]) -> tuple[str, bytes]:
-        """See `Library`."""
         self._regions = regions
         return self._lifeline.contact.secret.hex(), b""
 
     def add(self, endpoint: str, metadata: bytes) -> None:
-        """See `Library`."""
+        """Nothing to do: a batch goes over the peer's line."""
 
     def remove(self, endpoint: str) -> bool:
-        """See `Library`."""
-        # A worker may be at the memory of a batch; a peer that lives may be carrying one out.
+        """Nothing can be cut: a worker here may be at a batch, and so may the peer, if it lives."""
         return False
 
-    def issue(self, peer: RemotePeer, direction: Direction, rows: Rows) -> Any:
-        """See `Library`."""
-        near, far = rows[:, [0, 2]].T, rows[:, [1, 2]].T
-        line, spans = peer.line, [*self._regions, self._bounce]
-
-        def write() -> None:
-            key = self._store.put({_TENSOR: _gather(spans, near)})
-            self._ask(line, direction, key, far)
-
-        def read() -> None:
-            key = self._ask(line, direction, "", far)
-            self._fetch(spans, key, near, line)
-
-        work = self._askers.submit(write if direction == "write" else read)
-        work.add_done_callback(lambda _: self._lifeline.wake())
-        return work
-
-    def ended(self, handle: Future[None]) -> bool:
-        """See `Library`."""
-        return handle.done()
-
-    def check(self, handle: Future[None]) -> bool:
-        """See `Library`."""
-        if not handle.done():
-            return False
-        try:
-            handle.result()
-        except BatonError as error:
-            raise BatchFailedError(str(error)) from error
-        return True
-
     def take_in(self) -> None:
-        """See `Library`."""
-        # The driver has taken in all frames; what they asked for is being done.
+        # The driver has passed all frames of the peer to `on_frame`; the workers carry out what they ask for.
         wait(list(self._serving))
 
     # ------------------------------------------------------------ this side asks
 
-    def _ask(self, line: Line, direction: Direction, key: str, runs: Rows) -> str:
-        """Have the peer do its part of a batch; the key it answers with."""
-        answer: Future[str] = Future()
-        with self._answers:
-            self._next += 1
-            number = self._next
-            self._waiting[number] = (line, answer)
-        line.send(msgspec.msgpack.encode(_Ask(number, direction, key, np.ascontiguousarray(runs).tobytes())))
+    def issue(self, peer: RemotePeer, direction: Direction, rows: Rows) -> Batch:
+        self._next += 1
+        batch = Batch(self._next, peer, direction, rows[:, [0, 2]].T, rows[:, [1, 2]].T)
+        self._asked[batch.number] = batch
+        if direction == "write":
+            batch.work = self._work(
+                lambda: self._ask(batch, self._store.put({_TENSOR: _gather(self._near(), batch.near)}))
+            )
+        else:
+            self._ask(batch, "")
+        return batch
+
+    def ended(self, handle: Batch) -> bool:
+        return handle.work is None or handle.work.done()
+
+    def check(self, handle: Batch) -> bool:
+        """Besides, a read that waits for its answer fails when its peer has been given up."""
+        if not self.ended(handle):
+            return False
         try:
-            while True:
-                try:
-                    return answer.result(_LOOK_S)
-                except TimeoutError:
-                    if not line.open():
-                        raise TransportError("the peer is gone") from None
-        finally:
-            self._waiting.pop(number, None)
+            if handle.work is not None:
+                handle.work.result()
+            if handle.answer is None:
+                _need_answer(handle)
+                return False
+            if handle.answer.error:
+                raise TransportError(handle.answer.error)
+        except BatonError as error:
+            raise BatchFailedError(str(error)) from error
+        return True
+
+    def _work(self, work: Callable[[], None]) -> Future[None]:
+        future = self._workers.submit(work)
+        future.add_done_callback(lambda _: self._lifeline.wake())
+        return future
+
+    def _near(self) -> list[ByteArray]:
+        return [*self._regions, self._bounce]
+
+    def _ask(self, batch: Batch, key: str) -> None:
+        ask = _Ask(batch.number, batch.direction, key, np.ascontiguousarray(batch.far).tobytes())
+        batch.peer.line.send(msgspec.msgpack.encode(ask))
+
+    def _answered(self, line: Line, answer: _Answer) -> None:
+        batch = self._asked.get(answer.number)
+        if batch is None or batch.peer.line is not line or batch.answer is not None:
+            return
+        if batch.direction == "read" and batch.peer.broken is not None:
+            return  # `check` has ended it, or will: its memory may be another's
+        batch.answer = answer
+        if batch.direction == "read" and not answer.error:
+            batch.work = self._work(lambda: self._fetch(self._near(), answer.key, batch.near, line))
 
     def _fetch(self, spans: list[ByteArray], key: str, runs: Rows, line: Line) -> None:
         entry = self._store.get(key)
@@ -168,25 +182,16 @@ class FileLibrary(Library):
     # ------------------------------------------------------------ a peer asks
 
     def on_frame(self, line: Line, frame: bytes) -> None:
-        """See `Library`."""
         try:
             message = msgspec.msgpack.decode(frame, type=_Ask | _Answer)
-            if isinstance(message, _Ask):
-                serving = self._servers.submit(self._serve, line, message)
-                self._serving = {each for each in self._serving if not each.done()} | {serving}
-            else:
-                self._answered(line, message)
         except (msgspec.MsgspecError, ValueError):
             line.abort()
-
-    def _answered(self, line: Line, message: _Answer) -> None:
-        asked, answer = self._waiting.get(message.number, (None, None))
-        if asked is not line or answer is None or answer.done():
             return
-        if message.error:
-            answer.set_exception(TransportError(message.error))
+        if isinstance(message, _Answer):
+            self._answered(line, message)
         else:
-            answer.set_result(message.key)
+            serving = self._workers.submit(self._serve, line, message)
+            self._serving = {each for each in self._serving if not each.done()} | {serving}
 
     def _serve(self, line: Line, ask: _Ask) -> None:
         key, error = ask.key, ""
@@ -201,6 +206,15 @@ class FileLibrary(Library):
         except Exception as refusal:  # who asks waits for an answer, whatever happens here
             error = str(refusal)[:1000] or type(refusal).__name__
         line.send(msgspec.msgpack.encode(_Answer(ask.number, key, error)))
+
+
+def _need_answer(batch: Batch) -> None:
+    """Raise `TransportError` when the answer to a batch will not come, or is not wanted any more."""
+    if not batch.peer.line.open():
+        raise TransportError("the peer is gone")
+    # A write has to wait: the peer may be at it, in memory that it believes to be reserved for it.
+    if batch.direction == "read" and batch.peer.broken is not None:
+        raise TransportError(batch.peer.broken)
 
 
 def _gather(spans: list[ByteArray], runs: Rows) -> ByteArray:

@@ -1,4 +1,4 @@
-"""What a transfer library has to supply to become a transport, and what a peer is to it."""
+"""The interface between `RemoteTransport` and a transfer library, and the peer that both share."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from baton.transports.process import ProcessWatch
 
 
 class BatchFailedError(TransportError):
-    """A batch ended with an error, and nothing of it is outstanding."""
+    """A batch ended with an error, and none of its bytes is outstanding."""
 
 
 @dataclass(slots=True, eq=False)
 class RemotePeer:
     """A peer of a `RemoteTransport`. Peer objects of one endpoint share the library's connection to it.
 
-    `device` is where its regions are, None on the host. `prove` has the driver take in what a peer that is gone had
-    under way, and set `taken_in`; `broken` says why its connection was given up, `cut` that nothing goes over it to or
-    from this process any more.
+    `regions` are (address, bytes), on CUDA device number `device`, or on the host where that is None. `broken` is why
+    the driver gave the connection up; `cut`: the library has closed it, so no byte goes to or from this process over
+    it. `prove` asks the driver to receive what a peer that is gone had sent, and then to set `taken_in`.
     """
 
     endpoint: str
@@ -54,17 +54,17 @@ class RemotePeer:
         return self.line.said_bye or self.watch.dead()
 
     def fenced(self) -> bool:
-        """True once the peer is gone and all that it had under way has been taken in."""
+        """True once the peer is gone and everything that it had sent has been received."""
         if not self.taken_in and self.gone():
             self.prove(self)
         return self.taken_in
 
 
 class Library:
-    """Calls into a transfer library, all made on one thread, its driver's."""
+    """Calls into a transfer library, all made on the driver's thread."""
 
     scheme = ""
-    polls = False  # bytes move only while the library is called, at the receiver too
+    polls = False  # True: bytes move only while somebody calls the library, also at the receiver
 
     def start(self, lifeline: Lifeline, bounce: ByteArray) -> None:
         """Load the library, start its engine, and register `bounce`, where bytes read from new peers land.
@@ -78,7 +78,7 @@ class Library:
         raise NotImplementedError
 
     def register(self, regions: list[ByteArray]) -> tuple[str, bytes]:
-        """Open memory to peers; the name of this endpoint, and its metadata."""
+        """Open the host's memory to peers. Returns the name of this endpoint and the metadata that `add` takes."""
         raise NotImplementedError
 
     def register_device(self, memory: list[DeviceMemory]) -> tuple[str, bytes]:
@@ -89,36 +89,36 @@ class Library:
         raise TransportError(f"the {self.scheme} transport opens the host's memory, not that of a device")
 
     def add(self, endpoint: str, metadata: bytes) -> None:
-        """Make an endpoint known. Raises `ProtocolError` for one that cannot be."""
+        """Make an endpoint known to the library. Raises `ProtocolError` for a bad name or bad metadata."""
         raise NotImplementedError
 
     def remove(self, endpoint: str) -> bool:
-        """Cut the connection to an endpoint, on which no batch is under way, though some may have failed; True when
-        nothing of those touches this process's memory, or leaves it, after that.
+        """Cut the connection to an endpoint, on which no batch is under way; some may have failed. True when no byte of
+        a failed batch enters or leaves this process's memory after that.
         """
         raise NotImplementedError
 
     def issue(self, peer: RemotePeer, direction: Direction, rows: Rows) -> Any:
-        """Start a batch (`[runs, 3]`, as in `Job`) and return its handle."""
+        """Start a batch (int64 `[runs, 3]`, as in `Job`) and return its handle."""
         raise NotImplementedError
 
     def check(self, handle: Any) -> bool:
-        """True when a batch is done; it is released then.
+        """True when a batch is done, which releases its handle.
 
-        Raises `BatchFailedError`, or any other exception when more of it may be outstanding: that cuts the
-        peer off.
+        Raises `BatchFailedError` for a batch that failed and has none of its bytes outstanding. Any other exception
+        means that some may be, and makes the driver give the connection up.
         """
         raise NotImplementedError
 
     def ended(self, handle: Any) -> bool:
-        """True when no call of this process works on a batch any more, whatever became of it."""
+        """True when no call of this process works on a batch any more, whether it is done or failed."""
         return True
 
     def progress(self) -> None:
-        """Let the library work, if it `polls`."""
+        """Let a library that `polls` move bytes."""
 
     def take_in(self) -> None:
-        """Return when what a peer that is gone had under way to this process has been taken in."""
+        """Receive everything that a peer that is gone had sent to this process, then return."""
         raise NotImplementedError
 
     def on_frame(self, line: Line, frame: bytes) -> None:

@@ -1,9 +1,9 @@
-"""The side connection of transports whose library tells neither when a peer starts to copy nor that it died.
+"""TCP connections beside a transfer library, which reports neither that a peer starts to copy nor that it died.
 
-Each transport listens on one TCP port. Its descriptor carries a `Contact`: where that is, a secret that a
-caller has to show, and which process it is. A `Line` is one such connection: small frames in both directions,
-and an end that the kernel reports at once when a process dies. One thread, the transport's own, calls
-`Lifeline.wait`, which sleeps until a frame, an end or `wake` comes: nothing polls while nothing happens.
+Each transport listens on one TCP port. Its descriptor carries a `Contact`: the address, a secret that a caller has to
+show, and the process. A `Line` is one such connection: small frames in both directions, and an end that the kernel
+reports at once when a process dies. The driver's thread calls `Lifeline.wait`, which sleeps until a frame, an end of a
+line or `wake` comes, so an idle transport does not poll.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Line:
             return not poller.poll(0)
 
     def send(self, frame: bytes) -> None:
-        """Send a frame of at most `MAX_FRAME` bytes without waiting; an end of the line is seen by `wait`."""
+        """Send a frame of at most `MAX_FRAME` bytes, without waiting. Errors show as the end of the line in `wait`."""
         data = memoryview(len(frame).to_bytes(_LENGTH_BYTES, "big") + frame)
         with self._lock, contextlib.suppress(OSError):
             if self._closed:
@@ -67,7 +67,8 @@ class Line:
                 sent = self.socket.send(data, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
             except BlockingIOError:
                 sent = 0
-            # A peer that reads nothing for a megabyte of frames is as good as gone, and no frame is left out.
+            # The socket's buffer is full: the peer has read nothing for a megabyte of frames. Frames must not be lost
+            # one by one, so the line ends.
             if sent < len(data):
                 self.socket.shutdown(socket.SHUT_RDWR)
 
@@ -94,7 +95,7 @@ class Line:
         return frames
 
     def abort(self) -> None:
-        """End a line whose other side breaks the rules; `wait` reports it."""
+        """End a line whose other side breaks the protocol; `wait` reports the end."""
         with self._lock, contextlib.suppress(OSError):
             if not self._closed:
                 self.socket.shutdown(socket.SHUT_RDWR)
@@ -108,7 +109,7 @@ class Line:
 
 
 class Lifeline:
-    """All lines of one transport. `dial` and `wake` are for any thread, the rest for one."""
+    """All lines of one transport. `dial` and `wake` are for any thread, the rest for the driver's."""
 
     def __init__(self, host: str) -> None:
         """Listen on `host`, a numeric address of this machine. Raises `ConfigError` when that fails."""
@@ -125,7 +126,7 @@ class Lifeline:
         pid = os.getpid()
         self.contact = Contact(host, port, secrets.token_bytes(16), pid, start_time_of(pid), own_host_key())
         self._waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._waking = threading.Lock()  # nobody may write to the number of a closed file
+        self._waking = threading.Lock()  # so that `wake` never writes to the closed descriptor's number
         self._strangers: dict[Line, None] = {}
         self._dialled: queue.SimpleQueue[Line] = queue.SimpleQueue()
         self._selector = selectors.DefaultSelector()
@@ -139,7 +140,7 @@ class Lifeline:
                 os.eventfd_write(self._waker, 1)
 
     def dial(self, contact: Contact) -> Line:
-        """Reach another lifeline. Blocks until it has answered.
+        """Connect to another lifeline and show its secret. Blocks until it has answered.
 
         Raises `TransportError` when it does not within `DIAL_TIMEOUT_S`.
         """
@@ -215,7 +216,7 @@ class Lifeline:
         line.close()
 
     def say_bye(self) -> None:
-        """Tell all peers that nothing of this side is outstanding."""
+        """Tell all peers that no copy of this side is outstanding."""
         for key in list((self._selector.get_map() or {}).values()):
             if isinstance(key.data, Line):
                 key.data.send(BYE)

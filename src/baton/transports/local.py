@@ -1,6 +1,6 @@
-"""`local://`: copies within one process, for tests and the simulator. Fence: the peer's `close`.
+"""`local://`: copies within one process, for tests. Fence: the peer's `close`.
 
-A descriptor names an entry of a table of this process, so it means nothing elsewhere.
+A descriptor names an entry in a table of this process, so no other process can use it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ class LocalTransport(MemoryTransport):
         self._descriptor: bytes | None = None
 
     def allocate(self, name: str, nbytes: int) -> ByteArray:
-        """See `Transport.allocate`."""
         if nbytes < 1:
             raise TransportError(f"cannot allocate {nbytes} bytes for {name!r}")
         return np.zeros(nbytes, dtype=np.uint8)
@@ -42,7 +41,7 @@ class LocalTransport(MemoryTransport):
         regions = _open.get(descriptor)
         if regions is None:
             raise TransportError("no open local transport has this descriptor")
-        # A peer has closed exactly when its entry is gone, and a closed endpoint has ended all its copies.
+        # `close` ends all copies before it removes the entry: so a missing entry means closed, and fenced.
         return MemoryPeer(
             name=descriptor.decode("ascii", "replace"),
             regions=list(regions),

@@ -1,4 +1,4 @@
-"""The common part of transports whose peers' memory is mapped here, so that a copy is a `memcpy`."""
+"""The common part of `local` and `shm`: the peer's memory is mapped into this process, so a copy is a `memcpy`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from baton.transports.mover import Mover
 
 @dataclass(slots=True, eq=False)
 class MemoryPeer:
-    """A peer whose regions are mapped into this process. `regions` is emptied at disconnect."""
+    """A peer whose regions are mapped into this process. `disconnect` empties `regions`."""
 
     name: str
     regions: list[ByteArray]
@@ -49,9 +49,7 @@ class MemoryPeer:
 
 
 class MemoryTransport:
-    """Registration, submission and cancellation over mapped memory. Subclasses allocate, describe and
-    connect.
-    """
+    """A `Transport` over mapped memory. Subclasses allocate memory, describe it, and map a peer's."""
 
     scheme = "memory"
 
@@ -63,7 +61,6 @@ class MemoryTransport:
         self._closed = False
 
     def allocate(self, name: str, nbytes: int) -> ByteArray:
-        """See `Transport.allocate`."""
         raise NotImplementedError
 
     def _describe(self, regions: list[ByteArray]) -> bytes:
@@ -71,14 +68,13 @@ class MemoryTransport:
         raise NotImplementedError
 
     def _map(self, descriptor: bytes) -> MemoryPeer:
-        """Map the peer of `descriptor`."""
+        """Map the memory that `descriptor` names. Raises `ProtocolError` or `TransportError` as `connect` does."""
         raise NotImplementedError
 
     def _release(self) -> None:
         """Release own memory at close."""
 
     def register(self, regions: Sequence[Region]) -> bytes:
-        """See `Transport.register`."""
         memory = check_regions(regions)
         with self._lock:
             self._need_open()
@@ -89,7 +85,7 @@ class MemoryTransport:
         return descriptor
 
     def connect(self, descriptor: bytes) -> Future[Peer]:
-        """See `Transport.connect`. Has ended when it returns: to map memory waits for nobody."""
+        """The future has ended when it is returned: mapping memory waits for no peer."""
         return future_of(lambda: self._connect(descriptor))
 
     def _connect(self, descriptor: bytes) -> MemoryPeer:
@@ -100,7 +96,7 @@ class MemoryTransport:
         return peer
 
     def submit(self, peer: Peer, direction: Direction, copies: CopyList, tag: str = "") -> Operation:
-        """See `Transport.submit`. Never blocks for longer than the bounds check."""
+        """The calling thread checks the bounds; the mover's thread copies."""
         with self._lock:
             self._need_open()
             if self._regions is None:
@@ -121,12 +117,11 @@ class MemoryTransport:
         return operation
 
     def cancel(self, operation: Operation) -> None:
-        """See `Transport.cancel`. One that has not begun ends at once, another with the chunk in flight."""
+        """An operation that has not begun ends at once, one that has ends with its chunk in flight."""
         operation.flags[0] = 1
         operation.withdraw("cancelled before it began")
 
     def disconnect(self, peer: Peer) -> None:
-        """See `Transport.disconnect`."""
         if not isinstance(peer, MemoryPeer):
             raise TransportError("not a peer of this transport")
         with self._lock:
@@ -136,15 +131,15 @@ class MemoryTransport:
             operations, peer.operations = peer.operations, []
         for operation in operations:
             self.cancel(operation)
-        # The mapping goes with the last array that looks into it, that of a copy or of a reader elsewhere. To give back
-        # gigabytes takes a while, so the mover does.
+        # The kernel unmaps the memory when the last array over it is gone: a copy's, or a reader's elsewhere. Unmapping
+        # gigabytes takes a while, so the mover's thread does it.
         regions, peer.regions = peer.regions, []
         if regions:
             self._mover.post(regions.clear)
         peer.on_disconnect()
 
     def close(self) -> None:
-        """See `Transport.close`. Own memory is released after the last copy has ended, which peers rely on."""
+        """Own memory is released after the last copy has ended: peers take the release as the fence."""
         with self._lock:
             if self._closed:
                 return

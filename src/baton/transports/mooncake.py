@@ -1,19 +1,19 @@
 """`mooncake://`: engines of a cluster, over Mooncake's Transfer Engine (TCP or RDMA).
 
 Options: `host` (numeric address of this machine on which peers reach it; default 127.0.0.1), `protocol` (`tcp`,
-the default, or `rdma`), `device` (RDMA devices, comma-separated; default all that Mooncake finds). `rdma`
-differs in this one argument and is tried by no test without a network card. Mooncake's own ports listen on all
-addresses of the machine, whatever `host` is, and take copies into registered memory from whoever reaches them:
-keep them behind a firewall.
+the default, or `rdma`), `device` (RDMA devices, comma-separated; default all that Mooncake finds). `rdma` is this one
+argument more, and no test runs it, for want of a network card. Mooncake's own ports listen on all addresses of the
+machine, whatever `host` is, and accept copies into registered memory from anyone who reaches them: keep them behind a
+firewall.
 
 Mooncake's call for a batch blocks, and returns -1 for a refusal, a broken connection and a time-out alike, while
 other parts of the batch may still be moving. So a failed batch cuts the peer off, and its operation ends only
 when the peer is gone; until then it keeps its pages.
 
-Fence: the peer's orderly close, which it announces after its last operation ended; or the death of its process,
-seen by pidfd, after which this side copies a byte to itself so many times that Mooncake's one loop for all
-sockets has come past what the dead process left in them. The death of a process on another host ends the
-connection but proves nothing of what is on the wire: such a peer is not alive, and not fenced.
+Fence: the peer's orderly close, which it announces after its last operation has ended; or the death of its process,
+seen by pidfd. After a death this side copies one byte to itself, again and again, until Mooncake's one loop for all
+sockets must have read everything that the dead process left in them. The death of a process on another host ends the
+connection but proves nothing about bytes on the wire: such a peer is neither alive nor fenced.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from baton.transports.lifeline import Lifeline
 from baton.transports.remote import RemoteTransport
 from baton.transports.sockets import held_bytes
 
-_ROUND_BYTES = 64 << 10  # read of a socket in one round of the loop, at most
+_ROUND_BYTES = 64 << 10  # at most so much is read of a socket in one round of the loop
 _MAX_PEERS = 64  # batches at a time, one for each peer
 
 
@@ -58,12 +58,11 @@ class MooncakeLibrary(Library):
         self._endpoint = ""
         self._wake: Callable[[], None]
         self._bounce: ByteArray
-        # Kept after the end too: a batch that Mooncake has not given up works on this memory.
+        # Kept after `stop` too: Mooncake may still be at a batch in this memory.
         self._registered: list[ByteArray] = []
         self._workers = ThreadPoolExecutor(_MAX_PEERS, thread_name_prefix="baton-mooncake-copy")
 
     def start(self, lifeline: Lifeline, bounce: ByteArray) -> None:
-        """See `Library`."""
         self._wake, self._bounce = lifeline.wake, bounce
         self._engine = load_engine()()
         options = self._options
@@ -78,21 +77,18 @@ class MooncakeLibrary(Library):
         self._registered.append(region)
 
     def stop(self) -> None:
-        """See `Library`."""
-        # Peers are refused from here on, even if Mooncake keeps its port open.
+        # Without registered memory Mooncake refuses peers, even if it keeps its port open.
         for region in self._registered:
             self._engine.unregister_memory(region.ctypes.data)
         self._workers.shutdown(wait=False)
         self._engine = None
 
     def register(self, regions: list[ByteArray]) -> tuple[str, bytes]:
-        """See `Library`."""
         for region in regions:
             self._open(region)
         return self._endpoint, b""
 
     def add(self, endpoint: str, metadata: bytes) -> None:
-        """See `Library`."""
         host, _, port = endpoint.rpartition(":")
         try:
             ipaddress.ip_address(host)
@@ -103,11 +99,9 @@ class MooncakeLibrary(Library):
             raise ProtocolError(f"not an endpoint of mooncake: {endpoint[:64]!r}")
 
     def remove(self, endpoint: str) -> bool:
-        """See `Library`."""
         return False
 
     def issue(self, peer: RemotePeer, direction: Direction, rows: Rows) -> Any:
-        """See `Library`."""
         copy = getattr(self._engine, f"batch_transfer_sync_{direction}")
         near, far, nbytes = (rows[:, i].tolist() for i in range(3))
         batch: Future[int] = self._workers.submit(copy, peer.endpoint, near, far, nbytes)
@@ -115,17 +109,14 @@ class MooncakeLibrary(Library):
         return batch
 
     def check(self, handle: Future[int]) -> bool:
-        """See `Library`."""
         if handle.done() and handle.result() != 0:
             raise TransportError("a copy was refused, or failed, or took too long; see Mooncake's log")
         return handle.done()
 
     def ended(self, handle: Future[int]) -> bool:
-        """See `Library`."""
         return handle.done()
 
     def take_in(self) -> None:
-        """See `Library`."""
         address = self._bounce.ctypes.data
         for _ in range(-(-held_bytes() // _ROUND_BYTES)):
             if self._engine.batch_transfer_sync_write(self._endpoint, [address], [address + 32], [1]) != 0:

@@ -107,10 +107,10 @@ class Mover:
         self._jobs.put(job)
 
     def post(self, job: Callable[[], object]) -> None:
-        """Run `job`, which must not raise, behind what is queued."""
+        """Run `job`, which must not raise, after the jobs that are queued."""
         self._jobs.put(job)
 
     def close(self) -> None:
-        """Let queued jobs end (stop them by their flags first) and end the thread."""
+        """Wait for the queued jobs, which their flags can stop, then end the thread."""
         self._jobs.put(None)
         self._thread.join()

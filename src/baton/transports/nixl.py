@@ -2,20 +2,20 @@
 
 Options: `host` (numeric address of this machine on which peers reach the lifeline; default 127.0.0.1. UCX
 chooses its own devices, see `UCX_NET_DEVICES`), `backend` (default UCX). NIXL's progress thread is off: it burns a
-core, and what it has taken in cannot be counted.
+core, and hides how much it has received.
 
-Memory of a CUDA device is opened by address ("VRAM"), for a UCX that was built with CUDA. All regions are then that
-device's, and NIXL starts anew on a thread that has its context.
+Memory of a CUDA device is opened by address ("VRAM"), which needs a UCX that was built with CUDA. All regions then lie
+on that device, and NIXL starts anew on a thread that has the device's context.
 
-Over some of UCX's transports the bytes of a write are moved by the process that receives them, so a passive
-side has to make progress: it does while a peer has announced copies. NIXL can neither stop a batch nor tell, once a
-peer is removed, whether it still runs; so a connection that is given up is cut when its batch has ended. A write that
-failed is reported after the peer has taken in what had arrived, or when it cannot be reached any more.
+Over some of UCX's transports the receiving process moves the bytes of a write, so a passive side has to make progress:
+it does so while a peer has announced copies. NIXL cannot stop a batch, and reports nothing about a batch once its peer
+is removed. So a connection that is given up is cut only when its batch has ended. A failed write is reported after
+the peer has received what had arrived, or when the peer cannot be reached any more.
 
-Fence: the peer's orderly close, which it announces after its last operation ended; or the death of its
-process, seen by pidfd, after which this side makes so many rounds of progress that everything which the dead
-process still had in sockets and queues of this host is delivered. The death of a process on another host
-ends the connection but proves nothing of what is on the wire: such a peer is not alive, and not fenced.
+Fence: the peer's orderly close, which it announces after its last operation has ended; or the death of its process,
+seen by pidfd, after which this side makes enough rounds of progress to receive everything that the dead process had
+in sockets and queues of this host. The death of a process on another host ends the connection but proves nothing about
+bytes on the wire: such a peer is neither alive nor fenced.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from baton.transports.lifeline import Lifeline
 from baton.transports.remote import RemoteTransport
 from baton.transports.sockets import held_bytes
 
-_SEGMENT_BYTES = 8 << 10  # moved of every socket that has some, in a round of progress
-_MARGIN = 2  # a segment may be short
+_SEGMENT_BYTES = 8 << 10  # one round of progress receives a segment from every socket that has data
+_MARGIN = 2  # segments may be shorter
 _CLOSE_ROUNDS = 64
 _TURN_ROUNDS = 16
 
@@ -64,7 +64,6 @@ class NixlLibrary(Library):
         self._device: int | None = None
 
     def start(self, lifeline: Lifeline, bounce: ByteArray) -> None:
-        """See `Library`."""
         self._bounce = bounce
         self._start_agent()
 
@@ -78,16 +77,13 @@ class NixlLibrary(Library):
         self._agent.register_memory([(self._bounce.ctypes.data, self._bounce.size, 0, "")], "DRAM")
 
     def stop(self) -> None:
-        """See `Library`."""
         self._agent = None
 
     def register(self, regions: list[ByteArray]) -> tuple[str, bytes]:
-        """See `Library`."""
         self._agent.register_memory([(region.ctypes.data, region.size, 0, "") for region in regions], "DRAM")
         return self._agent.name, bytes(self._agent.get_agent_metadata())
 
     def register_device(self, memory: list[DeviceMemory]) -> tuple[str, bytes]:
-        """See `Library`."""
         self._device = memory[0].device
         memory[0].enter()
         # UCX offers what moves device memory only where it was started by a thread with that device's context.
@@ -96,7 +92,6 @@ class NixlLibrary(Library):
         return self._agent.name, bytes(self._agent.get_agent_metadata())
 
     def add(self, endpoint: str, metadata: bytes) -> None:
-        """See `Library`."""
         if endpoint == self._agent.name:
             return
         name = self._agent.add_remote_agent(metadata)
@@ -105,7 +100,6 @@ class NixlLibrary(Library):
             raise ProtocolError("the metadata in the descriptor is another agent's")
 
     def remove(self, endpoint: str) -> bool:
-        """See `Library`."""
         if endpoint != self._agent.name:
             # NIXL refuses when it has dropped the endpoint by itself.
             with contextlib.suppress(Exception):
@@ -115,7 +109,6 @@ class NixlLibrary(Library):
         return True
 
     def issue(self, peer: RemotePeer, direction: Direction, rows: Rows) -> Any:
-        """See `Library`."""
         descs = []
         own = None if rows[0, 0] == self._bounce.ctypes.data else self._device
         for side, device in enumerate((own, peer.device)):
@@ -129,7 +122,6 @@ class NixlLibrary(Library):
         return handle
 
     def check(self, handle: Any) -> bool:
-        """See `Library`."""
         state = self._agent.check_xfer_state(handle)
         if state == "ERR":
             raise TransportError("a copy failed")
@@ -138,12 +130,10 @@ class NixlLibrary(Library):
         return bool(state == "DONE")
 
     def progress(self) -> None:
-        """See `Library`."""
         for _ in range(_TURN_ROUNDS):
             self._agent.get_new_notifs()
 
     def take_in(self) -> None:
-        """See `Library`."""
         for _ in range(_MARGIN * held_bytes() // _SEGMENT_BYTES):
             self._agent.get_new_notifs()
 

@@ -1,4 +1,4 @@
-"""Which process a peer is, and whether it is dead: known for processes of this host alone."""
+"""The process behind a peer, and whether it is dead, which can be known for processes of this host alone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from baton.errors import ProtocolError
 
 
 class Contact(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """How to reach a transport's lifeline, and whose it is. `host_key` is equal for processes that share pids."""
+    """The address and secret of a lifeline, and its process. Processes that share pids have the same `host_key`."""
 
     host: str
     port: int
@@ -49,7 +49,7 @@ class ProcessWatch:
             with contextlib.suppress(OSError):
                 self._fd = os.pidfd_open(pid)
                 self._release = weakref.finalize(self, os.close, self._fd)
-        # Gone before it could be opened, or its pid is another's by now: dead, and proven so.
+        # No such process, or its pid is another's by now: either proves that it is dead.
         self._gone = self._has_gone()
 
     def _has_gone(self) -> bool:
@@ -67,7 +67,7 @@ class ProcessWatch:
         return self._gone
 
     def release(self) -> None:
-        """Hold no file any more. A death is still seen, if later: once the process has been reaped. Idempotent."""
+        """Close the pidfd. `dead` then still sees a death, but only once the process has been reaped. Idempotent."""
         self.dead()
         release, self._release = self._release, None
         if release is not None:

@@ -1,9 +1,8 @@
 """Transports by name or URI: `shm`, `nixl://?host=10.0.0.5`, `file:///mnt/kv`, `faulty+shm://?fault=shift-page`.
-Each is imported when it is asked for.
 
-A transport of another package is found by an entry point of the group `baton.transports`, named after its
-scheme. It loads to a factory that takes the URI's query as a dict of strings, and raises `ConfigError` for
-keys it does not know.
+A transport's module is imported when its name is first used. Another package adds a transport by an entry point in the
+group `baton.transports`, named after the scheme. The entry point loads to a factory that takes the URI's query as a
+dict of strings and raises `ConfigError` for an option that it does not know.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ _BUILT_IN: dict[str, Factory] = {
 }
 
 
-# They move bytes by memory that only the processes of one user can open.
+# These move bytes through memory that only processes of one user can open.
 _OF_ONE_USER = ("local", "shm")
 
 
@@ -70,8 +69,8 @@ def _refuse(scheme: str, query: dict[str, str]) -> None:
 
 
 def parse_uri(text: str) -> tuple[str, dict[str, str]]:
-    """The scheme of a transport and its options, from a name (`nixl`) or a URI (`scheme://?option=value`; a path
-    is the option `path`). `faulty+` before a scheme wraps it.
+    """The scheme and the options of a transport's name (`nixl`) or URI (`scheme://?option=value`; a path is the option
+    `path`). The prefix `faulty+` wraps a scheme.
 
     Raises `ConfigError` for a malformed URI, and for a name that is not registered.
     """
@@ -97,7 +96,7 @@ def parse_uri(text: str) -> tuple[str, dict[str, str]]:
 
 
 def with_default(text: str, scheme: str, option: str, value: str) -> str:
-    """`text` as a URI; if it names `scheme` and not this option of it, with the option.
+    """`text` as a URI, with `option=value` added where it names `scheme` and does not set the option itself.
 
     Raises `ConfigError` as `parse_uri` does.
     """
@@ -108,9 +107,10 @@ def with_default(text: str, scheme: str, option: str, value: str) -> str:
 
 
 def check_keys(uri: str, has_keys: bool, field: str) -> None:
-    """Without CURVE keys KV stays within a user's processes on one host, where the kernel keeps others out.
+    """Refuse a transport by which KV would leave one user's processes on one host, unless there are CURVE keys: among
+    those the kernel keeps strangers out, elsewhere only keys do.
 
-    Raises `ConfigError` for `field` when the transport leaves them and there are no keys, or as `parse_uri` does.
+    Raises `ConfigError` for `field`, and as `parse_uri` does.
     """
     scheme = parse_uri(uri)[0].rpartition("+")[2]
     if not has_keys and scheme not in _OF_ONE_USER:
@@ -118,8 +118,8 @@ def check_keys(uri: str, has_keys: bool, field: str) -> None:
 
 
 def default_integrity(uri: str) -> Integrity:
-    """How much is digested where nothing is said. Bytes that go through a network or a disk are sampled, since other
-    requests may find them in the prefix cache; those that `memcpy` moves are not.
+    """The integrity of a deployment that names none: "sampled" for transports over a network or a disk, since other
+    requests may find a damaged page in the prefix cache; "off" for transports that move bytes by `memcpy`.
 
     Raises `ConfigError` as `parse_uri` does.
     """
@@ -127,7 +127,7 @@ def default_integrity(uri: str) -> Integrity:
 
 
 def create_transport(uri: str) -> Transport:
-    """Build the transport of a name or URI (see `parse_uri`).
+    """Build the transport of a name or URI, in the form that `parse_uri` takes.
 
     Raises `ConfigError` for a malformed URI, an unknown name or option, or a value out of range.
     """

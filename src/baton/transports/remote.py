@@ -1,6 +1,6 @@
-"""Transports that drive a transfer library (`Library`): a thread owns it, a lifeline watches the peers.
+"""The transport over a transfer library (`Library`): the driver's thread owns it, a lifeline watches the peers.
 
-Copy lists go out in batches: a cancel lets the batch in flight end and issues no more, so a cancelled operation ends
+A copy list goes out in batches. A cancel lets the batch in flight end and issues no more, so a cancelled operation ends
 with that batch.
 """
 
@@ -43,8 +43,8 @@ MAX_REGIONS = 1024
 
 
 class RemoteDescriptor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What a transport gives to its peers. `endpoint` and `metadata` are the library's; regions are (address,
-    bytes), on `device`, or the host's.
+    """The content of a descriptor. `endpoint` and `metadata` are the library's; regions are (address, bytes), on CUDA
+    device number `device`, or on the host where that is None.
     """
 
     scheme: str
@@ -57,7 +57,7 @@ class RemoteDescriptor(msgspec.Struct, frozen=True, array_like=True, forbid_unkn
 
 
 class RemoteTransport:
-    """One endpoint of a library. Any memory of the host can be a region; with some libraries, of a device."""
+    """A `Transport` over a library. Regions may lie anywhere in the host's memory, with some libraries on a device."""
 
     def __init__(self, library: Library, host: str) -> None:
         """`host` is the numeric address of this machine on which peers reach the lifeline.
@@ -80,7 +80,7 @@ class RemoteTransport:
         _transports.add(self)
 
     def allocate(self, name: str, nbytes: int) -> ByteArray:
-        """See `Transport.allocate`. Whole pages of their own, as a network card likes to pin them."""
+        """Whole pages, shared with nothing else, since a network card pins memory by the page."""
         if nbytes < 1:
             raise TransportError(f"cannot allocate {nbytes} bytes for {name!r}")
         try:
@@ -89,7 +89,6 @@ class RemoteTransport:
             raise TransportError(f"cannot allocate {nbytes} bytes for {name!r}: {error}") from error
 
     def register(self, regions: Sequence[Region]) -> bytes:
-        """See `Transport.register`."""
         device = _device(regions)
         if not 0 < len(regions) <= MAX_REGIONS:
             raise TransportError(f"a transport registers 1 to {MAX_REGIONS} regions, got {len(regions)}")
@@ -111,10 +110,10 @@ class RemoteTransport:
         return msgspec.msgpack.encode(RemoteDescriptor(self.scheme, endpoint, metadata, spans, contact, digest, device))
 
     def connect(self, descriptor: bytes) -> Future[Peer]:
-        """See `Transport.connect`. The connection is warm at its end: a byte of each region has been read."""
+        """The future ends with a warm connection: one byte of each of the peer's regions has been read over it."""
         future: Future[Peer] = Future()
         name = f"baton-{self.scheme}-connect"
-        # A thread for each, since one that does not answer must hold up no other.
+        # Each attempt has a thread of its own, since a peer that does not answer must delay no other.
         threading.Thread(target=settle, args=(future, lambda: self._reach(descriptor)), name=name, daemon=True).start()
         return future
 
@@ -146,7 +145,7 @@ class RemoteTransport:
         return peer
 
     def submit(self, peer: Peer, direction: Direction, copies: CopyList, tag: str = "") -> Operation:
-        """See `Transport.submit`. Never blocks for longer than the bounds check."""
+        """The calling thread checks the bounds; the driver's thread copies."""
         with self._lock:
             self._need_open()
             if not isinstance(peer, RemotePeer) or not peer.connected or peer not in self._driver.peers:
@@ -166,12 +165,11 @@ class RemoteTransport:
         return job.operation
 
     def cancel(self, operation: Operation) -> None:
-        """See `Transport.cancel`. Ends with the batch in flight; one that waits for others before it, at once."""
+        """The operation ends with its batch in flight, or at once when none of its batches has been issued."""
         operation.flags[0] = 1
         self._driver.post(self._driver.drop_cancelled)
 
     def disconnect(self, peer: Peer) -> None:
-        """See `Transport.disconnect`."""
         if not isinstance(peer, RemotePeer):
             raise TransportError("not a peer of this transport")
         driver = self._driver
@@ -185,7 +183,6 @@ class RemoteTransport:
         driver.post(lambda: driver.remove(peer))
 
     def close(self) -> None:
-        """See `Transport.close`."""
         with self._lock:
             if self._closed:
                 return
@@ -218,7 +215,7 @@ def _device(regions: Sequence[Region]) -> int | None:
 
 
 def parse_descriptor(scheme: str, descriptor: bytes) -> RemoteDescriptor:
-    """Decode and check what another transport gave. Raises `ProtocolError`."""
+    """Decode and check another transport's descriptor. Raises `ProtocolError`."""
     if len(descriptor) > MAX_DESCRIPTOR:
         raise ProtocolError(f"the descriptor of the {scheme} transport is too long")
     try:

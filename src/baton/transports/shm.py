@@ -4,10 +4,10 @@ Each allocation is a file in /dev/shm, created exclusively with mode 0600 and na
 of the process>-<random>`. A descriptor names segments and regions in them; a peer of the same user maps them
 and copies. Names from a peer are matched strictly, so a descriptor can lead nowhere else.
 
-Fence: the peer's death, seen through a pidfd, or the end of the lock that it holds on its segments: it lets go of
-that when it closes, after its last copy has ended. Segments are unlinked at `close`, at interpreter exit, and, when
-their owner was killed, by the peer that disconnects from it and by the next transport that starts on the host. A peer
-must not shrink its files; its user is trusted as far as its memory.
+Fence: the peer's death, seen through a pidfd, or the release of the lock that the peer holds on its segments. A peer
+releases its lock when it closes, after its last copy has ended. Segments are unlinked at `close` and at interpreter
+exit; those of a killed owner by the peer that disconnects from it, and by the next transport that starts on the host.
+A peer that shrinks its files crashes this process: processes of one user trust each other with their memory.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class _Descriptor(msgspec.Struct, frozen=True, tag="baton-shm-2", forbid_unknown
 
 @dataclass(slots=True, eq=False)
 class _Segment:
-    """One of own segments. The open file holds a lock that tells others, across pid namespaces, that this transport
-    is open.
+    """A segment of this transport. Its open file holds a lock, by which others see, across pid namespaces, that this
+    transport is open.
     """
 
     name: str
@@ -125,9 +125,8 @@ class ShmTransport(MemoryTransport):
         _transports.add(self)
 
     def allocate(self, name: str, nbytes: int) -> ByteArray:
-        """See `Transport.allocate`. The memory is committed here, so that a full host is an error and not a
-        crash.
-        """
+        """The host commits the memory now, so that too little of it is an error here and not a crash (SIGBUS) at the
+        first write."""
         if nbytes < 1:
             raise TransportError(f"cannot allocate {nbytes} bytes for {name!r}")
         with self._lock:
@@ -196,7 +195,7 @@ class ShmTransport(MemoryTransport):
         )
 
     def disconnect(self, peer: Peer) -> None:
-        """See `Transport.disconnect`. A dead peer's segments are unlinked: it cannot do so any more."""
+        """Besides, unlink the segments of a peer that died, which can no longer do so itself."""
         super().disconnect(peer)
         if peer.fenced():
             self._mover.post(_sweep)
@@ -212,7 +211,7 @@ class ShmTransport(MemoryTransport):
 
 
 class _Watch:
-    """Tells whether the owner of a segment is there, and whether it can still copy."""
+    """Whether the owner of a segment is alive, and whether it can still copy."""
 
     def __init__(self, process: ProcessWatch, fd: int) -> None:
         self._process = process
@@ -239,7 +238,7 @@ class _Watch:
         return self._close.alive and os.fstat(self._fd).st_nlink > 0 and not self._process.dead()
 
     def close(self) -> None:
-        """Hold no file any more. A death is still seen, if later."""
+        """Close the open files. `fenced` then still sees the owner's death, but later: once the process is reaped."""
         self.fenced()
         self._process.release()
         self._close()

@@ -1,15 +1,15 @@
-"""How many bytes a TCP connection of this host can hold that were sent and not received."""
+"""The most bytes that a TCP connection of this host can hold, sent and not received yet."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-# What is assumed at least, and where the kernel does not say.
+# The assumed minimum, also where the kernel does not tell its limits.
 LEAST_BYTES = 16 << 20
 
 
 def held_bytes(proc: Path = Path("/proc/sys/net")) -> int:
-    """The most that the send buffer of one side and the receive buffer of the other hold.
+    """Bytes that the send buffer of one side and the receive buffer of the other hold together at most.
 
     A buffer grows by itself up to the last number of `tcp_wmem` and `tcp_rmem`; one that a library sets is at most
     twice `wmem_max` and `rmem_max` (socket(7), tcp(7)).

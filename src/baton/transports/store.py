@@ -1,15 +1,14 @@
 """A directory of KV bytes that many processes, of many hosts, may share: `put` and `get` by content key.
 
-An entry is one safetensors file: named uint8 tensors (a group each, the drafter's like the target's, or whatever
-its user names), and strings that describe them. Its key is 32 hex digits: either the digest of what it holds, or
-one that names the content, such as `content_key(context, token_ids)`. Under both, equal keys mean equal content, so
-an entry is never written twice.
+An entry is one safetensors file: named uint8 tensors (usually one per group, the drafter's too), and strings that
+describe them. Its key is 32 hex digits: either the digest of its content, or a name of the content, such as
+`content_key(context, token_ids)`. In both cases equal keys mean equal content, so an entry is never written twice.
 
-An entry appears whole (a rename) or not at all. Nothing is synchronised to the disk: after a power failure entries may
-be cut short. The digest is checked at every `get`; what is cut short, altered or no regular file is refused, and goes.
-When the entries outgrow `max_bytes`, those that were used longest ago go, but none of the last `KEEP_S` seconds, which
-somebody may be about to read: a store that holds no others takes no more. The digest finds damage, not intent: whoever
-can write to the directory can forge an entry under a named content key; under a digest key, not even that.
+An entry appears whole, by a rename, or not at all. Nothing is synchronised to the disk, so a power failure may cut
+entries short. `get` always checks the digest, and removes an entry that is cut short, altered or not a regular file.
+When the entries outgrow `max_bytes`, the least recently used ones are removed, but none of the last `KEEP_S` seconds,
+which somebody may be about to read: a store full of such entries refuses more. The digest finds damage, not intent:
+whoever can write to the directory can forge an entry under a named key, though not under a digest key.
 """
 
 from __future__ import annotations
@@ -39,32 +38,32 @@ from baton.transports.base import ByteArray
 from baton.transports.registry import parse_uri
 
 KEEP_S = 5.0
-_ABANDONED_S = 3600.0  # nobody writes at one entry for so long
+_ABANDONED_S = 3600.0  # a temporary file of this age was left behind: no write takes so long
 _KEY = re.compile(r"[0-9a-f]{32}", re.ASCII)
 _TEMPORARY = re.compile(r"[0-9a-f]{32}\.tmp", re.ASCII)
 _DIGEST = "baton-digest"
 
 
 class Entry(NamedTuple):
-    """What `get` returns: tensors by name, each uint8 `[bytes]`, and the strings put with them."""
+    """An entry of the store: tensors by name, each uint8 `[bytes]`, and the strings that were put with them."""
 
     tensors: dict[str, ByteArray]
     about: dict[str, str]
 
 
 class StoreOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where a store is, and its bound: options of a URI `file://`."""
+    """The options of a URI `file://`: the store's directory, and the bytes that all its entries may have together."""
 
     path: Annotated[str, msgspec.Meta(min_length=1)] = os.path.join("~", ".cache", "baton", "kv")
     max_bytes: int = 8 << 30
 
 
 class FileStore:
-    """A store in one directory. Any thread, any number of processes."""
+    """A store in one directory, for any thread of any number of processes."""
 
     def __init__(self, directory: str | Path, max_bytes: int = 8 << 30) -> None:
-        """Make the directory if need be, for this user alone; `~` is expanded. `max_bytes` bounds all entries
-        together; each process that writes besides may exceed it by a 32nd.
+        """Make the directory, for this user alone, unless it exists; `~` is expanded. `max_bytes` bounds all entries
+        together, and each further process that writes may exceed it by a 32nd.
 
         Raises `ConfigError` when it cannot be used, is another user's, or others may write to it.
         """
@@ -112,8 +111,8 @@ class FileStore:
     def get(self, key: str) -> Entry | None:
         """The entry of `key`; None when there is none.
 
-        Raises `TransportError` for an entry that is damaged; it is removed, so that it can be put again. And for one
-        that cannot be read; that stays.
+        Raises `TransportError` for a damaged entry, which is removed so that it can be put again, and for one that
+        cannot be read, which stays.
         """
         path = self._path(key)
         try:
@@ -131,7 +130,7 @@ class FileStore:
         return entry
 
     def use(self, key: str) -> bool:
-        """Note that an entry is used, so that it stays; False when there is none."""
+        """Mark an entry as used just now, so that it stays. False when there is none."""
         return self._touch(self._path(key))
 
     def remove(self, key: str) -> None:
@@ -156,7 +155,7 @@ class FileStore:
 
     def _read(self, path: Path) -> bytes | None:
         try:
-            # Without O_NONBLOCK, a pipe in the place of the file would hold us for good.
+            # A pipe in the place of the file would block an open without O_NONBLOCK for good.
             fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except FileNotFoundError:
             return None
@@ -172,7 +171,7 @@ class FileStore:
             return file.read(status.st_size)
 
     def _entries(self) -> list[tuple[float, int, Path]]:
-        """(time of last use, bytes, path) of all entries, oldest first. Half-written files left behind go."""
+        """(time of last use, bytes, path) of all entries, oldest first. Removes abandoned temporary files."""
         found = []
         with os.scandir(self.directory) as items:
             for item in items:
@@ -191,7 +190,7 @@ class FileStore:
             self._room -= nbytes
 
     def _evict(self, nbytes: int) -> int:
-        """Have room for `nbytes`, and if old entries allow it for a margin; the room there is, margin at most."""
+        """Remove old entries until `nbytes` and a margin fit, or at least `nbytes`. Returns the room for both."""
         entries = self._entries()
         room = self.max_bytes - sum(size for _, size, _ in entries)
         for used, size, path in entries:
@@ -223,8 +222,8 @@ def open_store(uri: str) -> FileStore:
 
 
 def content_key(context: str, token_ids: Sequence[int]) -> str:
-    """The key of what is computed for these tokens after `context`: a model (weights, drafter, geometry), or the key of
-    the tokens before."""
+    """The key of the KV of `token_ids` after `context`. A context names a model (weights, drafter, geometry), or is the
+    key of the tokens before."""
     state = hashlib.blake2b(digest_size=16)
     _feed(state, context.encode())
     _feed(state, np.asarray(token_ids, dtype="<i8").tobytes())
