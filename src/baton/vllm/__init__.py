@@ -1,6 +1,6 @@
 """The vLLM plug-in: KV connector `BatonConnector`, named in vLLM's `--kv-transfer-config`.
 
-vLLM is imported when the connector is asked for, and by `compat`, `connector` and `metrics` alone.
+Only `compat`, `connector` and `metrics` import vLLM, and only when `BatonConnector` is first used.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from baton.vllm.compat import check_version
 
-    # Before the import of what another version may not have.
+    # Checked first: `connector` imports names that an unsupported version may lack.
     check_version()
     from baton.vllm.connector import BatonConnector
 

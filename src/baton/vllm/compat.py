@@ -1,6 +1,6 @@
-"""Everything that depends on vLLM's version, and every question to its configuration: one file to read for a new one.
+"""Everything that depends on vLLM's version or reads its configuration. A new version of vLLM needs changes here alone.
 
-0.32 is tested in full, 0.30 and 0.31 as smoke tests; others are refused.
+0.32 is tested in full, 0.30 and 0.31 by a smoke test; others are refused.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from baton.vllm.groups import CacheTable
 
 SUPPORTED = ((0, 30), (0, 31), (0, 32))
 DRAFT_METHODS = ("eagle", "eagle3", "mtp", "draft_model", "ngram")
-# Types that GPUs store as one piece per token and head.
+# Cache dtypes that GPUs store as one contiguous row per (token, head), without scales.
 _ROWS = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_ds_mla")
-# Kernels whose pages are known in full.
+# Attention kernels whose pages hold K by dimension, then V by token.
 _K_BY_DIMENSION = ("vec", "vec16")
 # Kinds of RoPE that vLLM computes without a kernel on CPUs.
 _ROPE_IN_TORCH = ("yarn", "deepseek_yarn")
 
 
 def check_version() -> str:
-    """`major.minor` of the vLLM that is installed. Raises `ConfigError` for one that is not supported."""
+    """`major.minor` of the installed vLLM. Raises `ConfigError` for a version that is not supported."""
     import vllm
 
     version = vllm.__version__
@@ -41,7 +41,7 @@ def check_version() -> str:
 
 
 def check_config(config: Any) -> None:
-    """Raise `ConfigError` for what the connector cannot hand off, by name."""
+    """Raise `ConfigError`, which names the setting, for a configuration that the connector cannot hand off."""
     parallel, speculative = config.parallel_config, config.speculative_config
     for kind in ("tensor", "pipeline", "data", "prefill_context", "decode_context"):
         name = f"{kind}_parallel_size"
@@ -54,7 +54,7 @@ def check_config(config: Any) -> None:
         known = ", ".join(DRAFT_METHODS)
         raise ConfigError("speculative_config", f"BatonConnector knows {known}, got {speculative.method!r}")
     if speculative is not None and speculative.use_multi_module_mtp():
-        # What the later ones know of a token depends on tokens behind the prompt.
+        # The KV of later modules depends on tokens behind the prompt.
         raise ConfigError("speculative_config", "BatonConnector knows drafters of one MTP module, this has several")
     if speculative is not None and config.model_config.has_inner_state:
         raise ConfigError(
@@ -65,8 +65,8 @@ def check_config(config: Any) -> None:
 
 
 def _check_rotary(config: Any) -> None:
-    """Raise `ConfigError` where RoPE would be wrong. vLLM's kernel for CPUs takes the tensors of three axes that MLA
-    gives it for ones of two: what becomes of a token depends on those beside it, so that prefill and decode differ."""
+    """Raise `ConfigError` where vLLM computes RoPE wrongly: its CPU kernel reads MLA's tensors of three axes as tensors
+    of two. A token's result then depends on its neighbours in the batch, so prefill and decode differ."""
     model, rotary = config.model_config, "rotary_embedding"
     if not model.use_mla or not config.compilation_config.is_custom_op_enabled(rotary):
         return
@@ -96,7 +96,7 @@ def num_target_layers(config: Any) -> int:
 
 
 def cache_tables(kv_cache_config: Any) -> list[CacheTable]:
-    """vLLM's cache groups, by kind of layer. Raises `ConfigError` for a kind of cache that is not known."""
+    """vLLM's cache groups, split by kind of layer. Raises `ConfigError` for an unknown kind of cache."""
     from vllm.v1 import kv_cache_interface as kv
 
     tables = []
@@ -124,32 +124,32 @@ def _kind(spec: Any) -> tuple[Kind, int | None, int]:
     if type(spec) is kv.MLAAttentionSpec:
         return "mla", None, spec.block_size
     if type(spec) is kv.FullAttentionSpec:
-        # A window here is one that vLLM computes with but does not free by.
+        # vLLM may attend through a window here, but keeps all blocks.
         return "full", None, spec.block_size
     raise ConfigError("model", f"BatonConnector does not know a cache of {type(spec).__name__}")
 
 
 def kernel_layout(config: Any, layer: str) -> KernelLayout:
-    """How a layer's attention kernel stores its pages. Kernels that say nothing of it store token after token."""
+    """How a layer's attention kernel stores its pages: token after token, unless the layer names an `isa`."""
     isa = getattr(config.compilation_config.static_forward_context[layer], "isa", None)
     return "tokens" if isa is None else "k_by_dimension" if isa in _K_BY_DIMENSION else "unknown"
 
 
 def layout_name(config: Any, layer: str) -> str:
-    """What stores a layer's cache; equal on two engines whose pages mean the same."""
+    """A name of the code that stores a layer's cache; equal on two engines whose pages have the same meaning."""
     module = config.compilation_config.static_forward_context[layer]
     if hasattr(module, "get_state_shape"):
         from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
 
         return f"{type(module).__name__}/{get_conv_state_layout()}"
     if config.device_config.device_type == "cpu" and config.model_config.use_mla:
-        # Of MLA's kernels for CPUs, one is for AMX alone.
+        # CPUs with AMX have a kernel of their own for MLA.
         return f"{type(module).__name__}/{module.attn_backend.get_name()}"
     return f"{type(module).__name__}/{getattr(module, 'isa', 'plain')}"
 
 
 def eos_token_ids(config: Any) -> list[int]:
-    """The tokens that end a request by themselves, as the checkpoint's configuration says."""
+    """The ids of the checkpoint's end-of-sequence tokens."""
     found = config.model_config.try_get_generation_config().get("eos_token_id")
     if found is None:
         found = getattr(config.model_config.hf_text_config, "eos_token_id", None)
@@ -162,7 +162,7 @@ def num_speculative_tokens(config: Any) -> int:
 
 
 def facts(config: Any, version: str) -> dict[str, str]:
-    """What must be equal on two engines, by name; geometry is added by the agent."""
+    """Facts by name that must be equal on two engines. The agent compares geometries itself."""
     model, speculative = config.model_config, config.speculative_config
     known = {
         "engine": f"vllm {version}",
@@ -181,18 +181,18 @@ def facts(config: Any, version: str) -> dict[str, str]:
 def _weights(model: Any) -> str:
     if os.path.isdir(model.model):
         return fingerprint(Path(model.model))
-    # A branch moves, and two hosts may have downloaded it at different times.
+    # The commit and not the branch: a branch moves, and two hosts may have downloaded it at different times.
     return f"{model.model}@{getattr(model.hf_config, '_commit_hash', None) or model.revision}"
 
 
 def zeroes_before_preemptions(config: Any) -> bool:
-    """Whether the model runner zeroes and copies blocks before it tells the connector which were taken away: the V2
+    """Whether the model runner zeroes and copies blocks before it reports preemptions to the connector, as vLLM's V2
     runner does."""
     return bool(config.use_v2_model_runner)
 
 
 def wait_for_device(config: Any) -> None:
-    """Until the device has done what was given to it so far; on CPUs it has."""
+    """Block until the device has finished all work that is queued on it. A CPU's is finished already."""
     if config.device_config.device_type == "cuda":
         import torch
 

@@ -20,16 +20,16 @@ FIELD = "kv_connector_extra_config"
 
 
 class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What `kv_connector_extra_config` may hold.
+    """The fields of `kv_connector_extra_config`.
 
-    `keys` is the key directory (see `baton keys`) with the router's ticket key and this engine's own. `kv_transport` is
-    the URI of a transport, `control_bind` the address of Baton's own control channel. `max_retries` bounds the copies
-    of one handoff that are issued again.
+    `keys` is the key directory that `baton keys` makes, with the router's ticket key and this engine's secret.
+    `kv_transport` is the URI of a transport, `control_bind` the address of Baton's control socket. `max_retries` bounds
+    how many copies of one handoff are issued again.
 
-    `granularity` is what copies are made of (see `baton.vllm.geometry`) and must be equal on both engines; `integrity`
-    is how much of the KV is digested, and needs granularity "token" where K is stored by dimension. A peer that is
-    silent for `lease` seconds is given up. A handoff may take `handoff_timeout_s` from the moment on at which both
-    engines have blocks for it.
+    `granularity` is the unit of copies, whole pages or tokens (`baton.vllm.geometry`), and must be equal on both
+    engines. `integrity` is the share of the KV that is digested; it needs granularity "token" where K is stored by
+    dimension. A peer that is silent for `lease` seconds is given up. A handoff may take `handoff_timeout_s` seconds
+    once both engines have blocks for it.
     """
 
     keys: str
@@ -47,7 +47,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         return Timers(renew=self.lease / 5, lease=self.lease, handoff=self.handoff_timeout_s)
 
     def ticket_key(self) -> bytes:
-        """The key that tickets are signed with.
+        """The key that signs tickets.
 
         Raises `ConfigError` when the file is unsafe, cannot be read, or is missing in `keys`.
         """
@@ -59,7 +59,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 def read_config(extra: Mapping[str, Any]) -> ConnectorConfig:
-    """Raises `ConfigError` for a setting that does not exist, has a bad value, or is missing."""
+    """Parse `kv_connector_extra_config`. Raises `ConfigError` for an unknown, bad or missing setting."""
     try:
         config = msgspec.convert(dict(extra), ConnectorConfig)
     except msgspec.ValidationError as error:

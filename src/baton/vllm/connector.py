@@ -47,7 +47,7 @@ _ROLES = {
 
 @dataclass
 class BatonMetadata(KVConnectorMetadata):
-    """A step's news for the worker. `idle`: it computes nothing."""
+    """The scheduler's news of a step for the worker. `idle`: the step computes nothing."""
 
     step: Step
     idle: bool
@@ -55,25 +55,26 @@ class BatonMetadata(KVConnectorMetadata):
 
 @dataclass
 class BatonHandshake(KVConnectorHandshakeMetadata):
-    """Who the worker's agent is, for the scheduler."""
+    """The identity of the worker's agent, for the scheduler."""
 
     identity: VllmIdentity
 
 
 @dataclass
 class BatonWorkerMetadata(KVConnectorWorkerMetadata):
-    """A step's news for the scheduler: requests whose decode legs are worth blocks from now on."""
+    """The worker's news of a step for the scheduler: requests whose decode legs have been admitted."""
 
     admitted: set[str]
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> BatonWorkerMetadata:
-        """Of two workers; there is one."""
+        """Join the news of two workers. There is one worker, so vLLM joins nothing in practice."""
         assert isinstance(other, BatonWorkerMetadata)
         return BatonWorkerMetadata(self.admitted | other.admitted)
 
 
 class BatonConnector(KVConnectorBase_V1, SupportsHMA):
-    """vLLM makes two: one beside the scheduler, one in the worker, where the KV is and the agent runs."""
+    """vLLM's entry to the plug-in. vLLM makes one in the scheduler's process, and one in the worker, where the KV lies
+    and the agent runs."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         version = compat.check_version()
@@ -93,7 +94,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def scheduler(self) -> SchedulerSide:
-        """The scheduler's half. Raises `ConfigError` before the worker has said who it is."""
+        """The scheduler's half. Raises `ConfigError` before the worker's identity is known."""
         if self._scheduler is None:
             raise ConfigError("kv_connector", "the worker's half has not started")
         return self._scheduler
@@ -156,11 +157,11 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         )
 
     def get_handshake_metadata(self) -> BatonHandshake | None:
-        """Who this worker's agent is."""
+        """The identity of this worker's agent; None before the KV cache is registered."""
         return None if self._identity is None else BatonHandshake(self._identity)
 
     def shutdown(self) -> None:
-        """End the agent, tell the peers, and let go of the memory."""
+        """End the agent, which tells the peers, and release the memory."""
         if self._agent is not None:
             self._agent.close()
         if self._transport is not None:
@@ -169,37 +170,37 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
     # ------------------------------------------------------------ worker: a step, in vLLM's order
 
     def handle_preemptions(self, kv_connector_metadata: BatonMetadata) -> None:
-        """Before the step's blocks are written."""
+        """vLLM calls this before the step's blocks are written: give the preempted legs up."""
         self.worker.release_preempted(kv_connector_metadata.step.preempted)
 
     def bind_connector_metadata(self, connector_metadata: BatonMetadata) -> None:
-        """Before the forward pass."""
+        """vLLM calls this before the forward pass: give the step to the agent."""
         super().bind_connector_metadata(connector_metadata)
         if connector_metadata.step.receives:
-            # Earlier steps may still write to blocks that are a receive's now: vLLM does not wait for a GPU.
+            # vLLM does not wait for a GPU, so earlier steps may still write to blocks that a receive has now.
             compat.wait_for_device(self._vllm_config)
         self.worker.begin(connector_metadata.step)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Loads began when the step was bound."""
+        """Nothing to do: receives begin in `bind_connector_metadata`."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """No forward pass waits for a load: requests are parked meanwhile."""
+        """Nothing to do: a request is parked until its KV is there, so no forward pass waits for a layer."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """Tokens leave when the step has computed all their layers, the drafter's too."""
+        """Nothing to do: tokens leave when all their layers are computed, the drafter's too, in `wait_for_save`."""
 
     def wait_for_save(self) -> None:
-        """After the drafter. Copies start here, and go on behind the next step."""
+        """vLLM calls this after the drafter: declare the step's tokens final. Their copies run beside the next step."""
         if sys.exception() is not None:
-            return  # vLLM comes by on its way out of a step that failed, too
+            return  # vLLM calls this also when the step has failed
         if isinstance(metadata := self._connector_metadata, BatonMetadata):
             if metadata.step.computed:
                 compat.wait_for_device(self._vllm_config)
             self.worker.finalise(metadata.step.computed)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Ends of handoffs. Failed receives are among the finished ones too."""
+        """Handoffs that ended since the last step. vLLM wants failed receives among the finished ones too."""
         metadata = self._connector_metadata
         results = self.worker.results(idle=isinstance(metadata, BatonMetadata) and metadata.idle)
         return KVConnectorTransferResults(
@@ -207,7 +208,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         )
 
     def get_kv_connector_stats(self) -> BatonStats | None:
-        """What changed since the last step: the worker's handoffs, or the legs that the scheduler refused."""
+        """Counts since the last call: of the worker's handoffs, or of the legs that the scheduler refused."""
         if self._worker is not None:
             counts: Mapping[str, int] = self._worker.counts
         elif self._scheduler is not None:
@@ -219,41 +220,41 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         return BatonStats(data={name: count for name, count in new.items() if count})
 
     def build_connector_worker_meta(self) -> BatonWorkerMetadata | None:
-        """What the scheduler has to know besides ends."""
+        """The worker's news for the scheduler besides ends; None when there is none."""
         admitted = self.worker.take_admitted()
         return BatonWorkerMetadata(admitted) if admitted else None
 
     # ------------------------------------------------------------ scheduler
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        """vLLM's blocks, of which some have to outlive their request."""
+        """Take vLLM's block pool, through which some blocks are kept longer than their request."""
         self._pool = gpu_block_pool
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, BatonHandshake]) -> None:
-        """The worker's agent runs: from now on tickets can be checked."""
+        """Take the identity of the worker's agent, by which tickets are checked from now on."""
         identity = next(iter(metadata.values())).identity
         tables = compat.cache_tables(self._kv_cache_config)
         self._scheduler = SchedulerSide(identity, self._config.ticket_key(), tables, self._pool)
 
     def on_new_request(self, request: Any) -> None:
-        """A request arrived."""
+        """Take the ticket of a request that arrives, if it is a leg."""
         self.scheduler.on_new_request(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Tokens that the other engine brings; None makes vLLM ask again in the next step."""
+        """How many tokens the other engine brings, and whether asynchronously. None: ask again in the next step."""
         num = self.scheduler.num_matched(request.request_id, num_computed_tokens)
         return num, bool(num)
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
-        """All groups: the other engine brings the request's own blocks."""
+        """All groups: the other engine fills the request's own blocks."""
         return tuple(range(len(self._kv_cache_config.kv_cache_groups)))
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """A request has its blocks."""
+        """Register a decode leg that has got its blocks."""
         self.scheduler.on_allocated(request.request_id, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> BatonMetadata:
-        """The step for the worker."""
+        """The news of this step for the worker."""
         side, scheduled = self.scheduler, scheduler_output.num_scheduled_tokens
         side.on_preempted(scheduler_output.preempted_req_ids or set())
         for new in scheduler_output.scheduled_new_reqs:
@@ -267,7 +268,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         return BatonMetadata(side.take_step(), idle=scheduler_output.total_num_scheduled_tokens == 0)
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """What the worker reported."""
+        """Take the worker's news of a step."""
         if isinstance(news := connector_output.kv_connector_worker_meta, BatonWorkerMetadata):
             self.scheduler.on_admitted(news.admitted)
         for request_id in connector_output.finished_recving or ():
@@ -278,18 +279,18 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """A request ended."""
+        """End a request's leg: whether vLLM must keep its blocks for now, and what to tell the client."""
         return self.scheduler.on_finished(request)
 
     def has_pending_push_work(self) -> bool:
-        """Whether a step is needed to tell the worker something."""
+        """True when vLLM has to run a step so that the worker hears of news."""
         return self._scheduler is not None and self._scheduler.has_news()
 
     # ------------------------------------------------------------ class level
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> BatonStats | None:
-        """Statistics as they come from the engine."""
+        """Wrap the counts that come from the engine's process."""
         return BatonStats(data=data or {})
 
     @classmethod
@@ -300,7 +301,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> BatonPromMetrics:
-        """Handoffs in Prometheus."""
+        """The Prometheus metrics of the handoffs."""
         return BatonPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
 
@@ -314,7 +315,7 @@ def _digester(config: ConnectorConfig, layout: CacheLayout) -> Digester | None:
 
 
 def _log_with_vllm() -> None:
-    """vLLM sets up its own loggers alone; Baton's lines go where they go."""
+    """Send Baton's log lines to vLLM's handlers: vLLM configures its own loggers only."""
     ours, theirs = logging.getLogger("baton"), logging.getLogger("vllm")
     if not ours.handlers:
         ours.handlers, ours.propagate = list(theirs.handlers), False
@@ -323,8 +324,8 @@ def _log_with_vllm() -> None:
 
 @contextlib.contextmanager
 def _unbound(config: Any) -> Iterator[None]:
-    """vLLM binds its CPU worker's thread to cores of its own. Threads inherit that, and would compete with it: they get
-    the cores of the process that started this one."""
+    """Let threads that start within run on all cores of the parent process. vLLM binds its CPU worker's thread to cores
+    of its own, and threads that inherited the binding would compete with it."""
     if config.device_config.device_type != "cpu":
         yield
         return

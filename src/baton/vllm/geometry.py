@@ -1,10 +1,10 @@
-"""Where the KV of a vLLM worker lies: its tensors as regions and geometries, without a copy.
+"""The memory of a vLLM worker's KV cache: its tensors as regions and geometries, without a copy.
 
-vLLM gives one view `[blocks, heads, tokens, elements]` per layer. On GPUs its strides are those of the layout that the
-attention kernels chose, and a (head, token) entry is K and then V. Attention kernels
-on CPU store K and then V in each (block, head) page, K by dimension and V by token. With granularity "page" such a page
-is one opaque tile: few runs, and the block sizes of both engines must be equal. With "token" K and V are groups of
-their own in which every token has its address, so that any block size will do and digests can be taken.
+vLLM gives one view `[blocks, heads, tokens, elements]` per layer. On GPUs the attention kernels choose its strides, and
+a (head, token) entry holds K and then V. On CPUs a (block, head) page holds K by dimension and then V by token. With
+granularity "page" such a page is one opaque tile: there are few runs, and both engines must have one block size. With
+"token" K and V are groups of their own in which every token has an address: block sizes may differ, and digests can be
+taken.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ Granularity = Literal["page", "token"]
 
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
-    """The memory of a worker's KV cache. `groups` are those given, split where their layers' distances or shapes
-    differ; `blocks_per_page` says into how many blocks of the kernel vLLM cut one of its own, by group."""
+    """The memory of a worker's KV cache. `groups` are the given ones, split where the layers' distances or shapes
+    differ. `blocks_per_page` counts, by group, the kernel's blocks in one of vLLM's."""
 
     regions: list[Region]
     groups: list[LayerGroup]
@@ -47,9 +47,10 @@ def describe(
     granularity: Granularity = "page",
     rank: int = 0,
 ) -> CacheLayout:
-    """Describe the `caches` that vLLM registers, by layer. `kernels` says how each layer's kernel stores its pages.
+    """Describe `caches`, the tensors `[blocks, heads, tokens, elements]` that vLLM registers, by layer name. `kernels`
+    is how each layer's attention kernel stores its pages; `rank` is this worker's.
 
-    Raises `ConfigError` for memory that is neither the host's nor a GPU's, or of a shape that is not known.
+    Raises `ConfigError` for memory that is neither the host's nor a GPU's, or of an unknown shape.
     """
     regions: dict[int, Region] = {}
     for layer, tensor in caches.items():
@@ -80,7 +81,7 @@ def describe(
 
 
 def region_of(storage: torch.UntypedStorage) -> Region:
-    """A tensor's storage as transports take it. Raises `ConfigError` for memory that they cannot open."""
+    """A tensor's storage as a region of a transport. Raises `ConfigError` for memory that no transport can open."""
     kind = storage.device.type
     if kind == "cpu":
         return torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
@@ -94,7 +95,7 @@ _Run = list[tuple[int, Tensor, KernelLayout]]
 
 
 def _runs(layers: _Run) -> list[_Run]:
-    """Neighbouring layers of one shape at one distance."""
+    """Runs of neighbouring layers that have one shape and lie at equal distances."""
     runs: list[_Run] = []
     for entry in layers:
         if not runs or not _continues(runs[-1], entry[1], entry[2]):
@@ -120,7 +121,7 @@ def _geometries(
     blocks, heads, tokens, width = first.shape
     size = first.element_size()
     page, head, token, element = (stride * size for stride in first.stride())
-    # Where an entry is one piece of bytes for a (head, token), K and V go together.
+    # Kernels that store token after token keep K and V of a (head, token) in one piece, which needs no halves.
     both = group.kind in ("full", "sliding_window") and kernel != "tokens"
     if both and ((element, token) != (size, width * size) or (heads > 1 and head < tokens * token) or width % 2):
         raise ConfigError("kv_cache", f"group {group.name!r}: a (block, head) page is not one piece of K and V")
@@ -168,7 +169,7 @@ def _dtype(dtype: torch.dtype) -> str:
 
 
 def kernel_pages(table: Sequence[int], blocks_per_page: int) -> list[int]:
-    """A block table of vLLM's in blocks of the kernel: each of vLLM's is `blocks_per_page` of them, in a row."""
+    """vLLM's block table as page ids of the kernel: each block is `blocks_per_page` consecutive pages, block 0 null."""
     if blocks_per_page == 1:
         return list(table)
     pages = np.asarray(table, dtype=np.int64)[:, None] * blocks_per_page + np.arange(blocks_per_page)

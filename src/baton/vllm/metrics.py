@@ -12,21 +12,21 @@ class BatonStats(KVConnectorStats):
     """Counts since the last report, by name: handoffs by outcome, `bytes`, `runs`."""
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Drop all counts."""
         self.data: dict[str, Any] = {}
 
     def aggregate(self, other: KVConnectorStats) -> BatonStats:
-        """Add another report to this one."""
+        """Add another report's counts to this one's, and return this one."""
         for name, count in other.data.items():
             self.data[name] = self.data.get(name, 0) + count
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """What vLLM's log says."""
+        """The counts by name as vLLM's log prints them."""
         return {f"baton {name}": count for name, count in sorted(self.data.items())}
 
     def is_empty(self) -> bool:
-        """Whether nothing happened."""
+        """True when there is no count to report."""
         return not self.data
 
 
@@ -54,7 +54,7 @@ class BatonPromMetrics(KVConnectorPromMetrics):
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Add a report."""
+        """Add the counts of one engine's report to the metrics."""
         labels = self.per_engine_labelvalues[engine_idx]
         for name, count in transfer_stats_data.items():
             if name in self._totals:

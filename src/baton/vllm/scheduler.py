@@ -1,8 +1,8 @@
-"""The connector's half in vLLM's scheduler: which requests are legs of a handoff, and which blocks they have.
+"""The connector's half in vLLM's scheduler: it knows which requests are legs of a handoff, and which blocks they have.
 
-Both legs have the whole prompt of n tokens. What is handed over are the first n - 1: the decode engine computes the
-last one itself, since vLLM cannot start with a verification, and so samples the first token too. An engine with state
-layers (Mamba) cannot go back by a token: its prefill leg is sent without the last one.
+Both legs have the whole prompt of n tokens. The handoff moves the first n - 1: the decode engine computes the last one
+itself, since vLLM cannot start with a verification, and so samples the first token too. An engine with state layers
+(Mamba) cannot go back by a token: its prefill leg is sent without the last one.
 """
 
 from __future__ import annotations
@@ -71,13 +71,13 @@ class _Decode:
 
 
 def handoff_digest(tokens: Sequence[int]) -> bytes:
-    """What a ticket for vLLM engines is bound to: the tokens that are handed over."""
+    """The digest in a ticket for vLLM engines: of the tokens that are handed over."""
     return request_digest(tokens, SamplingParams())
 
 
 class SchedulerSide:
-    """Legs by request id. `refused` counts, by reason, legs whose params or ticket were not good: such a request is
-    served like any other, without a handoff."""
+    """Legs by request id. `refused` counts, by reason, legs with bad params or a bad ticket: such a request is served
+    like any other, without a handoff."""
 
     def __init__(
         self,
@@ -95,9 +95,9 @@ class SchedulerSide:
         self._pool = pool
         self._clock = clock
         self._prefills: dict[str, _Prefill] = {}
-        self._held: dict[str, _Prefill] = {}  # finished, and their blocks are kept
+        self._held: dict[str, _Prefill] = {}  # finished requests whose blocks are kept
         self._decodes: dict[str, _Decode] = {}
-        self._asked: set[str] = set()  # requests that are answered with who this engine is
+        self._asked: set[str] = set()  # requests that ask for this engine's identity
         self._step = Step()
 
     # ------------------------------------------------------------ arrival
@@ -119,7 +119,7 @@ class SchedulerSide:
             self._turn_away(params)
             return
         if params.role == "prefill" and request.max_tokens != 1:
-            # Decoding on, it would overwrite its states, and free the blocks that a window leaves behind.
+            # A leg that went on decoding would overwrite its states, and free blocks behind its window.
             self._refuse(request, "a prefill leg samples one token")
             self._turn_away(params)
             return
@@ -147,15 +147,15 @@ class SchedulerSide:
             self._step.announced.append(AnnounceDecode(request.request_id, ticket, next_token))
 
     def _turn_away(self, params: LegParams) -> None:
-        """Tell the decode engine at once that nothing comes of a prefill leg, where its ticket is good: for this
-        engine, and for no leg that it has taken before."""
+        """Tell the decode engine at once that a prefill leg is served without a handoff, if its ticket is valid: for
+        this engine, and for no leg that it has taken before."""
         if params.role == "prefill":
             with contextlib.suppress(ProtocolError):
                 ticket = self._redeemer.redeem(params.ticket, "prefill", None, self._clock())
                 self._step.turned_away.append(ticket)
 
     def _cancel(self, request: VllmRequest, text: str) -> None:
-        """Let go of the prefill leg that a ticket permitted: its decode engine will not come for it."""
+        """Give up the prefill leg of a ticket: its decode engine will not fetch it."""
         try:
             key = verify(self._ticket_key, text, "prefill", self._clock()).key
         except ProtocolError as error:
@@ -177,28 +177,27 @@ class SchedulerSide:
 
     def _refuse(self, request: VllmRequest, why: str, detail: str = "") -> None:
         self.refused[why] += 1
-        # The detail may hold what a client chose.
+        # The detail may hold a client's text, so it is cut.
         log.warning("request %s is served without a handoff: %s %s", request.request_id, why, detail[:200])
 
     # ------------------------------------------------------------ the decode leg
 
     def num_matched(self, request_id: str, num_computed: int) -> int | None:
-        """How many tokens come from the other engine when the first `num_computed` are here; None while it has not
-        admitted the leg: blocks that such a leg held could be those that it waits for. No side effects."""
+        """How many tokens come from the other engine, if the first `num_computed` are here. None until that engine has
+        admitted the leg, since the leg's blocks could be those that its admission waits for. No side effects."""
         leg = self._decodes.get(request_id)
         if leg is None or leg.receiving or leg.num_tokens <= num_computed:
             return 0
         return leg.num_tokens - num_computed if leg.admitted else None
 
     def on_admitted(self, request_ids: Iterable[str]) -> None:
-        """The worker has reported that these decode legs are worth blocks; or failed, which is for vLLM to deal with as
-        soon as they have some."""
+        """The worker reports these decode legs as admitted; or as failed, which vLLM handles once they have blocks."""
         for request_id in request_ids:
             if (leg := self._decodes.get(request_id)) is not None:
                 leg.admitted = True
 
     def on_allocated(self, request_id: str, tables: Tables, num_external: int) -> None:
-        """A request has its blocks; `num_external` of its tokens are to come from the other engine."""
+        """A request has got its blocks; `num_external` of its tokens come from the other engine."""
         leg = self._decodes.get(request_id)
         if leg is None or leg.receiving:
             return
@@ -209,19 +208,19 @@ class SchedulerSide:
             del self._decodes[request_id]
 
     def on_received(self, request_id: str) -> None:
-        """The worker has reported the end of a receive, good or bad."""
+        """The worker reports the end of a receive, successful or failed."""
         self._decodes.pop(request_id, None)
 
     # ------------------------------------------------------------ the prefill leg
 
     def on_scheduled(self, request_id: str, num_computed: int, new: Tables | None, replace: bool) -> None:
-        """In this step, a request's tokens up to `num_computed` are computed; `new` blocks follow those that it has,
-        or `replace` them."""
+        """This step computes a request's tokens up to `num_computed`. `new` blocks follow those that it has, or
+        `replace` them."""
         leg = self._prefills.get(request_id)
         if leg is None or leg.lost:
             return
         if not leg.tables:
-            # It is computed from now on, or else preempted and given up; so blocks that wait for it come free.
+            # From now on the request is computed, or preempted and given up: so D's blocks never wait for it in vain.
             self._step.admitted.append(leg.ticket.key)
         if replace or not leg.tables:
             leg.tables = new or ()
@@ -235,8 +234,8 @@ class SchedulerSide:
             self._step.computed.append(Computed(leg.ticket.key, num_computed, leg.tables))
 
     def _pin(self, leg: _Prefill) -> None:
-        """Keep the first block of each window. This engine computed one token more than is handed over, so that vLLM
-        may free that block as the request ends: to itself, the window has moved on."""
+        """Keep the first block of each window. This engine computes one token more than it hands over, so for vLLM the
+        window has moved on, and it may free that block when the request ends."""
         for cache in self._cache_tables:
             if cache.window is not None:
                 block = leg.tables[cache.table][max(leg.num_tokens - cache.window + 1, 0) // cache.block_size]
@@ -248,15 +247,15 @@ class SchedulerSide:
         leg.pinned = []
 
     def on_sent(self, request_id: str) -> None:
-        """The worker has reported that nobody reads the request's blocks any more."""
+        """The worker reports that nobody reads the request's blocks any more."""
         leg = self._held.pop(request_id, None)
         if leg is not None:
             self._unpin(leg)
 
     def on_preempted(self, request_ids: set[str]) -> None:
-        """vLLM took these requests' blocks. Their handoff is over, they themselves are computed again."""
+        """vLLM took these requests' blocks. Their handoffs are over; vLLM computes the requests again."""
         for request_id in request_ids:
-            # Preempted outside of a step (`reset_prefix_cache`), it may have ended before this one.
+            # `reset_prefix_cache` preempts outside of a step, so the request may have ended before this step.
             leg = self._prefills.get(request_id) or self._held.get(request_id)
             if leg is not None and not leg.lost:
                 leg.lost = True
@@ -266,7 +265,7 @@ class SchedulerSide:
     # ------------------------------------------------------------ the end
 
     def on_finished(self, request: VllmRequest) -> tuple[bool, dict[str, Any] | None]:
-        """A request has ended; whether its blocks must be kept for now, and what to tell its client."""
+        """A request has ended. Returns whether its blocks must be kept for now, and the params for its client."""
         if request.request_id in self._asked:
             self._asked.discard(request.request_id)
             identity = msgspec.structs.replace(self.identity, clock=self._clock())
@@ -287,15 +286,15 @@ class SchedulerSide:
         return False, None
 
     def take_step(self) -> Step:
-        """What is new since the last call."""
+        """The news since the last call."""
         step, self._step = self._step, Step()
         return step
 
     def has_news(self) -> bool:
-        """Whether the worker has to be told something."""
+        """True when there is news for the worker."""
         return bool(self._step)
 
 
 def _plain(request: VllmRequest) -> bool:
-    """Whether its token ids alone decide what is computed."""
+    """True when the token ids alone determine the KV."""
     return request.prompt_embeds is None and request.lora_request is None and not request.mm_features

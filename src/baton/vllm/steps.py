@@ -1,4 +1,4 @@
-"""What the scheduler's half of the connector tells the worker's half, once per engine step."""
+"""Messages from the connector's half in the scheduler to its half in the worker, once per engine step."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ Tables = tuple[list[int], ...]  # block tables, by vLLM's cache group
 
 @dataclass(frozen=True, slots=True)
 class OpenPrefill:
-    """A prefill leg of `num_tokens` tokens arrived. `next_token` is the prompt's token after them, which the decode
-    engine computes; None where this engine does not have it. `seeded`: it will be what this engine samples."""
+    """A prefill leg of `num_tokens` tokens arrived. `next_token` is the prompt's token behind them, which the decode
+    engine computes; None if this engine's prompt ends before it. `seeded`: this engine samples that token itself."""
 
     request_id: str
     ticket: Ticket
@@ -24,7 +24,7 @@ class OpenPrefill:
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """At the end of this step the first `num_computed` tokens went through target and drafter."""
+    """After this step target and drafter have computed the first `num_computed` tokens."""
 
     key: AttemptKey
     num_computed: int
@@ -33,8 +33,9 @@ class Computed:
 
 @dataclass(frozen=True, slots=True)
 class ClosePrefill:
-    """vLLM has finished a prefill request. `held`: it keeps the blocks until told that they may be freed; `failed`: not
-    everything was computed, or nobody wants it. `sampled`: the first token, of a seeded leg."""
+    """vLLM has finished a prefill request. `held`: vLLM keeps the blocks until the worker reports that they may be
+    freed. `failed`: the prompt was not computed to its end, or nobody wants it. `sampled`: the first token of a seeded
+    leg."""
 
     key: AttemptKey
     held: bool
@@ -45,7 +46,7 @@ class ClosePrefill:
 @dataclass(frozen=True, slots=True)
 class AnnounceDecode:
     """A decode leg arrived. It has no blocks, and gets none before the prefill engine has admitted it. `next_token` is
-    the one behind those that are handed over, which this engine computes."""
+    the prompt's token behind those that are handed over; this engine computes it."""
 
     request_id: str
     ticket: Ticket
@@ -54,8 +55,8 @@ class AnnounceDecode:
 
 @dataclass(frozen=True, slots=True)
 class OpenDecode:
-    """Blocks are there for a decode leg of `num_tokens` tokens, of which the first `hit` are in place. `parked`: the
-    request waits for the rest; else nothing is wanted, and the other side is only to be told so."""
+    """vLLM has given blocks to a decode leg of `num_tokens` tokens, of which the first `hit` are in place. `parked`:
+    the request waits for the rest. Else nothing is wanted, and the prefill engine only has to be told so."""
 
     request_id: str
     ticket: Ticket
@@ -67,9 +68,9 @@ class OpenDecode:
 
 @dataclass(slots=True)
 class Step:
-    """Everything new. `turned_away`: prefill legs that are served without a handoff; `admitted`: those that have blocks
-    and are computed now; `aborted`: decode legs that are given up; `preempted`: prefill legs whose blocks are about to
-    be used by others; `cancelled`: those that nobody will fetch."""
+    """All news of one step. `turned_away`: prefill legs that are served without a handoff. `admitted`: prefill legs
+    that have got blocks. `aborted`: decode legs that vLLM has given up. `preempted`: prefill legs whose blocks go to
+    other requests. `cancelled`: prefill legs that no decode engine will fetch."""
 
     opened: list[OpenPrefill] = field(default_factory=list)
     turned_away: list[Ticket] = field(default_factory=list)

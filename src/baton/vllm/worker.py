@@ -1,6 +1,7 @@
-"""The connector's half in vLLM's worker: gives steps to the handoff agent, and collects what it reports.
+"""The connector's half in vLLM's worker: it passes steps to the handoff agent, and the agent's events to vLLM.
 
-For vLLM's worker thread. The agent has a thread of its own; its events wait in a queue until vLLM asks.
+All methods but `post` are for vLLM's worker thread. The agent has a thread of its own; its events wait in a queue until
+vLLM asks.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from baton.vllm.steps import ClosePrefill, Computed, OpenDecode, OpenPrefill, St
 
 log = logging.getLogger(__name__)
 log.addFilter(LogLimit())
-# Taking an abort is no work, and waits for no peer: an agent that has not done so by now does nothing any more, and may
-# have left half a word unsaid. Better no engine than wrong text.
+# An agent takes an abort without work and without waiting for a peer. One that has not done so after this time has
+# hung, and may still commit the leg: the engine must end, since the blocks are about to hold other KV.
 ABORT_TIMEOUT_S = 60.0
-# While legs wait for their peers and there is nothing to compute, vLLM steps all the time, about once a
-# millisecond. Waiting here for the agent instead leaves the cores to others, and sees the agent's news at once.
-# A request that arrives meanwhile waits as long at most.
+# While legs wait for their peers and there is nothing to compute, vLLM steps about once a millisecond. A wait for the
+# agent's news leaves the cores to others, and returns at once when there is news. A request that arrives meanwhile is
+# delayed by this time at most.
 IDLE_WAIT_S = 0.004
 
 
@@ -73,7 +74,8 @@ class _Decode:
 
 @dataclass(slots=True)
 class Results:
-    """Request ids: blocks that may be freed; receives that ended; and those of them that brought nothing."""
+    """Request ids: `sent`, whose blocks may be freed; `received`, whose receive has ended; `failed`, those of
+    `received` that got no KV."""
 
     sent: set[str] = field(default_factory=set)
     received: set[str] = field(default_factory=set)
@@ -81,10 +83,10 @@ class Results:
 
 
 class WorkerSide:
-    """Attempts of one worker. `counts` are handoffs by outcome, `bytes` and `runs` what the committed ones took.
+    """The attempts of one worker. `counts` holds handoffs by outcome, and the `bytes` and `runs` of the committed ones.
 
-    `commit_at_end`: a prefill leg is committed when vLLM has finished its request, not when its prompt is computed; for
-    a runner that writes to a preempted leg's blocks before it says that the leg was preempted.
+    `commit_at_end`: a prefill leg is committed when vLLM has finished its request, not when its prompt is computed. A
+    runner that writes to a preempted leg's blocks before it reports the preemption needs that.
     """
 
     def __init__(
@@ -105,7 +107,7 @@ class WorkerSide:
         self._agent: Agent | None = None
 
     def bind(self, agent: Agent) -> None:
-        """The agent whose events come to `post`."""
+        """Use `agent`, whose events come to `post`."""
         self._agent = agent
 
     def post(self, event: ev.HandoffEvent) -> None:
@@ -138,7 +140,7 @@ class WorkerSide:
                 raise HandoffError("not_answering", "the handoff agent does not give up preempted requests") from None
 
     def begin(self, step: Step) -> None:
-        """What can start before the forward pass."""
+        """Pass on the news of a step that need no forward pass."""
         for opened in step.opened:
             self._open_prefill(opened)
         for ticket in step.turned_away:
@@ -161,7 +163,7 @@ class WorkerSide:
                 self.agent.abort(key, "cancelled")
 
     def finalise(self, computed: Sequence[Computed]) -> None:
-        """The step's forward passes, the drafter's too, are over: what they wrote is final."""
+        """Declare final what the step's forward passes wrote, which are over, the drafter's too."""
         for entry in computed:
             leg = self._prefills.get(entry.key)
             if leg is None or leg.committed or leg.lost:
@@ -181,8 +183,8 @@ class WorkerSide:
         self.agent.finish_prefill(key, Seeds(first_token=token or 0), False, {})
 
     def results(self, idle: bool = False) -> Results:
-        """What ended since the last call. After two steps that computed nothing (`idle`), wait a little for the first
-        news if there is none yet: after one, vLLM may not have taken the tokens of the step before it."""
+        """Handoffs that ended since the last call. In the second of two `idle` steps, which compute nothing, wait
+        `IDLE_WAIT_S` for news: in the first, vLLM may still hold tokens of the step before it."""
         self._take_events()
         waiting = self._decodes or self._prefills
         waits, self._was_idle = idle and self._was_idle, idle
@@ -194,7 +196,7 @@ class WorkerSide:
         return out
 
     def take_admitted(self) -> set[str]:
-        """Requests whose decode legs have become worth blocks since the last call, or have failed without."""
+        """Requests whose decode legs were admitted since the last call, or failed before they had blocks."""
         out, self._admitted = self._admitted, set()
         return out
 
@@ -220,7 +222,7 @@ class WorkerSide:
     def _receive(self, receive: OpenDecode) -> None:
         decode = self._decodes.get(receive.ticket.key)
         if decode is None:
-            # It failed before it had blocks, and vLLM decides what then.
+            # The leg failed before it had blocks; vLLM's `kv_load_failure_policy` decides what becomes of the request.
             if receive.parked:
                 self._results.received.add(receive.request_id)
                 self._results.failed.add(receive.request_id)
@@ -260,7 +262,7 @@ class WorkerSide:
                 self._received(decode, event)
 
     def _settle(self, key: AttemptKey, leg: _Prefill) -> None:
-        """Blocks are freed when vLLM has finished the request and the agent has released them, in either order."""
+        """Report the blocks as free once vLLM has finished the request and the agent has released them."""
         if leg.closed and leg.released:
             del self._prefills[key]
             if leg.held:
