@@ -1,0 +1,188 @@
+"""What the documents name exists: commands, options, make targets, modules, names, files and links."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+import baton.cli
+from tests.test_structure import COMMON, ROOMS, room_of
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")] + sorted(ROOT.glob("docs/*.md"))
+FENCE = re.compile(r"^```[a-z]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
+SPAN = re.compile(r"`([^`\n]+)`")
+LINK = re.compile(r"\]\(([^)#\s]+)[^)\s]*\)")
+MODULE = re.compile(r"\b(?:python3?|\.venv/bin/python) -m ([\w.]+)")
+TARGET = re.compile(r"^\s*make ([\w-]+)", re.MULTILINE)
+DOTTED = re.compile(r"\b((?:baton|simulation|benchmarks|tools|tests)(?:\.\w+)+)(?![\w/])")
+FILE = re.compile(r"^[\w./-]+\.(?:py|md|sh|txt|toml)$")
+FOLDER = re.compile(r"^(?:src|tests|docs|examples|tools|models|simulation|benchmarks|baton)/[\w./-]+$")
+CLASS = re.compile(r"^[A-Z][a-z]+(?:[A-Z][a-z0-9]+)+(?:\.\w+)*$")
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+STRUCTURE = (ROOT / "docs/structure.md").read_text()
+STEP = re.compile(r"^([\w/]+\.py):([\w.]+)$")
+TREES = ("src", "simulation", "benchmarks", "tests", "tools", "examples")
+# In examples of commands these stand for other things than files or modules.
+NOT_OURS = {"config.json", "tokenizer.json", "baton.transports"}
+
+
+def fences(text: str) -> str:
+    """The fenced blocks, with continued lines joined."""
+    return "\n".join(FENCE.findall(text)).replace("\\\n", " ")
+
+
+def spans(text: str) -> list[str]:
+    """The inline code outside of fenced blocks."""
+    return SPAN.findall(FENCE.sub("", text))
+
+
+def code(text: str) -> str:
+    return "\n".join([fences(text), *spans(text)])
+
+
+@pytest.fixture(params=DOCUMENTS, ids=lambda path: path.name)
+def text(request: pytest.FixtureRequest) -> str:
+    return str(request.param.read_text())
+
+
+def test_modules_that_are_run_exist(text: str) -> None:
+    for name in MODULE.findall(code(text)):
+        spec = importlib.util.find_spec(name)
+        assert spec is not None, name
+        if name in ("pip", "pytest"):
+            continue
+        if spec.submodule_search_locations is not None:
+            assert importlib.util.find_spec(f"{name}.__main__"), f"{name} is a package that cannot be run"
+        else:
+            assert spec.origin is not None
+            assert "__main__" in Path(spec.origin).read_text(), f"{name} does nothing when it is run"
+
+
+def commands(text: str) -> Iterator[list[str]]:
+    """The words of each command line that begins with `baton`."""
+    for line in code(text).splitlines():
+        words = line.split(" #")[0].split()
+        if words[:1] == ["baton"] and len(words) > 1 and re.fullmatch(r"[a-z]+", words[1]):
+            yield words[1:]
+
+
+def test_commands_and_their_options_exist(text: str) -> None:
+    app = typer.main.get_command(baton.cli.app)
+    for words in commands(text):
+        command: Any = app
+        rest = list(words)
+        while hasattr(command, "commands") and rest and re.fullmatch(r"[a-z]+", rest[0]):
+            assert rest[0] in command.commands, f"there is no command baton {' '.join(words)}"
+            command = command.commands[rest.pop(0)]
+        known = {name for option in command.params for name in (*option.opts, *option.secondary_opts)}
+        given = {word.split("=")[0] for word in rest if re.fullmatch(r"--[a-z-]+(?:=.*)?", word)}
+        if not hasattr(command, "commands"):
+            assert given <= known, f"baton {command.name} has no {given - known}"
+
+
+def test_make_targets_exist(text: str) -> None:
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(TARGET.findall(code(text))) <= targets
+
+
+def test_dotted_names_exist(text: str) -> None:
+    for name in DOTTED.findall(code(text)):
+        if name not in NOT_OURS and not (ROOT / name).exists():
+            assert resolves(name), name
+
+
+def resolves(name: str) -> bool:
+    """True for the name of a module, or of what a module holds. Of the plug-in only modules are looked up."""
+    module, _, attribute = name.rpartition(".")
+    try:
+        if importlib.util.find_spec(name) is not None:
+            return True
+    except ModuleNotFoundError:
+        return False
+    return hasattr(importlib.import_module(module), attribute)
+
+
+def test_files_exist(text: str) -> None:
+    """A path may leave out its beginning."""
+    known = [f"/{path.relative_to(ROOT)}" for tree in TREES for path in (ROOT / tree).rglob("*")]
+    missing = []
+    for span in spans(text):
+        word = span.rstrip("/")
+        named = word not in NOT_OURS and (FILE.match(word) or FOLDER.match(word))
+        if named and not (ROOT / word).exists() and not any(path.endswith(f"/{word}") for path in known):
+            missing.append(span)
+    assert not missing
+
+
+def test_links_lead_somewhere() -> None:
+    for document in DOCUMENTS:
+        for link in LINK.findall(FENCE.sub("", document.read_text())):
+            assert "://" in link or (document.parent / link).exists(), f"{document.name}: {link}"
+
+
+def test_classes_exist(text: str) -> None:
+    """Of vLLM's too: what the documents say of them is about the code that uses them."""
+    source = "\n".join(path.read_text() for tree in TREES for path in (ROOT / tree).rglob("*.py"))
+    words = set(re.findall(r"\w+", source))
+    named = {word for span in spans(text) if CLASS.match(span) for word in span.split(".")}
+    assert named <= words, named - words
+
+
+def test_the_rooms_of_the_picture_are_those_that_imports_keep_to() -> None:
+    rows = re.findall(r"^\| `([\w.]+)` \| [^|]+ \| ([^|]+) \|$", STRUCTURE, re.MULTILINE)
+    assert [name for name, _ in rows] == list(ROOMS)
+    for name, imports in rows:
+        assert set(SPAN.findall(imports)) == ROOMS[name], name
+    everywhere = re.search(r"^All rooms may import [^:]*: (.*?)\n\n", STRUCTURE, re.MULTILINE | re.DOTALL)
+    assert everywhere is not None
+    assert {name for name in SPAN.findall(everywhere[1]) if name.startswith("baton.")} == COMMON
+
+
+def test_the_functions_on_a_request_s_way_exist() -> None:
+    steps = steps_of(STRUCTURE)
+    assert len(steps) > 30
+    for file, name in (step.groups() for step in steps):
+        assert name in defined(ROOT / "src/baton" / file), f"{file}:{name}"
+
+
+def defined(path: Path) -> set[str]:
+    """The functions and classes of a module, and the methods of its classes as `Class.method`."""
+    names: set[str] = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.ClassDef):
+            names |= {f"{node.name}.{each.name}" for each in node.body if isinstance(each, FUNCTIONS)}
+        if isinstance(node, (ast.ClassDef, *FUNCTIONS)):
+            names.add(node.name)
+    return names
+
+
+def test_the_rooms_and_climbs_of_each_way_are_counted_right() -> None:
+    ways = re.split(r"^## The way of one request: ", STRUCTURE, flags=re.MULTILINE)[1:]
+    counts = {"Eight": 8, "Nine": 9, "Ten": 10, "Eleven": 11, "four": 4, "five": 5, "six": 6}
+    assert len(ways) == 2
+    for way in ways:
+        text = way.partition("\n## ")[0]
+        stated = re.search(r"^(\w+) rooms \(([^)]+)\)\s+and (\w+) climbs", text, re.MULTILINE)
+        assert stated is not None
+        rooms = SPAN.findall(stated[2])
+        assert counts[stated[1]] == len(rooms) == len(set(rooms))
+        assert set(rooms) <= set(ROOMS)
+        climbs = re.findall(r"\*\*Climb (\d)\*\*,\s+from\s+`([\w.]+)`\s+to\s+`([\w.]+)`", text)
+        assert [int(number) for number, _, _ in climbs] == list(range(1, counts[stated[3]] + 1))
+        for _, lower, upper in climbs:
+            assert lower in ROOMS[upper], f"{upper} does not import {lower}"
+        passed = {room_of("baton." + match[1].removesuffix(".py").replace("/", ".")) for match in steps_of(text)}
+        assert passed | {upper for _, _, upper in climbs} <= set(rooms)
+
+
+def steps_of(text: str) -> list[re.Match[str]]:
+    return [match for span in spans(text) if (match := STEP.match(span))]
