@@ -1,4 +1,4 @@
-"""Who may change a router's instances: whoever holds its admin token, and no web page in that one's browser."""
+"""Requests that change a router's instances need its admin token, and must not come from a web page."""
 
 from __future__ import annotations
 

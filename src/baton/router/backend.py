@@ -1,4 +1,4 @@
-"""Requests through the router: choose engines, run the legs that their connector makes, join their tokens; and go on
+"""The router's backend: it chooses engines, runs the legs that the connector makes, joins their tokens, and continues
 with other engines where some were lost.
 """
 
@@ -33,7 +33,7 @@ from baton.wire import GenerateRequest, LegRole, Mode, Recovery, SamplingParams,
 
 logger = logging.getLogger(__name__)
 
-# In a row, without a new token: an engine that dies under each request it gets must not get it for ever.
+# Failed attempts in a row without a new token: a request that ends each engine it reaches must not go on for ever.
 MAX_ATTEMPTS = 3
 _PATIENCE_STEP_S = 0.1
 
@@ -114,7 +114,8 @@ class RouterBackend:
                 failed = LegFailed("decode", error)
             # A decode engine that says why it cannot go on is well; what it misses is the prefill engine's.
             lost = chosen[0] if failed.leg == "prefill" or failed.reported else chosen[-1]
-            # It is well, and another of its kind may have room; a request that goes on is taken by any.
+            # An overloaded engine is healthy, and another of its role may have room. Engines take resumed requests
+            # however full they are.
             full = isinstance(failed.error, OverloadedError) and not joined.token_ids
             if full and not self.pool.has_other(lost, tried):
                 raise failed.error
@@ -139,13 +140,13 @@ class RouterBackend:
         return "both" in usable or {"prefill", "decode"} <= usable
 
     async def close(self) -> None:
-        """End what is still done for requests that are over."""
+        """Cancel the background work of requests that have ended."""
         for task in list(self._background):
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
 
     async def _choose(self, tried: list[Instance], patience_s: float) -> tuple[Instance, ...]:
-        """Return (prefill, decode), or one engine that does both; wait for them where there are none.
+        """Return (prefill, decode), or one engine that does both; wait up to `patience_s` while there are none.
 
         Raises `EngineUnavailableError`.
         """
@@ -236,7 +237,7 @@ class RouterBackend:
         self._do(drain(), self.pool.timers.drain)
 
     def _do(self, work: Coroutine[Any, Any, None], limit_s: float) -> None:
-        """Do something for a request that is over; no harm is done where it fails or takes too long."""
+        """Run work for a request that has ended, in the background. Its failure or timeout is ignored."""
 
         async def bounded() -> None:
             with contextlib.suppress(BatonError, asyncio.TimeoutError):

@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 @contextlib.contextmanager
 def leg_errors(url: str) -> Iterator[None]:
-    """Bring out what goes wrong with a leg as `EngineClient.generate` says."""
+    """Turn each failure of a leg into the Baton error that `EngineClient.generate` documents."""
     try:
         yield
     except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
@@ -62,12 +62,12 @@ class EngineClient(ABC):
         self._session = session
         self.url = url
         self._ask_timeout = aiohttp.ClientTimeout(total=timers.answer)
-        # A leg may wait long for its turn: whether its engine lives is seen from its answers to other questions.
+        # A leg may wait long for its turn, so it has no timeout: `info` shows whether its engine lives.
         self._leg_timeout = aiohttp.ClientTimeout(total=None, sock_connect=timers.connect)
 
     @abstractmethod
     async def info(self) -> EngineInfo:
-        """Return the engine's identity.
+        """Return who the engine is.
 
         Raises `EngineLostError` when the engine is silent or says that it hangs, `EngineUnavailableError` when it is
         not there, `ProtocolError` when it is something else.
@@ -89,7 +89,7 @@ class EngineClient(ABC):
     async def _answer(
         self, path: str, body: Sequence[bytes], timeout: aiohttp.ClientTimeout, line_bytes: int
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """The response to a POST, good so far. What goes wrong with it comes out as `generate` says."""
+        """Yield the response to a POST whose status is 200. Raises what `generate` raises."""
         headers = {"Content-Type": "application/json", "Content-Length": str(sum(map(len, body)))}
         with leg_errors(self.url):
             async with self._session.post(
@@ -109,7 +109,7 @@ class EngineClient(ABC):
             async with self._session.get(self.url + path, timeout=self._ask_timeout, allow_redirects=False) as response:
                 body = await read_body(response, limit)
                 if response.status == 503 and ENGINE_STALLED.encode() in body:
-                    # It answers, but what it holds moves no more than that of a silent one.
+                    # A stalled engine answers, but its requests make no progress.
                     raise EngineLostError(f"engine {self.url} is stalled")
                 if response.status != 200:
                     raise EngineUnavailableError(f"engine {self.url}: HTTP {response.status} from {path}")

@@ -1,4 +1,4 @@
-"""Near-ties: two engines that agree but for the last bits of a sum may still name two first tokens."""
+"""Near-ties: two engines whose logits differ only by rounding may sample different first tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engines behind a router: who they are, whether they answer, and who is chosen next."""
+"""The engines behind a router: their identity, their health, and the choice among them."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Instance:
             self._on_lost.remove(on_lost)
 
     def evict(self, error: EngineLostError) -> None:
-        """Give the engine up: nothing it holds is waited for any more."""
+        """Give the engine up: tell its legs that it is lost."""
         self.evicted = True
         for on_lost in list(self._on_lost):
             on_lost(error)
@@ -124,7 +124,7 @@ class EnginePool:
         return dataclasses.replace(self._model, max_model_len=min([self._model.max_model_len, *limits]))
 
     async def add(self, url: str, role: Role) -> Instance:
-        """Let an engine join; one that does not answer yet is asked again by `watch`.
+        """Add an engine. Where it does not answer yet, `watch` asks it again.
 
         Raises `RequestError` for a bad URL or another role than the engine's own, `IncompatiblePeerError` for
         another model or drafter than the other engines have.
@@ -143,7 +143,7 @@ class EnginePool:
         return instance
 
     def remove(self, url: str) -> Instance:
-        """Let an engine leave: no new requests, those that run end normally. `RequestError` if unknown."""
+        """Remove an engine: it gets no new requests, and running ones end normally. `RequestError` if unknown."""
         instance = self._instances.pop(_checked_url(url), None)
         if instance is None:
             raise RequestError(f"{url} is not an instance", "url")
@@ -207,7 +207,7 @@ class EnginePool:
                 return
             instance.num_silent += 1
             silent_s = time.monotonic() - instance.answered
-            # Two questions: of one alone, it may be this process that did not run.
+            # Two unanswered questions: after one alone, this process itself may have been paused.
             taken = instance.info is not None and not instance.evicted
             if taken and instance.num_silent > 1 and silent_s >= self.timers.lease:
                 logger.warning("engine %s is given up after %.1f s", instance.url, silent_s)

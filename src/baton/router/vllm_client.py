@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from baton.router.pool import Instance
 
 _MAX_BODY_BYTES = 16 * 2**20
-# So long a reading of a server's clock is good: clocks drift by less than a tenth of a second meanwhile.
+# How long a reading of a server's clock is used. Clocks drift by less than 0.1 s in that time.
 _CLOCK_S = 600.0
 _T = TypeVar("_T")
 
@@ -53,7 +53,7 @@ class VllmClient(EngineClient):
         return instance.client
 
     async def info(self) -> EngineInfo:
-        """A server that was away is asked anew who it is, and every now and then its clock."""
+        """Ask a server for its identity after each time it was away, and for its clock every `_CLOCK_S`."""
         try:
             await self._get("/health", _MAX_BODY_BYTES)
         except EngineUnavailableError:
@@ -62,7 +62,7 @@ class VllmClient(EngineClient):
         if self._info is None:
             self._info = await self._ask_identity()
         elif time.monotonic() - self._read >= _CLOCK_S:
-            with contextlib.suppress(BatonError):  # a busy server is asked again, and its clock goes on
+            with contextlib.suppress(BatonError):  # the next check asks a busy server again
                 self._info = await self._ask_identity()
         return msgspec.structs.replace(self._info, clock=self._info.clock + time.monotonic() - self._read)
 
@@ -89,7 +89,7 @@ class VllmClient(EngineClient):
         )
 
     async def metrics(self) -> dict[str, list[float]]:
-        """vLLM's own samples by name, one for each set of labels; what is no number left out. Raises as `load` does."""
+        """Finite samples of vLLM's own metrics by name, one for each set of labels. Raises what `load` raises."""
         found: dict[str, list[float]] = {}
         body = await self._get("/metrics", _MAX_BODY_BYTES)
         try:
@@ -102,7 +102,7 @@ class VllmClient(EngineClient):
         return found
 
     async def tell(self, kv_transfer_params: dict[str, object]) -> Completion:
-        """Say something to the server's connector, by a request of one token.
+        """Send `kv_transfer_params` to the server's connector, with a completion request of one token.
 
         Raises `EngineUnavailableError`, `EngineLostError` when it does not answer, `ProtocolError`.
         """
@@ -112,7 +112,7 @@ class VllmClient(EngineClient):
             return self._decode(await read_body(response, _MAX_BODY_BYTES), Completion)
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
-        """The request whole, on this server alone."""
+        """Run the whole request on this server alone."""
         return self.leg(request)
 
     async def leg(

@@ -1,4 +1,4 @@
-"""How engines hand requests over, as their router sees it: one file a kind, one line here."""
+"""The kinds of handoff that a router knows: a module and an entry of `CONNECTORS` each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a kind of handoff is to the router: clients for its engines, and the legs of each request."""
+"""The router's side of one kind of handoff: it makes the clients of engines and the legs of each request."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from baton.router.pool import Instance
 from baton.router.timers import RouterTimers
 from baton.wire import GenerateRequest, LegRole, Mode, Role, SamplingParams
 
-# What depends on more of the first token than its id, with the value that does not.
+# Parameters that need more of the first token than its id, with the value at which they do not.
 _NOT_SEEDED = {"seed": None, "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "stop": ()}
 Outcome = Literal["completed", "finished_early", "aborted", "failed"]
 _T = TypeVar("_T")
@@ -37,9 +37,9 @@ class ConnectorConfig:
 
 @dataclass(frozen=True, slots=True)
 class Legs:
-    """The legs of one attempt, both or any one. `notices`: the decode engine itself finds out when what it waits for
-    does not come, and recovers or says so; else its leg is worth nothing once the prefill leg is lost. `over` is
-    awaited when the attempt has ended and its legs are closed; it may fail, and then time ends what it was to end.
+    """The legs of one attempt, both or any one. `notices`: the decode engine detects that the prefill leg is lost, and
+    recovers or reports it; otherwise its leg cannot succeed without the prefill leg. `over` is awaited after the
+    attempt has ended and its legs are closed; where it fails, the engines' own timeouts free what it was to free.
     """
 
     chunks: Mapping[LegRole, Chunks]
@@ -75,13 +75,13 @@ class Connector(ABC):
         """
 
     def check(self, params: SamplingParams) -> None:
-        """Raise `RequestError` for what a client asks (seed None: it did not say) and cannot have here."""
+        """Raise `RequestError` for a parameter that cannot be honoured here. A seed of None: the client gave none."""
         for name, neutral in _NOT_SEEDED.items():
             if self.config.seed_first_token and getattr(params, name) != neutral:
                 raise RequestError(f"{name} cannot be had here: this router runs with --seed-first-token", name)
 
     def can_resume(self, params: SamplingParams) -> bool:
-        """Whether another attempt may go on behind tokens that were sent, without changing what follows."""
+        """Whether another attempt can continue after the tokens that were sent without changing those that follow."""
         return True
 
 

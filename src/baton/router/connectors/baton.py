@@ -16,7 +16,7 @@ from baton.wire import GenerateRequest, HandoffParams, LegRole, Mode, Role
 
 
 class EngineConnector(Connector):
-    """A prefill leg's stream lasts as long as its pages are kept, so closing it is all that there is to end."""
+    """A prefill leg's stream lasts as long as its pages are held, so closing the stream is enough to free them."""
 
     needs_ticket_key = True
 

@@ -22,7 +22,8 @@ def mint_ticket(
         raise EngineUnavailableError("the router has no ticket key, and so cannot hand off")
     if p is None or d is None:
         raise EngineUnavailableError("an engine of the pair is not known any more")
-    # An engine's clock went on since it was read; that the reading took a while makes its tickets live shorter.
+    # Each engine's clock is extrapolated from its last answer. The time that the answer took only shortens the ticket's
+    # life.
     now = time.monotonic()
     expiries = (p.clock + now - prefill.answered + life_s, d.clock + now - decode.answered + life_s)
     return mint(key, Ticket.between(p, d, mode, request_digest, expiries))

@@ -17,7 +17,7 @@ from baton.wire import EngineIdentity, EngineInfo, GenerateRequest, Role, Sampli
 
 
 class VllmConnector(Connector):
-    """A kind of handoff among vLLM servers, which are asked who they are once per life."""
+    """A kind of handoff among vLLM servers. A client asks its server for its identity once per incarnation."""
 
     def client(self, session: aiohttp.ClientSession, url: str, timers: RouterTimers, role: Role) -> VllmClient:
         async def identify(client: VllmClient, model: Model) -> EngineInfo:

@@ -39,20 +39,21 @@ class VllmBatonConnector(VllmConnector):
 
     def __init__(self, config: ConnectorConfig) -> None:
         super().__init__(config)
-        self._truncating: dict[str, bool] = {}  # by URL: whether prompts come to its prefill legs without their end
+        self._truncating: dict[str, bool] = {}  # by URL: whether prefill legs get prompts without their last token
 
     def legs(self, request: GenerateRequest, prefill: Instance, decode: Instance, kv_mode: Mode) -> Legs:
         p = VllmClient.of(prefill)
         tokens, seeded = request.prompt_token_ids, self.config.seed_first_token
         if seeded and request.sampling_params.max_tokens - request.num_known == 1:
             return Legs({"prefill": p.leg(request)})  # the first token is the last
-        # A vLLM server knows of a ticket's request only the tokens that are handed over.
+        # A vLLM server can check a ticket only against the tokens that are handed over.
         digest = request_digest(tokens if seeded else tokens[:-1], SamplingParams())
         ticket = mint_ticket(self.config.ticket_key, prefill, decode, kv_mode, digest, self.config.ticket_life_s)
 
         async def over(outcome: Outcome) -> None:
             if outcome in ("failed", "aborted") or (seeded and outcome == "finished_early"):
-                # The decode server may never have seen its leg, and so cannot say that it wants nothing.
+                # The decode server may never have seen its leg, and then does not tell the prefill server to free the
+                # pages.
                 await p.tell(_params(LegParams(role="cancel", ticket=ticket)))
 
         chunks = (self._in_turn if seeded else self._at_once)(request, prefill, decode, ticket)

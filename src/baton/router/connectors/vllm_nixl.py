@@ -22,12 +22,12 @@ from baton.wire import EngineIdentity, GenerateRequest, LegRole, Mode, Role, Tok
 
 _FETCHED: dict[str, object] = {"do_remote_decode": True, "do_remote_prefill": False}
 _METRICS, _PER_POSITION = "vllm:nixl_", "vllm:spec_decode_num_accepted_tokens_per_pos_total"
-# vLLM says nowhere how many tokens it knows, and checks ids itself.
+# vLLM's API does not tell the size of its vocabulary; a server checks token ids itself.
 _ANY_TOKEN = 2**31 - 1
 
 
 class _Address(msgspec.Struct, frozen=True):
-    """Where a server's connector is found, of what a finished prefill leg says."""
+    """The address of a server's connector, as a finished prefill leg reports it."""
 
     remote_engine_id: str
     remote_host: str
@@ -46,7 +46,7 @@ class _NixlConnector(VllmConnector):
 
     def __init__(self, config: ConnectorConfig) -> None:
         super().__init__(config)
-        self._addresses: dict[str, _Address] = {}  # by URL, once a prefill leg has said it
+        self._addresses: dict[str, _Address] = {}  # by URL, from a finished prefill leg
 
     def legs(self, request: GenerateRequest, prefill: Instance, decode: Instance, kv_mode: Mode) -> Legs:
         """The mode is the servers' own."""
@@ -56,7 +56,7 @@ class _NixlConnector(VllmConnector):
 
         async def over(outcome: Outcome) -> None:
             if outcome == "failed":
-                self._addresses.pop(p.url, None)  # it may have been another server's
+                self._addresses.pop(p.url, None)  # the server may have been replaced
 
         return Legs(self._chunks(request, prefill, decode), notices=False, over=over)
 
@@ -132,7 +132,7 @@ class NixlPushConnector(_NixlConnector):
             **msgspec.to_builtins(address),
             "do_remote_prefill": True,
             "do_remote_decode": False,
-            # vLLM's own name for it, but for a suffix that is random.
+            # vLLM's own request id without its random suffix.
             "remote_request_id": f"cmpl-{request.request_id}-0",
         }
         return {"prefill": prefilling(), "decode": VllmClient.of(decode).leg(request, wanted)}
