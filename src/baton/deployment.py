@@ -157,7 +157,7 @@ class Deployment:
         for child in children:
             if child.process.poll() is None:
                 child.process.terminate()
-                child.process.send_signal(signal.SIGCONT)  # one that is halted could not end
+                child.process.send_signal(signal.SIGCONT)  # a halted process cannot end
         deadline = time.monotonic() + END_TIMEOUT_S
         for child in children:
             try:
@@ -168,7 +168,7 @@ class Deployment:
             if child.pipe >= 0:
                 os.close(child.pipe)
                 child.pipe = -1
-        # What a killed engine could not unlink, when none is left that would notice.
+        # Segments of killed engines: no process is left that would unlink them.
         remove_stale_segments()
         shutil.rmtree(self._directory, ignore_errors=True)
 
@@ -193,7 +193,7 @@ class Deployment:
         try:
             with log.open("ab") as output:
                 process = subprocess.Popen(
-                    # Whoever closes a deployment has let its requests end.
+                    # A deployment is closed after its requests have ended.
                     [*self._command, *arguments, "--shutdown-timeout", "0", "--ready-fd", str(write)],
                     stdin=subprocess.DEVNULL,
                     stdout=output,

@@ -187,14 +187,14 @@ def _print_reports(
 
 
 def _check(want: Answers, have: Answers, bounds: Bounds) -> AcceptanceCheck:
-    """By the counters of both sides; else by what the answers of both tell, if that will do."""
+    """Compare by the counters of both sides; without them by the answers, unless counters are required."""
     reference, candidate = of_answers(want.observed), of_answers(have.observed)
     found = check_acceptance(want.counters, have.counters, bounds.acceptance, bounds.acceptance_required)
     if found.compared or bounds.acceptance_required:
         return found
     if reference is not None and candidate is not None:
         return check_acceptance(reference, candidate, bounds.acceptance, required=False)
-    # That engines which verify started do not draft is known.
+    # Engines that verify started tell of their rounds: without any they do not draft.
     return found if bounds.servers else AcceptanceCheck(reference, candidate)
 
 

@@ -1,4 +1,4 @@
-"""The seam between the OpenAI API and whatever makes the tokens: one engine, or a router over many."""
+"""The seam between the OpenAI API and the source of tokens: one engine, or a router over several."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from baton.wire import EngineInfo, GenerateRequest, Mode, SamplingParams, TokenC
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What the API must know of the model behind a backend. Lengths are in tokens. `default_seed`: that of requests
+    """The model behind a backend, as far as the API needs it. Lengths are in tokens. `default_seed`: that of requests
     without one, None for a new one each."""
 
     name: str
@@ -42,8 +42,8 @@ class Backend(Protocol):
         ...
 
     def check(self, params: SamplingParams) -> None:
-        """Raise `RequestError` for what this backend cannot honour. `params` are the client's own: seed None where it
-        gave none, `n` samples."""
+        """Raise `RequestError` for parameters that this backend cannot honour. `params` are the client's own: seed
+        None where it gave none, `n` samples."""
         ...
 
     def generate(self, request: GenerateRequest, kv_mode: Mode | None = None) -> AsyncGenerator[TokenChunk, None]:

@@ -1,4 +1,4 @@
-"""Connections that ask for nothing, or for nothing that is HTTP: heads have a time limit, errors OpenAI's shape."""
+"""Client connections: a time limit for request heads, and OpenAI's error shape for malformed HTTP."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Connection(web.RequestHandler):
     """One client's connection. A request whose head is not there `head_s` seconds after its first byte (the first one:
     after the connection) is answered with 408, and the connection closed.
 
-    aiohttp itself has limits for idle connections alone, and answers what is malformed with text and a traceback.
+    aiohttp itself limits only idle connections, and answers malformed HTTP with text and a traceback.
     """
 
     __slots__ = ("_head_s", "_head_timer")
@@ -52,7 +52,7 @@ class Connection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """Answer what no handler could: a request that is not HTTP, or one that broke beyond the app."""
+        """Answer a request that no handler could: one that is not HTTP, or that failed outside the app."""
         if request.writer.output_size > 0:
             raise ConnectionError("an answer has begun already")
         if isinstance(exc, HttpProcessingError):

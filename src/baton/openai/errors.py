@@ -26,17 +26,17 @@ from baton.errors import (
 logger = logging.getLogger(__name__)
 
 _MAX_MESSAGE_CHARS = 2000  # a message may quote what the client sent
-# URLs, what sockets call addresses, IPv4 and IPv6, and names with ports: where things are is no client's business.
+# URLs, what sockets call addresses, IPv4 and IPv6, and names with ports: clients must not learn where engines are.
 _ADDRESS = re.compile(
     r"""[a-z][a-z0-9+.-]*://[^\s'",;)]*[^\s'",;):]|\('[^']*',\ \d+[^)]*\)"""
     r"""|\b\d{1,3}(?:\.\d{1,3}){3}\b(?::\d+)?|\[[0-9a-f:]*:[0-9a-f:]*\](?::\d+)?|\b[A-Za-z][\w.-]*:\d{2,5}\b""",
     re.VERBOSE,
 )
 
-# By this code a router knows an engine that answers, but may never make a token again.
+# A router recognises by this code an engine that answers, but may never make a token again.
 ENGINE_STALLED = "engine_stalled"
 
-# Reasons in an error chunk that say "not this engine, not now" instead of "this request failed".
+# Reasons in an error chunk that mean that this engine cannot serve now, not that the request failed.
 _UNAVAILABLE_REASONS = frozenset(
     {"engine_unavailable", "engine_lost", ENGINE_STALLED, "peer_lost", "queue_timeout", "shutdown"}
 )
@@ -64,7 +64,7 @@ class ApiError:
 
 
 def to_api_error(error: BaseException) -> ApiError:
-    """Map any exception; what Baton did not raise on purpose is logged and shown without its details."""
+    """Map any exception. One that Baton did not raise on purpose is logged, and its details are not shown."""
     text = str(error)
     if isinstance(error, UnknownModelError):
         return ApiError(404, text, "invalid_request_error", "model", "model_not_found")

@@ -23,7 +23,7 @@ _RETRY_AFTER_S = 1
 
 
 class Drain:
-    """The requests that run, and how far the server is on its way to its end."""
+    """The running requests of a server, and how far its shutdown has come."""
 
     def __init__(self) -> None:
         self.tasks: set[asyncio.Task[object]] = set()
@@ -36,7 +36,7 @@ class Drain:
         self.begun = True
 
     def end(self) -> None:
-        """Cancel those that run; their handlers say so to their clients."""
+        """Cancel running requests; their handlers tell their clients."""
         self.begun = self.ended = True
         for task in self.tasks:
             task.cancel()
@@ -71,7 +71,7 @@ def new_app(metrics: FrontMetrics, limits: HttpLimits | None = None) -> web.Appl
     async def shape_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         resource = request.match_info.route.resource
         endpoint = resource.canonical if resource is not None else "unknown"
-        status = 499  # a client that went away gets no answer; this is how it is counted
+        status = 499  # counted for a client that went away, which gets no answer
         try:
             with contextlib.nullcontext() if endpoint == "/metrics" else drain.running():
                 response = await handler(request)

@@ -30,7 +30,7 @@ class HttpLimits:
 
 
 class Bodies:
-    """The bodies that a server holds."""
+    """The request bodies that a server holds in memory."""
 
     def __init__(self, limits: HttpLimits) -> None:
         self._limits = limits
@@ -41,7 +41,7 @@ class Bodies:
         """A request's body, held until the context ends.
 
         Raises `HTTPRequestTimeout` when it comes too slowly, `HTTPRequestEntityTooLarge`, and `OverloadedError` when
-        too much is held already.
+        the bodies held exceed `HttpLimits.bodies_bytes`.
         """
         size = 0
         body = bytearray()

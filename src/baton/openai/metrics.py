@@ -76,7 +76,7 @@ class SequenceTimer:
 
 
 class RowCollector(Collector):
-    """Shows plain counters kept elsewhere: each scrape reads `(name, type, help, labels, value)` rows."""
+    """Exports counters that are kept elsewhere: each scrape reads `(name, type, help, labels, value)` rows."""
 
     def __init__(self, rows: Callable[[], Iterable[Row]]) -> None:
         self._rows = rows

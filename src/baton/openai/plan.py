@@ -1,4 +1,4 @@
-"""From a request body to the work it asks for: prompts in token ids, one `GenerateRequest` per choice."""
+"""Request bodies into plans: prompts in token ids, and one `GenerateRequest` per choice."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAX_MESSAGES = 4096
 @dataclass(frozen=True, slots=True)
 class Plan:
     """One API request, checked. `requests[i]` makes choice i; choices of one prompt are neighbours. `asked`: the
-    sampling parameters as the client gave them. Stop strings are the front's alone: `requests` have none."""
+    sampling parameters as the client gave them. The front applies stop strings, so `requests` have none."""
 
     id: str
     created: int
@@ -44,7 +44,7 @@ def plan_completion(request: CompletionRequest, model: ServedModel) -> Plan:
     special = request.add_special_tokens is not False
     prompts = _prompts(request.prompt, model, special)
     default = 16
-    if request.max_tokens is None:  # the default must not make a long prompt fail
+    if request.max_tokens is None:  # with the plain default a long prompt would exceed the context
         default = max(1, min(16, model.max_model_len - max(len(p) for p in prompts)))
     max_tokens = default if request.max_tokens is None else request.max_tokens
     _check_lengths(prompts, max_tokens, "max_tokens", "prompt", model)
@@ -60,7 +60,7 @@ def plan_chat(request: ChatRequest, model: ServedModel) -> Plan:
     if len(request.messages) > MAX_MESSAGES:
         raise RequestError(f"messages must be at most {MAX_MESSAGES} messages", "messages")
     messages = [_message(index, message) for index, message in enumerate(request.messages)]
-    # Before the template runs: how long it takes depends on them.
+    # Checked before the template runs, whose time grows with the messages.
     _check_num_chars(sum(len(text) for message in messages for text in message.values()), "messages", model)
     variables = dict(request.chat_template_kwargs or {})
     if request.reasoning_effort is not None:
@@ -157,7 +157,7 @@ def _check_lengths(
 
 
 def _check_num_chars(num_chars: int, param: str, model: ServedModel) -> None:
-    """Raise `RequestError` for what cannot fit whatever its tokens are: to know them would take long."""
+    """Raise `RequestError` for text that cannot fit whatever its tokens are, without the cost of tokenising it."""
     limit = model.max_model_len * model.tokenizer.max_token_chars
     if num_chars > limit:
         raise RequestError(

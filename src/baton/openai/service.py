@@ -20,7 +20,7 @@ from baton.openai.output import Delta, SampleOutput
 from baton.openai.plan import Plan, make_plan
 from baton.openai.queue import Queue
 
-# A longer body is planned on a worker, so that streams go on while it is tokenised.
+# Longer bodies are planned on a worker thread, so that their tokenisation does not stop streams.
 _MAX_INLINE_BYTES = 4096
 _NUM_WORKERS = 2
 
@@ -58,12 +58,13 @@ class OpenAIService:
         return {"object": "list", "data": [card]}
 
     async def plan(self, body: bytes, chat: bool) -> Plan:
-        """Understand the body of `POST /v1/completions` or, with `chat`, of `POST /v1/chat/completions`."""
+        """Parse the body of `POST /v1/completions` or, with `chat`, of `POST /v1/chat/completions`."""
         self.queue.check()
         model = self._backend.model()
         if len(body) <= _MAX_INLINE_BYTES:
             return make_plan(body, model, chat)
-        # A worker's own queue would hold the bodies of clients that have left; what it has begun it does to the end.
+        # The semaphore, not the pool's queue, holds those that wait: the body of a client that leaves is then dropped.
+        # A plan that has begun is completed.
         await self._free_workers.acquire()
         loop = asyncio.get_running_loop()
         work = self._workers.submit(make_plan, body, model, chat)
@@ -78,7 +79,7 @@ class OpenAIService:
         outputs = [SampleOutput(plan.model.tokenizer, request, plan.asked.stop) for request in plan.requests]
         if plan.stream:
             events = self._events(plan, outputs)
-            # A refusal is known with the first event; waiting for it keeps the HTTP status honest.
+            # Wait for the first event: a refusal must set the HTTP status.
             return EventStream(_prepend(await anext(events), events))
         async with contextlib.aclosing(self._run(plan, outputs)) as deltas:
             async for _ in deltas:

@@ -106,7 +106,7 @@ async def _generate(engine: AsyncEngine, metrics: FrontMetrics, request: web.Req
     except EngineUnavailableError as error:
         if response is None:
             raise
-        # Nothing more comes from here: to its router it is lost, as if the process had ended, and others go on.
+        # Cut the connection: the router then treats this engine as lost, and continues elsewhere.
         if request.transport is not None:
             request.transport.abort()
         raise ConnectionResetError(str(error)) from None
@@ -128,7 +128,7 @@ async def _generate(engine: AsyncEngine, metrics: FrontMetrics, request: web.Req
 
 
 def _check(wire: GenerateRequest, info: EngineInfo) -> None:
-    """Raise `RequestError` for what this door does not serve; the engine checks the rest."""
+    """Raise `RequestError` for requests that `/inference/v1/generate` does not serve; the engine checks the rest."""
     if wire.sampling_params.n != 1:
         raise RequestError("n must be 1 here: the front door fans out", "n")
     if wire.sampling_params.stop:

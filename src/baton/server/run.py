@@ -37,7 +37,7 @@ def run_engine(
 
     `make_engine` may take long; a signal meanwhile ends the process. `on_ready` is called with the engine and
     its URL when requests are served. Raises what `make_engine` raises, and `EngineUnavailableError` with the cause when
-    the engine failed: an engine that serves nothing must not stay.
+    the engine failed: a process whose engine serves nothing must end.
     """
     with ending_on_sigterm():
         engine = make_engine()
@@ -47,7 +47,7 @@ def run_engine(
             ready = functools.partial(on_ready, engine, url_of(listener))
             failure = asyncio.run(_serve(engine, app, listener, ready, shutdown_timeout_s))
         finally:
-            # One that was told to end must not stay because an engine thread hangs.
+            # A process that was told to end must end even where its engine thread hangs.
             timer = threading.Timer(_CLOSE_LIMIT_S, os._exit, [1])
             timer.daemon = True
             timer.start()

@@ -1,4 +1,4 @@
-"""What the checks of the transport suite work with: two sides, copy lists, and the bytes to expect."""
+"""Fixtures of the transport suite: the near side, copy lists, and the expected bytes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from baton.testing.transport_peer import FarSide, NearbyPeer, SpawnedPeer
 from baton.transports.base import ByteArray, CopyList, Direction, Operation, Peer, Transport
 
 WAIT_S = 60.0
-CALLS_S = 2.0  # for calls that return at once; whoever waited for a peer would take 5 s
+CALLS_S = 2.0  # a bound for calls that must not wait for a peer, which would take 5 s
 SIZES = (1 << 16, 1 << 14)
 
 

@@ -65,7 +65,7 @@ async def read_counters(client: OpenAIClient, urls: Sequence[str]) -> Acceptance
 
 
 async def read_settled(client: OpenAIClient, urls: Sequence[str]) -> Acceptance:
-    """The counters once they stand still: an engine may book its last step after its answer has left."""
+    """The counters once they stop changing: an engine may count its last step after it has sent the answer."""
     found = await read_counters(client, urls)
     for _ in range(_POLLS):
         await asyncio.sleep(_POLL_S)

@@ -1,4 +1,4 @@
-"""What is asked of both sides, and what is seen of an answer; sources are an in-process engine or an OpenAI URL."""
+"""Requests to both sides, and what their answers show. A side is an engine in this process, or an OpenAI server."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """One answer. What the source does not tell is None; `error` set means that there is no answer.
+    """One answer. A field that the source does not tell is None. `error` is set when there is no answer.
 
     `top`: at each token, logprobs of the likeliest token ids, the chosen one among them. `accepted`: accepted drafts
     of each verification round.
@@ -123,7 +123,7 @@ async def served_model(url: str) -> str:
 
 
 def completion_body(model: str, case: Case) -> dict[str, Any]:
-    """A completion request. What a server might take from its model's own defaults is said."""
+    """A completion request. It sets each parameter for which a server might use a default of its model."""
     params = case.params
     body: dict[str, Any] = {
         "model": model,

@@ -60,7 +60,7 @@ class Bounds:
             if value is not None and not (math.isfinite(value) and value >= 0):
                 raise ConfigError(name, f"must be at least 0, got {value}")
         if temperature > 0:
-            near_tie = 0.0  # what was chosen is the best of logits and noise, and of that nothing is known
+            near_tie = 0.0  # a sampled token is the best of logits plus noise, which logprobs do not show
         return cls(near_tie, logprob_tolerance, acceptance_tolerance, acceptance_required, servers)
 
 
