@@ -29,16 +29,16 @@ from baton.text import Tokenizer
 from baton.verify.observe import Case, Observed, make_cases
 from baton.verify.sides import InProcess
 from baton.wire import Recovery, SamplingParams
-from benchmarks.chaos_faults import Breaker, await_healthy, count_recoveries, engines_of, get_json
+from benchmarks.chaos_faults import Breaker, await_healthy, count_recoveries, engines_of
 from benchmarks.chaos_report import ChaosReport
 from benchmarks.demo import SPECULATIVE, TARGET
 from benchmarks.deployment import BreakableDeployment
+from benchmarks.scrape import get_json, held
 
 IDLE_LIMIT_S = 30.0
 # Of the streams, where a fast machine serves them all before each role has had its faults.
 MOST_ROUNDS = 50
 LOGPROB_TOLERANCE = 1e-4
-IDLE = ("num_running", "num_waiting", "num_handoffs", "num_referenced_pages", "num_quarantined_pages")
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,14 +249,14 @@ class _Chaos:
         """Note as leaks what engines still hold after a while."""
         deadline = time.monotonic() + IDLE_LIMIT_S
         while True:
-            held = {}
+            leaks = []
             for name, url in engines_of(self._deployment).items():
-                load = await get_json(self._session, f"{url}/inference/v1/load")
-                held.update({f"{name} {key} {when}": load[key] for key in IDLE if load[key]})
-            if not held:
+                found = await held(self._session, url)
+                leaks += [f"{name} {key} {when}: {value}" for key, value in found.items()]
+            if not leaks:
                 return
             if time.monotonic() > deadline:
-                self._report.leaks += [f"{what}: {value}" for what, value in held.items()]
+                self._report.leaks += leaks
                 return
             await asyncio.sleep(0.1)
 

@@ -13,7 +13,7 @@ import aiohttp
 from baton.errors import BatonError
 from benchmarks.chaos_report import ChaosReport
 from benchmarks.deployment import BreakableDeployment
-from benchmarks.scrape import scrape
+from benchmarks.scrape import get_json, scrape
 
 # "met, stop": killed, restarted, and halted when the first leg has brought it a session with a peer (HELLO).
 FAULTS = ("kill", "stop, cont", "stop, kill", "met, stop")
@@ -21,12 +21,6 @@ FAULTS = ("kill", "stop, cont", "stop, kill", "met, stop")
 LONG_STOP_S, SHORT_STOP_S = (5.5, 8.0), (0.1, 2.0)
 REJOIN_LIMIT_S = 60.0
 MEET_LIMIT_S = 5.0
-
-
-async def get_json(session: aiohttp.ClientSession, url: str) -> Any:
-    """The JSON at `url`."""
-    async with session.get(url) as response:
-        return await response.json()
 
 
 def engines_of(deployment: BreakableDeployment) -> dict[str, str]:

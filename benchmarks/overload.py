@@ -29,9 +29,9 @@ from baton.wire import SamplingParams
 from benchmarks.demo import SPECULATIVE, TARGET
 from benchmarks.deployment import BreakableDeployment
 from benchmarks.hostile import hostile_clients
+from benchmarks.scrape import held
 
 IDLE_LIMIT_S = 30.0
-IDLE = ("num_running", "num_waiting", "num_handoffs", "num_referenced_pages", "num_quarantined_pages")
 LEAVE_EVERY_S = 0.1
 RETRY_AFTER_S = 1.0  # as the answer says
 
@@ -183,13 +183,9 @@ class _Overload:
         """Wait until no engine holds anything."""
         deadline = time.monotonic() + IDLE_LIMIT_S
         for url in self._deployment.engine_urls:
-            while True:
-                async with self._session.get(f"{url}/inference/v1/load") as response:
-                    load = await response.json()
-                if not any(load[name] for name in IDLE):
-                    break
+            while found := await held(self._session, url):
                 if time.monotonic() > deadline:
-                    raise BatonError(f"{url} does not come to rest: {load}")
+                    raise BatonError(f"{url} does not come to rest: {found}")
                 await asyncio.sleep(0.02)
 
     def _memory(self) -> dict[str, float]:
