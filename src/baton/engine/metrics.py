@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from baton.openai.metrics import Row
+from baton.openai.metrics import Row, counter, gauge
 from baton.wire import EngineLoad
 
 
@@ -45,10 +45,6 @@ class EngineMetrics:
 
     def collect_rows(self) -> Iterator[Row]:
         """(name, type, help, labels, value) of every metric."""
-
-        def counter(name: str, text: str, value: float, **labels: str) -> Row:
-            return (f"baton:{name}", "counter", text, labels, float(value))
-
         for reason, count in sorted(self.num_requests.items()):
             yield counter("request_success", "Finished requests by reason.", count, finished_reason=reason)
         yield counter("prompt_tokens", "Prompt tokens of admitted requests.", self.num_prompt_tokens)
@@ -76,7 +72,7 @@ class EngineMetrics:
         yield counter("handoff_bytes", "KV bytes received.", self.handoff_bytes)
         yield counter("handoff_runs", "Contiguous copies that received KV took.", self.handoff_runs)
         for name, (figure, text) in _GAUGES.items() if self.load is not None else ():
-            yield f"baton:{name}", "gauge", text, {}, float(getattr(self.load, figure))
+            yield gauge(name, text, getattr(self.load, figure))
 
 
 # By name: the field of `EngineLoad` that it shows, and its help.

@@ -15,6 +15,16 @@ _ITL_BUCKETS_S = (0.001, 0.002, 0.004, 0.008, 0.015, 0.03, 0.06, 0.12, 0.25, 0.5
 Row = tuple[str, str, str, Mapping[str, str], float]  # type is "counter" or "gauge"
 
 
+def counter(name: str, text: str, value: float, **labels: str) -> Row:
+    """A row of `RowCollector`: a counter of Baton's own."""
+    return f"baton:{name}", "counter", text, labels, float(value)
+
+
+def gauge(name: str, text: str, value: float, **labels: str) -> Row:
+    """A row of `RowCollector`: a gauge of Baton's own."""
+    return f"baton:{name}", "gauge", text, labels, float(value)
+
+
 class FrontMetrics:
     """Counters and histograms in a registry of their own, so that two apps in one process do not mix."""
 

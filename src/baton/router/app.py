@@ -15,7 +15,7 @@ from baton.errors import BatonError, ConfigError, EngineUnavailableError, Reques
 from baton.handoff.protocol.ticket import TICKET_LIFE_S
 from baton.openai import FrontMetrics, OpenAIService
 from baton.openai.http import BODIES, add_openai_routes, json_response, new_app
-from baton.openai.metrics import Row, RowCollector
+from baton.openai.metrics import Row, RowCollector, counter, gauge
 from baton.openai.queue import MAX_QUEUED_REQUESTS, Queue
 from baton.router.admin import Admin
 from baton.router.backend import RouterBackend
@@ -78,10 +78,7 @@ async def build_app(config: RouterConfig) -> web.Application:
     """
     vllm = config.engine == "vllm"
     settings = ConnectorConfig(config.ticket_key, config.seed_first_token, config.ticket_life)
-    connector = create_connector(
-        config.kv_connector if vllm else BATON_ENGINES,
-        settings,
-    )
+    connector = create_connector(config.kv_connector if vllm else BATON_ENGINES, settings)
     if connector.needs_ticket_key and config.ticket_key is None and (config.prefill or config.decode):
         raise ConfigError("ticket_key_file", "is required with prefill and decode engines")
     for name in ("kv_mode", "allow_mode_override"):
@@ -201,23 +198,16 @@ def _describe(instance: Instance, load: EngineLoad | None) -> dict[str, object]:
 
 
 def _rows(backend: RouterBackend, queue: Queue) -> Iterator[Row]:
-    yield "baton:router_requests_waiting", "gauge", "Choices without a token yet.", {}, queue.num_waiting
+    yield gauge("router_requests_waiting", "Choices without a token yet.", queue.num_waiting)
     for outcome in backend.OUTCOMES:
-        count = backend.handoffs[outcome]
-        yield "baton:router_handoffs", "counter", "Handoffs by outcome.", {"outcome": outcome}, count
+        yield counter("router_handoffs", "Handoffs by outcome.", backend.handoffs[outcome], outcome=outcome)
     for reason, count in sorted(backend.failures.items()):
-        yield (
-            "baton:router_handoff_failures",
-            "counter",
-            "Failed handoffs by reason.",
-            {"reason": reason},
-            count,
-        )
+        yield counter("router_handoff_failures", "Failed handoffs by reason.", count, reason=reason)
     for rung, count in sorted(backend.recoveries.items()):
-        yield "baton:router_recoveries", "counter", "Requests sent again, by rung.", {"rung": rung}, count
-    yield "baton:router_near_ties", "counter", "First tokens that differed by a near-tie.", {}, backend.near_ties
-    yield "baton:router_handoffs_active", "gauge", "Handoffs that run.", {}, backend.num_active_handoffs
+        yield counter("router_recoveries", "Requests sent again, by rung.", count, rung=rung)
+    yield counter("router_near_ties", "First tokens that differed by a near-tie.", backend.near_ties)
+    yield gauge("router_handoffs_active", "Handoffs that run.", backend.num_active_handoffs)
     for instance in backend.pool.instances:
-        labels = {"url": instance.url, "role": instance.role}
-        yield "baton:router_engine_up", "gauge", "Whether an engine takes requests.", labels, instance.healthy
-        yield "baton:router_engine_inflight", "gauge", "Legs on an engine.", labels, instance.num_inflight
+        labels: dict[str, str] = {"url": instance.url, "role": instance.role}
+        yield gauge("router_engine_up", "Whether an engine takes requests.", instance.healthy, **labels)
+        yield gauge("router_engine_inflight", "Legs on an engine.", instance.num_inflight, **labels)
