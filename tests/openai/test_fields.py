@@ -12,12 +12,30 @@ from openai.types.chat import completion_create_params as chat_create_params
 
 from baton.errors import RequestError
 from baton.openai.backend import ServedModel
-from baton.openai.fields import FORBIDDEN, IGNORED, REFUSED
+from baton.openai.fields import FORBIDDEN, REFUSED
 from baton.openai.plan import plan_chat
 from baton.openai.requests import ChatRequest, CompletionRequest, decode
 from baton.text import Tokenizer
 from tests.server.fake_serving import write_tokenizer
 
+# Fields that cannot change the answer, and why.
+IGNORED = {
+    "user": "for the operator's records",
+    "metadata": "for the operator's records",
+    "store": "nothing is kept",
+    "service_tier": "there is one",
+    "safety_identifier": "for the operator's records",
+    "custom_labels": "for the operator's records",
+    "request_id": "answers have ids of their own",
+    "rid": "answers have ids of their own",
+    "session_id": "a hint for routing",
+    "prompt_cache_key": "a hint for routing",
+    "prompt_cache_options": "prompts are cached anyway",
+    "prompt_cache_retention": "prompts are cached anyway",
+    "prediction": "about speed alone",
+    "parallel_tool_calls": "there are no tools",
+    "stream_interval": "events come as their tokens do",
+}
 VLLM = """
 add_generation_prompt add_special_tokens allowed_token_ids bad_words cache_salt chat_template chat_template_kwargs
 continue_final_message documents ec_transfer_params echo frequency_penalty ignore_eos include_reasoning

@@ -1,8 +1,8 @@
-"""Every request field that OpenAI, vLLM or SGLang know: honoured, harmless to ignore, or refused by its name.
+"""The request fields of OpenAI, vLLM and SGLang that are refused by their names.
 
 Honoured are the fields of `requests.CompletionRequest` and `requests.ChatRequest`. A field that could change the answer
-and is not honoured is refused, unless it has a value at which it changes nothing. Names that none of the three know are
-ignored, as all three do. docs/api.md shows the table.
+and is not honoured is refused, unless it has a value at which it changes nothing. All others are ignored: those that
+cannot change the answer, and names that none of the three know. docs/api.md shows the table.
 """
 
 from __future__ import annotations
@@ -109,24 +109,6 @@ FORBIDDEN = frozenset(
         "ticket",
     )
 )
-
-IGNORED: Mapping[str, str] = {
-    "user": "for the operator's records",
-    "metadata": "for the operator's records",
-    "store": "nothing is kept",
-    "service_tier": "there is one",
-    "safety_identifier": "for the operator's records",
-    "custom_labels": "for the operator's records",
-    "request_id": "answers have ids of their own",
-    "rid": "answers have ids of their own",
-    "session_id": "a hint for routing",
-    "prompt_cache_key": "a hint for routing",
-    "prompt_cache_options": "prompts are cached anyway",
-    "prompt_cache_retention": "prompts are cached anyway",
-    "prediction": "about speed alone",
-    "parallel_tool_calls": "there are no tools",
-    "stream_interval": "events come as their tokens do",
-}
 
 
 def refuse_unserved(fields: Mapping[str, msgspec.Raw]) -> None:
