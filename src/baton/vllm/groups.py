@@ -1,8 +1,8 @@
-"""Layer groups of a vLLM engine: vLLM's cache groups, split by owner.
+"""Layer groups of a vLLM engine: vLLM's cache groups, split by kind and owner.
 
 vLLM puts layers into one group with one block table where it can: the drafter's beside the target's, MLA beside full
-attention. Baton moves tokens of target and drafter by different rules, and each kind's bytes in another way: such a
-group becomes several that share a block table.
+attention. Baton has rules by kind and owner (`baton.kv.interval.Rules`), so it splits such a group into several that
+share a block table.
 """
 
 from __future__ import annotations
@@ -23,13 +23,17 @@ _INTEGER = re.compile(r"(?:^|\.)(\d+)(?=\.|$)")
 @dataclass(frozen=True, slots=True)
 class CacheTable:
     """Layers of one kind in vLLM's cache group number `table`, which share block tables with all layers of that group.
-    `block_size` in tokens; 1 for a state."""
+    `window` and `block_size` in tokens; a state's block size is 1."""
 
     table: int
     kind: Kind
     window: int | None
     block_size: int
     layers: tuple[str, ...]
+
+    def first_block(self, num_tokens: int) -> int:
+        """The index in the block table of the first block that a query behind `num_tokens` tokens sees."""
+        return Rules(self.kind, window=self.window).first_needed(num_tokens) // self.block_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,18 +52,18 @@ class LayerGroup:
 
     @property
     def rules(self) -> Rules:
-        """What the group keeps, sends and may forget."""
+        """The rules by which the group's tokens are wanted, final and forgotten."""
         return Rules(self.kind, self.module, self.window)
 
     def wanted(self, num_tokens: int, hit: int) -> Interval:
-        """The tokens that an engine needs which has the first `hit` of `num_tokens` and computes the next one."""
+        """The tokens that a decode engine wants of `num_tokens`, if its first `hit` (or all) are in place."""
         return self.rules.wanted(num_tokens, min(hit, num_tokens))
 
     def final(self, num_tokens: int, num_computed: int, tile: int) -> int:
-        """The end of the final tokens of `num_tokens` when `num_computed` went through target and drafter.
+        """Tokens [0, this) are final, of `num_tokens`, when target and drafter have computed `num_computed`.
 
-        Whole tiles until the end: a tile that is half computed would be copied while it is written. The drafter of
-        a whole prompt has run with the token after it.
+        Before the end only whole tiles count: a tile that is half computed would be copied while it is written. At the
+        end the drafter has run with the token behind the last one, which counts as the seed.
         """
         ended = num_computed >= num_tokens
         final = self.rules.final(num_tokens, min(num_computed, num_tokens), seeded=ended)
@@ -78,14 +82,14 @@ def layer_index(layer: str) -> int:
 
 
 def is_draft(layer: str, num_target_layers: int) -> bool:
-    """Whether a layer is the drafter's. vLLM numbers those of EAGLE and MTP heads after the target's, and puts a
-    prefix before those of a draft model."""
+    """True for a layer of the drafter. vLLM numbers the layers of EAGLE and MTP heads after the target's, and puts a
+    prefix before the names of a draft model's."""
     return layer.startswith(DRAFT_MODEL) or layer_index(layer) >= num_target_layers
 
 
 def module_of(layer: str, owner: Owner) -> int | None:
-    """On which tokens a layer's entries depend, as in `Rules`: EAGLE and MTP heads are computed from the next token
-    too, a draft model is not."""
+    """The `module` of a layer in `Rules`. EAGLE and MTP heads compute an entry from the token behind it too, a draft
+    model does not."""
     if owner == "target":
         return 0
     return None if layer.startswith(DRAFT_MODEL) else 1

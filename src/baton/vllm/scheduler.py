@@ -238,7 +238,7 @@ class SchedulerSide:
         window has moved on, and it may free that block when the request ends."""
         for cache in self._cache_tables:
             if cache.window is not None:
-                block = leg.tables[cache.table][max(leg.num_tokens - cache.window + 1, 0) // cache.block_size]
+                block = leg.tables[cache.table][cache.first_block(leg.num_tokens)]
                 leg.pinned.append(self._pool.blocks[block])
         self._pool.touch(leg.pinned)
 
