@@ -1,0 +1,90 @@
+"""The client of OpenAI servers: streams, their ends, and what a server refuses."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from aiohttp import web
+
+from baton.bench.client import stream_completion
+from baton.errors import EngineLostError, EngineUnavailableError, HandoffError, OverloadedError, ProtocolError
+from baton.openai.client import OpenAIClient, connected
+from tests.server.fake_serving import served
+
+DONE = b"data: [DONE]\n\n"
+
+
+def event(**choice: object) -> bytes:
+    return b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n"
+
+
+@asynccontextmanager
+async def saying(*parts: bytes, status: int = 200) -> AsyncIterator[OpenAIClient]:
+    """A client of a server that answers every completion with these parts."""
+
+    async def complete(request: web.Request) -> web.StreamResponse:
+        assert (await request.json())["stream"]
+        return web.Response(body=b"".join(parts), status=status)
+
+    app = web.Application()
+    app.router.add_post("/v1/completions", complete)
+    async with served(app) as url, connected(url, 10.0) as client:
+        yield client
+
+
+async def test_events_come_until_the_stream_is_complete() -> None:
+    parts = event(text="a", token_ids=[1]), b": comment\n\n", event(text="b", token_ids=[2, 3]), DONE, event(text="c")
+    async with saying(*parts) as client:
+        found = [choice.token_ids async for answer in client.stream({}) for choice in answer.choices]
+    assert found == [[1], [2, 3]]
+
+
+async def test_each_token_of_a_stream_has_its_time() -> None:
+    last = event(
+        text="b", token_ids=[2, 3], finish_reason="stop", spec_decode={"accepted": [1], "num_speculative_tokens": 3}
+    )
+    first = event(text="a", token_ids=[1], logprobs={"token_logprobs": [-0.5]})
+    async with saying(first, last, DONE) as client:
+        answer = await stream_completion(client._session, client.url, {"prompt": "x"})
+    assert (answer.text, answer.token_ids, answer.finish_reason) == ("ab", [1, 2, 3], "stop")
+    assert (answer.logprobs, answer.accepted) == ([-0.5], [1])
+    assert len(answer.times_s) == 3
+    assert answer.ttft_s == answer.times_s[0] <= answer.times_s[1] == answer.times_s[2]
+
+
+async def test_a_stream_without_tokens_has_no_times() -> None:
+    async with saying(DONE) as client:
+        answer = await stream_completion(client._session, client.url, {"prompt": "x"})
+    assert math.isnan(answer.ttft_s)
+    assert math.isnan(answer.tokens_per_s)
+
+
+@pytest.mark.parametrize(
+    ("parts", "status", "error", "message"),
+    [
+        ((event(text="a"),), 200, EngineLostError, "went away in mid-stream"),
+        ((event(text="a"), b'data: {"error": {"message": "no memory"}}\n\n'), 200, HandoffError, "no memory"),
+        ((b"data: {\n\n",), 200, ProtocolError, "malformed"),
+        ((event(token_ids=[-1]), DONE), 200, ProtocolError, "malformed"),
+        ((b'{"error": {"message": "later"}}',), 429, OverloadedError, "HTTP 429: later"),
+        ((b"no \x1b[31mpaper",), 503, EngineUnavailableError, r"HTTP 503: no  \[31mpaper"),
+    ],
+)
+async def test_what_goes_wrong_is_batons_own(
+    parts: tuple[bytes, ...], status: int, error: type[Exception], message: str
+) -> None:
+    async with saying(*parts, status=status) as client:
+        with pytest.raises(error, match=message) as raised:
+            async for _ in client.stream({}):
+                pass
+    assert raised.type is error
+
+
+async def test_a_server_that_is_not_there_is_lost() -> None:
+    async with connected("http://127.0.0.1:1", 10.0) as client:
+        with pytest.raises(EngineLostError):
+            await client.model()
