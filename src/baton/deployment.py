@@ -38,7 +38,7 @@ BATON = (sys.executable, "-m", "baton.cli")
 
 @dataclass(slots=True)
 class Child:
-    """A process, its end of the pipe, and what it has said."""
+    """A child process, the parent's end of its pipe, and its reports so far."""
 
     name: str
     arguments: list[str]
@@ -50,7 +50,7 @@ class Child:
 
 
 def check_shared_transport(uri: str) -> None:
-    """Raise `ConfigError` for what is no transport, and for one that processes cannot share."""
+    """Raise `ConfigError` for a URI of no transport, or of one that works within one process only."""
     if parse_uri(uri)[0].rpartition("+")[2] == "local":
         raise ConfigError("kv_transport", "local moves KV within one process only")
 

@@ -18,7 +18,7 @@ MAX_TOKEN_ID = 2**31 - 1
 # A request's seed and sample index are the 64-bit words of the noise's key.
 MAX_WORD = 2**64 - 1
 MAX_STOP_STRINGS, MAX_STOP_CHARS = 16, 1024
-# Each costs work in every step of the request.
+# Each entry costs work in every step of the request.
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIASES = 1024
 MIN_TEMPERATURE = 0.01
@@ -74,7 +74,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 raise RequestError(f"{param} must be {rule}, got {reprlib.repr(getattr(self, param))}", param)
 
         def within(param: str, low: float, high: float) -> None:
-            # Not a number is in no range.
+            # NaN is in no range.
             need(low <= getattr(self, param) <= high, param, f"between {low:g} and {high:g}")
 
         last_token = MAX_TOKEN_ID if vocab_size is None else vocab_size - 1
@@ -121,7 +121,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class PromptIds(list[int]):
-    """The ids of one prompt, which many legs are sent: their JSON is made once. Not changed after it was asked for."""
+    """The ids of one prompt. Their JSON is made once for all legs; the list must not change after `json`."""
 
     __slots__ = ("_json",)
 
@@ -218,7 +218,7 @@ class EngineInfo(EngineIdentity, frozen=True, kw_only=True):
     token_api: bool = True
 
 
-# Where `kv_transfer_params` of a request to a vLLM server, and of its response, hold what is Baton's.
+# The key of Baton's own fields in the `kv_transfer_params` of vLLM requests and responses.
 BATON_PARAM = "baton"
 
 

@@ -1,4 +1,4 @@
-"""Streams whose times are taken: first token and gaps between tokens, in seconds."""
+"""Streamed answers with the times at which their tokens came, in seconds."""
 
 from __future__ import annotations
 

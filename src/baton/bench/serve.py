@@ -64,7 +64,7 @@ def alternate(
 
 
 def deployment_flags(speculative_config: dict[str, Any] | None) -> list[str]:
-    """Flags of engines that find nothing in a cache."""
+    """Flags of both deployments. Prefix caching is off."""
     flags = ["--no-enable-prefix-caching"]
     if speculative_config is not None:
         flags += ["--speculative-config", json.dumps(speculative_config)]

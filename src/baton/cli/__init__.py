@@ -1,4 +1,4 @@
-"""The `baton` command. What Baton raises on purpose ends it with one line on stderr."""
+"""The `baton` command. A Baton error ends it with one line on stderr."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ app.add_typer(bench_app, name="bench")
 
 
 def _dashes(argument: str) -> str:
-    """A flag's name with dashes: vLLM takes underscores too."""
+    """A flag with dashes in its name for underscores, which vLLM takes too."""
     name, equals, value = argument.partition("=")
     return name.replace("_", "-") + equals + value if name.startswith("--") else argument
 

@@ -88,7 +88,7 @@ def up_command(
     token = admin_token(admin_token_file)
     listener = bind(host, port)
     with contextlib.closing(listener), ending_on_sigterm():
-        # Checked here too, so that a bad flag is one line instead of one per engine.
+        # Checked here too, so that a bad flag gives one error line instead of one per engine.
         kv_transport = options.to_config(model).kv_transfer_config.kv_transport
         role_flags = block_size_flags(prefill_block_size, decode_block_size)
         print(f"starting {prefill} prefill and {decode} decode engines of {model}", file=sys.stderr, flush=True)

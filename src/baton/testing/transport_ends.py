@@ -96,7 +96,7 @@ def _is_gone(here: NearSide, peer: Peer, far: FarSide) -> None:
 
 
 def _refuses_connection(factory: Callable[[], Transport], descriptor: bytes) -> None:
-    # From a transport of its own: starting one removes what dead owners left.
+    # A new transport removes the segments of dead owners when it starts.
     fresh = factory()
     try:
         fresh.connect(descriptor).result(30)
@@ -188,7 +188,7 @@ def check_keeps_two_peers_apart(here: NearSide) -> None:
 
 
 def check_refuses_misuse(here: NearSide) -> None:
-    """Descriptors of nobody, second registrations, use after close."""
+    """Malformed descriptors, second registrations, use after close."""
     for descriptor in (b"", b"x" * 100, bytes(range(256)), here.descriptor[:-1]):
         _refuses_connection(here.factory, descriptor)
     for label, action in (

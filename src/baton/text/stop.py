@@ -18,7 +18,7 @@ class StopChecker:
     def __init__(self, stop: Sequence[str], include_stop: bool = False) -> None:
         """`include_stop`: the text ends after the stop string instead of before it."""
         self._stop = tuple(stop)
-        # Held here, since others' may push them out of the cache: then each character would pay for a table.
+        # Kept here because other requests' stop strings may evict the tables from the cache.
         self._borders = [_borders(text) for text in self._stop]
         self._include = include_stop
         # How many characters of each stop string the text ends with.

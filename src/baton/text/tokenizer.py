@@ -14,7 +14,7 @@ import tokenizers
 from baton.errors import CheckpointError, RequestError
 from baton.text.template import ChatTemplate
 
-# One text is never split over threads, and whoever forks must not be warned of threads that do not exist.
+# One text is never tokenised on several threads. Without this, `tokenizers` warns at every fork.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
@@ -36,7 +36,7 @@ class Tokenizer:
         self._template = ChatTemplate(chat_template, special_tokens or {}) if chat_template else None
         self.eos_token_ids: tuple[int, ...] = tuple(eos_token_ids)
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
-        # A bound for texts that are worth tokenising: none of n tokens' worth is longer than n times this.
+        # The longest token in characters: a text of more than n times this has more than n tokens.
         self.max_token_chars: int = max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
         added = backend.get_added_tokens_decoder()
         self.special_ids: frozenset[int] = frozenset(i for i, token in added.items() if token.special)
@@ -77,7 +77,7 @@ class Tokenizer:
 
         Other threads run meanwhile.
         """
-        # The one call that keeps no positions: half the time, and a fraction of the memory.
+        # This call keeps no character offsets, and so takes half the time and a fraction of the memory.
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return list(encoding.ids)
 
