@@ -67,7 +67,7 @@ def waiting_leg(two: Pair, prompt: list[int], known: list[int] | None = None) ->
     (key,) = two.decode.core.legs.open
     two.decode.step()
     assert two.decode.core.load().num_referenced_pages == 0, "P may have no room for it"
-    two.decode.core.legs.handle(DecodeAdmitted(key))
+    two.decode.core.on_handoff(DecodeAdmitted(key))
     two.decode.step()
     return stream, key
 
@@ -114,12 +114,12 @@ def test_old_pages_stay_out_of_use_until_they_are_quiet(tmp_path: Path, prompt: 
         stream, key = waiting_leg(two, prompt)
         load = two.decode.core.load
         held = load().num_referenced_pages
-        two.decode.core.legs.handle(lost(key))
+        two.decode.core.on_handoff(lost(key))
         assert (load().num_referenced_pages, load().num_quarantined_pages) == (0, held)
         finish(two.decode, stream)
         assert stream.result == expected.result
         assert load().num_quarantined_pages == held, "the peer may still write them"
-        two.decode.core.legs.handle(DecodeReleased(key))
+        two.decode.core.on_handoff(DecodeReleased(key))
         assert two.decode.is_idle()
 
 
@@ -138,10 +138,10 @@ def test_proven_pages_shorten_the_recomputation(tmp_path: Path, prompt: list[int
                 assert found.num_tokens == 80
                 for source, destination in zip(found.pages, tables[name], strict=False):
                     two.decode.core.runner.kv[name][destination].copy_(other.core.runner.kv[name][source])
-        legs.handle(DecodeProgress(key, dict.fromkeys(pools, 48)))
-        legs.handle(DecodeProgress(key, {"draft": 70}))
-        legs.handle(lost(key))
-        legs.handle(DecodeReleased(key))
+        two.decode.core.on_handoff(DecodeProgress(key, dict.fromkeys(pools, 48)))
+        two.decode.core.on_handoff(DecodeProgress(key, {"draft": 70}))
+        two.decode.core.on_handoff(lost(key))
+        two.decode.core.on_handoff(DecodeReleased(key))
         finish(two.decode, stream)
         assert request.num_cached == 48 + 0, "three whole pages of 16 are proven in every group"
         assert stream.result == expected.result
@@ -154,8 +154,8 @@ def test_unproven_pages_are_no_prefix(tmp_path: Path, prompt: list[int], expecte
         silence(two.decode)
         stream, key = waiting_leg(two, prompt)
         request = two.decode.core.legs.open[key].request
-        two.decode.core.legs.handle(lost(key))
-        two.decode.core.legs.handle(DecodeReleased(key))
+        two.decode.core.on_handoff(lost(key))
+        two.decode.core.on_handoff(DecodeReleased(key))
         finish(two.decode, stream)
         assert request.num_cached == 0
         assert stream.result == expected.result
@@ -168,9 +168,9 @@ def test_what_is_left_of_a_window_is_no_prefix(tmp_path: Path, prompt: list[int]
         request = two.decode.core.legs.open[key].request
         # As if only the end of this group were wanted: its first page then begins with bytes that nobody wrote.
         request.kv.uncached.add("target.full")
-        two.decode.core.legs.handle(DecodeProgress(key, {"target.full": 96, "draft": 96}))
-        two.decode.core.legs.handle(lost(key))
-        two.decode.core.legs.handle(DecodeReleased(key))
+        two.decode.core.on_handoff(DecodeProgress(key, {"target.full": 96, "draft": 96}))
+        two.decode.core.on_handoff(lost(key))
+        two.decode.core.on_handoff(DecodeReleased(key))
         finish(two.decode, stream)
         assert request.num_cached == 0
         assert stream.result == expected.result
@@ -185,12 +185,12 @@ def test_a_shared_prefix_survives_the_failure(tmp_path: Path, prompt: list[int],
         stream, key = waiting_leg(two, prompt)
         assert agent.wanted["draft"].start > 90, "the prefix is here"
         request = two.decode.core.legs.open[key].request
-        two.decode.core.legs.handle(lost(key))
+        two.decode.core.on_handoff(lost(key))
         assert two.decode.core.load().num_quarantined_pages < 6
         finish(two.decode, stream)
         assert request.num_cached >= 96
         assert stream.result == expected.result
-        two.decode.core.legs.handle(DecodeReleased(key))
+        two.decode.core.on_handoff(DecodeReleased(key))
         assert two.decode.is_idle()
 
 
@@ -203,13 +203,13 @@ def test_an_error_where_recomputation_is_not_allowed(
     with pair(tmp_path, decode={"recovery": recovery}) as two:
         agent = silence(two.decode)
         stream, key = waiting_leg(two, prompt)
-        two.decode.core.legs.handle(lost(key, recoverable))
+        two.decode.core.on_handoff(lost(key, recoverable))
         assert stream.ended
         assert stream.error == "peer_lost: gone"
         assert stream.recoverable is recoverable
         assert agent.calls == ["announce_decode", "open_decode", "abort failed"]
         assert two.decode.core.load().num_quarantined_pages > 0
-        two.decode.core.legs.handle(DecodeReleased(key))
+        two.decode.core.on_handoff(DecodeReleased(key))
         assert two.decode.is_idle()
         assert not two.decode.core.metrics.recoveries
 
@@ -219,7 +219,7 @@ def test_no_room_to_recompute_ends_in_time(tmp_path: Path, prompt: list[int], mo
     with pair(tmp_path, decode={"kv_cache_memory": 11 * PAGE_BYTES}) as two:
         silence(two.decode)
         stream, key = waiting_leg(two, prompt)
-        two.decode.core.legs.handle(lost(key))
+        two.decode.core.on_handoff(lost(key))
         for _ in range(3):
             two.decode.step()
         assert not stream.ended
@@ -229,7 +229,7 @@ def test_no_room_to_recompute_ends_in_time(tmp_path: Path, prompt: list[int], mo
         assert stream.ended
         assert stream.error == "no_room: no pages came free to recompute"
         assert stream.recoverable
-        two.decode.core.legs.handle(DecodeReleased(key))
+        two.decode.core.on_handoff(DecodeReleased(key))
         assert two.decode.is_idle()
 
 
@@ -237,12 +237,12 @@ def test_a_client_that_leaves_meanwhile_frees_everything(tmp_path: Path, prompt:
     with pair(tmp_path) as two:
         agent = silence(two.decode)
         _, key = waiting_leg(two, prompt)
-        two.decode.core.legs.handle(lost(key))
+        two.decode.core.on_handoff(lost(key))
         two.decode.step()
         two.decode.core.abort("r")
         assert two.decode.core.load().num_referenced_pages == 0
         assert agent.calls == ["announce_decode", "open_decode"], "the attempt is over already"
-        two.decode.core.legs.handle(DecodeReleased(key))
+        two.decode.core.on_handoff(DecodeReleased(key))
         assert two.decode.is_idle()
 
 

@@ -164,7 +164,7 @@ class AsyncEngine:
         core.add(make_request(self._engine, wire))
         while core.requests:
             core.step()
-        core.metrics = EngineMetrics()
+        core.forget_metrics()
 
     def _emit(self, chunk: TokenChunk, last: bool) -> None:
         stream = self._streams.get(chunk.request_id)

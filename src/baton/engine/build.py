@@ -21,10 +21,12 @@ from baton.engine.config import EngineConfig
 from baton.engine.core import EmitChunk, EngineCore
 from baton.engine.facts import engine_facts
 from baton.engine.handoff import HandoffLegs
+from baton.engine.metrics import EngineMetrics
 from baton.engine.pool_size import Memory, pool_size
 from baton.engine.prefix_store import PrefixStore
 from baton.engine.runner import ModelRunner
 from baton.engine.scheduler import Scheduler
+from baton.engine.stopping import until_stop
 from baton.errors import ConfigError
 from baton.handoff.channel.config import DEFAULT_MAX_RETRIES
 from baton.handoff.channel.keys import KeyRing
@@ -161,14 +163,25 @@ def _build(
             geometries,
             transport,
             transport.register(regions),
-            lambda event: core.post(lambda: core.legs.handle(event) if core.legs else None),
+            lambda event: core.post(lambda: core.on_handoff(event)),
             None if integrity == "off" else MemoryDigester(geometries, regions),
             lambda: core.busy_s() > config.stall_timeout_s,
         )
         undo.callback(agent.close)
         timeout_s = config.kv_transfer_config.handoff_timeout_s
         alter_seeds = getattr(transport, "alter_seeds", None)
-        legs = HandoffLegs(agent, model.vocab_size, num_lookahead_slots, config.recovery, timeout_s, alter_seeds)
+        eos_ids = frozenset(tokenizer.eos_token_ids)
+        legs = HandoffLegs(
+            agent,
+            scheduler,
+            EngineMetrics(),
+            lambda request, token: until_stop(request, [token], eos_ids, max_model_len)[1] is not None,
+            model.vocab_size,
+            num_lookahead_slots,
+            config.recovery,
+            timeout_s,
+            alter_seeds,
+        )
     rejection = spec is not None and spec.verifier == "rejection"
     prefix_store = _prefix_store(config, facts, cache, kv)
     core = EngineCore(

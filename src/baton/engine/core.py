@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from baton.engine.handoff import HandoffLegs
+from baton.engine.handoff import Effect, HandoffLegs, PagesLetGo, RequestArrived, RequestFailed
 from baton.engine.metrics import EngineMetrics
 from baton.engine.prefix_store import PrefixStore
 from baton.engine.request import Request, RequestStatus
@@ -21,6 +21,7 @@ from baton.engine.runner import DraftRows, ModelRunner
 from baton.engine.scheduler import ScheduledRows, Scheduler
 from baton.engine.step import compute
 from baton.engine.stopping import until_stop
+from baton.handoff.protocol.events import HandoffEvent
 from baton.handoff.protocol.messages import Seeds
 from baton.wire import EngineLoad, FinishReason, TokenChunk
 
@@ -52,14 +53,12 @@ class EngineCore:
         self.rejection = rejection
         self.queue_timeout_s = queue_timeout_s
         self._arrivals = itertools.count(1)
-        self.metrics = EngineMetrics()
+        self.metrics = EngineMetrics() if legs is None else legs.metrics
         self.requests: dict[str, Request] = {}
         self._posted: deque[tuple[float, Callable[[], None]]] = deque()
         self._turn_started: float | None = None
         self._wake = threading.Condition()
         self._stopping = False
-        if legs is not None:
-            legs.bind(self)
         if prefix_store is not None:
             prefix_store.bind(self.post)
 
@@ -124,6 +123,12 @@ class EngineCore:
             num_cached_pages=sum(pool.num_cached for pool in pools),
         )
 
+    def forget_metrics(self) -> None:
+        """Count from zero again."""
+        self.metrics = EngineMetrics()
+        if self.legs is not None:
+            self.legs.metrics = self.metrics
+
     # ------------------------------------------------------------- requests
 
     def add(self, request: Request) -> None:
@@ -152,11 +157,13 @@ class EngineCore:
         request = self.requests.get(request_id)
         if request is None:
             return
-        if request.status is RequestStatus.HELD:
-            assert self.legs is not None
-            self.legs.abandon(request)
-        else:
+        if request.status is not RequestStatus.HELD:
             self.finish(request, "abort")
+        elif request.finish_reason is None:
+            # It ends when its pages are let go. One that ended with its first token has nobody left who could leave.
+            assert self.legs is not None
+            request.finish_reason = "abort"
+            self.legs.abandon(request)
 
     def finish(
         self, request: Request, reason: FinishReason, error: str | None = None, recoverable: bool = False
@@ -166,15 +173,46 @@ class EngineCore:
         chunk = TokenChunk(request_id=request.request_id, finish_reason=reason, error=error, recoverable=recoverable)
         self.emit(chunk, True)
 
-    def _end(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
-        self.requests.pop(request.request_id, None)
+    def _end(self, request: Request, reason: FinishReason | None, error: str | None = None) -> None:
+        """The one place where a request ends. `reason` is None for a prefill leg that D goes on with."""
+        if self.requests.get(request.request_id) is request:
+            del self.requests[request.request_id]
+        if request.status is not RequestStatus.HELD:  # else it was counted when it was computed
+            self.metrics.num_requests[reason or "handoff"] += 1
         request.finish_reason = reason
         self.scheduler.remove(request)
-        request.status = RequestStatus.FINISHED
-        self.metrics.num_requests[reason] += 1
-        if self.legs is not None and self.legs.keeps_pages(request, error):
-            return
-        self.scheduler.release(request)
+        request.become(RequestStatus.FINISHED)
+        if self.legs is None or not self.legs.keeps_pages(request, error):
+            self.scheduler.release(request)
+
+    def _hold(self, request: Request) -> None:
+        """A prefill leg is computed: it ends when the handoff lets its pages go."""
+        self.scheduler.remove(request)
+        request.become(RequestStatus.HELD)
+        self.metrics.num_requests[request.finish_reason or "handoff"] += 1
+
+    # ------------------------------------------------------------- handoffs
+
+    def on_handoff(self, event: HandoffEvent) -> None:
+        """An event of the agent, on the engine thread."""
+        if self.legs is not None:
+            self._carry_out(self.legs.handle(event))
+
+    def _carry_out(self, effects: Sequence[Effect]) -> None:
+        for effect in effects:
+            request = effect.request
+            match effect:
+                case RequestFailed():
+                    self.finish(request, "error", effect.error, effect.recoverable)
+                case RequestArrived():
+                    (self._finished_elsewhere if effect.finished else self._committed)(request, effect.seeds)
+                case PagesLetGo() if request.status is RequestStatus.HELD:
+                    told = request.finish_reason is not None
+                    self._end(request, request.finish_reason)
+                    if not told:
+                        self.emit(TokenChunk(request_id=request.request_id), True)
+                case PagesLetGo():
+                    self.scheduler.release(request)
 
     # ------------------------------------------------------------- one step
 
@@ -183,7 +221,7 @@ class EngineCore:
         now = time.monotonic()
         self._expire_queues(now)
         if self.legs is not None:
-            self.legs.start_receives(now)
+            self._carry_out(self.legs.start_receives(now))
         scheduled = self.scheduler.schedule()
         if self.legs is not None:
             self.legs.admitted(rows.request for rows in scheduled)
@@ -218,7 +256,9 @@ class EngineCore:
             if self.prefix_store is not None and rows.start < request.prefill_len <= request.num_computed:
                 self.prefix_store.save(request, self._num_final(request))
             if request.role == "prefill" and self.legs is not None:
-                self.legs.prefilled(request)
+                self.legs.declare(request)
+                if not request.is_prefilling:
+                    self._hold(request)
             elif request.finish_reason is not None:
                 self._end(request, request.finish_reason)
             elif not request.is_prefilling:
@@ -236,7 +276,7 @@ class EngineCore:
         """The token that fills the context follows the last draft, so that no row lies behind the context's end."""
         return min(self.runner.num_speculative_tokens, self.max_model_len - len(request.token_ids) - 1)
 
-    def committed(self, request: Request, seeds: Seeds) -> None:
+    def _committed(self, request: Request, seeds: Seeds) -> None:
         """A decode leg has everything: its first step verifies the drafts that came with the first token."""
         request.num_computed = request.prefill_len
         request.num_drafted = request.num_computed
@@ -249,7 +289,7 @@ class EngineCore:
         self.scheduler.commit_receive(request)
         self._enter(request)
 
-    def finished_elsewhere(self, request: Request, seeds: Seeds) -> None:
+    def _finished_elsewhere(self, request: Request, seeds: Seeds) -> None:
         """A decode leg has nothing to decode: the first token ended its request on the prefill side."""
         _, reason, stop_reason = until_stop(request, [seeds.first_token], self.eos_ids, self.max_model_len)
         assert reason is not None

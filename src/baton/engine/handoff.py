@@ -1,6 +1,7 @@
 """Where an engine's requests meet the handoff agent: legs, destination pages, and who may free what.
 
-Runs on the engine thread; the agent's events are posted to it. A leg's pages are released exactly once: P's on
+Runs on the engine thread. Calls and the agent's events come in; what they mean for a request goes out as effects, which
+the core carries out. A leg's pages are released exactly once: P's on
 `PrefillReleased`, D's with its request after commit, or on `DecodeReleased` after a failure. A request of D whose
 handoff failed need not wait for that: it goes on with other pages.
 """
@@ -10,10 +11,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
+from baton.engine.metrics import EngineMetrics
 from baton.engine.request import Request, RequestStatus
-from baton.engine.stopping import until_stop
+from baton.engine.scheduler import Scheduler
 from baton.errors import reason_label
 from baton.handoff.protocol.events import (
     DecodeAdmitted,
@@ -29,10 +31,7 @@ from baton.handoff.protocol.messages import AttemptKey, Seeds
 from baton.handoff.protocol.ticket import Ticket
 from baton.kv.cache import BlockTables
 from baton.kv.interval import Interval
-from baton.wire import Recovery, TokenChunk, recovers
-
-if TYPE_CHECKING:
-    from baton.engine.core import EngineCore
+from baton.wire import Recovery, recovers
 
 
 class Agent(Protocol):
@@ -74,37 +73,60 @@ class Leg:
     quarantined: BlockTables | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class RequestFailed:
+    """The request ends with this error; `recoverable`: another attempt may succeed."""
+
+    request: Request
+    error: str
+    recoverable: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RequestArrived:
+    """Everything that the request needs is here: it decodes from the seeds on, or has ended with them."""
+
+    request: Request
+    seeds: Seeds
+    finished: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PagesLetGo:
+    """P: nobody reads the request's pages any more."""
+
+    request: Request
+
+
+Effect = RequestFailed | RequestArrived | PagesLetGo
+
+
 class HandoffLegs:
     """Open legs of one engine by attempt."""
 
     def __init__(
         self,
         agent: Agent,
+        scheduler: Scheduler,
+        metrics: EngineMetrics,
+        ends: Callable[[Request, int], bool],
         vocab_size: int,
         num_drafts: int,
         recovery: Recovery,
         handoff_timeout_s: float,
         alter_seeds: Callable[[Seeds], Seeds] | None = None,
     ) -> None:
-        """`alter_seeds` is the seam at which the `faulty` transport breaks seeds on purpose."""
-        self.agent = agent
+        """`ends(request, token)`: whether a token that comes next ends a request. `alter_seeds` is the seam at which
+        the `faulty` transport breaks seeds on purpose."""
+        self.agent, self.scheduler, self.cache, self.metrics = agent, scheduler, scheduler.cache, metrics
         self.alter_seeds = alter_seeds
+        self._ends = ends
         self.vocab_size = vocab_size
         self.num_drafts = num_drafts
         self.recovery = recovery
         self.handoff_timeout_s = handoff_timeout_s
         self.open: dict[AttemptKey, Leg] = {}
         self._recomputing: dict[Request, float] = {}  # with the time (monotonic) at which its old pages should be free
-        self._core: EngineCore | None = None
-
-    def bind(self, core: EngineCore) -> None:
-        """The core whose requests these legs belong to."""
-        self._core = core
-
-    @property
-    def core(self) -> EngineCore:
-        assert self._core is not None
-        return self._core
 
     def opened(self, request: Request) -> None:
         """A leg arrived. The other side may speak of it at any time, or is to know of it."""
@@ -113,7 +135,7 @@ class HandoffLegs:
         if request.role == "prefill":
             self.agent.open_prefill(request.ticket)
         else:
-            self.core.scheduler.announced[request] = None
+            self.scheduler.announced[request] = None
             self.agent.announce_decode(request.ticket)
 
     def is_ready(self, request: Request) -> None:
@@ -126,7 +148,7 @@ class HandoffLegs:
 
     def _enqueue(self, leg: Leg) -> None:
         """Pages go to legs that P has admitted, alone: those that it has no room for would never free them."""
-        request, scheduler = leg.request, self.core.scheduler
+        request, scheduler = leg.request, self.scheduler
         if leg.ready and leg.admitted and request in scheduler.announced:
             del scheduler.announced[request]
             scheduler.enqueue(request)
@@ -140,33 +162,36 @@ class HandoffLegs:
                 assert request.ticket is not None
                 self.agent.admit_prefill(request.ticket.key)
 
-    def start_receives(self, now: float) -> None:
+    def start_receives(self, now: float) -> list[Effect]:
         """Register decode legs for which there is room, in the order of their queue. `now`: monotonic seconds."""
-        scheduler = self.core.scheduler
-        self._expire_recomputing(now)
+        scheduler = self.scheduler
+        effects = self._expire_recomputing(now)
         while scheduler.receive_queue:
             request = scheduler.receive_queue[0]
             ticket = request.ticket
             assert ticket is not None
             destination = scheduler.start_receive(request)
             if destination is None:
-                return
+                break
             scheduler.receive_queue.popleft()
             wanted = self.open[ticket.key].wanted = destination.wanted
             self.agent.open_decode(ticket, request.prefill_len, wanted, dict(request.kv.pages))
+        return effects
 
-    def _expire_recomputing(self, now: float) -> None:
+    def _expire_recomputing(self, now: float) -> list[Effect]:
         """A request that finds no room for its recomputation may succeed elsewhere, where pages that a peer might still
         write are what is missing: nobody knows when they come back. Pages in use do."""
+        effects: list[Effect] = []
         for request, until in list(self._recomputing.items()):
             if request.status is not RequestStatus.WAITING:
                 del self._recomputing[request]
-            elif now >= until and any(pool.num_quarantined for pool in self.core.cache.pools.values()):
+            elif now >= until and any(pool.num_quarantined for pool in self.cache.pools.values()):
                 del self._recomputing[request]
-                self.core.finish(request, "error", "no_room: no pages came free to recompute", recoverable=True)
+                effects.append(RequestFailed(request, "no_room: no pages came free to recompute", recoverable=True))
+        return effects
 
-    def prefilled(self, request: Request) -> None:
-        """After the drafter ran: declare what became final; with the last chunk, hand over the seeds."""
+    def declare(self, request: Request) -> None:
+        """After the drafter ran: say what of a prefill leg became final; with its last chunk, hand over the seeds."""
         assert request.ticket is not None
         key, n = request.ticket.key, request.prefill_len
         final = self._final(request, seeded=False)
@@ -183,16 +208,11 @@ class HandoffLegs:
         )
         if self.alter_seeds is not None:
             seeds = self.alter_seeds(seeds)
-        if request.finish_reason is not None:
-            self.core.requests.pop(request.request_id, None)
-        self.core.scheduler.remove(request)
-        request.status = RequestStatus.HELD
-        self.core.metrics.num_requests[request.finish_reason or "handoff"] += 1
         self.agent.finish_prefill(key, seeds, request.finish_reason is not None, final)
 
     def _final(self, request: Request, seeded: bool) -> dict[str, int]:
         """How far each group is final with the tokens of the prefill, and the next one where `seeded`."""
-        n, cache = request.prefill_len, self.core.cache
+        n, cache = request.prefill_len, self.cache
         computed, drafted = min(request.num_computed, n), min(request.num_drafted, n)
         return {name: cache.num_final(name, n, computed, drafted, seeded=seeded) for name in cache.pools}
 
@@ -213,72 +233,65 @@ class HandoffLegs:
         """The client of a computed prefill leg is gone. D may never have heard of the attempt, and then only this
         ends it before its ticket does."""
         assert request.ticket is not None
-        self.core.requests.pop(request.request_id, None)
-        request.finish_reason = "abort"
         self.agent.abort(request.ticket.key, "aborted")
 
-    def handle(self, event: HandoffEvent) -> None:
-        """An event of the agent, on the engine thread."""
+    def handle(self, event: HandoffEvent) -> list[Effect]:
+        """An event of the agent."""
         leg = self.open.get(event.key)
         if leg is None:
-            return
+            return []
         if isinstance(event, DecodeProgress):
             for name, stop in event.proven.items():
                 leg.proven[name] = max(stop, leg.proven.get(name, 0))
-        elif isinstance(event, DecodeFailed):
-            self.core.metrics.handoff_failures[reason_label(event.reason)] += 1
-            if self._receives(leg):
-                self._failed(leg, f"{event.reason}: {event.message}", event.recoverable)
-        elif isinstance(event, DecodeAdmitted):
+            return []
+        if isinstance(event, DecodeFailed):
+            self.metrics.handoff_failures[reason_label(event.reason)] += 1
+            if not self._receives(leg):
+                return []
+            return self._failed(leg, f"{event.reason}: {event.message}", event.recoverable)
+        if isinstance(event, DecodeAdmitted):
             leg.admitted = True
             self._enqueue(leg)
-        else:
-            del self.open[event.key]
-            self._ended(leg, event)
+            return []
+        del self.open[event.key]
+        return self._ended(leg, event)
 
-    def _ended(self, leg: Leg, event: PrefillReleased | DecodeCommitted | DecodeFinished | DecodeReleased) -> None:
-        request, metrics = leg.request, self.core.metrics
+    def _ended(
+        self, leg: Leg, event: PrefillReleased | DecodeCommitted | DecodeFinished | DecodeReleased
+    ) -> list[Effect]:
+        metrics, request = self.metrics, leg.request
         if isinstance(event, PrefillReleased):
             metrics.num_handoffs[event.outcome] += 1
             if request.status in (RequestStatus.WAITING, RequestStatus.RUNNING):
-                self.core.finish(request, "error", f"handoff_failed: {event.outcome}")
-            else:
-                self.core.scheduler.release(request)
-                if request.status is RequestStatus.HELD and request.finish_reason is None:
-                    self.core.requests.pop(request.request_id, None)
-                    self.core.emit(TokenChunk(request_id=request.request_id), True)
-        elif isinstance(event, DecodeCommitted):
+                return [RequestFailed(request, f"handoff_failed: {event.outcome}")]
+            return [PagesLetGo(request)]
+        effects: list[Effect] = []
+        if isinstance(event, DecodeCommitted):
             metrics.num_handoffs["committed"] += 1
             metrics.handoff_bytes += event.num_bytes
             metrics.handoff_runs += event.num_runs
             if self._receives(leg):
-                self._take(leg, event.seeds, finished=False)
-            else:
-                # Aborted here while the commit was on its way: everything is in place, so the pages are quiet.
-                self._leave_quarantine(leg)
+                return self._take(leg, event.seeds, finished=False)
         elif isinstance(event, DecodeFinished):
             metrics.num_handoffs["finished"] += 1
             if self._receives(leg):
-                self._take(leg, event.seeds, finished=True)
-            self._leave_quarantine(leg)
-        elif isinstance(event, DecodeReleased):
+                effects = self._take(leg, event.seeds, finished=True)
+        else:
             metrics.num_handoffs["released"] += 1
-            self._leave_quarantine(leg)
+        # Also of a commit for a request that was aborted here while it was on its way: everything is in place.
+        self._leave_quarantine(leg)
+        return effects
 
     def _receives(self, leg: Leg) -> bool:
         return leg.attached and leg.request.status in (RequestStatus.WAITING, RequestStatus.RECEIVING)
 
-    def _take(self, leg: Leg, seeds: Seeds, finished: bool) -> None:
+    def _take(self, leg: Leg, seeds: Seeds, finished: bool) -> list[Effect]:
         """Go on from the seeds, or end with them; the pages are quiet."""
-        request = leg.request
-        fault = self._fault(request, seeds, finished)
-        if fault is not None:
-            self.core.metrics.handoff_failures["bad_seeds"] += 1
-            self._failed(leg, f"bad_seeds: {fault}", recoverable=True)
-        elif finished:
-            self.core.finished_elsewhere(request, seeds)
-        else:
-            self.core.committed(request, seeds)
+        fault = self._fault(leg.request, seeds, finished)
+        if fault is None:
+            return [RequestArrived(leg.request, seeds, finished)]
+        self.metrics.handoff_failures["bad_seeds"] += 1
+        return self._failed(leg, f"bad_seeds: {fault}", recoverable=True)
 
     def _fault(self, request: Request, seeds: Seeds, finished: bool) -> str | None:
         """What is wrong with the seeds, if anything."""
@@ -289,19 +302,18 @@ class HandoffLegs:
             return "the first token is not the last one known"
         if request.num_output == 0 and request.params.logprobs is not None and seeds.first_logprobs is None:
             return "logprobs are missing"
-        ends = until_stop(request, [seeds.first_token], self.core.eos_ids, self.core.max_model_len)[1] is not None
+        ends = self._ends(request, seeds.first_token)
         if request.num_output == 0 and finished is not ends:
             return f"the first token ends the request: {ends}, the peer says {finished}"
         return None
 
-    def _failed(self, leg: Leg, error: str, recoverable: bool) -> None:
+    def _failed(self, leg: Leg, error: str, recoverable: bool) -> list[Effect]:
         """A decode leg will get no commit: its request recomputes here where that is allowed, else it ends."""
-        request, scheduler = leg.request, self.core.scheduler
+        request, scheduler = leg.request, self.scheduler
         if not (recoverable and recovers(self.recovery, "recompute")):
-            self.core.finish(request, "error", error, recoverable)
-            return
+            return [RequestFailed(request, error, recoverable)]
         assert request.ticket is not None
-        self.core.metrics.recoveries["recompute"] += 1
+        self.metrics.recoveries["recompute"] += 1
         if request.ticket.key in self.open:
             self._quarantine(leg)
         else:
@@ -309,13 +321,14 @@ class HandoffLegs:
         leg.attached = False
         scheduler.recompute(request)
         self._recomputing[request] = time.monotonic() + self.handoff_timeout_s
+        return []
 
     def _quarantine(self, leg: Leg) -> None:
         """The request lets go of its pages, but P may still write them."""
-        leg.quarantined = self.core.scheduler.quarantine(leg.request, leg.wanted)
+        leg.quarantined = self.scheduler.quarantine(leg.request, leg.wanted)
 
     def _leave_quarantine(self, leg: Leg) -> None:
         """The pages are quiet. Those with proven bytes stay, as a prefix from which a recomputation may start."""
         if leg.quarantined is not None:
-            self.core.cache.leave_quarantine(leg.quarantined, leg.request.token_ids, leg.proven)
+            self.cache.leave_quarantine(leg.quarantined, leg.request.token_ids, leg.proven)
             leg.quarantined = None

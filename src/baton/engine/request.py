@@ -15,13 +15,26 @@ if TYPE_CHECKING:
 
 class RequestStatus(enum.Enum):
     WAITING = enum.auto()
-    """No pages; also after preemption."""
+    """No pages; also after preemption, and after a handoff that failed."""
     RECEIVING = enum.auto()
     """Decode leg: destination pages are registered with the prefill side."""
     RUNNING = enum.auto()
     HELD = enum.auto()
     """Prefill leg: computed; pages stay until the handoff lets them go."""
     FINISHED = enum.auto()
+    """Over for its client. The agent may still have its pages, and then lets them go."""
+
+
+# What may follow what. Nothing follows the end.
+FOLLOWS: dict[RequestStatus, frozenset[RequestStatus]] = {
+    RequestStatus.WAITING: frozenset(
+        {RequestStatus.WAITING, RequestStatus.RECEIVING, RequestStatus.RUNNING, RequestStatus.FINISHED}
+    ),
+    RequestStatus.RECEIVING: frozenset({RequestStatus.WAITING, RequestStatus.RUNNING, RequestStatus.FINISHED}),
+    RequestStatus.RUNNING: frozenset({RequestStatus.WAITING, RequestStatus.HELD, RequestStatus.FINISHED}),
+    RequestStatus.HELD: frozenset({RequestStatus.FINISHED}),
+    RequestStatus.FINISHED: frozenset(),
+}
 
 
 class Request:
@@ -46,7 +59,7 @@ class Request:
         self.sampler = sampler
         self.role = wire.handoff.role if wire.handoff else None
         self.ticket = ticket
-        self.status = RequestStatus.WAITING
+        self._status = RequestStatus.WAITING
         self.arrival = 0
         self.started = False
         self.queued_at = 0.0
@@ -58,6 +71,16 @@ class Request:
         self.kv = BlockTables()
         self.first_logprobs: TokenLogprobs | None = None
         self.set_prefill_length()
+
+    @property
+    def status(self) -> RequestStatus:
+        return self._status
+
+    def become(self, status: RequestStatus) -> None:
+        """Enter a state of its life. Raises RuntimeError for one that cannot follow the state it is in."""
+        if status not in FOLLOWS[self._status]:
+            raise RuntimeError(f"request {self.request_id!r} cannot be {status.name} after {self._status.name}")
+        self._status = status
 
     def set_prefill_length(self) -> None:
         """Fix how far prefill goes from here: to the prompt's end, or to the last known token but one."""

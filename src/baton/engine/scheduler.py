@@ -114,7 +114,8 @@ class Scheduler:
 
     def _recompute_first(self, request: Request) -> None:
         request.set_prefill_length()
-        request.status, request.started = RequestStatus.WAITING, True
+        request.become(RequestStatus.WAITING)
+        request.started = True
         self.enqueue(request)
 
     def release(self, request: Request) -> None:
@@ -136,7 +137,8 @@ class Scheduler:
         request.num_computed = request.num_drafted = hit
         if request.num_output == 0:
             request.num_cached = hit
-        request.status, request.started = RequestStatus.RUNNING, True
+        request.become(RequestStatus.RUNNING)
+        request.started = True
         self.running.append(request)
         return True
 
@@ -148,14 +150,15 @@ class Scheduler:
         destination = self.cache.attach_destination(request.kv, request.token_ids, request.prefill_len)
         if destination is not None:
             request.num_cached = min(destination.hits.values())
-            request.status, request.started = RequestStatus.RECEIVING, True
+            request.become(RequestStatus.RECEIVING)
+            request.started = True
             self.receiving.add(request)
         return destination
 
     def commit_receive(self, request: Request) -> None:
         """All groups are committed: the request decodes from the next step on."""
         self.receiving.discard(request)
-        request.status = RequestStatus.RUNNING
+        request.become(RequestStatus.RUNNING)
         self.running.append(request)
 
     def remove(self, request: Request) -> None:
