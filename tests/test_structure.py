@@ -17,7 +17,7 @@ HAS_VLLM = importlib.util.find_spec("vllm") is not None
 NEED_VLLM = ("baton.vllm",)
 # The rooms, lowest first, and what each may import of Baton besides itself and the modules that all may know. A room
 # sees only rooms above its own line here, so no two import each other.
-COMMON = {"baton.errors", "baton.wire", "baton.directories", "baton.log_limit", "baton.timeouts"}
+COMMON = {"baton.errors", "baton.wire", "baton.directories", "baton.log_limit", "baton.timeouts", "baton.waiting"}
 ROOMS: dict[str, set[str]] = {
     "kv": set(),
     "transports": {"kv"},

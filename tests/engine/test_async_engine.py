@@ -66,7 +66,7 @@ async def test_no_request_waits_for_a_thread_that_died_as_it_came(monkeypatch: p
         monkeypatch.setattr(async_engine, "make_request", make_request)
         with pytest.raises(EngineUnavailableError, match="RuntimeError"):
             await asyncio.wait_for(anext(engine.generate(request("r", [1, 2], SamplingParams(max_tokens=3)))), 20)
-        assert engine._num_waiting == 0
+        assert engine._queue.num_waiting == 0
     finally:
         engine.close()
 
@@ -89,6 +89,6 @@ async def test_a_full_queue_refuses_at_once_and_takes_what_goes_on() -> None:
         await first.aclose()
         async for _ in engine.generate(request("fourth", [1, 2], params)):
             pass
-        assert engine._num_waiting == 0
+        assert engine._queue.num_waiting == 0
     finally:
         engine.close()

@@ -14,8 +14,8 @@ import typer
 from baton.deployment import Reporter
 from baton.errors import ConfigError
 from baton.handoff.protocol.ticket import MAX_TICKET_LIFE_S, TICKET_LIFE_S
-from baton.openai.queue import MAX_QUEUED_REQUESTS
 from baton.openai.serving import SHUTDOWN_TIMEOUT_S, bind, serve, url_of
+from baton.waiting import MAX_QUEUED_REQUESTS
 from baton.wire import Mode, Recovery
 
 if TYPE_CHECKING:

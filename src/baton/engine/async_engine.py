@@ -14,7 +14,8 @@ from baton.engine.build import build_engine
 from baton.engine.config import EngineConfig
 from baton.engine.metrics import EngineMetrics
 from baton.engine.requests import make_request
-from baton.errors import EngineStalledError, EngineUnavailableError, OverloadedError, RequestError
+from baton.errors import EngineStalledError, EngineUnavailableError, RequestError
+from baton.waiting import Queue
 from baton.wire import EngineInfo, EngineLoad, GenerateRequest, SamplingParams, TokenChunk
 
 logger = logging.getLogger(__name__)
@@ -45,8 +46,7 @@ class AsyncEngine:
 
     def __init__(self, config: EngineConfig, progress: Callable[[str], None] = lambda text: None) -> None:
         self._streams: dict[str, _Stream] = {}
-        self._max_queued_requests = config.max_queued_requests
-        self._num_waiting = 0
+        self._queue = Queue(config.max_queued_requests)
         self._engine = build_engine(config, self._emit, progress)
         progress("running a first request")
         self._warm_up()
@@ -126,33 +126,29 @@ class AsyncEngine:
         core = self._engine.core
         if request.request_id in self._streams:
             raise RequestError(f"request id {request.request_id!r} is in use", "request_id")
-        if request.num_known == 0 and self._num_waiting >= self._max_queued_requests:
-            # One that goes on was taken before, here or elsewhere, and its client has tokens already.
-            raise OverloadedError(f"{self._num_waiting} requests wait already; try again later")
-        record = make_request(self._engine, request)
-        stream = self._streams[request.request_id] = _Stream()
-        core.post(lambda: core.add(record))
-        ended, waiting = False, True
-        self._num_waiting += 1
-        try:
-            if self._dead is not None:  # since it was asked above: nothing comes, not even an end
-                raise EngineUnavailableError(self._dead)
-            while not ended:
-                delivery = await stream.queue.get()
-                if delivery is None:
-                    ended = True
-                    raise EngineUnavailableError(self._dead or "the engine stopped")
-                chunk, ended = delivery
-                if waiting:
-                    waiting = False
-                    self._num_waiting -= 1
-                if chunk.token_ids or chunk.finish_reason is not None:
-                    yield chunk  # the end of a prefill leg says nothing more
-        finally:
-            self._num_waiting -= waiting
-            self._streams.pop(request.request_id, None)
-            if not ended:
-                core.post(lambda: core.abort(request.request_id))
+        with self._queue.waiting(1, bounded=request.num_known == 0) as served:
+            record = make_request(self._engine, request)
+            stream = self._streams[request.request_id] = _Stream()
+            core.post(lambda: core.add(record))
+            ended, waiting = False, True
+            try:
+                if self._dead is not None:  # since it was asked above: nothing comes, not even an end
+                    raise EngineUnavailableError(self._dead)
+                while not ended:
+                    delivery = await stream.queue.get()
+                    if delivery is None:
+                        ended = True
+                        raise EngineUnavailableError(self._dead or "the engine stopped")
+                    chunk, ended = delivery
+                    if waiting:
+                        waiting = False
+                        served()
+                    if chunk.token_ids or chunk.finish_reason is not None:
+                        yield chunk  # the end of a prefill leg says nothing more
+            finally:
+                self._streams.pop(request.request_id, None)
+                if not ended:
+                    core.post(lambda: core.abort(request.request_id))
 
     def _warm_up(self) -> None:
         """Run a small request: what is compiled on first use would else hold up a client, and the leases of peers."""

@@ -18,7 +18,7 @@ from baton.openai.errors import to_api_error
 from baton.openai.metrics import FrontMetrics, SequenceTimer
 from baton.openai.output import Delta, SampleOutput
 from baton.openai.plan import Plan, make_plan
-from baton.openai.queue import Queue
+from baton.waiting import Queue
 
 # Longer bodies are planned on a worker thread, so that their tokenisation does not stop streams.
 _MAX_INLINE_BYTES = 4096

@@ -16,13 +16,13 @@ from baton.handoff.protocol.ticket import TICKET_LIFE_S
 from baton.openai import FrontMetrics, OpenAIService
 from baton.openai.http import BODIES, add_openai_routes, json_response, new_app
 from baton.openai.metrics import Row, RowCollector, counter, gauge
-from baton.openai.queue import MAX_QUEUED_REQUESTS, Queue
 from baton.router.admin import Admin
 from baton.router.backend import RouterBackend
 from baton.router.client import new_session
 from baton.router.connectors import BATON_ENGINES, ConnectorConfig, create_connector
 from baton.router.pool import EnginePool, Instance, Policy
 from baton.router.timers import RouterTimers
+from baton.waiting import MAX_QUEUED_REQUESTS, Queue
 from baton.wire import EngineLoad, Mode, Recovery, Role
 
 EngineKind = Literal["baton", "vllm"]

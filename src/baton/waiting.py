@@ -24,10 +24,11 @@ class Queue:
             raise OverloadedError(f"{self.num_waiting} requests wait already; try again later")
 
     @contextlib.contextmanager
-    def waiting(self, num: int) -> Iterator[Callable[[], None]]:
+    def waiting(self, num: int, bounded: bool = True) -> Iterator[Callable[[], None]]:
         """Count `num` choices as waiting. Call what it yields when one has its first token. Raises what `check`
-        raises."""
-        self.check(num)
+        raises, where they are `bounded`: choices that go on were taken before, and their clients have tokens already."""
+        if bounded:
+            self.check(num)
         self.num_waiting += num
         left = num
 
