@@ -6,11 +6,10 @@ import contextlib
 import json
 import logging
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,8 +20,9 @@ from baton.engine.config import EngineConfig
 from baton.engine.core import EmitChunk, EngineCore
 from baton.engine.facts import engine_facts
 from baton.engine.handoff import HandoffLegs
+from baton.engine.kv_memory import KVMemory, kv_memory
 from baton.engine.metrics import EngineMetrics
-from baton.engine.pool_size import Memory, pool_size
+from baton.engine.pool_size import Memory
 from baton.engine.prefix_store import PrefixStore
 from baton.engine.runner import ModelRunner
 from baton.engine.scheduler import Scheduler
@@ -33,27 +33,23 @@ from baton.handoff.channel.keys import KeyRing
 from baton.handoff.node.agent import AgentConfig, HandoffAgent, Timers
 from baton.handoff.plan.planner import RankGeometry
 from baton.handoff.protocol.digests import MemoryDigester
+from baton.handoff.protocol.events import HandoffEvent
 from baton.handoff.protocol.ticket import Redeemer, load_or_create_key
 from baton.kv.cache import KVCache
-from baton.kv.geometry import Geometry, GroupSpec, Owner
-from baton.kv.interval import Kind
+from baton.kv.geometry import Geometry
 from baton.models.base import CausalLM
-from baton.models.layers import KVLayerSpec
 from baton.models.loader import load_model, read_config
 from baton.text import Tokenizer
 from baton.transports.base import Transport
 from baton.transports.registry import create_transport, default_integrity
 from baton.transports.shm import ShmTransport
 from baton.transports.store import open_store
-from baton.wire import EngineInfo
+from baton.wire import EngineInfo, Integrity
 
 log = logging.getLogger(__name__)
 
-DRAFT_GROUP = "draft"
 # To be counted on when stored pages of before mean something else now.
 PAGE_LAYOUT = "block-major 1"
-# Every drafter here computes its entry at position i from token i + 1.
-DRAFT_MODULE = 1
 
 
 @dataclass(slots=True)
@@ -87,6 +83,16 @@ def build_engine(config: EngineConfig, emit: EmitChunk, progress: Callable[[str]
     return engine
 
 
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """What comes from checkpoints."""
+
+    hf_config: dict[str, object]
+    model: CausalLM
+    drafter: Drafter | None
+    tokenizer: Tokenizer
+
+
 def _build(
     config: EngineConfig, emit: EmitChunk, progress: Callable[[str], None], undo: contextlib.ExitStack
 ) -> Engine:
@@ -102,6 +108,73 @@ def _build(
         undo.callback(transport.close)
     uses_shm = transport is not None and transport.scheme.rpartition("+")[2] == ShmTransport.scheme
     memory = Memory.measure(device, uses_shm)
+    loaded = _load(config, progress)
+    pool = kv_memory(
+        config,
+        loaded.model.kv_layers,
+        loaded.drafter.kv_layers if loaded.drafter is not None else (),
+        str(next(loaded.model.parameters()).dtype).removeprefix("torch."),
+        loaded.model.max_position,
+        memory,
+        uses_shm,
+        transport,
+        progress,
+    )
+    backend = get_backend(config.attention_backend, config.device)
+    spec = config.speculative_config
+    coupled = spec is None or spec.verifier == "coupled"
+    runner = ModelRunner(
+        loaded.model, loaded.drafter, pool.groups, pool.kv, backend, device, config.num_drafts, coupled
+    )
+    names = [group.name for group in pool.groups]
+    num_pages = dict.fromkeys(names, pool.size.num_pages)
+    cache = KVCache(pool.groups, num_pages, config.num_drafts, runner.copy_page, config.enable_prefix_caching)
+    scheduler = Scheduler(cache, config.max_num_batched_tokens, config.max_num_seqs)
+    facts = engine_facts(config, loaded.hf_config, pool.groups, model, drafter, backend)
+    incarnation = secrets.token_hex(8)
+    agent: HandoffAgent | None = None
+    legs: HandoffLegs | None = None
+    core: EngineCore
+    if transport is not None and ticket_key is not None:
+        identity = AgentConfig(
+            engine_id=config.engine_id,
+            incarnation=incarnation,
+            bind=config.kv_transfer_config.control_bind,
+            fingerprint=facts,
+            ticket_key=ticket_key,
+            keys=keys,
+            timers=Timers(handoff=config.kv_transfer_config.handoff_timeout_s),
+            integrity=_integrity(config),
+            max_retries=0 if config.recovery == "none" else DEFAULT_MAX_RETRIES,
+        )
+        agent = _agent(
+            identity,
+            pool,
+            transport,
+            lambda event: core.post(lambda: core.on_handoff(event)),
+            lambda: core.busy_s() > config.stall_timeout_s,
+        )
+        undo.callback(agent.close)
+        legs = _legs(config, agent, scheduler, loaded, pool.size.max_model_len, transport)
+    core = EngineCore(
+        runner,
+        scheduler,
+        legs,
+        loaded.tokenizer.eos_token_ids,
+        pool.size.max_model_len,
+        not coupled,
+        emit,
+        _prefix_store(config, facts, cache, pool.kv),
+        config.queue_timeout_s,
+    )
+    if agent is not None:
+        agent.start()
+    info = _info(config, loaded, pool.size.max_model_len, facts, incarnation, agent.address if agent else None)
+    redeemer = Redeemer(ticket_key, config.engine_id, incarnation) if ticket_key else None
+    return Engine(info, core, loaded.tokenizer, agent, transport, redeemer)
+
+
+def _load(config: EngineConfig, progress: Callable[[str], None]) -> _Loaded:
     progress(f"loading target {config.model}")
     hf_config = read_config(config.model)
     model = load_model(config.model, config.dtype, config.device, config.batch_invariant)
@@ -111,163 +184,76 @@ def _build(
     if spec is not None:
         progress(f"loading drafter {spec.model} ({spec.method})")
         drafter = load_drafter(spec.method, spec.model, model, config.dtype, config.device, config.batch_invariant)
-    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-    groups = _groups(model.kv_layers, "target", config.block_size, dtype)
-    if drafter is not None:
-        groups += _groups(drafter.kv_layers, "draft", config.block_size, dtype)
-    page_bytes = sum(group.page_bytes for group in groups)
-    num_lookahead_slots = spec.num_speculative_tokens if spec else 0
-    max_position = _max_position(config, model)
-    size = pool_size(config, memory, Memory.measure(device, uses_shm), page_bytes, num_lookahead_slots, max_position)
-    num_pages, max_model_len = size.num_pages, size.max_model_len
-    if size.lowered:
-        log.warning("%s", size)
-    progress(f"{size}; allocating {num_pages} pages of {config.block_size} tokens, {page_bytes * num_pages >> 20} MiB")
-    regions, kv = _allocate(groups, num_pages, transport, device)
-    backend = get_backend(config.attention_backend, config.device)
-    runner = ModelRunner(
-        model, drafter, groups, kv, backend, device, num_lookahead_slots, spec is None or spec.verifier == "coupled"
-    )
-    cache = KVCache(
-        groups,
-        dict.fromkeys((group.name for group in groups), num_pages),
-        num_lookahead_slots,
-        runner.copy_page,
-        config.enable_prefix_caching,
-    )
-    scheduler = Scheduler(cache, config.max_num_batched_tokens, config.max_num_seqs)
-    incarnation = secrets.token_hex(8)
-    facts = engine_facts(config, hf_config, groups, model, drafter, backend)
-    agent: HandoffAgent | None = None
-    legs: HandoffLegs | None = None
-    core: EngineCore
-    if transport is not None and ticket_key is not None:
-        uri = config.kv_transfer_config.kv_transport
-        integrity = default_integrity(uri) if config.integrity == "auto" else config.integrity
-        geometries = {
-            group.name: RankGeometry(rank=0, geometry=Geometry.block_major(group, num_pages, region=index))
-            for index, group in enumerate(groups)
-        }
-        agent = HandoffAgent(
-            AgentConfig(
-                engine_id=config.engine_id,
-                incarnation=incarnation,
-                bind=config.kv_transfer_config.control_bind,
-                fingerprint=facts,
-                ticket_key=ticket_key,
-                keys=keys,
-                timers=Timers(handoff=config.kv_transfer_config.handoff_timeout_s),
-                integrity=integrity,
-                max_retries=0 if config.recovery == "none" else DEFAULT_MAX_RETRIES,
-            ),
-            geometries,
-            transport,
-            transport.register(regions),
-            lambda event: core.post(lambda: core.on_handoff(event)),
-            None if integrity == "off" else MemoryDigester(geometries, regions),
-            lambda: core.busy_s() > config.stall_timeout_s,
-        )
-        undo.callback(agent.close)
-        timeout_s = config.kv_transfer_config.handoff_timeout_s
-        alter_seeds = getattr(transport, "alter_seeds", None)
-        eos_ids = frozenset(tokenizer.eos_token_ids)
-        legs = HandoffLegs(
-            agent,
-            scheduler,
-            EngineMetrics(),
-            lambda request, token: until_stop(request, [token], eos_ids, max_model_len)[1] is not None,
-            model.vocab_size,
-            num_lookahead_slots,
-            config.recovery,
-            timeout_s,
-            alter_seeds,
-        )
-    rejection = spec is not None and spec.verifier == "rejection"
-    prefix_store = _prefix_store(config, facts, cache, kv)
-    core = EngineCore(
-        runner,
+    return _Loaded(hf_config, model, drafter, tokenizer)
+
+
+def _integrity(config: EngineConfig) -> Integrity:
+    if config.integrity == "auto":
+        return default_integrity(config.kv_transfer_config.kv_transport)
+    return config.integrity
+
+
+def _agent(
+    identity: AgentConfig,
+    pool: KVMemory,
+    transport: Transport,
+    emit: Callable[[HandoffEvent], None],
+    stalled: Callable[[], bool],
+) -> HandoffAgent:
+    geometries = {
+        group.name: RankGeometry(rank=0, geometry=Geometry.block_major(group, pool.size.num_pages, region=index))
+        for index, group in enumerate(pool.groups)
+    }
+    digester = None if identity.integrity == "off" else MemoryDigester(geometries, pool.regions)
+    return HandoffAgent(identity, geometries, transport, transport.register(pool.regions), emit, digester, stalled)
+
+
+def _legs(
+    config: EngineConfig,
+    agent: HandoffAgent,
+    scheduler: Scheduler,
+    loaded: _Loaded,
+    max_model_len: int,
+    transport: Transport,
+) -> HandoffLegs:
+    eos_ids = frozenset(loaded.tokenizer.eos_token_ids)
+    return HandoffLegs(
+        agent,
         scheduler,
-        legs,
-        tokenizer.eos_token_ids,
-        max_model_len,
-        rejection,
-        emit,
-        prefix_store,
-        config.queue_timeout_s,
+        EngineMetrics(),
+        lambda request, token: until_stop(request, [token], eos_ids, max_model_len)[1] is not None,
+        loaded.model.vocab_size,
+        config.num_drafts,
+        config.recovery,
+        config.kv_transfer_config.handoff_timeout_s,
+        getattr(transport, "alter_seeds", None),
     )
-    if agent is not None:
-        agent.start()
-    info = EngineInfo(
+
+
+def _info(
+    config: EngineConfig,
+    loaded: _Loaded,
+    max_model_len: int,
+    facts: dict[str, str],
+    incarnation: str,
+    control_address: str | None,
+) -> EngineInfo:
+    return EngineInfo(
         engine_id=config.engine_id,
         incarnation=incarnation,
         role=config.role,
         model=config.served_model_name or Path(config.model).name,
         model_path=str(Path(config.model).resolve()),
         max_model_len=max_model_len,
-        vocab_size=model.vocab_size,
-        eos_token_ids=list(tokenizer.eos_token_ids),
-        control_address=agent.address if agent else None,
+        vocab_size=loaded.model.vocab_size,
+        eos_token_ids=list(loaded.tokenizer.eos_token_ids),
+        control_address=control_address,
         fingerprint=json.dumps(facts, sort_keys=True),
-        num_speculative_tokens=num_lookahead_slots,
+        num_speculative_tokens=config.num_drafts,
         batch_invariant=config.batch_invariant,
         default_seed=config.seed,
         token_api=config.role != "both" or config.token_api,
     )
-    redeemer = Redeemer(ticket_key, config.engine_id, incarnation) if ticket_key else None
-    return Engine(info, core, tokenizer, agent, transport, redeemer)
-
-
-def _max_position(config: EngineConfig, model: CausalLM) -> int:
-    if config.max_model_len is not None and config.max_model_len > model.max_position:
-        raise ConfigError("max_model_len", f"must be at most the checkpoint's {model.max_position}")
-    return model.max_position
-
-
-def _groups(layers: Sequence[KVLayerSpec], owner: Owner, page_size: int, dtype: str) -> list[GroupSpec]:
-    """Layers that share window, heads and head size form one group. The drafter's layers are one group."""
-    by_spec: dict[KVLayerSpec, list[int]] = {}
-    for layer_id, layer in enumerate(layers):
-        by_spec.setdefault(layer, []).append(layer_id)
-    if owner == "draft" and len(by_spec) > 1:
-        raise ConfigError("speculative_config.model", "a drafter's layers must share one attention geometry")
-    groups: list[GroupSpec] = []
-    for layer, ids in by_spec.items():
-        kind: Kind = "full" if layer.window is None else "sliding_window"
-        groups.append(
-            GroupSpec(
-                name=DRAFT_GROUP if owner == "draft" else f"target.{kind}" + (f".{len(groups)}" if groups else ""),
-                owner=owner,
-                module=DRAFT_MODULE if owner == "draft" else 0,
-                kind=kind,
-                num_layers=len(ids),
-                num_kv_heads=layer.num_kv_heads,
-                head_dim=layer.head_dim,
-                page_size=page_size,
-                dtype=dtype,
-                window=layer.window,
-                layer_ids=tuple(ids),
-            )
-        )
-    return groups
-
-
-def _allocate(
-    groups: Sequence[GroupSpec], num_pages: int, transport: Transport | None, device: torch.device
-) -> tuple[list[np.ndarray], dict[str, Tensor]]:
-    regions: list[np.ndarray] = []
-    kv: dict[str, Tensor] = {}
-    for group in groups:
-        shape = (num_pages, group.num_layers, 2, group.page_size, group.num_kv_heads, group.head_dim)
-        dtype = getattr(torch, group.dtype)
-        if transport is None:
-            kv[group.name] = torch.zeros(shape, dtype=dtype, device=device)
-            continue
-        if device.type != "cpu":
-            raise ConfigError("kv_transfer_config.kv_transport", f"{transport.scheme} moves host memory only")
-        region = transport.allocate(group.name, num_pages * group.page_bytes)
-        regions.append(region)
-        kv[group.name] = torch.from_numpy(region).view(dtype).view(shape)
-    return regions, kv
 
 
 def _prefix_store(

@@ -150,7 +150,7 @@ class EngineConfig:
             re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", self.engine_id) is not None, "engine_id", "1-64 of A-Z a-z 0-9 _ . -"
         )
         need(0 < self.stall_timeout_s <= 86400, "stall_timeout_s", "in (0, 86400]")
-        rows = 1 + (self.speculative_config.num_speculative_tokens if self.speculative_config else 0)
+        rows = 1 + self.num_drafts
         need(self.max_num_batched_tokens >= rows, "max_num_batched_tokens", f"at least {rows} (one verification)")
         if self.role != "both" and self.ticket_key_path is None:
             raise ConfigError("ticket_key_file", f"is required with role {self.role}, or a key directory with --keys")
@@ -164,6 +164,11 @@ class EngineConfig:
             raise ConfigError("kv_transfer_config.prefix_store", "needs prefix caching, which is off")
         check_bind(self.kv_transfer_config.control_bind, self.keys is not None)
         return self
+
+    @property
+    def num_drafts(self) -> int:
+        """Draft tokens of a verification; 0 without a drafter."""
+        return self.speculative_config.num_speculative_tokens if self.speculative_config else 0
 
     @property
     def ticket_key_path(self) -> Path | None:

@@ -1,0 +1,112 @@
+"""The KV memory of one engine: which groups its layers form, how many pages each has, and where they lie."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from baton.engine.config import EngineConfig
+from baton.engine.pool_size import Memory, PoolSize, pool_size
+from baton.errors import ConfigError
+from baton.kv.geometry import GroupSpec, Owner
+from baton.kv.interval import Kind
+from baton.models.layers import KVLayerSpec
+from baton.transports.base import Transport
+
+log = logging.getLogger(__name__)
+
+DRAFT_GROUP = "draft"
+# Every drafter here computes its entry at position i from token i + 1.
+DRAFT_MODULE = 1
+
+
+@dataclass(frozen=True, slots=True)
+class KVMemory:
+    """`regions` as a transport knows them, and the same as tensors by group."""
+
+    groups: list[GroupSpec]
+    size: PoolSize
+    regions: list[np.ndarray]
+    kv: dict[str, Tensor]
+
+
+def kv_memory(
+    config: EngineConfig,
+    layers: Sequence[KVLayerSpec],
+    draft_layers: Sequence[KVLayerSpec],
+    dtype: str,
+    max_position: int,
+    before: Memory,
+    uses_shm: bool,
+    transport: Transport | None,
+    progress: Callable[[str], None],
+) -> KVMemory:
+    """Size and allocate the pages of an engine that has loaded its weights; `before`: memory as it was before that.
+
+    `max_position` is the checkpoint's context. Raises ConfigError, TransportError.
+    """
+    if config.max_model_len is not None and config.max_model_len > max_position:
+        raise ConfigError("max_model_len", f"must be at most the checkpoint's {max_position}")
+    groups = _groups(layers, "target", config.block_size, dtype)
+    groups += _groups(draft_layers, "draft", config.block_size, dtype)
+    page_bytes = sum(group.page_bytes for group in groups)
+    device = torch.device(config.device)
+    now = Memory.measure(device, uses_shm)
+    size = pool_size(config, before, now, page_bytes, config.num_drafts, max_position)
+    if size.lowered:
+        log.warning("%s", size)
+    num_bytes = page_bytes * size.num_pages
+    progress(f"{size}; allocating {size.num_pages} pages of {config.block_size} tokens, {num_bytes >> 20} MiB")
+    return KVMemory(groups, size, *_allocate(groups, size.num_pages, transport, device))
+
+
+def _groups(layers: Sequence[KVLayerSpec], owner: Owner, page_size: int, dtype: str) -> list[GroupSpec]:
+    """Layers that share window, heads and head size form one group. The drafter's layers are one group."""
+    by_spec: dict[KVLayerSpec, list[int]] = {}
+    for layer_id, layer in enumerate(layers):
+        by_spec.setdefault(layer, []).append(layer_id)
+    if owner == "draft" and len(by_spec) > 1:
+        raise ConfigError("speculative_config.model", "a drafter's layers must share one attention geometry")
+    groups: list[GroupSpec] = []
+    for layer, ids in by_spec.items():
+        kind: Kind = "full" if layer.window is None else "sliding_window"
+        groups.append(
+            GroupSpec(
+                name=DRAFT_GROUP if owner == "draft" else f"target.{kind}" + (f".{len(groups)}" if groups else ""),
+                owner=owner,
+                module=DRAFT_MODULE if owner == "draft" else 0,
+                kind=kind,
+                num_layers=len(ids),
+                num_kv_heads=layer.num_kv_heads,
+                head_dim=layer.head_dim,
+                page_size=page_size,
+                dtype=dtype,
+                window=layer.window,
+                layer_ids=tuple(ids),
+            )
+        )
+    return groups
+
+
+def _allocate(
+    groups: Sequence[GroupSpec], num_pages: int, transport: Transport | None, device: torch.device
+) -> tuple[list[np.ndarray], dict[str, Tensor]]:
+    regions: list[np.ndarray] = []
+    kv: dict[str, Tensor] = {}
+    for group in groups:
+        shape = (num_pages, group.num_layers, 2, group.page_size, group.num_kv_heads, group.head_dim)
+        dtype = getattr(torch, group.dtype)
+        if transport is None:
+            kv[group.name] = torch.zeros(shape, dtype=dtype, device=device)
+            continue
+        if device.type != "cpu":
+            raise ConfigError("kv_transfer_config.kv_transport", f"{transport.scheme} moves host memory only")
+        region = transport.allocate(group.name, num_pages * group.page_bytes)
+        regions.append(region)
+        kv[group.name] = torch.from_numpy(region).view(dtype).view(shape)
+    return regions, kv
