@@ -109,12 +109,13 @@ def _build(
     uses_shm = transport is not None and transport.scheme.rpartition("+")[2] == ShmTransport.scheme
     memory = Memory.measure(device, uses_shm)
     loaded = _load(config, progress)
+    model, drafter = loaded.model, loaded.drafter
     pool = kv_memory(
         config,
-        loaded.model.kv_layers,
-        loaded.drafter.kv_layers if loaded.drafter is not None else (),
-        str(next(loaded.model.parameters()).dtype).removeprefix("torch."),
-        loaded.model.max_position,
+        model.kv_layers,
+        drafter.kv_layers if drafter is not None else (),
+        str(next(model.parameters()).dtype).removeprefix("torch."),
+        model.max_position,
         memory,
         uses_shm,
         transport,
@@ -123,11 +124,8 @@ def _build(
     backend = get_backend(config.attention_backend, config.device)
     spec = config.speculative_config
     coupled = spec is None or spec.verifier == "coupled"
-    runner = ModelRunner(
-        loaded.model, loaded.drafter, pool.groups, pool.kv, backend, device, config.num_drafts, coupled
-    )
-    names = [group.name for group in pool.groups]
-    num_pages = dict.fromkeys(names, pool.size.num_pages)
+    runner = ModelRunner(model, drafter, pool.groups, pool.kv, backend, device, config.num_drafts, coupled)
+    num_pages = dict.fromkeys((group.name for group in pool.groups), pool.size.num_pages)
     cache = KVCache(pool.groups, num_pages, config.num_drafts, runner.copy_page, config.enable_prefix_caching)
     scheduler = Scheduler(cache, config.max_num_batched_tokens, config.max_num_seqs)
     facts = engine_facts(config, loaded.hf_config, pool.groups, model, drafter, backend)
