@@ -10,13 +10,30 @@ import pytest
 import baton.engine.pool_size as pool_size_module
 from baton import LLM, SamplingParams
 from baton.engine.config import EngineConfig, parse_size
-from baton.engine.pool_size import MIN_POOL_BYTES, Memory, PoolSize, pool_size
+from baton.engine.pool_size import MIN_POOL_BYTES, Memory, PoolSize, pool_size, split_pages
 from baton.errors import ConfigError
+from baton.kv.geometry import GroupSpec
 from tests.engine.engines import EAGLE3, TARGET
 
 GIB = 1 << 30
 PAGE_BYTES = 2 << 20  # 16 tokens of an 8 B model
 CONTEXT = 8192
+
+
+def group(name: str, page_bytes: int = PAGE_BYTES, page_size: int = 16) -> GroupSpec:
+    """Pages of that many bytes; K and V, one byte an element."""
+    return GroupSpec(
+        name=name,
+        owner="target",
+        kind="full",
+        num_layers=1,
+        num_kv_heads=1,
+        head_dim=page_bytes // (2 * page_size),
+        page_size=page_size,
+        dtype="uint8",
+        window=None,
+        layer_ids=(0,),
+    )
 
 
 def size(
@@ -29,17 +46,17 @@ def size(
 ) -> PoolSize:
     before = Memory(free, GIB, shm_free)
     now = Memory(free - weights, GIB + weights, shm_free)
-    return pool_size(EngineConfig(model=TARGET, **settings), before, now, page_bytes, 3, max_position)
+    return pool_size(EngineConfig(model=TARGET, **settings), before, now, [group("kv", page_bytes)], 3, max_position)
 
 
 def num_bytes(found: PoolSize, page_bytes: int = PAGE_BYTES) -> int:
-    return found.num_pages * page_bytes
+    return found.num_pages["kv"] * page_bytes
 
 
 def test_a_share_of_what_is_free_less_the_weights() -> None:
     alone = size(free=20 * GIB, weights=4 * GIB)
     assert num_bytes(alone) == pytest.approx(8 * GIB, rel=0.01)  # 0.6 * 20 - 4
-    assert str(alone) == f"KV holds {(alone.num_pages - 1) * 16} tokens, context {CONTEXT}"
+    assert str(alone) == f"KV holds {(alone.num_pages['kv'] - 1) * 16} tokens, context {CONTEXT}"
     of_two = size(free=20 * GIB, weights=4 * GIB, engines_per_host=2)
     assert num_bytes(of_two) == pytest.approx(2 * GIB, rel=0.01)
     more = size(free=20 * GIB, weights=4 * GIB, engines_per_host=2, gpu_memory_utilization=0.9)
@@ -52,9 +69,9 @@ def test_engines_that_start_at_once_take_what_the_others_left() -> None:
     """Both have seen all of it before they loaded; what the first one took since then is not there."""
     config, before = EngineConfig(model=TARGET), Memory(20 * GIB, GIB, 8 * GIB)
     now = Memory(20 * GIB, GIB, 3 * GIB)
-    assert num_bytes(pool_size(config, before, now, PAGE_BYTES, 3, CONTEXT)) == pytest.approx(1.8 * GIB, rel=0.01)
+    assert num_bytes(pool_size(config, before, now, [group("kv")], 3, CONTEXT)) == pytest.approx(1.8 * GIB, rel=0.01)
     now = Memory(5 * GIB, GIB, 8 * GIB)
-    assert num_bytes(pool_size(config, before, now, PAGE_BYTES, 3, CONTEXT)) == pytest.approx(3 * GIB, rel=0.01)
+    assert num_bytes(pool_size(config, before, now, [group("kv")], 3, CONTEXT)) == pytest.approx(3 * GIB, rel=0.01)
 
 
 def test_no_more_than_is_used() -> None:
@@ -74,6 +91,21 @@ def test_the_context_is_what_fits() -> None:
     assert size(kv_cache_memory=100 * PAGE_BYTES, max_model_len=1581).max_model_len == 1581
     # The share alone, too: of 1.5 GiB, after the weights.
     assert size(free=4 * GIB, weights=2 * GIB, kv_cache_memory=None).max_model_len < CONTEXT
+
+
+def test_groups_with_pages_of_other_sizes_share_the_memory_by_tokens() -> None:
+    groups = [group("a", 160, 16), group("b", 400, 10), group("c", 64, 32)]
+    for num_bytes in (0, 623, 624, 5000, 123_456):
+        pages = split_pages(groups, num_bytes)
+        held = {g.name: (pages[g.name] - 1) * g.page_size for g in groups}
+        tokens = min(held.values())
+        assert all(pages[g.name] - 1 == -(-tokens // g.page_size) for g in groups), "no page that the others cannot use"
+        if num_bytes >= 624:
+            assert sum(pages[g.name] * g.page_bytes for g in groups) <= num_bytes
+            more = sum((1 + -(-(tokens + 1) // g.page_size)) * g.page_bytes for g in groups)
+            assert more > num_bytes
+    assert split_pages(groups, 0) == {"a": 1, "b": 1, "c": 1}
+    assert split_pages([group("a", 160), group("b", 64)], 224 * 7 + 223) == {"a": 7, "b": 7}
 
 
 @pytest.mark.parametrize(

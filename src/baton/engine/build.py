@@ -125,8 +125,7 @@ def _build(
     spec = config.speculative_config
     coupled = spec is None or spec.verifier == "coupled"
     runner = ModelRunner(model, drafter, pool.groups, pool.kv, backend, device, config.num_drafts, coupled)
-    num_pages = dict.fromkeys((group.name for group in pool.groups), pool.size.num_pages)
-    cache = KVCache(pool.groups, num_pages, config.num_drafts, runner.copy_page, config.enable_prefix_caching)
+    cache = KVCache(pool.groups, pool.size.num_pages, config.num_drafts, runner.copy_page, config.enable_prefix_caching)
     scheduler = Scheduler(cache, config.max_num_batched_tokens, config.max_num_seqs)
     facts = engine_facts(config, loaded.hf_config, pool.groups, model, drafter, backend)
     incarnation = secrets.token_hex(8)
@@ -199,7 +198,9 @@ def _agent(
     stalled: Callable[[], bool],
 ) -> HandoffAgent:
     geometries = {
-        group.name: RankGeometry(rank=0, geometry=Geometry.block_major(group, pool.size.num_pages, region=index))
+        group.name: RankGeometry(
+            rank=0, geometry=Geometry.block_major(group, pool.size.num_pages[group.name], region=index)
+        )
         for index, group in enumerate(pool.groups)
     }
     digester = None if identity.integrity == "off" else MemoryDigester(geometries, pool.regions)

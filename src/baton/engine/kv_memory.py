@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -54,14 +54,14 @@ def kv_memory(
         raise ConfigError("max_model_len", f"must be at most the checkpoint's {max_position}")
     groups = _groups(layers, "target", config.block_size, dtype)
     groups += _groups(draft_layers, "draft", config.block_size, dtype)
-    page_bytes = sum(group.page_bytes for group in groups)
     device = torch.device(config.device)
     now = Memory.measure(device, uses_shm)
-    size = pool_size(config, before, now, page_bytes, config.num_drafts, max_position)
+    size = pool_size(config, before, now, groups, config.num_drafts, max_position)
     if size.lowered:
         log.warning("%s", size)
-    num_bytes = page_bytes * size.num_pages
-    progress(f"{size}; allocating {size.num_pages} pages of {config.block_size} tokens, {num_bytes >> 20} MiB")
+    num_bytes = sum(group.page_bytes * size.num_pages[group.name] for group in groups)
+    most_pages = max(size.num_pages.values())
+    progress(f"{size}; allocating {most_pages} pages of {config.block_size} tokens, {num_bytes >> 20} MiB")
     return KVMemory(groups, size, *_allocate(groups, size.num_pages, transport, device))
 
 
@@ -94,19 +94,19 @@ def _groups(layers: Sequence[KVLayerSpec], owner: Owner, page_size: int, dtype: 
 
 
 def _allocate(
-    groups: Sequence[GroupSpec], num_pages: int, transport: Transport | None, device: torch.device
+    groups: Sequence[GroupSpec], num_pages: Mapping[str, int], transport: Transport | None, device: torch.device
 ) -> tuple[list[np.ndarray], dict[str, Tensor]]:
     regions: list[np.ndarray] = []
     kv: dict[str, Tensor] = {}
     for group in groups:
-        shape = (num_pages, group.num_layers, 2, group.page_size, group.num_kv_heads, group.head_dim)
+        shape = (num_pages[group.name], group.num_layers, 2, group.page_size, group.num_kv_heads, group.head_dim)
         dtype = getattr(torch, group.dtype)
         if transport is None:
             kv[group.name] = torch.zeros(shape, dtype=dtype, device=device)
             continue
         if device.type != "cpu":
             raise ConfigError("kv_transfer_config.kv_transport", f"{transport.scheme} moves host memory only")
-        region = transport.allocate(group.name, num_pages * group.page_bytes)
+        region = transport.allocate(group.name, num_pages[group.name] * group.page_bytes)
         regions.append(region)
         kv[group.name] = torch.from_numpy(region).view(dtype).view(shape)
     return regions, kv

@@ -8,6 +8,7 @@ Pools of the transport `shm` lie in a file system of their own, which may be sma
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import torch
 
 from baton.engine.config import EngineConfig
 from baton.errors import ConfigError
+from baton.kv.geometry import GroupSpec
 from baton.transports.shm import SHM_DIR
 
 # Host memory has other users: activations, the page cache, other programs.
@@ -46,9 +48,10 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class PoolSize:
-    """`num_tokens` is what the pages hold at once; `max_model_len` the context, lowered to that where it was longer."""
+    """`num_pages` by group; `num_tokens` is what they hold at once; `max_model_len` the context, lowered to that where
+    it was longer."""
 
-    num_pages: int
+    num_pages: dict[str, int]
     num_tokens: int
     max_model_len: int
     lowered: bool
@@ -59,41 +62,62 @@ class PoolSize:
 
 
 def pool_size(
-    config: EngineConfig, before: Memory, now: Memory, page_bytes: int, num_lookahead_slots: int, max_position: int
+    config: EngineConfig,
+    before: Memory,
+    now: Memory,
+    groups: Sequence[GroupSpec],
+    num_lookahead_slots: int,
+    max_position: int,
 ) -> PoolSize:
     """Size the pool of an engine that has loaded its weights. `max_position` is the checkpoint's context.
 
     Without `config.max_model_len` the context is as long as fits. Raises `ConfigError` naming what to change where the
     pool is too small for the context that was asked for, or memory for the pool that was.
     """
-    page = config.block_size
     context = config.max_model_len or max_position
 
-    def pages_of(tokens: int) -> int:
-        return -(-(tokens + num_lookahead_slots) // page)
+    def bytes_for(tokens: int) -> int:
+        return _num_bytes(groups, tokens + num_lookahead_slots)
 
     if config.kv_cache_memory is not None:
         num_bytes = config.kv_cache_memory
         if now.shm_free is not None and num_bytes > now.shm_free:
             raise ConfigError("kv_cache_memory", f"is {num_bytes} bytes, and {SHM_DIR} has {now.shm_free} left")
     else:
-        used = max(pages_of(context), config.max_num_seqs * pages_of(context // USED_CONTEXT)) + 1
-        num_bytes = max(0, min(max(MIN_POOL_BYTES, used * page_bytes), _share(config, before, now)))
-    num_pages = num_bytes // page_bytes
-    longest = (num_pages - 1) * page - num_lookahead_slots
+        null_bytes = _num_bytes(groups, 0)
+        used = max(bytes_for(context), config.max_num_seqs * (bytes_for(context // USED_CONTEXT) - null_bytes))
+        num_bytes = max(0, min(max(MIN_POOL_BYTES, used + null_bytes), _share(config, before, now)))
+    num_pages = split_pages(groups, num_bytes)
+    num_tokens = min((num_pages[group.name] - 1) * group.page_size for group in groups)
+    longest = num_tokens - num_lookahead_slots
     if longest < 2:
-        need = (pages_of(2) + 1) * page_bytes
         raise ConfigError(
-            "kv_cache_memory", f"must be at least {need} bytes, for 2 pages or more; there are {num_bytes}"
+            "kv_cache_memory", f"must be at least {bytes_for(2)} bytes, for 2 pages or more; there are {num_bytes}"
         )
     if config.max_model_len is not None and longest < context:
-        need = (pages_of(context) + 1) * page_bytes
         raise ConfigError(
             "max_model_len",
-            f"{context} tokens need {need} bytes of KV cache, and there are {num_bytes}: the greatest --max-model-len "
-            f"that fits is {longest}; or raise --kv-cache-memory or --gpu-memory-utilization",
+            f"{context} tokens need {bytes_for(context)} bytes of KV cache, and there are {num_bytes}: the greatest "
+            f"--max-model-len that fits is {longest}; or raise --kv-cache-memory or --gpu-memory-utilization",
         )
-    return PoolSize(num_pages, (num_pages - 1) * page, min(context, longest), longest < context)
+    return PoolSize(num_pages, num_tokens, min(context, longest), longest < context)
+
+
+def split_pages(groups: Sequence[GroupSpec], num_bytes: int) -> dict[str, int]:
+    """Pages of each group, its null page among them, with which all together hold the most tokens in that memory."""
+    least, most = 0, max(0, num_bytes)
+    while least < most:
+        middle = (least + most + 1) // 2
+        if _num_bytes(groups, middle) <= num_bytes:
+            least = middle
+        else:
+            most = middle - 1
+    return {group.name: 1 + group.rules.num_pages(least, group.page_size) for group in groups}
+
+
+def _num_bytes(groups: Sequence[GroupSpec], num_tokens: int) -> int:
+    """Of the pages for so many tokens in every group, and the null pages."""
+    return sum(group.page_bytes * (1 + group.rules.num_pages(num_tokens, group.page_size)) for group in groups)
 
 
 def _share(config: EngineConfig, before: Memory, now: Memory) -> int:
