@@ -25,8 +25,11 @@ class Queue:
 
     @contextlib.contextmanager
     def waiting(self, num: int, bounded: bool = True) -> Iterator[Callable[[], None]]:
-        """Count `num` choices as waiting. Call what it yields when one has its first token. Raises what `check`
-        raises, where they are `bounded`: choices that go on were taken before, and their clients have tokens already."""
+        """Count `num` choices as waiting. Call what it yields when one has its first token.
+
+        Raises what `check` raises, where they are `bounded`: choices that go on were taken before, and their clients
+        have tokens already.
+        """
         if bounded:
             self.check(num)
         self.num_waiting += num
