@@ -203,7 +203,7 @@ class FileLibrary(Library):
                 self._fetch(self._regions, ask.key, runs, line)
             else:
                 key = self._store.put({_TENSOR: _gather(self._regions, runs)})
-        except Exception as refusal:  # who asks waits for an answer, whatever happens here
+        except Exception as refusal:  # without an answer the peer's batch would wait for the end of the line
             error = str(refusal)[:1000] or type(refusal).__name__
         line.send(msgspec.msgpack.encode(_Answer(ask.number, key, error)))
 
