@@ -14,6 +14,8 @@ import pytest
 import typer
 
 import baton.cli
+from baton.testing.transport_suite import check_names
+from simulation.mutations import MUTATIONS
 from tests.test_structure import COMMON, ROOMS, room_of
 
 ROOT = Path(__file__).parent.parent
@@ -29,6 +31,7 @@ FOLDER = re.compile(r"^(?:src|tests|docs|examples|tools|models|simulation|benchm
 CLASS = re.compile(r"^[A-Z][a-z]+(?:[A-Z][a-z0-9]+)+(?:\.\w+)*$")
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 STRUCTURE = (ROOT / "docs/structure.md").read_text()
+SNAKE = re.compile(r"^[a-z]+(?:_[a-z0-9]+)+$")
 STEP = re.compile(r"^([\w/]+\.py):([\w.]+)$")
 TREES = ("src", "simulation", "benchmarks", "tests", "tools", "examples")
 # In examples of commands these stand for other things than files or modules.
@@ -129,12 +132,19 @@ def test_links_lead_somewhere() -> None:
             assert "://" in link or (document.parent / link).exists(), f"{document.name}: {link}"
 
 
-def test_classes_exist(text: str) -> None:
-    """Of vLLM's too: what the documents say of them is about the code that uses them."""
+def test_names_exist(text: str) -> None:
+    """Classes and names with underscores, those of vLLM too: the code that the documents speak of uses them."""
     source = "\n".join(path.read_text() for tree in TREES for path in (ROOT / tree).rglob("*.py"))
-    words = set(re.findall(r"\w+", source))
-    named = {word for span in spans(text) if CLASS.match(span) for word in span.split(".")}
+    words = {*re.findall(r"\w+", source), *MUTATIONS, *check_names()}
+    named = {word for span in spans(text) if CLASS.match(span) or SNAKE.match(span) for word in span.split(".")}
     assert named <= words, named - words
+
+
+def test_the_checks_and_mutations_of_the_tables_are_all() -> None:
+    table = re.findall(r"^\| `(\w+)`(?: \*)? \| .* \| \d+ \| ", (ROOT / "docs/simulation.md").read_text(), re.MULTILINE)
+    assert sorted(table) == sorted(MUTATIONS)
+    page = (ROOT / "docs/transports.md").read_text()
+    assert re.findall(r"^\| `(\w+)` \| [^|]+ \|$", page, re.MULTILINE)[-len(check_names()) :] == check_names()
 
 
 def test_the_rooms_of_the_picture_are_those_that_imports_keep_to() -> None:
