@@ -110,6 +110,29 @@ def test_engines_with_pages_of_other_sizes(kind: str, p_size: int, d_size: int, 
         both_ways(single, two, [1, 16, 31, 32, 96, 97], params, "pull" if kind == "eagle3" else "push")
 
 
+def test_a_window_gives_its_pages_back_while_it_decodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others get them, and no token changes."""
+    settings = KINDS["mixed"](tmp_path)
+    params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+    prompts = [prompt_of(70, salt) for salt in range(3)]
+    with stepped(**settings) as one, monkeypatch.context() as kept:
+        kept.setattr(KVCache, "slide", lambda *_: None)
+        expected = [one.run(str(i), prompt, params).result for i, prompt in enumerate(prompts)]
+    with stepped(enable_prefix_caching=False, **settings) as one:
+        streams = [one.add(request(str(i), prompt, params)) for i, prompt in enumerate(prompts)]
+        while not all(stream.token_ids for stream in streams):
+            one.step()
+        pools = one.core.cache.pools
+        (name,) = (name for name, rules in one.core.cache.rules.items() if rules.window is not None)
+        while not all(stream.ended for stream in streams):
+            one.step()
+            num_running = len(one.core.scheduler.running)
+            # The window and the slots for drafts, at any place in their pages.
+            assert pools[name].num_referenced <= num_running * (2 + -(-(WINDOW + 4) // 16))
+        assert [stream.result for stream in streams] == expected
+        assert one.is_idle()
+
+
 # ---------------------------------------------------------------- what a broken engine would do
 
 
