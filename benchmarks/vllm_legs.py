@@ -60,7 +60,6 @@ class Single:
     url: str
 
     async def ask(self, session: aiohttp.ClientSession, prompt: Sequence[int], num: int) -> Answer:
-        """See `Legs.ask`."""
         streamed = await stream_completion(session, self.url, completion(prompt, num))
         return Answer(streamed.token_ids, streamed.times_s)
 
@@ -80,7 +79,6 @@ class Baton:
     _read: float = 0.0
 
     async def ask(self, session: aiohttp.ClientSession, prompt: Sequence[int], num: int) -> Answer:
-        """See `Legs.ask`."""
         ticket = await self._ticket(session, prompt)
         first, rest = await asyncio.gather(
             stream_completion(session, self.prefill, self._leg(prompt, 1, "prefill", ticket)),
@@ -118,7 +116,6 @@ class NixlPull:
     decode: str
 
     async def ask(self, session: aiohttp.ClientSession, prompt: Sequence[int], num: int) -> Answer:
-        """See `Legs.ask`."""
         started = time.perf_counter()
         params = await self._prefill(session, prompt)
         waited = time.perf_counter() - started
@@ -145,7 +142,6 @@ class NixlPush:
     side_channel_port: int
 
     async def ask(self, session: aiohttp.ClientSession, prompt: Sequence[int], num: int) -> Answer:
-        """See `Legs.ask`."""
         request_id = secrets.token_hex(8)
         asked = {"do_remote_decode": True, "do_remote_prefill": False}
         first = completion(prompt, 1, request_id=request_id, kv_transfer_params=asked)

@@ -196,3 +196,12 @@ def test_the_rooms_and_climbs_of_each_way_are_counted_right() -> None:
 
 def steps_of(text: str) -> list[re.Match[str]]:
     return [match for span in spans(text) if (match := STEP.match(span))]
+
+
+def test_no_docstring_says_only_where_another_is() -> None:
+    """One that repeats an interface's is left out: it is written at the interface."""
+    for path in [*(ROOT / "src/baton").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.ClassDef, *FUNCTIONS)):
+                text = ast.get_docstring(node) or ""
+                assert not re.fullmatch(r"See `[^`]+`\.", text.strip()), f"{path}:{node.lineno}"

@@ -80,7 +80,6 @@ class RouterBackend:
         return self.pool.model()
 
     def check(self, params: SamplingParams) -> None:
-        """See `Backend.check`."""
         self._connector.check(params)
 
     async def generate(self, request: GenerateRequest, kv_mode: Mode | None = None) -> AsyncGenerator[TokenChunk, None]:

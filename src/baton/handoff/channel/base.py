@@ -23,7 +23,6 @@ class SystemClock:
     """The machine's own clock."""
 
     def monotonic(self) -> float:
-        """See `Clock`."""
         return time.monotonic()
 
 

@@ -328,7 +328,6 @@ class Sessions:
         return [session for session in self._all() if session.peer is not None and not session.peer.alive()]
 
     def sweep(self, used: list[Peer]) -> None:
-        """See `Connector.sweep`."""
         self._connector.sweep(used)
 
     def say_bye(self, reason: str, quiet: bool) -> None:

@@ -19,7 +19,6 @@ class WorkerThread:
         self._closing = False
 
     def start(self, job: Callable[[], None]) -> None:
-        """See `baton.handoff.channel.base.Worker`."""
         self._jobs.put(job)
         if self._thread.ident is None:
             self._thread.start()
