@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from baton.errors import ProtocolError
-from baton.kv.interval import Interval, Rules, pages_of
+from baton.kv.interval import Interval, Rules
 
 
 def test_interval_arithmetic() -> None:
@@ -28,21 +28,6 @@ def test_bad_intervals_are_refused_from_the_wire_too(start: int, stop: int) -> N
         Interval(start, stop)
     with pytest.raises(ProtocolError, match="not an interval"):
         msgspec.msgpack.decode(msgspec.msgpack.encode([start, stop]), type=Interval)
-
-
-@pytest.mark.parametrize(
-    ("interval", "page_size", "pages"),
-    [
-        ((0, 16), 16, (0, 1)),
-        ((0, 17), 16, (0, 2)),
-        ((15, 16), 16, (0, 1)),
-        ((16, 17), 16, (1, 2)),
-        ((16, 16), 16, (1, 1)),
-        ((6, 15), 7, (0, 3)),
-    ],
-)
-def test_pages_of(interval: tuple[int, int], page_size: int, pages: tuple[int, int]) -> None:
-    assert pages_of(Interval(*interval), page_size) == Interval(*pages)
 
 
 @pytest.mark.parametrize(

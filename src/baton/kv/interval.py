@@ -148,10 +148,3 @@ class Rules:
 def _check(n: int) -> None:
     if n < 1:
         raise ProtocolError(f"a prompt has at least one token, got n={n}")
-
-
-def pages_of(interval: Interval, page_size: int) -> Interval:
-    """The indices into a block table of the pages that hold `interval`; empty for an empty interval."""
-    if interval.empty:
-        return Interval(interval.start // page_size, interval.start // page_size)
-    return Interval(interval.start // page_size, -(-interval.stop // page_size))
