@@ -70,9 +70,10 @@ class GroupMemory:
         self.cells = [0] * (geometry.region_bytes // CELL_BYTES)
         self.num_pages = num_pages
         self.pages: dict[int, Page] = _Pages()
-        self._page_step = geometry.page_stride // CELL_BYTES
-        self._half_step = geometry.half_stride // CELL_BYTES
-        self._token_step = geometry.token_stride // CELL_BYTES
+        planes = geometry.planes
+        self._page_step = planes[0].page_stride // CELL_BYTES
+        self._half_step = (planes[-1].base - planes[0].base) // CELL_BYTES
+        self._token_step = planes[0].token_stride // CELL_BYTES
         self._free = list(range(1, num_pages))
         random.shuffle(self._free)
         self._evictable: OrderedDict[int, None] = OrderedDict()

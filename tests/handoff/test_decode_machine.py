@@ -233,7 +233,7 @@ def commit(round_: int = 0, seeds: bytes = GOOD_SEEDS, digests: dict[str, list[P
 
 
 def bad(group: str, piece: PieceDigest) -> BadPiece:
-    return BadPiece(group, piece.tokens, (0,))
+    return BadPiece(group, piece.tokens, ((0, "k"),))
 
 
 def guarded(mode: Literal["push", "pull"] = "push", max_retries: int = 2) -> DecodeHandoff:

@@ -24,6 +24,7 @@ from baton.handoff.protocol.events import BadPiece
 from baton.handoff.protocol.messages import AttemptKey, PieceDigest, Seeds
 from baton.kv.geometry import BLOCK_MAJOR_NHD, LAYER_MAJOR_HND, Axis, Geometry, GroupSpec
 from baton.kv.interval import Interval
+from tests.support.planes import with_planes
 
 KEY = AttemptKey(b"0" * 16, 0, "p", "d")
 LAYERS, HEADS, DIM, TOKENS = 3, 2, 4, 150
@@ -63,8 +64,9 @@ class Pool:
 
     def at(self, t: int, layer: int, half: int, head: int, e: int) -> np.ndarray:
         g = self.geometry
-        start = g.base + layer * g.layer_stride + self.pages[t // self.size] * g.page_stride + half * g.half_stride
-        start += (t % self.size) * g.token_stride + head * g.head_stride + e * g.element_stride
+        plane = g.planes[half]
+        start = plane.base + layer * plane.layer_stride + self.pages[t // self.size] * plane.page_stride
+        start += (t % self.size) * plane.token_stride + head * plane.head_stride + e * plane.element_stride
         return self.region[start : start + 2]
 
     def digests(self, start: int, stop: int, group: str = "target") -> list[PieceDigest]:
@@ -77,7 +79,7 @@ def test_layout_and_page_size_do_not_matter() -> None:
         found = one.digests(start, stop)
         assert found == other.digests(start, stop)
         assert [p.tokens for p in found] == list(pieces(Interval(start, stop)))
-        assert all(len(p.layers) == 8 * LAYERS for p in found)
+        assert all(len(p.hashes) == 2 * 8 * LAYERS for p in found)
     assert one.digests(5, 5) == []
 
 
@@ -87,7 +89,7 @@ def test_one_flipped_bit_is_named() -> None:
     assert mismatches(other.digester, other.ranks, digests, {"target": other.pages}) == []
     other.at(70, 1, 1, 0, 3)[1] ^= 4
     bad = mismatches(other.digester, other.ranks, digests, {"target": other.pages})
-    assert bad == [BadPiece("target", Interval(64, 128), (5,))]
+    assert bad == [BadPiece("target", Interval(64, 128), ((5, "v"),))]
     # A token that is in no interval may hold anything.
     other.at(1, 0, 0, 0, 0)[0] ^= 1
     assert mismatches(other.digester, other.ranks, digests, {"target": other.pages}) == bad
@@ -98,8 +100,29 @@ def test_equal_bytes_elsewhere_do_not_pass() -> None:
     one.region[:] = 0
     same = [one.digests(0, 16)[0], one.digests(16, 32)[0], one.digests(64, 80)[0]]
     same.append(Pool(16, group="draft").digests(0, 16, "draft")[0])
-    every = {digest.layers[i : i + 8] for digest in same for i in range(0, 8 * LAYERS, 8)}
-    assert len(every) == 4 * LAYERS
+    every = {digest.hashes[i : i + 8] for digest in same for i in range(0, 2 * 8 * LAYERS, 8)}
+    assert len(every) == 4 * 2 * LAYERS
+
+
+def test_the_order_of_layers_in_memory_does_not_matter() -> None:
+    one = Pool(16)
+    ranks = dict(one.ranks)
+    turned = msgspec.structs.replace(one.geometry, layer_ids=one.geometry.layer_ids[::-1])
+    ranks["target"] = RankGeometry(rank=0, geometry=turned)
+    found = MemoryDigester(ranks, [one.region]).digests("target", one.pages, Interval(0, 16))[0]
+    # What lies first has the higher id now, so that its digest, salted by that, is the last.
+    assert found.hashes != one.digests(0, 16)[0].hashes
+    other = Pool(16, group="target")
+    strides = {plane.name: plane.layer_stride for plane in one.geometry.planes}
+    for layer in range(LAYERS):
+        for plane in other.geometry.planes:
+            at, to = plane.base + layer * strides[plane.name], plane.base + (LAYERS - 1 - layer) * strides[plane.name]
+            rows = [page * plane.page_stride for page in one.pages]
+            size = plane.token_bytes * one.size
+            for row in rows:
+                other.region[to + row : to + row + size] = one.region[at + row : at + row + size]
+    found = MemoryDigester(ranks, [other.region]).digests("target", one.pages, Interval(0, 16))[0]
+    assert found == one.digests(0, 16)[0]
 
 
 def test_pages_that_do_not_exist_are_refused() -> None:
@@ -122,7 +145,7 @@ def test_pages_that_do_not_exist_are_refused() -> None:
         layer_ids=(0,),
     )
     geometry = Geometry.block_major(tiled, 4)
-    tile = msgspec.structs.replace(geometry, tile=32)
+    tile = with_planes(geometry, tile=32)
     with pytest.raises(ConfigError, match="tiles"):
         MemoryDigester({"target": RankGeometry(rank=0, geometry=tile)}, [np.zeros(10000, np.uint8)])
 

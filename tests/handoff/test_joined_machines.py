@@ -145,7 +145,7 @@ class World:
         """One check of digests comes to its end; what it says is of now."""
         action = self.checks.pop(self.random.randrange(len(self.checks)))
         bad = [
-            BadPiece(group, piece.tokens, (0,))
+            BadPiece(group, piece.tokens, ((0, "k"),))
             for group, pieces in action.digests.items()
             for piece in pieces
             if piece != self.digest(group, piece.tokens, action.pages[group], self.d_memory, self.d_size)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from baton.errors import ProtocolError
 from baton.handoff.plan.planner import RankGeometry
-from baton.handoff.protocol.fingerprint import compare, digest, geometry_fields
+from baton.handoff.protocol.fingerprint import compare, geometry_fields
 from baton.handoff.protocol.frames import DECODERS, MAX_FRAME, PROTOCOL_VERSION, Envelope, decode, encode, kind_of
 from baton.handoff.protocol.messages import (
     Ack,
@@ -152,7 +152,7 @@ def test_values_are_bounded() -> None:
         Confirm(KEY, SEEDS, seeds_digest=bytes(9)),
         Progress(KEY, {"target": [PieceDigest(Interval(3, (1 << 24) + 1), b"x" * 8)]}),
         Progress(KEY, {"target": [PieceDigest(Interval(3, 4), b"")]}),
-        Progress(KEY, {"target": [PieceDigest(Interval(3, 4), bytes(8 * 1025))]}),
+        Progress(KEY, {"target": [PieceDigest(Interval(3, 4), bytes(8 * 2049))]}),
         Ready(KEY, final={}, pages={}, digests={f"g{i}": [] for i in range(65)}),
     ]
     for message in bad:
@@ -194,6 +194,8 @@ def test_fingerprints_name_each_difference() -> None:
     text = str(error.value)
     assert "model: here 'a', peer 'absent'" in text
     assert "draft: here 'absent'" in text
-    assert "group.target.dtype: here 'bfloat16', peer 'float32'" in text
+    assert "group.target.k.dtype: here 'bfloat16', peer 'float32'" in text
     assert "layer_ids" not in text
-    assert digest(here) == digest(dict(reversed(here.items()))) != digest({**here, "model": "b"})
+    compare(here, dict(reversed(here.items())))
+    with pytest.raises(ProtocolError, match="model: here 'a', peer 'b'"):
+        compare(here, {**here, "model": "b"})

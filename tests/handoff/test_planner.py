@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -16,21 +15,25 @@ from baton.handoff.plan.planner import RankGeometry, plan, senders
 from baton.kv.geometry import (
     BLOCK_MAJOR_HND,
     BLOCK_MAJOR_NHD,
+    ITEMSIZE,
     LAYER_MAJOR_HND,
     LAYER_MAJOR_NHD,
     Axis,
     CopyList,
+    Cut,
     Geometry,
     GroupSpec,
+    Plane,
 )
-from baton.kv.interval import Interval
+from baton.kv.interval import ALL_LAYERS, Interval
+from tests.support.planes import with_planes
 
 ORDERS = [
     BLOCK_MAJOR_NHD,
     BLOCK_MAJOR_HND,
     LAYER_MAJOR_NHD,
     LAYER_MAJOR_HND,
-    ("layer", "page", "half", "element", "head", "token"),
+    ("layer", "page", "plane", "element", "head", "token"),
 ]
 
 
@@ -66,28 +69,33 @@ def ranks(*geometries: Geometry) -> list[RankGeometry]:
 
 
 def addresses(geometry: Geometry, table: list[int], tokens: range) -> dict[tuple[int, ...], int]:
-    """(layer id, half, token, head id, byte of the row) -> byte offset, straight from the definition."""
+    """(layer id, plane, token, head id, byte of the row) -> byte offset, straight from the definition."""
     out = {}
     for layer_index, layer in enumerate(geometry.layer_ids):
-        for half in range(geometry.num_halves):
+        for index, plane in enumerate(geometry.planes):
             for t in tokens:
-                for head in range(geometry.num_heads):
-                    for byte in range(geometry.head_dim * geometry.itemsize):
-                        element, rest = divmod(byte, geometry.itemsize)
-                        at = geometry.base + table[t // geometry.page_size] * geometry.page_stride
-                        at += layer_index * geometry.layer_stride + half * geometry.half_stride
-                        at += t % geometry.page_size * geometry.token_stride
-                        at += head * geometry.head_stride + element * geometry.element_stride + rest
-                        out[layer, half, t, geometry.first_head + head, byte] = at
+                for head in range(plane.num_heads):
+                    for byte in range(plane.head_dim * plane.itemsize):
+                        element, rest = divmod(byte, plane.itemsize)
+                        at = plane.base + table[t // geometry.page_size] * plane.page_stride
+                        at += layer_index * plane.layer_stride
+                        at += t % geometry.page_size * plane.token_stride
+                        at += head * plane.head_stride + element * plane.element_stride + rest
+                        out[layer, index, t, plane.first_head + head, byte] = at
     return out
 
 
 def check_against_oracle(
-    sources: list[RankGeometry], dest: RankGeometry, here: list[int], there: list[int], tokens: Interval
+    sources: list[RankGeometry],
+    dest: RankGeometry,
+    here: list[int],
+    there: list[int],
+    tokens: Interval,
+    layers: Interval = ALL_LAYERS,
 ) -> dict[int, CopyList]:
-    planned = plan(sources, dest, here, there, tokens)
+    planned = plan(sources, dest, here, there, tokens, layers)
     wanted = addresses(dest.geometry, there, range(tokens.start, tokens.stop))
-    of_dest = {offset: key for key, offset in wanted.items()}
+    of_dest = {offset: key for key, offset in wanted.items() if layers.start <= key[0] < layers.stop}
     have = {s.rank: addresses(s.geometry, here, range(tokens.start, tokens.stop)) for s in sources}
     written: dict[int, int] = {}
     for rank, copies in planned.items():
@@ -153,7 +161,7 @@ def cases(draw: st.DrawFn) -> Case:
             g = each.geometry
             size = make(
                 g.layer_ids,
-                (g.first_head, g.last_head),
+                (g.planes[0].first_head, g.planes[0].last_head),
                 order=order,
                 page_size=g.page_size,
                 kind=kind,
@@ -177,20 +185,20 @@ def test_every_wanted_byte_exactly_once(case: Case) -> None:
 def test_contiguous_pages_are_one_run() -> None:
     whole = ranks(make(pages=20))
     planned = plan(whole, whole[0], range(3, 11), range(8, 16), Interval(0, 32))
-    assert planned[0].nbytes.tolist() == [8 * whole[0].geometry.page_stride]
+    assert planned[0].nbytes.tolist() == [8 * whole[0].geometry.planes[0].page_stride]
 
 
 def test_runs_of_a_fragmented_plan_are_pages() -> None:
     whole = ranks(make(pages=40))
     planned = plan(whole, whole[0], range(1, 39, 2), range(1, 20), Interval(0, 76))
-    assert planned[0].nbytes.tolist() == [whole[0].geometry.page_stride] * 19
+    assert planned[0].nbytes.tolist() == [whole[0].geometry.planes[0].page_stride] * 19
 
 
 def test_a_prefix_hit_in_the_middle_of_a_page_and_a_lookahead_page() -> None:
     # 8 tokens fill two pages exactly; the allocator's third page is lookahead and must stay untouched.
     whole = ranks(make(), make())[:1]
     planned = check_against_oracle(whole, whole[0], [5, 6, 7], [9, 2, 4], Interval(3, 8))
-    page = whole[0].geometry.page_stride
+    page = whole[0].geometry.planes[0].page_stride
     assert {int(at) // page for at in planned[0].dest_offset} == {9, 2}
 
 
@@ -234,7 +242,7 @@ def test_layers_in_another_order() -> None:
 
 def tiled(**options: Any) -> Geometry:
     geometry = make(page_size=8, order=BLOCK_MAJOR_HND, **options)
-    return msgspec.structs.replace(geometry, tile=4).check()
+    return with_planes(geometry, tile=4).check()
 
 
 def test_tiles_are_copied_whole() -> None:
@@ -253,7 +261,7 @@ def test_a_state_slot_moves_whole() -> None:
         return make(heads=(0, 1), kind="state", page_size=1, head_dim=40, pages=pages)
 
     planned = plan(ranks(state(5)), ranks(state(9))[0], [4], [7], Interval(0, 1))
-    stride = state(5).page_stride
+    stride = state(5).planes[0].page_stride
     assert planned[0].source_offset.tolist() == [4 * stride]
     assert planned[0].dest_offset.tolist() == [7 * stride]
     assert planned[0].nbytes.tolist() == [stride]
@@ -298,7 +306,7 @@ def test_pages_outside_the_interval_may_be_null() -> None:
 def test_incompatible_layouts_are_named() -> None:
     with pytest.raises(IncompatiblePeerError, match="head_dim: here 2, peer 4") as caught:
         senders(ranks(make()), RankGeometry(rank=0, geometry=make(head_dim=4)))
-    assert set(caught.value.fields) == {"head_dim"}
+    assert set(caught.value.fields) == {"k.head_dim", "v.head_dim"}
     with pytest.raises(IncompatiblePeerError, match="tile"):
         senders(ranks(tiled()), RankGeometry(rank=0, geometry=make(page_size=8)))
 
@@ -316,6 +324,111 @@ def test_incompatible_layouts_are_named() -> None:
 def test_bad_topologies_are_refused(sources: list[RankGeometry], message: str) -> None:
     with pytest.raises(ProtocolError, match=message):
         senders(sources, RankGeometry(rank=0, geometry=make()))
+
+
+@dataclass(slots=True)
+class Part:
+    """A plane of many shapes: all heads of the model, how they are cut, and what one has."""
+
+    name: str
+    dtype: str
+    cut: Cut
+    num_heads: int
+    head_dim: int
+
+
+def ranks_of_planes(
+    parts: list[Part], tp: int, pages: int, page_size: int, layers: tuple[int, ...], page_first: bool
+) -> list[RankGeometry]:
+    """Each plane has its share of the heads on each rank. Planes lie one behind the other: in a page, or in a layer."""
+    out = []
+    for rank in range(tp):
+        planes, at = [], 4
+        share = [part.num_heads if part.cut == "whole" else part.num_heads // tp for part in parts]
+        row = [n * part.head_dim * ITEMSIZE[part.dtype] for n, part in zip(share, parts, strict=True)]
+        for part, heads, width in zip(parts, share, row, strict=True):
+            size = ITEMSIZE[part.dtype]
+            page = sum(row) * page_size if page_first else width * page_size
+            planes.append(
+                Plane(
+                    name=part.name,
+                    dtype=part.dtype,
+                    cut=part.cut,
+                    num_heads=heads,
+                    head_dim=part.head_dim,
+                    layer_stride=page * pages if page_first else sum(row) * page_size * pages,
+                    page_stride=page,
+                    token_stride=width,
+                    head_stride=part.head_dim * size,
+                    element_stride=size,
+                    first_head=0 if part.cut == "whole" else rank * heads,
+                    base=at,
+                )
+            )
+            at += width * page_size * (1 if page_first else pages)
+        geometry = Geometry(
+            group="g",
+            region=0,
+            region_bytes=4 + sum(row) * page_size * pages * len(layers),
+            num_pages=pages,
+            page_size=page_size,
+            layer_ids=layers,
+            planes=tuple(planes),
+        ).check()
+        out.append(RankGeometry(rank=rank, geometry=geometry))
+    return out
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(st.data())
+def test_planes_of_any_shapes_each_wanted_byte_exactly_once(data: st.DataObject) -> None:
+    parts = [
+        Part(
+            name=f"plane{index}",
+            dtype=data.draw(st.sampled_from(["uint8", "bfloat16", "float32"])),
+            cut=data.draw(st.sampled_from(["heads", "channels", "whole"])),
+            num_heads=data.draw(st.sampled_from([4, 8])),
+            head_dim=data.draw(st.integers(1, 3)),
+        )
+        for index in range(data.draw(st.integers(1, 3)))
+    ]
+    layers = tuple(data.draw(st.permutations(range(data.draw(st.integers(1, 3))))))
+    sides = [
+        ranks_of_planes(
+            parts,
+            data.draw(st.sampled_from([1, 2, 4])),
+            12,
+            data.draw(st.integers(1, 4)),
+            layers,
+            data.draw(st.booleans()),
+        )
+        for _ in range(2)
+    ]
+    start = data.draw(st.integers(0, 5))
+    tokens = Interval(start, start + data.draw(st.integers(1, 5)))
+    here, there = (
+        data.draw(st.permutations(range(1, 12)))[: -(-tokens.stop // side[0].geometry.page_size)] for side in sides
+    )
+    first = data.draw(st.integers(0, 3))
+    for layer_range in (ALL_LAYERS, Interval(first, first + 1)):
+        for dest in sides[1]:
+            check_against_oracle(sides[0], dest, here, there, tokens, layer_range)
+
+
+def test_a_latent_and_its_rope_key_come_from_one_rank_and_heads_from_all() -> None:
+    parts = [Part("latent", "bfloat16", "whole", 4, 2), Part("k", "bfloat16", "heads", 4, 2)]
+    sources = ranks_of_planes(parts, 4, 6, 2, (0, 1), page_first=True)
+    dest = ranks_of_planes(parts, 1, 6, 2, (0, 1), page_first=True)[0]
+    planned = check_against_oracle(sources, dest, [3, 1], [2, 5], Interval(0, 4))
+    assert tuple(planned) == (0, 1, 2, 3)
+    assert [copies.total for copies in planned.values()] == [160, 32, 32, 32]
+
+
+def test_a_layer_range_moves_those_layers_alone() -> None:
+    whole = ranks(make((5, 3, 4)))
+    for layers in (Interval(3, 5), Interval(5, 6), Interval(4, 5)):
+        check_against_oracle(whole, RankGeometry(rank=0, geometry=make((3, 4, 5))), [3], [7], Interval(1, 3), layers)
+    assert plan(whole, whole[0], [3], [7], Interval(1, 3), Interval(6, 9)) == {}
 
 
 def test_a_hostile_interval_sizes_nothing() -> None:

@@ -19,7 +19,9 @@ from baton.kv.geometry import (
     CopyList,
     Geometry,
     GroupSpec,
+    Plane,
 )
+from tests.support.planes import with_planes
 
 
 def make_spec(**changes: Any) -> GroupSpec:
@@ -41,41 +43,44 @@ def make_spec(**changes: Any) -> GroupSpec:
 def test_block_major_is_the_pool_tensor() -> None:
     geometry = Geometry.block_major(make_spec(), 7)
     pool = np.zeros((7, 3, 2, 5, 2, 4), dtype=np.uint16)
+    keys, values = geometry.planes
     strides = (
-        geometry.page_stride,
-        geometry.layer_stride,
-        geometry.half_stride,
-        geometry.token_stride,
-        geometry.head_stride,
-        geometry.element_stride,
+        keys.page_stride,
+        keys.layer_stride,
+        values.base - keys.base,
+        keys.token_stride,
+        keys.head_stride,
+        keys.element_stride,
     )
     assert strides == pool.strides
+    assert msgspec.structs.replace(values, name="k", base=keys.base) == keys
     assert geometry.region_bytes == pool.nbytes == 7 * make_spec().page_bytes
-    assert (geometry.first_head, geometry.last_head, geometry.layer_ids) == (0, 2, (0, 1, 2))
+    assert (keys.first_head, keys.last_head, geometry.layer_ids) == (0, 2, (0, 1, 2))
 
 
 @pytest.mark.parametrize("order", [BLOCK_MAJOR_NHD, BLOCK_MAJOR_HND, LAYER_MAJOR_NHD, LAYER_MAJOR_HND])
 def test_every_order_addresses_every_element_once(order: tuple[Axis, ...]) -> None:
     geometry = Geometry.from_order(make_spec(), 3, order, base=8)
-    counts = {
-        "layer": (3, geometry.layer_stride),
-        "page": (3, geometry.page_stride),
-        "half": (2, geometry.half_stride),
-        "token": (5, geometry.token_stride),
-        "head": (2, geometry.head_stride),
-        "element": (4, geometry.element_stride),
-    }
-    steps = [range(0, count * stride, stride) for count, stride in counts.values()]
-    offsets = sorted(8 + sum(combination) for combination in itertools.product(*steps))
-    assert offsets == list(range(8, geometry.region_bytes, 2))
+    offsets = []
+    for plane in geometry.planes:
+        counts = {
+            "layer": (3, plane.layer_stride),
+            "page": (3, plane.page_stride),
+            "token": (5, plane.token_stride),
+            "head": (2, plane.head_stride),
+            "element": (4, plane.element_stride),
+        }
+        steps = [range(0, count * stride, stride) for count, stride in counts.values()]
+        offsets += [plane.base + sum(combination) for combination in itertools.product(*steps)]
+    assert sorted(offsets) == list(range(8, geometry.region_bytes, 2))
 
 
 def test_one_latent_and_one_state_per_layer() -> None:
     latent = make_spec(kind="mla", num_kv_heads=1, head_dim=576)
-    assert Geometry.block_major(latent, 2).num_halves == 1
+    assert [plane.name for plane in Geometry.block_major(latent, 2).planes] == ["latent"]
     assert latent.page_bytes == 3 * 5 * 576 * 2
     state = make_spec(kind="state", page_size=1, num_kv_heads=1, head_dim=100, dtype="float32")
-    assert Geometry.block_major(state, 2).page_stride == 3 * 100 * 4
+    assert Geometry.block_major(state, 2).planes[0].page_stride == 3 * 100 * 4
 
 
 @pytest.mark.parametrize(
@@ -101,11 +106,19 @@ def test_bad_specs_are_refused(changes: dict[str, Any]) -> None:
         make_spec(**changes)
 
 
+def changed(geometry: Geometry, **changes: Any) -> Geometry:
+    """`geometry` with other fields, which are its own or those of its planes."""
+    of_planes = {name: value for name, value in changes.items() if name in Plane.__struct_fields__}
+    return msgspec.structs.replace(
+        with_planes(geometry, **of_planes), **{name: value for name, value in changes.items() if name not in of_planes}
+    )
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"num_pages": 8}, "outside the region"),
-        ({"base": 2}, "outside the region"),
+        ({"base": 842}, "outside the region"),
         ({"region_bytes": 0}, "region_bytes"),
         ({"region_bytes": 1 << 62}, "region_bytes"),
         ({"page_stride": 2**80}, "outside the region"),
@@ -115,7 +128,11 @@ def test_bad_specs_are_refused(changes: dict[str, Any]) -> None:
         ({"element_stride": 1}, "overlap"),
         ({"region": -1}, "negative"),
         ({"first_head": -1}, "negative"),
-        ({"num_halves": 3}, "num_halves"),
+        ({"planes": ()}, "1 to 16 planes"),
+        ({"planes": Geometry.block_major(make_spec(), 7).planes * 9}, "1 to 16 planes"),
+        ({"name": "k"}, "names of planes"),
+        ({"cut": "whole", "first_head": 1}, "begins with head 0"),
+        ({"base": 0}, "overlap"),
         ({"num_heads": 1 << 40, "region_bytes": 1 << 60}, "a count is above"),
         ({"page_size": 1 << 40, "region_bytes": 1 << 60}, "a count is above"),
         ({"head_dim": 1 << 40, "element_stride": 4, "region_bytes": 1 << 60}, "a count is above"),
@@ -124,19 +141,19 @@ def test_bad_specs_are_refused(changes: dict[str, Any]) -> None:
         ({"tile": 2}, "multiple of tile"),
         ({"tile": 5, "token_stride": 2}, "overlap"),
         ({"dtype": "object"}, "dtype"),
-        ({"layer_ids": (0, 1)}, "layer_ids"),
+        ({"layer_ids": ()}, "at least 1"),
         ({"layer_ids": (0, 0, 1)}, "layer_ids"),
     ],
 )
 def test_check_refuses_what_is_not_memory(changes: dict[str, Any], message: str) -> None:
     geometry = Geometry.block_major(make_spec(), 7)
     with pytest.raises(ProtocolError, match=message):
-        msgspec.structs.replace(geometry, **changes).check()
+        changed(geometry, **changes).check()
 
 
 def test_strides_of_axes_with_one_entry_do_not_matter() -> None:
     geometry = Geometry.block_major(make_spec(num_layers=1, layer_ids=(9,)), 7)
-    msgspec.structs.replace(geometry, layer_stride=0).check()
+    with_planes(geometry, layer_stride=0).check()
 
 
 def test_geometry_crosses_the_wire() -> None:
@@ -149,3 +166,55 @@ def test_copy_list_counts() -> None:
     offsets = np.array([0, 8], dtype=np.int64)
     copies = CopyList(0, 1, offsets, offsets, np.array([3, 4], dtype=np.int64))
     assert (len(copies), copies.total) == (2, 7)
+
+
+def plane(name: str, base: int, **changes: Any) -> Plane:
+    """Four heads of two 16-bit elements, in pages of 256 bytes of which each plane has a part."""
+    values: dict[str, Any] = {
+        "name": name,
+        "dtype": "bfloat16",
+        "cut": "channels",
+        "num_heads": 4,
+        "head_dim": 2,
+        "layer_stride": 1024,
+        "page_stride": 256,
+        "token_stride": 16,
+        "head_stride": 4,
+        "element_stride": 2,
+        "base": base,
+    }
+    return Plane(**{**values, **changes})
+
+
+def of(*planes: Plane, page_size: int = 4) -> Geometry:
+    return Geometry(
+        group="target",
+        region=0,
+        region_bytes=4096,
+        num_pages=4,
+        page_size=page_size,
+        layer_ids=(0, 1),
+        planes=planes,
+    )
+
+
+def test_planes_of_other_shapes_share_a_page() -> None:
+    of(plane("latent", 0, token_stride=20), plane("rope", 16, token_stride=20, num_heads=1, head_dim=2)).check()
+    of(plane("conv", 0), plane("ssm", 64, dtype="float32", head_stride=8, element_stride=4, token_stride=48)).check()
+    apart: dict[str, Any] = {"head_stride": 8, "token_stride": 32, "element_stride": 4}
+    of(plane("x", 2, **apart), plane("y", 0, **apart)).check()
+
+
+@pytest.mark.parametrize(
+    "planes",
+    [
+        (plane("a", 0), plane("b", 60)),
+        (plane("a", 0), plane("b", 200)),
+        (plane("a", 0, token_stride=20), plane("b", 16, token_stride=20, num_heads=1, head_dim=3)),
+        (plane("a", 0), plane("b", 64, page_stride=200)),
+        (plane("a", 0), plane("b", 1, page_stride=256)),
+    ],
+)
+def test_planes_that_share_bytes_are_refused(planes: tuple[Plane, ...]) -> None:
+    with pytest.raises(ProtocolError, match="overlap"):
+        of(*planes).check()

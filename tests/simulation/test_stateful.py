@@ -172,7 +172,7 @@ class Handoff(RuleBasedStateMachine):
     def check(self) -> None:
         action = self.checks.pop(0)
         bad = [
-            ev.BadPiece(group, piece.tokens, (0,))
+            ev.BadPiece(group, piece.tokens, ((0, "k"),))
             for group, pieces in action.digests.items()
             for piece in pieces
             if digest(group, piece.tokens, self.held(group, piece)) != piece

@@ -1,20 +1,22 @@
 """How the KV bytes of one group lie in memory on one rank, and the lists of byte runs that copies are made
 of.
 
-A `Geometry` is six axes with byte strides (layer, page, K/V half, token, head, element) over one registered
-region. Block-major, layer-major, NHD, HND, head shards and pipeline stages differ only in their strides,
-counts and identities, so that one planner serves them all. A group spread over several regions (say one
-tensor per layer) is several geometries with disjoint `layer_ids`, planned one by one.
+A `Geometry` is a list of planes (K, V, a latent, a part of a state) over one registered region, and a plane is five
+axes with byte strides (layer, page, token, head, element). Block-major, layer-major, NHD, HND, head shards and
+pipeline stages differ only in their strides, counts and identities, so that one planner serves them all. A group
+spread over several regions (say one tensor per layer) is several geometries with disjoint `layer_ids`, planned one by
+one.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 import numpy as np
+from msgspec import Meta
 from numpy.typing import NDArray
 
 from baton.errors import ProtocolError
@@ -22,12 +24,22 @@ from baton.kv.interval import Kind, Rules
 
 Int64Array = NDArray[np.int64]
 Owner = Literal["target", "draft"]
-Axis = Literal["layer", "page", "half", "token", "head", "element"]
+Cut = Literal["heads", "channels", "whole"]
+Axis = Literal["layer", "page", "plane", "token", "head", "element"]
 
-BLOCK_MAJOR_NHD: tuple[Axis, ...] = ("page", "layer", "half", "token", "head", "element")
-BLOCK_MAJOR_HND: tuple[Axis, ...] = ("page", "layer", "half", "head", "token", "element")
-LAYER_MAJOR_NHD: tuple[Axis, ...] = ("layer", "half", "page", "token", "head", "element")
-LAYER_MAJOR_HND: tuple[Axis, ...] = ("layer", "half", "page", "head", "token", "element")
+BLOCK_MAJOR_NHD: tuple[Axis, ...] = ("page", "layer", "plane", "token", "head", "element")
+BLOCK_MAJOR_HND: tuple[Axis, ...] = ("page", "layer", "plane", "head", "token", "element")
+LAYER_MAJOR_NHD: tuple[Axis, ...] = ("layer", "plane", "page", "token", "head", "element")
+LAYER_MAJOR_HND: tuple[Axis, ...] = ("layer", "plane", "page", "head", "token", "element")
+
+# What a dense page keeps per layer, by kind.
+PLANES: dict[Kind, tuple[str, ...]] = {
+    "full": ("k", "v"),
+    "sliding_window": ("k", "v"),
+    "mla": ("latent",),
+    "state": ("state",),
+}
+MAX_PLANES = 16
 
 NULL_PAGE = 0
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "uint8": 1}
@@ -80,11 +92,6 @@ class GroupSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return Rules(self.kind, self.module, self.window)
 
     @property
-    def num_halves(self) -> int:
-        """2 where K and V are stored apart, 1 where a page holds one latent or state per layer."""
-        return 1 if self.kind in ("mla", "state") else 2
-
-    @property
     def itemsize(self) -> int:
         """Bytes of one element."""
         return ITEMSIZE[self.dtype]
@@ -92,45 +99,38 @@ class GroupSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     @property
     def page_bytes(self) -> int:
         """Bytes of one page over all its layers."""
-        per_token = self.num_layers * self.num_halves * self.num_kv_heads * self.head_dim
+        per_token = self.num_layers * len(PLANES[self.kind]) * self.num_kv_heads * self.head_dim
         return per_token * self.page_size * self.itemsize
 
 
-class Geometry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where every element of one group lies in one region. Strides and `base` are in bytes.
+class Plane(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One kind of thing that a group keeps per token, or per slot of a state. Strides and `base` are in bytes.
 
-    Element (layer, page, half, token, head, e) is at `base` + the sum of index times stride. `first_head` is
-    the model's id of the first head held here, `layer_ids` the model's ids of the layers, in storage order.
+    Element (layer, page, token, head, e) is at `base` + the sum of index times stride. `cut` is the axis along which
+    ranks share it: `heads`, `channels` (a head is then one channel), or `whole`, where every rank holds all of it.
+    `first_head` is the model's number of the first head held here.
 
-    `tile` > 1 says that the elements of `tile` successive tokens of one head are stored as one opaque
-    contiguous block (as CPU attention kernels do); `token_stride` is then a tile's distance divided by
-    `tile`.
+    `tile` > 1 says that the elements of `tile` successive tokens of one head are stored as one opaque contiguous block
+    (as CPU attention kernels do); `token_stride` is then a tile's distance divided by `tile`.
     """
 
-    group: str
-    region: int
-    region_bytes: int
-    num_pages: int
-    page_size: int
-    num_layers: int
-    num_halves: int
+    name: Annotated[str, Meta(min_length=1, max_length=32, pattern=r"^[ -~]*\Z")]
+    dtype: str
+    cut: Cut
     num_heads: int
     head_dim: int
-    dtype: str
     layer_stride: int
     page_stride: int
-    half_stride: int
     token_stride: int
     head_stride: int
     element_stride: int
-    first_head: int
-    layer_ids: tuple[int, ...]
+    first_head: int = 0
     base: int = 0
     tile: int = 1
 
     @property
     def last_head(self) -> int:
-        """One past the model's id of the last head held here."""
+        """One past the model's number of the last head held here."""
         return self.first_head + self.num_heads
 
     @property
@@ -138,51 +138,106 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """Bytes of one element."""
         return ITEMSIZE[self.dtype]
 
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token in one layer."""
+        return self.num_heads * self.head_dim * self.itemsize
+
+
+class Geometry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where every element of one group lies in one region: its planes, which share pages and layers.
+
+    `layer_ids` are the model's ids of the layers, in storage order.
+    """
+
+    group: str
+    region: int
+    region_bytes: int
+    num_pages: int
+    page_size: int
+    layer_ids: tuple[int, ...]
+    planes: Annotated[tuple[Plane, ...], Meta(max_length=MAX_PLANES)]
+
+    @property
+    def num_layers(self) -> int:
+        """Layers held here."""
+        return len(self.layer_ids)
+
+    @property
+    def tile(self) -> int:
+        """Tokens that move together in every plane."""
+        return math.lcm(*(plane.tile for plane in self.planes))
+
     def check(self) -> Geometry:
         """Return self when all elements lie in the region and none overlap, else raise `ProtocolError`."""
-
-        def need(ok: bool, what: str) -> None:
-            if not ok:
-                raise ProtocolError(f"geometry of group {self.group!r}: {what}")
-
-        counts = (
-            self.num_pages,
-            self.page_size,
-            self.num_layers,
-            self.num_halves,
-            self.num_heads,
-            self.head_dim,
-        )
-        need(min(counts) >= 1 and self.tile >= 1, "every count must be at least 1")
-        need(self.num_halves <= 2, "num_halves must be 1 or 2")
-        # Planning sizes arrays by these, and they may be a peer's.
-        sparse = self.head_dim if self.element_stride != ITEMSIZE.get(self.dtype) else 1
-        most = max(self.num_layers, self.num_heads, self.page_size, sparse)
-        need(most <= _MAX_COUNT, f"a count is above {_MAX_COUNT}")
-        need(self.dtype in ITEMSIZE, f"unknown dtype {self.dtype!r}")
-        need(self.page_size % self.tile == 0, "page_size must be a multiple of tile")
-        need(self.region >= 0 and self.base >= 0 and self.first_head >= 0, "indices must not be negative")
-        need(len(self.layer_ids) == self.num_layers, "layer_ids must have num_layers entries")
+        need = self._need
+        need(1 <= len(self.planes) <= MAX_PLANES, f"there must be 1 to {MAX_PLANES} planes")
+        need(len({plane.name for plane in self.planes}) == len(self.planes), "names of planes must differ")
+        # Planning sizes arrays by these counts, and they may be a peer's.
+        need(min(self.num_layers, self.num_pages, self.page_size) >= 1, "every count must be at least 1")
+        need(max(self.num_layers, self.page_size) <= _MAX_COUNT, f"a count is above {_MAX_COUNT}")
+        need(self.region >= 0, "indices must not be negative")
         need(len(set(self.layer_ids)) == self.num_layers, "layer_ids must differ")
         need(0 < self.region_bytes <= _MAX_BYTES, "region_bytes out of range")
-        axes = [
-            (self.layer_stride, self.num_layers),
-            (self.page_stride, self.num_pages),
-            (self.half_stride, self.num_halves),
-            (self.token_stride * self.tile, self.page_size // self.tile),
-            (self.head_stride, self.num_heads),
-        ]
-        extent = self.itemsize
-        if self.tile > 1:
-            extent *= self.tile * self.head_dim
-        else:
-            axes.append((self.element_stride, self.head_dim))
-        # Nested axes: each must step over everything inside it. An axis of one entry never steps.
-        for stride, count in sorted(axis for axis in axes if axis[1] > 1):
+        for plane in self.planes:
+            self._check_plane(plane)
+        for index, plane in enumerate(self.planes):
+            for other in self.planes[:index]:
+                need(self._apart(plane, other), f"planes {other.name!r} and {plane.name!r} overlap")
+        return self
+
+    def _need(self, ok: bool, what: str) -> None:
+        if not ok:
+            raise ProtocolError(f"geometry of group {self.group!r}: {what}")
+
+    def _check_plane(self, plane: Plane) -> None:
+        need = self._need
+        need(plane.dtype in ITEMSIZE, f"unknown dtype {plane.dtype!r}")
+        need(min(plane.num_heads, plane.head_dim, plane.tile) >= 1, "every count must be at least 1")
+        sparse = plane.head_dim if plane.element_stride != plane.itemsize else 1
+        need(max(plane.num_heads, sparse) <= _MAX_COUNT, f"a count is above {_MAX_COUNT}")
+        need(self.page_size % plane.tile == 0, "page_size must be a multiple of tile")
+        need(plane.base >= 0 and plane.first_head >= 0, "indices must not be negative")
+        need(plane.cut != "whole" or plane.first_head == 0, "a plane that is not cut begins with head 0")
+        extent, axes = self._axes(plane)
+        # Nested axes: each must step over everything inside it.
+        for stride, count in sorted(axes):
             need(stride >= extent, "strides let elements overlap")
             extent += stride * (count - 1)
-        need(self.base + extent <= self.region_bytes, "elements lie outside the region")
-        return self
+        need(plane.base + extent <= self.region_bytes, "elements lie outside the region")
+
+    def _axes(self, plane: Plane) -> tuple[int, list[tuple[int, int]]]:
+        """Bytes of the smallest piece, and (stride, count) of every axis that steps over such pieces."""
+        axes = [
+            (plane.layer_stride, self.num_layers),
+            (plane.page_stride, self.num_pages),
+            (plane.token_stride * plane.tile, self.page_size // plane.tile),
+            (plane.head_stride, plane.num_heads),
+        ]
+        piece = plane.itemsize
+        if plane.tile > 1:
+            piece *= plane.tile * plane.head_dim
+        else:
+            axes.append((plane.element_stride, plane.head_dim))
+        return piece, [axis for axis in axes if axis[1] > 1]
+
+    def _apart(self, one: Plane, other: Plane) -> bool:
+        """Whether no byte is in both: inside some outer axes that they share, one lies wholly before the other."""
+        low, high = sorted((one, other), key=lambda plane: plane.base)
+        low_piece, low_axes = self._axes(low)
+        high_piece, high_axes = self._axes(high)
+        low_axes.sort(reverse=True)
+        high_axes.sort(reverse=True)
+        distance = high.base - low.base
+        for shared in range(min(len(low_axes), len(high_axes)) + 1):
+            if low_axes[:shared] != high_axes[:shared]:
+                return False
+            room = low_axes[shared - 1][0] if shared else _MAX_BYTES
+            low_end = _extent(low_piece, low_axes[shared:])
+            high_end = distance + _extent(high_piece, high_axes[shared:])
+            if low_end <= distance and high_end <= room:
+                return True
+        return False
 
     @classmethod
     def from_order(
@@ -195,45 +250,55 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         first_head: int = 0,
         base: int = 0,
     ) -> Geometry:
-        """A dense geometry whose axes are nested in `order`, outermost first."""
+        """A dense geometry whose axes are nested in `order`, outermost first. Its planes are of one shape."""
         if sorted(order) != sorted(BLOCK_MAJOR_NHD):
             raise ProtocolError(f"axis order must be a permutation of {BLOCK_MAJOR_NHD}, got {order}")
+        names = PLANES[spec.kind]
         counts: dict[Axis, int] = {
             "layer": spec.num_layers,
             "page": num_pages,
-            "half": spec.num_halves,
+            "plane": len(names),
             "token": spec.page_size,
             "head": spec.num_kv_heads,
             "element": spec.head_dim,
         }
         sizes = [counts[axis] for axis in order]
         stride = {axis: math.prod(sizes[i + 1 :]) * spec.itemsize for i, axis in enumerate(order)}
+        planes = tuple(
+            Plane(
+                name=name,
+                dtype=spec.dtype,
+                cut="heads" if spec.kind in ("full", "sliding_window") else "whole",
+                num_heads=spec.num_kv_heads,
+                head_dim=spec.head_dim,
+                layer_stride=stride["layer"],
+                page_stride=stride["page"],
+                token_stride=stride["token"],
+                head_stride=stride["head"],
+                element_stride=stride["element"],
+                first_head=first_head,
+                base=base + index * stride["plane"],
+            )
+            for index, name in enumerate(names)
+        )
         return cls(
             group=spec.name,
             region=region,
             region_bytes=base + spec.page_bytes * num_pages,
             num_pages=num_pages,
             page_size=spec.page_size,
-            num_layers=spec.num_layers,
-            num_halves=spec.num_halves,
-            num_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            dtype=spec.dtype,
-            layer_stride=stride["layer"],
-            page_stride=stride["page"],
-            half_stride=stride["half"],
-            token_stride=stride["token"],
-            head_stride=stride["head"],
-            element_stride=stride["element"],
-            first_head=first_head,
             layer_ids=spec.layer_ids,
-            base=base,
+            planes=planes,
         ).check()
 
     @classmethod
     def block_major(cls, spec: GroupSpec, num_pages: int, *, region: int = 0, first_head: int = 0) -> Geometry:
-        """Baton's own pool: `[num_pages, num_layers, 2, page_size, num_kv_heads, head_dim]`, one region."""
+        """Baton's own pool: `[num_pages, num_layers, planes, page_size, num_kv_heads, head_dim]`, one region."""
         return cls.from_order(spec, num_pages, BLOCK_MAJOR_NHD, region=region, first_head=first_head)
+
+
+def _extent(piece: int, axes: list[tuple[int, int]]) -> int:
+    return piece + sum(stride * (count - 1) for stride, count in axes)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -72,6 +72,9 @@ class Interval(msgspec.Struct, frozen=True, array_like=True, order=True):
         return Interval(self.start // multiple * multiple, -(-self.stop // multiple) * multiple)
 
 
+ALL_LAYERS = Interval(0, MAX_TOKENS)
+
+
 @dataclass(frozen=True, slots=True)
 class Rules:
     """The table's entry for one group. `window` in tokens: the query at position i sees keys j > i - window.

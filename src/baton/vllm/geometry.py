@@ -3,8 +3,7 @@
 vLLM gives one view `[blocks, heads, tokens, elements]` per layer. On GPUs the attention kernels choose its strides, and
 a (head, token) entry holds K and then V. On CPUs a (block, head) page holds K by dimension and then V by token. With
 granularity "page" such a page is one opaque tile: there are few runs, and both engines must have one block size. With
-"token" K and V are groups of their own in which every token has an address: block sizes may differ, and digests can be
-taken.
+"token" every token of K and of V has an address: block sizes may differ, and digests can be taken.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from baton.errors import ConfigError
 from baton.handoff.plan.topology import RankGeometry
-from baton.kv.geometry import Geometry
+from baton.kv.geometry import Geometry, Plane
 from baton.transports.base import DeviceMemory, Region
 from baton.vllm.groups import LayerGroup
 
@@ -72,11 +71,10 @@ def describe(
             )
             tensors, kernel = [tensor for _, tensor, _ in run], run[0][2]
             region = order[tensors[0].untyped_storage().data_ptr()]
-            for geometry in _geometries(part, tensors, kernel, granularity, region):
-                out.groups.append(replace(part, name=geometry.group))
-                out.geometries[geometry.group] = RankGeometry(rank=rank, geometry=geometry.check())
-                pages = 1 if group.kind == "state" else group.block_size // geometry.page_size
-                out.blocks_per_page[geometry.group] = pages
+            geometry = _geometry(part, tensors, kernel, granularity, region).check()
+            out.groups.append(part)
+            out.geometries[part.name] = RankGeometry(rank=rank, geometry=geometry)
+            out.blocks_per_page[part.name] = 1 if group.kind == "state" else group.block_size // geometry.page_size
     return out
 
 
@@ -114,9 +112,9 @@ def _continues(run: _Run, tensor: Tensor, kernel: KernelLayout) -> bool:
     return step > 0 and (len(run) == 1 or step == run[1][1].data_ptr() - first.data_ptr())
 
 
-def _geometries(
+def _geometry(
     group: LayerGroup, tensors: Sequence[Tensor], kernel: KernelLayout, granularity: Granularity, region: int
-) -> list[Geometry]:
+) -> Geometry:
     first = tensors[0]
     blocks, heads, tokens, width = first.shape
     size = first.element_size()
@@ -127,40 +125,39 @@ def _geometries(
         raise ConfigError("kv_cache", f"group {group.name!r}: a (block, head) page is not one piece of K and V")
     if both:
         width //= 2
+    if granularity == "token" and kernel == "unknown":
+        raise ConfigError("granularity", f"group {group.name!r}: only whole pages of its kernel are known")
     storage = first.untyped_storage()
-    whole = Geometry(
+    whole = Plane(
+        name={"mla": "latent", "state": "state"}.get(group.kind, "kv"),
+        dtype=_dtype(first.dtype),
+        cut="whole" if group.kind in ("mla", "state") else "heads",
+        num_heads=heads,
+        head_dim=width,
+        layer_stride=tensors[1].data_ptr() - first.data_ptr() if len(tensors) > 1 else page * blocks,
+        page_stride=page,
+        token_stride=width * size if both else token,
+        head_stride=head,
+        element_stride=element,
+        base=first.data_ptr() - storage.data_ptr(),
+        tile=1 if kernel == "tokens" else tokens,
+    )
+    planes = [whole]
+    if both:
+        change = msgspec.structs.replace
+        planes = [change(whole, name="k"), change(whole, name="v", base=whole.base + tokens * width * size)]
+        if granularity == "token":
+            keys = change(planes[0], tile=1, token_stride=size, element_stride=tokens * size)
+            planes = [keys, change(planes[1], tile=1)]
+    return Geometry(
         group=group.name,
         region=region,
         region_bytes=storage.nbytes(),
         num_pages=blocks,
         page_size=tokens,
-        num_layers=len(tensors),
-        num_halves=2 if both else 1,
-        num_heads=heads,
-        head_dim=width,
-        dtype=_dtype(first.dtype),
-        layer_stride=tensors[1].data_ptr() - first.data_ptr() if len(tensors) > 1 else page * blocks,
-        page_stride=page,
-        half_stride=tokens * width * size,
-        token_stride=width * size if both else token,
-        head_stride=head,
-        element_stride=element,
-        first_head=0,
         layer_ids=group.layer_ids,
-        base=first.data_ptr() - storage.data_ptr(),
-        tile=1 if kernel == "tokens" else tokens,
+        planes=tuple(planes),
     )
-    if granularity == "page" or kernel == "tokens":
-        return [whole]
-    if kernel == "unknown":
-        raise ConfigError("granularity", f"group {group.name!r}: only whole pages of its kernel are known")
-    keys = msgspec.structs.replace(
-        whole, group=f"{group.name}.k", num_halves=1, tile=1, token_stride=size, element_stride=tokens * size
-    )
-    values = msgspec.structs.replace(
-        whole, group=f"{group.name}.v", num_halves=1, tile=1, base=whole.base + whole.half_stride
-    )
-    return [keys, values]
 
 
 def _dtype(dtype: torch.dtype) -> str:

@@ -177,7 +177,7 @@ class Execution:
                 attempt.machine.key,
                 self._geometries[piece.group].rank,
                 piece.group,
-                list(piece.layers),
+                [f"{layer}.{plane}" for layer, plane in piece.cells],
                 piece.tokens,
             )
 

@@ -58,7 +58,7 @@ class Operations(Generic[Owner]):
     ) -> CopyEnded | None:
         """Plan and submit one copy; its end at once when there is nothing to move or it cannot start."""
         try:
-            lists = plan([source], dest, copy.source_pages, copy.dest_pages, copy.tokens)
+            lists = plan([source], dest, copy.source_pages, copy.dest_pages, copy.tokens, copy.layers)
             copies = lists.get(source.rank)
             if copies is None or not len(copies):
                 return CopyEnded(copy.copy_id, ok=True)

@@ -1,10 +1,10 @@
 """From a token interval and two block tables to the fewest byte runs, and who sends them. Pure and
 vectorised.
 
-A token interval of a group on a rank is a strided box (layer, K/V half, head, token, element). The planner
-intersects source and destination boxes, lets every axis that is dense on both sides melt into the run,
-expands the others by broadcasting, and merges neighbours that are contiguous on both sides. No Python loop
-runs over pages or tokens.
+A token interval of a plane on a rank is a strided box (layer, head, token, element). The planner intersects source and
+destination boxes, takes planes of one shape as one more axis, lets every axis that is dense on both sides melt into the
+run, expands the others by broadcasting, and merges neighbours that are contiguous on both sides. No Python loop runs
+over pages or tokens.
 
 Both ends call the same functions with the same arguments, so that the destination knows who will send without
 being told. Every wanted destination byte is written exactly once, and no other byte, up to the geometry's
@@ -20,9 +20,9 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from baton.errors import ProtocolError
-from baton.handoff.plan.topology import Box, RankGeometry, assign, senders
+from baton.handoff.plan.topology import Box, RankGeometry, assign, of_layers, senders
 from baton.kv.geometry import NULL_PAGE, CopyList, Geometry, Int64Array
-from baton.kv.interval import Interval
+from baton.kv.interval import ALL_LAYERS, Interval
 
 __all__ = ["CopyList", "RankGeometry", "plan", "senders"]
 
@@ -48,8 +48,10 @@ def plan(
     source_pages: ArrayLike,
     dest_pages: ArrayLike,
     interval: Interval,
+    layers: Interval = ALL_LAYERS,
 ) -> dict[int, CopyList]:
-    """Plan the copies that bring `interval` of one group to `dest`; `{source rank: CopyList}`, senders only.
+    """Plan the copies that bring `interval` of one group to `dest`; `{source rank: CopyList}`, senders only. `layers`
+    are ids of the model's layers.
 
     `source_pages` and `dest_pages` are block tables: entry t // page_size is the page of token t, for each
     side's own page size. Entries outside the interval are ignored (they may be null). An empty interval plans
@@ -62,12 +64,19 @@ def plan(
     if interval.empty:
         return {}
     to = dest.geometry
-    segments = _segments(interval.round_out(to.tile), sources[0].geometry, to, source_pages, dest_pages)
+    # Planes of one tile are cut into pages alike.
+    segments = {
+        tile: _segments(interval.round_out(tile), sources[0].geometry, to, source_pages, dest_pages)
+        for tile in {plane.tile for plane in to.planes}
+    }
     by_rank = {source.rank: source.geometry for source in sources}
     out: dict[int, CopyList] = {}
     for rank, rank_boxes in boxes.items():
-        parts = [part for box in rank_boxes for part in _expand(by_rank[rank], to, box, segments)]
-        out[rank] = _coalesce(by_rank[rank].region, to.region, parts)
+        parts: list[_Runs] = []
+        for box in of_layers(rank_boxes, to, layers):
+            parts += _expand(by_rank[rank], to, box, segments[to.planes[box.plane].tile])
+        if parts:
+            out[rank] = _coalesce(by_rank[rank].region, to.region, parts)
     return out
 
 
@@ -136,10 +145,11 @@ def _segments(
     return out
 
 
-def _expand(have: Geometry, to: Geometry, box: Box, segments: _Segments) -> list[_Runs]:
+def _expand(source_side: Geometry, dest_side: Geometry, box: Box, segments: _Segments) -> list[_Runs]:
     """Runs of one box: (source offsets, destination offsets, bytes of each run), one entry per segment
     length.
     """
+    have, to = source_side.planes[box.plane], dest_side.planes[box.plane]
     source = have.base + box.source_layer * have.layer_stride + box.source_head * have.head_stride
     dest = to.base + box.dest_layer * to.layer_stride + box.dest_head * to.head_stride
     sources = segments.source_page * have.page_stride
@@ -158,7 +168,7 @@ def _expand(have: Geometry, to: Geometry, box: Box, segments: _Segments) -> list
             (to.head_dim if tile == 1 else 1, have.element_stride, to.element_stride),
             (box.num_heads, have.head_stride, to.head_stride),
             (length // tile, have.token_stride * tile, to.token_stride * tile),
-            (to.num_halves, have.half_stride, to.half_stride),
+            (box.num_planes, box.source_step, box.dest_step),
             (box.num_layers, have.layer_stride, to.layer_stride),
         ]
         axes = [axis for axis in axes if axis[0] > 1]

@@ -1,4 +1,4 @@
-"""Who sends what to whom in one group: each (layer, head) of a destination rank gets exactly one source rank.
+"""Who sends what to whom in one group: each (layer, plane, head) of a destination rank gets exactly one source rank.
 
 Sharded heads come from the ranks that hold them, pipeline stages by layer id, and of replicas (more ranks
 than heads, MLA latents) exactly one sends. Every group is decided on its own, so an MLA target with an MHA
@@ -9,7 +9,7 @@ parallelism enters by passing only the chosen rank's group as sources.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import msgspec
@@ -17,7 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baton.errors import IncompatiblePeerError, ProtocolError
-from baton.kv.geometry import Geometry
+from baton.kv.geometry import Geometry, Plane
+from baton.kv.interval import Interval
 
 
 class RankGeometry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -29,10 +30,16 @@ class RankGeometry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A block of (layer, head) cells that one source rank sends: local first indices on both sides, and
-    counts.
+    """A block of (plane, layer, head) cells that one source rank sends: local first indices on both sides, and counts.
+
+    Its `num_planes` planes from number `plane` on are of one shape, and at equal distances (`source_step`, `dest_step`,
+    in bytes) on either side.
     """
 
+    plane: int
+    num_planes: int
+    source_step: int
+    dest_step: int
     source_layer: int
     dest_layer: int
     num_layers: int
@@ -44,7 +51,7 @@ class Box:
 def senders(sources: Sequence[RankGeometry], dest: RankGeometry) -> tuple[int, ...]:
     """The source ranks that send to `dest` in this group, ascending: the COMMITs the destination must count.
 
-    Each (layer, head) that `dest` owns has exactly one sender. Where several source ranks hold it (replicated
+    Each (layer, plane, head) that `dest` owns has exactly one sender. Where several source ranks hold it (replicated
     heads, MLA latents), destination rank r takes the (r mod replicas)-th holder, so that senders are spread
     evenly.
 
@@ -56,59 +63,133 @@ def senders(sources: Sequence[RankGeometry], dest: RankGeometry) -> tuple[int, .
 
 @lru_cache(maxsize=256)
 def assign(sources: tuple[RankGeometry, ...], dest: RankGeometry) -> dict[int, tuple[Box, ...]]:
-    """Share the destination's (layer, head) cells among the sources. Cached: topologies are few."""
+    """Share the destination's (plane, layer, head) cells among the sources. Cached: topologies are few."""
     to = dest.geometry.check()
     if not sources:
         raise ProtocolError(f"group {to.group!r} has no source rank")
     if len({source.rank for source in sources}) != len(sources):
         raise ProtocolError(f"group {to.group!r}: source ranks must differ")
-    holds = np.zeros((len(sources), to.num_layers, to.num_heads), dtype=bool)
     ordered = sorted(sources, key=lambda source: source.rank)
-    for holder, source in zip(holds, ordered, strict=True):
+    for source in ordered:
         have = source.geometry.check()
         _compatible(have, to)
         if (have.page_size, have.num_pages) != (ordered[0].geometry.page_size, ordered[0].geometry.num_pages):
             raise ProtocolError(f"group {to.group!r}: source ranks must share one block table")
-        low, high = max(have.first_head, to.first_head), min(have.last_head, to.last_head)
-        if low < high:
-            holder[np.isin(to.layer_ids, have.layer_ids), low - to.first_head : high - to.first_head] = True
+    out: dict[int, tuple[Box, ...]] = {}
+    for first, count in _alike([source.geometry for source in ordered], to):
+        for rank, boxes in _share(ordered, dest, first, count).items():
+            out[rank] = (*out.get(rank, ()), *boxes)
+    return dict(sorted(out.items()))
+
+
+def _compatible(have: Geometry, want: Geometry) -> None:
+    def fields(geometry: Geometry) -> dict[str, object]:
+        found: dict[str, object] = {"group": geometry.group, "planes": [plane.name for plane in geometry.planes]}
+        for plane in geometry.planes:
+            found |= {f"{plane.name}.{name}": getattr(plane, name) for name in ("dtype", "cut", "head_dim", "tile")}
+        return found
+
+    here, peer = fields(have), fields(want)
+    pairs = {name: (here.get(name, "absent"), peer.get(name, "absent")) for name in {**here, **peer}}
+    differing = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+    if differing:
+        raise IncompatiblePeerError(differing)
+
+
+def _alike(sources: Sequence[Geometry], to: Geometry) -> list[tuple[int, int]]:
+    """`(first, count)` of planes that are one more axis of the copies: of one shape, at equal distances."""
+    every = [*sources, to]
+    runs: list[tuple[int, int]] = []
+    for index in range(len(to.planes)):
+        if runs:
+            first, count = runs[-1]
+            if all(_continues(geometry.planes, first, index) for geometry in every):
+                runs[-1] = (first, count + 1)
+                continue
+        runs.append((index, 1))
+    return runs
+
+
+def _continues(planes: Sequence[Plane], first: int, index: int) -> bool:
+    shape = msgspec.structs.replace(planes[index], name=planes[first].name, base=planes[first].base)
+    step, last = planes[index].base - planes[index - 1].base, planes[first + 1].base - planes[first].base
+    return shape == planes[first] and step == last > 0
+
+
+def _share(ordered: Sequence[RankGeometry], dest: RankGeometry, first: int, count: int) -> dict[int, tuple[Box, ...]]:
+    """The boxes of each source rank in `count` alike planes from `first` on."""
+    to, want = dest.geometry, dest.geometry.planes[first]
+    # Heads between two edges have the same holders.
+    edges = {want.first_head, want.last_head}
+    for source in ordered:
+        have = source.geometry.planes[first]
+        edges |= {min(max(head, want.first_head), want.last_head) for head in (have.first_head, have.last_head)}
+    bounds = np.array(sorted(edges), dtype=np.int64)
+    holds = np.zeros((len(ordered), to.num_layers, bounds.size - 1), dtype=bool)
+    for holder, source in zip(holds, ordered, strict=True):
+        have = source.geometry.planes[first]
+        within = (have.first_head <= bounds[:-1]) & (bounds[1:] <= have.last_head)
+        holder[:] = np.outer(np.isin(to.layer_ids, source.geometry.layer_ids), within)
     replicas = holds.sum(axis=0)
     if not replicas.all():
-        layer, head = (int(i) for i in np.argwhere(replicas == 0)[0])
-        raise ProtocolError(f"group {to.group!r}: nobody holds layer {to.layer_ids[layer]} head {to.first_head + head}")
+        layer, part = (int(i) for i in np.argwhere(replicas == 0)[0])
+        cell = f"layer {to.layer_ids[layer]} head {int(bounds[part])}"
+        raise ProtocolError(f"group {to.group!r}: nobody holds {cell} of plane {want.name!r}")
     turn = dest.rank % replicas
     chosen = np.argmax(np.cumsum(holds, axis=0) == turn + 1, axis=0)
     out: dict[int, tuple[Box, ...]] = {}
     for index, source in enumerate(ordered):
-        boxes = _boxes(chosen == index, source.geometry, to)
+        boxes = _boxes(chosen == index, bounds, source.geometry, to, first, count)
         if boxes:
             out[source.rank] = boxes
     return out
 
 
-def _compatible(have: Geometry, want: Geometry) -> None:
-    names = ("group", "dtype", "head_dim", "num_halves", "tile")
-    fields = {name: (getattr(have, name), getattr(want, name)) for name in names}
-    differing = {name: pair for name, pair in fields.items() if pair[0] != pair[1]}
-    if differing:
-        raise IncompatiblePeerError(differing)
-
-
-def _boxes(cells: NDArray[np.bool_], have: Geometry, to: Geometry) -> tuple[Box, ...]:
-    """Cut a [layers, heads] mask into rectangles that are consecutive in both sides' storage."""
+def _boxes(
+    cells: NDArray[np.bool_], bounds: NDArray[np.int64], have: Geometry, to: Geometry, first: int, count: int
+) -> tuple[Box, ...]:
+    """Cut a [layers, parts between `bounds`] mask into rectangles that are consecutive in both sides' storage."""
     boxes: list[Box] = []
     local = {layer: i for i, layer in enumerate(have.layer_ids)}
+    source, dest = have.planes[first : first + count], to.planes[first : first + count]
+    source_step, dest_step = (planes[1].base - planes[0].base if count > 1 else 0 for planes in (source, dest))
     for dest_layer in range(to.num_layers):
-        edges = np.flatnonzero(np.diff(cells[dest_layer].astype(np.int8), prepend=0, append=0)).tolist()
-        for start, stop in zip(edges[::2], edges[1::2], strict=True):
-            layer = local[to.layer_ids[dest_layer]]
-            head = start + to.first_head - have.first_head
-            for i, box in enumerate(boxes):
-                same_heads = (box.dest_head, box.num_heads) == (start, stop - start)
-                n = box.num_layers
-                if same_heads and (box.source_layer + n, box.dest_layer + n) == (layer, dest_layer):
-                    boxes[i] = Box(box.source_layer, box.dest_layer, n + 1, head, start, stop - start)
+        edges = np.flatnonzero(np.diff(cells[dest_layer].astype(np.int8), prepend=0, append=0))
+        heads = bounds[edges].tolist()
+        for start, stop in zip(heads[::2], heads[1::2], strict=True):
+            box = Box(
+                plane=first,
+                num_planes=count,
+                source_step=source_step,
+                dest_step=dest_step,
+                source_layer=local[to.layer_ids[dest_layer]],
+                dest_layer=dest_layer,
+                num_layers=1,
+                source_head=start - source[0].first_head,
+                dest_head=start - dest[0].first_head,
+                num_heads=stop - start,
+            )
+            for i, known in enumerate(boxes):
+                n = known.num_layers
+                at = (known.source_layer + n, known.dest_layer + n)
+                if replace(known, source_layer=at[0], dest_layer=at[1], num_layers=1) == box:
+                    boxes[i] = replace(known, num_layers=n + 1)
                     break
             else:
-                boxes.append(Box(layer, dest_layer, 1, head, start, stop - start))
+                boxes.append(box)
     return tuple(boxes)
+
+
+def of_layers(boxes: Sequence[Box], to: Geometry, layers: Interval) -> list[Box]:
+    """The part of `boxes` whose layers have ids in `layers`."""
+    if layers.start <= min(to.layer_ids) and max(to.layer_ids) < layers.stop:
+        return list(boxes)
+    out: list[Box] = []
+    for box in boxes:
+        ids = to.layer_ids[box.dest_layer : box.dest_layer + box.num_layers]
+        chosen = np.array([layers.start <= layer < layers.stop for layer in ids], dtype=np.int8)
+        edges = np.flatnonzero(np.diff(chosen, prepend=0, append=0)).tolist()
+        for start, stop in zip(edges[::2], edges[1::2], strict=True):
+            at = (box.source_layer + start, box.dest_layer + start)
+            out.append(replace(box, source_layer=at[0], dest_layer=at[1], num_layers=stop - start))
+    return out

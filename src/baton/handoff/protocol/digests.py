@@ -1,8 +1,8 @@
 """Digests of KV, by which D proves that its pages hold what P's held.
 
-A digest covers one layer of at most `PIECE_TOKENS` tokens of one group, cut at absolute multiples of that. Its bytes
-are taken in one canonical order (half, token, head, element), so that layouts and page sizes do not matter, and it is
-salted by group, layer and absolute tokens, so that a shifted page cannot pass. The hash (xxh3, 64 bits) finds
+A digest covers one plane of one layer of at most `PIECE_TOKENS` tokens of one group, cut at absolute multiples of that.
+Its bytes are taken in one canonical order (token, head, element), so that layouts and page sizes do not matter, and it
+is salted by group, plane, layer and absolute tokens, so that a shifted page cannot pass. The hash (xxh3, 64 bits) finds
 accidents; it is no defence against a peer that lies.
 """
 
@@ -21,7 +21,7 @@ from baton.errors import ConfigError, ProtocolError
 from baton.handoff.plan.topology import RankGeometry
 from baton.handoff.protocol.events import BadPiece, Digests
 from baton.handoff.protocol.messages import DIGEST_BYTES, PIECE_TOKENS, AttemptKey, PieceDigest, Seeds
-from baton.kv.geometry import NULL_PAGE, Geometry
+from baton.kv.geometry import NULL_PAGE, Geometry, Plane
 from baton.kv.interval import Interval
 from baton.wire import Integrity
 
@@ -52,58 +52,55 @@ class MemoryDigester:
     """
 
     def __init__(self, geometries: Mapping[str, RankGeometry], regions: Sequence[NDArray[np.uint8]]) -> None:
-        self._pools: dict[str, tuple[Geometry, NDArray[np.unsignedinteger]]] = {}
+        self._pools: dict[str, tuple[Geometry, list[NDArray[np.unsignedinteger]]]] = {}
         for group, rank in geometries.items():
             geometry = rank.geometry
             if geometry.tile > 1:
                 raise ConfigError("integrity", f"group {group!r} is stored in tiles of {geometry.tile} tokens")
-            self._pools[group] = geometry, _view(geometry, regions[geometry.region])
+            self._pools[group] = (
+                geometry,
+                [_view(geometry, plane, regions[geometry.region]) for plane in geometry.planes],
+            )
 
     def digests(self, group: str, pages: Sequence[int], tokens: Interval) -> list[PieceDigest]:
-        """As in `Digester`: one gather per slice, layer and half, one hash per layer and piece."""
+        """As in `Digester`: one gather per slice, layer and plane, one hash per layer, plane and piece."""
         if group not in self._pools:
             raise ProtocolError(f"group {group!r} does not exist here")
         return [piece for part in _cut(tokens, SLICE_TOKENS) for piece in self._slice(group, pages, part)]
 
     def _slice(self, group: str, pages: Sequence[int], tokens: Interval) -> list[PieceDigest]:
-        geometry, pool = self._pools[group]
+        geometry, pools = self._pools[group]
         size = geometry.page_size
         first, last = tokens.start // size, (tokens.stop - 1) // size
         used = np.asarray(pages[first : last + 1], dtype=np.int64)
         if used.size != last + 1 - first or used.min() <= NULL_PAGE or used.max() >= geometry.num_pages:
             raise ProtocolError(f"group {group!r}: tokens {tokens} are not all in pages")
-        token_bytes = geometry.num_heads * geometry.head_dim * geometry.itemsize
         cut = list(pieces(tokens))
-        layers = [bytearray() for _ in cut]
-        for layer, layer_id in enumerate(geometry.layer_ids):
-            halves = [
-                np.ascontiguousarray(pool[layer, half][used]).reshape(-1).view(np.uint8).data
-                for half in range(geometry.num_halves)
-            ]
-            for found, piece in zip(layers, cut, strict=True):
-                low, high = ((token - first * size) * token_bytes for token in (piece.start, piece.stop))
-                state = xxhash.xxh3_64(seed=_salt(group, layer_id, piece.start, piece.stop))
-                for flat in halves:
-                    state.update(flat[low:high])
-                found += state.digest()
-        return [PieceDigest(piece, bytes(found)) for found, piece in zip(layers, cut, strict=True)]
+        hashes = [bytearray() for _ in cut]
+        for layer_id, layer in sorted((layer_id, layer) for layer, layer_id in enumerate(geometry.layer_ids)):
+            for plane, pool in zip(geometry.planes, pools, strict=True):
+                flat = np.ascontiguousarray(pool[layer][used]).reshape(-1).view(np.uint8).data
+                for found, piece in zip(hashes, cut, strict=True):
+                    low, high = ((token - first * size) * plane.token_bytes for token in (piece.start, piece.stop))
+                    salt = _salt(group, plane.name, layer_id, piece.start, piece.stop)
+                    found += xxhash.xxh3_64_digest(flat[low:high], seed=salt)
+        return [PieceDigest(piece, bytes(found)) for found, piece in zip(hashes, cut, strict=True)]
 
 
-def _view(geometry: Geometry, region: NDArray[np.uint8]) -> NDArray[np.unsignedinteger]:
-    """The pool as unsigned integers `[layers, halves, pages, page_size, heads, head_dim]`, without a copy."""
-    g = geometry
+def _view(geometry: Geometry, plane: Plane, region: NDArray[np.uint8]) -> NDArray[np.unsignedinteger]:
+    """A plane as unsigned integers `[layers, pages, page_size, heads, head_dim]`, without a copy."""
     return np.ndarray(
-        (g.num_layers, g.num_halves, g.num_pages, g.page_size, g.num_heads, g.head_dim),
-        dtype=_UNSIGNED[g.itemsize],
+        (geometry.num_layers, geometry.num_pages, geometry.page_size, plane.num_heads, plane.head_dim),
+        dtype=_UNSIGNED[plane.itemsize],
         buffer=region.data,
-        offset=g.base,
-        strides=(g.layer_stride, g.half_stride, g.page_stride, g.token_stride, g.head_stride, g.element_stride),
+        offset=plane.base,
+        strides=(plane.layer_stride, plane.page_stride, plane.token_stride, plane.head_stride, plane.element_stride),
     )
 
 
 @lru_cache(maxsize=1 << 16)
-def _salt(group: str, layer_id: int, start: int, stop: int) -> int:
-    return xxhash.xxh3_64_intdigest(f"{group}\0{layer_id}\0{start}\0{stop}".encode())
+def _salt(group: str, plane: str, layer_id: int, start: int, stop: int) -> int:
+    return xxhash.xxh3_64_intdigest(f"{group}\0{plane}\0{layer_id}\0{start}\0{stop}".encode())
 
 
 def pieces(tokens: Interval) -> Iterator[Interval]:
@@ -167,28 +164,25 @@ def uncovered(digests: Digests, wanted: Mapping[str, Interval], integrity: Integ
 def mismatches(
     digester: Digester, geometries: Mapping[str, RankGeometry], digests: Digests, pages: Mapping[str, list[int]]
 ) -> list[BadPiece]:
-    """The pieces of `digests` that differ from what this engine's pages hold, and in which layers.
+    """The pieces of `digests` that differ from what this engine's pages hold, and in which layers and planes.
 
     Raises `ProtocolError` for a group or page that does not exist.
     """
     bad = []
     for group, expected in sorted(digests.items()):
-        layer_ids = geometries[group].geometry.layer_ids
+        geometry = geometries[group].geometry
+        cells = [(layer_id, plane.name) for layer_id in sorted(geometry.layer_ids) for plane in geometry.planes]
         for run in _runs(expected):
             found = digester.digests(group, pages[group], Interval(run[0].tokens.start, run[-1].tokens.stop))
             for want, got in zip(run, found, strict=True):
                 if want != got:
-                    wrong = tuple(
-                        layer_id
-                        for index, layer_id in enumerate(layer_ids)
-                        if _layer(want, index) != _layer(got, index)
-                    )
-                    bad.append(BadPiece(group, want.tokens, wrong))
+                    wrong = [cell for index, cell in enumerate(cells) if _hash(want, index) != _hash(got, index)]
+                    bad.append(BadPiece(group, want.tokens, tuple(wrong)))
     return bad
 
 
-def _layer(piece: PieceDigest, index: int) -> bytes:
-    return piece.layers[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]
+def _hash(piece: PieceDigest, index: int) -> bytes:
+    return piece.hashes[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]
 
 
 def _runs(expected: Sequence[PieceDigest]) -> Iterator[list[PieceDigest]]:

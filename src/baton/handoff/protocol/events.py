@@ -8,18 +8,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from baton.handoff.protocol.messages import AttemptKey, AttemptMessage, PieceDigest, Seeds
-from baton.kv.interval import Interval
+from baton.kv.interval import ALL_LAYERS, Interval
 
 Digests = dict[str, list[PieceDigest]]  # by group, in token order
 
 
 @dataclass(frozen=True, slots=True)
 class BadPiece:
-    """Tokens of a group whose bytes do not match their digests in `layers` (the model's ids)."""
+    """Tokens of a group whose bytes do not match their digests in `cells`: (the model's id of a layer, plane)."""
 
     group: str
     tokens: Interval
-    layers: tuple[int, ...]
+    cells: tuple[tuple[int, str], ...]
 
 
 # ---------------------------------------------------------------- events into a machine
@@ -173,13 +173,16 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class StartCopy:
-    """Copy tokens of a group from P's pages to D's; answer with one `CopyEnded(copy_id)`."""
+    """Copy tokens of a group in some layers (the model's ids) from P's pages to D's; answer with one
+    `CopyEnded(copy_id)`.
+    """
 
     copy_id: int
     group: str
     tokens: Interval
     source_pages: list[int]
     dest_pages: list[int]
+    layers: Interval = ALL_LAYERS
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,10 +6,7 @@ page count and byte layout are not in it: the planner translates between those.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
-
-import msgspec
 
 from baton.errors import IncompatiblePeerError
 from baton.handoff.plan.planner import RankGeometry
@@ -18,16 +15,19 @@ _ABSENT = "absent"
 
 
 def geometry_fields(geometries: Mapping[str, RankGeometry]) -> dict[str, str]:
-    """The fields of each group that the planner cannot translate: dtype, layers, head size, halves, tile."""
+    """The fields of each group that the planner cannot translate: its layers and planes, and what a plane is."""
     fields: dict[str, str] = {}
     for name, rank in sorted(geometries.items()):
         geometry = rank.geometry
-        fields[f"group.{name}.dtype"] = geometry.dtype
         fields[f"group.{name}.layer_ids"] = ",".join(map(str, sorted(geometry.layer_ids)))
-        fields[f"group.{name}.head_dim"] = str(geometry.head_dim)
-        fields[f"group.{name}.halves"] = str(geometry.num_halves)
-        fields[f"group.{name}.heads"] = f"{geometry.first_head}-{geometry.last_head}"
-        fields[f"group.{name}.tile"] = str(geometry.tile)
+        fields[f"group.{name}.planes"] = ",".join(plane.name for plane in geometry.planes)
+        for plane in geometry.planes:
+            at = f"group.{name}.{plane.name}"
+            fields[f"{at}.dtype"] = plane.dtype
+            fields[f"{at}.cut"] = plane.cut
+            fields[f"{at}.heads"] = f"{plane.first_head}-{plane.last_head}"
+            fields[f"{at}.head_dim"] = str(plane.head_dim)
+            fields[f"{at}.tile"] = str(plane.tile)
     return fields
 
 
@@ -38,9 +38,3 @@ def compare(here: Mapping[str, str], peer: Mapping[str, str]) -> None:
     differing: dict[str, tuple[object, object]] = {name: pair for name, pair in pairs.items() if len(set(pair)) > 1}
     if differing:
         raise IncompatiblePeerError(differing)
-
-
-def digest(fields: Mapping[str, str]) -> str:
-    """32 hex digits that are equal exactly when all fields are: for display and quick comparison."""
-    encoded = msgspec.msgpack.encode(dict(fields), order="deterministic")
-    return hashlib.blake2b(encoded, digest_size=16).hexdigest()

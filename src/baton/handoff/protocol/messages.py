@@ -22,7 +22,7 @@ MAX_DRAFTS = 256
 # A digest covers at most this many tokens, and never tokens on both sides of a multiple of it.
 PIECE_TOKENS = 64
 MAX_PIECES = MAX_TOKENS // PIECE_TOKENS
-MAX_LAYERS = 1024
+MAX_HASHES = 2048  # layers times planes
 DIGEST_BYTES = 8
 MAX_ROUNDS = 16
 # Each of them is a copy of its own.
@@ -75,11 +75,11 @@ class Seeds(msgspec.Struct, frozen=True):
 
 class PieceDigest(msgspec.Struct, frozen=True, array_like=True):
     """Digests of some tokens of one group, at most `PIECE_TOKENS` of them and never across a multiple of it:
-    `DIGEST_BYTES` per layer, in the order of the geometry's layers.
+    `DIGEST_BYTES` per layer and plane, layers by their ids, planes in the geometry's order.
     """
 
     tokens: Interval
-    layers: Annotated[bytes, Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES * MAX_LAYERS)]
+    hashes: Annotated[bytes, Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES * MAX_HASHES)]
 
 
 Digests = Annotated[dict[Name, Annotated[list[PieceDigest], Meta(max_length=MAX_PIECES)]], Meta(max_length=MAX_GROUPS)]
