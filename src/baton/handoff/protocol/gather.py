@@ -1,0 +1,158 @@
+"""What becomes of one request whose handoff is several pairs of ranks: one outcome from many.
+
+An instance is its ranks. Each pair of a source rank and a destination rank that has bytes to move has two machines of
+its own, which know nothing of the others. A gather stands above those of one side: it knows which pairs must come, and
+says once what became of the request. A request is committed when every pair is, and only then; when one fails, the
+others are to end. Pages are free when every pair has ended, since each of them may touch its own until then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeGuard
+
+from baton.errors import ProtocolError
+from baton.handoff.plan.topology import RankGeometry, senders
+from baton.handoff.protocol import events as ev
+from baton.handoff.protocol.messages import AttemptKey
+
+Pair = tuple[int, int]  # (source rank, destination rank)
+
+
+@dataclass(frozen=True, slots=True)
+class EndPair:
+    """Give up on one pair: another of the same request has failed."""
+
+    pair: Pair
+    reason: str
+
+
+def pairs(
+    sources: Mapping[str, Sequence[RankGeometry]], dests: Mapping[str, Sequence[RankGeometry]], sampling: int
+) -> dict[Pair, frozenset[str]]:
+    """The pairs of two instances that must come, and the groups of which each moves bytes; both sides compute the same.
+
+    `sampling` is the source rank that has the seeds. Where it has no bytes to send, the first destination rank hears
+    the seeds of it all the same.
+    """
+    found: dict[Pair, set[str]] = {}
+    for group, ranks in sorted(dests.items()):
+        for dest in ranks:
+            for source in senders(sources[group], dest):
+                found.setdefault((source, dest.rank), set()).add(group)
+    if all(source != sampling for source, _ in found):
+        found[sampling, min(dest.rank for ranks in dests.values() for dest in ranks)] = set()
+    return {pair: frozenset(groups) for pair, groups in sorted(found.items())}
+
+
+class PrefillGather:
+    """P's side of one request."""
+
+    def __init__(self, key: AttemptKey, pairs: Mapping[Pair, frozenset[str]]) -> None:
+        self._key = key
+        self._open = set(pairs)
+        self._outcomes: list[str] = []
+
+    def handle(self, pair: Pair, event: ev.PrefillReleased) -> list[ev.PrefillReleased | EndPair]:
+        """One pair's pages are quiet. When all are, the request's one `PrefillReleased` comes."""
+        if pair not in self._open:
+            return []
+        self._open.discard(pair)
+        self._outcomes.append(event.outcome)
+        failed = next((outcome for outcome in self._outcomes if outcome not in ("committed", "finished")), None)
+        if self._open:
+            return [] if failed is None else [EndPair(other, failed) for other in sorted(self._open)]
+        # Pairs that disagree about whether there is something to decode have not served one request.
+        agreed = self._outcomes[0] if len(set(self._outcomes)) == 1 else "incomplete_commit"
+        return [ev.PrefillReleased(self._key, failed or agreed)]
+
+
+class DecodeGather:
+    """D's side of one request. `pairs` are those that must come, with the groups of each; the seeds are those of rank
+    `sampling` of P.
+
+    Raises `ProtocolError` when that rank is in no pair.
+    """
+
+    def __init__(self, key: AttemptKey, pairs: Mapping[Pair, frozenset[str]], sampling: int) -> None:
+        if all(source != sampling for source, _ in pairs):
+            raise ProtocolError(f"no pair of ranks brings the seeds of rank {sampling}")
+        self._key = key
+        self._pairs = dict(pairs)
+        self._sampling = sampling
+        self._admitted: set[Pair] = set()
+        self._proven: dict[Pair, dict[str, int]] = {}
+        self._told: dict[str, int] = {}
+        self._ended: dict[Pair, ev.HandoffEvent] = {}
+        self._failed = False
+
+    def handle(self, pair: Pair, event: ev.HandoffEvent) -> list[ev.HandoffEvent | EndPair]:
+        """One event of one pair's machine; what the engine is told, and which pairs are to end."""
+        if pair not in self._pairs or pair in self._ended:
+            return []
+        match event:
+            case ev.DecodeAdmitted():
+                return self._admit(pair)
+            case ev.DecodeProgress(_, proven):
+                return self._progress(pair, proven)
+            case ev.DecodeFailed():
+                return self._fail(pair, event)
+            case ev.DecodeCommitted() | ev.DecodeFinished() | ev.DecodeReleased():
+                return self._end(pair, event)
+            case _:
+                return []
+
+    def _admit(self, pair: Pair) -> list[ev.HandoffEvent | EndPair]:
+        if pair in self._admitted:
+            return []
+        self._admitted.add(pair)
+        return [ev.DecodeAdmitted(self._key)] if len(self._admitted) == len(self._pairs) and not self._failed else []
+
+    def _progress(self, pair: Pair, proven: dict[str, int]) -> list[ev.HandoffEvent | EndPair]:
+        """A token is proven when all pairs that bring a part of its bytes have proven theirs."""
+        self._proven[pair] = proven
+        told: dict[str, int] = {}
+        for group in proven:
+            carriers = [other for other, groups in self._pairs.items() if group in groups]
+            ends = [self._proven.get(other, {}).get(group) for other in carriers]
+            known = [end for end in ends if end is not None]
+            if len(known) == len(ends):
+                told[group] = min(known)
+        told = {**self._told, **told}
+        if told == self._told:
+            return []
+        self._told = told
+        return [ev.DecodeProgress(self._key, told)]
+
+    def _fail(self, pair: Pair, event: ev.DecodeFailed) -> list[ev.HandoffEvent | EndPair]:
+        if self._failed:
+            return []
+        self._failed = True
+        return [event, *self._end_others(pair, event.reason)]
+
+    def _end(self, pair: Pair, event: ev.HandoffEvent) -> list[ev.HandoffEvent | EndPair]:
+        self._ended[pair] = event
+        if len(self._ended) < len(self._pairs):
+            gone = isinstance(event, ev.DecodeReleased) and not self._failed
+            return list(self._end_others(pair, "aborted")) if gone else []
+        ends = list(self._ended.values())
+        seeds = [e.seeds for (source, _), e in sorted(self._ended.items()) if source == self._sampling and _good(e)]
+        if not self._failed and all(isinstance(end, ev.DecodeCommitted) for end in ends):
+            num_bytes = sum(end.num_bytes for end in ends if isinstance(end, ev.DecodeCommitted))
+            num_runs = sum(end.num_runs for end in ends if isinstance(end, ev.DecodeCommitted))
+            return [ev.DecodeCommitted(self._key, seeds[0], num_bytes, num_runs)]
+        if not self._failed and all(isinstance(end, ev.DecodeFinished) for end in ends):
+            return [ev.DecodeFinished(self._key, seeds[0])]
+        out: list[ev.HandoffEvent | EndPair] = []
+        if not self._failed and all(_good(end) for end in ends):
+            text = "some ranks say that the request is finished, others that it is not"
+            out.append(ev.DecodeFailed(self._key, "incomplete_commit", text, recoverable=True))
+        return [*out, ev.DecodeReleased(self._key)]
+
+    def _end_others(self, pair: Pair, reason: str) -> list[EndPair]:
+        return [EndPair(other, reason) for other in self._pairs if other != pair and other not in self._ended]
+
+
+def _good(event: ev.HandoffEvent) -> TypeGuard[ev.DecodeCommitted | ev.DecodeFinished]:
+    return isinstance(event, ev.DecodeCommitted | ev.DecodeFinished)
