@@ -11,7 +11,7 @@ import numpy as np
 from baton.handoff.channel.config import Timers
 from baton.handoff.channel.keys import KeyRing
 from baton.handoff.node.agent import AgentConfig, HandoffAgent
-from baton.handoff.plan.planner import RankGeometry
+from baton.handoff.plan.planner import Instance, RankGeometry
 from baton.handoff.protocol.events import DecodeCommitted, HandoffEvent
 from baton.handoff.protocol.messages import CHALLENGE_BYTES, AttemptKey, Hello, Seeds
 from baton.handoff.protocol.ticket import Ticket, mint, new_transfer_id
@@ -60,9 +60,10 @@ class Node:
         timers = Timers(retry=0.2, renew=0.5, lease=3.0)
         config = AgentConfig(name, self.incarnation, fingerprint=facts, ticket_key=ticket_key, keys=keys, timers=timers)
         facts = {**facts, "handoff.integrity": config.integrity}
+        instance = Instance.of_one_rank(geometries)
         challenge = os.urandom(CHALLENGE_BYTES)
-        self.hello = Hello(name, self.incarnation, facts, geometries, challenge, descriptor=descriptor)
-        self.agent = HandoffAgent(config, geometries, self.transport, descriptor, self.events.put)
+        self.hello = Hello(name, self.incarnation, facts, instance, challenge, descriptor=descriptor)
+        self.agent = HandoffAgent(config, instance, self.transport, descriptor, self.events.put)
         self.agent.start()
 
     def rows(self, group: str, pages: list[int]) -> np.ndarray:

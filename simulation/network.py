@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _LAST_SEQUENCE = (1 << 63) - 1
 _ONE_WAY = (0.0002, 0.002)
 # Fields that a trace leaves out: long, or not of the seed.
-_UNSAID = ("key", "ticket", "fingerprint", "geometries", "challenge", "proof")
+_UNSAID = ("key", "ticket", "fingerprint", "instance", "challenge", "proof")
 
 
 class Network:

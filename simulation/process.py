@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from baton.handoff.channel.config import AgentConfig
 from baton.handoff.node.node import HandoffNode
+from baton.handoff.plan.planner import Instance
 from baton.handoff.protocol.events import (
     DecodeCommitted,
     DecodeFailed,
@@ -94,7 +95,7 @@ class Process:
         digester = None if world.settings.integrity == "off" else CellDigester(self.memories)
         self.node = HandoffNode(
             self.config,
-            geometries,
+            Instance.of_one_rank(geometries),
             self.transport,
             descriptor,
             self.channel,

@@ -38,7 +38,7 @@ def _end_trimmed_blocks() -> list[Patch]:
     original = Operations.start
 
     def start(self: Operations[Any], owner: Any, copy: StartCopy, peer: Any, way: Any, source: Any, *rest: Any) -> Any:
-        needed = -(-copy.tokens.stop // source.geometry.page_size)
+        needed = -(-copy.tokens.stop // source.groups[copy.group][0].geometry.page_size)
         trimmed = replace(copy, source_pages=copy.source_pages[-needed:])
         return original(self, owner, trimmed, peer, way, source, *rest)
 

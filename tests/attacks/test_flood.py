@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from baton.errors import ProtocolError
 from baton.handoff.channel.sockets import MAX_UNPROVEN
+from baton.handoff.plan.planner import Instance
 from baton.handoff.protocol.frames import PROTOCOL_VERSION, decode, encode
 from baton.handoff.protocol.messages import AttemptKey, Hello, Message
 from simulation import fuzz
@@ -123,7 +124,7 @@ def test_a_slice_of_the_fuzzer(with_keys: bool) -> None:
 
 # ---------------------------------------------------------------- the decoder alone
 
-HELLO = Hello("X", "X-1", {"model": "m"}, {}, CHALLENGE, descriptor=b"d")
+HELLO = Hello("X", "X-1", {"model": "m"}, Instance(rank=0, groups={}), CHALLENGE, descriptor=b"d")
 KEY = AttemptKey(bytes(16), 0, "P-1", "D-1")
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import zmq
 
+from baton.handoff.plan.planner import Instance
 from baton.handoff.protocol.events import DecodeCommitted, DecodeFailed, DecodeReleased, PrefillReleased
 from baton.handoff.protocol.frames import decode, encode
 from baton.handoff.protocol.greeting import is_proven, prove
@@ -133,7 +134,12 @@ def test_a_proof_covers_all_of_a_hello(scene: Scene) -> None:
     assert is_proven(TICKET_KEY, "answered", address, CHALLENGE, decode(encode(proven, 1, 1))[2])  # type: ignore[arg-type]
     assert not is_proven(TICKET_KEY, "answered", address, b"x" * 16, proven)
     assert not is_proven(b"x" * 32, "answered", address, CHALLENGE, proven)
-    for name, other in (("engine_id", "Q"), ("fingerprint", {}), ("geometries", {}), ("challenge", b"x" * 16)):
+    for name, other in (
+        ("engine_id", "Q"),
+        ("fingerprint", {}),
+        ("instance", Instance(rank=0, groups={})),
+        ("challenge", b"x" * 16),
+    ):
         changed = msgspec.structs.replace(proven, **{name: other})
         assert not is_proven(TICKET_KEY, "answered", address, CHALLENGE, changed), name
 

@@ -8,7 +8,7 @@ import time
 import numpy as np
 
 from baton.handoff.node.agent import AgentConfig, HandoffAgent, Timers
-from baton.handoff.plan.planner import RankGeometry
+from baton.handoff.plan.planner import Instance, RankGeometry
 from baton.handoff.protocol.digests import MemoryDigester
 from baton.handoff.protocol.events import DecodeCommitted, DecodeProgress, HandoffEvent, PrefillReleased
 from baton.handoff.protocol.messages import Seeds
@@ -60,7 +60,9 @@ class Node:
         settings = AgentConfig(name, f"{name}-1", **{**defaults, **config})  # type: ignore[arg-type]
         self.descriptor = self.transport.register(regions)
         self.digester = MemoryDigester(self.geometries, regions)
-        self.agent = HandoffAgent(settings, self.geometries, self.transport, self.descriptor, self.note, self.digester)
+        self.agent = HandoffAgent(
+            settings, Instance.of_one_rank(self.geometries), self.transport, self.descriptor, self.note, self.digester
+        )
         self.agent.start()
 
     def note(self, event: HandoffEvent) -> None:

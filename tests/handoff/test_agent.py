@@ -15,6 +15,7 @@ import pytest
 import zmq
 
 from baton.errors import ProtocolError
+from baton.handoff.plan.planner import Instance
 from baton.handoff.protocol.events import (
     DecodeCommitted,
     DecodeFailed,
@@ -374,7 +375,7 @@ def test_garbage_never_stops_the_agent(pair: Pair) -> None:
     context = zmq.Context()
     sock = context.socket(zmq.DEALER)
     sock.connect(p.agent.address)
-    hello = Hello("D", "D-1", {}, {}, bytes(16))
+    hello = Hello("D", "D-1", {}, Instance(rank=0, groups={}), bytes(16))
     ticket = ticket_for(p, d, "push")
     frames = [
         b"",

@@ -15,6 +15,7 @@ from baton.handoff.channel import sockets as channels
 from baton.handoff.channel.base import Connection
 from baton.handoff.channel.keys import KeyRing, check_bind, is_local, make_keys, ticket_key_file
 from baton.handoff.channel.sockets import Channel
+from baton.handoff.plan.planner import Instance
 from baton.handoff.protocol.frames import decode, encode
 from baton.handoff.protocol.messages import AttemptKey, Bye, Cancel, Hello, Message, Renew
 from baton.log_limit import LINES_PER_SECOND, LogLimit
@@ -24,7 +25,7 @@ Received = list[tuple[Connection, Message]]
 
 
 def hello(engine_id: str) -> Hello:
-    return Hello(engine_id, f"{engine_id}-1", {}, {}, bytes(16))
+    return Hello(engine_id, f"{engine_id}-1", {}, Instance(rank=0, groups={}), bytes(16))
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from baton.errors import ProtocolError
 from baton.handoff.channel.base import Connection
 from baton.handoff.channel.config import AgentConfig, Timers
 from baton.handoff.node.node import HandoffNode
-from baton.handoff.plan.planner import RankGeometry
+from baton.handoff.plan.planner import Instance, RankGeometry
 from baton.handoff.protocol.events import (
     Declared,
     DecodeCommitted,
@@ -146,7 +146,7 @@ class Node:
         self.events: list[HandoffEvent] = []
         self.node = HandoffNode(
             AgentConfig(name, self.incarnation, ticket_key=b"k", timers=timers),
-            {"target": RankGeometry(rank=0, geometry=geometry)},
+            Instance.of_one_rank({"target": RankGeometry(rank=0, geometry=geometry)}),
             self.transport,
             self.descriptor,
             self.channel,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 import msgspec
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.errors import ProtocolError
-from baton.handoff.plan.planner import RankGeometry
+from baton.handoff.plan.planner import Instance, RankGeometry
 from baton.handoff.protocol.fingerprint import compare, geometry_fields
 from baton.handoff.protocol.frames import DECODERS, MAX_FRAME, PROTOCOL_VERSION, Envelope, decode, encode, kind_of
 from baton.handoff.protocol.messages import (
@@ -40,6 +41,7 @@ from baton.handoff.protocol.messages import (
 from baton.kv.geometry import Geometry, GroupSpec
 from baton.kv.interval import Interval
 from baton.wire import TokenLogprobs
+from tests.support.planes import with_planes
 
 KEY = AttemptKey(b"0123456789abcdef", 2, "p-1", "d-1")
 DIGESTS = {"target": [PieceDigest(Interval(3, 9), b"x" * 16)]}
@@ -62,8 +64,12 @@ def rank(page_size: int = 16, dtype: str = "bfloat16") -> RankGeometry:
     return RankGeometry(rank=0, geometry=Geometry.block_major(spec, 8))
 
 
+def one(geometry: RankGeometry) -> Instance:
+    return Instance.of_one_rank({"target": geometry})
+
+
 MESSAGES: list[Message] = [
-    Hello("P", "p-1", {"model": "m"}, {"target": rank()}, bytes(16), b"proof", b"descriptor"),
+    Hello("P", "p-1", {"model": "m"}, one(rank()), bytes(16), b"proof", b"descriptor"),
     Bye("closing", True),
     Announce(KEY, ticket="t"),
     Admitted(KEY),
@@ -164,11 +170,11 @@ def test_values_are_bounded() -> None:
 
 def test_a_geometry_that_describes_no_memory_is_refused() -> None:
     geometry = msgspec.structs.replace(rank().geometry, region_bytes=10)
-    hello = Hello("P", "p", {}, {"target": RankGeometry(rank=0, geometry=geometry)}, bytes(16))
+    hello = Hello("P", "p", {}, one(RankGeometry(rank=0, geometry=geometry)), bytes(16))
     _, _, message = decode(encode(hello, 1, 1))
     assert isinstance(message, Hello)
     with pytest.raises(ProtocolError, match="outside the region"):
-        message.geometries["target"].geometry.check()
+        message.instance.check()
 
 
 def test_tables_are_checked() -> None:
@@ -187,10 +193,10 @@ def test_tables_are_checked() -> None:
 
 
 def test_fingerprints_name_each_difference() -> None:
-    here = {"model": "a", **geometry_fields({"target": rank(16)})}
-    compare(here, {"model": "a", **geometry_fields({"target": rank(7)})})
+    here = {"model": "a", **geometry_fields(one(rank(16)))}
+    compare(here, {"model": "a", **geometry_fields(one(rank(7)))})
     with pytest.raises(ProtocolError) as error:
-        compare(here, {"draft": "x", **geometry_fields({"target": rank(16, "float32")})})
+        compare(here, {"draft": "x", **geometry_fields(one(rank(16, "float32")))})
     text = str(error.value)
     assert "model: here 'a', peer 'absent'" in text
     assert "draft: here 'absent'" in text
@@ -199,3 +205,54 @@ def test_fingerprints_name_each_difference() -> None:
     compare(here, dict(reversed(here.items())))
     with pytest.raises(ProtocolError, match="model: here 'a', peer 'b'"):
         compare(here, {**here, "model": "b"})
+
+
+def sharded(tp: int, stages: int, heads: int = 4, **changes: Any) -> Instance:
+    """Four layers in stages, four heads over the ranks of each."""
+    found = []
+    for stage in range(stages):
+        for shard in range(tp):
+            spec = GroupSpec(
+                name="target",
+                owner="target",
+                kind="full",
+                num_layers=4 // stages,
+                num_kv_heads=heads // tp,
+                head_dim=8,
+                page_size=16,
+                dtype="bfloat16",
+                window=None,
+                layer_ids=tuple(range(stage * 4 // stages, (stage + 1) * 4 // stages)),
+            )
+            geometry = Geometry.block_major(spec, 8, first_head=shard * heads // tp)
+            found.append(RankGeometry(rank=stage * tp + shard, geometry=with_planes(geometry, **changes)))
+    return Instance(rank=0, groups={"target": found})
+
+
+def test_instances_are_compared_as_wholes() -> None:
+    here = geometry_fields(sharded(1, 1))
+    for tp, stages in ((2, 1), (1, 2), (4, 1), (2, 4)):
+        compare(here, geometry_fields(sharded(tp, stages).check()))
+    with pytest.raises(ProtocolError, match="heads: here '0-4', peer '0-8'"):
+        compare(here, geometry_fields(sharded(2, 1, heads=8)))
+    with pytest.raises(ProtocolError, match=r"target\.v\.cut: here 'heads', peer 'channels'"):
+        compare(here, geometry_fields(sharded(2, 1, cut="channels")))
+
+
+def test_ranks_that_contradict_each_other_are_no_instance() -> None:
+    two, other = sharded(2, 1).groups["target"], sharded(2, 1, tile=16).groups["target"]
+    with pytest.raises(ProtocolError, match="other planes"):
+        geometry_fields(Instance(rank=0, groups={"target": [two[0], other[1]]}))
+    with pytest.raises(ProtocolError, match="named twice"):
+        Instance(rank=0, groups={"target": [two[0], two[0]]}).check()
+    body = msgspec.msgpack.encode(Instance(rank=0, groups={"target": []}))
+    for bad in (body, msgspec.msgpack.encode(Instance(rank=256, groups={})), msgspec.msgpack.encode({"rank": 0})):
+        with pytest.raises(msgspec.ValidationError):
+            msgspec.msgpack.decode(bad, type=Instance)
+
+
+def test_what_a_rank_has() -> None:
+    instance = msgspec.structs.replace(sharded(2, 2), rank=3)
+    assert instance.here["target"].geometry.layer_ids == (2, 3)
+    assert instance.here["target"].geometry.planes[0].first_head == 2
+    assert msgspec.structs.replace(instance, rank=4).here == {}

@@ -31,7 +31,7 @@ from baton.errors import ConfigError
 from baton.handoff.channel.config import DEFAULT_MAX_RETRIES
 from baton.handoff.channel.keys import KeyRing
 from baton.handoff.node.agent import AgentConfig, HandoffAgent, Timers
-from baton.handoff.plan.planner import RankGeometry
+from baton.handoff.plan.planner import Instance, RankGeometry
 from baton.handoff.protocol.digests import MemoryDigester
 from baton.handoff.protocol.events import HandoffEvent
 from baton.handoff.protocol.ticket import Redeemer, load_or_create_key
@@ -204,7 +204,8 @@ def _agent(
         for index, group in enumerate(pool.groups)
     }
     digester = None if identity.integrity == "off" else MemoryDigester(geometries, pool.regions)
-    return HandoffAgent(identity, geometries, transport, transport.register(pool.regions), emit, digester, stalled)
+    instance, descriptor = Instance.of_one_rank(geometries), transport.register(pool.regions)
+    return HandoffAgent(identity, instance, transport, descriptor, emit, digester, stalled)
 
 
 def _legs(

@@ -25,6 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from baton.errors import ConfigError
 from baton.handoff.channel.keys import KeyRing
 from baton.handoff.node.agent import AgentConfig, HandoffAgent
+from baton.handoff.plan.planner import Instance
 from baton.handoff.protocol.digests import Digester, MemoryDigester
 from baton.transports.base import DeviceMemory, Transport
 from baton.transports.registry import create_transport
@@ -135,7 +136,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
                     integrity=self._config.integrity,
                     max_retries=self._config.max_retries,
                 ),
-                layout.geometries,
+                Instance.of_one_rank(layout.geometries),
                 self._transport,
                 self._transport.register(layout.regions),
                 worker.post,

@@ -9,7 +9,7 @@ Connecting goes on beside everything else; attempts use the session when it has 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -20,7 +20,7 @@ from baton.handoff.channel.base import Clock, Connection, ControlChannel
 from baton.handoff.channel.config import AgentConfig
 from baton.handoff.channel.connecting import Connector
 from baton.handoff.channel.health import Health
-from baton.handoff.plan.planner import RankGeometry
+from baton.handoff.plan.planner import Instance
 from baton.handoff.protocol.fingerprint import compare, geometry_fields
 from baton.handoff.protocol.greeting import Side, is_proven, prove, session_key
 from baton.handoff.protocol.messages import CHALLENGE_BYTES, Announce, Bye, Hello, Register, Renew, check_table
@@ -82,7 +82,7 @@ class Sessions:
     def __init__(
         self,
         config: AgentConfig,
-        geometries: Mapping[str, RankGeometry],
+        instance: Instance,
         transport: Transport,
         descriptor: bytes,
         channel: ControlChannel,
@@ -96,9 +96,9 @@ class Sessions:
         self._channel = channel
         self._clock = clock
         facts = {**config.fingerprint, "handoff.integrity": config.integrity}
-        self._hello = Hello(config.engine_id, config.incarnation, facts, dict(geometries), bytes(CHALLENGE_BYTES))
+        self._hello = Hello(config.engine_id, config.incarnation, facts, instance, bytes(CHALLENGE_BYTES))
         self._descriptor = descriptor
-        self._fields = {**facts, **geometry_fields(geometries)}
+        self._fields = {**facts, **geometry_fields(instance)}
         self.health = Health()
 
     @property
@@ -175,9 +175,7 @@ class Sessions:
         """A peer that has proven itself: compare, and connect the transport."""
         session.hello = hello
         try:
-            for rank in hello.geometries.values():
-                rank.geometry.check()
-            compare(self._fields, {**hello.fingerprint, **geometry_fields(hello.geometries)})
+            compare(self._fields, {**hello.fingerprint, **geometry_fields(hello.instance.check())})
             self._connect(session, hello)
         except IncompatiblePeerError as error:
             session.refusal = ("incompatible_peer", str(error))
@@ -259,7 +257,7 @@ class Sessions:
 
     def check_tables(self, session: Session, message: Register, mode: Mode) -> None:
         """Raise `ProtocolError` unless what a REGISTER names lies inside its sender's geometry."""
-        geometries = session.hello.geometries if session.hello is not None else {}
+        geometries = session.hello.instance.here if session.hello is not None else {}
         for group, tokens in message.wanted.items():
             rank = geometries.get(group)
             if rank is None:

@@ -10,7 +10,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from baton.errors import ConfigError, ProtocolError
@@ -19,7 +19,7 @@ from baton.handoff.channel.config import AgentConfig, Timers
 from baton.handoff.channel.sockets import Channel
 from baton.handoff.node.node import HandoffNode
 from baton.handoff.node.worker import WorkerThread
-from baton.handoff.plan.planner import RankGeometry
+from baton.handoff.plan.planner import Instance
 from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.digests import Digester
 from baton.handoff.protocol.messages import AttemptKey, Bye, Seeds
@@ -36,10 +36,10 @@ _CLOSING_WAIT_S = 0.01
 class HandoffAgent:
     """Hands requests over to, and takes them over from, other engines.
 
-    `geometries` describe this engine's groups in the regions that `descriptor` (of `transport.register`)
-    opens. `on_event` is called on the agent's thread and should return soon. `digester` is needed unless
-    `config.integrity` is off. While `is_stalled()`, peers are told that the engine
-    behind this agent hangs. The owner closes the transport after the agent.
+    `instance` describes this engine's groups, those of this rank in the regions that `descriptor` (of
+    `transport.register`) opens. `on_event` is called on the agent's thread and should return soon. `digester` is needed
+    unless `config.integrity` is off. While `is_stalled()`, peers are told that the engine behind this agent hangs. The
+    owner closes the transport after the agent.
 
     Per opened prefill exactly one `PrefillReleased` comes. Per opened decode exactly one of
     `DecodeCommitted`, `DecodeFinished` and `DecodeReleased` comes, a `DecodeFailed` before the last one
@@ -52,7 +52,7 @@ class HandoffAgent:
     def __init__(
         self,
         config: AgentConfig,
-        geometries: Mapping[str, RankGeometry],
+        instance: Instance,
         transport: Transport,
         descriptor: bytes,
         on_event: Callable[[ev.HandoffEvent], None],
@@ -66,7 +66,7 @@ class HandoffAgent:
         self.address = self._channel.address
         self._worker = WorkerThread("baton-digests")
         self._node = HandoffNode(
-            config, geometries, transport, descriptor, self._channel, on_event, SystemClock(), digester, self._worker
+            config, instance, transport, descriptor, self._channel, on_event, SystemClock(), digester, self._worker
         )
         self._node.sessions.is_stalled = is_stalled
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()

@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 import threading
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from baton.errors import reason_label
 from baton.handoff.channel.sessions import Session
-from baton.handoff.plan.planner import RankGeometry
+from baton.handoff.plan.planner import Instance
 from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.copies import CopyLedger
 from baton.handoff.protocol.decode import DecodeHandoff
@@ -36,8 +35,8 @@ class _Attempt:
 
     `peers` are the transport's ends of all sessions in which pages could have been exchanged: all of them must be
     fenced. Copies use `open`, the end of the session in which the peer asked for them last: it may have given the
-    attempt up since, by the fence of that one, and then knows of no other. `far` are its geometries. `next_tick` is
-    when the last message is repeated, `gap` how long after that again.
+    attempt up since, by the fence of that one, and then knows of no other. `far` is what the peer said of its instance.
+    `next_tick` is when the last message is repeated, `gap` how long after that again.
     """
 
     expiry: float
@@ -45,7 +44,7 @@ class _Attempt:
     ended: float = 0.0
     peers: list[Peer] = field(default_factory=list)
     open: Peer | None = None
-    far: Mapping[str, RankGeometry] = field(default_factory=dict)
+    far: Instance | None = None
     expired: bool = False
     next_tick: float = 0.0
     gap: float = 0.0
@@ -54,7 +53,7 @@ class _Attempt:
         """The peer's HELLO of a session is known."""
         if session.hello is not None and session.peer is not None and session.peer not in self.peers:
             self.peers.append(session.peer)
-            self.far = session.hello.geometries
+            self.far = session.hello.instance
 
     def asked(self, session: Session) -> None:
         """The peer has shown its pages, or asked for copies, in this session."""

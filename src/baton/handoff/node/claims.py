@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from typing import NamedTuple
 
 from baton.errors import ProtocolError, TicketExpiredError
@@ -12,7 +11,7 @@ from baton.handoff.channel.config import AgentConfig
 from baton.handoff.channel.sessions import Session, Sessions
 from baton.handoff.node.attempts import PrefillAttempt
 from baton.handoff.node.execution import Execution
-from baton.handoff.plan.planner import RankGeometry
+from baton.handoff.plan.planner import Instance
 from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.frames import kind_of
 from baton.handoff.protocol.messages import Announce, AttemptKey, Cancel, Nack, Register
@@ -42,14 +41,14 @@ class Claims:
     def __init__(
         self,
         config: AgentConfig,
-        geometries: Mapping[str, RankGeometry],
+        instance: Instance,
         channel: ControlChannel,
         sessions: Sessions,
         execution: Execution,
         clock: Clock,
     ) -> None:
         self._config = config
-        self._geometries = geometries
+        self._groups = list(instance.here)
         self._channel = channel
         self._sessions = sessions
         self._execution = execution
@@ -70,7 +69,7 @@ class Claims:
         if found is not None:
             return found
         config = self._config
-        machine = PrefillHandoff(key, mode, list(self._geometries), config.max_retries, config.integrity)
+        machine = PrefillHandoff(key, mode, self._groups, config.max_retries, config.integrity)
         attempt = self._execution.prefills.add(key, PrefillAttempt(expiry, machine=machine))
         reason = self._cancelled.pop(key, None)
         if reason is not None:

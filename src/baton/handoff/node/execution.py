@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from baton.errors import ProtocolError
@@ -14,7 +14,7 @@ from baton.handoff.channel.sessions import Session, Sessions
 from baton.handoff.node.attempts import Book, DecodeAttempt, Figures, PrefillAttempt
 from baton.handoff.node.digesting import Digesting
 from baton.handoff.node.operations import Operations
-from baton.handoff.plan.planner import RankGeometry
+from baton.handoff.plan.planner import Instance
 from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.digests import Digester
 from baton.handoff.protocol.messages import AttemptMessage, Cancel, Cancelled
@@ -32,7 +32,7 @@ class Execution:
     def __init__(
         self,
         config: AgentConfig,
-        geometries: Mapping[str, RankGeometry],
+        instance: Instance,
         transport: Transport,
         channel: ControlChannel,
         sessions: Sessions,
@@ -46,14 +46,15 @@ class Execution:
         self.operations: Operations[Attempt] = Operations(transport, channel.wake)
         self.figures = Figures()
         self._timers = config.timers
-        self._geometries = geometries
+        self._instance = instance
+        self._here = instance.here
         self._channel = channel
         self._sessions = sessions
         self._on_event = on_event
         self._clock = clock
         self._digesting: Digesting[Attempt] | None = None
         if digester is not None and worker is not None:
-            self._digesting = Digesting(digester, geometries, worker, channel.wake)
+            self._digesting = Digesting(digester, self._here, worker, channel.wake)
         self._queue: deque[tuple[Attempt, ev.MachineEvent]] = deque()
         self._running = False
 
@@ -149,13 +150,12 @@ class Execution:
             self.feed(attempt, ev.Fault("message_too_large", str(error)))
 
     def _start_copy(self, attempt: Attempt, copy: ev.StartCopy) -> None:
-        if attempt.open is None:
+        if attempt.open is None or attempt.far is None:
             self.feed(attempt, ev.CopyEnded(copy.copy_id, ok=False, message="no session with the peer"))
             return
-        own, far = self._geometries[copy.group], attempt.far[copy.group]
         push = isinstance(attempt, PrefillAttempt)
+        source, dest = (self._instance, attempt.far) if push else (attempt.far, self._instance)
         tag = f"{attempt.machine.key} {copy.group} {copy.tokens}"
-        source, dest = (own, far) if push else (far, own)
         direction: Literal["write", "read"] = "write" if push else "read"
         end = self.operations.start(attempt, copy, attempt.open, direction, source, dest, tag)
         if end is not None:
@@ -175,7 +175,7 @@ class Execution:
             log.warning(
                 "attempt %s: rank %d, group %s, layers %s, tokens %s do not match their digests",
                 attempt.machine.key,
-                self._geometries[piece.group].rank,
+                self._instance.rank,
                 piece.group,
                 [f"{layer}.{plane}" for layer, plane in piece.cells],
                 piece.tokens,

@@ -7,7 +7,7 @@ Sessions are in `channel.sessions`, what peers say in `routing`, the state machi
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from baton.handoff.channel.base import Clock, Connection, ControlChannel, Worker
@@ -16,7 +16,7 @@ from baton.handoff.channel.sessions import Sessions
 from baton.handoff.node.attempts import DecodeAttempt
 from baton.handoff.node.execution import Execution
 from baton.handoff.node.routing import Routing
-from baton.handoff.plan.planner import RankGeometry
+from baton.handoff.plan.planner import Instance
 from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.decode import DecodeHandoff
 from baton.handoff.protocol.digests import Digester
@@ -34,7 +34,7 @@ class HandoffNode:
     def __init__(
         self,
         config: AgentConfig,
-        geometries: Mapping[str, RankGeometry],
+        instance: Instance,
         transport: Transport,
         descriptor: bytes,
         channel: ControlChannel,
@@ -46,11 +46,11 @@ class HandoffNode:
         self.config = config
         self.channel = channel
         self.clock = clock
-        self.sessions = Sessions(config, geometries, transport, descriptor, channel, clock)
+        self.sessions = Sessions(config, instance, transport, descriptor, channel, clock)
         self.execution = Execution(
-            config, geometries, transport, channel, self.sessions, on_event, clock, digester, worker
+            config, instance, transport, channel, self.sessions, on_event, clock, digester, worker
         )
-        self.routing = Routing(config, geometries, channel, self.sessions, self.execution, clock)
+        self.routing = Routing(config, instance, channel, self.sessions, self.execution, clock)
         self.operations = self.execution.operations
         self._last_time: float | None = None
         self._checked = 0.0

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from baton.errors import BatonError
-from baton.handoff.plan.planner import RankGeometry, plan
+from baton.handoff.plan.planner import Instance, plan
 from baton.handoff.protocol.events import CopyEnded, StartCopy
 from baton.transports.base import Direction, Operation, Peer, Transport
 
@@ -52,13 +52,18 @@ class Operations(Generic[Owner]):
         copy: StartCopy,
         peer: Peer,
         direction: Direction,
-        source: RankGeometry,
-        dest: RankGeometry,
+        source: Instance,
+        dest: Instance,
         tag: str,
     ) -> CopyEnded | None:
-        """Plan and submit one copy; its end at once when there is nothing to move or it cannot start."""
+        """Plan and submit what the rank of `source` sends to that of `dest`; its end at once when there is nothing to
+        move or it cannot start."""
         try:
-            lists = plan([source], dest, copy.source_pages, copy.dest_pages, copy.tokens, copy.layers)
+            here = dest.here.get(copy.group)
+            if here is None:
+                return CopyEnded(copy.copy_id, ok=True)
+            sources = source.groups[copy.group]
+            lists = plan(sources, here, copy.source_pages, copy.dest_pages, copy.tokens, copy.layers)
             copies = lists.get(source.rank)
             if copies is None or not len(copies):
                 return CopyEnded(copy.copy_id, ok=True)

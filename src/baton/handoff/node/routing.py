@@ -6,7 +6,6 @@ For one thread. An engine we dialled is a server (it prefills for us), one that 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 
 from baton.errors import ProtocolError
 from baton.handoff.channel.base import Clock, Connection, ControlChannel
@@ -15,7 +14,7 @@ from baton.handoff.channel.sessions import Session, Sessions
 from baton.handoff.node.attempts import DecodeAttempt
 from baton.handoff.node.claims import Claims
 from baton.handoff.node.execution import Execution
-from baton.handoff.plan.planner import RankGeometry
+from baton.handoff.plan.planner import Instance
 from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.messages import (
     Announce,
@@ -45,7 +44,7 @@ class Routing:
     def __init__(
         self,
         config: AgentConfig,
-        geometries: Mapping[str, RankGeometry],
+        instance: Instance,
         channel: ControlChannel,
         sessions: Sessions,
         execution: Execution,
@@ -56,7 +55,7 @@ class Routing:
         self._sessions = sessions
         self._execution = execution
         self._clock = clock
-        self.claims = Claims(config, geometries, channel, sessions, execution, clock)
+        self.claims = Claims(config, instance, channel, sessions, execution, clock)
 
     def on_message(self, connection: Connection, message: Message) -> None:
         """One message. What is not allowed is counted and dropped; it never raises `ProtocolError`."""

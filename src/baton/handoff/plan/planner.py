@@ -20,11 +20,11 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from baton.errors import ProtocolError
-from baton.handoff.plan.topology import Box, RankGeometry, assign, of_layers, senders
+from baton.handoff.plan.topology import Box, Instance, RankGeometry, assign, of_layers, senders
 from baton.kv.geometry import NULL_PAGE, CopyList, Geometry, Int64Array
 from baton.kv.interval import ALL_LAYERS, Interval
 
-__all__ = ["CopyList", "RankGeometry", "plan", "senders"]
+__all__ = ["CopyList", "Instance", "RankGeometry", "plan", "senders"]
 
 
 # Source offsets, destination offsets, and the one length that all these runs have.

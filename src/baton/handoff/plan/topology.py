@@ -8,12 +8,14 @@ parallelism enters by passing only the chosen rank's group as sources.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Annotated
 
 import msgspec
 import numpy as np
+from msgspec import Meta
 from numpy.typing import NDArray
 
 from baton.errors import IncompatiblePeerError, ProtocolError
@@ -26,6 +28,40 @@ class RankGeometry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     rank: int
     geometry: Geometry
+
+
+GroupName = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[ -~]*\Z")]
+MAX_GROUPS = 64
+MAX_RANKS = 256
+
+
+class Instance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One engine: per group the geometries of all ranks that have a part of it. `rank` is the one that speaks."""
+
+    rank: Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
+    groups: Annotated[
+        dict[GroupName, Annotated[list[RankGeometry], Meta(min_length=1, max_length=MAX_RANKS)]],
+        Meta(max_length=MAX_GROUPS),
+    ]
+
+    @classmethod
+    def of_one_rank(cls, geometries: Mapping[str, RankGeometry]) -> Instance:
+        """An engine that is one rank, number 0."""
+        return cls(rank=0, groups={group: [geometry] for group, geometry in geometries.items()})
+
+    @property
+    def here(self) -> dict[str, RankGeometry]:
+        """What the rank that speaks has, by group."""
+        return {group: found for group, ranks in self.groups.items() for found in ranks if found.rank == self.rank}
+
+    def check(self) -> Instance:
+        """Return self when every geometry is one and ranks differ, else raise `ProtocolError`."""
+        for group, ranks in self.groups.items():
+            if len({found.rank for found in ranks}) != len(ranks):
+                raise ProtocolError(f"group {group!r}: a rank is named twice")
+            for found in ranks:
+                found.geometry.check()
+        return self
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,26 +8,39 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from baton.errors import IncompatiblePeerError
-from baton.handoff.plan.planner import RankGeometry
+from baton.errors import IncompatiblePeerError, ProtocolError
+from baton.handoff.plan.planner import Instance
+from baton.kv.geometry import Geometry
 
 _ABSENT = "absent"
 
 
-def geometry_fields(geometries: Mapping[str, RankGeometry]) -> dict[str, str]:
-    """The fields of each group that the planner cannot translate: its layers and planes, and what a plane is."""
+def geometry_fields(instance: Instance) -> dict[str, str]:
+    """The fields of each group, over all ranks, that the planner cannot translate: its layers and planes, what a plane
+    is and which heads there are of it.
+
+    Raises `ProtocolError` when ranks of one instance contradict each other.
+    """
     fields: dict[str, str] = {}
-    for name, rank in sorted(geometries.items()):
-        geometry = rank.geometry
-        fields[f"group.{name}.layer_ids"] = ",".join(map(str, sorted(geometry.layer_ids)))
-        fields[f"group.{name}.planes"] = ",".join(plane.name for plane in geometry.planes)
-        for plane in geometry.planes:
-            at = f"group.{name}.{plane.name}"
-            fields[f"{at}.dtype"] = plane.dtype
-            fields[f"{at}.cut"] = plane.cut
-            fields[f"{at}.heads"] = f"{plane.first_head}-{plane.last_head}"
-            fields[f"{at}.head_dim"] = str(plane.head_dim)
-            fields[f"{at}.tile"] = str(plane.tile)
+    for group, ranks in sorted(instance.groups.items()):
+        layers = {layer for rank in ranks for layer in rank.geometry.layer_ids}
+        fields[f"group.{group}.layer_ids"] = ",".join(map(str, sorted(layers)))
+        every = [_plane_fields(group, rank.geometry) for rank in ranks]
+        if any(found != every[0] for found in every):
+            raise ProtocolError(f"group {group!r}: ranks of one engine have other planes")
+        fields |= every[0]
+        for index, plane in enumerate(ranks[0].geometry.planes):
+            planes = [rank.geometry.planes[index] for rank in ranks]
+            first, last = min(each.first_head for each in planes), max(each.last_head for each in planes)
+            fields[f"group.{group}.{plane.name}.heads"] = f"{first}-{last}"
+    return fields
+
+
+def _plane_fields(group: str, geometry: Geometry) -> dict[str, str]:
+    fields = {f"group.{group}.planes": ",".join(plane.name for plane in geometry.planes)}
+    for plane in geometry.planes:
+        for name in ("dtype", "cut", "head_dim", "tile"):
+            fields[f"group.{group}.{plane.name}.{name}"] = str(getattr(plane, name))
     return fields
 
 

@@ -12,11 +12,11 @@ import msgspec
 from msgspec import Meta
 
 from baton.errors import ProtocolError
-from baton.handoff.plan.planner import RankGeometry
+from baton.handoff.plan.planner import Instance
+from baton.handoff.plan.topology import MAX_GROUPS
 from baton.kv.interval import MAX_TOKENS, Interval, Position
 from baton.wire import TokenLogprobs
 
-MAX_GROUPS = 64
 MAX_PAGES = 1 << 20
 MAX_DRAFTS = 256
 # A digest covers at most this many tokens, and never tokens on both sides of a multiple of it.
@@ -99,7 +99,7 @@ class Hello(Message, frozen=True, tag="HELLO"):
     engine_id: Name
     incarnation: Name
     fingerprint: Annotated[dict[Name, Text], Meta(max_length=256)]
-    geometries: Annotated[dict[Name, RankGeometry], Meta(max_length=MAX_GROUPS)]
+    instance: Instance
     challenge: Annotated[bytes, Meta(min_length=CHALLENGE_BYTES, max_length=CHALLENGE_BYTES)]
     proof: Annotated[bytes, Meta(max_length=32)] = b""
     descriptor: Annotated[bytes, Meta(max_length=1 << 16)] | None = None
