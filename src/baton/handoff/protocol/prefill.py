@@ -13,16 +13,16 @@ read.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from baton.errors import ProtocolError
 from baton.handoff.protocol import events as ev
 from baton.handoff.protocol import messages as msg
 from baton.handoff.protocol.copies import CopyLedger
-from baton.handoff.protocol.digests import due, seeds_digest
+from baton.handoff.protocol.digests import seeds_digest
 from baton.handoff.protocol.messages import AttemptKey
 from baton.handoff.protocol.phases import PrefillPhase
-from baton.kv.interval import Interval
+from baton.handoff.protocol.stretches import Stretches
 from baton.wire import Integrity, Mode
 
 
@@ -57,13 +57,7 @@ class PrefillHandoff:
         self.registered = False
         self._known = False  # D has spoken, so it may wait for an answer
         self._register: msg.Register | None = None
-        self._prompt_len = 0
-        self._pages: dict[str, list[int]] = {}
-        self._final: dict[str, int] = dict.fromkeys(groups, 0)
-        self._reached: dict[str, int] = {}  # per group, tokens below are copied (push) and digested, or being so
-        self._digests: ev.Digests = {}
-        self._computing = 0
-        self._untold: dict[str, list[ev.StartCopy]] = {}  # copies that are done before their digests are taken
+        self._stretches = Stretches(key, mode, groups, integrity, self.copies)
         self._round = 0
         self._seeds: msg.Seeds | None = None
         self._finished = False
@@ -93,12 +87,12 @@ class PrefillHandoff:
                 if self.phase is not PrefillPhase.OPEN or self._seeds is not None:
                     return []
                 self._seeds, self._finished = seeds, finished
-                self._extend(final)
+                self._stretches.extend(final)
                 return self._advance()
             case ev.CopyEnded():
                 return self._copy_ended(event)
-            case ev.DigestsComputed(group, pieces):
-                return self._digested(group, pieces)
+            case ev.DigestsComputed():
+                return self._digested(event)
             case ev.Abort(reason, message) | ev.Fault(reason, message):
                 return self._fail(reason, message)
             case ev.Deadline(message):
@@ -156,7 +150,7 @@ class PrefillHandoff:
             # The attempt was over before D came; it learns so at once.
             return self._repeat() or self._answer()
         self._register = message
-        self._reached = {group: tokens.start for group, tokens in message.wanted.items()}
+        self._stretches.begin(message)
         return self._advance()
 
     def _acknowledged(self) -> list[ev.Action]:
@@ -174,15 +168,8 @@ class PrefillHandoff:
     def _declare(self, event: ev.Declared) -> list[ev.Action]:
         if self.phase is not PrefillPhase.OPEN or self._seeds is not None:
             return []
-        self._prompt_len = event.prompt_len
-        for group, pages in event.pages.items():
-            self._pages[group] = list(pages)
-        self._extend(event.final)
+        self._stretches.declare(event)
         return self._advance()
-
-    def _extend(self, final: Mapping[str, int]) -> None:
-        for group, end in final.items():
-            self._final[group] = max(self._final.get(group, 0), min(end, self._prompt_len))
 
     def _advance(self) -> list[ev.Action]:
         if self.phase is not PrefillPhase.OPEN or not self.opened:
@@ -191,56 +178,37 @@ class PrefillHandoff:
             return self._finish()
         if self._register is None:
             return []
-        wanted = self._register.wanted
-        if self._seeds is not None:
-            beyond = [group for group, tokens in wanted.items() if tokens.stop > self._final[group]]
-            if beyond:
-                return self._fail("not_final", f"groups {beyond} are wanted beyond the prompt's end")
-        actions = self._follow(self._register)
-        if self._seeds is None or self.copies.outstanding or self._computing:
+        if self._seeds is not None and (beyond := self._stretches.beyond(self._register)):
+            return self._fail("not_final", f"groups {beyond} are wanted beyond the prompt's end")
+        actions = self._stretches.follow(self._register)
+        if self._seeds is None or not self._stretches.at_rest:
             return actions
         if self.mode == "push":
             return actions + self._make_offer(self._commit(self._seeds))
         self._exposed = True
-        return actions + self._make_offer(msg.Ready(self.key, self._final, self._pages, self._digests))
-
-    def _follow(self, register: msg.Register) -> list[ev.Action]:
-        """Copy (push) and digest what has become final."""
-        actions: list[ev.Action] = []
-        for group in sorted(register.wanted):
-            tokens = Interval(0, min(register.wanted[group].stop, self._final[group])).after(self._reached[group])
-            if tokens.empty:
-                continue
-            self._reached[group] = tokens.stop
-            source = self._pages.get(group, [])
-            if self.mode == "push":
-                actions.append(self.copies.start(group, tokens, source, register.pages[group]))
-            if parts := due(self.integrity, self.key, tokens):
-                self._computing += 1
-                actions.append(ev.ComputeDigests(group, parts, source))
-        return actions
+        held = self._stretches
+        return actions + self._make_offer(msg.Ready(self.key, held.final, held.pages, held.digests))
 
     def _commit(self, seeds: msg.Seeds) -> msg.Commit:
         return msg.Commit(
             self.key,
-            final=self._final,
+            final=self._stretches.final,
             seeds=seeds,
             num_bytes=self.copies.num_bytes,
             num_runs=self.copies.num_runs,
             round=self._round,
-            digests=self._digests,
+            digests=self._stretches.digests,
             seeds_digest=self._seeds_digest(seeds),
         )
 
     def _seeds_digest(self, seeds: msg.Seeds) -> bytes:
         return b"" if self.integrity == "off" else seeds_digest(self.key, seeds)
 
-    def _digested(self, group: str, pieces: list[msg.PieceDigest]) -> list[ev.Action]:
-        self._computing -= 1
+    def _digested(self, event: ev.DigestsComputed) -> list[ev.Action]:
+        self._stretches.digest_ended()
         if self.phase is not PrefillPhase.OPEN:
             return []
-        self._digests.setdefault(group, []).extend(pieces)
-        copies = self._untold.pop(group, [])
+        copies = self._stretches.digested(event)
         return self._advance() or [action for copy in copies for action in self._progress(copy)]
 
     def _repair(self, message: msg.Repair) -> list[ev.Action]:
@@ -249,24 +217,14 @@ class PrefillHandoff:
             return self._answer()
         if message.round <= self._round:
             return self._repeat()
-        register = self._register
-        assert register is not None
-        for group, bad in message.bad.items():
-            wanted = register.wanted.get(group, Interval(0, 0))
-            at = wanted.start
-            for tokens in bad:
-                if not at <= tokens.start < tokens.stop <= wanted.stop:
-                    raise ProtocolError(f"REPAIR of group {group!r} beyond what was wanted, or out of order")
-                at = tokens.stop
+        assert self._register is not None
         if message.round != self._round + 1:
             raise ProtocolError(f"REPAIR of round {message.round} after round {self._round}")
         if self._round == self.max_retries:
             return self._fail("integrity_failed", f"still bad after {self._round} repairs")
+        copies = self._stretches.again(self._register, message)
         self.phase, self._offer, self._round = PrefillPhase.OPEN, None, message.round
-        actions: list[ev.Action] = [ev.Count("repairs")]
-        for group, bad in sorted(message.bad.items()):
-            actions += [self.copies.start(group, part, self._pages[group], register.pages[group]) for part in bad]
-        return actions + self._advance()
+        return [ev.Count("repairs"), *copies, *self._advance()]
 
     def _finish(self) -> list[ev.Action]:
         """The request ended with its first token: stop copying, free, and tell D once it has been heard of."""
@@ -296,13 +254,8 @@ class PrefillHandoff:
         return self._advance() or self._progress(copy)
 
     def _progress(self, copy: ev.StartCopy) -> list[ev.Action]:
-        if self._round:
-            return []
-        pieces = [p for p in self._digests.get(copy.group, []) if copy.tokens.covers(p.tokens)]
-        if not pieces:
-            self._untold.setdefault(copy.group, []).append(copy)
-            return []
-        return [ev.Send(msg.Progress(self.key, {copy.group: pieces}))]
+        # After a REPAIR an earlier PROGRESS counts no more, and the next COMMIT says all.
+        return [] if self._round else self._stretches.progress(copy)
 
     # ------------------------------------------------------------ the end
 
@@ -327,8 +280,8 @@ class PrefillHandoff:
 
     def _close(self) -> None:
         # What is left is a tombstone, which answers until its ticket has expired: let go of the tables.
-        self.phase, self._register, self._pages = PrefillPhase.CLOSED, None, {}
-        self._offer, self._digests, self._untold = None, {}, {}
+        self.phase, self._register, self._offer = PrefillPhase.CLOSED, None, None
+        self._stretches.forget()
 
     def _answer(self) -> list[ev.Action]:
         """Say CANCELLED again where P's own copies have ended, whatever D still does."""
