@@ -198,6 +198,20 @@ def test_incompatible_engines_are_refused_field_by_field(pair: Pair) -> None:
     settle(d)
 
 
+def test_a_refused_engine_tells_p_that_the_attempt_is_over(pair: Pair) -> None:
+    """P's pages wait for nothing then; its ticket would hold them for minutes."""
+    p, d = pair.node("P", fingerprint={"model": "m"}), pair.node("D", fingerprint={"model": "x"})
+    ticket = ticket_for(p, d, "push")
+    p.agent.open_prefill(ticket)
+    p.agent.admit_prefill(ticket.key)
+    d.agent.announce_decode(ticket)
+    d.next(DecodeFailed)
+    d.next(DecodeReleased)
+    released = p.next(PrefillReleased)
+    assert released == PrefillReleased(ticket.key, "incompatible_peer")
+    settle(p, d)
+
+
 @pytest.mark.parametrize("fault", ["key", "other_engine"])
 def test_a_bad_ticket_is_refused(pair: Pair, fault: str) -> None:
     p = pair.node("P")

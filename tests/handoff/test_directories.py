@@ -22,7 +22,7 @@ def another_users(path: Path) -> None:
         os.chown(path, 4711, 4711)
 
 
-@pytest.fixture(params=["0777", "0770", "another user's"])
+@pytest.fixture(params=["0777", "1777", "0770", "another user's"])
 def spoil(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[Spoil, str]:
     if request.param == "another user's":
         if os.geteuid() != 0:

@@ -28,7 +28,7 @@ class Gate:
     """Makes one ROUTER let only authorised engines in, and counts whom it refused. For one thread.
 
     Without `keys` every connection is let in. `sockets` must be polled, and `serve` called when one is readable.
-    To be made before the ROUTER is bound.
+    The ROUTER must not be bound before it is made.
     """
 
     def __init__(self, context: zmq.Context[Any], router: Socket, keys: KeyRing | None) -> None:

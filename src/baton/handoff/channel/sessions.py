@@ -38,10 +38,10 @@ class Session:
     """One peer engine: the session with it, what it said in HELLO, and the transport's end.
 
     `hello` is what it said once it had proven itself, `connecting` is set while the transport's end is under way,
-    `peer` once it is there. `refusal` is `(reason, message)` when no KV may be exchanged all the same. `challenge` is
-    the one that it was last shown a proof by. The peer is held for alive for `lease` seconds after it was `heard` last
-    (monotonic seconds). `until` then the process of the session before may still wait for a word about attempts of
-    that time. `round_trip` is measured, in seconds.
+    `peer` once it is there. `refusal` is `(reason, message)` when no KV may be exchanged with it. `challenge` is
+    the one that it was last shown a proof by. The peer counts as alive for `lease` seconds after it was `heard` last
+    (monotonic seconds). Until `until` the process of the session before may still wait for a word about its attempts.
+    `round_trip` is measured, in seconds.
     """
 
     connection: Connection
@@ -162,7 +162,7 @@ class Sessions:
         if not self._is_proven("answered", address, session.connection, hello):
             raise ProtocolError(f"who answers at {address} does not prove that it knows the ticket key")
         if hello.descriptor is None:
-            # The same challenge again waits for the repetition, lest two that differ answer each other for ever.
+            # The same challenge again waits for the repetition: two that differ would answer each other for ever.
             if hello.challenge != session.challenge:
                 session.challenge = hello.challenge
                 self._say_hello(session)

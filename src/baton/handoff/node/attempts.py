@@ -19,8 +19,8 @@ from baton.handoff.protocol.phases import DecodePhase, PrefillPhase
 from baton.handoff.protocol.prefill import PrefillHandoff
 from baton.transports.base import Peer
 
-# Ended attempts are kept as tombstones, until their ticket has expired and so much longer than they lasted that a peer
-# has asked for their end; beyond this many the oldest go.
+# Ended attempts are kept as tombstones until their ticket has expired, and for TOMBSTONE_S seconds at least, in which a
+# peer asks how they ended. Beyond this many the oldest go.
 MAX_TOMBSTONES = 1 << 16
 TOMBSTONE_S = 60.0
 # Handoffs committed, or ended by the first token; what was moved; messages refused; copies issued again; rounds of

@@ -96,7 +96,7 @@ class Execution:
             self._running = False
 
     def lose(self, attempt: Attempt, reason: str, message: str, quiet: bool = False) -> None:
-        """The attempt's peer cannot be talked to. `quiet`: it said itself that its copies have ended."""
+        """The attempt's peer cannot be talked to. `quiet`: it has said that its copies have ended."""
         self.feed(attempt, ev.PeerLost(reason, message, quiet or attempt.fenced))
 
     def stalled(self, session: Session) -> None:

@@ -151,6 +151,8 @@ class Routing:
         execution = self._execution
         if session.refusal is not None:
             execution.lose(attempt, *session.refusal)
+            # P may hold pages for it: that it is over can be said to a peer with which no KV may be exchanged.
+            execution.feed(attempt, ev.PeerReady())
         elif hello.incarnation != attempt.machine.key.prefill_incarnation:
             execution.lose(attempt, "peer_lost", f"another engine is at {attempt.address} now: {hello.engine_id}")
         else:

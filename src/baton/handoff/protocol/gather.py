@@ -33,8 +33,8 @@ def pairs(
 ) -> dict[Pair, frozenset[str]]:
     """The pairs of two instances that must come, and the groups of which each moves bytes; both sides compute the same.
 
-    `sampling` is the source rank that has the seeds. Where it has no bytes to send, the first destination rank hears
-    the seeds of it all the same.
+    `sampling` is the source rank that has the seeds. Where it has no bytes to send, the first destination rank still
+    hears the seeds from it.
     """
     found: dict[Pair, set[str]] = {}
     for group, ranks in sorted(dests.items()):

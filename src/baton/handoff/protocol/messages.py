@@ -113,7 +113,7 @@ class Bye(Message, frozen=True, tag="BYE"):
 
 
 class Renew(Message, frozen=True, tag="RENEW"):
-    """Keeps a session alive: the sender may be held for alive for `lease` seconds after this arrives.
+    """Keeps a session alive: the sender counts as alive for `lease` seconds after this arrives.
 
     The receiver sends the same `nonce` back with `echo` set, which measures the round trip; an echo renews
     the other direction. `stalled`: the agent lives, but the engine behind it hangs, so that nothing will come.
