@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from baton.handoff.protocol.events import DecodeCommitted, DecodeFinished, DecodeReleased, HandoffEvent, PrefillReleased
 from baton.handoff.protocol.messages import AttemptKey, Cancelled, Commit, Confirm, Finished
-from baton.handoff.protocol.ticket import Ticket
+from baton.handoff.protocol.ticket import SignedTicket
 from baton.kv.interval import Interval
 from simulation.story import Story
 
@@ -28,7 +28,7 @@ class Leg:
 
     story: Story
     num_known: int
-    ticket: Ticket
+    ticket: SignedTicket
     stream: Stream
     deadline: float  # by this process's monotonic clock
     holder: str

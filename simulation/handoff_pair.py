@@ -14,7 +14,7 @@ from baton.handoff.node.agent import AgentConfig, HandoffAgent
 from baton.handoff.plan.planner import Instance, RankGeometry
 from baton.handoff.protocol.events import DecodeCommitted, HandoffEvent
 from baton.handoff.protocol.messages import CHALLENGE_BYTES, AttemptKey, Hello, Seeds
-from baton.handoff.protocol.ticket import Ticket, mint, new_transfer_id
+from baton.handoff.protocol.ticket import SignedTicket, Ticket, mint, new_transfer_id
 from baton.kv.geometry import Geometry, GroupSpec
 from baton.kv.interval import Interval
 from baton.transports.registry import create_transport
@@ -110,7 +110,8 @@ class Traffic:
         """One handoff. Raises `AssertionError` when it fails, takes too long or a byte differs."""
         p, d, began = self.p, self.d, time.monotonic()
         life_s = _LONG_LIFE_S if self.served < SPENT else _SHORT_LIFE_S
-        ticket = make_ticket(p, d, "pull" if self.served % 2 else "push", life_s)
+        plain = make_ticket(p, d, "pull" if self.served % 2 else "push", life_s)
+        ticket = SignedTicket.of(plain, mint(self.key, plain))
         count = -(-_TOKENS // _PAGE_SIZE)
         tables = [{g: self._rng.permutation(np.arange(1, _NUM_PAGES))[:count].tolist() for g in _GROUPS} for _ in "pd"]
         for group in _GROUPS:
@@ -136,4 +137,4 @@ class Traffic:
             assert np.array_equal(want[:-1], got[:-1]), f"other bytes in group {group}"
         self.served += 1
         self.slowest_s = max(self.slowest_s, time.monotonic() - began)
-        self.spent = [*self.spent[-SPENT + 1 :], (ticket.key, mint(self.key, ticket))]
+        self.spent = [*self.spent[-SPENT + 1 :], (ticket.key, ticket.text)]

@@ -13,7 +13,7 @@ from baton.handoff.channel.keys import KeyRing, make_keys
 from baton.handoff.protocol.frames import decode, encode
 from baton.handoff.protocol.greeting import prove, seal, session_key
 from baton.handoff.protocol.messages import CHALLENGE_BYTES, Hello, Message
-from baton.handoff.protocol.ticket import Ticket
+from baton.handoff.protocol.ticket import SignedTicket, mint
 from simulation.handoff_pair import Node, Traffic, make_ticket
 
 TICKET_KEY = b"k" * 32
@@ -100,8 +100,9 @@ class Scene:
         self.attackers.append(made)
         return made
 
-    def ticket(self, **changes: object) -> Ticket:
-        return msgspec.structs.replace(make_ticket(self.p, self.d, "push", life_s=60), **changes)
+    def ticket(self, **changes: object) -> SignedTicket:
+        ticket = msgspec.structs.replace(make_ticket(self.p, self.d, "push", life_s=60), **changes)
+        return SignedTicket.of(ticket, mint(TICKET_KEY, ticket))
 
     def as_d(self, **changes: object) -> Hello:
         """What D would say, or almost: it brings its own idea of where its memory is."""

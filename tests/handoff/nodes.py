@@ -12,7 +12,7 @@ from baton.handoff.plan.planner import Instance, RankGeometry
 from baton.handoff.protocol.digests import MemoryDigester
 from baton.handoff.protocol.events import DecodeCommitted, DecodeProgress, HandoffEvent, PrefillReleased
 from baton.handoff.protocol.messages import Seeds
-from baton.handoff.protocol.ticket import Ticket, new_transfer_id
+from baton.handoff.protocol.ticket import SignedTicket, Ticket, mint, new_transfer_id
 from baton.kv.geometry import Geometry, GroupSpec
 from baton.kv.interval import Interval
 from baton.transports.registry import create_transport
@@ -109,7 +109,7 @@ class Pair:
         return self.node("P", scheme, p_size), self.node("D", scheme, d_size)
 
 
-def ticket_for(p: Node, d: Node, mode: str, life: float = 60, **changes: object) -> Ticket:
+def ticket_for(p: Node, d: Node, mode: str, life: float = 60, **changes: object) -> SignedTicket:
     fields: dict[str, object] = {
         "transfer_id": new_transfer_id(),
         "prefill_engine": p.name,
@@ -123,7 +123,12 @@ def ticket_for(p: Node, d: Node, mode: str, life: float = 60, **changes: object)
         "decode_expiry": time.monotonic() + life,
         "request_digest": bytes(32),
     }
-    return Ticket(**{**fields, **changes})  # type: ignore[arg-type]
+    return signed(Ticket(**{**fields, **changes}))  # type: ignore[arg-type]
+
+
+def signed(ticket: Ticket, key: bytes = KEY) -> SignedTicket:
+    """A ticket as it comes from the router."""
+    return SignedTicket.of(ticket, mint(key, ticket))
 
 
 def settle(*nodes: Node) -> None:

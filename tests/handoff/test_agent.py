@@ -27,7 +27,7 @@ from baton.handoff.protocol.frames import encode
 from baton.handoff.protocol.messages import Cancel, Hello, Register
 from baton.handoff.protocol.ticket import mint
 from baton.kv.interval import Interval
-from tests.handoff.nodes import KEY, NUM_PAGES, SEEDS, TIMERS, Node, Pair, hand_over, settle, ticket_for
+from tests.handoff.nodes import KEY, NUM_PAGES, SEEDS, TIMERS, Node, Pair, hand_over, settle, signed, ticket_for
 
 
 @pytest.fixture
@@ -280,8 +280,10 @@ def test_a_later_attempt_supersedes_the_earlier(pair: Pair) -> None:
     p, d = pair.both()
     other = pair.node("E")
     first = ticket_for(p, d, "pull")
-    again = msgspec.structs.replace(
-        first, attempt=1, decode_engine="E", decode_incarnation="E-1", decode_address=other.agent.address
+    again = signed(
+        msgspec.structs.replace(
+            first, attempt=1, decode_engine="E", decode_incarnation="E-1", decode_address=other.agent.address
+        )
     )
     wanted = {"target": Interval(0, 8), "draft": Interval(0, 8)}
     p.agent.open_prefill(first)

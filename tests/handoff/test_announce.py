@@ -13,7 +13,7 @@ from baton.handoff.protocol import events as ev
 from baton.handoff.protocol import messages as msg
 from baton.handoff.protocol.decode import DecodeHandoff
 from baton.handoff.protocol.prefill import PrefillHandoff
-from baton.handoff.protocol.ticket import mint
+from baton.handoff.protocol.ticket import SignedTicket, mint
 from baton.kv.interval import Interval
 from tests.handoff.nodes import SEEDS, Pair, settle, ticket_for
 from tests.handoff.test_liveness import TIMERS as CALM
@@ -204,6 +204,15 @@ def test_what_was_forgotten_is_quiet(world: World) -> None:
     world.run(0.5)
     assert d.failures() == ["forgotten"]
     assert world.settled()
+
+
+def test_d_shows_the_ticket_as_it_came_and_signs_none(world: World) -> None:
+    """Whose signature does not hold is refused by P, though D knows the key."""
+    p, d = engine(world, "P"), engine(world, "D")
+    ticket = world.ticket(p, d, "push")
+    d.node.announce_decode(SignedTicket.of(ticket, mint(b"another key", ticket)))
+    world.run(0.5)
+    assert d.failures() == ["register_refused"]
 
 
 @pytest.mark.parametrize("claim", ["announce", "register"])

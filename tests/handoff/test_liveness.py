@@ -27,11 +27,12 @@ from baton.handoff.protocol.events import (
 )
 from baton.handoff.protocol.frames import decode, encode
 from baton.handoff.protocol.messages import Bye, Cancel, Cancelled, Hello, Message, Register, Renew, Seeds
-from baton.handoff.protocol.ticket import Ticket, new_transfer_id
+from baton.handoff.protocol.ticket import SignedTicket, Ticket, new_transfer_id
 from baton.kv.geometry import Geometry, GroupSpec
 from baton.kv.interval import Interval
 from baton.transports.base import CopyList, Direction, Operation, Peer
 from baton.transports.local import LocalTransport
+from tests.handoff.nodes import signed
 
 SEEDS = Seeds(first_token=5)
 STEP = 0.05
@@ -191,8 +192,8 @@ class World:
                 if not node.paused:
                     node.step()
 
-    def ticket(self, p: Node, d: Node, mode: str, life: float = 100) -> Ticket:
-        return Ticket(
+    def ticket(self, p: Node, d: Node, mode: str, life: float = 100) -> SignedTicket:
+        ticket = Ticket(
             transfer_id=new_transfer_id(),
             prefill_engine=p.name,
             prefill_incarnation=p.incarnation,
@@ -205,12 +206,13 @@ class World:
             decode_expiry=self.clock.now + life,
             request_digest=bytes(32),
         )
+        return signed(ticket, b"k")
 
     def prefill(self, p: Node, ticket: Ticket) -> None:
         p.node.to_prefill(ticket.key, Declared(N, {"target": [1, 2]}, {"target": N}))
         p.node.to_prefill(ticket.key, Sampled(SEEDS, False, {}))
 
-    def begin(self, p: Node, d: Node, mode: str) -> Ticket:
+    def begin(self, p: Node, d: Node, mode: str) -> SignedTicket:
         """Both legs opened and registered, P still prefilling."""
         ticket = self.ticket(p, d, mode)
         p.node.open_prefill(ticket)

@@ -38,7 +38,7 @@ def received(message: msg.AttemptMessage) -> ev.Received:
 
 
 REGISTER = received(msg.Register(KEY, ticket="t", wanted=WANTED, pages=D_PAGES))
-DECLARED, SAMPLED = ev.Declared(8, P_PAGES, FINAL), ev.Sampled(SEEDS, False)
+DECLARED, SAMPLED = ev.Declared(8, P_PAGES, FINAL), ev.Sampled(SEEDS, False, FINAL)
 COPIED, GONE = ev.CopyEnded(0, ok=True), ev.Abort("aborted")
 DIGESTED = ev.DigestsComputed("target", DIGESTS["target"])
 ENDS: dict[str, ev.MachineEvent] = {
@@ -58,7 +58,7 @@ P_EVENTS: dict[str, ev.MachineEvent] = {
     "admitted": ev.Admitted(),
     "declared": DECLARED,
     "sampled": SAMPLED,
-    "sampled, the last": ev.Sampled(SEEDS, True),
+    "sampled, the last": ev.Sampled(SEEDS, True, FINAL),
     "digests computed": DIGESTED,
     "ANNOUNCE": received(msg.Announce(KEY, ticket="t")),
     "REGISTER": REGISTER,

@@ -13,7 +13,15 @@ from hypothesis import strategies as st
 
 from baton.errors import ConfigError, EngineUnavailableError, ProtocolError
 from baton.handoff.protocol.messages import AttemptKey
-from baton.handoff.protocol.ticket import Ticket, load_or_create_key, mint, new_transfer_id, request_digest, verify
+from baton.handoff.protocol.ticket import (
+    SignedTicket,
+    Ticket,
+    load_or_create_key,
+    mint,
+    new_transfer_id,
+    request_digest,
+    verify,
+)
 from baton.wire import EngineIdentity, SamplingParams
 
 KEY = b"k" * 32
@@ -38,7 +46,10 @@ def test_round_trip() -> None:
     assert text == mint(KEY, TICKET)
     assert text.isascii()
     assert "=" not in text
-    assert verify(KEY, text, "prefill", now=900.0) == verify(KEY, text, "decode", now=4900.0) == TICKET
+    assert verify(KEY, text, "prefill", now=900.0) == verify(KEY, text, "decode", now=4900.0)
+    found = verify(KEY, text, "prefill", now=900.0)
+    assert found == SignedTicket.of(TICKET, text)
+    assert mint(KEY, found) == text
     assert TICKET.key == AttemptKey(b"0123456789abcdef", 1, "p-1", "d-1")
     assert str(TICKET.key) == b"0123456789abcdef".hex() + "/1"
 
@@ -85,7 +96,7 @@ def test_no_changed_character_passes(position: int, character: str) -> None:
     changed = text[:position] + character + text[position + 1 :]
     try:
         # The last character may carry unused bits, so that two texts can be one ticket.
-        assert verify(KEY, changed, "prefill", 900.0) == TICKET
+        assert verify(KEY, changed, "prefill", 900.0) == SignedTicket.of(TICKET, changed)
         assert changed == text or position == len(text) - 1
     except ProtocolError:
         assert changed != text

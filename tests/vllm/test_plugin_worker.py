@@ -13,7 +13,7 @@ import torch
 from baton.errors import HandoffError
 from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.messages import AttemptKey, Seeds
-from baton.handoff.protocol.ticket import Ticket, new_transfer_id
+from baton.handoff.protocol.ticket import SignedTicket, Ticket, new_transfer_id
 from baton.kv.interval import Interval
 from baton.vllm.geometry import describe
 from baton.vllm.groups import CacheTable, split_tables
@@ -75,8 +75,8 @@ def make_worker(agent: FakeAgent, commit_at_end: bool = False, abort_timeout: fl
     return side
 
 
-def ticket() -> Ticket:
-    return Ticket(
+def ticket() -> SignedTicket:
+    plain = Ticket(
         transfer_id=new_transfer_id(),
         prefill_engine="P",
         prefill_incarnation="p",
@@ -89,6 +89,7 @@ def ticket() -> Ticket:
         decode_expiry=1.0,
         request_digest=bytes(32),
     )
+    return SignedTicket.of(plain, "signed")
 
 
 def receive(worker: WorkerSide, opened: OpenDecode) -> None:

@@ -28,7 +28,7 @@ from baton.handoff.protocol.events import (
     PrefillReleased,
 )
 from baton.handoff.protocol.messages import AttemptKey, Seeds
-from baton.handoff.protocol.ticket import Ticket
+from baton.handoff.protocol.ticket import SignedTicket, Ticket
 from baton.kv.cache import BlockTables
 from baton.kv.interval import Interval
 from baton.wire import Recovery, recovers
@@ -43,10 +43,10 @@ class Agent(Protocol):
         self, key: AttemptKey, prompt_len: int, pages: dict[str, list[int]], final: dict[str, int]
     ) -> None: ...
     def finish_prefill(self, key: AttemptKey, seeds: Seeds, finished: bool, final: dict[str, int]) -> None: ...
-    def announce_decode(self, ticket: Ticket) -> None: ...
+    def announce_decode(self, ticket: SignedTicket) -> None: ...
     def open_decode(
         self,
-        ticket: Ticket,
+        ticket: SignedTicket,
         prompt_len: int,
         wanted: dict[str, Interval],
         pages: dict[str, list[int]],

@@ -10,7 +10,7 @@ from baton.kv.cache import BlockTables
 from baton.wire import FinishReason, GenerateRequest, SamplingParams, TokenLogprobs
 
 if TYPE_CHECKING:
-    from baton.handoff.protocol.ticket import Ticket
+    from baton.handoff.protocol.ticket import SignedTicket
 
 
 class RequestStatus(enum.Enum):
@@ -50,7 +50,7 @@ class Request:
     has `started`, and lost its pages, goes before those that have not.
     """
 
-    def __init__(self, wire: GenerateRequest, sampler: SamplerState, ticket: Ticket | None = None) -> None:
+    def __init__(self, wire: GenerateRequest, sampler: SamplerState, ticket: SignedTicket | None = None) -> None:
         self.request_id = wire.request_id
         self.params: SamplingParams = wire.sampling_params
         self.stop_token_ids = frozenset(self.params.stop_token_ids)

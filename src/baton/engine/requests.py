@@ -12,7 +12,7 @@ from baton.engine.build import Engine
 from baton.engine.request import Request
 from baton.engine.sampler import SamplerState
 from baton.errors import ForbiddenError, ProtocolError, RequestError, WrongEngineError
-from baton.handoff.protocol.ticket import Ticket, request_digest
+from baton.handoff.protocol.ticket import SignedTicket, request_digest
 from baton.log_limit import LogLimit
 from baton.wire import MIN_TEMPERATURE, GenerateRequest
 
@@ -43,7 +43,7 @@ def make_request(engine: Engine, wire: GenerateRequest) -> Request:
         raise RequestError("num_prompt_tokens must be between 1 and the number of tokens", "num_prompt_tokens")
     if len(prompt) - num_prompt >= params.max_tokens:
         raise RequestError("the known tokens leave nothing to generate", "num_prompt_tokens")
-    ticket: Ticket | None = None
+    ticket: SignedTicket | None = None
     if wire.handoff is not None:
         ticket = _ticket(engine, wire)
     if params.normalised() is not params:
@@ -60,7 +60,7 @@ def make_request(engine: Engine, wire: GenerateRequest) -> Request:
     return Request(wire, sampler, ticket)
 
 
-def _ticket(engine: Engine, wire: GenerateRequest) -> Ticket:
+def _ticket(engine: Engine, wire: GenerateRequest) -> SignedTicket:
     assert wire.handoff is not None
     if engine.redeemer is None:
         raise RequestError("this engine takes no part in handoffs: it has no ticket key", "handoff")

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import msgspec
 
 from baton.errors import ProtocolError
-from baton.handoff.protocol.ticket import Redeemer, Ticket, request_digest, verify
+from baton.handoff.protocol.ticket import Redeemer, SignedTicket, request_digest, verify
 from baton.log_limit import LogLimit
 from baton.vllm.groups import CacheTable
 from baton.vllm.steps import AnnounceDecode, ClosePrefill, Computed, OpenDecode, OpenPrefill, Step, Tables
@@ -52,7 +52,7 @@ class BlockPool(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Prefill:
-    ticket: Ticket
+    ticket: SignedTicket
     num_tokens: int
     seeded: bool = False
     cancelled: bool = False
@@ -64,7 +64,7 @@ class _Prefill:
 
 @dataclass(slots=True, eq=False)
 class _Decode:
-    ticket: Ticket
+    ticket: SignedTicket
     num_tokens: int
     admitted: bool = False
     receiving: bool = False

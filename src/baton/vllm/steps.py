@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from baton.handoff.protocol.messages import AttemptKey
-from baton.handoff.protocol.ticket import Ticket
+from baton.handoff.protocol.ticket import SignedTicket
 
 Tables = tuple[list[int], ...]  # block tables, by vLLM's cache group
 
@@ -16,7 +16,7 @@ class OpenPrefill:
     engine computes; None if this engine's prompt ends before it. `seeded`: this engine samples that token itself."""
 
     request_id: str
-    ticket: Ticket
+    ticket: SignedTicket
     num_tokens: int
     next_token: int | None
     seeded: bool = False
@@ -49,7 +49,7 @@ class AnnounceDecode:
     the prompt's token behind those that are handed over; this engine computes it."""
 
     request_id: str
-    ticket: Ticket
+    ticket: SignedTicket
     next_token: int
 
 
@@ -59,7 +59,7 @@ class OpenDecode:
     the request waits for the rest. Else nothing is wanted, and the prefill engine only has to be told so."""
 
     request_id: str
-    ticket: Ticket
+    ticket: SignedTicket
     num_tokens: int
     hit: int
     tables: Tables
@@ -73,7 +73,7 @@ class Step:
     other requests. `cancelled`: prefill legs that no decode engine will fetch."""
 
     opened: list[OpenPrefill] = field(default_factory=list)
-    turned_away: list[Ticket] = field(default_factory=list)
+    turned_away: list[SignedTicket] = field(default_factory=list)
     admitted: list[AttemptKey] = field(default_factory=list)
     computed: list[Computed] = field(default_factory=list)
     closed: list[ClosePrefill] = field(default_factory=list)

@@ -18,7 +18,7 @@ from typing import Protocol
 from baton.errors import HandoffError, reason_label
 from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.messages import AttemptKey, Seeds
-from baton.handoff.protocol.ticket import Ticket
+from baton.handoff.protocol.ticket import SignedTicket, Ticket
 from baton.kv.interval import Interval
 from baton.log_limit import LogLimit
 from baton.vllm.geometry import CacheLayout, kernel_pages
@@ -44,9 +44,9 @@ class Agent(Protocol):
         self, key: AttemptKey, prompt_len: int, pages: dict[str, list[int]], final: dict[str, int]
     ) -> None: ...
     def finish_prefill(self, key: AttemptKey, seeds: Seeds, finished: bool, final: dict[str, int]) -> None: ...
-    def announce_decode(self, ticket: Ticket) -> None: ...
+    def announce_decode(self, ticket: SignedTicket) -> None: ...
     def open_decode(
-        self, ticket: Ticket, prompt_len: int, wanted: dict[str, Interval], pages: dict[str, list[int]]
+        self, ticket: SignedTicket, prompt_len: int, wanted: dict[str, Interval], pages: dict[str, list[int]]
     ) -> None: ...
     def abort(self, key: AttemptKey, reason: str, taken: Callable[[], None] | None = None) -> None: ...
 

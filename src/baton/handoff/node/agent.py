@@ -23,7 +23,7 @@ from baton.handoff.plan.planner import Instance
 from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.digests import Digester
 from baton.handoff.protocol.messages import AttemptKey, Bye, Seeds
-from baton.handoff.protocol.ticket import Ticket
+from baton.handoff.protocol.ticket import SignedTicket, Ticket
 from baton.kv.interval import Interval
 from baton.transports.base import Transport
 
@@ -119,7 +119,7 @@ class HandoffAgent:
         event = ev.Sampled(seeds, finished, dict(final))
         self._call(lambda: self._node.to_prefill(key, event))
 
-    def announce_decode(self, ticket: Ticket) -> None:
+    def announce_decode(self, ticket: SignedTicket) -> None:
         """Take D's leg of a verified ticket before there are pages for it; `DecodeAdmitted` says when to look for some.
 
         Nothing of it expires while P lives. Raises `ProtocolError` when the ticket names another engine.
@@ -129,7 +129,7 @@ class HandoffAgent:
 
     def open_decode(
         self,
-        ticket: Ticket,
+        ticket: SignedTicket,
         prompt_len: int,
         wanted: dict[str, Interval],
         pages: dict[str, list[int]],

@@ -21,7 +21,7 @@ from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.decode import DecodeHandoff
 from baton.handoff.protocol.digests import Digester
 from baton.handoff.protocol.messages import AttemptKey, Message
-from baton.handoff.protocol.ticket import Ticket, mint
+from baton.handoff.protocol.ticket import SignedTicket, Ticket
 from baton.kv.interval import Interval
 from baton.transports.base import Transport
 
@@ -63,14 +63,14 @@ class HandoffNode:
         self.routing.claims.supersede(ticket.key)
         self.execution.feed(attempt, ev.Opened())
 
-    def announce_decode(self, ticket: Ticket) -> None:
+    def announce_decode(self, ticket: SignedTicket) -> None:
         """The engine took D's leg, and has no destination pages yet."""
         if self.execution.decodes.get(ticket.key) is not None:
             log.warning("attempt %s is open already", ticket.key)
             return
         self._decode(ticket)
 
-    def open_decode(self, ticket: Ticket, wanted: dict[str, Interval], pages: dict[str, list[int]]) -> None:
+    def open_decode(self, ticket: SignedTicket, wanted: dict[str, Interval], pages: dict[str, list[int]]) -> None:
         """The engine has destination pages for D's leg, announced or not."""
         attempt = self.execution.decodes.get(ticket.key)
         if attempt is None:
@@ -83,13 +83,12 @@ class HandoffNode:
 
     def _decode(
         self,
-        ticket: Ticket,
+        ticket: SignedTicket,
         wanted: dict[str, Interval] | None = None,
         pages: dict[str, list[int]] | None = None,
     ) -> None:
-        config = self.config
-        signed = mint(config.ticket_key, ticket)
-        machine = DecodeHandoff(ticket.key, ticket.mode, signed, wanted, pages, config.max_retries, config.integrity)
+        retries, integrity = self.config.max_retries, self.config.integrity
+        machine = DecodeHandoff(ticket.key, ticket.mode, ticket.text, wanted, pages, retries, integrity)
         expiry = self.routing.claims.expiry(ticket, "decode")
         attempt = DecodeAttempt(expiry, machine=machine, address=ticket.prefill_address)
         if wanted is not None:

@@ -107,6 +107,17 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
         return self.prefill_expiry if role == "prefill" else self.decode_expiry
 
 
+class SignedTicket(Ticket, frozen=True, kw_only=True):
+    """A ticket with the text in which it came, signature and all: D shows that to P."""
+
+    text: str
+
+    @classmethod
+    def of(cls, ticket: Ticket, text: str) -> SignedTicket:
+        """`ticket`, which came as `text`."""
+        return cls(text=text, **{name: getattr(ticket, name) for name in Ticket.__struct_fields__})
+
+
 _decoder = msgspec.msgpack.Decoder(Ticket)
 
 
@@ -129,12 +140,12 @@ def request_digest(
 
 def mint(key: bytes, ticket: Ticket) -> str:
     """Sign a ticket. Equal tickets under one key give equal strings."""
-    body = msgspec.msgpack.encode(ticket)
+    body = msgspec.msgpack.encode({name: getattr(ticket, name) for name in Ticket.__struct_fields__})
     signed = body + hmac.new(key, _CONTEXT + body, hashlib.sha256).digest()
     return base64.urlsafe_b64encode(signed).rstrip(b"=").decode("ascii")
 
 
-def verify(key: bytes, text: str, role: LegRole, now: float) -> Ticket:
+def verify(key: bytes, text: str, role: LegRole, now: float) -> SignedTicket:
     """The ticket in `text`, whose signature holds and whose expiry is after `now`, in monotonic seconds of this engine,
     which has `role` in it.
 
@@ -160,7 +171,7 @@ def verify(key: bytes, text: str, role: LegRole, now: float) -> Ticket:
         raise TicketExpiredError("ticket has expired")
     if not left <= MAX_TICKET_LIFE_S:
         raise ProtocolError(f"ticket is valid for more than {MAX_TICKET_LIFE_S} s")
-    return ticket
+    return SignedTicket.of(ticket, text)
 
 
 class Redeemer:
@@ -175,7 +186,7 @@ class Redeemer:
         self._self = (engine_id, incarnation)
         self._used: dict[tuple[str, AttemptKey], float] = {}
 
-    def redeem(self, text: str, role: LegRole, digest: bytes | None, now: float) -> Ticket:
+    def redeem(self, text: str, role: LegRole, digest: bytes | None, now: float) -> SignedTicket:
         """The ticket in `text`, if this engine may serve its leg `role` of the request with `digest` at `now`, in
         monotonic seconds. Without `digest` whatever the request: its leg is not to be served.
 
