@@ -269,8 +269,21 @@ def test_progress_proves_early_and_is_not_checked_twice() -> None:
 def test_a_late_check_of_progress_does_not_commit() -> None:
     d = guarded()
     d.handle(Received(Progress(KEY, {"target": [T1]})))
-    assert d.handle(commit()) == [CheckDigests(1, ALL, TABLES)]
+    # What is being checked is not checked twice.
+    rest = {"draft": [D1], "target": [T2]}
+    assert d.handle(commit()) == [CheckDigests(1, rest, TABLES)]
     assert d.handle(DigestsChecked(0)) == [Notify(DecodeProgress(KEY, {"target": 5}))]
+    assert d.handle(DigestsChecked(1))[-1] == Notify(DecodeCommitted(KEY, SEEDS, 0, 0))
+
+
+def test_a_commit_waits_for_the_checks_of_progress() -> None:
+    d = guarded()
+    d.handle(Received(Progress(KEY, ALL)))
+    assert d.handle(commit()) == [] == d.handle(commit())
+    repair = Send(Repair(KEY, 1, {"target": [Interval(5, 8)]}))
+    assert d.handle(DigestsChecked(0, (bad("target", T2),)))[-1] == repair
+    # After a REPAIR other copies go over the pages: what is being checked says nothing any more.
+    assert d.handle(commit(1)) == [CheckDigests(1, {"target": [T2]}, TABLES)]
     assert d.handle(DigestsChecked(1))[-1] == Notify(DecodeCommitted(KEY, SEEDS, 0, 0))
 
 

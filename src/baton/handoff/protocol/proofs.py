@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from baton.handoff.protocol.events import Action, CheckDigests, Digests, DigestsChecked
@@ -25,8 +26,8 @@ class Proofs:
         return bool(self._checks)
 
     def check(self, digests: Digests) -> list[Action]:
-        """Begin to check what is not proven yet; nothing when all of it is."""
-        todo = self.unproven(digests)
+        """Begin to check what is neither proven nor being checked; nothing when there is no such thing."""
+        todo = self._without(self.unproven(digests), self._under_way())
         if not todo:
             return []
         check_id, self._next_id = self._next_id, self._next_id + 1
@@ -50,10 +51,21 @@ class Proofs:
 
     def unproven(self, digests: Digests) -> Digests:
         """The part of `digests` that no check has confirmed, without empty groups."""
+        return self._without(digests, self._pieces)
+
+    def _under_way(self) -> dict[str, dict[int, PieceDigest]]:
+        found: dict[str, dict[int, PieceDigest]] = {}
+        for todo in self._checks.values():
+            for group, pieces in todo.items():
+                found.setdefault(group, {}).update({piece.tokens.start: piece for piece in pieces})
+        return found
+
+    @staticmethod
+    def _without(digests: Digests, known: Mapping[str, Mapping[int, PieceDigest]]) -> Digests:
         left: Digests = {}
         for group, found in digests.items():
-            known = self._pieces.get(group, {})
-            if pieces := [piece for piece in found if known.get(piece.tokens.start) != piece]:
+            others = known.get(group, {})
+            if pieces := [piece for piece in found if others.get(piece.tokens.start) != piece]:
                 left[group] = pieces
         return left
 
