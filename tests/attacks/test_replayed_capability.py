@@ -11,7 +11,7 @@ import pytest
 
 from baton.errors import ProtocolError, WrongEngineError
 from baton.handoff.protocol.messages import Cancelled, Hello, Nack, Register
-from baton.handoff.protocol.ticket import MAX_TICKET_LIFE_S, Redeemer, Ticket, mint, request_digest
+from baton.handoff.protocol.ticket import MAX_TICKET_LIFE_S, Redeemer, SignedTicket, Ticket, mint, request_digest
 from baton.kv.interval import Interval
 from baton.wire import SamplingParams
 from tests.attacks.attacker import TICKET_KEY, Scene
@@ -145,9 +145,9 @@ TICKET = Ticket(
 def test_a_ticket_serves_one_request_per_leg() -> None:
     p, d = Redeemer(TICKET_KEY, "P", "P-1"), Redeemer(TICKET_KEY, "D", "D-1")
     text = mint(TICKET_KEY, TICKET)
-    assert p.redeem(text, "prefill", DIGEST, 1000.0) == TICKET
+    assert p.redeem(text, "prefill", DIGEST, 1000.0) == SignedTicket.of(TICKET, text)
     # Each by its own clock.
-    assert d.redeem(text, "decode", DIGEST, 5000.0) == TICKET
+    assert d.redeem(text, "decode", DIGEST, 5000.0) == SignedTicket.of(TICKET, text)
     for now in (1000.5, 1099.9):
         with pytest.raises(ProtocolError, match="used before"):
             p.redeem(text, "prefill", DIGEST, now)

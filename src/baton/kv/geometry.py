@@ -103,7 +103,7 @@ class GroupSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return per_token * self.page_size * self.itemsize
 
 
-class Plane(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Plane(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, cache_hash=True):
     """One kind of thing that a group keeps per token, or per slot of a state. Strides and `base` are in bytes.
 
     Element (layer, page, token, head, e) is at `base` + the sum of index times stride. `cut` is the axis along which
@@ -144,7 +144,7 @@ class Plane(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return self.num_heads * self.head_dim * self.itemsize
 
 
-class Geometry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Geometry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, cache_hash=True):
     """Where every element of one group lies in one region: its planes, which share pages and layers.
 
     `layer_ids` are the model's ids of the layers, in storage order.

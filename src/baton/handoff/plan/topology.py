@@ -23,7 +23,7 @@ from baton.kv.geometry import Geometry, Plane
 from baton.kv.interval import Interval
 
 
-class RankGeometry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RankGeometry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, cache_hash=True):
     """The geometry of one group on one rank. Ranks count within one instance and differ."""
 
     rank: int
