@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import pytest
 
-from baton.handoff.protocol.ticket import Ticket, mint, new_transfer_id
+from baton.handoff.protocol.ticket import SignedTicket, Ticket, mint, new_transfer_id
 from baton.vllm.groups import CacheTable
 from baton.vllm.scheduler import SchedulerSide, VllmIdentity, handoff_digest
 from baton.vllm.steps import AnnounceDecode, ClosePrefill, Computed, OpenDecode, OpenPrefill, Step
@@ -31,8 +31,8 @@ class Request:
     mm_features: Sequence[Any] = field(default_factory=list)
 
 
-def ticket(prompt: Sequence[int] = PROMPT, incarnation: str = "inc-P") -> Ticket:
-    return Ticket(
+def ticket(prompt: Sequence[int] = PROMPT, incarnation: str = "inc-P") -> SignedTicket:
+    plain = Ticket(
         transfer_id=new_transfer_id(),
         prefill_engine="P",
         prefill_incarnation=incarnation,
@@ -45,6 +45,7 @@ def ticket(prompt: Sequence[int] = PROMPT, incarnation: str = "inc-P") -> Ticket
         decode_expiry=NOW + 60,
         request_digest=handoff_digest(prompt[:-1]),
     )
+    return SignedTicket.of(plain, mint(KEY, plain))
 
 
 class Pool:

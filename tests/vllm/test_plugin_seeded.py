@@ -11,7 +11,7 @@ import torch
 
 from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.messages import Seeds
-from baton.handoff.protocol.ticket import Ticket, mint, new_transfer_id
+from baton.handoff.protocol.ticket import SignedTicket, Ticket, mint, new_transfer_id
 from baton.vllm.geometry import describe
 from baton.vllm.groups import CacheTable, split_tables
 from baton.vllm.scheduler import SchedulerSide, handoff_digest
@@ -46,8 +46,8 @@ class Pool:
         assert not ordered_blocks
 
 
-def ticket(handed_over: Sequence[int] = PROMPT, expiry: float = 60.0) -> Ticket:
-    return Ticket(
+def ticket(handed_over: Sequence[int] = PROMPT, expiry: float = 60.0) -> SignedTicket:
+    plain = Ticket(
         transfer_id=new_transfer_id(),
         prefill_engine="P",
         prefill_incarnation="p",
@@ -60,6 +60,7 @@ def ticket(handed_over: Sequence[int] = PROMPT, expiry: float = 60.0) -> Ticket:
         decode_expiry=expiry,
         request_digest=handoff_digest(handed_over),
     )
+    return SignedTicket.of(plain, mint(KEY, plain))
 
 
 def side(engine: str) -> SchedulerSide:
