@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from baton.drafters import Drafter, load_drafter
+from baton.drafters import load_drafter
 from baton.drafters.eagle3 import aux_layer_ids
+from baton.drafters.head import HeadDrafter
 from baton.engine.attention import get_backend
 from baton.errors import CheckpointError, ConfigError
 from baton.models import CausalLM, load_model
@@ -74,7 +75,7 @@ def layer_weights(weights: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
 
 @torch.inference_mode()
 def run(
-    drafter: Drafter, ids: Tensor, features: Tensor, chunks: list[int], first: bool = True
+    drafter: HeadDrafter, ids: Tensor, features: Tensor, chunks: list[int], first: bool = True
 ) -> tuple[Tensor, Tensor]:
     sequence = PagedSequence(drafter.kv_layers, get_backend(None, "cpu"))
     parts, start = [], 0

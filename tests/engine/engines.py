@@ -11,8 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from torch import Tensor
+
 from baton.engine.build import Engine, build_engine
 from baton.engine.config import EngineConfig, KVTransferConfig, SpeculativeConfig
+from baton.engine.executor import LocalExecutor
 from baton.engine.requests import make_request
 from baton.handoff.protocol.ticket import Ticket, load_or_create_key, mint, request_digest
 from baton.wire import FinishReason, GenerateRequest, HandoffParams, SamplingParams, TokenChunk, TokenLogprobs
@@ -87,6 +90,12 @@ class Stepped:
             or load.num_referenced_pages
             or load.num_quarantined_pages
         )
+
+
+def kv_of(engine: Stepped) -> dict[str, Tensor]:
+    """The regions of its groups."""
+    assert isinstance(engine.core.executor, LocalExecutor)
+    return engine.core.executor.runner.kv
 
 
 def request(

@@ -15,11 +15,11 @@ import torch
 
 from baton.engine.config import SpeculativeConfig
 from baton.engine.core import EngineCore
-from baton.engine.runner import ModelRunner
+from baton.engine.executor import LocalExecutor
 from baton.kv.cache import BlockTables, KVCache
 from baton.kv.interval import Interval, Rules
 from baton.wire import SamplingParams
-from tests.engine.engines import EAGLE3, TARGET, Mode, Pair, Stepped, Stream, pair, request, stepped
+from tests.engine.engines import EAGLE3, TARGET, Mode, Pair, Stepped, Stream, kv_of, pair, request, stepped
 from tests.support.checkpoints import make_checkpoint, make_drafter
 
 EAGLE = {"method": "eagle", "model": "models/baton-demo-eagle", "num_speculative_tokens": 3}
@@ -171,7 +171,7 @@ class Finals:
     """Remembers what a prefill engine declares final, and finds what it changed afterwards."""
 
     def __init__(self, engine: Stepped) -> None:
-        self.kv = engine.core.runner.kv
+        self.kv = kv_of(engine)
         self.held: dict[tuple[str, int], torch.Tensor] = {}
         self.pages: dict[str, list[int]] = {}
         assert engine.core.legs is not None
@@ -206,14 +206,20 @@ class Finals:
 
 
 def finalise_before_the_drafter(monkeypatch: pytest.MonkeyPatch) -> None:
-    waiting: list[tuple[Any, Any]] = []
-    propose, finalise = ModelRunner.propose, EngineCore._finalise
+    waiting: list[Any] = []
+    draft, finalise = LocalExecutor.draft, EngineCore._finalise
 
     def later(core: EngineCore, scheduled: Any, rows: Any) -> None:
         finalise(core, scheduled, rows)
-        propose(core.runner, *waiting.pop())
+        assert isinstance(core.executor, LocalExecutor)
+        while waiting:
+            draft(core.executor, waiting.pop())
 
-    monkeypatch.setattr(ModelRunner, "propose", lambda self, output, rows: waiting.append((output, rows)))
+    def put_off(self: LocalExecutor, plan: Any) -> list[list[int]]:
+        waiting.append(plan)
+        return [[] for _ in plan.num_drafts]
+
+    monkeypatch.setattr(LocalExecutor, "draft", put_off)
     monkeypatch.setattr(EngineCore, "_finalise", later)
 
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from baton.engine import step
+from baton.engine import executor, step
 from baton.engine.async_engine import AsyncEngine
 from baton.engine.config import EngineConfig, SpeculativeConfig
+from baton.engine.executor import LocalExecutor
 from baton.engine.runner import ModelRunner
-from baton.engine.sampler import SamplerState
 from baton.errors import EngineUnavailableError, RequestError
 from baton.wire import SamplingParams, TokenChunk
 from tests.engine.engines import EAGLE3, TARGET, request
@@ -90,38 +90,45 @@ async def test_what_is_out_of_bounds_is_refused_and_the_engine_goes_on() -> None
         assert tokens(await answer(engine, "after", PROMPTS[0], params())) == expected
 
 
+def guilty(rows: Any) -> bool:
+    """Whether the beginning of the guilty prompt is among the rows: a plan names no request."""
+    return bool(((rows.token_ids == PROMPTS[GUILTY][0]) & (rows.positions == 0)).any())
+
+
 def guilty_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     """The target fails whenever the guilty request is among the rows."""
     whole = ModelRunner.forward
 
-    def forward(self: ModelRunner, scheduled: Any) -> Any:
-        if any(rows.request.request_id == f"r{GUILTY}" for rows in scheduled):
+    def forward(self: ModelRunner, rows: Any) -> Any:
+        if guilty(rows):
             raise IndexError("guilty rows")
-        return whole(self, scheduled)
+        return whole(self, rows)
 
     monkeypatch.setattr(ModelRunner, "forward", forward)
 
 
 def guilty_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = SamplerState.verify
+    whole = executor.choose
 
-    def verify(self: SamplerState, *arguments: Any) -> Any:
-        if self.num_prompt == len(PROMPTS[GUILTY]) and self.num_output > 0:
+    def choose(logits: Any, sampling: Any) -> Any:
+        # No other request gets that far.
+        if sampling is not None and (sampling.position > len(PROMPTS[GUILTY])).any():
             raise IndexError("guilty sampling")
-        return whole(self, *arguments)
+        return whole(logits, sampling)
 
-    monkeypatch.setattr(SamplerState, "verify", verify)
+    monkeypatch.setattr(executor, "choose", choose)
 
 
 def guilty_drafting(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = ModelRunner.propose
+    whole = LocalExecutor.draft
 
-    def propose(self: ModelRunner, output: Any, rows: Any) -> None:
-        whole(self, output, rows)
-        if any(drafted.request.request_id == f"r{GUILTY}" for drafted in rows):
+    def draft(self: LocalExecutor, plan: Any) -> Any:
+        drafts = whole(self, plan)
+        if guilty(plan.rows):
             raise IndexError("guilty drafting")
+        return drafts
 
-    monkeypatch.setattr(ModelRunner, "propose", propose)
+    monkeypatch.setattr(LocalExecutor, "draft", draft)
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +157,7 @@ async def test_a_request_that_fails_in_a_step_ends_alone(
         await idle(engine)
 
 
-@pytest.mark.parametrize("broken", ["forward", "propose"])
+@pytest.mark.parametrize("broken", ["forward", "draft"])
 async def test_an_engine_that_can_compute_nothing_fails_as_a_whole(
     broken: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

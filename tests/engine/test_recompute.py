@@ -18,7 +18,7 @@ from baton.openai.errors import to_api_error
 from baton.text import Tokenizer
 from baton.verify.observe import make_cases
 from baton.wire import SamplingParams
-from tests.engine.engines import TARGET, Mode, Pair, Stepped, Stream, pair, stepped
+from tests.engine.engines import TARGET, Mode, Pair, Stepped, Stream, kv_of, pair, stepped
 
 PARAMS = SamplingParams(max_tokens=24, temperature=0.7, seed=3, logprobs=1, presence_penalty=0.3)
 EOS = 2
@@ -137,7 +137,7 @@ def test_proven_pages_shorten_the_recomputation(tmp_path: Path, prompt: list[int
                 found = pool.lookup(prompt, 80)
                 assert found.num_tokens == 80
                 for source, destination in zip(found.pages, tables[name], strict=False):
-                    two.decode.core.runner.kv[name][destination].copy_(other.core.runner.kv[name][source])
+                    kv_of(two.decode)[name][destination].copy_(kv_of(other)[name][source])
         two.decode.core.on_handoff(DecodeProgress(key, dict.fromkeys(pools, 48)))
         two.decode.core.on_handoff(DecodeProgress(key, {"draft": 70}))
         two.decode.core.on_handoff(lost(key))

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 import pytest
+import torch
 
-from baton.engine.noise import gumbel, uniform
-from baton.engine.sampler import SamplerState, token_logprobs
+from baton.engine import choice
+from baton.engine.choice import DraftChoice, choose
+from baton.engine.noise import gumbel, gumbel_rows, uniform
+from baton.engine.plan import Sampling
+from baton.engine.sampler import SamplerState, ToSample, noise_of, sampling_of, token_logprobs
+from baton.engine.verifier import Verified, verify
 from baton.errors import RequestError
 from baton.wire import SamplingParams
+from tests.engine.plain_sampler import PlainSampler
 
 VOCAB = 12
 
@@ -19,6 +28,47 @@ def state(prompt: tuple[int, ...] = (1, 2), **params: object) -> SamplerState:
 
 def logits(seed: int, rows: int = 4) -> np.ndarray:
     return np.random.default_rng(seed).normal(size=(rows, VOCAB)).astype(np.float32) * 2
+
+
+def sampling(asked: Sequence[tuple[SamplerState, Sequence[int]]], rejection: bool = False) -> Sampling:
+    """Of requests whose rows stand side by side."""
+    starts = np.cumsum([0, *(1 + len(drafts) for _, drafts in asked)]).tolist()
+    found = sampling_of(
+        [ToSample(one, at, drafts) for (one, drafts), at in zip(asked, starts, strict=False)], rejection
+    )
+    assert found is not None
+    return found
+
+
+def verify_all(
+    asked: Sequence[tuple[SamplerState, Sequence[int]]], rows: np.ndarray, rejection: bool = False
+) -> list[Verified]:
+    """Requests with their drafts, together; `rows` [all rows, V]."""
+    choices = choose(torch.from_numpy(rows), sampling(asked, rejection)).tolist()
+    found, first = [], 0
+    for _, drafts in asked:
+        found.append(verify(drafts, choices, first))
+        first += 1 + len(drafts)
+    return found
+
+
+def verify_one(one: SamplerState, rows: np.ndarray, drafts: Sequence[int]) -> Verified:
+    return verify_all([(one, drafts)], rows)[0]
+
+
+def processed(rows: torch.Tensor, asked: Sampling) -> torch.Tensor:
+    """Scores with everything that may be done to them before noise."""
+    found = choice.processed(rows, asked)
+    drawn = asked.noise.temperature > 0.0
+    choice._cut_nucleus(found, np.flatnonzero(drawn & (asked.top_p < 1.0)), asked.top_p)
+    return found
+
+
+def scores(one: SamplerState, row: np.ndarray, drafts_before: Sequence[int]) -> np.ndarray:
+    """Processed logits of the row behind those drafts."""
+    rows = torch.from_numpy(np.stack([row] * (1 + len(drafts_before))))
+    last: np.ndarray = processed(rows, sampling([(one, drafts_before)]))[-1].numpy()
+    return last
 
 
 def test_noise_is_a_function_of_its_four_arguments() -> None:
@@ -41,13 +91,13 @@ def test_coupled_verification_equals_one_token_at_a_time(temperature: float, pen
         plain = state(temperature=temperature, presence_penalty=penalty)
         expected = []
         for row in rows:
-            token = plain.verify(row[None], [], False).token_ids[0]
+            token = verify_one(plain, row[None], []).token_ids[0]
             plain.advance([token])
             expected.append(token)
         drafts = list(expected[:3])
         if seed % 4 < 3:
             drafts[seed % 4] = (drafts[seed % 4] + 1) % VOCAB
-        verified = state(temperature=temperature, presence_penalty=penalty).verify(rows, drafts, False)
+        verified = verify_one(state(temperature=temperature, presence_penalty=penalty), rows, drafts)
         assert verified.token_ids == expected[: verified.num_accepted + 1]
         assert verified.num_accepted == seed % 4
 
@@ -59,12 +109,10 @@ def test_rejection_preserves_the_target_distribution() -> None:
     weights /= weights.sum()
     order = np.argsort(weights)
     for draft in (int(order[-1]), int(order[2])):
-        counts = np.zeros(VOCAB)
-        num_accepted = 0
-        for seed in range(20_000):
-            verified = state(seed=seed, temperature=0.9).verify(row, [draft], True)
-            counts[verified.token_ids[0]] += 1
-            num_accepted += verified.num_accepted
+        asked = [(state(seed=seed, temperature=0.9), [draft]) for seed in range(20_000)]
+        verified = verify_all(asked, np.tile(row, (len(asked), 1)), rejection=True)
+        counts = np.bincount([one.token_ids[0] for one in verified], minlength=VOCAB)
+        num_accepted = sum(one.num_accepted for one in verified)
         expected = weights * counts.sum()
         # 11 degrees of freedom: 31.3 is the 0.1% point.
         assert float(((counts - expected) ** 2 / expected).sum()) < 31.3
@@ -75,7 +123,7 @@ def test_restrictions_mask_what_they_should() -> None:
     row = np.log(np.array([0.4, 0.3, 0.15, 0.1, 0.05] + [1e-9] * 7, dtype=np.float32))
 
     def kept(**params: object) -> list[int]:
-        return [int(i) for i in np.flatnonzero(np.isfinite(state(**params).scores(row, 0, [])))]
+        return [int(i) for i in np.flatnonzero(np.isfinite(scores(state(**params), row, [])))]
 
     assert kept(top_k=2) == [0, 1]
     assert kept(top_p=0.69) == [0, 1]
@@ -88,15 +136,107 @@ def test_restrictions_mask_what_they_should() -> None:
 def test_bias_and_penalties_see_the_drafts_before_a_row() -> None:
     row = np.zeros(VOCAB, dtype=np.float32)
     biased = state(temperature=0.0, logit_bias={7: 3.0})
-    assert biased.verify(row[None], [], False).token_ids == [7]
+    assert verify_one(biased, row[None], []).token_ids == [7]
     frequent = state(frequency_penalty=1.0)
-    assert frequent.scores(row, 2, [4, 4])[4] == pytest.approx(-2.0)
-    assert frequent.scores(row, 2, [4, 4])[5] == 0.0
+    assert scores(frequent, row, [4, 4])[4] == pytest.approx(-2.0)
+    assert scores(frequent, row, [4, 4])[5] == 0.0
     repeated = state(repetition_penalty=2.0)
     ones = np.ones(VOCAB, dtype=np.float32)
-    assert repeated.scores(ones, 0, [])[1] == pytest.approx(0.5)
-    assert repeated.scores(-ones, 0, [])[1] == pytest.approx(-2.0)
-    assert repeated.scores(ones, 1, [9])[9] == pytest.approx(0.5)
+    assert scores(repeated, ones, [])[1] == pytest.approx(0.5)
+    assert scores(repeated, -ones, [])[1] == pytest.approx(-2.0)
+    assert scores(repeated, ones, [9])[9] == pytest.approx(0.5)
+
+
+def any_params(random: np.random.Generator, vocab_size: int) -> SamplingParams:
+    """Every parameter that touches a choice, each left alone half of the time."""
+
+    def maybe(value: Any, otherwise: Any) -> Any:
+        return value if random.random() < 0.5 else otherwise
+
+    ids = [int(i) for i in random.integers(0, vocab_size, 6)]
+    return SamplingParams(
+        max_tokens=64,
+        seed=int(random.integers(0, 2**63)) * 2,
+        sample_index=maybe(2**64 - 1, 0),
+        temperature=maybe(float(random.uniform(0.01, 2.0)), 0.0),
+        top_k=maybe(int(random.integers(1, vocab_size + 3)), -1),
+        top_p=maybe(float(random.uniform(0.05, 1.0)), 1.0),
+        min_p=maybe(float(random.uniform(0.0, 0.3)), 0.0),
+        presence_penalty=maybe(float(random.uniform(-2, 2)), 0.0),
+        frequency_penalty=maybe(float(random.uniform(-2, 2)), 0.0),
+        repetition_penalty=maybe(float(random.uniform(0.5, 2.0)), 1.0),
+        logit_bias=maybe({i: float(random.uniform(-3, 3)) for i in ids}, None),
+        stop_token_ids=tuple(ids[:2]),
+        min_tokens=maybe(int(random.integers(0, 12)), 0),
+    )
+
+
+@pytest.mark.parametrize("rejection", [False, True])
+@pytest.mark.parametrize("block", [1 << 19, 700])
+def test_a_batch_is_sampled_as_its_requests_one_by_one(
+    rejection: bool, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens, acceptance and every bit of the scores, whatever stands beside a request and in how many blocks."""
+    monkeypatch.setattr(choice, "_BLOCK", block)
+    vocab_size, num_accepted = 301, 0
+    for seed in range(12):
+        random = np.random.default_rng(seed)
+        asked, plain, by_request, expected = [], [], [], []
+        for _ in range(9):
+            params = any_params(random, vocab_size)
+            prompt = random.integers(0, vocab_size, 8).tolist()
+            output = random.integers(0, 40, int(random.integers(0, 10))).tolist()
+            one, by_definition = (kind(params, prompt, vocab_size, [0]) for kind in (SamplerState, PlainSampler))
+            one.advance(output)
+            by_definition.advance(output)
+            rows = (random.normal(size=(4, vocab_size)) * 3).astype(np.float32)
+            drafts: list[int] = []
+            while len(drafts) < 3 and random.random() < 0.8:
+                drafts = by_definition.verify(rows[: len(drafts) + 1], drafts, False).token_ids
+            if drafts and random.random() < 0.5:
+                drafts[int(random.integers(len(drafts)))] = int(random.integers(vocab_size))
+            rows = rows[: 1 + len(drafts)]
+            asked.append((one, drafts))
+            by_request.append(rows)
+            plain += [by_definition.scores(row, j, drafts[:j]) for j, row in enumerate(rows)]
+            expected.append(by_definition.verify(rows, drafts, rejection))
+        together = np.concatenate(by_request)
+        assert verify_all(asked, together, rejection) == expected
+        assert np.array_equal(processed(torch.from_numpy(together), sampling(asked)).numpy(), np.stack(plain))
+        num_accepted += sum(one.num_accepted for one in expected)
+    assert num_accepted > 20
+
+
+def test_noise_of_many_is_that_of_each() -> None:
+    params = [SamplingParams(seed=seed, sample_index=index) for seed, index in [(0, 0), (2**64 - 1, 3), (7, 2**64 - 1)]]
+    found = gumbel_rows(noise_of(params), np.array([5, 6, 2**31]), 1003)
+    assert [row.tobytes() for row in found] == [
+        gumbel(seed, index, position, 1003).tobytes()
+        for seed, index, position in [(0, 0, 5), (2**64 - 1, 3, 6), (7, 2**64 - 1, 2**31)]
+    ]
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+@pytest.mark.parametrize("block", [1 << 19, 700])
+def test_drafts_are_picked_as_the_target_would(mapped: bool, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the definition: argmax of logits over temperature and the noise of the target's own ids."""
+    monkeypatch.setattr(choice, "_BLOCK", block)
+    vocab_size = 301
+    random = np.random.default_rng(3)
+    target_ids = np.sort(random.permutation(vocab_size)[:100]) if mapped else np.arange(vocab_size)
+    logits = random.normal(size=(6, len(target_ids))).astype(np.float32)
+    params = [SamplingParams(seed=i, temperature=t) for i, t in enumerate([0.0, 0.7, 1.3, 0.0, 0.2, 0.9, 0.5])]
+    first, requests, step = np.arange(20, 27), np.array([0, 1, 2, 4, 5, 6]), 2
+    picked = DraftChoice(noise_of(params), first, vocab_size)(
+        torch.from_numpy(logits), requests, step, torch.from_numpy(target_ids) if mapped else None
+    )
+    expected = []
+    for row, request in zip(logits, requests.tolist(), strict=True):
+        noise = gumbel(request, 0, int(first[request]) + step, vocab_size)[target_ids]
+        temperature = params[request].temperature
+        noisy = row.astype(np.float64) / temperature + noise if temperature else row
+        expected.append(int(target_ids[np.argmax(noisy)]))
+    assert picked.tolist() == expected
 
 
 def test_logprobs_are_normalised_and_sorted() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from baton.engine.attention import AttnBatch
+from baton.engine.executor import LocalExecutor
 from baton.engine.llm import LLM
 from baton.verify.observe import make_cases
 from baton.wire import GenerateRequest, SamplingParams
@@ -30,7 +31,9 @@ def step_over_forward(model: str, batch: int) -> tuple[float, float, float]:
 
     with LLM(model, max_num_seqs=batch) as llm:
         engine = llm._engine
-        core, runner = engine.core, engine.core.runner
+        core = engine.core
+        assert isinstance(core.executor, LocalExecutor)
+        runner = core.executor.runner
         params = SamplingParams(max_tokens=4 * STEPS, temperature=0.0, ignore_eos=True)
         cases = make_cases(engine.tokenizer, [128 + i for i in range(batch)], params)
         for index, case in enumerate(cases):
@@ -41,7 +44,7 @@ def step_over_forward(model: str, batch: int) -> tuple[float, float, float]:
             core.add(make_request(engine, wire))
         while any(r.is_prefilling for r in core.scheduler.running) or len(core.scheduler.running) < batch:
             core.step()
-        group = runner._target_groups[0]
+        group, _ = runner._target_layers[0]
         running = list(core.scheduler.running)
 
         def bare() -> Callable[[], None]:

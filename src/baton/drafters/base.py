@@ -1,125 +1,88 @@
-"""What a drafter is to the engine: a small model that guesses tokens from the target's hidden states.
+"""What a drafter is to the engine: it guesses the tokens that the target will choose next.
 
-Row i of a drafter's forward takes the features of position i and token x_{i+1}, is at position i, and writes
-its KV into slot i of the drafter's own group. A drafter is never given the runner, pages or requests.
+A drafter is given data and two doors, `Pages` to KV of its own and `Choose` to the sampling noise; never the runner,
+requests or pools. Shapes: R requests, T rows of all of them side by side, F width of a row of features.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
-import torch
-from torch import Tensor, nn
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
 
-from baton.errors import CheckpointError
-from baton.models.base import CausalLM, Embedding
-from baton.models.config import ModelConfig
 from baton.models.layers import Attend, KVLayerSpec
-from baton.models.linear import Build, Linear
-from baton.models.loader import fill, tensor_names
-from baton.models.rotary import Rotary
+
+IntArray = npt.NDArray[np.int64]
 
 
-class Drafter(nn.Module, ABC):
-    """Shared part of all drafters: embedding, LM head, rotary tables, draft vocabulary.
+class Pages(Protocol):
+    """The drafter's KV of a batch's requests."""
 
-    `aux_layers`: target layers whose entering residual streams are the features; () means the final-norm
-    hidden state. `feature_size`: width of a row of features. `draft_to_target`: int64 [draft_vocab] target
-    ids, None when both vocabularies are the same.
-    """
+    def bind(self, requests: IntArray, positions: IntArray, query_start: npt.NDArray[np.int32]) -> Attend:
+        """The cache for one forward over rows of some of the batch's requests.
 
-    kv_layers: list[KVLayerSpec]
-    aux_layers: tuple[int, ...]
-    feature_size: int
-    draft_to_target: Tensor | None
-
-    def __init__(self, config: ModelConfig, target: CausalLM, names: set[str], build: Build) -> None:
-        """`names`: what the checkpoint holds. A head that lacks embedding or LM head uses the target's."""
-        super().__init__()
-        self.kv_layers = [KVLayerSpec(config.num_kv_heads, config.head_dim, None)] * config.num_layers
-        self.draft_to_target = None
-        # It drafts wherever its target is, whatever length its own config names.
-        length = max(config.max_position, target.max_position)
-        self.rotary = Rotary(config.rope, config.head_dim, length, build.dtype, build.device)
-        # A bound method, not the module: a shared module registered here would count as this head's weights.
-        self._embed: Callable[[Tensor], Tensor] = target.model.embed_tokens.forward
-        self._head: Callable[[Tensor], Tensor] = target.lm_head.forward
-        own_embed = "embed_tokens.weight" in names
-        if own_embed:
-            self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, build)
-            self._embed = self.embed_tokens.forward
-        if not own_embed and config.hidden_size != target.hidden_size:
-            raise CheckpointError(
-                f"drafter: hidden_size is {config.hidden_size}, the target's is {target.hidden_size}, "
-                "and the drafter has no embed_tokens.weight of its own"
-            )
-        if config.vocab_size != target.vocab_size:
-            raise CheckpointError(f"drafter: vocab_size is {config.vocab_size}, the target's is {target.vocab_size}")
-
-    def add_head(self, hidden_size: int, draft_vocab: int, build: Build) -> None:
-        """Give the drafter an LM head of its own."""
-        self.lm_head = Linear(hidden_size, draft_vocab, build)
-        self._head = self.lm_head.forward
-
-    @abstractmethod
-    def combine(self, hidden_TE: Tensor, aux: list[Tensor]) -> Tensor:
-        """Features [T, feature_size] from the target's final-norm states [T, E] and auxiliary states."""
-
-    @abstractmethod
-    def forward(
-        self, next_ids_T: Tensor, features_TF: Tensor, positions_T: Tensor, attend: Attend, first: bool
-    ) -> tuple[Tensor, Tensor]:
-        """One drafter forward over T rows; token ids and positions are int64 [T].
-
-        `first`: `features_TF` comes from `combine`; else it is the feedback of the row's previous draft step.
-        Returns (states for `compute_logits`, feedback for the next step).
+        `positions` int64 [T]; rows of the i-th of `requests` are query_start[i] .. query_start[i + 1], int32 [R + 1].
         """
-
-    def compute_logits(self, out_TE: Tensor) -> Tensor:
-        """Draft logits [T, draft_vocab] in float32."""
-        return self._head(out_TE).float()
-
-    def to_target_ids(self, draft_ids: Tensor) -> Tensor:
-        """Target-vocabulary ids of draft-vocabulary ids, any shape, int64."""
-        return draft_ids if self.draft_to_target is None else self.draft_to_target[draft_ids]
+        ...
 
 
-def fill_drafter(drafter: Drafter, path: str, skip: frozenset[str]) -> None:
-    """Copy a head's tensors into `drafter`, under canonical names; those in `skip` are left out."""
+class Choose(Protocol):
+    """Picks drafts as the target will pick tokens: with the noise of each request's own position."""
 
-    def rename(name: str) -> str | None:
-        name = canonical(name)
-        return None if name in skip or name.endswith("rotary_emb.inv_freq") else name
+    def __call__(self, logits_RV: Tensor, requests: IntArray, step: int, target_ids: Tensor | None) -> IntArray:
+        """Target ids int64 [R] of draft number `step` (from 0) of those of the batch's `requests`.
 
-    fill(drafter, path, rename)
-
-
-def canonical(name: str) -> str:
-    """One name for a head's tensor: without a `model.` prefix, and `midlayer` is layer 0."""
-    name = name.removeprefix("model.")
-    return "layers.0." + name.removeprefix("midlayer.") if name.startswith("midlayer.") else name
+        `logits_RV` [R, draft_vocab]; `target_ids` int64 [draft_vocab] maps draft ids to target ids, None where they
+        are the same.
+        """
+        ...
 
 
-def head_tensors(path: str) -> set[str]:
-    """Canonical names of all tensors of a head."""
-    return {canonical(name) for name in tensor_names(path)}
+@dataclass(frozen=True, slots=True)
+class DraftBatch:
+    """Rows of which the next token has become known, and how many drafts each request gets behind its last row.
 
-
-def target_ids(offsets: Tensor, target_vocab: int) -> Tensor:
-    """Absolute target ids of `d2t`, which stores for each draft id its distance to the target id.
-
-    Raises `CheckpointError` for an id outside the target's vocabulary.
+    Row i of a request: the target's features of position i, and token x_{i+1}. `features_TF` is None where the drafter
+    takes none. `contexts`: all known tokens per request, int64, where the drafter asks for them; else empty.
     """
-    ids = torch.arange(len(offsets), device=offsets.device) + offsets
-    if len(ids) and not (int(ids.min()) >= 0 and int(ids.max()) < target_vocab):
-        raise CheckpointError(f"drafter: d2t maps outside the target's vocabulary of {target_vocab}")
-    return ids
+
+    next_ids: IntArray  # [T]
+    positions: IntArray  # [T]
+    query_start: npt.NDArray[np.int32]  # [R + 1]: rows of request r are query_start[r] .. query_start[r + 1]
+    features_TF: Tensor | None
+    num_drafts: IntArray  # [R]
+    contexts: Sequence[IntArray]
+    pages: Pages
+    choose: Choose
 
 
-def expect_target_size(found: int, target: CausalLM) -> None:
-    """Raise `CheckpointError` naming both numbers when a head was made for another hidden size."""
-    if found != target.hidden_size:
-        raise CheckpointError(
-            f"drafter: made for a target of hidden_size {found}, the target's is {target.hidden_size}"
-        )
+class Drafter(Protocol):
+    """One method of drafting. `extend` runs for every batch, `draft` behind it where a request gets drafts.
+
+    `kv_layers`: its attention layers; none needs no pages, layers of several geometries are several groups.
+    `aux_layers`: target layers whose entering residual streams `combine` gets. `needs_contexts`: whether batches bring
+    all known tokens of their requests.
+    """
+
+    @property
+    def kv_layers(self) -> Sequence[KVLayerSpec]: ...
+    @property
+    def aux_layers(self) -> tuple[int, ...]: ...
+    @property
+    def needs_contexts(self) -> bool: ...
+
+    def combine(self, hidden_TE: Tensor, aux: list[Tensor]) -> Tensor | None:
+        """Features [T, F] from the target's final-norm states [T, E] and auxiliary states; None: it takes none."""
+        ...
+
+    def extend(self, batch: DraftBatch) -> Any:
+        """Write the KV of the batch's rows. What is returned is passed to `draft`, and kept no longer."""
+        ...
+
+    def draft(self, batch: DraftBatch, extended: Any) -> list[list[int]]:
+        """For each request at most `num_drafts` target ids, the likeliest continuation of its known tokens."""
+        ...

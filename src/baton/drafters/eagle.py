@@ -9,15 +9,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from baton.drafters.base import Drafter, expect_target_size, fill_drafter, head_tensors
+from baton.drafters.head import HeadDrafter, expect_target_size, fill_drafter, head_tensors, read_head
 from baton.errors import CheckpointError
 from baton.models.base import CausalLM
-from baton.models.config import ModelConfig, RawConfig
+from baton.models.config import ModelConfig
 from baton.models.layers import Attend, DecoderLayer
 from baton.models.linear import Build, Linear
 
 
-class Eagle(Drafter):
+class Eagle(HeadDrafter):
     """See the module's docstring. `fc.bias` is used where a checkpoint has one."""
 
     aux_layers = ()
@@ -32,15 +32,16 @@ class Eagle(Drafter):
             self.add_head(hidden, config.vocab_size, build)
 
     @classmethod
-    def load(cls, path: str, raw: RawConfig, config: ModelConfig, target: CausalLM, build: Build) -> Eagle:
+    def load(cls, path: str, target: CausalLM, build: Build) -> Eagle:
         """Build and fill the head of a checkpoint directory. Raises `CheckpointError`."""
+        raw, config = read_head(path)
         if raw.get("add_para_norm"):
             raise CheckpointError("drafter: config.json: add_para_norm is not supported")
         expect_target_size(config.hidden_size, target)
         drafter = cls(config, target, head_tensors(path), build)
         # Some heads were saved with the input norm that their first layer does not use.
         fill_drafter(drafter, path, frozenset({"layers.0.input_layernorm.weight"}))
-        return drafter
+        return drafter.eval()
 
     def combine(self, hidden_TE: Tensor, aux: list[Tensor]) -> Tensor:
         return hidden_TE

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from baton.drafters.base import Drafter, expect_target_size, fill_drafter, head_tensors, target_ids
+from baton.drafters.head import HeadDrafter, expect_target_size, fill_drafter, head_tensors, read_head, target_ids
 from baton.errors import CheckpointError
 from baton.models.base import CausalLM
 from baton.models.config import ModelConfig, RawConfig, get_bool, get_int
@@ -41,7 +41,7 @@ class FusionLayer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
 
 
-class Eagle3(Drafter):
+class Eagle3(HeadDrafter):
     """See the module's docstring. `d2t` int64 [draft_vocab] is optional, as in the published heads."""
 
     def __init__(self, config: ModelConfig, raw: RawConfig, target: CausalLM, names: set[str], build: Build) -> None:
@@ -70,8 +70,9 @@ class Eagle3(Drafter):
             )
 
     @classmethod
-    def load(cls, path: str, raw: RawConfig, config: ModelConfig, target: CausalLM, build: Build) -> Eagle3:
+    def load(cls, path: str, target: CausalLM, build: Build) -> Eagle3:
         """Build and fill the head of a checkpoint directory. Raises `CheckpointError`."""
+        raw, config = read_head(path)
         expect_target_size(get_int(raw, "target_hidden_size", config.hidden_size), target)
         names = head_tensors(path)
         drafter = cls(config, raw, target, names, build)
@@ -79,7 +80,7 @@ class Eagle3(Drafter):
         fill_drafter(drafter, path, frozenset({"t2d"} if drafter.fc is not None else {"t2d", "fc.weight"}))
         if "d2t" in names:
             drafter.draft_to_target = target_ids(drafter.get_buffer("d2t"), target.vocab_size)
-        return drafter
+        return drafter.eval()
 
     def combine(self, hidden_TE: Tensor, aux: list[Tensor]) -> Tensor:
         return torch.cat(aux, dim=-1) if self.aux_layers else hidden_TE

@@ -1,4 +1,4 @@
-"""Drafters by method, imported only when asked for. A head's directory has config.json and safetensors."""
+"""Drafters by method, imported only when asked for. A new method is a file and a line here."""
 
 from __future__ import annotations
 
@@ -11,23 +11,19 @@ import torch
 from baton.drafters.base import Drafter
 from baton.errors import ConfigError
 from baton.models.base import CausalLM
-from baton.models.config import ModelConfig, RawConfig
 from baton.models.linear import Build
-from baton.models.loader import read_config, resolve_dtype
-from baton.models.registry import model_class
+from baton.models.loader import resolve_dtype
 
 DRAFTERS = {
     "eagle": "baton.drafters.eagle:Eagle",
     "eagle3": "baton.drafters.eagle3:Eagle3",
 }
-# Heads of any target are Llama layers; some configs name no model type, or the method's own.
-_HEAD_TYPES = ("eagle", "eagle3", None)
 
 
 class DrafterLoader(Protocol):
     """What a registered class offers."""
 
-    def load(self, path: str, raw: RawConfig, config: ModelConfig, target: CausalLM, build: Build) -> Drafter: ...
+    def load(self, path: str, target: CausalLM, build: Build) -> Drafter: ...
 
 
 def load_drafter(
@@ -45,11 +41,7 @@ def load_drafter(
     """
     if method not in DRAFTERS:
         raise ConfigError("speculative_config.method", f"{method!r} is unknown, expected one of {', '.join(DRAFTERS)}")
-    raw = read_config(path)
-    model_type = raw.get("model_type")
-    config = model_class("llama" if model_type in _HEAD_TYPES else model_type).parse_config(raw)
-    chosen = target.build.dtype if dtype == "auto" else resolve_dtype(dtype, raw)
+    chosen = target.build.dtype if dtype == "auto" else resolve_dtype(dtype, {})
     module, _, name = DRAFTERS[method].partition(":")
     loader: DrafterLoader = getattr(importlib.import_module(module), name)
-    drafter = loader.load(str(path), raw, config, target, Build(chosen, torch.device(device), batch_invariant))
-    return drafter.eval()
+    return loader.load(str(path), target, Build(chosen, torch.device(device), batch_invariant))

@@ -18,6 +18,7 @@ from baton.drafters.registry import load_drafter
 from baton.engine.attention import get_backend
 from baton.engine.config import EngineConfig
 from baton.engine.core import EmitChunk, EngineCore
+from baton.engine.executor import LocalExecutor
 from baton.engine.facts import engine_facts
 from baton.engine.handoff import HandoffLegs
 from baton.engine.kv_memory import KVMemory, kv_memory
@@ -70,7 +71,7 @@ class Engine:
         if self.core.prefix_store is not None:
             self.core.prefix_store.close()
         # The pool is a view of the transport's memory.
-        self.core.runner.kv.clear()
+        self.core.executor.close()
         if self.transport is not None:
             self.transport.close()
 
@@ -123,9 +124,10 @@ def _build(
     )
     backend = get_backend(config.attention_backend, config.device)
     spec = config.speculative_config
-    coupled = spec is None or spec.verifier == "coupled"
-    runner = ModelRunner(model, drafter, pool.groups, pool.kv, backend, device, config.num_drafts, coupled)
-    cache = KVCache(pool.groups, pool.size.num_pages, config.num_drafts, runner.copy_page, config.enable_prefix_caching)
+    executor = LocalExecutor(ModelRunner(model, drafter, pool.groups, pool.kv, backend, device))
+    cache = KVCache(
+        pool.groups, pool.size.num_pages, config.num_drafts, executor.copy_page, config.enable_prefix_caching
+    )
     scheduler = Scheduler(cache, config.max_num_batched_tokens, config.max_num_seqs)
     facts = engine_facts(config, loaded.hf_config, pool.groups, model, drafter, backend)
     incarnation = secrets.token_hex(8)
@@ -154,12 +156,13 @@ def _build(
         undo.callback(agent.close)
         legs = _legs(config, agent, scheduler, loaded, pool.size.max_model_len, transport)
     core = EngineCore(
-        runner,
+        executor,
         scheduler,
         legs,
         loaded.tokenizer.eos_token_ids,
         pool.size.max_model_len,
-        not coupled,
+        config.num_drafts,
+        spec is not None and spec.verifier == "rejection",
         emit,
         _prefix_store(config, facts, cache, pool.kv),
         config.queue_timeout_s,

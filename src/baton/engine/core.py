@@ -13,11 +13,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from baton.engine.executor import Executor
 from baton.engine.handoff import Effect, HandoffLegs, PagesLetGo, RequestArrived, RequestFailed
 from baton.engine.metrics import EngineMetrics
+from baton.engine.planning import DraftRows
 from baton.engine.prefix_store import PrefixStore
 from baton.engine.request import Request, RequestStatus
-from baton.engine.runner import DraftRows, ModelRunner
 from baton.engine.scheduler import ScheduledRows, Scheduler
 from baton.engine.step import compute
 from baton.engine.stopping import until_stop
@@ -35,21 +36,23 @@ class EngineCore:
 
     def __init__(
         self,
-        runner: ModelRunner,
+        executor: Executor,
         scheduler: Scheduler,
         legs: HandoffLegs | None,
         eos_ids: Sequence[int],
         max_model_len: int,
+        num_speculative_tokens: int,
         rejection: bool,
         emit: EmitChunk,
         prefix_store: PrefixStore | None = None,
         queue_timeout_s: float = 0.0,
     ) -> None:
-        self.runner, self.scheduler, self.legs, self.emit = runner, scheduler, legs, emit
+        self.executor, self.scheduler, self.legs, self.emit = executor, scheduler, legs, emit
         self.cache = scheduler.cache
         self.prefix_store = prefix_store
         self.eos_ids = frozenset(eos_ids)
         self.max_model_len = max_model_len
+        self.num_speculative_tokens = num_speculative_tokens
         self.rejection = rejection
         self.queue_timeout_s = queue_timeout_s
         self._arrivals = itertools.count(1)
@@ -274,7 +277,7 @@ class EngineCore:
 
     def num_drafts(self, request: Request) -> int:
         """The token that fills the context follows the last draft, so that no row lies behind the context's end."""
-        return min(self.runner.num_speculative_tokens, self.max_model_len - len(request.token_ids) - 1)
+        return min(self.num_speculative_tokens, self.max_model_len - len(request.token_ids) - 1)
 
     def _committed(self, request: Request, seeds: Seeds) -> None:
         """A decode leg has everything: its first step verifies the drafts that came with the first token."""

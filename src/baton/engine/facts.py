@@ -13,14 +13,11 @@ from baton.drafters.base import Drafter
 from baton.engine.attention import AttentionBackend
 from baton.engine.config import EngineConfig
 from baton.engine.noise import gumbel
-from baton.engine.request import Request
+from baton.engine.plan import one_request
 from baton.engine.runner import ModelRunner
-from baton.engine.sampler import SamplerState
-from baton.engine.scheduler import ScheduledRows
 from baton.kv.geometry import GroupSpec
 from baton.models.base import CausalLM
 from baton.models.loader import fingerprint
-from baton.wire import GenerateRequest, SamplingParams
 
 # Raised whenever the same request may get other tokens than before.
 SAMPLER_VERSION = "2"
@@ -72,18 +69,16 @@ def numeric_probe(model: CausalLM, groups: Sequence[GroupSpec], backend: Attenti
     """
     targets = [group for group in groups if group.owner == "target"]
     kv = {}
-    params = SamplingParams(max_tokens=1, temperature=0.0)
+    pages = {}
     ids = [(7 * i + 1) % model.vocab_size for i in range(min(PROBE_TOKENS, model.max_position))]
-    wire = GenerateRequest(request_id="probe", prompt_token_ids=ids, sampling_params=params)
-    request = Request(wire, SamplerState(params, ids, model.vocab_size, ()))
     for group in targets:
         num_pages = 1 + -(-len(ids) // group.page_size)
         shape = (num_pages, group.num_layers, 2, group.page_size, group.num_kv_heads, group.head_dim)
         kv[group.name] = torch.zeros(shape, dtype=getattr(torch, group.dtype), device=device)
-        request.kv.set_pages(group.name, list(range(1, num_pages)))
-    runner = ModelRunner(model, None, targets, kv, backend, device, 0, True)
-    output = runner.forward([ScheduledRows(request, 0, len(ids))])
-    logits = runner.logits(output, [0, len(ids) // 2, len(ids) - 1]).float().cpu().numpy()
+        pages[group.name] = range(1, num_pages)
+    runner = ModelRunner(model, None, targets, kv, backend, device)
+    output = runner.forward(one_request(ids, pages))
+    logits = runner.logits(output, np.array([0, len(ids) // 2, len(ids) - 1])).float().cpu().numpy()
     noise = gumbel(1, 0, len(ids), 64)
     digest = hashlib.blake2b(digest_size=8)
     for numbers in (logits, noise, np.exp(noise)):

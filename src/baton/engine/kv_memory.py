@@ -20,7 +20,6 @@ from baton.transports.base import Transport
 
 log = logging.getLogger(__name__)
 
-DRAFT_GROUP = "draft"
 # Every drafter here computes its entry at position i from token i + 1.
 DRAFT_MODULE = 1
 
@@ -66,18 +65,16 @@ def kv_memory(
 
 
 def _groups(layers: Sequence[KVLayerSpec], owner: Owner, page_size: int, dtype: str) -> list[GroupSpec]:
-    """Layers that share window, heads and head size form one group. The drafter's layers are one group."""
+    """Layers that share window, heads and head size form one group."""
     by_spec: dict[KVLayerSpec, list[int]] = {}
     for layer_id, layer in enumerate(layers):
         by_spec.setdefault(layer, []).append(layer_id)
-    if owner == "draft" and len(by_spec) > 1:
-        raise ConfigError("speculative_config.model", "a drafter's layers must share one attention geometry")
     groups: list[GroupSpec] = []
     for layer, ids in by_spec.items():
         kind: Kind = "full" if layer.window is None else "sliding_window"
         groups.append(
             GroupSpec(
-                name=DRAFT_GROUP if owner == "draft" else f"target.{kind}" + (f".{len(groups)}" if groups else ""),
+                name=(owner if owner == "draft" else f"{owner}.{kind}") + (f".{len(groups)}" if groups else ""),
                 owner=owner,
                 module=DRAFT_MODULE if owner == "draft" else 0,
                 kind=kind,

@@ -11,27 +11,44 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from baton.engine.plan import Noise
+
 _GUMBEL, _UNIFORM = 0, 1
 
 
-def _uniforms(seed: int, sample_index: int, position: int, stream: int, count: int) -> npt.NDArray[np.float64]:
+def _bits(seed: int, sample_index: int, position: int, stream: int, count: int) -> npt.NDArray[np.uint64]:
     # As a list, words from 2**63 on would go through a float, which makes neighbouring seeds equal.
     key = np.array([seed, sample_index], dtype=np.uint64)
     counter = np.array([0, position, stream, 0], dtype=np.uint64)
-    bits = np.random.Philox(counter=counter, key=key).random_raw(count)
+    bits: npt.NDArray[np.uint64] = np.random.Philox(counter=counter, key=key).random_raw(count)
+    return bits
+
+
+def _uniforms(bits: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
     # 52 bits and a half: never 0 and never 1, so that both logarithms below are finite.
     return (np.asarray(bits >> np.uint64(12), dtype=np.float64) + 0.5) * 2.0**-52
 
 
-def gumbel(seed: int, sample_index: int, position: int, vocab_size: int) -> npt.NDArray[np.float64]:
-    """Gumbel(0, 1) noise [vocab_size] for the token at `position`."""
-    out = _uniforms(seed, sample_index, position, _GUMBEL, vocab_size)
+def gumbel_rows(noise: Noise, position: npt.NDArray[np.int64], vocab_size: int) -> npt.NDArray[np.float64]:
+    """Gumbel(0, 1) noise [S, vocab_size] for the tokens at S positions."""
+    bits = np.empty((len(position), vocab_size), dtype=np.uint64)
+    words = zip(noise.seed.tolist(), noise.sample_index.tolist(), position.tolist(), strict=True)
+    for row, (seed, sample_index, at) in enumerate(words):
+        bits[row] = _bits(seed, sample_index, at, _GUMBEL, vocab_size)
+    out = _uniforms(bits)
     np.log(out, out=out)
     np.negative(out, out=out)
     np.log(out, out=out)
     return np.negative(out, out=out)
 
 
+def gumbel(seed: int, sample_index: int, position: int, vocab_size: int) -> npt.NDArray[np.float64]:
+    """Gumbel(0, 1) noise [vocab_size] for the token at `position`."""
+    one = Noise(np.array([seed], np.uint64), np.array([sample_index], np.uint64), np.ones(1))
+    row: npt.NDArray[np.float64] = gumbel_rows(one, np.array([position]), vocab_size)[0]
+    return row
+
+
 def uniform(seed: int, sample_index: int, position: int) -> float:
     """One uniform in (0, 1) for the token at `position`, independent of its Gumbel noise (rejection verifier)."""
-    return float(_uniforms(seed, sample_index, position, _UNIFORM, 1)[0])
+    return float(_uniforms(_bits(seed, sample_index, position, _UNIFORM, 1))[0])

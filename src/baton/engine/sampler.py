@@ -1,133 +1,150 @@
-"""Choice of tokens from target logits, row by row in NumPy, so that a row never depends on what else is in the batch.
-
-Order of processing (as in vLLM): logit_bias, min_tokens, penalties, temperature, min_p, top_k, top_p, noise.
-Logprobs are those of the raw logits. Penalties at a draft row see the drafts before it.
-"""
+"""What sampling knows of a request: its parameters and the tokens that penalties have seen, as data for a plan."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from baton.engine.noise import gumbel, uniform
-from baton.engine.verifier import Verified, verify_coupled, verify_rejection
+from baton.engine.plan import Entries, FloatArray, IntArray, Noise, Sampling
 from baton.wire import SamplingParams, TokenLogprobs
 
-Row = npt.NDArray[np.float32]
-Scores = npt.NDArray[np.float64]
+# Token ids, and a value for each.
+ForTokens = tuple[IntArray, FloatArray]
 
 
 class SamplerState:
-    """Per-request sampling state: what penalties have seen. Mutated only by `advance`."""
+    """Per-request sampling state: what penalties have seen. Mutated only by `advance`.
+
+    `columns`: log of min_p, top_k, top_p, repetition, frequency and presence penalty, as a plan has them.
+    """
 
     def __init__(
         self, params: SamplingParams, prompt_ids: Sequence[int], vocab_size: int, eos_ids: Sequence[int]
     ) -> None:
         self.params = params
-        self.vocab_size = vocab_size
         self.num_prompt = len(prompt_ids)
         self.num_output = 0
         stop_ids = [*params.stop_token_ids] if params.ignore_eos else [*eos_ids, *params.stop_token_ids]
-        self._min_tokens_ids = np.unique(np.asarray([i for i in stop_ids if i < vocab_size], dtype=np.int64))
+        masked = np.unique(np.asarray([i for i in stop_ids if i < vocab_size], dtype=np.int64))
+        self._min_tokens: ForTokens = masked, np.full(len(masked), -np.inf)
+        self._bias: ForTokens | None = None
+        if params.logit_bias:
+            ids = np.array([*params.logit_bias], dtype=np.int64)
+            self._bias = ids, np.array([*params.logit_bias.values()], dtype=np.float64)
+        self.columns = (
+            float(np.log(params.min_p)) if params.min_p > 0.0 else -np.inf,
+            max(params.top_k, 0),
+            params.top_p,
+            params.repetition_penalty,
+            params.frequency_penalty,
+            params.presence_penalty,
+        )
         self._penalised = (
             params.presence_penalty != 0.0 or params.frequency_penalty != 0.0 or params.repetition_penalty != 1.0
         )
-        if self._penalised:
-            self._counts = np.zeros(vocab_size, dtype=np.int64)
-            self._seen = np.zeros(vocab_size, dtype=bool)
-            self._seen[np.asarray(prompt_ids, dtype=np.int64)] = True
+        # How often each token was put out; those of the prompt are there from the start.
+        self._counts: dict[int, int] = dict.fromkeys(prompt_ids, 0) if self._penalised else {}
         self.plain_greedy = (
-            params.temperature == 0.0
-            and not self._penalised
-            and not params.logit_bias
-            and params.min_tokens == 0
-            and params.logprobs is None
+            params.temperature == 0.0 and not self._penalised and not params.logit_bias and params.min_tokens == 0
         )
 
     def advance(self, token_ids: Sequence[int]) -> None:
         """Tokens that were appended to the request's output."""
         self.num_output += len(token_ids)
         if self._penalised:
-            np.add.at(self._counts, np.asarray(token_ids, dtype=np.int64), 1)
-            self._seen[np.asarray(token_ids, dtype=np.int64)] = True
+            _count(self._counts, token_ids)
 
-    def position(self, row: int) -> int:
-        """Absolute position of the token that `row` (0 = first row of the step) chooses."""
-        return self.num_prompt + self.num_output + row
+    @property
+    def position(self) -> int:
+        """Absolute position of the token that is chosen next."""
+        return self.num_prompt + self.num_output
 
-    def noise(self, row: int) -> Scores:
-        """Gumbel noise [V] of that position; zeros when greedy."""
-        if self.params.temperature == 0.0:
-            return np.zeros(self.vocab_size)
-        assert self.params.seed is not None
-        return gumbel(self.params.seed, self.params.sample_index, self.position(row), self.vocab_size)
+    def biased(self) -> ForTokens | None:
+        """What is added to logits."""
+        return self._bias
 
-    def scores(self, logits: Row, row: int, drafts_before: Sequence[int]) -> Scores:
-        """Processed logits [V] in float64: argmax(scores + noise) is the token; -inf where masked."""
-        params = self.params
-        scores = logits.astype(np.float64)
-        if params.logit_bias:
-            for token, bias in params.logit_bias.items():
-                scores[token] += bias
-        if self.num_output + row < params.min_tokens:
-            scores[self._min_tokens_ids] = -np.inf
-        if self._penalised:
-            self._penalise(scores, drafts_before)
-        if params.temperature == 0.0:
-            return scores
-        scores /= params.temperature
-        return _restrict(scores, params)
+    def masked(self, row: int) -> ForTokens | None:
+        """Tokens that must not be chosen at `row` (0: the next token; then those behind its drafts): -inf each."""
+        return self._min_tokens if self.num_output + row < self.params.min_tokens else None
 
-    def _penalise(self, scores: Scores, drafts_before: Sequence[int]) -> None:
-        counts, seen = self._counts, self._seen
+    def counted(self, drafts_before: Sequence[int]) -> ForTokens | None:
+        """Tokens that penalties touch behind these drafts, and how often each was put out."""
+        if not self._penalised:
+            return None
+        counts = self._counts
         if drafts_before:
-            counts, seen = counts.copy(), seen.copy()
-            np.add.at(counts, np.asarray(drafts_before, dtype=np.int64), 1)
-            seen[np.asarray(drafts_before, dtype=np.int64)] = True
-        params = self.params
-        if params.repetition_penalty != 1.0:
-            r = params.repetition_penalty
-            scores[seen] = np.where(scores[seen] > 0, scores[seen] / r, scores[seen] * r)
-        scores -= params.frequency_penalty * counts
-        scores -= params.presence_penalty * (counts > 0)
-
-    def verify(self, logits_RV: npt.NDArray[np.float32], draft_ids: Sequence[int], rejection: bool) -> Verified:
-        """Verify drafts against target logits [1 + num_drafts, V]; without drafts: plain sampling."""
-        if rejection and draft_ids and self.params.temperature > 0.0:
-            seed = self.params.seed
-            assert seed is not None
-            return verify_rejection(
-                draft_ids,
-                lambda row: self.scores(logits_RV[row], row, draft_ids[:row]),
-                lambda row: uniform(seed, self.params.sample_index, self.position(row)),
-                self.noise,
-            )
-
-        def choose(row: int) -> int:
-            return int(np.argmax(self.scores(logits_RV[row], row, draft_ids[:row]) + self.noise(row)))
-
-        return verify_coupled(draft_ids, choose)
+            counts = counts.copy()
+            _count(counts, drafts_before)
+        num = len(counts)
+        return np.fromiter(counts, np.int64, num), np.fromiter(counts.values(), np.float64, num)
 
 
-def _restrict(scores: Scores, params: SamplingParams) -> Scores:
-    if params.min_p > 0.0:
-        scores[scores < scores.max() + np.log(params.min_p)] = -np.inf
-    if 0 < params.top_k < scores.size:
-        kth = np.partition(scores, scores.size - params.top_k)[scores.size - params.top_k]
-        scores[scores < kth] = -np.inf
-    if params.top_p < 1.0:
-        # Stable sort on the negated scores: ties go to the lower token id on every machine.
-        order = np.argsort(-scores, kind="stable")
-        weights = np.exp(scores[order] - scores[order[0]])
-        cumulative = np.cumsum(weights / weights.sum())
-        keep = int(np.searchsorted(cumulative, params.top_p, side="left")) + 1
-        scores[order[keep:]] = -np.inf
-    return scores
+def _count(counts: dict[int, int], token_ids: Sequence[int]) -> None:
+    for token in token_ids:
+        counts[token] = counts.get(token, 0) + 1
 
 
-def token_logprobs(logits: Row, token: int, num_top: int) -> TokenLogprobs:
+@dataclass(frozen=True, slots=True)
+class ToSample:
+    """A request's rows with logits, the first of which is number `first_row`: one, and one behind each draft."""
+
+    state: SamplerState
+    first_row: int
+    drafts: Sequence[int]
+
+
+def sampling_of(asked: Sequence[ToSample], rejection: bool) -> Sampling | None:
+    """What a plan says of these requests; None where there are none."""
+    if not asked:
+        return None
+    num_rows = np.array([1 + len(one.drafts) for one in asked])
+    inside = np.concatenate([np.arange(num) for num in num_rows.tolist()])
+    # A column per parameter.
+    columns = np.array([one.state.columns for one in asked]).repeat(num_rows, axis=0).T
+    return Sampling(
+        row=np.array([one.first_row for one in asked]).repeat(num_rows) + inside,
+        draft=np.array([token for one in asked for token in (*one.drafts, -1)], dtype=np.int64),
+        position=np.array([one.state.position for one in asked]).repeat(num_rows) + inside,
+        noise=noise_of([one.state.params for one in asked for _ in (*one.drafts, -1)]),
+        log_min_p=columns[0],
+        top_k=columns[1].astype(np.int64),
+        top_p=columns[2],
+        repetition=columns[3],
+        frequency=columns[4],
+        presence=columns[5],
+        bias=_entries([one.state.biased() for one in asked for _ in (*one.drafts, -1)]),
+        masked=_entries([one.state.masked(row) for one in asked for row in range(1 + len(one.drafts))]),
+        counts=_entries([one.state.counted(one.drafts[:row]) for one in asked for row in range(1 + len(one.drafts))]),
+        rejection=rejection,
+    )
+
+
+def noise_of(params: Sequence[SamplingParams]) -> Noise:
+    """Where the noise of requests comes from."""
+    return Noise(
+        # Every request that is sampled has a seed; from that of others nothing is drawn.
+        seed=np.array([p.seed or 0 for p in params], dtype=np.uint64),
+        sample_index=np.array([p.sample_index for p in params], dtype=np.uint64),
+        temperature=np.array([p.temperature for p in params], dtype=np.float64),
+    )
+
+
+def _entries(by_row: Sequence[ForTokens | None]) -> Entries:
+    rows = [row for row, some in enumerate(by_row) if some is not None]
+    some = [some for some in by_row if some is not None]
+    if not some:
+        return Entries(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), np.zeros(0))
+    return Entries(
+        row=np.repeat(rows, [len(ids) for ids, _ in some]),
+        token=np.concatenate([ids for ids, _ in some]),
+        value=np.concatenate([values for _, values in some]),
+    )
+
+
+def token_logprobs(logits: npt.NDArray[np.float32], token: int, num_top: int) -> TokenLogprobs:
     """Logprob of `token` under the raw logits [V] and the `num_top` most likely tokens, best first."""
     wide = logits.astype(np.float64)
     wide -= wide.max()

@@ -7,21 +7,22 @@ at a time.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
+from baton.engine.plan import DraftPlan, Noise, StepPlan, StepResult, one_request
+from baton.engine.planning import DraftRows, Sampled, draft_plan, step_plan
 from baton.engine.request import Request
-from baton.engine.runner import DraftRows, TargetOutput
-from baton.engine.sampler import SamplerState, token_logprobs
+from baton.engine.sampler import token_logprobs
 from baton.engine.scheduler import ScheduledRows
 from baton.engine.stopping import until_stop
-from baton.engine.verifier import Verified, verify_greedy
+from baton.engine.verifier import Verified, verify
 from baton.errors import CapacityError
-from baton.wire import GenerateRequest, SamplingParams, TokenChunk, TokenLogprobs
+from baton.wire import TokenChunk, TokenLogprobs
 
 if TYPE_CHECKING:
     from baton.engine.core import EngineCore
@@ -51,25 +52,22 @@ def compute(core: EngineCore, scheduled: Sequence[ScheduledRows]) -> Computed:
 
 def _together(core: EngineCore, scheduled: Sequence[ScheduledRows]) -> Computed:
     try:
-        output = core.runner.forward(scheduled)
-        sampling, logit_rows = _rows_to_sample(scheduled, output)
-        logits = core.runner.logits(output, logit_rows) if sampling else None
-        greedy: list[int] = [] if logits is None else logits.argmax(dim=-1).tolist()
-        on_host = logits is not None and not all(rows.request.sampler.plain_greedy for rows, _ in sampling)
-        host: npt.NDArray[np.float32] | None = logits.cpu().numpy() if logits is not None and on_host else None
+        plan, sampled = step_plan(scheduled, core.executor.spec, core.rejection)
+        result = core.executor.execute(plan)
     except Exception as error:
         if len(scheduled) == 1:
             return Computed(failed={scheduled[0].request: error})
         log.warning("a step of %d requests failed, each is run alone: %r", len(scheduled), error)
         return _joined([_together(core, [rows]) for rows in scheduled])
     failed: dict[Request, Exception] = {}
-    for rows, first in sampling:
+    choices = result.choices.tolist()
+    for one in sampled:
         try:
-            _choose(core, rows.request, greedy, host, first)
+            _choose(core, one, choices, result)
         except Exception as error:
-            failed[rows.request] = error
-    draft_rows = _advance(core, [rows for rows in scheduled if rows.request not in failed], output)
-    failed |= _propose(core, output, draft_rows)
+            failed[one.request] = error
+    draft_rows = _advance(core, scheduled, plan, failed)
+    failed |= _draft(core, draft_rows)
     return Computed([drafted for drafted in draft_rows if drafted.request not in failed], failed)
 
 
@@ -83,63 +81,39 @@ def _joined(parts: Sequence[Computed]) -> Computed:
 
 def _works(core: EngineCore) -> bool:
     """Whether target and drafter can compute one token, in pages of their own; yes where none is free to try it."""
-    params = SamplingParams(max_tokens=1, temperature=0.0)
-    wire = GenerateRequest(request_id="canary", prompt_token_ids=[0, 0], sampling_params=params)
-    request = Request(wire, SamplerState(params, [0, 0], core.runner.model.vocab_size, ()))
+    pages: dict[str, list[int]] = {}
     try:
         for group, pool in core.cache.pools.items():
-            request.kv.set_pages(group, pool.allocate(1))
-        output = core.runner.forward([ScheduledRows(request, 0, 1)])
-        core.runner.logits(output, [0])
-        core.runner.propose(output, [DraftRows(request, 0, 0, 1, 1)])
+            pages[group] = pool.allocate(1)
+        rows, one = one_request([0], pages), np.array([1])
+        core.executor.execute(StepPlan(rows, sample_rows=np.array([0])))
+        if core.executor.spec.drafts:
+            noise = Noise(np.zeros(1, dtype=np.uint64), np.zeros(1, dtype=np.uint64), np.zeros(1))
+            contexts = (np.zeros(2, dtype=np.int64),) if core.executor.spec.needs_contexts else ()
+            core.executor.draft(DraftPlan(rows, np.array([0]), one, noise, contexts))
     except CapacityError:
         return True
     except Exception:
         return False
     finally:
-        core.scheduler.release(request)
+        for group, ids in pages.items():
+            core.cache.pools[group].release(ids)
     return True
 
 
-def _rows_to_sample(
-    scheduled: Sequence[ScheduledRows], output: TargetOutput
-) -> tuple[list[tuple[ScheduledRows, int]], list[int]]:
-    """The rows whose request gets tokens, each with its first row of logits; and the step's rows that need logits."""
-    sampling: list[tuple[ScheduledRows, int]] = []
-    logit_rows: list[int] = []
-    for rows in scheduled:
-        request, first = rows.request, output.row_start[rows.request]
-        if not request.is_prefilling:
-            sampling.append((rows, len(logit_rows)))
-            logit_rows += range(first, first + rows.num_rows)
-        elif rows.start + rows.num_rows == len(request.token_ids):
-            sampling.append((rows, len(logit_rows)))
-            logit_rows.append(first + rows.num_rows - 1)
-    return sampling, logit_rows
+def _choose(core: EngineCore, one: Sampled, choices: Sequence[int], result: StepResult) -> None:
+    request = one.request
+    verified = verify(request.draft_ids, choices, one.first_choice)
+    _append(core, request, verified, result.logits[one.first_logits :])
 
 
-def _choose(
-    core: EngineCore, request: Request, greedy: Sequence[int], host: npt.NDArray[np.float32] | None, first: int
-) -> None:
-    drafts = request.draft_ids
-    if request.sampler.plain_greedy:
-        verified = verify_greedy(drafts, greedy, first)
-    else:
-        assert host is not None
-        verified = request.sampler.verify(host[first : first + 1 + len(drafts)], drafts, core.rejection)
-    _append(core, request, verified, host, first)
-
-
-def _append(
-    core: EngineCore, request: Request, verified: Verified, host: npt.NDArray[np.float32] | None, first_row: int
-) -> None:
+def _append(core: EngineCore, request: Request, verified: Verified, logits: npt.NDArray[np.float32]) -> None:
     num_drafts, request.draft_ids = len(request.draft_ids), []
     kept, reason, stop_reason = until_stop(request, verified.token_ids, core.eos_ids, core.max_model_len)
     logprobs: list[TokenLogprobs] | None = None
     if request.params.logprobs is not None:
-        assert host is not None
         num_top = request.params.logprobs
-        logprobs = [token_logprobs(host[first_row + i], token, num_top) for i, token in enumerate(kept)]
+        logprobs = [token_logprobs(logits[i], token, num_top) for i, token in enumerate(kept)]
     position = request.num_output
     request.token_ids += kept
     request.sampler.advance(kept)
@@ -168,34 +142,41 @@ def _append(
     core.emit(chunk, reason is not None)
 
 
-def _advance(core: EngineCore, scheduled: Sequence[ScheduledRows], output: TargetOutput) -> list[DraftRows]:
+def _advance(
+    core: EngineCore, scheduled: Sequence[ScheduledRows], plan: StepPlan, failed: Container[Request]
+) -> list[DraftRows]:
     """Note how far the target's KV goes now; returns the drafter's rows."""
     draft_rows: list[DraftRows] = []
-    for rows in scheduled:
+    for rows, first in zip(scheduled, plan.rows.query_start.tolist(), strict=False):
         request = rows.request
+        if request in failed:
+            continue
         if request.is_prefilling:
             request.num_computed = rows.start + rows.num_rows
-            proposes = request.num_computed == request.prefill_len
+            drafts = request.num_computed == request.prefill_len
         else:
             request.num_computed = len(request.token_ids) - 1
-            proposes = True
-        if core.runner.drafter is not None and request.finish_reason is None:
-            num_drafts = core.num_drafts(request) if proposes else 0
-            first = output.row_start[request]
+            drafts = True
+        if core.executor.spec.drafts and request.finish_reason is None:
+            num_drafts = core.num_drafts(request) if drafts else 0
             draft_rows.append(DraftRows(request, first, rows.start, request.num_computed, num_drafts))
     return draft_rows
 
 
-def _propose(core: EngineCore, output: TargetOutput, draft_rows: Sequence[DraftRows]) -> dict[Request, Exception]:
+def _draft(core: EngineCore, draft_rows: Sequence[DraftRows]) -> dict[Request, Exception]:
     """Run the drafter. What it writes twice, when rows are run again, it writes alike."""
+    if not draft_rows:
+        return {}
     try:
-        core.runner.propose(output, draft_rows)
+        drafts = core.executor.draft(draft_plan(draft_rows, core.executor.spec, core.rejection))
+        for rows, ids in zip(draft_rows, drafts, strict=True):
+            rows.request.draft_ids = ids
     except Exception as error:
         if len(draft_rows) == 1:
             return {draft_rows[0].request: error}
         log.warning("drafts of %d requests failed, each is run alone: %r", len(draft_rows), error)
         failed: dict[Request, Exception] = {}
         for rows in draft_rows:
-            failed |= _propose(core, output, [rows])
+            failed |= _draft(core, [rows])
         return failed
     return {}

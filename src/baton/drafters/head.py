@@ -1,0 +1,174 @@
+"""Drafters that are a small model on top of the target's hidden states: how a head loads, extends and drafts.
+
+Row i of a head's forward takes the features of position i and token x_{i+1}, is at position i, and writes its KV into
+slot i of the head's own group. Behind the last known token it goes on from its own state and its own drafts.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from baton.drafters.base import DraftBatch, IntArray
+from baton.errors import CheckpointError
+from baton.models.base import CausalLM, Embedding
+from baton.models.config import ModelConfig, RawConfig
+from baton.models.layers import Attend, KVLayerSpec
+from baton.models.linear import Build, Linear
+from baton.models.loader import fill, read_config, tensor_names
+from baton.models.registry import model_class
+from baton.models.rotary import Rotary
+
+# Heads of any target are Llama layers; some configs name no model type, or the method's own.
+_HEAD_TYPES = ("eagle", "eagle3", None)
+
+
+class HeadDrafter(nn.Module, ABC):
+    """Shared part of all heads: embedding, LM head, rotary tables, draft vocabulary.
+
+    `aux_layers`: target layers whose entering residual streams are the features; () means the final-norm
+    hidden state. `feature_size`: width of a row of features. `draft_to_target`: int64 [draft_vocab] target
+    ids, None when both vocabularies are the same.
+    """
+
+    kv_layers: list[KVLayerSpec]
+    aux_layers: tuple[int, ...]
+    feature_size: int
+    draft_to_target: Tensor | None
+    needs_contexts = False
+
+    def __init__(self, config: ModelConfig, target: CausalLM, names: set[str], build: Build) -> None:
+        """`names`: what the checkpoint holds. A head that lacks embedding or LM head uses the target's."""
+        super().__init__()
+        self.kv_layers = [KVLayerSpec(config.num_kv_heads, config.head_dim, None)] * config.num_layers
+        self.draft_to_target = None
+        self._device = build.device
+        # It drafts wherever its target is, whatever length its own config names.
+        length = max(config.max_position, target.max_position)
+        self.rotary = Rotary(config.rope, config.head_dim, length, build.dtype, build.device)
+        # A bound method, not the module: a shared module registered here would count as this head's weights.
+        self._embed: Callable[[Tensor], Tensor] = target.model.embed_tokens.forward
+        self._head: Callable[[Tensor], Tensor] = target.lm_head.forward
+        own_embed = "embed_tokens.weight" in names
+        if own_embed:
+            self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, build)
+            self._embed = self.embed_tokens.forward
+        if not own_embed and config.hidden_size != target.hidden_size:
+            raise CheckpointError(
+                f"drafter: hidden_size is {config.hidden_size}, the target's is {target.hidden_size}, "
+                "and the drafter has no embed_tokens.weight of its own"
+            )
+        if config.vocab_size != target.vocab_size:
+            raise CheckpointError(f"drafter: vocab_size is {config.vocab_size}, the target's is {target.vocab_size}")
+
+    def add_head(self, hidden_size: int, draft_vocab: int, build: Build) -> None:
+        """Give the drafter an LM head of its own."""
+        self.lm_head = Linear(hidden_size, draft_vocab, build)
+        self._head = self.lm_head.forward
+
+    @abstractmethod
+    def combine(self, hidden_TE: Tensor, aux: list[Tensor]) -> Tensor:
+        """Features [T, feature_size] from the target's final-norm states [T, E] and auxiliary states."""
+
+    @abstractmethod
+    def forward(
+        self, next_ids_T: Tensor, features_TF: Tensor, positions_T: Tensor, attend: Attend, first: bool
+    ) -> tuple[Tensor, Tensor]:
+        """One drafter forward over T rows; token ids and positions are int64 [T].
+
+        `first`: `features_TF` comes from `combine`; else it is the feedback of the row's previous draft step.
+        Returns (states for `compute_logits`, feedback for the next step).
+        """
+
+    def extend(self, batch: DraftBatch) -> tuple[Tensor, Tensor]:
+        """States and feedback [T, E] of the batch's rows."""
+        assert batch.features_TF is not None
+        requests = np.arange(len(batch.num_drafts))
+        attend = batch.pages.bind(requests, batch.positions, batch.query_start)
+        out_TE, feedback_TE = self(
+            self._tensor(batch.next_ids), batch.features_TF, self._tensor(batch.positions), attend, True
+        )
+        return out_TE, feedback_TE
+
+    def draft(self, batch: DraftBatch, extended: tuple[Tensor, Tensor]) -> list[list[int]]:
+        """One token after another, each from the state and the token before it."""
+        drafts: list[list[int]] = [[] for _ in batch.num_drafts]
+        going = np.flatnonzero(batch.num_drafts)
+        last = batch.query_start[1:][going].astype(np.int64) - 1
+        behind = batch.positions[last] + 1
+        out_RE, feedback_RE = (states[self._tensor(last)] for states in extended)
+        for step in range(int(batch.num_drafts.max())):
+            ids = batch.choose(self.compute_logits(out_RE), going, step, self.draft_to_target)
+            for request, token in zip(going.tolist(), ids.tolist(), strict=True):
+                drafts[request].append(token)
+            more = np.flatnonzero(batch.num_drafts[going] > step + 1)
+            if not len(more):
+                break
+            if len(more) < len(going):
+                going, behind, ids, feedback_RE = going[more], behind[more], ids[more], feedback_RE[self._tensor(more)]
+            positions = behind + step
+            attend = batch.pages.bind(going, positions, np.arange(len(going) + 1, dtype=np.int32))
+            out_RE, feedback_RE = self(self._tensor(ids), feedback_RE, self._tensor(positions), attend, False)
+        return drafts
+
+    def _tensor(self, values: IntArray) -> Tensor:
+        return torch.from_numpy(values).to(self._device)
+
+    def compute_logits(self, out_TE: Tensor) -> Tensor:
+        """Draft logits [T, draft_vocab] in float32."""
+        return self._head(out_TE).float()
+
+    def to_target_ids(self, draft_ids: Tensor) -> Tensor:
+        """Target-vocabulary ids of draft-vocabulary ids, any shape, int64."""
+        return draft_ids if self.draft_to_target is None else self.draft_to_target[draft_ids]
+
+
+def read_head(path: str) -> tuple[RawConfig, ModelConfig]:
+    """A head's `config.json`, raw and as the layers take it. Raises `CheckpointError`."""
+    raw = read_config(path)
+    model_type = raw.get("model_type")
+    return raw, model_class("llama" if model_type in _HEAD_TYPES else model_type).parse_config(raw)
+
+
+def fill_drafter(drafter: HeadDrafter, path: str, skip: frozenset[str]) -> None:
+    """Copy a head's tensors into `drafter`, under canonical names; those in `skip` are left out."""
+
+    def rename(name: str) -> str | None:
+        name = canonical(name)
+        return None if name in skip or name.endswith("rotary_emb.inv_freq") else name
+
+    fill(drafter, path, rename)
+
+
+def canonical(name: str) -> str:
+    """One name for a head's tensor: without a `model.` prefix, and `midlayer` is layer 0."""
+    name = name.removeprefix("model.")
+    return "layers.0." + name.removeprefix("midlayer.") if name.startswith("midlayer.") else name
+
+
+def head_tensors(path: str) -> set[str]:
+    """Canonical names of all tensors of a head."""
+    return {canonical(name) for name in tensor_names(path)}
+
+
+def target_ids(offsets: Tensor, target_vocab: int) -> Tensor:
+    """Absolute target ids of `d2t`, which stores for each draft id its distance to the target id.
+
+    Raises `CheckpointError` for an id outside the target's vocabulary.
+    """
+    ids = torch.arange(len(offsets), device=offsets.device) + offsets
+    if len(ids) and not (int(ids.min()) >= 0 and int(ids.max()) < target_vocab):
+        raise CheckpointError(f"drafter: d2t maps outside the target's vocabulary of {target_vocab}")
+    return ids
+
+
+def expect_target_size(found: int, target: CausalLM) -> None:
+    """Raise `CheckpointError` naming both numbers when a head was made for another hidden size."""
+    if found != target.hidden_size:
+        raise CheckpointError(
+            f"drafter: made for a target of hidden_size {found}, the target's is {target.hidden_size}"
+        )

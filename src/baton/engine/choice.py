@@ -1,0 +1,166 @@
+"""Choice of tokens from logits, for a batch at once and where the logits are.
+
+Order of processing (as in vLLM): logit_bias, min_tokens, penalties, temperature, min_p, top_k, top_p, noise. Every
+number is what the same operation gives for one row alone, in float64: on a device only what is exact is computed, that
+is selections and single IEEE operations; logarithms, exponentials and sums are NumPy's everywhere.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from baton.engine.noise import gumbel_rows, uniform
+from baton.engine.plan import FloatArray, IntArray, Noise, Sampling
+from baton.engine.verifier import rejection_choice
+
+# Scores that are processed at once: several passes over them stay in a cache.
+_BLOCK = 1 << 19
+_MINUS_INFINITY = float("-inf")
+
+
+def choose(logits_NV: Tensor, sampling: Sampling | None) -> IntArray:
+    """The next token of each row, int64 [N]. Of a sampled request: -1 in rows behind a draft that was not chosen."""
+    if sampling is None:
+        best: IntArray = logits_NV.argmax(dim=-1).cpu().numpy()
+        return best
+    num_rows, vocab_size = logits_NV.shape
+    choices = np.full(num_rows, -1, dtype=np.int64)
+    if len(sampling.row) < num_rows:
+        choices[:] = logits_NV.argmax(dim=-1).cpu().numpy()
+    for rows in _blocks(sampling.draft, max(1, _BLOCK // vocab_size)):
+        block = sampling.take(rows)
+        logits_SV = logits_NV if len(rows) == num_rows else logits_NV[_tensor(block.row, logits_NV)]
+        choices[block.row] = _chosen(processed(logits_SV, block), block)
+    return choices
+
+
+def _blocks(draft: IntArray, at_once: int) -> list[IntArray]:
+    """Rows of whole requests, about as many as are wanted `at_once`."""
+    if len(draft) <= at_once:
+        return [np.arange(len(draft))]
+    ends = np.flatnonzero(draft < 0) + 1
+    last = ends[np.flatnonzero(np.diff(ends // at_once, append=-1))]
+    return [np.arange(start, stop) for start, stop in zip([0, *last[:-1].tolist()], last.tolist(), strict=True)]
+
+
+def _chosen(scores: Tensor, sampling: Sampling) -> IntArray:
+    """As `choose`, from processed scores [S, V] of all rows of some requests."""
+    temperature = sampling.noise.temperature
+    found = np.full(len(temperature), -1, dtype=np.int64)
+    # First rows of all requests, then the second rows of those whose draft was chosen, and so on.
+    current = np.flatnonzero(np.concatenate(([-1], sampling.draft[:-1])) < 0)
+    while len(current):
+        _cut_nucleus(scores, current[(sampling.top_p[current] < 1.0) & (temperature[current] > 0.0)], sampling.top_p)
+        drawn = np.flatnonzero(temperature[current])
+        noise = gumbel_rows(sampling.noise.take(current[drawn]), sampling.position[current[drawn]], scores.shape[1])
+        noisy = scores[_tensor(current, scores)]
+        if len(drawn) == len(current):
+            noisy += _tensor(noise, scores)
+        else:
+            noisy.index_add_(0, _tensor(drawn, scores), _tensor(noise, scores))
+        found[current] = noisy.argmax(dim=-1).cpu().numpy()
+        if sampling.rejection:
+            for row, own_noise in zip(current[drawn].tolist(), noise, strict=True):
+                if sampling.draft[row] >= 0:
+                    found[row] = _verified(scores[row].cpu().numpy(), sampling, row, own_noise)
+        current = current[found[current] == sampling.draft[current]] + 1
+    return found
+
+
+def _verified(scores: FloatArray, sampling: Sampling, row: int, noise: FloatArray) -> int:
+    seed, sample_index = int(sampling.noise.seed[row]), int(sampling.noise.sample_index[row])
+    draw = uniform(seed, sample_index, int(sampling.position[row]))
+    return rejection_choice(scores, int(sampling.draft[row]), draw, noise)
+
+
+def processed(logits_SV: Tensor, sampling: Sampling) -> Tensor:
+    """Processed logits float64 [S, V], all but top_p, which is left to rows that are reached; -inf where masked."""
+    scores = logits_SV.double()
+    if len(sampling.bias.row):
+        at = _tensor(sampling.bias.row, scores), _tensor(sampling.bias.token, scores)
+        scores[at] = scores[at] + _tensor(sampling.bias.value, scores)
+    if len(sampling.masked.row):
+        scores[_tensor(sampling.masked.row, scores), _tensor(sampling.masked.token, scores)] = _MINUS_INFINITY
+    if len(sampling.counts.row):
+        _penalise(scores, sampling)
+    drawn = sampling.noise.temperature > 0.0
+    if drawn.any():
+        # By a tensor, since a device may divide by a number as it multiplies with its reciprocal.
+        scores /= _tensor(np.where(drawn, sampling.noise.temperature, 1.0), scores)[:, None]
+        _restrict(scores, sampling, drawn)
+    return scores
+
+
+def _penalise(scores: Tensor, sampling: Sampling) -> None:
+    rows, counts = sampling.counts.row, _tensor(sampling.counts.value, scores)
+    at = _tensor(rows, scores), _tensor(sampling.counts.token, scores)
+    values = scores[at]
+    repetition = _tensor(sampling.repetition[rows], scores)
+    values = torch.where(values > 0, values / repetition, values * repetition)
+    values = values - _tensor(sampling.frequency[rows], scores) * counts
+    scores[at] = values - _tensor(sampling.presence[rows], scores) * (counts > 0)
+
+
+def _restrict(scores: Tensor, sampling: Sampling, drawn: np.ndarray) -> None:
+    vocab_size = scores.shape[1]
+    rows = np.flatnonzero(drawn & (sampling.log_min_p > _MINUS_INFINITY))
+    if len(rows):
+        where = _tensor(rows, scores)
+        some = scores[where]
+        least = some.amax(dim=-1, keepdim=True) + _tensor(sampling.log_min_p[rows], scores)[:, None]
+        scores[where] = some.masked_fill(some < least, _MINUS_INFINITY)
+    rows = np.flatnonzero(drawn & (sampling.top_k > 0) & (sampling.top_k < vocab_size))
+    if len(rows):
+        where, top_k = _tensor(rows, scores), sampling.top_k[rows]
+        some = scores[where]
+        largest = some.topk(int(top_k.max()), dim=-1).values
+        least = largest.gather(1, _tensor(top_k - 1, scores)[:, None])
+        scores[where] = some.masked_fill(some < least, _MINUS_INFINITY)
+
+
+def _cut_nucleus(scores: Tensor, rows: IntArray, top_p: FloatArray) -> None:
+    for row in rows.tolist():
+        outside = _outside_nucleus(scores[row].cpu().numpy(), float(top_p[row]))
+        scores[row, _tensor(outside, scores)] = _MINUS_INFINITY
+
+
+def _outside_nucleus(scores: FloatArray, top_p: float) -> IntArray:
+    # Stable sort on the negated scores: ties go to the lower token id on every machine.
+    order = np.argsort(-scores, kind="stable")
+    weights = np.exp(scores[order] - scores[order[0]])
+    cumulative = np.cumsum(weights / weights.sum())
+    return order[int(np.searchsorted(cumulative, top_p, side="left")) + 1 :]
+
+
+class DraftChoice:
+    """Picks drafts with the noise that the target will see at their positions; where there is none, the likeliest.
+
+    `first_position` [R]: where the first draft of each request stands.
+    """
+
+    def __init__(self, noise: Noise, first_position: IntArray, vocab_size: int) -> None:
+        self._noise, self._first, self._vocab_size = noise, first_position, vocab_size
+
+    def __call__(self, logits_RV: Tensor, requests: IntArray, step: int, target_ids: Tensor | None) -> IntArray:
+        drawn = np.flatnonzero(self._noise.temperature[requests])
+        best = np.empty(len(requests), dtype=np.int64)
+        if len(drawn) < len(requests):
+            best[:] = logits_RV.argmax(dim=-1).cpu().numpy()
+        at_once = max(1, _BLOCK // self._vocab_size)
+        for rows in (drawn[i : i + at_once] for i in range(0, len(drawn), at_once)):
+            own = self._noise.take(requests[rows])
+            noise = _tensor(gumbel_rows(own, self._first[requests[rows]] + step, self._vocab_size), logits_RV)
+            logits = logits_RV if len(rows) == len(requests) else logits_RV[_tensor(rows, logits_RV)]
+            scores = logits.double() / _tensor(own.temperature, logits_RV)[:, None]
+            scores += noise if target_ids is None else noise[:, target_ids]
+            best[rows] = scores.argmax(dim=-1).cpu().numpy()
+        if target_ids is None:
+            return best
+        picked: IntArray = target_ids[_tensor(best, target_ids)].cpu().numpy()
+        return picked
+
+
+def _tensor(values: np.ndarray, like: Tensor) -> Tensor:
+    return torch.from_numpy(values).to(like.device)

@@ -1,0 +1,75 @@
+"""Where plans are run. The core sees `Executor` alone, and does not know how many processes stand behind it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from baton.engine.choice import choose
+from baton.engine.plan import DraftPlan, IntArray, PlanSpec, StepPlan, StepResult
+from baton.engine.runner import ModelRunner, TargetOutput
+
+
+class Executor(Protocol):
+    """Runs plans one after another. A plan that raises has written nothing but KV of its own rows: it may be run again,
+    or in parts."""
+
+    spec: PlanSpec
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Target forward, and the choice of tokens."""
+        ...
+
+    def draft(self, plan: DraftPlan) -> list[list[int]]:
+        """Drafter forward over rows of the plan executed last; returns at most `num_drafts` tokens per request."""
+        ...
+
+    def copy_page(self, group: str, source: int, destination: int) -> None:
+        """Copy the bytes of one page before this returns. It is part of no plan: a peer may be told at once that it can
+        write into the page behind them."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the pages' memory, which is its owner's to free."""
+        ...
+
+
+class LocalExecutor:
+    """Runs plans in this process and thread."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.runner = runner
+        self.spec = runner.spec
+        self._output: TargetOutput | None = None
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> StepResult:
+        output = self._output = self.runner.forward(plan.rows)
+        features = _on_host(output.features_TF, plan.feature_rows)
+        if not len(plan.sample_rows):
+            return StepResult(plan.sample_rows, _on_host(None, plan.logit_rows), features)
+        logits_NV = self.runner.logits(output, plan.sample_rows)
+        return StepResult(choose(logits_NV, plan.sampling), _on_host(logits_NV, plan.logit_rows), features)
+
+    @torch.inference_mode()
+    def draft(self, plan: DraftPlan) -> list[list[int]]:
+        assert self._output is not None
+        return self.runner.draft(plan, self._output)
+
+    def copy_page(self, group: str, source: int, destination: int) -> None:
+        kv = self.runner.kv[group]
+        kv[destination].copy_(kv[source])
+
+    def close(self) -> None:
+        self.runner.kv.clear()
+
+
+def _on_host(values: Tensor | None, rows: IntArray) -> np.ndarray:
+    if values is None or not len(rows):
+        return np.zeros((0, 0), dtype=np.float32)
+    if len(rows) < len(values):
+        values = values[torch.from_numpy(rows).to(values.device)]
+    return values.float().cpu().numpy()

@@ -1,0 +1,110 @@
+"""From requests to the plans of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from baton.engine.plan import DraftPlan, Int32Array, IntArray, PlanSpec, Rows, StepPlan
+from baton.engine.request import Request
+from baton.engine.sampler import ToSample, noise_of, sampling_of
+from baton.engine.scheduler import ScheduledRows
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """A request that gets tokens from a plan: its first of the result's choices, and of the logits, if it has any."""
+
+    request: Request
+    first_choice: int
+    first_logits: int
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRows:
+    """Drafter rows [start, stop) of a request; their features are the step's rows `first_row`... `num_drafts`: how many
+    tokens to draft behind them."""
+
+    request: Request
+    first_row: int
+    start: int
+    stop: int
+    num_drafts: int
+
+
+def step_plan(scheduled: Sequence[ScheduledRows], spec: PlanSpec, rejection: bool) -> tuple[StepPlan, list[Sampled]]:
+    """The target's plan for the rows of a step: known tokens, then the requests' drafts."""
+    ids: list[int] = []
+    sample_rows: list[int] = []
+    logit_rows: list[int] = []
+    sampled: list[Sampled] = []
+    to_sample: list[ToSample] = []
+    for rows in scheduled:
+        request, stop = rows.request, rows.start + rows.num_rows
+        known = request.token_ids[rows.start : stop]
+        ids += known
+        ids += request.draft_ids[: rows.num_rows - len(known)]
+        if not request.is_prefilling:
+            wanted = range(len(ids) - rows.num_rows, len(ids))
+        elif stop == len(request.token_ids):
+            wanted = range(len(ids) - 1, len(ids))
+        else:
+            continue
+        sampled.append(Sampled(request, len(sample_rows), len(logit_rows)))
+        if not request.sampler.plain_greedy:
+            to_sample.append(ToSample(request.sampler, len(sample_rows), request.draft_ids))
+        if request.params.logprobs is not None:
+            logit_rows += range(len(sample_rows), len(sample_rows) + len(wanted))
+        sample_rows += wanted
+    requests = [rows.request for rows in scheduled]
+    spans = [(rows.start, rows.num_rows) for rows in scheduled]
+    rows_of_step = _rows(ids, spans, requests, spec.target_groups)
+    sampling = sampling_of(to_sample, rejection)
+    return StepPlan(rows_of_step, _array(sample_rows), sampling, _array(logit_rows)), sampled
+
+
+def draft_plan(draft_rows: Sequence[DraftRows], spec: PlanSpec, rejection: bool) -> DraftPlan:
+    """The drafter's plan. Drafts are picked with the noise that the target will see; for `rejection`, without any."""
+    ids: list[int] = []
+    feature_rows: list[int] = []
+    for rows in draft_rows:
+        ids += rows.request.token_ids[rows.start + 1 : rows.stop + 1]
+        feature_rows += range(rows.first_row, rows.first_row + rows.stop - rows.start)
+    requests = [rows.request for rows in draft_rows]
+    noise = noise_of([request.params for request in requests])
+    spans = [(rows.start, rows.stop - rows.start) for rows in draft_rows]
+    return DraftPlan(
+        rows=_rows(ids, spans, requests, spec.draft_groups),
+        feature_rows=_array(feature_rows),
+        num_drafts=_array([rows.num_drafts for rows in draft_rows]),
+        noise=replace(noise, temperature=np.zeros(len(requests))) if rejection else noise,
+        contexts=[_array(request.token_ids) for request in requests] if spec.needs_contexts else (),
+    )
+
+
+def _rows(ids: list[int], spans: Sequence[tuple[int, int]], requests: Sequence[Request], groups: Sequence[str]) -> Rows:
+    """Rows of `spans`, (first position, count) per request."""
+    query_start = np.zeros(len(spans) + 1, dtype=np.int32)
+    positions = np.empty(len(ids), dtype=np.int64)
+    first = 0
+    for index, (start, count) in enumerate(spans):
+        positions[first : first + count] = np.arange(start, start + count)
+        first += count
+        query_start[index + 1] = first
+    return Rows(_array(ids), positions, query_start, {name: _table(requests, name) for name in groups})
+
+
+def _table(requests: Sequence[Request], group: str) -> Int32Array:
+    tables = [request.kv.tables[group] for request in requests]
+    if len(tables) == 1:
+        return tables[0][None]
+    table = np.zeros((len(tables), max(t.size for t in tables)), dtype=np.int32)
+    for row, ids in enumerate(tables):
+        table[row, : ids.size] = ids
+    return table
+
+
+def _array(values: list[int]) -> IntArray:
+    return np.array(values, dtype=np.int64)
