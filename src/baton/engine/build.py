@@ -49,7 +49,7 @@ from baton.wire import EngineInfo, Integrity
 
 log = logging.getLogger(__name__)
 
-# To be counted on when stored pages of before mean something else now.
+# Part of the key of stored prefixes: change it when the bytes of a page get another meaning.
 PAGE_LAYOUT = "block-major 1"
 
 
@@ -102,7 +102,7 @@ def _build(
     device = torch.device(config.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device", "cuda is not available here")
-    # Before what takes long, so that a library that is missing is told at once.
+    # Made before the weights are loaded, which takes long, so that a missing library ends the start at once.
     ticket_key = load_or_create_key(config.ticket_key_path) if config.ticket_key_path else None
     transport = create_transport(config.kv_transfer_config.kv_transport) if ticket_key else None
     if transport is not None:
