@@ -173,12 +173,13 @@ class Execution:
     def _log_bad(self, attempt: Attempt, bad: Sequence[ev.BadPiece]) -> None:
         for piece in bad:
             log.warning(
-                "attempt %s: rank %d, group %s, layers %s, tokens %s do not match their digests",
+                "attempt %s: rank %d, group %s, layers %s, tokens %s do not match their digests (planes %s)",
                 attempt.machine.key,
                 self._instance.rank,
                 piece.group,
-                [f"{layer}.{plane}" for layer, plane in piece.cells],
+                sorted({layer for layer, _ in piece.cells}),
                 piece.tokens,
+                ", ".join(sorted({plane for _, plane in piece.cells})),
             )
 
     def _notify(self, attempt: Attempt, event: ev.HandoffEvent) -> None:
