@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from baton.errors import WrongEngineError
-from baton.handoff.protocol.events import DecodeAdmitted, DecodeFailed, DecodeProgress, DecodeReleased
+from baton.handoff.protocol.events import DecodeAdmitted, DecodeFailed, DecodeFinished, DecodeProgress, DecodeReleased
 from baton.handoff.protocol.messages import AttemptKey, Seeds
 from baton.kv.interval import Interval
 from baton.openai.errors import to_api_error
@@ -230,6 +230,43 @@ def test_no_room_to_recompute_ends_in_time(tmp_path: Path, prompt: list[int], mo
         assert stream.error == "no_room: no pages came free to recompute"
         assert stream.recoverable
         two.decode.core.on_handoff(DecodeReleased(key))
+        assert two.decode.is_idle()
+
+
+def test_who_waits_behind_a_recomputation_that_ends_goes_on_in_the_same_step(
+    tmp_path: Path, prompt: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pair(tmp_path, decode={"kv_cache_memory": 11 * PAGE_BYTES}) as two:
+        agent, core = silence(two.decode), two.decode.core
+        stream, key = waiting_leg(two, prompt)
+        core.on_handoff(lost(key))
+        two.legs("behind", prompt[:20], PARAMS, "push")
+        (behind,) = set(core.legs.open) - {key}
+        core.on_handoff(DecodeAdmitted(behind))
+        two.decode.step()
+        assert agent.calls.count("open_decode") == 1
+        late = time.monotonic() + core.legs.handoff_timeout_s + 1.0
+        monkeypatch.setattr("baton.engine.core.time.monotonic", lambda: late)
+        two.decode.step()
+        assert stream.ended
+        assert agent.calls.count("open_decode") == 2
+        core.abort("behind")
+        core.on_handoff(DecodeReleased(key))
+        core.on_handoff(DecodeReleased(behind))
+        assert two.decode.is_idle()
+
+
+def test_a_peer_cannot_end_a_request_with_a_token_that_was_known(
+    tmp_path: Path, prompt: list[int], expected: Stream
+) -> None:
+    known = expected.token_ids[:4]
+    with pair(tmp_path) as two:
+        silence(two.decode)
+        stream, key = waiting_leg(two, prompt, known)
+        two.decode.core.on_handoff(DecodeFinished(key, Seeds(known[-1], None, [])))
+        finish(two.decode, stream)
+        assert stream.token_ids == expected.token_ids[4:]
+        assert two.decode.core.metrics.handoff_failures["bad_seeds"] == 1
         assert two.decode.is_idle()
 
 

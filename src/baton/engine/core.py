@@ -224,7 +224,9 @@ class EngineCore:
         now = time.monotonic()
         self._expire_queues(now)
         if self.legs is not None:
-            self._carry_out(self.legs.start_receives(now))
+            # Before the others are looked at, which wait behind them.
+            self._carry_out(self.legs.expire_recomputing(now))
+            self.legs.start_receives()
         scheduled = self.scheduler.schedule()
         if self.legs is not None:
             self.legs.admitted(rows.request for rows in scheduled)

@@ -162,10 +162,9 @@ class HandoffLegs:
                 assert request.ticket is not None
                 self.agent.admit_prefill(request.ticket.key)
 
-    def start_receives(self, now: float) -> list[Effect]:
-        """Register decode legs for which there is room, in the order of their queue. `now`: monotonic seconds."""
+    def start_receives(self) -> None:
+        """Register decode legs for which there is room, in the order of their queue."""
         scheduler = self.scheduler
-        effects = self._expire_recomputing(now)
         while scheduler.receive_queue:
             request = scheduler.receive_queue[0]
             ticket = request.ticket
@@ -176,11 +175,10 @@ class HandoffLegs:
             scheduler.receive_queue.popleft()
             wanted = self.open[ticket.key].wanted = destination.wanted
             self.agent.open_decode(ticket, request.prefill_len, wanted, dict(request.kv.pages))
-        return effects
 
-    def _expire_recomputing(self, now: float) -> list[Effect]:
+    def expire_recomputing(self, now: float) -> list[Effect]:
         """A request that finds no room for its recomputation may succeed elsewhere, where pages that a peer might still
-        write are what is missing: nobody knows when they come back. Pages in use do."""
+        write are what is missing: nobody knows when they come back. Pages in use do. `now`: monotonic seconds."""
         effects: list[Effect] = []
         for request, until in list(self._recomputing.items()):
             if request.status is not RequestStatus.WAITING:
@@ -302,8 +300,9 @@ class HandoffLegs:
             return "the first token is not the last one known"
         if request.num_output == 0 and request.params.logprobs is not None and seeds.first_logprobs is None:
             return "logprobs are missing"
-        ends = self._ends(request, seeds.first_token)
-        if request.num_output == 0 and finished is not ends:
+        # One that goes on from known tokens ended with none of them.
+        ends = request.num_output == 0 and self._ends(request, seeds.first_token)
+        if finished is not ends:
             return f"the first token ends the request: {ends}, the peer says {finished}"
         return None
 
