@@ -21,7 +21,6 @@ from baton.engine.sampler import token_logprobs
 from baton.engine.scheduler import ScheduledRows
 from baton.engine.stopping import until_stop
 from baton.engine.verifier import Verified, verify
-from baton.errors import CapacityError
 from baton.wire import TokenChunk, TokenLogprobs
 
 if TYPE_CHECKING:
@@ -81,23 +80,20 @@ def _joined(parts: Sequence[Computed]) -> Computed:
 
 def _works(core: EngineCore) -> bool:
     """Whether target and drafter can compute one token, in pages of their own; yes where none is free to try it."""
-    pages: dict[str, list[int]] = {}
+    tables = core.cache.spare()
+    if tables is None:
+        return True
     try:
-        for group, pool in core.cache.pools.items():
-            pages[group] = pool.allocate(1)
-        rows, one = one_request([0], pages), np.array([1])
+        rows, one = one_request([0], tables.pages), np.array([1])
         core.executor.execute(StepPlan(rows, sample_rows=np.array([0])))
         if core.executor.spec.drafts:
             noise = Noise(np.zeros(1, dtype=np.uint64), np.zeros(1, dtype=np.uint64), np.zeros(1))
             contexts = (np.zeros(2, dtype=np.int64),) if core.executor.spec.needs_contexts else ()
             core.executor.draft(DraftPlan(rows, np.array([0]), one, noise, contexts))
-    except CapacityError:
-        return True
     except Exception:
         return False
     finally:
-        for group, ids in pages.items():
-            core.cache.pools[group].release(ids)
+        core.cache.release(tables)
     return True
 
 
