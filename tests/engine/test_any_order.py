@@ -68,7 +68,8 @@ class Engine:
 
     def __init__(self, seed: int) -> None:
         self.random = Random(seed)
-        self.memory = Memory(num_pages=self.random.choice([12, 16, 30]))
+        self.memory = Memory(num_pages=self.random.choice([14, 16, 30]))
+        assert self.memory.cache.fits(CONTEXT)
         self.scheduler = Scheduler(self.memory.cache, self.random.choice([6, 16]), self.random.choice([2, 8]))
         metrics = EngineMetrics()
         recovery: Any = self.random.choice(["full", "full", "none"])
