@@ -100,7 +100,7 @@ class HeadDrafter(nn.Module, ABC):
         going = np.flatnonzero(batch.num_drafts)
         last = batch.query_start[1:][going].astype(np.int64) - 1
         behind = batch.positions[last] + 1
-        out_RE, feedback_RE = (states[self._tensor(last)] for states in extended)
+        out_RE, feedback_RE = (states.index_select(0, self._tensor(last)) for states in extended)
         for step in range(int(batch.num_drafts.max())):
             ids = batch.choose(self.compute_logits(out_RE), going, step, self.draft_to_target)
             for request, token in zip(going.tolist(), ids.tolist(), strict=True):

@@ -51,11 +51,12 @@ def _chosen(scores: Tensor, sampling: Sampling) -> IntArray:
     found = np.full(len(temperature), -1, dtype=np.int64)
     # First rows of all requests, then the second rows of those whose draft was chosen, and so on.
     current = np.flatnonzero(np.concatenate(([-1], sampling.draft[:-1])) < 0)
+    cut = (sampling.top_p < 1.0) & (temperature > 0.0)
     while len(current):
-        _cut_nucleus(scores, current[(sampling.top_p[current] < 1.0) & (temperature[current] > 0.0)], sampling.top_p)
+        _cut_nucleus(scores, current[cut[current]], sampling.top_p)
         drawn = np.flatnonzero(temperature[current])
         noise = gumbel_rows(sampling.noise.take(current[drawn]), sampling.position[current[drawn]], scores.shape[1])
-        noisy = scores[_tensor(current, scores)]
+        noisy = scores.index_select(0, _tensor(current, scores))
         if len(drawn) == len(current):
             noisy += _tensor(noise, scores)
         else:
@@ -152,13 +153,13 @@ class DraftChoice:
         for rows in (drawn[i : i + at_once] for i in range(0, len(drawn), at_once)):
             own = self._noise.take(requests[rows])
             noise = _tensor(gumbel_rows(own, self._first[requests[rows]] + step, self._vocab_size), logits_RV)
-            logits = logits_RV if len(rows) == len(requests) else logits_RV[_tensor(rows, logits_RV)]
+            logits = logits_RV if len(rows) == len(requests) else logits_RV.index_select(0, _tensor(rows, logits_RV))
             scores = logits.double() / _tensor(own.temperature, logits_RV)[:, None]
-            scores += noise if target_ids is None else noise[:, target_ids]
+            scores += noise if target_ids is None else noise.index_select(1, target_ids)
             best[rows] = scores.argmax(dim=-1).cpu().numpy()
         if target_ids is None:
             return best
-        picked: IntArray = target_ids[_tensor(best, target_ids)].cpu().numpy()
+        picked: IntArray = target_ids.index_select(0, _tensor(best, target_ids)).cpu().numpy()
         return picked
 
 

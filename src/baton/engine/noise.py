@@ -8,12 +8,16 @@ v.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 import numpy.typing as npt
 
 from baton.engine.plan import Noise
 
 _GUMBEL, _UNIFORM = 0, 1
+# What a drafter draws for a position, the target draws again one step later. One row is 8 bytes per token id.
+_KEPT_ROWS = 64
 
 
 def _bits(seed: int, sample_index: int, position: int, stream: int, count: int) -> npt.NDArray[np.uint64]:
@@ -31,22 +35,23 @@ def _uniforms(bits: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
 
 def gumbel_rows(noise: Noise, position: npt.NDArray[np.int64], vocab_size: int) -> npt.NDArray[np.float64]:
     """Gumbel(0, 1) noise [S, vocab_size] for the tokens at S positions."""
-    bits = np.empty((len(position), vocab_size), dtype=np.uint64)
+    rows = np.empty((len(position), vocab_size))
     words = zip(noise.seed.tolist(), noise.sample_index.tolist(), position.tolist(), strict=True)
     for row, (seed, sample_index, at) in enumerate(words):
-        bits[row] = _bits(seed, sample_index, at, _GUMBEL, vocab_size)
-    out = _uniforms(bits)
+        rows[row] = gumbel(seed, sample_index, at, vocab_size)
+    return rows
+
+
+@lru_cache(maxsize=_KEPT_ROWS)
+def gumbel(seed: int, sample_index: int, position: int, vocab_size: int) -> npt.NDArray[np.float64]:
+    """Gumbel(0, 1) noise [vocab_size] for the token at `position`; read-only."""
+    out = _uniforms(_bits(seed, sample_index, position, _GUMBEL, vocab_size))
     np.log(out, out=out)
     np.negative(out, out=out)
     np.log(out, out=out)
-    return np.negative(out, out=out)
-
-
-def gumbel(seed: int, sample_index: int, position: int, vocab_size: int) -> npt.NDArray[np.float64]:
-    """Gumbel(0, 1) noise [vocab_size] for the token at `position`."""
-    one = Noise(np.array([seed], np.uint64), np.array([sample_index], np.uint64), np.ones(1))
-    row: npt.NDArray[np.float64] = gumbel_rows(one, np.array([position]), vocab_size)[0]
-    return row
+    np.negative(out, out=out)
+    out.setflags(write=False)
+    return out
 
 
 def uniform(seed: int, sample_index: int, position: int) -> float:

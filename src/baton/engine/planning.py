@@ -86,14 +86,13 @@ def draft_plan(draft_rows: Sequence[DraftRows], spec: PlanSpec, rejection: bool)
 
 def _rows(ids: list[int], spans: Sequence[tuple[int, int]], requests: Sequence[Request], groups: Sequence[str]) -> Rows:
     """Rows of `spans`, (first position, count) per request."""
-    query_start = np.zeros(len(spans) + 1, dtype=np.int32)
-    positions = np.empty(len(ids), dtype=np.int64)
-    first = 0
-    for index, (start, count) in enumerate(spans):
-        positions[first : first + count] = np.arange(start, start + count)
-        first += count
-        query_start[index + 1] = first
-    return Rows(_array(ids), positions, query_start, {name: _table(requests, name) for name in groups})
+    query_start = [0]
+    positions: list[int] = []
+    for start, count in spans:
+        positions += range(start, start + count)
+        query_start.append(len(positions))
+    tables = {name: _table(requests, name) for name in groups}
+    return Rows(_array(ids), _array(positions), np.array(query_start, dtype=np.int32), tables)
 
 
 def _table(requests: Sequence[Request], group: str) -> Int32Array:

@@ -100,24 +100,23 @@ def sampling_of(asked: Sequence[ToSample], rejection: bool) -> Sampling | None:
     """What a plan says of these requests; None where there are none."""
     if not asked:
         return None
-    num_rows = np.array([1 + len(one.drafts) for one in asked])
-    inside = np.concatenate([np.arange(num) for num in num_rows.tolist()])
+    rows = [(one, row) for one in asked for row in range(1 + len(one.drafts))]
     # A column per parameter.
-    columns = np.array([one.state.columns for one in asked]).repeat(num_rows, axis=0).T
+    columns = np.array([one.state.columns for one, _ in rows]).T
     return Sampling(
-        row=np.array([one.first_row for one in asked]).repeat(num_rows) + inside,
+        row=np.array([one.first_row + row for one, row in rows], dtype=np.int64),
         draft=np.array([token for one in asked for token in (*one.drafts, -1)], dtype=np.int64),
-        position=np.array([one.state.position for one in asked]).repeat(num_rows) + inside,
-        noise=noise_of([one.state.params for one in asked for _ in (*one.drafts, -1)]),
+        position=np.array([one.state.position + row for one, row in rows], dtype=np.int64),
+        noise=noise_of([one.state.params for one, _ in rows]),
         log_min_p=columns[0],
         top_k=columns[1].astype(np.int64),
         top_p=columns[2],
         repetition=columns[3],
         frequency=columns[4],
         presence=columns[5],
-        bias=_entries([one.state.biased() for one in asked for _ in (*one.drafts, -1)]),
-        masked=_entries([one.state.masked(row) for one in asked for row in range(1 + len(one.drafts))]),
-        counts=_entries([one.state.counted(one.drafts[:row]) for one in asked for row in range(1 + len(one.drafts))]),
+        bias=_entries([one.state.biased() for one, _ in rows]),
+        masked=_entries([one.state.masked(row) for one, row in rows]),
+        counts=_entries([one.state.counted(one.drafts[:row]) for one, row in rows]),
         rejection=rejection,
     )
 
