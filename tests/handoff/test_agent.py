@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ import pytest
 import zmq
 
 from baton.errors import ProtocolError
-from baton.handoff.plan.planner import Instance
+from baton.handoff.plan.planner import Instance, RankGeometry
 from baton.handoff.protocol.events import (
     DecodeCommitted,
     DecodeFailed,
@@ -23,11 +24,26 @@ from baton.handoff.protocol.events import (
     DecodeReleased,
     PrefillReleased,
 )
+from baton.handoff.protocol.fingerprint import geometry_fields
 from baton.handoff.protocol.frames import encode
 from baton.handoff.protocol.messages import Cancel, Hello, Register
 from baton.handoff.protocol.ticket import mint
+from baton.kv.geometry import Geometry, GroupSpec
 from baton.kv.interval import Interval
-from tests.handoff.nodes import KEY, NUM_PAGES, SEEDS, TIMERS, Node, Pair, hand_over, settle, signed, ticket_for
+from tests.handoff.nodes import (
+    DIM,
+    HEADS,
+    KEY,
+    NUM_PAGES,
+    SEEDS,
+    TIMERS,
+    Node,
+    Pair,
+    hand_over,
+    settle,
+    signed,
+    ticket_for,
+)
 
 
 @pytest.fixture
@@ -194,6 +210,60 @@ def test_incompatible_engines_are_refused_field_by_field(pair: Pair) -> None:
     assert failed.reason == "incompatible_peer"
     assert "model: here 'x', peer 'm'" in failed.message
     assert "drafter" not in failed.message
+    d.next(DecodeReleased)
+    settle(d)
+
+
+def test_ranks_that_a_pair_does_not_bring_are_not_forgotten(pair: Pair) -> None:
+    """Two ranks have the heads of one, so as wholes the engines are alike; but one pair would bring half the bytes."""
+    p, d = pair.both()
+    halves = {group: [half(rank.geometry, number) for number in range(2)] for group, rank in p.geometries.items()}
+    assert_refused(p, d, Instance(rank=0, groups=halves), r"group\.target\.ranks: here \[0\], peer \[0, 1\]")
+
+
+@pytest.mark.parametrize("groups", ["none", "another rank's"])
+def test_groups_that_only_the_fingerprint_has_are_missed(pair: Pair, groups: str) -> None:
+    p, d = pair.both()
+    sessions = p.agent._node.sessions
+    facts = {**sessions._hello.fingerprint, **geometry_fields(sessions._hello.instance)}
+    sessions._hello = msgspec.structs.replace(sessions._hello, fingerprint=facts)
+    instance = (
+        Instance(rank=0, groups={}) if groups == "none" else Instance(rank=3, groups=sessions._hello.instance.groups)
+    )
+    assert_refused(p, d, instance, r"group\.target\.ranks")
+
+
+def half(geometry: Geometry, rank: int) -> RankGeometry:
+    """One of two ranks that share the heads."""
+    spec = GroupSpec(
+        name=geometry.group,
+        owner="target",
+        kind="full",
+        num_layers=geometry.num_layers,
+        num_kv_heads=HEADS // 2,
+        head_dim=DIM,
+        page_size=geometry.page_size,
+        dtype="float32",
+        window=None,
+        layer_ids=geometry.layer_ids,
+    )
+    shard = Geometry.block_major(spec, NUM_PAGES, region=geometry.region, first_head=rank * HEADS // 2)
+    return RankGeometry(rank=rank, geometry=shard)
+
+
+def assert_refused(p: Node, d: Node, said: Instance, why: str) -> None:
+    """D takes nothing from a P that says in HELLO that it is `said`."""
+    sessions = p.agent._node.sessions
+    sessions._hello = msgspec.structs.replace(sessions._hello, instance=said)
+    ticket = ticket_for(p, d, "pull")
+    d.agent.open_decode(ticket, 4, {"target": Interval(0, 4), "draft": Interval(0, 4)}, d.pages(1, 4))
+    p.agent.open_prefill(ticket)
+    p.agent.declare_final(ticket.key, 4, p.pages(1, 4), {"target": 4, "draft": 4})
+    p.agent.finish_prefill(ticket.key, SEEDS, False, {})
+    failed = d.next(DecodeFailed)
+    assert isinstance(failed, DecodeFailed)
+    assert failed.reason == "incompatible_peer"
+    assert re.search(why, failed.message)
     d.next(DecodeReleased)
     settle(d)
 

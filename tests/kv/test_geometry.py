@@ -156,6 +156,15 @@ def test_strides_of_axes_with_one_entry_do_not_matter() -> None:
     with_planes(geometry, layer_stride=0).check()
 
 
+@pytest.mark.parametrize("stride", [-1, (1 << 60) + 1, 1 << 63])
+@pytest.mark.parametrize("axis", ["layer_stride", "token_stride"])
+def test_no_stride_is_beyond_an_offset_even_of_an_axis_with_one_entry(axis: str, stride: int) -> None:
+    """Planning multiplies offsets by it, as int64."""
+    geometry = Geometry.block_major(make_spec(num_layers=1, layer_ids=(9,), page_size=1), 7)
+    with pytest.raises(ProtocolError, match="strides out of range"):
+        with_planes(geometry, **{axis: stride}).check()
+
+
 def test_geometry_crosses_the_wire() -> None:
     geometry = Geometry.block_major(make_spec(), 7, region=2, first_head=4)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(geometry), type=Geometry) == geometry
@@ -218,3 +227,23 @@ def test_planes_of_other_shapes_share_a_page() -> None:
 def test_planes_that_share_bytes_are_refused(planes: tuple[Plane, ...]) -> None:
     with pytest.raises(ProtocolError, match="overlap"):
         of(*planes).check()
+
+
+def test_planes_that_meet_across_steps_of_two_shared_axes_are_refused() -> None:
+    """Pages are 6 bytes apart, layers 10: page 1 of plane b in layer 0 lies over page 0 of plane a in layer 1."""
+    shape: dict[str, Any] = {
+        "dtype": "uint8",
+        "num_heads": 1,
+        "head_dim": 3,
+        "layer_stride": 10,
+        "page_stride": 6,
+        "token_stride": 3,
+        "head_stride": 3,
+        "element_stride": 1,
+    }
+    planes = (plane("a", 0, **shape), plane("b", 3, **shape))
+    geometry = msgspec.structs.replace(of(*planes, page_size=1), num_pages=2)
+    for one in planes:
+        msgspec.structs.replace(geometry, planes=(one,)).check()
+    with pytest.raises(ProtocolError, match="overlap"):
+        geometry.check()

@@ -11,6 +11,7 @@ one.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -205,6 +206,9 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             need(stride >= extent, "strides let elements overlap")
             extent += stride * (count - 1)
         need(plane.base + extent <= self.region_bytes, "elements lie outside the region")
+        # An axis of one entry never steps, but planning multiplies by its stride all the same.
+        strides = (plane.layer_stride, plane.page_stride, plane.token_stride, plane.head_stride, plane.element_stride)
+        need(min(strides) >= 0 and max(strides) <= _MAX_BYTES, "strides out of range")
 
     def _axes(self, plane: Plane) -> tuple[int, list[tuple[int, int]]]:
         """Bytes of the smallest piece, and (stride, count) of every axis that steps over such pieces."""
@@ -232,10 +236,9 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         for shared in range(min(len(low_axes), len(high_axes)) + 1):
             if low_axes[:shared] != high_axes[:shared]:
                 return False
-            room = low_axes[shared - 1][0] if shared else _MAX_BYTES
             low_end = _extent(low_piece, low_axes[shared:])
             high_end = distance + _extent(high_piece, high_axes[shared:])
-            if low_end <= distance and high_end <= room:
+            if low_end <= distance and _nested(high_end, reversed(low_axes[:shared])):
                 return True
         return False
 
@@ -295,6 +298,15 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def block_major(cls, spec: GroupSpec, num_pages: int, *, region: int = 0, first_head: int = 0) -> Geometry:
         """Baton's own pool: `[num_pages, num_layers, planes, page_size, num_kv_heads, head_dim]`, one region."""
         return cls.from_order(spec, num_pages, BLOCK_MAJOR_NHD, region=region, first_head=first_head)
+
+
+def _nested(extent: int, axes: Iterable[tuple[int, int]]) -> bool:
+    """Whether each axis, innermost first, steps over all that is inside it."""
+    for stride, count in axes:
+        if stride < extent:
+            return False
+        extent += stride * (count - 1)
+    return True
 
 
 def _extent(piece: int, axes: list[tuple[int, int]]) -> int:

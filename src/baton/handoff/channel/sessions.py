@@ -21,7 +21,7 @@ from baton.handoff.channel.config import AgentConfig
 from baton.handoff.channel.connecting import Connector
 from baton.handoff.channel.health import Health
 from baton.handoff.plan.planner import Instance
-from baton.handoff.protocol.fingerprint import compare, geometry_fields
+from baton.handoff.protocol.fingerprint import check_pair, compare, geometry_fields
 from baton.handoff.protocol.greeting import Side, is_proven, prove, session_key
 from baton.handoff.protocol.messages import CHALLENGE_BYTES, Announce, Bye, Hello, Register, Renew, check_table
 from baton.handoff.protocol.ticket import MAX_TICKET_LIFE_S, Ticket, verify
@@ -176,6 +176,7 @@ class Sessions:
         session.hello = hello
         try:
             compare(self._fields, {**hello.fingerprint, **geometry_fields(hello.instance.check())})
+            check_pair(self._hello.instance, hello.instance)
             self._connect(session, hello)
         except IncompatiblePeerError as error:
             session.refusal = ("incompatible_peer", str(error))

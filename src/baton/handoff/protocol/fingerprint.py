@@ -51,3 +51,17 @@ def compare(here: Mapping[str, str], peer: Mapping[str, str]) -> None:
     differing: dict[str, tuple[object, object]] = {name: pair for name, pair in pairs.items() if len(set(pair)) > 1}
     if differing:
         raise IncompatiblePeerError(differing)
+
+
+def check_pair(here: Instance, peer: Instance) -> None:
+    """Raise `IncompatiblePeerError` unless both have every group, on the rank that speaks and on no other.
+
+    A node serves one pair of ranks per attempt, and would not miss the bytes that other pairs have to bring.
+    """
+    differing: dict[str, tuple[object, object]] = {}
+    for group in sorted({*here.groups, *peer.groups}):
+        ranks = [[found.rank for found in instance.groups.get(group, [])] for instance in (here, peer)]
+        if ranks != [[here.rank], [peer.rank]]:
+            differing[f"group.{group}.ranks"] = (ranks[0], ranks[1])
+    if differing:
+        raise IncompatiblePeerError(differing)
