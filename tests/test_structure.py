@@ -6,6 +6,8 @@ import ast
 import importlib
 import importlib.util
 import pkgutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -164,6 +166,13 @@ def test_planner_and_protocol_need_no_torch() -> None:
     for package in ("kv", "handoff", "transports", "router", "openai", "text"):
         for path in (SOURCE / package).rglob("*.py"):
             assert "import torch" not in path.read_text(), path
+
+
+def test_what_decides_in_an_engine_needs_no_torch() -> None:
+    """Everything but the executor and what is behind it: the simulator runs it over cells."""
+    names = ("core", "scheduler", "handoff", "step", "requests")
+    command = f"import sys, {', '.join('baton.engine.' + name for name in names)}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", command], timeout=60).returncode == 0
 
 
 def test_no_pickle_anywhere() -> None:

@@ -224,7 +224,7 @@ def test_no_room_to_recompute_ends_in_time(tmp_path: Path, prompt: list[int], mo
             two.decode.step()
         assert not stream.ended
         late = time.monotonic() + two.decode.core.legs.handoff_timeout_s + 1.0
-        monkeypatch.setattr("baton.engine.core.time.monotonic", lambda: late)
+        monkeypatch.setattr(two.decode.core.clock, "monotonic", lambda: late)
         two.decode.step()
         assert stream.ended
         assert stream.error == "no_room: no pages came free to recompute"
@@ -246,7 +246,7 @@ def test_who_waits_behind_a_recomputation_that_ends_goes_on_in_the_same_step(
         two.decode.step()
         assert agent.calls.count("open_decode") == 1
         late = time.monotonic() + core.legs.handoff_timeout_s + 1.0
-        monkeypatch.setattr("baton.engine.core.time.monotonic", lambda: late)
+        monkeypatch.setattr(core.clock, "monotonic", lambda: late)
         two.decode.step()
         assert stream.ended
         assert agent.calls.count("open_decode") == 2

@@ -9,22 +9,26 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
-from baton.engine.executor import Executor
 from baton.engine.handoff import Effect, HandoffLegs, PagesLetGo, RequestArrived, RequestFailed
 from baton.engine.metrics import EngineMetrics
 from baton.engine.planning import DraftRows
-from baton.engine.prefix_store import PrefixStore
 from baton.engine.request import Request, RequestStatus
 from baton.engine.scheduler import ScheduledRows, Scheduler
 from baton.engine.step import compute
 from baton.engine.stopping import until_stop
+from baton.handoff.channel.base import Clock, SystemClock
 from baton.handoff.protocol.events import HandoffEvent
 from baton.handoff.protocol.messages import Seeds
 from baton.wire import EngineLoad, FinishReason, TokenChunk
+
+if TYPE_CHECKING:
+    # The core itself needs no torch.
+    from baton.engine.executor import Executor
+    from baton.engine.prefix_store import PrefixStore
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +50,7 @@ class EngineCore:
         emit: EmitChunk,
         prefix_store: PrefixStore | None = None,
         queue_timeout_s: float = 0.0,
+        clock: Clock | None = None,
     ) -> None:
         self.executor, self.scheduler, self.legs, self.emit = executor, scheduler, legs, emit
         self.cache = scheduler.cache
@@ -55,6 +60,7 @@ class EngineCore:
         self.num_speculative_tokens = num_speculative_tokens
         self.rejection = rejection
         self.queue_timeout_s = queue_timeout_s
+        self.clock = clock or SystemClock()
         self._arrivals = itertools.count(1)
         self.metrics = EngineMetrics() if legs is None else legs.metrics
         self.requests: dict[str, Request] = {}
@@ -70,7 +76,7 @@ class EngineCore:
     def post(self, call: Callable[[], None]) -> None:
         """Run `call` on the engine thread before its next step. Thread-safe."""
         with self._wake:
-            self._posted.append((time.monotonic(), call))
+            self._posted.append((self.clock.monotonic(), call))
             self._wake.notify()
 
     def stop(self) -> None:
@@ -86,7 +92,7 @@ class EngineCore:
 
     def turn(self) -> None:
         """Do what was posted, then one step; with nothing to compute, sleep until something is posted."""
-        self._turn_started = time.monotonic()
+        self._turn_started = self.clock.monotonic()
         self.drain()
         computed = self.step()
         self._turn_started = None
@@ -111,7 +117,7 @@ class EngineCore:
             if self._posted:
                 since.append(self._posted[0][0])
         began = [start for start in since if start is not None]
-        return time.monotonic() - min(began) if began else 0.0
+        return self.clock.monotonic() - min(began) if began else 0.0
 
     def load(self) -> EngineLoad:
         """A snapshot; callable from any thread."""
@@ -137,7 +143,7 @@ class EngineCore:
     def add(self, request: Request) -> None:
         """Queue a request. Its id is not in use."""
         self.requests[request.request_id] = request
-        request.arrival, request.queued_at = next(self._arrivals), time.monotonic()
+        request.arrival, request.queued_at = next(self._arrivals), self.clock.monotonic()
         self.metrics.num_prompt_tokens += request.num_prompt
         if self.legs is not None and request.role is not None:
             self.legs.opened(request)
@@ -221,7 +227,7 @@ class EngineCore:
 
     def step(self) -> bool:
         """One engine step. False when there was nothing to compute."""
-        now = time.monotonic()
+        now = self.clock.monotonic()
         self._expire_queues(now)
         if self.legs is not None:
             # Before the others are looked at, which wait behind them.

@@ -8,7 +8,6 @@ handoff failed need not wait for that: it goes on with other pages.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -17,6 +16,7 @@ from baton.engine.metrics import EngineMetrics
 from baton.engine.request import Request, RequestStatus
 from baton.engine.scheduler import Scheduler
 from baton.errors import reason_label
+from baton.handoff.channel.base import Clock, SystemClock
 from baton.handoff.protocol.events import (
     DecodeAdmitted,
     DecodeCommitted,
@@ -115,11 +115,13 @@ class HandoffLegs:
         recovery: Recovery,
         handoff_timeout_s: float,
         alter_seeds: Callable[[Seeds], Seeds] | None = None,
+        clock: Clock | None = None,
     ) -> None:
         """`ends(request, token)`: whether a token that comes next ends a request. `alter_seeds` is the seam at which
         the `faulty` transport breaks seeds on purpose."""
         self.agent, self.scheduler, self.cache, self.metrics = agent, scheduler, scheduler.cache, metrics
         self.alter_seeds = alter_seeds
+        self._clock = clock or SystemClock()
         self._ends = ends
         self.vocab_size = vocab_size
         self.num_drafts = num_drafts
@@ -319,7 +321,7 @@ class HandoffLegs:
             scheduler.release(request)
         leg.attached = False
         scheduler.recompute(request)
-        self._recomputing[request] = time.monotonic() + self.handoff_timeout_s
+        self._recomputing[request] = self._clock.monotonic() + self.handoff_timeout_s
         return []
 
     def _quarantine(self, leg: Leg) -> None:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import logging
 import secrets
-import time
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from baton.engine.build import Engine
 from baton.engine.request import Request
 from baton.engine.sampler import SamplerState
 from baton.errors import ForbiddenError, ProtocolError, RequestError, WrongEngineError
 from baton.handoff.protocol.ticket import SignedTicket, request_digest
 from baton.log_limit import LogLimit
 from baton.wire import MIN_TEMPERATURE, GenerateRequest
+
+if TYPE_CHECKING:
+    from baton.engine.build import Engine
 
 log = logging.getLogger(__name__)
 log.addFilter(LogLimit())
@@ -66,7 +68,7 @@ def _ticket(engine: Engine, wire: GenerateRequest) -> SignedTicket:
         raise RequestError("this engine takes no part in handoffs: it has no ticket key", "handoff")
     digest = request_digest(wire.prompt_token_ids, wire.sampling_params, wire.num_prompt_tokens)
     try:
-        return engine.redeemer.redeem(wire.handoff.ticket, wire.handoff.role, digest, time.monotonic())
+        return engine.redeemer.redeem(wire.handoff.ticket, wire.handoff.role, digest, engine.core.clock.monotonic())
     except ProtocolError as error:
         log.warning("refused the ticket of a request: %s", error)
         if isinstance(error, WrongEngineError):
