@@ -157,6 +157,8 @@ def _check_rest(world: World, cluster: Cluster) -> None:
     for process in living:
         for _ in range(2):
             world.skip(1.3 * TOMBSTONE_S + 2 * world.settings.timers.retry)
+            # Whoever sleeps through a skip renews no lease.
+            process.awake_since = world.now
             process.agent_step()
         books = process.node.execution.prefills, process.node.execution.decodes
         kept = sum(len(book.ended) for book in books) + process.node.routing.claims.holding

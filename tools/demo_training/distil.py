@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from .heads import AUX_LAYERS, EAGLE, EAGLE3, Head, draft_ids, look, unroll
+from .heads import EAGLE, EAGLE3, Head, draft_ids, look, unroll
 from .target import TokenStream, cosine_rate, descend, generate_rows, make_optimizers, set_rate
 from .vocabulary import write_json
 
@@ -52,16 +52,16 @@ def frequent_ids(generated: Tensor, stream: TokenStream, vocab_size: int, size: 
 
 def head_loss(head: Head, target: LlamaForCausalLM, ids_BT: Tensor, unrolled: int = DRAFT_STEPS) -> Tensor:
     """Loss of all unrolled steps against the target's next-token distributions: a scalar, nats per token."""
-    view = look(target, ids_BT, head.kind)
+    view = look(target, ids_BT, head.aux_layers)
     next_embeds, features = view.embeds[:, 1:], view.features[:, :-1]
     ids = draft_ids(head, target.config.vocab_size)
-    inverse = torch.full((target.config.vocab_size,), -1)
-    inverse[ids] = torch.arange(len(ids))
+    inverse = torch.full((target.config.vocab_size,), -1, device=ids.device)
+    inverse[ids] = torch.arange(len(ids), device=ids.device)
     # Row p of a head is compared with row p + 1 of the target: both speak of token p + 2.
     wanted = view.logits[:, 1:]
     hard = inverse[wanted.argmax(-1)]
     soft = wanted.softmax(-1)[..., ids]
-    total = torch.zeros(())
+    total = torch.zeros((), device=ids.device)
     for step, hidden in enumerate(unroll(head, next_embeds, features, unrolled)):
         logp = head.logits(hidden, target.lm_head.weight)[:, step:].float().log_softmax(-1)
         distilled = -(soft[:, step:] * logp).sum(-1).mean()
@@ -137,7 +137,7 @@ def head_config(head: Head, config: LlamaConfig) -> dict[str, object]:
     if head.kind == EAGLE3:
         common |= {
             "draft_vocab_size": len(draft_ids(head, config.vocab_size)),
-            "eagle_aux_hidden_state_layer_ids": list(AUX_LAYERS),
+            "eagle_aux_hidden_state_layer_ids": list(head.aux_layers),
             "norm_before_residual": False,
         }
     return dict(sorted(common.items()))

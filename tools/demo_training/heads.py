@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import LlamaConfig
 
-AUX_LAYERS = (1, 2, 3)
+AUX_LAYERS = (1, 2, 3)  # of the demo's four
 EAGLE, EAGLE3 = "eagle", "eagle3"
 
 
@@ -44,7 +44,7 @@ class Attention(nn.Module):
 
     def _rotate(self, x_BHTD: Tensor, positions_T: Tensor) -> Tensor:
         half = self.head_dim // 2
-        frequencies = self.theta ** (-torch.arange(half, dtype=torch.float32) / half)
+        frequencies = self.theta ** (-torch.arange(half, dtype=torch.float32, device=x_BHTD.device) / half)
         angles = positions_T.float()[:, None] * frequencies
         cos, sin = angles.cos(), angles.sin()
         left, right = x_BHTD.float().split(half, -1)
@@ -100,6 +100,7 @@ class EagleHead(nn.Module):
     """EAGLE-1: `fc` joins [embedding, feature]; the feature is the target's final-norm hidden state."""
 
     kind = EAGLE
+    aux_layers: tuple[int, ...] = ()
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -126,14 +127,16 @@ class EagleHead(nn.Module):
 
 
 class Eagle3Head(nn.Module):
-    """EAGLE-3: `fc` joins three residual streams once; own norm, own output over a reduced vocabulary."""
+    """EAGLE-3: `fc` joins the residual streams entering `aux_layers` once; own norm, own output over a reduced
+    vocabulary."""
 
     kind = EAGLE3
 
-    def __init__(self, config: LlamaConfig, draft_ids: Tensor) -> None:
+    def __init__(self, config: LlamaConfig, draft_ids: Tensor, aux_layers: tuple[int, ...] = AUX_LAYERS) -> None:
         super().__init__()
         size = config.hidden_size
-        self.fc = nn.Linear(len(AUX_LAYERS) * size, size, bias=False)
+        self.aux_layers = aux_layers
+        self.fc = nn.Linear(len(aux_layers) * size, size, bias=False)
         self.midlayer = DraftLayer(config, EAGLE3)
         self.norm = RMSNorm(size, config.rms_norm_eps)
         self.lm_head = nn.Linear(size, len(draft_ids), bias=False)
@@ -148,7 +151,7 @@ class Eagle3Head(nn.Module):
         return self.midlayer
 
     def combine(self, features: Tensor) -> Tensor:
-        """Target features [B, T, 3E] to the hidden state an entry consumes, [B, T, E]."""
+        """Target features [B, T, AE] to the hidden state an entry consumes, [B, T, E]."""
         return self.fc(features)
 
     def mix(self, embeds: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -166,7 +169,7 @@ Head = EagleHead | Eagle3Head
 def draft_ids(head: Head, vocab_size: int) -> Tensor:
     """Target ids of the head's logits, int64 [draft vocabulary]."""
     if isinstance(head, Eagle3Head):
-        return torch.arange(len(head.d2t)) + head.d2t
+        return torch.arange(len(head.d2t), device=head.d2t.device) + head.d2t
     return torch.arange(vocab_size)
 
 
@@ -187,7 +190,7 @@ def start_from_target(head: Head, target: nn.Module) -> None:
         ours[:, -size:].copy_(theirs)
         if ours.shape[1] > size:
             ours[:, :size].mul_(0.5)
-    eye = torch.eye(size)
+    eye = torch.eye(size, device=source.mlp.gate_proj.weight.device)
     if isinstance(head, Eagle3Head):
         layer.hidden_norm.weight.copy_(source.input_layernorm.weight)
         head.norm.weight.copy_(target.model.norm.weight)
@@ -205,16 +208,19 @@ class TargetView:
     """What a head may see of the target for token rows [B, T]."""
 
     embeds: Tensor  # [B, T, E]
-    features: Tensor  # [B, T, E] or [B, T, 3E]
+    features: Tensor  # [B, T, E], or [B, T, AE] of A auxiliary layers
     logits: Tensor  # [B, T, V]
 
 
 @torch.no_grad()
-def look(target: nn.Module, ids_BT: Tensor, kind: str) -> TargetView:
-    """One target forward without gradients. `hidden_states[l]` of `transformers` is what enters layer l."""
+def look(target: nn.Module, ids_BT: Tensor, aux_layers: tuple[int, ...]) -> TargetView:
+    """One target forward without gradients. `hidden_states[l]` of `transformers` is what enters layer l.
+
+    The features are the states entering `aux_layers` side by side, or without any the final-norm state.
+    """
     out = target(input_ids=ids_BT, output_hidden_states=True, use_cache=False)
     states = out.hidden_states
-    features = torch.cat([states[layer] for layer in AUX_LAYERS], -1) if kind == EAGLE3 else states[-1]
+    features = torch.cat([states[layer] for layer in aux_layers], -1) if aux_layers else states[-1]
     return TargetView(target.get_input_embeddings()(ids_BT), features.float(), out.logits.float())
 
 
@@ -237,7 +243,7 @@ def unroll(head: Head, next_embeds: Tensor, features: Tensor, steps: int) -> lis
         One [B, T, E] per step; row p of each predicts the token of position p + 2.
     """
     length = next_embeds.shape[1]
-    positions = torch.arange(length)
+    positions = torch.arange(length, device=next_embeds.device)
     attention = head.layer.self_attn
     distance = positions[:, None] - positions
     keys: list[Tensor] = []

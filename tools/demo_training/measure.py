@@ -4,6 +4,7 @@ The loop shares only the layer with the unrolled training pass, so an error in t
 acceptance.
 """
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +42,9 @@ def load_head(directory: Path, kind: str, config: LlamaConfig) -> Head:
     tensors = load_file(directory / "model.safetensors")
     head: Head
     if kind == EAGLE3:
-        head = Eagle3Head(config, torch.arange(len(tensors["d2t"])) + tensors["d2t"])
+        own = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        ids = torch.arange(len(tensors["d2t"])) + tensors["d2t"]
+        head = Eagle3Head(config, ids, tuple(own["eagle_aux_hidden_state_layer_ids"]))
     else:
         head = EagleHead(config)
     head.load_state_dict(tensors)
@@ -89,7 +92,7 @@ def acceptance(
         if EOS_ID in ids[len(prompt) :]:
             ids = ids[: ids.index(EOS_ID, len(prompt)) + 1]
         # Positions see only earlier tokens, so one forward gives the features of every round.
-        features = look(target, torch.tensor([ids]), head.kind).features
+        features = look(target, torch.tensor([ids]), head.aux_layers).features
         known = len(prompt) + 1
         while known + count <= len(ids):
             drafts = draft(head, target, ids[:known], features[:, : known - 1], count)
@@ -127,7 +130,7 @@ def agreement(head: Head, target: LlamaForCausalLM, windows: Tensor, count: int 
     equal, seen = [0] * count, [0] * count
     targets = draft_ids(head, target.config.vocab_size)
     for rows in windows.split(8):
-        view = look(target, rows, head.kind)
+        view = look(target, rows, head.aux_layers)
         wanted = view.logits[:, 1:].argmax(-1)
         for step, hidden in enumerate(unroll(head, view.embeds[:, 1:], view.features[:, :-1], count)):
             drafts = targets[head.logits(hidden, target.lm_head.weight).argmax(-1)]

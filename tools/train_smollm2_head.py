@@ -1,0 +1,149 @@
+"""Train an EAGLE-3 head for SmolLM2-135M-Instruct on conversations that the model holds with itself.
+
+    python -m tools.train_smollm2_head TARGET [--output models/baton-smollm2-eagle3] [--device cuda]
+
+TARGET is the Hugging Face directory that `make demo` makes. The defaults fit one GPU (about ten minutes);
+`--batches 1 --rows 192 --train-rows 4 --epochs 1 --device cpu` is a night on two cores.
+"""
+
+import argparse
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer, LlamaForCausalLM
+
+from tools.demo_training.conversations import Turns, converse
+from tools.demo_training.distil import head_loss, save_head
+from tools.demo_training.heads import Eagle3Head, draft_ids, look, start_from_target, unroll
+from tools.demo_training.target import cosine_rate, descend, make_optimizers, set_rate
+
+AUX_LAYERS = (2, 15, 27)  # as vLLM chooses for 30 layers: 2, L // 2, L - 3
+DRAFT_VOCAB = 4608  # with it the file stays below 16 MB
+STEPS = 4
+HELD_OUT = 32
+
+
+def arguments() -> argparse.Namespace:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("target", type=Path)
+    parser.add_argument("--output", type=Path, default=Path("models/baton-smollm2-eagle3"))
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--batches", type=int, default=24, help="batches of conversations")
+    parser.add_argument("--rows", type=int, default=768, help="conversations of one batch, in lockstep")
+    parser.add_argument("--length", type=int, default=1024, help="tokens of a conversation")
+    parser.add_argument("--train-rows", type=int, default=24, help="conversations of one training step")
+    parser.add_argument("--epochs", type=float, default=2.0)
+    parser.add_argument("--max-seconds", type=float, default=1e9, help="of training; the rate falls by it too")
+    parser.add_argument("--conversations", type=Path, help="file to keep the conversations in, or to take them from")
+    parser.add_argument("--seed", type=int, default=0)
+    return parser.parse_args()
+
+
+def chat_turns(tokenizer: AutoTokenizer) -> Turns:
+    """The fixed parts of the model's own chat template."""
+    whole = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "QUESTION"}, {"role": "assistant", "content": "ANSWER"}], tokenize=False
+    )
+    system, rest = whole.split("QUESTION")
+    answer, rest = rest.split("ANSWER")
+    end = tokenizer.eos_token
+    if not answer.startswith(end) or not rest.startswith(end):
+        raise ValueError("the chat template must end a turn with the end of sequence")
+    ask = rest.removeprefix(end) + system[system.rindex(tokenizer.bos_token) :]
+
+    def ids(text: str) -> tuple[int, ...]:
+        return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    return Turns(ids(system), ids(answer.removeprefix(end)), ids(ask), tokenizer.eos_token_id)
+
+
+def make_conversations(target: LlamaForCausalLM, turns: Turns, args: argparse.Namespace) -> tuple[Tensor, Tensor]:
+    """All conversations, int32 [N, length], and which tokens are the assistant's, bool [N, length]; on the CPU."""
+    made, began = [], time.monotonic()
+    for batch in range(args.batches):
+        ids, answered = converse(target, turns, args.rows, args.length, 0.8, args.seed + batch)
+        made.append((ids.int().cpu(), answered.cpu()))
+        print(f"conversations {batch + 1}/{args.batches} {time.monotonic() - began:.0f} s", flush=True)
+    return torch.cat([ids for ids, _ in made]), torch.cat([answered for _, answered in made])
+
+
+def frequent_ids(ids: Tensor, answered: Tensor, vocab_size: int) -> tuple[Tensor, float]:
+    """The most frequent tokens of answers, sorted, int64 [DRAFT_VOCAB]; and the share of answers that they cover."""
+    counts = np.bincount(ids[answered].numpy(), minlength=vocab_size)
+    chosen = np.sort(np.argsort(-counts, kind="stable")[:DRAFT_VOCAB]).astype(np.int64)
+    return torch.from_numpy(chosen), float(counts[chosen].sum() / counts.sum())
+
+
+def train(head: Eagle3Head, target: LlamaForCausalLM, ids: Tensor, args: argparse.Namespace) -> tuple[int, float]:
+    """Train in place; returns steps and seconds."""
+    rng, device = np.random.default_rng(args.seed), torch.device(args.device)
+    steps = max(1, int(args.epochs * len(ids) / args.train_rows))
+    optimizers = make_optimizers(head)
+    order = np.concatenate([rng.permutation(len(ids)) for _ in range(int(np.ceil(args.epochs)) + 1)])
+    began = time.monotonic()
+    for step in range(steps):
+        done = max(step / steps, (time.monotonic() - began) / args.max_seconds)
+        if done >= 1:
+            return step, time.monotonic() - began
+        set_rate(optimizers, cosine_rate(int(done * 10_000), 10_000, 2e-3, warmup=min(300, 10_000)))
+        rows = torch.from_numpy(order[step * args.train_rows : (step + 1) * args.train_rows])
+        with torch.autocast(device.type, torch.bfloat16):
+            loss = head_loss(head, target, ids[rows].long().to(device), STEPS)
+        descend(head, optimizers, loss)
+        if step % 50 == 0 or step == steps - 1:
+            print(f"step {step}/{steps} loss {loss.item():.3f} {time.monotonic() - began:.0f} s", flush=True)
+    return steps, time.monotonic() - began
+
+
+@torch.inference_mode()
+def acceptance(head: Eagle3Head, target: LlamaForCausalLM, ids: Tensor, answered: Tensor) -> list[float]:
+    """Per draft step, the share of tokens in greedy answers (even rows) where all drafts up to it are right."""
+    right, seen = [0] * STEPS, 0
+    targets = draft_ids(head, target.config.vocab_size)
+    for rows, spoken in zip(ids[::2].split(4), answered[::2].split(4), strict=True):
+        rows, spoken = rows.long().to(target.device), spoken[:, 2:].to(target.device)
+        with torch.autocast(target.device.type, torch.bfloat16):
+            view = look(target, rows, head.aux_layers)
+            streams = unroll(head, view.embeds[:, 1:].float(), view.features[:, :-1], STEPS)
+            drafts = [targets[head.logits(stream, target.lm_head.weight).argmax(-1)][:, :-1] for stream in streams]
+        accepted = torch.ones_like(spoken)
+        for step, draft in enumerate(drafts):
+            # The chain that drafts token p + 2 at this step has drafted token p + 1 at the step before.
+            accepted = (torch.roll(accepted, 1, 1) if step else accepted) & (draft == rows[:, 2:])
+            right[step] += int((accepted & spoken)[:, STEPS:].sum())
+        seen += int(spoken[:, STEPS:].sum())
+    return [round(count / max(1, seen), 3) for count in right]
+
+
+def main() -> None:
+    """Converse, train, save, measure."""
+    args = arguments()
+    torch.manual_seed(args.seed)
+    torch.set_float32_matmul_precision("high")
+    dtype = torch.bfloat16
+    target = LlamaForCausalLM.from_pretrained(args.target, dtype=dtype).to(args.device).eval().requires_grad_(False)
+    turns = chat_turns(AutoTokenizer.from_pretrained(args.target))
+    if args.conversations is not None and args.conversations.exists():
+        stored = torch.load(args.conversations, weights_only=True)
+        ids, answered = stored["ids"], stored["answered"]
+    else:
+        ids, answered = make_conversations(target, turns, args)
+        if args.conversations is not None:
+            torch.save({"ids": ids, "answered": answered}, args.conversations)
+    chosen, covered = frequent_ids(ids, answered, target.config.vocab_size)
+    print(f"{ids.numel():,} tokens, {int(answered.sum()):,} in answers; draft vocabulary covers {covered:.3f}")
+    head = Eagle3Head(target.config, chosen, AUX_LAYERS).to(args.device)
+    start_from_target(head, target)
+    before = acceptance(head, target, ids[:HELD_OUT], answered[:HELD_OUT])
+    steps, seconds = train(head, target, ids[HELD_OUT:], args)
+    save_head(head, target.config, args.output)
+    after = acceptance(head, target, ids[:HELD_OUT], answered[:HELD_OUT])
+    print(f"{steps} steps in {seconds:.0f} s; held-out conversations, before {before}, after {after}")
+
+
+if __name__ == "__main__":
+    main()
