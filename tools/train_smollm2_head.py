@@ -33,12 +33,14 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, default=Path("models/baton-smollm2-eagle3"))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--batches", type=int, default=24, help="batches of conversations")
+    parser.add_argument("--converse-seconds", type=float, default=1e9, help="begin no batch after this time")
     parser.add_argument("--rows", type=int, default=768, help="conversations of one batch, in lockstep")
     parser.add_argument("--length", type=int, default=1024, help="tokens of a conversation")
     parser.add_argument("--train-rows", type=int, default=24, help="conversations of one training step")
     parser.add_argument("--epochs", type=float, default=2.0)
     parser.add_argument("--max-seconds", type=float, default=1e9, help="of training; the rate falls by it too")
     parser.add_argument("--conversations", type=Path, help="file to keep the conversations in, or to take them from")
+    parser.add_argument("--only-converse", action="store_true", help="make the conversations, and stop")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
 
@@ -65,6 +67,8 @@ def make_conversations(target: LlamaForCausalLM, turns: Turns, args: argparse.Na
     """All conversations, int32 [N, length], and which tokens are the assistant's, bool [N, length]; on the CPU."""
     made, began = [], time.monotonic()
     for batch in range(args.batches):
+        if time.monotonic() - began > args.converse_seconds:
+            break
         ids, answered = converse(target, turns, args.rows, args.length, 0.8, args.seed + batch)
         made.append((ids.int().cpu(), answered.cpu()))
         print(f"conversations {batch + 1}/{args.batches} {time.monotonic() - began:.0f} s", flush=True)
@@ -134,6 +138,8 @@ def main() -> None:
         ids, answered = make_conversations(target, turns, args)
         if args.conversations is not None:
             torch.save({"ids": ids, "answered": answered}, args.conversations)
+    if args.only_converse:
+        return
     chosen, covered = frequent_ids(ids, answered, target.config.vocab_size)
     print(f"{ids.numel():,} tokens, {int(answered.sum()):,} in answers; draft vocabulary covers {covered:.3f}")
     head = Eagle3Head(target.config, chosen, AUX_LAYERS).to(args.device)
