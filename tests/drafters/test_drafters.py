@@ -147,7 +147,7 @@ def test_reduced_vocabulary_maps_offsets_to_target_ids(tmp_path: Path, target_pa
     # t2d marks exactly the target ids that d2t, as offsets, leads to.
     assert torch.equal(drafter.draft_to_target, weights["t2d"].nonzero()[:, 0])
     draft_ids = torch.tensor([[0, 99], [5, 5]])
-    assert torch.equal(drafter.to_target_ids(draft_ids), (weights["d2t"] + torch.arange(100))[draft_ids])
+    assert torch.equal(drafter.draft_to_target[draft_ids], (weights["d2t"] + torch.arange(100))[draft_ids])
 
 
 def test_eagle3_features_are_the_target_streams_side_by_side(
@@ -163,7 +163,7 @@ def test_eagle3_features_are_the_target_streams_side_by_side(
     features = drafter.combine(hidden, aux)
     assert features.shape == (TOKENS, 192)
     assert torch.equal(features[:, :64], target.model.embed_tokens(ids))
-    assert drafter.to_target_ids(ids) is ids
+    assert drafter.draft_to_target is None
 
 
 @pytest.mark.parametrize("method", ["eagle", "eagle3"])

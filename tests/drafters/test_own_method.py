@@ -90,3 +90,42 @@ def test_a_method_of_ones_own_changes_no_token_and_is_accepted(method: dict[str,
     assert [tokens for tokens, _ in found] == [tokens for tokens, _ in plain]
     assert sum(accepted for _, rounds in found for accepted in rounds) > 0
     assert run(params, speculative_config=method, max_num_batched_tokens=7, max_num_seqs=2) == found
+
+
+class Faulty(NGram):
+    """Returns what no drafter may."""
+
+    drafts: Any = ()
+    features: Tensor | None = None
+
+    def combine(self, hidden_TE: Tensor, aux: list[Tensor]) -> Any:
+        return self.features
+
+    def extend(self, batch: DraftBatch) -> None:
+        pass
+
+    def draft(self, batch: DraftBatch, extended: None) -> Any:
+        return self.drafts
+
+
+@pytest.mark.parametrize(
+    ("fault", "why"),
+    [
+        ({"drafts": [[9999]]}, r"drafts that are not token ids below \d+: \[9999\]"),
+        ({"drafts": [[-1]]}, r"drafts that are not token ids below \d+: \[-1\]"),
+        ({"drafts": [[0.5]]}, r"drafts that are not token ids below \d+: \[0.5\]"),
+        ({"drafts": [[1, 2, 3, 4]]}, "4 drafts where at most 3 were asked for"),
+        ({"drafts": [[1], [2]]}, "drafts of 2 requests, not of 1"),
+        ({"features": torch.zeros(7, 4)}, r"features of shape \(7, 4\) of \d+ rows"),
+    ],
+    ids=["beyond the vocabulary", "negative", "no integer", "too many", "of no request", "features of other rows"],
+)
+def test_what_no_drafter_may_return_is_refused_by_its_name(
+    fault: dict[str, Any], why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in fault.items():
+        monkeypatch.setattr(Faulty, name, value)
+    monkeypatch.setitem(DRAFTERS, "own", f"{__name__}:Faulty")
+    method = {"method": "own", "model": TARGET, "num_speculative_tokens": 3}
+    with pytest.raises(ValueError, match=f"drafter Faulty (returned|made) {why}"):
+        run(SamplingParams(max_tokens=8, temperature=0.0), speculative_config=method)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -90,5 +91,28 @@ async def test_a_full_queue_refuses_at_once_and_takes_what_goes_on() -> None:
         async for _ in engine.generate(request("fourth", [1, 2], params)):
             pass
         assert engine._queue.num_waiting == 0
+    finally:
+        engine.close()
+
+
+async def test_a_request_id_that_is_used_again_at_once_gets_its_own_tokens_alone() -> None:
+    """The engine's thread tells the first request's end after the second has come."""
+    engine = AsyncEngine(EngineConfig(model=TARGET))
+    params = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True)
+    engine.start()
+    try:
+        alone = [chunk async for chunk in engine.generate(request("alone", [3, 4], params))]
+        first = engine.generate(request("same", [1, 2], params))
+        await anext(first)
+        held = threading.Event()
+        engine._engine.core.post(lambda: (held.wait(20), None)[1])
+        await first.aclose()
+        second = engine.generate(request("same", [3, 4], params))
+        begun = asyncio.ensure_future(anext(second))
+        await asyncio.sleep(0)
+        held.set()
+        chunks = [await begun] + [chunk async for chunk in second]
+        assert [t for c in chunks for t in c.token_ids] == [t for c in alone for t in c.token_ids]
+        assert chunks[-1].finish_reason == "length"
     finally:
         engine.close()

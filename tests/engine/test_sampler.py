@@ -14,7 +14,7 @@ from baton.engine.choice import DraftChoice, choose
 from baton.engine.noise import gumbel, gumbel_rows, uniform
 from baton.engine.plan import Sampling
 from baton.engine.sampler import SamplerState, ToSample, noise_of, sampling_of, token_logprobs
-from baton.engine.verifier import Verified, verify
+from baton.engine.verifier import Verified, rejection_choice, verify
 from baton.errors import RequestError
 from baton.wire import SamplingParams
 from tests.engine.plain_sampler import PlainSampler
@@ -117,6 +117,19 @@ def test_rejection_preserves_the_target_distribution() -> None:
         # 11 degrees of freedom: 31.3 is the 0.1% point.
         assert float(((counts - expected) ** 2 / expected).sum()) < 31.3
         assert num_accepted / 20_000 == pytest.approx(weights[draft], abs=0.015)
+
+
+@pytest.mark.parametrize("draft", [0, VOCAB - 1])
+def test_a_draft_is_no_choice_where_every_token_is_masked(draft: int) -> None:
+    """Nothing can be drawn there, so nothing was accepted; the row still names a token."""
+    masked = np.full(VOCAB, -np.inf)
+    for uniform_draw in (0.0, 0.5):
+        found = rejection_choice(masked, draft, uniform_draw, np.zeros(VOCAB))
+        assert found != draft
+        assert 0 <= found < VOCAB
+    sole = masked.copy()
+    sole[draft] = 1.0
+    assert rejection_choice(sole, draft, 0.99, np.zeros(VOCAB)) == draft
 
 
 def test_restrictions_mask_what_they_should() -> None:

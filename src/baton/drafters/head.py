@@ -122,10 +122,6 @@ class HeadDrafter(nn.Module, ABC):
         """Draft logits [T, draft_vocab] in float32."""
         return self._head(out_TE).float()
 
-    def to_target_ids(self, draft_ids: Tensor) -> Tensor:
-        """Target-vocabulary ids of draft-vocabulary ids, any shape, int64."""
-        return draft_ids if self.draft_to_target is None else self.draft_to_target[draft_ids]
-
 
 def read_head(path: str) -> tuple[RawConfig, ModelConfig]:
     """A head's `config.json`, raw and as the layers take it. Raises `CheckpointError`."""

@@ -25,9 +25,11 @@ _Delivery = tuple[TokenChunk, bool] | None
 
 
 class _Stream:
-    """One request's way from the engine thread to its event loop."""
+    """One request's way from the engine thread to its event loop. `begun`: the engine thread has taken the request. A
+    chunk before that is an earlier request's, whose id was used again at once."""
 
     def __init__(self) -> None:
+        self.begun = False
         self.queue: asyncio.Queue[_Delivery] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
 
@@ -129,7 +131,12 @@ class AsyncEngine:
         with self._queue.waiting(1, bounded=request.num_known == 0) as served:
             record = make_request(self._engine, request)
             stream = self._streams[request.request_id] = _Stream()
-            core.post(lambda: core.add(record))
+
+            def begin() -> None:
+                stream.begun = True
+                core.add(record)
+
+            core.post(begin)
             ended, waiting = False, True
             try:
                 if self._dead is not None:  # since it was asked above: nothing comes, not even an end
@@ -164,7 +171,7 @@ class AsyncEngine:
 
     def _emit(self, chunk: TokenChunk, last: bool) -> None:
         stream = self._streams.get(chunk.request_id)
-        if stream is not None:
+        if stream is not None and stream.begun:
             stream.put((chunk, last))
 
     def _run(self) -> None:

@@ -91,6 +91,9 @@ class ModelRunner:
             self._tensor(rows.token_ids), self._tensor(rows.positions), attend, self._aux_layers
         )
         features = self.drafter.combine(hidden_TE, aux) if self.drafter is not None else None
+        if features is not None and features.shape[:-1] != hidden_TE.shape[:-1]:
+            shape, num_rows = tuple(features.shape), len(hidden_TE)
+            raise ValueError(f"drafter {_name(self.drafter)} made features of shape {shape} of {num_rows} rows")
         return TargetOutput(hidden_TE, features)
 
     @torch.inference_mode()
@@ -121,10 +124,29 @@ class ModelRunner:
             choose=DraftChoice(plan.noise, first, self.model.vocab_size),
         )
         extended = drafter.extend(batch)
-        return drafter.draft(batch, extended) if plan.num_drafts.any() else [[] for _ in plan.num_drafts]
+        if not plan.num_drafts.any():
+            return [[] for _ in plan.num_drafts]
+        drafts = drafter.draft(batch, extended)
+        _check_drafts(drafts, plan.num_drafts.tolist(), self.model.vocab_size, _name(drafter))
+        return drafts
 
     def _tensor(self, values: IntArray) -> Tensor:
         return torch.from_numpy(values).to(self.device)
+
+
+def _check_drafts(drafts: list[list[int]], most: list[int], vocab_size: int, name: str) -> None:
+    """Raise `ValueError` for what no drafter may return: a drafter of one's own may have any fault."""
+    if len(drafts) != len(most):
+        raise ValueError(f"drafter {name} returned drafts of {len(drafts)} requests, not of {len(most)}")
+    for ids, count in zip(drafts, most, strict=True):
+        if len(ids) > count:
+            raise ValueError(f"drafter {name} returned {len(ids)} drafts where at most {count} were asked for")
+        if not all(isinstance(token, int) and 0 <= token < vocab_size for token in ids):
+            raise ValueError(f"drafter {name} returned drafts that are not token ids below {vocab_size}: {ids}")
+
+
+def _name(drafter: object) -> str:
+    return type(drafter).__qualname__
 
 
 def _layer_map(groups: Sequence[GroupSpec]) -> LayerMap:

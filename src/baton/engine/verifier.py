@@ -40,14 +40,18 @@ def verify(draft_ids: Sequence[int], choices: Sequence[int], first: int) -> Veri
 def rejection_choice(scores: Scores, draft: int, uniform: float, noise: Scores) -> int:
     """What the target chooses at a row with a draft behind it. `scores`: its processed logits [V], -inf where masked;
     `uniform` and `noise` [V]: the row's draws."""
-    if uniform < float(_softmax(scores)[draft]):
+    if uniform < _probability(scores, draft):
         return draft
-    residual = scores.copy()
-    residual[draft] = -np.inf
-    return int(np.argmax(residual + noise))
+    # Any other token, even where all are masked: a choice that is the draft would count as its acceptance.
+    others = np.delete(scores + noise, draft)
+    best = int(np.argmax(others))
+    return best + (best >= draft)
 
 
-def _softmax(scores: Scores) -> Scores:
-    weights: Scores = np.exp(scores - scores.max())
-    weights /= weights.sum()
-    return weights
+def _probability(scores: Scores, token: int) -> float:
+    """Softmax of `scores` at `token`; 0 where all tokens are masked."""
+    highest = scores.max()
+    if highest == -np.inf:
+        return 0.0
+    weights = np.exp(scores - highest)
+    return float(weights[token] / weights.sum())
