@@ -13,6 +13,7 @@ LONGEST = (
     "e2e/test_verify_faults.py",
     "e2e/test_verify.py",
     "e2e/test_chaos.py",
+    "e2e/test_real_model.py",
     "simulation/test_mutations.py",
     "simulation/test_simulator.py",
     "e2e/test_aborts.py",
