@@ -7,11 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from baton.engine.attention import AttnBatch, get_backend
 from baton.models import load_model
 from baton.models.cpu_kernels import silu_mul
-from baton.models.linear import Build, Linear, block_heights
+from baton.models.linear import Build, Linear, block_heights, blocks
 from tests.support.paged import PagedSequence
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -19,17 +21,24 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("inputs", "outputs"), [(64, 128), (100, 72), (176, 64)])
-def test_linear_rows_do_not_depend_on_the_number_of_rows(dtype: torch.dtype, inputs: int, outputs: int) -> None:
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_linear_rows_do_not_depend_on_the_number_of_rows(
+    dtype: torch.dtype, inputs: int, outputs: int, is_packed: bool
+) -> None:
     generator = torch.Generator().manual_seed(3)
     layer = Linear(inputs, outputs, Build(dtype, torch.device("cpu"), batch_invariant=True), bias=True)
     assert layer.bias is not None
+    assert layer.weight is not None
     layer.weight.copy_(torch.randn(outputs, inputs, generator=generator))
     layer.bias.copy_(torch.randn(outputs, generator=generator))
     x = torch.randn(333, inputs, generator=generator).to(dtype)
+    weight = layer.weight.clone()
+    if is_packed:
+        layer.pack()
     whole = layer(x)
     # The bias is added to rounded products, so bfloat16 may differ by a rounding of a product.
     tolerance = 1e-4 if dtype is torch.float32 else 0.1
-    expected = torch.nn.functional.linear(x, layer.weight, layer.bias)
+    expected = torch.nn.functional.linear(x, weight, layer.bias)
     torch.testing.assert_close(whole, expected, rtol=tolerance / 10, atol=tolerance)
     for start, stop in [(0, 1), (5, 6), (7, 9), (10, 13), (16, 32), (1, 70), (99, 333)]:
         assert torch.equal(layer(x[start:stop]), whole[start:stop]), (start, stop)
@@ -44,6 +53,17 @@ def test_block_heights_are_usable() -> None:
     heights = block_heights(64, 64, torch.float32, torch.device("cpu"), 1)
     assert list(heights) == sorted(heights, reverse=True)
     assert all(taller % heights[-1] == 0 for taller in heights)
+
+
+@given(total=st.integers(0, 2000), smallest=st.integers(0, 4), tallest=st.integers(4, 9))
+def test_blocks_hold_all_rows_and_few_more(total: int, smallest: int, tallest: int) -> None:
+    """Every block but the last is full, and what the last has to spare is little, or costs nothing."""
+    heights = tuple(2**power for power in range(tallest, smallest - 1, -1))
+    chosen = blocks(total, heights)
+    assert set(chosen) <= set(heights)
+    spare = sum(chosen) - total
+    assert 0 <= spare <= max(16, total // 8)
+    assert not chosen or spare < chosen[-1]
 
 
 def test_silu_mul_is_accurate_and_invariant() -> None:

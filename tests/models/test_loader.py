@@ -11,9 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from baton.engine.attention import get_backend
 from baton.errors import CheckpointError
-from baton.models import fingerprint, load_model, read_config
+from baton.models import fingerprint, linear, load_model, read_config
 from baton.models.loader import weight_table
+from tests.support.paged import PagedSequence
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -155,11 +157,49 @@ def test_missing_shard_and_bad_index(path: Path) -> None:
     refused(path, "weight_map")
 
 
-def test_tied_head_is_one_tensor_and_a_stored_copy_is_ignored(checkpoint: Any, tmp_path: Path) -> None:
-    tied = Path(shutil.copytree(checkpoint("qwen3", tie_word_embeddings=True), tmp_path / "tied"))
-    edit_weights(tied, **{"lm_head.weight": torch.zeros(1, 1)})
+@pytest.fixture
+def unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where PyTorch or the CPU has no packed weights."""
+    monkeypatch.setattr(linear, "packed", lambda weight: None)
+
+
+@pytest.fixture
+def tied(checkpoint: Any, tmp_path: Path) -> Path:
+    copy = Path(shutil.copytree(checkpoint("qwen3", tie_word_embeddings=True), tmp_path / "tied"))
+    edit_weights(copy, **{"lm_head.weight": torch.zeros(1, 1)})
+    return copy
+
+
+@pytest.mark.usefixtures("unpacked")
+def test_tied_head_is_one_tensor_and_a_stored_copy_is_ignored(tied: Path) -> None:
     model = load_model(tied)
     assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_tied_head_is_packed_beside_the_embedding(tied: Path) -> None:
+    model = load_model(tied)
+    assert model.lm_head.weight is None
+    hidden = torch.randn(5, model.hidden_size, generator=torch.Generator().manual_seed(0))
+    expected = hidden @ model.model.embed_tokens.weight.T
+    torch.testing.assert_close(model.compute_logits(hidden), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_packed_weights_replace_plain_ones(path: Path, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only one copy of a weight stays, and the model computes the same."""
+    ids = torch.arange(40)
+    results = []
+    for is_packed in (True, False):
+        if not is_packed:
+            monkeypatch.setattr(linear, "packed", lambda weight: None)
+        model = load_model(path, dtype)
+        layers = [layer for layer in model.modules() if isinstance(layer, linear.Linear)]
+        assert {layer.weight is None for layer in layers} == {is_packed}
+        sequence = PagedSequence(model.kv_layers, get_backend("paged_cpu", "cpu"), model.build.dtype)
+        hidden, _ = model(ids, sequence.rows(0, 40), sequence)
+        results.append(model.compute_logits(hidden))
+    tolerance = 1e-4 if dtype == "float32" else 0.3
+    torch.testing.assert_close(results[0], results[1], rtol=tolerance, atol=tolerance)
 
 
 def test_dtype_argument(path: Path) -> None:
@@ -171,7 +211,8 @@ def test_dtype_argument(path: Path) -> None:
         load_model(path, "int4")
 
 
-def test_packed_linears_keep_their_parts_apart(path: Path) -> None:
+@pytest.mark.usefixtures("unpacked")
+def test_merged_linears_keep_their_parts_apart(path: Path) -> None:
     stored, table = load_file(path / "model.safetensors"), weight_table(load_model(path))
     assert stored.keys() == table.keys()
     assert all(torch.equal(stored[name], table[name]) for name in stored)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from baton.models.config import ModelConfig
 from baton.models.cpu_kernels import silu_mul
-from baton.models.linear import Build, Linear, PackedLinear
+from baton.models.linear import Build, Linear, MergedLinear
 from baton.models.rotary import rotate
 
 
@@ -58,7 +58,7 @@ class MLP(nn.Module):
 
     def __init__(self, hidden: int, intermediate: int, bias: bool, build: Build) -> None:
         super().__init__()
-        self.gate_up_proj = PackedLinear(hidden, {"gate_proj": intermediate, "up_proj": intermediate}, build, bias)
+        self.gate_up_proj = MergedLinear(hidden, {"gate_proj": intermediate, "up_proj": intermediate}, build, bias)
         self.down_proj = Linear(intermediate, hidden, build, bias)
         # Only the CPU's elementwise loops depend on the number of rows; a GPU's treat every element alike.
         self._own_silu = build.batch_invariant and build.device.type == "cpu"
@@ -85,7 +85,7 @@ class Attention(nn.Module):
         self._scale = config.head_dim**-0.5
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
-        self.qkv_proj = PackedLinear(in_features or config.hidden_size, parts, build, config.qkv_bias)
+        self.qkv_proj = MergedLinear(in_features or config.hidden_size, parts, build, config.qkv_bias)
         self.o_proj = Linear(q_size, config.hidden_size, build, config.o_bias)
         self.q_norm = RMSNorm(config.head_dim, config.rms_eps, build) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.rms_eps, build) if config.qk_norm else None

@@ -1,25 +1,34 @@
-"""Linear layers, and what makes them batch-invariant.
+"""Linear layers: packed weights, and what makes rows batch-invariant.
 
-A GEMM library picks its algorithm by the number of rows, so the same row can come out with other last bits
-in another batch (PyTorch, fp32, CPU: 1, 2 and 3 rows differ from 4 and more). With `batch_invariant` rows
-go through the GEMM in blocks of fixed heights, the last one padded. Sixteen rows is the definition; the
-other heights exist for speed, and are used for a weight's shape only if a probe finds each of their rows
-equal to the definition's bit for bit.
+On a CPU a filled layer keeps oneDNN's blocked copy of its weight instead of the weight: reading it takes half the
+time for a few rows of bfloat16. Where PyTorch or the CPU has no such copy, the weight stays as it is.
+
+A GEMM library picks its algorithm by the number of rows, so the same row can come out with other last bits in another
+batch (oneDNN, 1,536 columns in float32: a lone row differs from the same row among others). With `batch_invariant` rows
+go through the GEMM in blocks of fixed heights, short ones padded. Sixteen rows is the definition; the other heights
+exist for speed, and are used for a weight's shape only if a probe finds each of their rows equal to the definition's
+bit for bit.
 """
 
 from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 _REFERENCE_HEIGHT = 16
-_HEIGHTS = (256, 64, 16, 4)
+_HEIGHTS = (512, 256, 128, 64, 32, 16, 8, 4, 2, 1)
 _PROBE_SHIFTS = (0, 1, 2, 3, 5, 11)
-_BIG_PROBE = 1 << 24
+# Numbers of a weight beyond which tall blocks would take long to probe.
+_BIG_PROBE = 1 << 22
+_TALL = 64
+# The rows that a weight is packed for; any other number works too.
+_PACKED_ROWS = 16
+_PACKED_DTYPES = (torch.float32, torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,69 +44,118 @@ class Build:
         return nn.Parameter(torch.empty(shape, dtype=self.dtype, device=self.device), requires_grad=False)
 
 
-def _in_blocks(x: Tensor, weight: Tensor, height: int) -> Tensor:
-    return torch.cat([F.linear(block, weight) for block in torch.split(x, height)])
+def packed(weight: Tensor) -> Tensor | None:
+    """oneDNN's blocked copy of `weight` [N, K]; None where this dtype, device, CPU or build of PyTorch has none."""
+    if weight.device.type != "cpu" or weight.dtype not in _PACKED_DTYPES:
+        return None
+    # Operators that PyTorch's own compiler emits, and promises to nobody else.
+    operators: Any = torch.ops.mkldnn
+    try:
+        if weight.dtype is torch.bfloat16 and not operators._is_mkldnn_bf16_supported():
+            return None
+        blocked = cast(Tensor, operators._reorder_linear_weight(weight, _PACKED_ROWS))
+        operators._linear_pointwise(weight.new_zeros(1, weight.shape[1]), blocked, None, "none", [], "")
+    except (AttributeError, RuntimeError):
+        return None
+    return blocked
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x [T, K] times weight [N, K] transposed, plus bias [N]: [T, N]. The weight may be packed."""
+    if weight.is_mkldnn:
+        return cast(Tensor, torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], ""))
+    return F.linear(x, weight, bias)
 
 
 @functools.cache
-def block_heights(rows: int, columns: int, dtype: torch.dtype, device: torch.device, threads: int) -> tuple[int, ...]:
+def block_heights(
+    rows: int, columns: int, dtype: torch.dtype, device: torch.device, threads: int, is_packed: bool = False
+) -> tuple[int, ...]:
     """Block heights, tallest first, that give every row the same bits for a weight [rows, columns].
 
     `threads` is part of the key because the library's choice may depend on it. Falls back to single rows,
     which are invariant by themselves, where even the definition's rows depend on their place in the block.
     """
     generator = torch.Generator().manual_seed(0)
-    heights = _HEIGHTS if rows * columns < _BIG_PROBE else _HEIGHTS[1:]
+    heights = [height for height in _HEIGHTS if height <= _TALL or rows * columns < _BIG_PROBE]
     weight = torch.randn(rows, columns, generator=generator).to(device, dtype)
     x = torch.randn(heights[0], columns, generator=generator).to(device, dtype)
-    expected = _in_blocks(x, weight, _REFERENCE_HEIGHT)
+    if is_packed:
+        blocked = packed(weight)
+        assert blocked is not None
+        weight = blocked
+
+    def in_blocks(x: Tensor, height: int) -> Tensor:
+        return torch.cat([product(block, weight, None) for block in torch.split(x, height)])
+
+    expected = in_blocks(x, _REFERENCE_HEIGHT)
 
     def equal(height: int) -> bool:
-        return all(
-            torch.equal(_in_blocks(x.roll(shift, 0), weight, height), expected.roll(shift, 0))
-            for shift in _PROBE_SHIFTS
-        )
+        # What a lone row gets cannot depend on its place.
+        shifts = _PROBE_SHIFTS if height > 1 else _PROBE_SHIFTS[:1]
+        return all(torch.equal(in_blocks(x.roll(shift, 0), height), expected.roll(shift, 0)) for shift in shifts)
 
     if not equal(_REFERENCE_HEIGHT):
         return (1,)
     return tuple(height for height in heights if height == _REFERENCE_HEIGHT or equal(height))
 
 
-def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x [T, K] times weight [N, K] transposed, plus bias [N]: [T, N], each row independent of all others."""
-    heights = block_heights(*weight.shape, weight.dtype, weight.device, torch.get_num_threads())
+def blocks(total: int, heights: tuple[int, ...]) -> list[int]:
+    """Heights of blocks for `total` rows, the last taller than its rows where that costs less than one more block."""
+    chosen: list[int] = []
+    while total > 0:
+        fitting = min((height for height in heights if height >= total), default=0)
+        # A short block is limited by reading the weight, so a few rows more cost nothing.
+        if fitting and (fitting <= _REFERENCE_HEIGHT or fitting - total <= fitting // 8):
+            return [*chosen, fitting]
+        below = max((height for height in heights if height <= total), default=heights[-1])
+        chosen.append(below)
+        total -= below
+    return chosen
+
+
+def invariant_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """As `product`, each row independent of all others."""
     total = x.shape[0]
-    if total == 0:
-        return x.new_empty(0, weight.shape[0])
-    smallest = heights[-1]
-    missing = -total % smallest
-    if missing:
-        x = torch.cat((x, x.new_zeros(missing, x.shape[1])))
-    pieces, start = [], 0
-    for height in heights:
-        while x.shape[0] - start >= height:
-            pieces.append(F.linear(x[start : start + height], weight))
-            start += height
-    out = (pieces[0] if len(pieces) == 1 else torch.cat(pieces))[:total]
-    return out if bias is None else out + bias
+    key = (weight.dtype, x.device, torch.get_num_threads(), weight.is_mkldnn)
+    chosen = blocks(total, block_heights(weight.shape[0], weight.shape[1], *key))
+    if sum(chosen) > total:
+        x = F.pad(x, (0, 0, 0, sum(chosen) - total))
+    if len(chosen) == 1:
+        return product(x, weight, bias)[:total]
+    out = x.new_empty(total, weight.shape[0])
+    start = 0
+    for height in chosen:
+        stop = min(start + height, total)
+        out[start:stop] = product(x[start : start + height], weight, bias)[: stop - start]
+        start = stop
+    return out
 
 
 class Linear(nn.Module):
-    """y = x W^T + b for x [T, in] -> [T, out]. Weight [out, in] as in Hugging Face."""
+    """y = x W^T + b for x [T, in] -> [T, out]. Weight [out, in] as in Hugging Face, None once it is packed."""
+
+    weight: nn.Parameter | None
 
     def __init__(self, in_features: int, out_features: int, build: Build, bias: bool = False) -> None:
         super().__init__()
         self.weight = build.empty(out_features, in_features)
         self.bias = build.empty(out_features) if bias else None
-        self._invariant = build.batch_invariant
+        self._packed: Tensor | None = None
+        self._product = invariant_product if build.batch_invariant else product
+
+    def pack(self) -> None:
+        """Keep the packed weight instead of the plain one, where there is one; the layer must be filled."""
+        if self.weight is not None and (blocked := packed(self.weight)) is not None:
+            self._packed, self.weight = blocked, None
 
     def forward(self, x: Tensor) -> Tensor:
-        if self._invariant:
-            return invariant_linear(x, self.weight, self.bias)
-        return F.linear(x, self.weight, self.bias)
+        weight = self.weight if self._packed is None else self._packed
+        assert weight is not None
+        return self._product(x, weight, self.bias)
 
 
-class PackedLinear(Linear):
+class MergedLinear(Linear):
     """Several linears of one input as one GEMM; `parts` names them, in order, with their output sizes.
 
     A checkpoint stores the parts under their own names, beside this module's (see `loader.weight_table`).

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from baton.errors import CheckpointError
 from baton.models.base import CausalLM
 from baton.models.config import RawConfig, get_dtype
-from baton.models.linear import Build, PackedLinear
+from baton.models.linear import Build, Linear, MergedLinear
 from baton.models.registry import model_class
 
 _INDEX = "model.safetensors.index.json"
@@ -95,23 +95,23 @@ def _open(file: Path) -> Any:
 
 
 def weight_table(module: nn.Module) -> dict[str, Tensor]:
-    """Checkpoint name -> tensor to fill, for all parameters and buffers; packed linears as their parts."""
+    """Checkpoint name -> tensor to fill, for all parameters and buffers; merged linears as their parts."""
     table: dict[str, Tensor] = {}
-    packed = {name: m for name, m in module.named_modules() if isinstance(m, PackedLinear)}
+    merged = {name: m for name, m in module.named_modules() if isinstance(m, MergedLinear)}
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         owner, _, kind = name.rpartition(".")
-        if owner not in packed:
+        if owner not in merged:
             table[name] = tensor
             continue
         parent, start = owner.rpartition(".")[0], 0
-        for part, rows in packed[owner].parts.items():
+        for part, rows in merged[owner].parts.items():
             table[".".join(filter(None, (parent, part, kind)))] = tensor[start : start + rows]
             start += rows
     return table
 
 
 def fill(module: nn.Module, path: str | Path, rename: Rename) -> None:
-    """Copy the checkpoint's tensors into `module`, casting to its dtypes.
+    """Copy the checkpoint's tensors into `module`, casting to its dtypes, then pack its linear layers one by one.
 
     `rename` maps a tensor's name to the module's, or None for one to leave out. Every tensor must have a
     place of its own shape and every place a tensor, else `CheckpointError` names it.
@@ -136,6 +136,9 @@ def fill(module: nn.Module, path: str | Path, rename: Rename) -> None:
         first = ", ".join(sorted(missing)[:3])
         rest = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise CheckpointError(f"{path}: missing tensor {first}{rest}")
+    for layer in module.modules():
+        if isinstance(layer, Linear):
+            layer.pack()
 
 
 def resolve_dtype(dtype: torch.dtype | str, raw: RawConfig) -> torch.dtype:
