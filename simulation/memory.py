@@ -12,7 +12,7 @@ from random import Random
 
 from baton.errors import ProtocolError
 from baton.handoff.plan.planner import RankGeometry
-from baton.handoff.protocol.digests import pieces
+from baton.handoff.protocol.digests import Cell, pieces
 from baton.handoff.protocol.messages import PieceDigest
 from baton.kv.geometry import BLOCK_MAJOR_NHD, LAYER_MAJOR_NHD, NULL_PAGE, Geometry, GroupSpec
 from baton.kv.interval import Interval
@@ -216,8 +216,10 @@ class CellDigester:
     def __init__(self, memories: Sequence[GroupMemory]) -> None:
         self._memories = {memory.model.name: memory for memory in memories}
 
-    def digests(self, group: str, pages: Sequence[int], tokens: Interval) -> list[PieceDigest]:
-        """The digests of `tokens`, in order."""
+    def digests(
+        self, group: str, pages: Sequence[int], tokens: Interval, cells: Sequence[Cell] | None = None
+    ) -> list[PieceDigest]:
+        """The digests of `tokens`, in order; `cells` are all."""
         memory = self._memories[group]
         used = pages[tokens.start // memory.page_size : -(-tokens.stop // memory.page_size)]
         if not tokens.empty and (len(pages) * memory.page_size < tokens.stop or NULL_PAGE in used):

@@ -80,7 +80,10 @@ class CapacityError(BatonError):
 
 
 class ProtocolError(BatonError):
-    """A message is malformed, oversized, out of bounds or not allowed in this state."""
+    """A message is malformed, oversized, out of bounds or not allowed in this state. `reason`: what a claim that is
+    refused for it is told."""
+
+    reason = "register_refused"
 
 
 class IncompatiblePeerError(ProtocolError):
@@ -93,7 +96,11 @@ class IncompatiblePeerError(ProtocolError):
 
 
 class TicketExpiredError(ProtocolError):
-    """A ticket with a good signature came after its expiry: its bearer may have been paused, or its peer."""
+    """A ticket with a good signature came after its expiry: its bearer may have been paused, or its peer. The request
+    itself is good, and can be computed anew.
+    """
+
+    reason = "ticket_expired"
 
 
 class WrongEngineError(ProtocolError):

@@ -188,13 +188,14 @@ class TokenChunk(msgspec.Struct, frozen=True, kw_only=True):
 
 class EngineIdentity(msgspec.Struct, frozen=True):
     """Who an engine is to routers, tickets and peers. `incarnation` is new with each start of its process;
-    `fingerprint`: JSON of the facts that must be equal on P and D; `clock`: what its monotonic clock said, in seconds,
-    as it answered: tickets expire by it.
+    `control_addresses`: one for each of its ranks, none where it takes no handoffs; `fingerprint`: JSON of the facts
+    that must be equal on P and D; `clock`: what its monotonic clock said, in seconds, as it answered: tickets expire
+    by it.
     """
 
     engine_id: str
     incarnation: str
-    control_address: str | None
+    control_addresses: list[str]
     fingerprint: str
     vocab_size: int
     eos_token_ids: list[int]

@@ -105,7 +105,7 @@ def test_source_pages_out_of_range(scene: Scene, caplog: pytest.LogCaptureFixtur
     router.bind("tcp://127.0.0.1:*")
     hostile = router.getsockopt_string(zmq.LAST_ENDPOINT)
     try:
-        ticket = scene.ticket(mode="pull", prefill_address=hostile)
+        ticket = scene.ticket(mode="pull", prefill_addresses=[hostile])
         before = {name: pool.copy() for name, pool in scene.d.pools.items()}
         scene.d.agent.open_decode(ticket, 8, {"target": Interval(0, 8), "draft": Interval(0, 8)}, FIT)
         sequence = 0

@@ -194,7 +194,9 @@ async def test_a_ticket_that_the_router_did_not_sign(tmp_path: Path, caplog: pyt
     async with engine(tmp_path) as (url, running, key), aiohttp.ClientSession() as session:
         prompt, params = [5, 6, 7], SamplingParams(max_tokens=4, temperature=0.0, seed=0)
         address = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
-        evil = msgspec.structs.replace(running.info, engine_id="evil", incarnation="evil-1", control_address=address)
+        evil = msgspec.structs.replace(
+            running.info, engine_id="evil", incarnation="evil-1", control_addresses=[address]
+        )
         digest = request_digest(prompt, params)
         ticket = Ticket.between(evil, running.info, "push", digest, (time.monotonic() + 60, time.monotonic() + 60))
         sampling = {"max_tokens": 4, "temperature": 0.0, "seed": 0}

@@ -34,7 +34,7 @@ def test_engines_of_a_deployment_have_keys(tmp_path: Path) -> None:
     model = str(make_checkpoint(tmp_path / "tiny", "llama"))
     with Deployment(model, engine_flags=["--kv-cache-memory", str(4 << 20)]) as deployment:
         prefill, decode = deployment.engine_urls
-        address = ask(f"{prefill}/inference/v1/info")["control_address"]
+        address = ask(f"{prefill}/inference/v1/info")["control_addresses"][0]
         assert address.startswith("curve://prefill-0@127.0.0.1:")
         answer = ask(f"{deployment.url}/v1/completions", {"prompt": "hello", "max_tokens": 8, "temperature": 0})
         assert answer["usage"]["completion_tokens"] >= 1

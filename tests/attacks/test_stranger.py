@@ -100,7 +100,7 @@ def test_who_listens_at_the_address_of_an_engine_that_is_gone_gets_nothing(scene
     router.bind("tcp://127.0.0.1:*")
     address = router.getsockopt_string(zmq.LAST_ENDPOINT)
     try:
-        ticket = scene.ticket(prefill_address=address)
+        ticket = scene.ticket(prefill_addresses=[address])
         before = {name: pool.copy() for name, pool in scene.d.pools.items()}
         scene.d.agent.open_decode(ticket, TOKENS, WANTED, PAGES)
         assert router.poll(20_000)

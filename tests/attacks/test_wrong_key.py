@@ -57,7 +57,7 @@ def test_an_engine_that_answers_with_another_key_is_not_believed(keyed: Scene, u
     assert keyed.keys is not None
     impostor = keyed.node("Q")
     address = impostor.agent.address.replace("curve://Q@", "curve://P@")
-    ticket = keyed.ticket(prefill_address=address)
+    ticket = keyed.ticket(prefill_addresses=[address])
     keyed.d.agent.open_decode(
         ticket, 4, {"target": Interval(0, 4), "draft": Interval(0, 4)}, {"target": [1], "draft": [2]}
     )
@@ -77,7 +77,7 @@ def test_an_engine_without_keys_does_not_talk_to_one_with_them(keyed: Scene, unt
         ticket = keyed.ticket(
             prefill_engine=p.name,
             prefill_incarnation=p.incarnation,
-            prefill_address=p.agent.address,
+            prefill_addresses=[p.agent.address],
             decode_engine=d.name,
             decode_incarnation=d.incarnation,
         )

@@ -192,7 +192,7 @@ def test_a_peer_that_never_joins_ends_in_a_named_timeout(pair: Pair, mode: str) 
 
 def test_an_address_where_nobody_listens(pair: Pair) -> None:
     p, d = pair.node("P"), pair.node("D", timers=replace(TIMERS, handoff=1.0))
-    ticket = ticket_for(p, d, "push", prefill_address="tcp://127.0.0.1:9")
+    ticket = ticket_for(p, d, "push", prefill_addresses=["tcp://127.0.0.1:9"])
     d.agent.open_decode(ticket, 4, {"target": Interval(0, 4), "draft": Interval(0, 4)}, d.pages(1, 4))
     failed = d.next(DecodeFailed)
     assert isinstance(failed, DecodeFailed)
@@ -352,7 +352,7 @@ def test_a_later_attempt_supersedes_the_earlier(pair: Pair) -> None:
     first = ticket_for(p, d, "pull")
     again = signed(
         msgspec.structs.replace(
-            first, attempt=1, decode_engine="E", decode_incarnation="E-1", decode_address=other.agent.address
+            first, attempt=1, decode_engine="E", decode_incarnation="E-1", decode_addresses=[other.agent.address]
         )
     )
     wanted = {"target": Interval(0, 8), "draft": Interval(0, 8)}
@@ -410,7 +410,7 @@ def test_a_killed_peer_is_noticed_and_fenced(pair: Pair, mode: str) -> None:
     try:
         d = pair.node("D", "shm://")
         address = here.recv() if here.poll(30) else pytest.fail("the child did not start")
-        fields = {"prefill_engine": "P", "prefill_incarnation": "P-1", "prefill_address": address}
+        fields = {"prefill_engine": "P", "prefill_incarnation": "P-1", "prefill_addresses": [address]}
         ticket = ticket_for(d, d, mode, **fields)
         here.send(ticket)
         d.agent.open_decode(ticket, 8, {"target": Interval(0, 8), "draft": Interval(0, 8)}, d.pages(1, 8))

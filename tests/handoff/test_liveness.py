@@ -197,10 +197,10 @@ class World:
             transfer_id=new_transfer_id(),
             prefill_engine=p.name,
             prefill_incarnation=p.incarnation,
-            prefill_address=p.address,
+            prefill_addresses=[p.address],
             decode_engine=d.name,
             decode_incarnation=d.incarnation,
-            decode_address=d.address,
+            decode_addresses=[d.address],
             mode=mode,  # type: ignore[arg-type]
             prefill_expiry=self.clock.now + life,
             decode_expiry=self.clock.now + life,

@@ -102,7 +102,7 @@ class FakeVllm:
         return {
             "engine_id": self.name,
             "incarnation": f"{self.name}-1",
-            "control_address": "tcp://127.0.0.1:1",
+            "control_addresses": ["tcp://127.0.0.1:1"],
             "fingerprint": "{}",
             "truncate_prefill": self.truncate,
             "roles": ["prefill", "decode"],

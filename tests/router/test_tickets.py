@@ -13,7 +13,9 @@ KEY = b"k" * 32
 
 
 def engine(name: str, clock: float) -> Any:
-    info = SimpleNamespace(engine_id=name, incarnation=f"{name}-1", control_address="tcp://127.0.0.1:1", clock=clock)
+    info = SimpleNamespace(
+        engine_id=name, incarnation=f"{name}-1", control_addresses=["tcp://127.0.0.1:1"], clock=clock
+    )
     return SimpleNamespace(info=info, answered=time.monotonic())
 
 

@@ -92,7 +92,7 @@ class FakeEngine:
             max_model_len=MAX_MODEL_LEN,
             vocab_size=258,
             eos_token_ids=[EOS],
-            control_address=None if role == "both" else "tcp://127.0.0.1:1",
+            control_addresses=[] if role == "both" else ["tcp://127.0.0.1:1"],
             fingerprint=fingerprint,
             num_speculative_tokens=K,
             batch_invariant=True,

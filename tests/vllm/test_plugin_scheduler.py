@@ -36,10 +36,10 @@ def ticket(prompt: Sequence[int] = PROMPT, incarnation: str = "inc-P") -> Signed
         transfer_id=new_transfer_id(),
         prefill_engine="P",
         prefill_incarnation=incarnation,
-        prefill_address="tcp://127.0.0.1:1",
+        prefill_addresses=["tcp://127.0.0.1:1"],
         decode_engine="D",
         decode_incarnation="inc-D",
-        decode_address="tcp://127.0.0.1:2",
+        decode_addresses=["tcp://127.0.0.1:2"],
         mode="push",
         prefill_expiry=NOW + 60,
         decode_expiry=NOW + 60,
@@ -73,7 +73,7 @@ def side(
     pool: Pool | None = None,
 ) -> SchedulerSide:
     identity = VllmIdentity(
-        engine, f"inc-{engine}", "tcp://127.0.0.1:1", "{}", 512, [2], 0, truncate_prefill=truncate, roles=list(roles)
+        engine, f"inc-{engine}", ["tcp://127.0.0.1:1"], "{}", 512, [2], 0, truncate_prefill=truncate, roles=list(roles)
     )
     return SchedulerSide(identity, KEY, tables, pool or Pool(), clock=lambda: NOW)
 
@@ -321,7 +321,7 @@ def test_who_the_engine_is() -> None:
     assert answer["baton"] == {
         "engine_id": "P",
         "incarnation": "inc-P",
-        "control_address": "tcp://127.0.0.1:1",
+        "control_addresses": ["tcp://127.0.0.1:1"],
         "fingerprint": "{}",
         "truncate_prefill": False,
         "roles": ["prefill", "decode"],

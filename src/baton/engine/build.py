@@ -32,6 +32,7 @@ from baton.errors import ConfigError
 from baton.handoff.channel.config import DEFAULT_MAX_RETRIES
 from baton.handoff.channel.keys import KeyRing
 from baton.handoff.node.agent import AgentConfig, HandoffAgent, Timers
+from baton.handoff.node.instance import Agent, InstanceAgent
 from baton.handoff.plan.planner import Instance, RankGeometry
 from baton.handoff.protocol.digests import MemoryDigester
 from baton.handoff.protocol.events import HandoffEvent
@@ -146,7 +147,7 @@ def _build(
             integrity=_integrity(config),
             max_retries=0 if config.recovery == "none" else DEFAULT_MAX_RETRIES,
         )
-        agent = _agent(
+        agent, ranks = _agent(
             identity,
             pool,
             transport,
@@ -154,7 +155,7 @@ def _build(
             lambda: core.busy_s() > config.stall_timeout_s,
         )
         undo.callback(agent.close)
-        legs = _legs(config, agent, scheduler, loaded, pool.size.max_model_len, transport)
+        legs = _legs(config, ranks, scheduler, loaded, pool.size.max_model_len, transport)
     core = EngineCore(
         executor,
         scheduler,
@@ -169,7 +170,7 @@ def _build(
     )
     if agent is not None:
         agent.start()
-    info = _info(config, loaded, pool.size.max_model_len, facts, incarnation, agent.address if agent else None)
+    info = _info(config, loaded, pool.size.max_model_len, facts, incarnation, [agent.address] if agent else [])
     redeemer = Redeemer(ticket_key, config.engine_id, incarnation) if ticket_key else None
     return Engine(info, core, loaded.tokenizer, agent, transport, redeemer)
 
@@ -199,7 +200,7 @@ def _agent(
     transport: Transport,
     emit: Callable[[HandoffEvent], None],
     stalled: Callable[[], bool],
-) -> HandoffAgent:
+) -> tuple[HandoffAgent, InstanceAgent]:
     geometries = {
         group.name: RankGeometry(
             rank=0, geometry=Geometry.block_major(group, pool.size.num_pages[group.name], region=index)
@@ -208,12 +209,18 @@ def _agent(
     }
     digester = None if identity.integrity == "off" else MemoryDigester(geometries, pool.regions)
     instance, descriptor = Instance.of_one_rank(geometries), transport.register(pool.regions)
-    return HandoffAgent(identity, instance, transport, descriptor, emit, digester, stalled)
+    # A peer may have more ranks than this engine's one.
+    ranks = InstanceAgent(instance, emit)
+    agent = HandoffAgent(
+        identity, instance, transport, descriptor, ranks.on_event, digester, stalled, on_peer=ranks.on_peer
+    )
+    ranks.bind([agent])
+    return agent, ranks
 
 
 def _legs(
     config: EngineConfig,
-    agent: HandoffAgent,
+    agent: Agent,
     scheduler: Scheduler,
     loaded: _Loaded,
     max_model_len: int,
@@ -239,7 +246,7 @@ def _info(
     max_model_len: int,
     facts: dict[str, str],
     incarnation: str,
-    control_address: str | None,
+    control_addresses: list[str],
 ) -> EngineInfo:
     return EngineInfo(
         engine_id=config.engine_id,
@@ -250,7 +257,7 @@ def _info(
         max_model_len=max_model_len,
         vocab_size=loaded.model.vocab_size,
         eos_token_ids=list(loaded.tokenizer.eos_token_ids),
-        control_address=control_address,
+        control_addresses=control_addresses,
         fingerprint=json.dumps(facts, sort_keys=True),
         num_speculative_tokens=config.num_drafts,
         batch_invariant=config.batch_invariant,

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from baton.engine.metrics import EngineMetrics
 from baton.engine.request import Request, RequestStatus
 from baton.engine.scheduler import Scheduler
 from baton.errors import reason_label
 from baton.handoff.channel.base import Clock, SystemClock
+from baton.handoff.node.instance import Agent
 from baton.handoff.protocol.events import (
     DecodeAdmitted,
     DecodeCommitted,
@@ -28,30 +28,9 @@ from baton.handoff.protocol.events import (
     PrefillReleased,
 )
 from baton.handoff.protocol.messages import AttemptKey, Seeds
-from baton.handoff.protocol.ticket import SignedTicket, Ticket
 from baton.kv.cache import BlockTables
 from baton.kv.interval import Interval
 from baton.wire import Recovery, recovers
-
-
-class Agent(Protocol):
-    """The part of `baton.handoff.node.agent.HandoffAgent` that an engine uses. Thread-safe calls, none blocks."""
-
-    def open_prefill(self, ticket: Ticket) -> None: ...
-    def admit_prefill(self, key: AttemptKey) -> None: ...
-    def declare_final(
-        self, key: AttemptKey, prompt_len: int, pages: dict[str, list[int]], final: dict[str, int]
-    ) -> None: ...
-    def finish_prefill(self, key: AttemptKey, seeds: Seeds, finished: bool, final: dict[str, int]) -> None: ...
-    def announce_decode(self, ticket: SignedTicket) -> None: ...
-    def open_decode(
-        self,
-        ticket: SignedTicket,
-        prompt_len: int,
-        wanted: dict[str, Interval],
-        pages: dict[str, list[int]],
-    ) -> None: ...
-    def abort(self, key: AttemptKey, reason: str) -> None: ...
 
 
 @dataclass(slots=True, eq=False)

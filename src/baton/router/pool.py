@@ -217,7 +217,7 @@ class EnginePool:
         info = await instance.client.info()
         if info.role != instance.role:
             raise RequestError(f"{instance.url} has role {info.role!r}, not {instance.role!r}", "role")
-        if instance.role != "both" and info.control_address is None:
+        if instance.role != "both" and not info.control_addresses:
             raise ProtocolError(f"{instance.url} has role {info.role!r} but no control address")
         if not info.token_api:
             raise ProtocolError(f"{instance.url} takes no router's requests: start it with --token-api")

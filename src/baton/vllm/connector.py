@@ -148,7 +148,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         self._identity = VllmIdentity(
             engine_id=engine_id,
             incarnation=incarnation,
-            control_address=self._agent.address,
+            control_addresses=[self._agent.address],
             fingerprint=json.dumps(facts, sort_keys=True),
             truncate_prefill=any(group.kind == "state" for group in layout.groups),
             roles=_ROLES[self._transfer.kv_role],

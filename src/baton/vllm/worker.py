@@ -11,14 +11,13 @@ import logging
 import queue
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from baton.errors import HandoffError, reason_label
+from baton.handoff.node.instance import Agent
 from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.messages import AttemptKey, Seeds
-from baton.handoff.protocol.ticket import SignedTicket, Ticket
 from baton.kv.interval import Interval
 from baton.log_limit import LogLimit
 from baton.vllm.geometry import CacheLayout, kernel_pages
@@ -33,22 +32,6 @@ ABORT_TIMEOUT_S = 60.0
 # agent's news leaves the cores to others, and returns at once when there is news. A request that arrives meanwhile is
 # delayed by this time at most.
 IDLE_WAIT_S = 0.004
-
-
-class Agent(Protocol):
-    """The part of `baton.handoff.node.agent.HandoffAgent` that is used here."""
-
-    def open_prefill(self, ticket: Ticket) -> None: ...
-    def admit_prefill(self, key: AttemptKey) -> None: ...
-    def declare_final(
-        self, key: AttemptKey, prompt_len: int, pages: dict[str, list[int]], final: dict[str, int]
-    ) -> None: ...
-    def finish_prefill(self, key: AttemptKey, seeds: Seeds, finished: bool, final: dict[str, int]) -> None: ...
-    def announce_decode(self, ticket: SignedTicket) -> None: ...
-    def open_decode(
-        self, ticket: SignedTicket, prompt_len: int, wanted: dict[str, Interval], pages: dict[str, list[int]]
-    ) -> None: ...
-    def abort(self, key: AttemptKey, reason: str, taken: Callable[[], None] | None = None) -> None: ...
 
 
 @dataclass(slots=True, eq=False)

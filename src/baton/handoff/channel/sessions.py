@@ -9,9 +9,9 @@ Connecting goes on beside everything else; attempts use the session when it has 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -22,8 +22,9 @@ from baton.handoff.channel.connecting import Connector
 from baton.handoff.channel.health import Health
 from baton.handoff.plan.planner import Instance
 from baton.handoff.protocol.fingerprint import check_pair, compare, geometry_fields
+from baton.handoff.protocol.gather import LEAD, pairs_of
 from baton.handoff.protocol.greeting import Side, is_proven, prove, session_key
-from baton.handoff.protocol.messages import CHALLENGE_BYTES, Announce, Bye, Hello, Register, Renew, check_table
+from baton.handoff.protocol.messages import CHALLENGE_BYTES, Announce, Bye, Hello, Pair, Register, Renew, check_table
 from baton.handoff.protocol.ticket import MAX_TICKET_LIFE_S, Ticket, verify
 from baton.log_limit import LogLimit
 from baton.transports.base import Peer, Transport
@@ -35,19 +36,21 @@ log.addFilter(LogLimit())
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """One peer engine: the session with it, what it said in HELLO, and the transport's end.
+    """One rank of a peer engine: the session with it, what it said in HELLO, and the transport's end.
 
     `hello` is what it said once it had proven itself, `connecting` is set while the transport's end is under way,
     `peer` once it is there. `refusal` is `(reason, message)` when no KV may be exchanged with it. `challenge` is
     the one that it was last shown a proof by. The peer counts as alive for `lease` seconds after it was `heard` last
     (monotonic seconds). Until `until` the process of the session before may still wait for a word about its attempts.
-    `round_trip` is measured, in seconds.
+    `round_trip` is measured, in seconds. `pairs` are the ranks of the two engines that have to do with each other, and
+    the groups of which they move bytes.
     """
 
     connection: Connection
     hello: Hello | None = None
     connecting: Future[Peer] | None = None
     peer: Peer | None = None
+    pairs: Mapping[Pair, frozenset[str]] = field(default_factory=dict)
     refusal: tuple[str, str] | None = None
     challenge: bytes = b""
     next_hello: float = 0.0
@@ -73,11 +76,14 @@ class Session:
         mine, theirs = self.hello, other.hello
         if mine is None or theirs is None or self.connection.engine != other.connection.engine:
             return False
-        return (mine.engine_id, mine.incarnation) == (theirs.engine_id, theirs.incarnation)
+        ends = [(hello.engine_id, hello.incarnation, hello.instance.rank) for hello in (mine, theirs)]
+        return ends[0] == ends[1]
 
 
 class Sessions:
-    """All sessions of one engine. For one thread."""
+    """All sessions of one rank of an engine. For one thread. `gathered`: something above this rank makes one outcome of
+    many pairs of ranks; without it, one pair is all that a peer may bring.
+    """
 
     def __init__(
         self,
@@ -87,11 +93,13 @@ class Sessions:
         descriptor: bytes,
         channel: ControlChannel,
         clock: Clock,
+        gathered: bool = False,
     ) -> None:
         self.clients: dict[Connection, Session] = {}  # engines that dialled us, to decode
         self.servers: dict[str, Session] = {}  # engines we dialled, by address, to decode from
         self.is_stalled: Callable[[], bool] = lambda: False  # whether the engine behind the agent hangs
         self._config = config
+        self._gathered = gathered
         self._connector = Connector(transport, clock, channel.wake)
         self._channel = channel
         self._clock = clock
@@ -108,18 +116,18 @@ class Sessions:
 
     # ------------------------------------------------------------ D's side: engines we dialled
 
-    def server(self, ticket: Ticket) -> Session:
-        """The session to the P that a ticket names; dialled anew when the last one is of no use.
+    def server(self, ticket: Ticket, address: str) -> Session:
+        """The session to the rank of P that a ticket names at `address`; dialled anew when the last one is of no use.
 
         Raises `ProtocolError` for an address that cannot be dialled.
         """
-        session = self.servers.get(ticket.prefill_address)
+        session = self.servers.get(address)
         if session is not None and session.hello is not None:
             same = session.hello.incarnation == ticket.prefill_incarnation
             if session.refusal is not None or not same:
                 self.hang_up(session)
                 session = None
-        return session if session is not None else self.dial(ticket.prefill_address)
+        return session if session is not None else self.dial(address)
 
     def dial(self, address: str, lost: Session | None = None) -> Session:
         """A new session, whose HELLO is on its way; `lost` is the one whose place it takes."""
@@ -176,7 +184,7 @@ class Sessions:
         session.hello = hello
         try:
             compare(self._fields, {**hello.fingerprint, **geometry_fields(hello.instance.check())})
-            check_pair(self._hello.instance, hello.instance)
+            session.pairs = self._pairs(session, hello.instance)
             self._connect(session, hello)
         except IncompatiblePeerError as error:
             session.refusal = ("incompatible_peer", str(error))
@@ -184,6 +192,13 @@ class Sessions:
             session.refusal = ("unreachable_peer", str(error))
         if session.refusal is not None:
             log.warning("no handoff with engine %s: %s", hello.engine_id, session.refusal[1])
+
+    def _pairs(self, session: Session, peer: Instance) -> dict[Pair, frozenset[str]]:
+        here = self._hello.instance
+        if not self._gathered:
+            check_pair(here, peer)
+            return {LEAD: frozenset(here.groups)}
+        return pairs_of(*((peer, here) if session.connection.identity is None else (here, peer)))
 
     def _connect(self, session: Session, hello: Hello) -> None:
         session.connecting = self._connector.begin(hello.descriptor or b"")
@@ -246,8 +261,13 @@ class Sessions:
         if hello is None or session.refusal is not None:
             raise ProtocolError(session.refusal[1] if session.refusal else "a session begins with HELLO")
         ticket = verify(config.ticket_key, message.ticket, "prefill", self._clock.monotonic())
-        if ticket.key != message.key:
+        if ticket.key.of_pair(message.key.pair) != message.key:
             raise ProtocolError("the ticket is for another attempt")
+        if message.key.pair not in session.pairs:
+            raise ProtocolError(f"ranks {message.key.pair} have nothing to hand over")
+        named, there = (len(ticket.prefill_addresses), len(ticket.decode_addresses)), hello.instance.num_ranks
+        if named[0] < self._hello.instance.num_ranks or named[1] < there:
+            raise ProtocolError("the ticket does not name all ranks")
         if (ticket.prefill_engine, ticket.prefill_incarnation) != (config.engine_id, config.incarnation):
             raise ProtocolError("the ticket names another prefill engine")
         if (ticket.decode_engine, ticket.decode_incarnation) != (hello.engine_id, hello.incarnation):
@@ -259,10 +279,11 @@ class Sessions:
     def check_tables(self, session: Session, message: Register, mode: Mode) -> None:
         """Raise `ProtocolError` unless what a REGISTER names lies inside its sender's geometry."""
         geometries = session.hello.instance.here if session.hello is not None else {}
+        groups = session.pairs.get(message.key.pair, frozenset())
         for group, tokens in message.wanted.items():
             rank = geometries.get(group)
-            if rank is None:
-                raise ProtocolError(f"group {group!r} does not exist")
+            if rank is None or group not in groups:
+                raise ProtocolError(f"group {group!r} does not exist, or other ranks bring it")
             if mode == "push":
                 size, count = rank.geometry.page_size, rank.geometry.num_pages
                 check_table(group, message.pages.get(group, []), tokens, size, count)

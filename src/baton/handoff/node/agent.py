@@ -17,12 +17,13 @@ from baton.errors import ConfigError, ProtocolError
 from baton.handoff.channel.base import SystemClock
 from baton.handoff.channel.config import AgentConfig, Timers
 from baton.handoff.channel.sockets import Channel
+from baton.handoff.node.execution import OnPeer
 from baton.handoff.node.node import HandoffNode
 from baton.handoff.node.worker import WorkerThread
 from baton.handoff.plan.planner import Instance
 from baton.handoff.protocol import events as ev
-from baton.handoff.protocol.digests import Digester
-from baton.handoff.protocol.messages import AttemptKey, Bye, Seeds
+from baton.handoff.protocol.digests import Digester, cells_of
+from baton.handoff.protocol.messages import MAX_HASHES, AttemptKey, Bye, Seeds
 from baton.handoff.protocol.ticket import SignedTicket, Ticket
 from baton.kv.interval import Interval
 from baton.transports.base import Transport
@@ -34,10 +35,12 @@ _CLOSING_WAIT_S = 0.01
 
 
 class HandoffAgent:
-    """Hands requests over to, and takes them over from, other engines.
+    """Hands requests of one rank over to, and takes them over from, other engines.
 
     `instance` describes this engine's groups, those of this rank in the regions that `descriptor` (of
-    `transport.register`) opens. `on_event` is called on the agent's thread and should return soon. `digester` is needed
+    `transport.register`) opens. Calls concern one rank `peer` of the other engine, whose attempt has a key of its own.
+    With `on_peer` the agent is one of those that an `Instance` gathers; else a peer of several ranks is refused.
+    `on_event` is called on the agent's thread and should return soon. `digester` is needed
     unless `config.integrity` is off. While `is_stalled()`, peers are told that the engine behind this agent hangs. The
     owner closes the transport after the agent.
 
@@ -46,7 +49,8 @@ class HandoffAgent:
     unless the engine itself aborted. Pages belong to the agent from the open call until that event. A decode that was
     announced counts as opened.
 
-    Raises `ConfigError` when `config.bind` cannot be bound, or a digester is missing.
+    Raises `ConfigError` when `config.bind` cannot be bound, a digester is missing, or a piece of a group would have
+    more digests than a message may carry.
     """
 
     def __init__(
@@ -58,15 +62,31 @@ class HandoffAgent:
         on_event: Callable[[ev.HandoffEvent], None],
         digester: Digester | None = None,
         is_stalled: Callable[[], bool] = lambda: False,
+        on_peer: OnPeer | None = None,
     ) -> None:
-        if digester is None and config.integrity != "off":
-            raise ConfigError("integrity", f"{config.integrity!r} needs a digester")
+        if config.integrity != "off":
+            if digester is None:
+                raise ConfigError("integrity", f"{config.integrity!r} needs a digester")
+            for group, rank in instance.here.items():
+                if (count := len(cells_of(rank.geometry))) > MAX_HASHES:
+                    raise ConfigError(
+                        "integrity", f"group {group!r} has {count} planes in all, at most {MAX_HASHES} fit"
+                    )
         self.config = config
         self._channel = Channel(config.bind, config.keys)
         self.address = self._channel.address
         self._worker = WorkerThread("baton-digests")
         self._node = HandoffNode(
-            config, instance, transport, descriptor, self._channel, on_event, SystemClock(), digester, self._worker
+            config,
+            instance,
+            transport,
+            descriptor,
+            self._channel,
+            on_event,
+            SystemClock(),
+            digester,
+            self._worker,
+            on_peer,
         )
         self._node.sessions.is_stalled = is_stalled
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -90,13 +110,13 @@ class HandoffAgent:
 
     # ------------------------------------------------------------ the engine's calls, from any thread
 
-    def open_prefill(self, ticket: Ticket) -> None:
+    def open_prefill(self, ticket: Ticket, peer: int = 0) -> None:
         """Take P's leg of a verified ticket.
 
         Raises `ProtocolError` when the ticket names another engine.
         """
         self._need(ticket.prefill_engine, ticket.prefill_incarnation)
-        self._call(lambda: self._node.open_prefill(ticket))
+        self._call(lambda: self._node.open_prefill(ticket, peer))
 
     def admit_prefill(self, key: AttemptKey) -> None:
         """P's engine has given the request pages for its whole prompt: nothing keeps it from being computed."""
@@ -119,13 +139,13 @@ class HandoffAgent:
         event = ev.Sampled(seeds, finished, dict(final))
         self._call(lambda: self._node.to_prefill(key, event))
 
-    def announce_decode(self, ticket: SignedTicket) -> None:
+    def announce_decode(self, ticket: SignedTicket, peer: int = 0) -> None:
         """Take D's leg of a verified ticket before there are pages for it; `DecodeAdmitted` says when to look for some.
 
         Nothing of it expires while P lives. Raises `ProtocolError` when the ticket names another engine.
         """
         self._need(ticket.decode_engine, ticket.decode_incarnation)
-        self._call(lambda: self._node.announce_decode(ticket))
+        self._call(lambda: self._node.announce_decode(ticket, peer))
 
     def open_decode(
         self,
@@ -133,6 +153,7 @@ class HandoffAgent:
         prompt_len: int,
         wanted: dict[str, Interval],
         pages: dict[str, list[int]],
+        peer: int = 0,
     ) -> None:
         """There are pages for D's leg of a verified ticket: per group the interval wanted, and the block table it goes
         to. To be called after `DecodeAdmitted`, or without `announce_decode` by an engine whose pages are enough for
@@ -145,7 +166,7 @@ class HandoffAgent:
         if beyond:
             raise ProtocolError(f"groups {beyond} are wanted beyond the prompt's {prompt_len} tokens")
         tables = {group: list(table) for group, table in pages.items()}
-        self._call(lambda: self._node.open_decode(ticket, dict(wanted), tables))
+        self._call(lambda: self._node.open_decode(ticket, dict(wanted), tables, peer))
 
     def abort(self, key: AttemptKey, reason: str, taken: Callable[[], None] | None = None) -> None:
         """Give up on an attempt, on either side, at any moment. The pages stay the agent's until released.

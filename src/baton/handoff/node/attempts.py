@@ -113,10 +113,18 @@ class PrefillAttempt(_Attempt):
 
 @dataclass(slots=True, eq=False)
 class DecodeAttempt(_Attempt):
-    """D's half of one attempt. `address` is P's."""
+    """D's half of one attempt. `address` is that of P's rank, `num_sources` how many ranks its ticket names."""
 
     machine: DecodeHandoff = field(kw_only=True)
     address: str = field(kw_only=True)
+    num_sources: int = 1
+
+    def misled(self, peer: Instance) -> str:
+        """What is wrong with who answers at the address, if anything: no rank of P may be left out."""
+        if peer.num_ranks > self.num_sources:
+            return f"P has {peer.num_ranks} ranks, the ticket names {self.num_sources}"
+        rank = self.machine.key.source_rank
+        return f"rank {peer.rank} is at {self.address} instead of rank {rank}" if peer.rank != rank else ""
 
     @property
     def closing(self) -> bool:

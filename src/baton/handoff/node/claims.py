@@ -5,13 +5,10 @@ from __future__ import annotations
 import logging
 from typing import NamedTuple
 
-from baton.errors import ProtocolError, TicketExpiredError
-from baton.handoff.channel.base import Clock, ControlChannel
-from baton.handoff.channel.config import AgentConfig
-from baton.handoff.channel.sessions import Session, Sessions
+from baton.errors import ProtocolError
+from baton.handoff.channel.sessions import Session
 from baton.handoff.node.attempts import PrefillAttempt
 from baton.handoff.node.execution import Execution
-from baton.handoff.plan.planner import Instance
 from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.frames import kind_of
 from baton.handoff.protocol.messages import Announce, AttemptKey, Cancel, Nack, Register
@@ -38,21 +35,10 @@ class _Held(NamedTuple):
 class Claims:
     """P's halves of attempts, and what D says to get one. For one thread."""
 
-    def __init__(
-        self,
-        config: AgentConfig,
-        instance: Instance,
-        channel: ControlChannel,
-        sessions: Sessions,
-        execution: Execution,
-        clock: Clock,
-    ) -> None:
-        self._config = config
-        self._groups = list(instance.here)
-        self._channel = channel
-        self._sessions = sessions
+    def __init__(self, execution: Execution) -> None:
+        self._groups = list(execution.instance.here)
         self._execution = execution
-        self._clock = clock
+        self._sessions, self._clock = execution.sessions, execution.clock
         # A claim whose transfer has an earlier attempt that is not quiet yet, or whose sender is not connected yet.
         self._held: dict[AttemptKey, _Held] = {}
         # Attempts that D cancelled before P's engine or a REGISTER came for them, and why. Their keys have no ticket.
@@ -68,7 +54,7 @@ class Claims:
         found = self._execution.prefills.get(key)
         if found is not None:
             return found
-        config = self._config
+        config = self._execution.config
         machine = PrefillHandoff(key, mode, self._groups, config.max_retries, config.integrity)
         attempt = self._execution.prefills.add(key, PrefillAttempt(expiry, machine=machine))
         reason = self._cancelled.pop(key, None)
@@ -125,11 +111,8 @@ class Claims:
         except ProtocolError as error:
             self._execution.figures.count("rejected")
             log.warning("refused %s of %s: %s", kind_of(message), key, error)
-            # A claim of an attempt that this side has never seen, or forgotten, while one of the two was paused: the
-            # request itself is good, and can be computed anew.
-            late = isinstance(error, TicketExpiredError)
-            reason = session.refusal[0] if session.refusal else "ticket_expired" if late else "register_refused"
-            self._channel.send(session.connection, Nack(key, reason, str(error)[:2000]))
+            reason = session.refusal[0] if session.refusal else error.reason
+            self._execution.channel.send(session.connection, Nack(key, reason, str(error)[:2000]))
 
     def _check(self, session: Session, message: Claim) -> Ticket:
         """The ticket of a claim, else `ProtocolError`. One that came in time does not expire while it waits."""
@@ -144,6 +127,10 @@ class Claims:
         attempt.session = session
         attempt.heard(self._clock.monotonic())
         (attempt.asked if isinstance(message, Register) else attempt.meet)(session)
+        if isinstance(message, Register) and not attempt.machine.registered:
+            attempt.machine.groups = session.pairs[message.key.pair]
+        if session.hello is not None:
+            self._execution.met(attempt, session.hello)
         self._execution.feed(attempt, ev.Received(message), strict=True)
 
     def retry(self) -> None:

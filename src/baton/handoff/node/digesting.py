@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Generic, TypeVar
 
 from baton.handoff.channel.base import Worker
 from baton.handoff.plan.planner import RankGeometry
 from baton.handoff.protocol import events as ev
-from baton.handoff.protocol.digests import Digester, mismatches
+from baton.handoff.protocol.digests import Cell, Digester, mismatches
 
 Owner = TypeVar("Owner")
+Shares = Callable[[str], Sequence[Cell]]
 
 
 class Digesting(Generic[Owner]):
@@ -34,22 +35,24 @@ class Digesting(Generic[Owner]):
         self._wake = wake
         self._done: queue.SimpleQueue[tuple[Owner, ev.MachineEvent]] = queue.SimpleQueue()
 
-    def begin(self, owner: Owner, action: ev.ComputeDigests | ev.CheckDigests) -> None:
-        """Have it done, after what was begun before it."""
+    def begin(self, owner: Owner, action: ev.ComputeDigests | ev.CheckDigests, shares: Shares) -> None:
+        """Have it done, after what was begun before it. `shares`: what of each group the two ranks exchange."""
 
         def job() -> None:
-            self._done.put((owner, self._answer(action)))
+            self._done.put((owner, self._answer(action, shares)))
             self._wake()
 
         self._worker.start(job)
 
-    def _answer(self, action: ev.ComputeDigests | ev.CheckDigests) -> ev.MachineEvent:
+    def _answer(self, action: ev.ComputeDigests | ev.CheckDigests, shares: Shares) -> ev.MachineEvent:
         try:
             if isinstance(action, ev.ComputeDigests):
                 group, pages = action.group, action.pages
-                pieces = [p for part in action.intervals for p in self._digester.digests(group, pages, part)]
+                cells = shares(group)
+                pieces = [p for part in action.intervals for p in self._digester.digests(group, pages, part, cells)]
                 return ev.DigestsComputed(group, pieces)
-            bad = mismatches(self._digester, self._geometries, action.digests, action.pages)
+            every = {group: shares(group) for group in action.digests}
+            bad = mismatches(self._digester, self._geometries, action.digests, action.pages, every)
             return ev.DigestsChecked(action.check_id, tuple(bad))
         except Exception as error:  # an attempt that never hears of its digests would wait for ever
             return ev.Fault("transfer_failed", f"no digest: {error}")

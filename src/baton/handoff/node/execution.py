@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Literal
 
 from baton.errors import ProtocolError
@@ -16,18 +17,22 @@ from baton.handoff.node.digesting import Digesting
 from baton.handoff.node.operations import Operations
 from baton.handoff.plan.planner import Instance
 from baton.handoff.protocol import events as ev
-from baton.handoff.protocol.digests import Digester
-from baton.handoff.protocol.messages import AttemptMessage, Cancel, Cancelled
+from baton.handoff.protocol.digests import Cell, Digester, share
+from baton.handoff.protocol.gather import LEAD
+from baton.handoff.protocol.messages import AttemptKey, AttemptMessage, Cancel, Cancelled, Hello
 from baton.log_limit import LogLimit
 from baton.transports.base import Transport
 
 log = logging.getLogger(__name__)
 log.addFilter(LogLimit())
 Attempt = PrefillAttempt | DecodeAttempt
+OnPeer = Callable[[AttemptKey, Instance], None]
 
 
 class Execution:
-    """All attempts of one engine. With integrity on there must be a `digester`, and a `worker` for it."""
+    """All attempts of one rank, and what they need. With integrity on there must be a `digester`, and a `worker` for
+    it. `on_peer` is told, for the attempt that leads the others, what the peer says of its instance.
+    """
 
     def __init__(
         self,
@@ -40,21 +45,18 @@ class Execution:
         clock: Clock,
         digester: Digester | None,
         worker: Worker | None,
+        on_peer: OnPeer | None,
     ) -> None:
+        self.config, self.instance, self.channel, self.sessions, self.clock = config, instance, channel, sessions, clock
         self.prefills: Book[PrefillAttempt] = Book()
         self.decodes: Book[DecodeAttempt] = Book()
         self.operations: Operations[Attempt] = Operations(transport, channel.wake)
         self.figures = Figures()
         self._timers = config.timers
-        self._instance = instance
-        self._here = instance.here
-        self._channel = channel
-        self._sessions = sessions
-        self._on_event = on_event
-        self._clock = clock
+        self._on_event, self._on_peer = on_event, on_peer
         self._digesting: Digesting[Attempt] | None = None
         if digester is not None and worker is not None:
-            self._digesting = Digesting(digester, self._here, worker, channel.wake)
+            self._digesting = Digesting(digester, instance.here, worker, channel.wake)
         self._queue: deque[tuple[Attempt, ev.MachineEvent]] = deque()
         self._running = False
 
@@ -66,7 +68,7 @@ class Execution:
         """The session with the attempt's peer; None when there is none now."""
         if isinstance(attempt, PrefillAttempt):
             return attempt.session
-        return self._sessions.servers.get(attempt.address)
+        return self.sessions.servers.get(attempt.address)
 
     def feed(self, attempt: Attempt, event: ev.MachineEvent, strict: bool = False) -> None:
         """Give a machine an event and carry out what it asks for, in order. `strict` lets it raise `ProtocolError`."""
@@ -89,7 +91,7 @@ class Execution:
                     self._carry_out(target, action)
                 if not isinstance(what, ev.Tick) and any(isinstance(action, ev.Send) for action in actions):
                     self._rewind(target)
-                now = self._clock.monotonic()
+                now = self.clock.monotonic()
                 self.prefills.settle(target.machine.key, now)
                 self.decodes.settle(target.machine.key, now)
         finally:
@@ -117,7 +119,14 @@ class Execution:
         """Something new was said: wait for an answer as long as one should take."""
         session = self.session(attempt)
         attempt.gap = self._timers.first_retry(session.round_trip if session else None)
-        attempt.next_tick = self._clock.monotonic() + attempt.gap
+        attempt.next_tick = self.clock.monotonic() + attempt.gap
+
+    def met(self, attempt: Attempt, hello: Hello) -> None:
+        """The peer's HELLO is known, for an attempt that is about to begin with it."""
+        key = attempt.machine.key
+        several = max(hello.instance.num_ranks, self.instance.num_ranks) > 1
+        if several and key.pair == LEAD and self._on_peer is not None:
+            self._on_peer(key, hello.instance)
 
     # ------------------------------------------------------------ actions
 
@@ -132,7 +141,7 @@ class Execution:
                     self.feed(attempt, end)
             case ev.ComputeDigests() | ev.CheckDigests():
                 assert self._digesting is not None
-                self._digesting.begin(attempt, action)
+                self._digesting.begin(attempt, action, partial(self._share, *self._ends(attempt)))
             case ev.Count(name, by):
                 self.figures.count(name, by)
             case ev.Notify(event):
@@ -145,7 +154,7 @@ class Execution:
         ):
             return  # repeated when there is a session again; that an attempt is over can be said in any
         try:
-            self._channel.send(session.connection, message)
+            self.channel.send(session.connection, message)
         except ProtocolError as error:
             self.feed(attempt, ev.Fault("message_too_large", str(error)))
 
@@ -154,12 +163,22 @@ class Execution:
             self.feed(attempt, ev.CopyEnded(copy.copy_id, ok=False, message="no session with the peer"))
             return
         push = isinstance(attempt, PrefillAttempt)
-        source, dest = (self._instance, attempt.far) if push else (attempt.far, self._instance)
+        source, dest = self._ends(attempt)
         tag = f"{attempt.machine.key} {copy.group} {copy.tokens}"
         direction: Literal["write", "read"] = "write" if push else "read"
         end = self.operations.start(attempt, copy, attempt.open, direction, source, dest, tag)
         if end is not None:
             self.feed(attempt, end)
+
+    def _ends(self, attempt: Attempt) -> tuple[Instance, Instance]:
+        """Source and destination. Whoever asks for copies or digests has said what it is."""
+        assert attempt.far is not None
+        prefills = isinstance(attempt, PrefillAttempt)
+        return (self.instance, attempt.far) if prefills else (attempt.far, self.instance)
+
+    @staticmethod
+    def _share(source: Instance, dest: Instance, group: str) -> Sequence[Cell]:
+        return share(tuple(source.groups[group]), dest.here[group], source.rank)
 
     def poll(self) -> None:
         """Hand ends of copies, and digests, to their machines."""
@@ -175,7 +194,7 @@ class Execution:
             log.warning(
                 "attempt %s: rank %d, group %s, layers %s, tokens %s do not match their digests (planes %s)",
                 attempt.machine.key,
-                self._instance.rank,
+                self.instance.rank,
                 piece.group,
                 sorted({layer for layer, _ in piece.cells}),
                 piece.tokens,
@@ -185,7 +204,7 @@ class Execution:
     def _notify(self, attempt: Attempt, event: ev.HandoffEvent) -> None:
         self.figures.note(event, attempt.machine.copies)
         if isinstance(attempt, DecodeAttempt):
-            self._sessions.health.note(event, repaired=attempt.machine.round > 0)
+            self.sessions.health.note(event, repaired=attempt.machine.round > 0)
         try:
             self._on_event(event)
         except Exception:

@@ -14,7 +14,7 @@ from baton.handoff.channel.base import Clock, Connection, ControlChannel, Worker
 from baton.handoff.channel.config import AgentConfig
 from baton.handoff.channel.sessions import Sessions
 from baton.handoff.node.attempts import DecodeAttempt
-from baton.handoff.node.execution import Execution
+from baton.handoff.node.execution import Execution, OnPeer
 from baton.handoff.node.routing import Routing
 from baton.handoff.plan.planner import Instance
 from baton.handoff.protocol import events as ev
@@ -29,7 +29,9 @@ log = logging.getLogger(__name__)
 
 
 class HandoffNode:
-    """`digester` digests this engine's pages, on `worker`; without them, `config.integrity` must be off."""
+    """`digester` digests this engine's pages, on `worker`; without them, `config.integrity` must be off. Attempts are
+    those of this rank with one rank `peer` of another engine.
+    """
 
     def __init__(
         self,
@@ -42,41 +44,48 @@ class HandoffNode:
         clock: Clock,
         digester: Digester | None = None,
         worker: Worker | None = None,
+        on_peer: OnPeer | None = None,
     ) -> None:
         self.config = config
         self.channel = channel
         self.clock = clock
-        self.sessions = Sessions(config, instance, transport, descriptor, channel, clock)
+        self.rank = instance.rank
+        self.sessions = Sessions(config, instance, transport, descriptor, channel, clock, gathered=on_peer is not None)
         self.execution = Execution(
-            config, instance, transport, channel, self.sessions, on_event, clock, digester, worker
+            config, instance, transport, channel, self.sessions, on_event, clock, digester, worker, on_peer
         )
-        self.routing = Routing(config, instance, channel, self.sessions, self.execution, clock)
+        self.routing = Routing(self.execution)
         self.operations = self.execution.operations
         self._last_time: float | None = None
         self._checked = 0.0
 
     # ------------------------------------------------------------ the engine's calls
 
-    def open_prefill(self, ticket: Ticket) -> None:
+    def open_prefill(self, ticket: Ticket, peer: int = 0) -> None:
         """The engine took P's leg."""
-        attempt = self.routing.claims.prefill(ticket.key, ticket.mode, self.routing.claims.expiry(ticket, "prefill"))
-        self.routing.claims.supersede(ticket.key)
+        key, claims = ticket.key.of_pair((self.rank, peer)), self.routing.claims
+        attempt = claims.prefill(key, ticket.mode, claims.expiry(ticket, "prefill"))
+        claims.supersede(key)
         self.execution.feed(attempt, ev.Opened())
 
-    def announce_decode(self, ticket: SignedTicket) -> None:
+    def announce_decode(self, ticket: SignedTicket, peer: int = 0) -> None:
         """The engine took D's leg, and has no destination pages yet."""
-        if self.execution.decodes.get(ticket.key) is not None:
-            log.warning("attempt %s is open already", ticket.key)
+        key = ticket.key.of_pair((peer, self.rank))
+        if self.execution.decodes.get(key) is not None:
+            log.warning("attempt %s is open already", key)
             return
-        self._decode(ticket)
+        self._decode(ticket, key)
 
-    def open_decode(self, ticket: SignedTicket, wanted: dict[str, Interval], pages: dict[str, list[int]]) -> None:
+    def open_decode(
+        self, ticket: SignedTicket, wanted: dict[str, Interval], pages: dict[str, list[int]], peer: int = 0
+    ) -> None:
         """The engine has destination pages for D's leg, announced or not."""
-        attempt = self.execution.decodes.get(ticket.key)
+        key = ticket.key.of_pair((peer, self.rank))
+        attempt = self.execution.decodes.get(key)
         if attempt is None:
-            self._decode(ticket, wanted, pages)
+            self._decode(ticket, key, wanted, pages)
         elif attempt.machine.placed:
-            log.warning("attempt %s is open already", ticket.key)
+            log.warning("attempt %s is open already", key)
         else:
             attempt.begun = self.clock.monotonic()
             self.execution.feed(attempt, ev.Placed(wanted, pages))
@@ -84,16 +93,18 @@ class HandoffNode:
     def _decode(
         self,
         ticket: SignedTicket,
+        key: AttemptKey,
         wanted: dict[str, Interval] | None = None,
         pages: dict[str, list[int]] | None = None,
     ) -> None:
         retries, integrity = self.config.max_retries, self.config.integrity
-        machine = DecodeHandoff(ticket.key, ticket.mode, ticket.text, wanted, pages, retries, integrity)
+        machine = DecodeHandoff(key, ticket.mode, ticket.text, wanted, pages, retries, integrity)
         expiry = self.routing.claims.expiry(ticket, "decode")
-        attempt = DecodeAttempt(expiry, machine=machine, address=ticket.prefill_address)
+        addresses = ticket.prefill_addresses
+        attempt = DecodeAttempt(expiry, machine=machine, address=addresses[key.source_rank], num_sources=len(addresses))
         if wanted is not None:
             attempt.begun = self.clock.monotonic()
-        self.execution.decodes.add(ticket.key, attempt)
+        self.execution.decodes.add(key, attempt)
         self.routing.dial(attempt, ticket)
 
     def to_prefill(self, key: AttemptKey, event: ev.MachineEvent) -> None:

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from baton.errors import BatonError
-from baton.handoff.plan.planner import Instance, plan
+from baton.errors import BatonError, ProtocolError
+from baton.handoff.plan.planner import CopyList, Instance, plan
 from baton.handoff.protocol.events import CopyEnded, StartCopy
 from baton.transports.base import Direction, Operation, Peer, Transport
 
@@ -56,24 +56,28 @@ class Operations(Generic[Owner]):
         dest: Instance,
         tag: str,
     ) -> CopyEnded | None:
-        """Plan and submit what the rank of `source` sends to that of `dest`; its end at once when there is nothing to
-        move or it cannot start."""
+        """Plan and submit what the rank of `source` sends to that of `dest`; its end at once when it cannot start."""
         try:
-            here = dest.here.get(copy.group)
-            if here is None:
-                return CopyEnded(copy.copy_id, ok=True)
-            sources = source.groups[copy.group]
-            lists = plan(sources, here, copy.source_pages, copy.dest_pages, copy.tokens, copy.layers)
-            copies = lists.get(source.rank)
-            if copies is None or not len(copies):
-                return CopyEnded(copy.copy_id, ok=True)
+            copies = self._plan(copy, source, dest)
             operation = self._transport.submit(peer, direction, copies, tag)
-        except BatonError as error:
+        except Exception as error:
             # Nothing was submitted, so nothing is outstanding.
+            if not isinstance(error, BatonError):
+                log.exception("copy %s could not be started", tag)
             return CopyEnded(copy.copy_id, ok=False, message=f"group {copy.group}: {error}")
         self._running.append(_Running(owner, copy.copy_id, operation, copies.total, len(copies), peer, direction))
         operation.add_done_callback(self._wake)
         return None
+
+    @staticmethod
+    def _plan(copy: StartCopy, source: Instance, dest: Instance) -> CopyList:
+        """What the rank of `source` sends to that of `dest`; that it is nothing would leave a gap."""
+        here = dest.here.get(copy.group)
+        if here is not None:
+            sources, tables = source.groups[copy.group], (copy.source_pages, copy.dest_pages)
+            if copies := plan(sources, here, *tables, copy.tokens, copy.layers, source.rank).get(source.rank):
+                return copies
+        raise ProtocolError(f"rank {source.rank} has nothing for rank {dest.rank}")
 
     def ended(self) -> list[tuple[Owner, CopyEnded]]:
         """Collect what has ended since the last call.

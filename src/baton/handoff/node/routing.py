@@ -8,13 +8,11 @@ from __future__ import annotations
 import logging
 
 from baton.errors import ProtocolError
-from baton.handoff.channel.base import Clock, Connection, ControlChannel
-from baton.handoff.channel.config import AgentConfig
-from baton.handoff.channel.sessions import Session, Sessions
+from baton.handoff.channel.base import Connection
+from baton.handoff.channel.sessions import Session
 from baton.handoff.node.attempts import DecodeAttempt
 from baton.handoff.node.claims import Claims
 from baton.handoff.node.execution import Execution
-from baton.handoff.plan.planner import Instance
 from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.messages import (
     Announce,
@@ -41,21 +39,11 @@ log.addFilter(LogLimit())
 class Routing:
     """Routes messages to attempts, and losses of sessions to those that used them."""
 
-    def __init__(
-        self,
-        config: AgentConfig,
-        instance: Instance,
-        channel: ControlChannel,
-        sessions: Sessions,
-        execution: Execution,
-        clock: Clock,
-    ) -> None:
-        self._config = config
-        self._channel = channel
-        self._sessions = sessions
+    def __init__(self, execution: Execution) -> None:
         self._execution = execution
-        self._clock = clock
-        self.claims = Claims(config, instance, channel, sessions, execution, clock)
+        self._config, self._channel = execution.config, execution.channel
+        self._sessions, self._clock = execution.sessions, execution.clock
+        self.claims = Claims(execution)
 
     def on_message(self, connection: Connection, message: Message) -> None:
         """One message. What is not allowed is counted and dropped; it never raises `ProtocolError`."""
@@ -103,7 +91,12 @@ class Routing:
         key, hello = message.key, session.hello
         if hello is None or not (session.talking or isinstance(message, Cancel | Cancelled)):
             raise ProtocolError("a session begins with HELLO")
-        if (key.prefill_incarnation, key.decode_incarnation) != (hello.incarnation, self._config.incarnation):
+        pair = (hello.instance.rank, self._execution.instance.rank)
+        if (key.prefill_incarnation, key.decode_incarnation, key.pair) != (
+            hello.incarnation,
+            self._config.incarnation,
+            pair,
+        ):
             raise ProtocolError("message for an attempt of other engines")
         known = self._execution.decodes.get(key)
         if known is not None:
@@ -126,7 +119,7 @@ class Routing:
     def dial(self, attempt: DecodeAttempt, ticket: Ticket) -> None:
         """Bring a new attempt to the session with the P that its ticket names."""
         try:
-            session = self._sessions.server(ticket)
+            session = self._sessions.server(ticket, attempt.address)
         except ProtocolError as error:
             self._execution.lose(attempt, "unreachable_peer", str(error))
             return
@@ -155,11 +148,14 @@ class Routing:
             execution.feed(attempt, ev.PeerReady())
         elif hello.incarnation != attempt.machine.key.prefill_incarnation:
             execution.lose(attempt, "peer_lost", f"another engine is at {attempt.address} now: {hello.engine_id}")
+        elif wrong := attempt.misled(hello.instance):
+            execution.lose(attempt, "incompatible_peer", wrong)
         else:
             unhealthy = self._sessions.health.why_not(hello.incarnation)
             if unhealthy and attempt.machine.phase is DecodePhase.WAITING:
                 execution.lose(attempt, "unhealthy_peer", unhealthy)
             attempt.meet(session)
+            execution.met(attempt, hello)
             execution.feed(attempt, ev.PeerReady())
 
     def connected(self, session: Session) -> None:
@@ -221,7 +217,12 @@ class Routing:
 
     def _attempt_message(self, session: Session, hello: Hello, message: AttemptMessage) -> None:
         key = message.key
-        if key.decode_incarnation != hello.incarnation or key.prefill_incarnation != self._config.incarnation:
+        pair = (self._execution.instance.rank, hello.instance.rank)
+        if (key.prefill_incarnation, key.decode_incarnation, key.pair) != (
+            self._config.incarnation,
+            hello.incarnation,
+            pair,
+        ):
             raise ProtocolError("message for an attempt of other engines")
         if isinstance(message, Announce | Register):
             self.claims.take(session, message)

@@ -49,9 +49,10 @@ def plan(
     dest_pages: ArrayLike,
     interval: Interval,
     layers: Interval = ALL_LAYERS,
+    rank: int | None = None,
 ) -> dict[int, CopyList]:
-    """Plan the copies that bring `interval` of one group to `dest`; `{source rank: CopyList}`, senders only. `layers`
-    are ids of the model's layers.
+    """Plan the copies that bring `interval` of one group to `dest`; `{source rank: CopyList}`, senders only, or of
+    these `rank` alone. `layers` are ids of the model's layers.
 
     `source_pages` and `dest_pages` are block tables: entry t // page_size is the page of token t, for each
     side's own page size. Entries outside the interval are ignored (they may be null). An empty interval plans
@@ -71,12 +72,12 @@ def plan(
     }
     by_rank = {source.rank: source.geometry for source in sources}
     out: dict[int, CopyList] = {}
-    for rank, rank_boxes in boxes.items():
+    for sender in boxes if rank is None else boxes.keys() & {rank}:
         parts: list[_Runs] = []
-        for box in of_layers(rank_boxes, to, layers):
-            parts += _expand(by_rank[rank], to, box, segments[to.planes[box.plane].tile])
+        for box in of_layers(boxes[sender], to, layers):
+            parts += _expand(by_rank[sender], to, box, segments[to.planes[box.plane].tile])
         if parts:
-            out[rank] = _coalesce(by_rank[rank].region, to.region, parts)
+            out[sender] = _coalesce(by_rank[sender].region, to.region, parts)
     return out
 
 

@@ -22,32 +22,40 @@ from baton.errors import IncompatiblePeerError, ProtocolError
 from baton.kv.geometry import Geometry, Plane
 from baton.kv.interval import Interval
 
+GroupName = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[ -~]*\Z")]
+MAX_GROUPS = 64
+MAX_RANKS = 64
+
 
 class RankGeometry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, cache_hash=True):
     """The geometry of one group on one rank. Ranks count within one instance and differ."""
 
-    rank: int
+    rank: Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
     geometry: Geometry
 
 
-GroupName = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[ -~]*\Z")]
-MAX_GROUPS = 64
-MAX_RANKS = 256
-
-
 class Instance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One engine: per group the geometries of all ranks that have a part of it. `rank` is the one that speaks."""
+    """One engine: per group the geometries of all ranks that have a part of it. `rank` is the one that speaks,
+    `sampling` the one that samples and drafts, whose seeds count.
+    """
 
     rank: Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
     groups: Annotated[
         dict[GroupName, Annotated[list[RankGeometry], Meta(min_length=1, max_length=MAX_RANKS)]],
         Meta(max_length=MAX_GROUPS),
     ]
+    sampling: Annotated[int, Meta(ge=0, lt=MAX_RANKS)] = 0
 
     @classmethod
     def of_one_rank(cls, geometries: Mapping[str, RankGeometry]) -> Instance:
         """An engine that is one rank, number 0."""
         return cls(rank=0, groups={group: [geometry] for group, geometry in geometries.items()})
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks are numbered from 0 on."""
+        ranks = [found.rank for ranks in self.groups.values() for found in ranks]
+        return 1 + max(self.rank, self.sampling, *ranks)
 
     @property
     def here(self) -> dict[str, RankGeometry]:

@@ -18,8 +18,8 @@ from collections.abc import Mapping
 
 from baton.handoff.protocol import events as ev
 from baton.handoff.protocol import messages as msg
-from baton.handoff.protocol.copies import CopyLedger
 from baton.handoff.protocol.digests import check_shape, seeds_digest, uncovered
+from baton.handoff.protocol.half import Half
 from baton.handoff.protocol.messages import AttemptKey
 from baton.handoff.protocol.phases import DecodePhase
 from baton.handoff.protocol.proofs import Proofs, tokens_of
@@ -29,13 +29,12 @@ from baton.wire import Integrity, Mode
 _BAD_SEEDS = "the seeds do not match their digest"
 
 
-class DecodeHandoff:
+class DecodeHandoff(Half):
     """State machine of D for one attempt.
 
     `wanted` are the tokens that D needs per group, `pages` its block tables (exclusive to
     this attempt where wanted); without them the attempt is announced, and they come with `Placed`. `ticket` is the
-    router's signed ticket that ANNOUNCE and REGISTER carry. At most `max_retries`
-    reads are issued again, and as many rounds of repair begun. `handle` raises `ProtocolError` for digests of what
+    router's signed ticket that ANNOUNCE and REGISTER carry. `handle` raises `ProtocolError` for digests of what
     was not wanted; the attempt is then as before.
     """
 
@@ -49,14 +48,8 @@ class DecodeHandoff:
         max_retries: int = 3,
         integrity: Integrity = "off",
     ) -> None:
-        self.key = key
-        self.mode = mode
-        self.max_retries = max_retries
-        self.integrity = integrity
+        super().__init__(key, mode, max_retries, integrity)
         self.phase = DecodePhase.WAITING
-        self.reason = ""
-        self.copies = CopyLedger(max_retries)
-        self.round = 0  # repairs asked for
         self.placed = False
         self._ticket = ticket
         self._admitted = False

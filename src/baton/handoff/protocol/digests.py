@@ -18,9 +18,9 @@ import xxhash
 from numpy.typing import NDArray
 
 from baton.errors import ConfigError, ProtocolError
-from baton.handoff.plan.topology import RankGeometry
+from baton.handoff.plan.topology import RankGeometry, assign
 from baton.handoff.protocol.events import BadPiece, Digests
-from baton.handoff.protocol.messages import DIGEST_BYTES, PIECE_TOKENS, AttemptKey, PieceDigest, Seeds
+from baton.handoff.protocol.messages import DIGEST_BYTES, MAX_HASHES, PIECE_TOKENS, AttemptKey, PieceDigest, Seeds
 from baton.kv.geometry import NULL_PAGE, Geometry, Plane
 from baton.kv.interval import Interval
 from baton.wire import Integrity
@@ -34,11 +34,17 @@ _encoder = msgspec.msgpack.Encoder()
 _seeds = msgspec.msgpack.Decoder(Seeds)
 
 
+# A layer (the model's id), the number of a plane, and its heads from the first to before the last, of the whole model.
+Cell = tuple[int, int, int, int]
+
+
 class Digester(Protocol):
     """Digests tokens of this engine's pages."""
 
-    def digests(self, group: str, pages: Sequence[int], tokens: Interval) -> list[PieceDigest]:
-        """The pieces of `tokens`, in order; `pages` is the block table.
+    def digests(
+        self, group: str, pages: Sequence[int], tokens: Interval, cells: Sequence[Cell] | None = None
+    ) -> list[PieceDigest]:
+        """The pieces of `tokens`, in order, of some `cells` or of all that are here; `pages` is the block table.
 
         Raises `ProtocolError` for a group or page that does not exist.
         """
@@ -62,13 +68,16 @@ class MemoryDigester:
                 [_view(geometry, plane, regions[geometry.region]) for plane in geometry.planes],
             )
 
-    def digests(self, group: str, pages: Sequence[int], tokens: Interval) -> list[PieceDigest]:
-        """As in `Digester`: one gather per slice, layer and plane, one hash per layer, plane and piece."""
+    def digests(
+        self, group: str, pages: Sequence[int], tokens: Interval, cells: Sequence[Cell] | None = None
+    ) -> list[PieceDigest]:
+        """As in `Digester`: one gather per slice and cell, one hash per cell and piece."""
         if group not in self._pools:
             raise ProtocolError(f"group {group!r} does not exist here")
-        return [piece for part in _cut(tokens, SLICE_TOKENS) for piece in self._slice(group, pages, part)]
+        share = cells_of(self._pools[group][0]) if cells is None else cells
+        return [piece for part in _cut(tokens, SLICE_TOKENS) for piece in self._slice(group, pages, part, share)]
 
-    def _slice(self, group: str, pages: Sequence[int], tokens: Interval) -> list[PieceDigest]:
+    def _slice(self, group: str, pages: Sequence[int], tokens: Interval, cells: Sequence[Cell]) -> list[PieceDigest]:
         geometry, pools = self._pools[group]
         size = geometry.page_size
         first, last = tokens.start // size, (tokens.stop - 1) // size
@@ -77,13 +86,16 @@ class MemoryDigester:
             raise ProtocolError(f"group {group!r}: tokens {tokens} are not all in pages")
         cut = list(pieces(tokens))
         hashes = [bytearray() for _ in cut]
-        for layer_id, layer in sorted((layer_id, layer) for layer, layer_id in enumerate(geometry.layer_ids)):
-            for plane, pool in zip(geometry.planes, pools, strict=True):
-                flat = np.ascontiguousarray(pool[layer][used]).reshape(-1).view(np.uint8).data
-                for found, piece in zip(hashes, cut, strict=True):
-                    low, high = ((token - first * size) * plane.token_bytes for token in (piece.start, piece.stop))
-                    salt = _salt(group, plane.name, layer_id, piece.start, piece.stop)
-                    found += xxhash.xxh3_64_digest(flat[low:high], seed=salt)
+        layers = {layer_id: layer for layer, layer_id in enumerate(geometry.layer_ids)}
+        for layer_id, index, *heads in cells:
+            plane, pool = geometry.planes[index], pools[index]
+            start, stop = (head - plane.first_head for head in heads)
+            flat = np.ascontiguousarray(pool[layers[layer_id]][used, :, start:stop]).reshape(-1).view(np.uint8).data
+            token_bytes = (stop - start) * plane.head_dim * plane.itemsize
+            for found, piece in zip(hashes, cut, strict=True):
+                low, high = ((token - first * size) * token_bytes for token in (piece.start, piece.stop))
+                salt = _salt(group, plane.name, layer_id, heads[0], piece.start, piece.stop)
+                found += xxhash.xxh3_64_digest(flat[low:high], seed=salt)
         return [PieceDigest(piece, bytes(found)) for found, piece in zip(hashes, cut, strict=True)]
 
 
@@ -99,8 +111,34 @@ def _view(geometry: Geometry, plane: Plane, region: NDArray[np.uint8]) -> NDArra
 
 
 @lru_cache(maxsize=1 << 16)
-def _salt(group: str, plane: str, layer_id: int, start: int, stop: int) -> int:
-    return xxhash.xxh3_64_intdigest(f"{group}\0{plane}\0{layer_id}\0{start}\0{stop}".encode())
+def _salt(group: str, plane: str, layer_id: int, head: int, start: int, stop: int) -> int:
+    return xxhash.xxh3_64_intdigest(f"{group}\0{plane}\0{layer_id}\0{head}\0{start}\0{stop}".encode())
+
+
+def cells_of(geometry: Geometry) -> tuple[Cell, ...]:
+    """All that a rank has of a group."""
+    planes = list(enumerate(geometry.planes))
+    return tuple(
+        (layer, i, plane.first_head, plane.last_head) for layer in sorted(geometry.layer_ids) for i, plane in planes
+    )
+
+
+@lru_cache(maxsize=256)
+def share(sources: tuple[RankGeometry, ...], dest: RankGeometry, source: int) -> tuple[Cell, ...]:
+    """What rank `source` brings rank `dest` of a group, in the order of its digests.
+
+    Raises `ProtocolError` when a piece would have more digests than a message may carry, and what `assign` raises.
+    """
+    to = dest.geometry
+    found: list[Cell] = []
+    for box in assign(sources, dest).get(source, ()):
+        layers = to.layer_ids[box.dest_layer : box.dest_layer + box.num_layers]
+        for index in range(box.plane, box.plane + box.num_planes):
+            first = to.planes[index].first_head + box.dest_head
+            found += [(layer, index, first, first + box.num_heads) for layer in layers]
+    if len(found) > MAX_HASHES:
+        raise ProtocolError(f"group {to.group!r}: {len(found)} digests for each piece are more than {MAX_HASHES}")
+    return tuple(sorted(found))
 
 
 def pieces(tokens: Interval) -> Iterator[Interval]:
@@ -162,22 +200,28 @@ def uncovered(digests: Digests, wanted: Mapping[str, Interval], integrity: Integ
 
 
 def mismatches(
-    digester: Digester, geometries: Mapping[str, RankGeometry], digests: Digests, pages: Mapping[str, list[int]]
+    digester: Digester,
+    geometries: Mapping[str, RankGeometry],
+    digests: Digests,
+    pages: Mapping[str, list[int]],
+    shares: Mapping[str, Sequence[Cell]] | None = None,
 ) -> list[BadPiece]:
-    """The pieces of `digests` that differ from what this engine's pages hold, and in which layers and planes.
+    """The pieces of `digests` that differ from what this engine's pages hold, and in which layers and planes. `shares`
+    are what the peer's rank brings of each group; None: all.
 
     Raises `ProtocolError` for a group or page that does not exist.
     """
     bad = []
     for group, expected in sorted(digests.items()):
         geometry = geometries[group].geometry
-        cells = [(layer_id, plane.name) for layer_id in sorted(geometry.layer_ids) for plane in geometry.planes]
+        cells = cells_of(geometry) if shares is None else shares[group]
         for run in _runs(expected):
-            found = digester.digests(group, pages[group], Interval(run[0].tokens.start, run[-1].tokens.stop))
+            found = digester.digests(group, pages[group], Interval(run[0].tokens.start, run[-1].tokens.stop), cells)
             for want, got in zip(run, found, strict=True):
                 if want != got:
                     wrong = [cell for index, cell in enumerate(cells) if _hash(want, index) != _hash(got, index)]
-                    bad.append(BadPiece(group, want.tokens, tuple(wrong)))
+                    names = dict.fromkeys((layer, geometry.planes[plane].name) for layer, plane, *_ in wrong)
+                    bad.append(BadPiece(group, want.tokens, tuple(names)))
     return bad
 
 

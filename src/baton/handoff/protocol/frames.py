@@ -34,7 +34,7 @@ from baton.handoff.protocol.messages import (
     Repair,
 )
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 _SMALL = 8 * 1024
 _TABLES = 8 * 1024 * 1024
@@ -42,7 +42,7 @@ _LIMITS: dict[type[Message], int] = {
     Hello: 1024 * 1024,
     Bye: _SMALL,
     Renew: 256,
-    Announce: _SMALL,
+    Announce: 32 * 1024,
     Admitted: _SMALL,
     Register: _TABLES,
     Ready: _TABLES,

@@ -9,15 +9,13 @@ others are to end. Pages are free when every pair has ended, since each of them 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeGuard
 
-from baton.errors import ProtocolError
-from baton.handoff.plan.topology import RankGeometry, senders
+from baton.errors import IncompatiblePeerError, ProtocolError
+from baton.handoff.plan.topology import Instance, RankGeometry, senders
 from baton.handoff.protocol import events as ev
-from baton.handoff.protocol.messages import AttemptKey
-
-Pair = tuple[int, int]  # (source rank, destination rank)
+from baton.handoff.protocol.messages import AttemptKey, Pair
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +40,31 @@ def pairs(
             for source in senders(sources[group], dest):
                 found.setdefault((source, dest.rank), set()).add(group)
     if all(source != sampling for source, _ in found):
-        found[sampling, min(dest.rank for ranks in dests.values() for dest in ranks)] = set()
+        found[sampling, min((dest.rank for ranks in dests.values() for dest in ranks), default=0)] = set()
     return {pair: frozenset(groups) for pair, groups in sorted(found.items())}
+
+
+LEAD: Pair = (0, 0)  # it always comes, and its attempt's key is that of the whole
+
+
+def pairs_of(source: Instance, dest: Instance) -> dict[Pair, frozenset[str]]:
+    """The pairs that bring `dest` all of its groups from `source`, and the one that leads them.
+
+    Raises `IncompatiblePeerError` naming what no pair can bring.
+    """
+    lacking: dict[str, tuple[object, object]] = {}
+    for name in sorted({*source.groups, *dest.groups}):
+        ranks = [[found.rank for found in end.groups.get(name, [])] for end in (source, dest)]
+        if not all(ranks):
+            lacking[f"group.{name}.ranks"] = (ranks[0], ranks[1])
+    if lacking:
+        raise IncompatiblePeerError(lacking)
+    try:
+        return {LEAD: frozenset(), **pairs(source.groups, dest.groups, source.sampling)}
+    except IncompatiblePeerError:
+        raise
+    except ProtocolError as error:
+        raise IncompatiblePeerError({"ranks": ("all that is wanted", str(error))}) from error
 
 
 class PrefillGather:
@@ -129,7 +150,8 @@ class DecodeGather:
         if self._failed:
             return []
         self._failed = True
-        return [event, *self._end_others(pair, event.reason)]
+        text = event.message if len(self._pairs) == 1 else f"rank {pair[0]} to rank {pair[1]}: {event.message}"
+        return [replace(event, key=self._key, message=text), *self._end_others(pair, event.reason)]
 
     def _end(self, pair: Pair, event: ev.HandoffEvent) -> list[ev.HandoffEvent | EndPair]:
         self._ended[pair] = event

@@ -13,7 +13,7 @@ from msgspec import Meta
 
 from baton.errors import ProtocolError
 from baton.handoff.plan.planner import Instance
-from baton.handoff.plan.topology import MAX_GROUPS
+from baton.handoff.plan.topology import MAX_GROUPS, MAX_RANKS
 from baton.kv.interval import MAX_TOKENS, Interval, Position
 from baton.wire import TokenLogprobs
 
@@ -24,6 +24,7 @@ PIECE_TOKENS = 64
 MAX_PIECES = MAX_TOKENS // PIECE_TOKENS
 MAX_HASHES = 2048  # layers times planes
 DIGEST_BYTES = 8
+MAX_TICKET_CHARS = 24 * 1024  # control addresses of all ranks are in it
 MAX_ROUNDS = 16
 # Each of them is a copy of its own.
 MAX_REPAIRS = 256
@@ -43,22 +44,39 @@ Intervals = Annotated[dict[Name, Interval], Meta(max_length=MAX_GROUPS)]
 Round = Annotated[int, Meta(ge=0, le=MAX_ROUNDS)]
 BadIntervals = Annotated[list[Interval], Meta(max_length=MAX_REPAIRS)]
 SeedsDigest = Annotated[bytes, Meta(max_length=DIGEST_BYTES)]
+TicketText = Annotated[str, Meta(max_length=MAX_TICKET_CHARS)]
+Rank = Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
+Pair = tuple[int, int]  # (source rank, destination rank)
 
 
 class AttemptKey(msgspec.Struct, frozen=True, array_like=True):
     """Identity of one attempt to hand one request over. Nothing else is ever matched on.
 
     `transfer_id` is 128 random bits from the router; the incarnations name the two processes (a restarted
-    engine has another one), so that a message for a dead process can never reach its successor's state.
+    engine has another one), so that a message for a dead process can never reach its successor's state. Each pair of
+    ranks that has bytes to move is an attempt of its own; the key of the whole is that of the pair (0, 0), which always
+    comes.
     """
 
     transfer_id: TransferId
     attempt: Annotated[int, Meta(ge=0, lt=1 << 31)]
     prefill_incarnation: Name
     decode_incarnation: Name
+    source_rank: Rank = 0
+    dest_rank: Rank = 0
+
+    @property
+    def pair(self) -> Pair:
+        """The source rank and the destination rank."""
+        return self.source_rank, self.dest_rank
+
+    def of_pair(self, pair: Pair) -> AttemptKey:
+        """The same attempt between two other ranks."""
+        return msgspec.structs.replace(self, source_rank=pair[0], dest_rank=pair[1])
 
     def __str__(self) -> str:
-        return f"{self.transfer_id.hex()}/{self.attempt}"
+        ranks = f" (ranks {self.source_rank} to {self.dest_rank})" if any(self.pair) else ""
+        return f"{self.transfer_id.hex()}/{self.attempt}{ranks}"
 
 
 class Seeds(msgspec.Struct, frozen=True):
@@ -71,6 +89,10 @@ class Seeds(msgspec.Struct, frozen=True):
     first_token: Token
     first_logprobs: TokenLogprobs | None = None
     draft_token_ids: Annotated[list[Token], Meta(max_length=MAX_DRAFTS)] = []
+
+
+# Of a rank that does not sample. No vocabulary has such a token, so whoever took it for one would be found out.
+NO_SEEDS = Seeds(first_token=(1 << 31) - 1)
 
 
 class PieceDigest(msgspec.Struct, frozen=True, array_like=True):
@@ -134,7 +156,7 @@ class AttemptMessage(Message, frozen=True):
 class Announce(AttemptMessage, frozen=True, tag="ANNOUNCE"):
     """D to P: this leg waits here, and will be registered once P has admitted it. Carries the router's ticket."""
 
-    ticket: Annotated[str, Meta(max_length=4096)]
+    ticket: TicketText
 
 
 class Admitted(AttemptMessage, frozen=True, tag="ADMITTED"):
@@ -144,7 +166,7 @@ class Admitted(AttemptMessage, frozen=True, tag="ADMITTED"):
 class Register(AttemptMessage, frozen=True, tag="REGISTER"):
     """D to P: the intervals wanted per group and, for push, D's block tables. Carries the router's ticket."""
 
-    ticket: Annotated[str, Meta(max_length=4096)]
+    ticket: TicketText
     wanted: Intervals
     pages: PageTables
 

@@ -18,20 +18,20 @@ from collections.abc import Sequence
 from baton.errors import ProtocolError
 from baton.handoff.protocol import events as ev
 from baton.handoff.protocol import messages as msg
-from baton.handoff.protocol.copies import CopyLedger
 from baton.handoff.protocol.digests import seeds_digest
+from baton.handoff.protocol.half import Half
 from baton.handoff.protocol.messages import AttemptKey
 from baton.handoff.protocol.phases import PrefillPhase
 from baton.handoff.protocol.stretches import Stretches
 from baton.wire import Integrity, Mode
 
 
-class PrefillHandoff:
+class PrefillHandoff(Half):
     """State machine of P for one attempt. It may begin with `Opened` or with a REGISTER.
 
-    `groups` are the names of P's groups. `handle` raises `ProtocolError` for a REGISTER that contradicts
-    them, and for a REPAIR of what was not wanted; the attempt is then as before. At most `max_retries` failed
-    copies and as many REPAIRs are made good.
+    `groups` are the names of the groups of which this pair of ranks moves bytes: those of P's rank, until D's instance
+    is known. `handle` raises `ProtocolError` for a REGISTER that contradicts them, and for a REPAIR of what was not
+    wanted; the attempt is then as before.
     """
 
     def __init__(
@@ -42,23 +42,17 @@ class PrefillHandoff:
         max_retries: int = 3,
         integrity: Integrity = "off",
     ) -> None:
-        self.key = key
-        self.mode = mode
-        self.max_retries = max_retries
-        self.integrity = integrity
+        super().__init__(key, mode, max_retries, integrity)
         self.groups = frozenset(groups)
         self.phase = PrefillPhase.OPEN
         self.opened = False
         self.admitted = False
         self.announced = False
         self.released = False
-        self.reason = ""
-        self.copies = CopyLedger(max_retries)
         self.registered = False
         self._known = False  # D has spoken, so it may wait for an answer
         self._register: msg.Register | None = None
-        self._stretches = Stretches(key, mode, groups, integrity, self.copies)
-        self._round = 0
+        self._stretches = Stretches(key, mode, integrity, self.copies)
         self._seeds: msg.Seeds | None = None
         self._finished = False
         self._offer: msg.AttemptMessage | None = None
@@ -196,7 +190,7 @@ class PrefillHandoff:
             seeds=seeds,
             num_bytes=self.copies.num_bytes,
             num_runs=self.copies.num_runs,
-            round=self._round,
+            round=self.round,
             digests=self._stretches.digests,
             seeds_digest=self._seeds_digest(seeds),
         )
@@ -215,15 +209,15 @@ class PrefillHandoff:
         """Copy again what D found bad. A REPAIR that was carried out is answered with its COMMIT again."""
         if self.phase is not PrefillPhase.OFFERED or not isinstance(self._offer, msg.Commit):
             return self._answer()
-        if message.round <= self._round:
+        if message.round <= self.round:
             return self._repeat()
         assert self._register is not None
-        if message.round != self._round + 1:
-            raise ProtocolError(f"REPAIR of round {message.round} after round {self._round}")
-        if self._round == self.max_retries:
-            return self._fail("integrity_failed", f"still bad after {self._round} repairs")
+        if message.round != self.round + 1:
+            raise ProtocolError(f"REPAIR of round {message.round} after round {self.round}")
+        if self.round == self.max_retries:
+            return self._fail("integrity_failed", f"still bad after {self.round} repairs")
         copies = self._stretches.again(self._register, message)
-        self.phase, self._offer, self._round = PrefillPhase.OPEN, None, message.round
+        self.phase, self._offer, self.round = PrefillPhase.OPEN, None, message.round
         return [ev.Count("repairs"), *copies, *self._advance()]
 
     def _finish(self) -> list[ev.Action]:
@@ -255,7 +249,7 @@ class PrefillHandoff:
 
     def _progress(self, copy: ev.StartCopy) -> list[ev.Action]:
         # After a REPAIR an earlier PROGRESS counts no more, and the next COMMIT says all.
-        return [] if self._round else self._stretches.progress(copy)
+        return [] if self.round else self._stretches.progress(copy)
 
     # ------------------------------------------------------------ the end
 

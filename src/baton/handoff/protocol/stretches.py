@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from baton.errors import ProtocolError
 from baton.handoff.protocol import events as ev
@@ -21,10 +21,8 @@ class Stretches:
     digested of it, in token order.
     """
 
-    def __init__(
-        self, key: AttemptKey, mode: Mode, groups: Iterable[str], integrity: Integrity, copies: CopyLedger
-    ) -> None:
-        self.final = dict.fromkeys(groups, 0)
+    def __init__(self, key: AttemptKey, mode: Mode, integrity: Integrity, copies: CopyLedger) -> None:
+        self.final: dict[str, int] = {}
         self.pages: dict[str, list[int]] = {}
         self.digests: ev.Digests = {}
         self._key = key
@@ -32,7 +30,8 @@ class Stretches:
         self._integrity = integrity
         self._copies = copies
         self._prompt_len = 0
-        self._reached: dict[str, int] = {}  # per group, tokens below are copied (push) and digested, or being so
+        # Per group, tokens below are copied (push) and digested, or being so; None before D has registered.
+        self._reached: dict[str, int] | None = None
         self._computing = 0
         self._untold: dict[str, list[ev.StartCopy]] = {}  # copies that are done before their digests are taken
 
@@ -45,16 +44,23 @@ class Stretches:
         """The engine says how far it is."""
         self._prompt_len = event.prompt_len
         for group, pages in event.pages.items():
-            self.pages[group] = list(pages)
+            if self._moves(group):
+                self.pages[group] = list(pages)
         self.extend(event.final)
+
+    def _moves(self, group: str) -> bool:
+        return self._reached is None or group in self._reached
 
     def extend(self, final: Mapping[str, int]) -> None:
         """More is final; never beyond the prompt."""
         for group, end in final.items():
-            self.final[group] = max(self.final.get(group, 0), min(end, self._prompt_len))
+            if self._moves(group):
+                self.final[group] = max(self.final.get(group, 0), min(end, self._prompt_len))
 
     def begin(self, register: msg.Register) -> None:
-        """D says from where on it wants each group."""
+        """D says from where on it wants each group; what it does not name, another pair of ranks brings."""
+        self.final = {group: self.final.get(group, 0) for group in register.wanted}
+        self.pages = {group: pages for group, pages in self.pages.items() if group in register.wanted}
         self._reached = {group: tokens.start for group, tokens in register.wanted.items()}
 
     def beyond(self, register: msg.Register) -> list[str]:
@@ -64,11 +70,12 @@ class Stretches:
     def follow(self, register: msg.Register) -> list[ev.Action]:
         """Copy (push) and digest what has become final."""
         actions: list[ev.Action] = []
+        reached = self._reached or {}
         for group in sorted(register.wanted):
-            tokens = Interval(0, min(register.wanted[group].stop, self.final[group])).after(self._reached[group])
+            tokens = Interval(0, min(register.wanted[group].stop, self.final[group])).after(reached[group])
             if tokens.empty:
                 continue
-            self._reached[group] = tokens.stop
+            reached[group] = tokens.stop
             source = self.pages.get(group, [])
             if self._mode == "push":
                 actions.append(self._copies.start(group, tokens, source, register.pages[group]))

@@ -25,44 +25,45 @@ from msgspec import Meta
 
 from baton.directories import OTHERS, check_own
 from baton.errors import ConfigError, EngineUnavailableError, ProtocolError, TicketExpiredError, WrongEngineError
-from baton.handoff.protocol.messages import AttemptKey, Name, TransferId
+from baton.handoff.plan.topology import MAX_RANKS
+from baton.handoff.protocol.messages import MAX_TICKET_CHARS, AttemptKey, Name, TransferId
 from baton.wire import LegRole, Mode, SamplingParams
 
 TICKET_LIFE_S = 120
 # Engines remember ended attempts for this long, so no ticket may outlive that memory.
 MAX_TICKET_LIFE_S = 600
-MAX_TICKET_CHARS = 4096
 _KEY_BYTES = 32
 _MAC_BYTES = 32
 # Separates this use of the key from any other that may come.
 _CONTEXT = b"baton-ticket-1\0"
 
 Address = Annotated[str, Meta(min_length=1, max_length=256, pattern=r"^[a-z]+://")]
+Addresses = Annotated[list[Address], Meta(min_length=1, max_length=MAX_RANKS)]
 
 
 class Party(Protocol):
-    """An engine as a ticket names it: an `EngineIdentity`."""
+    """An engine as a ticket names it: an `EngineIdentity`. One control address for each of its ranks."""
 
     @property
     def engine_id(self) -> str: ...
     @property
     def incarnation(self) -> str: ...
     @property
-    def control_address(self) -> str | None: ...
+    def control_addresses(self) -> list[str]: ...
 
 
 class Ticket(msgspec.Struct, frozen=True, kw_only=True):
-    """What the router promises both engines. `prefill_expiry` and `decode_expiry` are in seconds of that engine's own
-    monotonic clock; `request_digest` is 32 bytes."""
+    """What the router promises both engines. Addresses are those of all ranks, by rank. `prefill_expiry` and
+    `decode_expiry` are in seconds of that engine's own monotonic clock; `request_digest` is 32 bytes."""
 
     transfer_id: TransferId
     attempt: Annotated[int, Meta(ge=0, lt=1 << 31)] = 0
     prefill_engine: Name
     prefill_incarnation: Name
-    prefill_address: Address
+    prefill_addresses: Addresses
     decode_engine: Name
     decode_incarnation: Name
-    decode_address: Address
+    decode_addresses: Addresses
     mode: Mode
     prefill_expiry: Annotated[float, Meta(ge=0)]
     decode_expiry: Annotated[float, Meta(ge=0)]
@@ -81,16 +82,16 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
 
         Raises `EngineUnavailableError` for an engine that takes no handoffs.
         """
-        if prefill.control_address is None or decode.control_address is None:
+        if not (prefill.control_addresses and decode.control_addresses):
             raise EngineUnavailableError("an engine of the pair has no control address")
         return cls(
             transfer_id=new_transfer_id(),
             prefill_engine=prefill.engine_id,
             prefill_incarnation=prefill.incarnation,
-            prefill_address=prefill.control_address,
+            prefill_addresses=prefill.control_addresses,
             decode_engine=decode.engine_id,
             decode_incarnation=decode.incarnation,
-            decode_address=decode.control_address,
+            decode_addresses=decode.control_addresses,
             mode=mode,
             prefill_expiry=expiries[0],
             decode_expiry=expiries[1],

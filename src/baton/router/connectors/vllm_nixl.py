@@ -98,7 +98,7 @@ class _NixlConnector(VllmConnector):
         return EngineIdentity(
             engine_id=client.url,
             incarnation=client.url,
-            control_address=client.url,
+            control_addresses=[client.url],
             fingerprint="",
             vocab_size=_ANY_TOKEN,
             eos_token_ids=[],
