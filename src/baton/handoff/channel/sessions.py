@@ -42,8 +42,7 @@ class Session:
     `peer` once it is there. `refusal` is `(reason, message)` when no KV may be exchanged with it. `challenge` is
     the one that it was last shown a proof by. The peer counts as alive for `lease` seconds after it was `heard` last
     (monotonic seconds). Until `until` the process of the session before may still wait for a word about its attempts.
-    `round_trip` is measured, in seconds. `pairs` are the ranks of the two engines that have to do with each other, and
-    the groups of which they move bytes.
+    `round_trip` is measured, in seconds. `pairs`: those of the two engines, and the groups of which each moves bytes.
     """
 
     connection: Connection
@@ -265,9 +264,9 @@ class Sessions:
             raise ProtocolError("the ticket is for another attempt")
         if message.key.pair not in session.pairs:
             raise ProtocolError(f"ranks {message.key.pair} have nothing to hand over")
-        named, there = (len(ticket.prefill_addresses), len(ticket.decode_addresses)), hello.instance.num_ranks
-        if named[0] < self._hello.instance.num_ranks or named[1] < there:
-            raise ProtocolError("the ticket does not name all ranks")
+        for addresses, side in ((ticket.prefill_addresses, self._hello), (ticket.decode_addresses, hello)):
+            if len(addresses) < side.instance.num_ranks:
+                raise ProtocolError("the ticket does not name all ranks")
         if (ticket.prefill_engine, ticket.prefill_incarnation) != (config.engine_id, config.incarnation):
             raise ProtocolError("the ticket names another prefill engine")
         if (ticket.decode_engine, ticket.decode_incarnation) != (hello.engine_id, hello.incarnation):

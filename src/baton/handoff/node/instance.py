@@ -8,7 +8,7 @@ the other side's ranks are known, and brings what their HELLO says of them.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
@@ -58,18 +58,20 @@ class RankAgent(Agent, Protocol):
     ) -> None: ...
 
 
+# What P's engine says of a request, to one agent: its key there, the pair's groups, whether that rank samples.
+Saying = Callable[[RankAgent, AttemptKey, frozenset[str] | None, bool], None]
+
+
 @dataclass(slots=True, eq=False)
 class _Prefill:
-    """P's half of one request, and what the engine has said of it, for pairs that are opened later. `told`: the engine
-    knows that its pages are free.
+    """P's half of one request. `said` is what the engine has said, for pairs that are opened later; `told`: the engine
+    knows that its pages are free; `ended`: no pair is to be opened any more.
     """
 
     ticket: Ticket
     pairs: Groups = field(default_factory=lambda: {LEAD: None})
     gather: PrefillGather | None = None
-    admitted: bool = False
-    declared: tuple[int, dict[str, list[int]], dict[str, int]] | None = None
-    sampled: tuple[Seeds, bool, dict[str, int]] | None = None
+    said: dict[str, Saying] = field(default_factory=dict)
     told: bool = False
     ended: bool = False
 
@@ -135,66 +137,47 @@ class InstanceAgent:
         except IncompatiblePeerError:
             return  # the session is refused, and D tells by the pair that is open
         leg.gather = PrefillGather(leg.ticket.key, found)
-        others = leg.pairs.keys() - {LEAD}
-        for source, dest in others:
-            self._agents[source].open_prefill(leg.ticket, dest)
-        if leg.admitted:
-            self._admit(leg, others)
-        if leg.declared is not None:
-            self._declare(leg, others)
-        if leg.sampled is not None:
-            self._finish(leg, others)
+        for pair in leg.pairs.keys() - {LEAD}:
+            self._agents[pair[0]].open_prefill(leg.ticket, pair[1])
+            for saying in leg.said.values():
+                self._pass_on(leg, pair, saying)
 
     def admit_prefill(self, key: AttemptKey) -> None:
         """As `HandoffAgent.admit_prefill`."""
-        with self._lock:
-            leg = self._prefills.get(key)
-            if leg is not None:
-                leg.admitted = True
-                self._admit(leg, leg.pairs)
-                return
-        self._agents[0].admit_prefill(key)
+        self._say(key, "admitted", lambda agent, own, groups, samples: agent.admit_prefill(own))
 
     def declare_final(
         self, key: AttemptKey, prompt_len: int, pages: dict[str, list[int]], final: dict[str, int]
     ) -> None:
         """As `HandoffAgent.declare_final`."""
-        with self._lock:
-            leg = self._prefills.get(key)
-            if leg is not None:
-                leg.declared = (prompt_len, {group: list(table) for group, table in pages.items()}, dict(final))
-                self._declare(leg, leg.pairs)
-                return
-        self._agents[0].declare_final(key, prompt_len, pages, final)
+        tables = {group: list(table) for group, table in pages.items()}
+
+        def declare(agent: RankAgent, own: AttemptKey, groups: frozenset[str] | None, samples: bool) -> None:
+            agent.declare_final(own, prompt_len, _part(tables, groups), _part(final, groups))
+
+        self._say(key, "declared", declare)
 
     def finish_prefill(self, key: AttemptKey, seeds: Seeds, finished: bool, final: dict[str, int]) -> None:
         """As `HandoffAgent.finish_prefill`; the seeds go with the pairs of the rank that samples."""
+
+        def finish(agent: RankAgent, own: AttemptKey, groups: frozenset[str] | None, samples: bool) -> None:
+            agent.finish_prefill(own, seeds if samples else NO_SEEDS, finished, _part(final, groups))
+
+        self._say(key, "sampled", finish)
+
+    def _say(self, key: AttemptKey, what: str, saying: Saying) -> None:
         with self._lock:
             leg = self._prefills.get(key)
             if leg is not None:
-                leg.sampled = (seeds, finished, dict(final))
-                self._finish(leg, leg.pairs)
+                leg.said[what] = saying
+                for pair in leg.pairs:
+                    self._pass_on(leg, pair, saying)
                 return
-        self._agents[0].finish_prefill(key, seeds, finished, final)
+        saying(self._agents[0], key, None, True)
 
-    def _admit(self, leg: _Prefill, pairs: Iterable[Pair]) -> None:
-        for pair in pairs:
-            self._agents[pair[0]].admit_prefill(leg.ticket.key.of_pair(pair))
-
-    def _declare(self, leg: _Prefill, pairs: Iterable[Pair]) -> None:
-        assert leg.declared is not None
-        prompt_len, pages, final = leg.declared
-        for pair in pairs:
-            key, groups = leg.ticket.key.of_pair(pair), leg.pairs[pair]
-            self._agents[pair[0]].declare_final(key, prompt_len, _part(pages, groups), _part(final, groups))
-
-    def _finish(self, leg: _Prefill, pairs: Iterable[Pair]) -> None:
-        assert leg.sampled is not None
-        seeds, finished, final = leg.sampled
-        for pair in pairs:
-            own = seeds if pair[0] == self._instance.sampling else NO_SEEDS
-            key = leg.ticket.key.of_pair(pair)
-            self._agents[pair[0]].finish_prefill(key, own, finished, _part(final, leg.pairs[pair]))
+    def _pass_on(self, leg: _Prefill, pair: Pair, saying: Saying) -> None:
+        samples = pair[0] == self._instance.sampling
+        saying(self._agents[pair[0]], leg.ticket.key.of_pair(pair), leg.pairs[pair], samples)
 
     # ------------------------------------------------------------ D's calls
 
