@@ -15,8 +15,9 @@ from baton.handoff.plan.planner import Instance, RankGeometry
 from baton.handoff.protocol.events import DecodeCommitted, HandoffEvent
 from baton.handoff.protocol.messages import CHALLENGE_BYTES, AttemptKey, Hello, Seeds
 from baton.handoff.protocol.ticket import SignedTicket, Ticket, mint, new_transfer_id
-from baton.kv.geometry import Geometry, GroupSpec
+from baton.kv.geometry import Geometry
 from baton.kv.interval import Interval
+from baton.kv.spec import GroupSpec, kv_planes
 from baton.transports.registry import create_transport
 from baton.wire import Mode
 
@@ -42,12 +43,8 @@ class Node:
                 name=group,
                 owner="draft" if group == "draft" else "target",
                 kind="full",
-                num_layers=2,
-                num_kv_heads=2,
-                head_dim=8,
+                planes=kv_planes(2, 8, "float32"),
                 page_size=_PAGE_SIZE,
-                dtype="float32",
-                window=None,
                 module=int(group == "draft"),
                 layer_ids=(0, 1),
             )

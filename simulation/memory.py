@@ -14,8 +14,9 @@ from baton.errors import ProtocolError
 from baton.handoff.plan.planner import RankGeometry
 from baton.handoff.protocol.digests import Cell, pieces
 from baton.handoff.protocol.messages import PieceDigest
-from baton.kv.geometry import BLOCK_MAJOR_NHD, LAYER_MAJOR_NHD, NULL_PAGE, Geometry, GroupSpec
+from baton.kv.geometry import BLOCK_MAJOR_NHD, LAYER_MAJOR_NHD, NULL_PAGE, Geometry
 from baton.kv.interval import Interval
+from baton.kv.spec import GroupSpec, kv_planes, latent_planes
 from simulation.settings import GroupModel
 from simulation.story import Story
 
@@ -52,11 +53,8 @@ class GroupMemory:
             name=model.name,
             owner=model.owner,
             kind=model.kind,
-            num_layers=1,
-            num_kv_heads=1,
-            head_dim=2,
+            planes=(latent_planes(1, 1, "float32") if model.kind in ("mla", "state") else kv_planes(1, 2, "float32")),
             page_size=page_size,
-            dtype="float32",
             window=model.window,
             layer_ids=(model.salt,),
             module=model.module,

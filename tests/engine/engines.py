@@ -93,9 +93,9 @@ class Stepped:
 
 
 def kv_of(engine: Stepped) -> dict[str, Tensor]:
-    """The regions of its groups."""
+    """Keys and values of its groups that keep them."""
     assert isinstance(engine.core.executor, LocalExecutor)
-    return engine.core.executor.runner.kv
+    return {name: memory.kv for name, memory in engine.core.executor.runner.kv.items() if memory.kv is not None}
 
 
 def request(

@@ -10,9 +10,9 @@ import pytest
 import baton.engine.pool_size as pool_size_module
 from baton import LLM, SamplingParams
 from baton.engine.config import EngineConfig, parse_size
-from baton.engine.pool_size import MIN_POOL_BYTES, Memory, PoolSize, pool_size, split_pages
+from baton.engine.pool_size import MIN_POOL_BYTES, Demand, Memory, PoolSize, pool_size
 from baton.errors import ConfigError
-from baton.kv.geometry import GroupSpec
+from baton.kv.spec import GroupSpec, kv_planes
 from tests.engine.engines import EAGLE3, TARGET
 
 GIB = 1 << 30
@@ -26,12 +26,8 @@ def group(name: str, page_bytes: int = PAGE_BYTES, page_size: int = 16) -> Group
         name=name,
         owner="target",
         kind="full",
-        num_layers=1,
-        num_kv_heads=1,
-        head_dim=page_bytes // (2 * page_size),
+        planes=kv_planes(1, page_bytes // (2 * page_size), "uint8"),
         page_size=page_size,
-        dtype="uint8",
-        window=None,
         layer_ids=(0,),
     )
 
@@ -96,7 +92,7 @@ def test_the_context_is_what_fits() -> None:
 def test_groups_with_pages_of_other_sizes_share_the_memory_by_tokens() -> None:
     groups = [group("a", 160, 16), group("b", 400, 10), group("c", 64, 32)]
     for num_bytes in (0, 623, 624, 5000, 123_456):
-        pages = split_pages(groups, num_bytes)
+        _, pages = Demand(groups).split(num_bytes)
         held = {g.name: (pages[g.name] - 1) * g.page_size for g in groups}
         tokens = min(held.values())
         assert all(pages[g.name] - 1 == -(-tokens // g.page_size) for g in groups), "no page that the others cannot use"
@@ -104,8 +100,8 @@ def test_groups_with_pages_of_other_sizes_share_the_memory_by_tokens() -> None:
             assert sum(pages[g.name] * g.page_bytes for g in groups) <= num_bytes
             more = sum((1 + -(-(tokens + 1) // g.page_size)) * g.page_bytes for g in groups)
             assert more > num_bytes
-    assert split_pages(groups, 0) == {"a": 1, "b": 1, "c": 1}
-    assert split_pages([group("a", 160), group("b", 64)], 224 * 7 + 223) == {"a": 7, "b": 7}
+    assert Demand(groups).split(0)[1] == {"a": 1, "b": 1, "c": 1}
+    assert Demand([group("a", 160), group("b", 64)]).split(224 * 7 + 223)[1] == {"a": 7, "b": 7}
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,9 @@ from baton.handoff.protocol.digests import MemoryDigester
 from baton.handoff.protocol.events import DecodeCommitted, DecodeProgress, HandoffEvent, PrefillReleased
 from baton.handoff.protocol.messages import Seeds
 from baton.handoff.protocol.ticket import SignedTicket, Ticket, mint, new_transfer_id
-from baton.kv.geometry import Geometry, GroupSpec
+from baton.kv.geometry import Geometry
 from baton.kv.interval import Interval
+from baton.kv.spec import GroupSpec, kv_planes
 from baton.transports.registry import create_transport
 
 KEY = b"k" * 32
@@ -39,12 +40,8 @@ class Node:
                 name=group,
                 owner="draft" if group == "draft" else "target",
                 kind="full",
-                num_layers=layers,
-                num_kv_heads=HEADS,
-                head_dim=DIM,
+                planes=kv_planes(HEADS, DIM, "float32"),
                 page_size=page_size,
-                dtype="float32",
-                window=None,
                 layer_ids=tuple(range(layers)),
                 module=int(group == "draft"),
             )

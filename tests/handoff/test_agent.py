@@ -28,8 +28,9 @@ from baton.handoff.protocol.fingerprint import geometry_fields
 from baton.handoff.protocol.frames import encode
 from baton.handoff.protocol.messages import Cancel, Hello, Register
 from baton.handoff.protocol.ticket import mint
-from baton.kv.geometry import Geometry, GroupSpec
+from baton.kv.geometry import Geometry
 from baton.kv.interval import Interval
+from baton.kv.spec import GroupSpec, kv_planes
 from tests.handoff.nodes import (
     DIM,
     HEADS,
@@ -239,12 +240,8 @@ def half(geometry: Geometry, rank: int) -> RankGeometry:
         name=geometry.group,
         owner="target",
         kind="full",
-        num_layers=geometry.num_layers,
-        num_kv_heads=HEADS // 2,
-        head_dim=DIM,
+        planes=kv_planes(HEADS // 2, DIM, "float32"),
         page_size=geometry.page_size,
-        dtype="float32",
-        window=None,
         layer_ids=geometry.layer_ids,
     )
     shard = Geometry.block_major(spec, NUM_PAGES, region=geometry.region, first_head=rank * HEADS // 2)

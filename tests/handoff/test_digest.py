@@ -22,8 +22,9 @@ from baton.handoff.protocol.digests import (
 )
 from baton.handoff.protocol.events import BadPiece
 from baton.handoff.protocol.messages import AttemptKey, PieceDigest, Seeds
-from baton.kv.geometry import BLOCK_MAJOR_NHD, LAYER_MAJOR_HND, Axis, Geometry, GroupSpec
+from baton.kv.geometry import BLOCK_MAJOR_NHD, LAYER_MAJOR_HND, Axis, Geometry
 from baton.kv.interval import Interval
+from baton.kv.spec import GroupSpec, kv_planes
 from tests.support.planes import with_planes
 
 KEY = AttemptKey(b"0" * 16, 0, "p", "d")
@@ -40,12 +41,8 @@ class Pool:
             name=group,
             owner="target",
             kind="full",
-            num_layers=LAYERS,
-            num_kv_heads=HEADS,
-            head_dim=DIM,
+            planes=kv_planes(HEADS, DIM, "bfloat16"),
             page_size=page_size,
-            dtype="bfloat16",
-            window=None,
             layer_ids=LAYER_IDS,
         )
         count = -(-TOKENS // page_size)
@@ -136,12 +133,8 @@ def test_pages_that_do_not_exist_are_refused() -> None:
         name="target",
         owner="target",
         kind="full",
-        num_layers=1,
-        num_kv_heads=1,
-        head_dim=4,
+        planes=kv_planes(1, 4, "bfloat16"),
         page_size=32,
-        dtype="bfloat16",
-        window=None,
         layer_ids=(0,),
     )
     geometry = Geometry.block_major(tiled, 4)

@@ -23,7 +23,8 @@ from baton.handoff.protocol.events import (
 )
 from baton.handoff.protocol.gather import DecodeGather, EndPair, Pair, PrefillGather, pairs
 from baton.handoff.protocol.messages import AttemptKey, Seeds
-from baton.kv.geometry import Geometry, GroupSpec
+from baton.kv.geometry import Geometry
+from baton.kv.spec import GroupSpec, kv_planes, latent_planes
 
 KEY = AttemptKey(bytes(16), 0, "p", "d")
 SAMPLING = 1
@@ -241,12 +242,8 @@ def ranks(name: str, tp: int, heads: int, kind: str = "full") -> list[RankGeomet
             name=name,
             owner="target",
             kind=kind,  # type: ignore[arg-type]
-            num_layers=1,
-            num_kv_heads=width,
-            head_dim=2,
+            planes=kv_planes(width, 2, "bfloat16") if kind == "full" else latent_planes(1, 1, "bfloat16"),
             page_size=4,
-            dtype="bfloat16",
-            window=None,
             layer_ids=(0,),
         )
         out.append(RankGeometry(rank=rank, geometry=Geometry.block_major(spec, 4, first_head=rank * heads // tp)))

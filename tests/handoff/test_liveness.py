@@ -28,8 +28,9 @@ from baton.handoff.protocol.events import (
 from baton.handoff.protocol.frames import decode, encode
 from baton.handoff.protocol.messages import Bye, Cancel, Cancelled, Hello, Message, Register, Renew, Seeds
 from baton.handoff.protocol.ticket import SignedTicket, Ticket, new_transfer_id
-from baton.kv.geometry import Geometry, GroupSpec
+from baton.kv.geometry import Geometry
 from baton.kv.interval import Interval
+from baton.kv.spec import GroupSpec, kv_planes
 from baton.transports.base import CopyList, Direction, Operation, Peer
 from baton.transports.local import LocalTransport
 from tests.handoff.nodes import signed
@@ -132,12 +133,8 @@ class Node:
             name="target",
             owner="target",
             kind="full",
-            num_layers=1,
-            num_kv_heads=1,
-            head_dim=4,
+            planes=kv_planes(1, 4, "float32"),
             page_size=4,
-            dtype="float32",
-            window=None,
             layer_ids=(0,),
         )
         geometry = Geometry.block_major(spec, 16)

@@ -38,8 +38,9 @@ from baton.handoff.protocol.messages import (
     Seeds,
     check_table,
 )
-from baton.kv.geometry import Geometry, GroupSpec
+from baton.kv.geometry import Geometry
 from baton.kv.interval import Interval
+from baton.kv.spec import GroupSpec, kv_planes
 from baton.wire import TokenLogprobs
 from tests.support.planes import with_planes
 
@@ -53,11 +54,8 @@ def rank(page_size: int = 16, dtype: str = "bfloat16") -> RankGeometry:
         name="target",
         owner="target",
         kind="sliding_window",
-        num_layers=2,
-        num_kv_heads=2,
-        head_dim=8,
+        planes=kv_planes(2, 8, dtype),
         page_size=page_size,
-        dtype=dtype,
         window=9,
         layer_ids=(0, 1),
     )
@@ -216,12 +214,8 @@ def sharded(tp: int, stages: int, heads: int = 4, **changes: Any) -> Instance:
                 name="target",
                 owner="target",
                 kind="full",
-                num_layers=4 // stages,
-                num_kv_heads=heads // tp,
-                head_dim=8,
+                planes=kv_planes(heads // tp, 8, "bfloat16"),
                 page_size=16,
-                dtype="bfloat16",
-                window=None,
                 layer_ids=tuple(range(stage * 4 // stages, (stage + 1) * 4 // stages)),
             )
             geometry = Geometry.block_major(spec, 8, first_head=shard * heads // tp)

@@ -15,17 +15,15 @@ from baton.handoff.plan.planner import RankGeometry, plan, senders
 from baton.kv.geometry import (
     BLOCK_MAJOR_HND,
     BLOCK_MAJOR_NHD,
-    ITEMSIZE,
     LAYER_MAJOR_HND,
     LAYER_MAJOR_NHD,
     Axis,
     CopyList,
-    Cut,
     Geometry,
-    GroupSpec,
     Plane,
 )
 from baton.kv.interval import ALL_LAYERS, Interval
+from baton.kv.spec import ITEMSIZE, Cut, GroupSpec, kv_planes, latent_planes
 from tests.support.planes import with_planes
 
 ORDERS = [
@@ -53,12 +51,12 @@ def make(
         name="g",
         owner="target",
         kind=kind,
-        num_layers=len(layers),
-        num_kv_heads=heads[1] - heads[0],
-        head_dim=head_dim,
+        planes=(
+            kv_planes(heads[1] - heads[0], head_dim, "bfloat16")
+            if kind == "full"
+            else latent_planes(head_dim - 1, 1, "bfloat16")
+        ),
         page_size=page_size,
-        dtype="bfloat16",
-        window=None,
         layer_ids=layers,
     )
     return Geometry.from_order(spec, pages, order, region=region, first_head=heads[0], base=base)

@@ -9,8 +9,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from baton.kv import pool as page_pool
 from baton.kv.cache import BlockTables, KVCache
-from baton.kv.geometry import GroupSpec
 from baton.kv.interval import Interval, Kind
+from baton.kv.spec import GroupSpec, kv_planes
 
 SIZES = {"target": 4, "window": 3, "draft": 6}
 WINDOW = 5
@@ -24,11 +24,8 @@ def group(
         name=name,
         owner="target" if module == 0 else "draft",
         kind=kind if window is None else "sliding_window",
-        num_layers=1,
-        num_kv_heads=1,
-        head_dim=1,
+        planes=kv_planes(1, 1, "uint8"),
         page_size=page_size,
-        dtype="uint8",
         window=window,
         layer_ids=(0,),
         module=module,

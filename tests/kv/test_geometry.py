@@ -18,9 +18,9 @@ from baton.kv.geometry import (
     Axis,
     CopyList,
     Geometry,
-    GroupSpec,
     Plane,
 )
+from baton.kv.spec import GroupSpec, PlaneSpec, kv_planes, latent_planes
 from tests.support.planes import with_planes
 
 
@@ -29,11 +29,8 @@ def make_spec(**changes: Any) -> GroupSpec:
         "name": "target",
         "owner": "target",
         "kind": "full",
-        "num_layers": 3,
-        "num_kv_heads": 2,
-        "head_dim": 4,
+        "planes": kv_planes(2, 4, "bfloat16"),
         "page_size": 5,
-        "dtype": "bfloat16",
         "window": None,
         "layer_ids": (0, 1, 2),
     }
@@ -76,21 +73,40 @@ def test_every_order_addresses_every_element_once(order: tuple[Axis, ...]) -> No
 
 
 def test_one_latent_and_one_state_per_layer() -> None:
-    latent = make_spec(kind="mla", num_kv_heads=1, head_dim=576)
+    latent = make_spec(kind="mla", planes=latent_planes(512, 64, "bfloat16"))
     assert [plane.name for plane in Geometry.block_major(latent, 2).planes] == ["latent"]
     assert latent.page_bytes == 3 * 5 * 576 * 2
-    state = make_spec(kind="state", page_size=1, num_kv_heads=1, head_dim=100, dtype="float32")
-    assert Geometry.block_major(state, 2).planes[0].page_stride == 3 * 100 * 4
+    halves = make_spec(kind="mla", planes=latent_planes(512, 64, "bfloat16", split=True))
+    assert [plane.base for plane in Geometry.block_major(halves, 2).planes] == [0, 5 * 512 * 2]
+    assert halves.page_bytes == latent.page_bytes
+
+
+def test_planes_of_a_state_are_aligned_to_the_widest_element() -> None:
+    parts = (
+        PlaneSpec("conv", "bfloat16", 7, 3, "channels"),
+        PlaneSpec("ssm", "float32", 2, 5),
+        PlaneSpec("flags", "uint8", 1, 1, "whole"),
+    )
+    state = make_spec(kind="state", page_size=1, planes=parts)
+    assert state.plane_offsets == (0, 44, 84, 88)
+    geometry = Geometry.block_major(state, 4, first_head=2)
+    assert [(plane.base, plane.first_head) for plane in geometry.planes] == [(0, 2), (44, 2), (84, 0)]
+    assert geometry.planes[0].layer_stride == 88
+    assert geometry.planes[0].page_stride == state.page_bytes == 3 * 88
+    with pytest.raises(ProtocolError, match="several shapes"):
+        Geometry.from_order(state, 4, BLOCK_MAJOR_NHD)
 
 
 @pytest.mark.parametrize(
     "changes",
     [
-        {"num_layers": 0, "layer_ids": ()},
-        {"head_dim": 0},
+        {"layer_ids": ()},
+        {"planes": kv_planes(2, 0, "bfloat16")},
+        {"planes": kv_planes(0, 4, "bfloat16")},
+        {"planes": ()},
+        {"planes": kv_planes(2, 4, "bfloat16")[:1] * 2},
         {"page_size": -1},
-        {"dtype": "float12"},
-        {"layer_ids": (0, 1)},
+        {"planes": kv_planes(2, 4, "float12")},
         {"layer_ids": (0, 1, 1)},
         {"window": 4},
         {"kind": "sliding_window"},
@@ -152,7 +168,7 @@ def test_check_refuses_what_is_not_memory(changes: dict[str, Any], message: str)
 
 
 def test_strides_of_axes_with_one_entry_do_not_matter() -> None:
-    geometry = Geometry.block_major(make_spec(num_layers=1, layer_ids=(9,)), 7)
+    geometry = Geometry.block_major(make_spec(layer_ids=(9,)), 7)
     with_planes(geometry, layer_stride=0).check()
 
 
@@ -160,7 +176,7 @@ def test_strides_of_axes_with_one_entry_do_not_matter() -> None:
 @pytest.mark.parametrize("axis", ["layer_stride", "token_stride"])
 def test_no_stride_is_beyond_an_offset_even_of_an_axis_with_one_entry(axis: str, stride: int) -> None:
     """Planning multiplies offsets by it, as int64."""
-    geometry = Geometry.block_major(make_spec(num_layers=1, layer_ids=(9,), page_size=1), 7)
+    geometry = Geometry.block_major(make_spec(layer_ids=(9,), page_size=1), 7)
     with pytest.raises(ProtocolError, match="strides out of range"):
         with_planes(geometry, **{axis: stride}).check()
 

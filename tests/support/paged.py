@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from baton.engine.attention import AttentionBackend, AttnBatch
-from baton.models.layers import KVLayerSpec
+from baton.models.cache import KVLayerSpec
 
 
 class PagedSequence:

@@ -44,7 +44,9 @@ def step_over_forward(model: str, batch: int) -> tuple[float, float, float]:
             core.add(make_request(engine, wire))
         while any(r.is_prefilling for r in core.scheduler.running) or len(core.scheduler.running) < batch:
             core.step()
-        group, _ = runner._target_layers[0]
+        memory, _ = runner._target_layers[0]
+        group, kv = memory.spec, memory.kv
+        assert kv is not None
         running = list(core.scheduler.running)
 
         def bare() -> Callable[[], None]:
@@ -61,7 +63,6 @@ def step_over_forward(model: str, batch: int) -> tuple[float, float, float]:
             )
             ids_T = torch.tensor([r.token_ids[-1] for r in running])
             positions_T = torch.tensor(positions)
-            kv = runner.kv[group.name]
 
             def attend(layer: int, q: Any, k: Any, v: Any, scale: float) -> Any:
                 return runner.backend.write_and_attend(kv, layer, q, k, v, scale, attn, group.window)

@@ -18,8 +18,9 @@ import numpy as np
 
 from baton.errors import TransportError
 from baton.handoff.plan.planner import RankGeometry, plan
-from baton.kv.geometry import BLOCK_MAJOR_NHD, LAYER_MAJOR_NHD, Axis, CopyList, Geometry, GroupSpec
+from baton.kv.geometry import BLOCK_MAJOR_NHD, LAYER_MAJOR_NHD, Axis, CopyList, Geometry
 from baton.kv.interval import Interval
+from baton.kv.spec import GroupSpec, kv_planes
 from baton.testing.transport_peer import SpawnedPeer
 from baton.transports.registry import create_transport
 
@@ -101,12 +102,8 @@ def _geometry(pages: int, layers: int, order: tuple[Axis, ...]) -> Geometry:
         name="bench",
         owner="target",
         kind="full",
-        num_layers=layers,
-        num_kv_heads=8,
-        head_dim=128,
+        planes=kv_planes(8, 128, "bfloat16"),
         page_size=16,
-        dtype="bfloat16",
-        window=None,
         layer_ids=tuple(range(layers)),
     )
     return Geometry.from_order(spec, pages + 1, order)

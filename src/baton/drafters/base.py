@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from baton.models.layers import Attend, KVLayerSpec
+from baton.models.cache import LayerCache, LayerSpec
 
 IntArray = npt.NDArray[np.int64]
 
@@ -22,7 +22,7 @@ IntArray = npt.NDArray[np.int64]
 class Pages(Protocol):
     """The drafter's KV of a batch's requests."""
 
-    def bind(self, requests: IntArray, positions: IntArray, query_start: npt.NDArray[np.int32]) -> Attend:
+    def bind(self, requests: IntArray, positions: IntArray, query_start: npt.NDArray[np.int32]) -> LayerCache:
         """The cache for one forward over rows of some of the batch's requests.
 
         `positions` int64 [T]; rows of the i-th of `requests` are query_start[i] .. query_start[i + 1], int32 [R + 1].
@@ -63,13 +63,13 @@ class DraftBatch:
 class Drafter(Protocol):
     """One method of drafting. `extend` runs for every batch, `draft` behind it where a request gets drafts.
 
-    `kv_layers`: its attention layers; none needs no pages, layers of several geometries are several groups.
+    `kv_layers`: what its layers keep; none needs no pages, layers of several kinds or shapes are several groups.
     `aux_layers`: target layers whose entering residual streams `combine` gets. `needs_contexts`: whether batches bring
     all known tokens of their requests.
     """
 
     @property
-    def kv_layers(self) -> Sequence[KVLayerSpec]: ...
+    def kv_layers(self) -> Sequence[LayerSpec]: ...
     @property
     def aux_layers(self) -> tuple[int, ...]: ...
     @property

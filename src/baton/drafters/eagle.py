@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from baton.drafters.head import HeadDrafter, expect_target_size, fill_drafter, head_tensors, read_head
 from baton.errors import CheckpointError
 from baton.models.base import CausalLM
+from baton.models.cache import Attend
 from baton.models.config import ModelConfig
-from baton.models.layers import Attend, DecoderLayer
+from baton.models.layers import DecoderLayer
 from baton.models.linear import Build, Linear
 
 

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from baton.drafters.head import HeadDrafter, expect_target_size, fill_drafter, head_tensors, read_head, target_ids
 from baton.errors import CheckpointError
 from baton.models.base import CausalLM
+from baton.models.cache import Attend
 from baton.models.config import ModelConfig, RawConfig, get_bool, get_int
-from baton.models.layers import MLP, Attend, Attention, DecoderLayer, RMSNorm
+from baton.models.layers import MLP, Attention, DecoderLayer, RMSNorm
 from baton.models.linear import Build, Linear
 
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from baton.drafters.base import DraftBatch, IntArray
 from baton.errors import CheckpointError
 from baton.models.base import CausalLM, Embedding
+from baton.models.cache import Attend, KVLayerSpec
 from baton.models.config import ModelConfig, RawConfig
-from baton.models.layers import Attend, KVLayerSpec
 from baton.models.linear import Build, Linear
 from baton.models.loader import fill, read_config, tensor_names
 from baton.models.registry import model_class

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from baton.drafters.base import Drafter
 from baton.drafters.registry import load_drafter
@@ -20,6 +19,7 @@ from baton.engine.config import EngineConfig
 from baton.engine.core import EmitChunk, EngineCore
 from baton.engine.executor import LocalExecutor
 from baton.engine.facts import engine_facts
+from baton.engine.group_memory import GroupMemory
 from baton.engine.handoff import HandoffLegs
 from baton.engine.kv_memory import KVMemory, kv_memory
 from baton.engine.metrics import EngineMetrics
@@ -267,11 +267,14 @@ def _info(
 
 
 def _prefix_store(
-    config: EngineConfig, facts: dict[str, str], cache: KVCache, kv: dict[str, Tensor]
+    config: EngineConfig, facts: dict[str, str], cache: KVCache, kv: dict[str, GroupMemory]
 ) -> PrefixStore | None:
     uri = config.kv_transfer_config.prefix_store
     if uri is None:
         return None
+    if any(rules.kind == "state" for rules in cache.rules.values()):
+        raise ConfigError("kv_transfer_config.prefix_store", "a model with states has no prefixes to store")
     # Pages are stored as they lie in memory.
     model = json.dumps({**facts, "block_size": config.block_size, "layout": PAGE_LAYOUT}, sort_keys=True)
-    return PrefixStore(open_store(uri), model, cache.pools, kv, writes=config.role != "decode")
+    pages = {name: memory.pages for name, memory in kv.items()}
+    return PrefixStore(open_store(uri), model, cache.pools, pages, writes=config.role != "decode")

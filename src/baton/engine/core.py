@@ -272,7 +272,10 @@ class EngineCore:
                     self._hold(request)
             elif request.finish_reason is not None:
                 self._end(request, request.finish_reason)
-            elif not request.is_prefilling:
+            # A prefix store reads the prompt's pages when all are computed.
+            if request.status is RequestStatus.RUNNING and not (
+                request.is_prefilling and self.prefix_store is not None
+            ):
                 self.cache.slide(request.kv, request.num_computed, request.num_drafted)
 
     def _enter(self, request: Request) -> None:

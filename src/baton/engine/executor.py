@@ -60,8 +60,8 @@ class LocalExecutor:
         return self.runner.draft(plan, self._output)
 
     def copy_page(self, group: str, source: int, destination: int) -> None:
-        kv = self.runner.kv[group]
-        kv[destination].copy_(kv[source])
+        pages = self.runner.kv[group].pages
+        pages[destination].copy_(pages[source])
 
     def close(self) -> None:
         self.runner.kv.clear()

@@ -12,10 +12,11 @@ import torch
 from baton.drafters.base import Drafter
 from baton.engine.attention import AttentionBackend
 from baton.engine.config import EngineConfig
+from baton.engine.group_memory import GroupMemory
 from baton.engine.noise import gumbel
 from baton.engine.plan import one_request
 from baton.engine.runner import ModelRunner
-from baton.kv.geometry import GroupSpec
+from baton.kv.spec import GroupSpec
 from baton.models.base import CausalLM
 from baton.models.loader import fingerprint
 
@@ -49,8 +50,8 @@ def engine_facts(
         "drafter.method": spec.method if spec else "none",
     }
     for group in groups:
-        shape = (group.kind, group.num_layers, group.num_kv_heads, group.head_dim, group.window, group.layer_ids)
-        facts[f"group.{group.name}"] = repr(shape)
+        planes = [(plane.name, plane.dtype, plane.num_heads, plane.head_dim) for plane in group.planes]
+        facts[f"group.{group.name}"] = repr((group.kind, planes, group.window, group.layer_ids))
     if spec is not None and drafter is not None:
         facts["drafter.num_speculative_tokens"] = str(spec.num_speculative_tokens)
         facts["drafter.verifier"] = spec.verifier
@@ -72,12 +73,11 @@ def numeric_probe(model: CausalLM, groups: Sequence[GroupSpec], backend: Attenti
     pages = {}
     ids = [(7 * i + 1) % model.vocab_size for i in range(min(PROBE_TOKENS, model.max_position))]
     for group in targets:
-        num_pages = 1 + -(-len(ids) // group.page_size)
-        shape = (num_pages, group.num_layers, 2, group.page_size, group.num_kv_heads, group.head_dim)
-        kv[group.name] = torch.zeros(shape, dtype=getattr(torch, group.dtype), device=device)
+        num_pages = 1 + group.rules.num_pages(len(ids), group.page_size)
+        kv[group.name] = GroupMemory.zeros(group, num_pages, device)
         pages[group.name] = range(1, num_pages)
     runner = ModelRunner(model, None, targets, kv, backend, device)
-    output = runner.forward(one_request(ids, pages))
+    output = runner.forward(one_request(ids, pages, runner.spec.state_groups))
     logits = runner.logits(output, np.array([0, len(ids) // 2, len(ids) - 1])).float().cpu().numpy()
     noise = gumbel(1, 0, len(ids), 64)
     digest = hashlib.blake2b(digest_size=8)

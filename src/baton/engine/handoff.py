@@ -174,7 +174,7 @@ class HandoffLegs:
         assert request.ticket is not None
         key, n = request.ticket.key, request.prefill_len
         final = self._final(request, seeded=False)
-        self.agent.declare_final(key, n, dict(request.kv.pages), final)
+        self.agent.declare_final(key, n, self.cache.offered(request.kv, n), final)
         if request.is_prefilling:
             return
         if request.finish_reason is None:

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from baton.engine.config import EngineConfig
+from baton.engine.group_memory import GroupMemory
 from baton.engine.pool_size import Memory, PoolSize, pool_size
 from baton.errors import ConfigError
-from baton.kv.geometry import GroupSpec, Owner
 from baton.kv.interval import Kind
-from baton.models.layers import KVLayerSpec
+from baton.kv.spec import GroupSpec, Owner, Planes, PlaneSpec, kv_planes, latent_planes
+from baton.models.cache import KVLayerSpec, LatentLayerSpec, LayerSpec, StateLayerSpec
 from baton.transports.base import Transport
 
 log = logging.getLogger(__name__)
@@ -26,18 +26,18 @@ DRAFT_MODULE = 1
 
 @dataclass(frozen=True, slots=True)
 class KVMemory:
-    """`regions` as a transport knows them, and the same as tensors by group."""
+    """`regions` as a transport knows them (none without one), and the same as tensors by group."""
 
     groups: list[GroupSpec]
     size: PoolSize
     regions: list[np.ndarray]
-    kv: dict[str, Tensor]
+    kv: dict[str, GroupMemory]
 
 
 def kv_memory(
     config: EngineConfig,
-    layers: Sequence[KVLayerSpec],
-    draft_layers: Sequence[KVLayerSpec],
+    layers: Sequence[LayerSpec],
+    draft_layers: Sequence[LayerSpec],
     dtype: str,
     max_position: int,
     before: Memory,
@@ -64,46 +64,51 @@ def kv_memory(
     return KVMemory(groups, size, *_allocate(groups, size.num_pages, transport, device))
 
 
-def _groups(layers: Sequence[KVLayerSpec], owner: Owner, page_size: int, dtype: str) -> list[GroupSpec]:
-    """Layers that share window, heads and head size form one group."""
-    by_spec: dict[KVLayerSpec, list[int]] = {}
+def _groups(layers: Sequence[LayerSpec], owner: Owner, page_size: int, dtype: str) -> list[GroupSpec]:
+    """Layers that keep the same form one group."""
+    by_spec: dict[LayerSpec, list[int]] = {}
     for layer_id, layer in enumerate(layers):
         by_spec.setdefault(layer, []).append(layer_id)
     groups: list[GroupSpec] = []
     for layer, ids in by_spec.items():
-        kind: Kind = "full" if layer.window is None else "sliding_window"
+        kind, planes = _kept(layer, dtype)
         groups.append(
             GroupSpec(
                 name=(owner if owner == "draft" else f"{owner}.{kind}") + (f".{len(groups)}" if groups else ""),
                 owner=owner,
                 module=DRAFT_MODULE if owner == "draft" else 0,
                 kind=kind,
-                num_layers=len(ids),
-                num_kv_heads=layer.num_kv_heads,
-                head_dim=layer.head_dim,
-                page_size=page_size,
-                dtype=dtype,
-                window=layer.window,
+                planes=planes,
+                page_size=1 if kind == "state" else page_size,
+                window=layer.window if isinstance(layer, KVLayerSpec) else None,
                 layer_ids=tuple(ids),
             )
         )
     return groups
 
 
+def _kept(layer: LayerSpec, dtype: str) -> tuple[Kind, Planes]:
+    match layer:
+        case KVLayerSpec(num_kv_heads, head_dim, window):
+            return "full" if window is None else "sliding_window", kv_planes(num_kv_heads, head_dim, dtype)
+        case LatentLayerSpec(latent_dim, rope_dim):
+            return "mla", latent_planes(latent_dim, rope_dim, dtype)
+        case StateLayerSpec(planes):
+            parts = (PlaneSpec(p.name, p.dtype or dtype, p.num_heads, p.head_dim, p.cut) for p in planes)
+            return "state", tuple(parts)
+
+
 def _allocate(
     groups: Sequence[GroupSpec], num_pages: Mapping[str, int], transport: Transport | None, device: torch.device
-) -> tuple[list[np.ndarray], dict[str, Tensor]]:
+) -> tuple[list[np.ndarray], dict[str, GroupMemory]]:
+    if transport is None:
+        return [], {group.name: GroupMemory.zeros(group, num_pages[group.name], device) for group in groups}
+    if device.type != "cpu":
+        raise ConfigError("kv_transfer_config.kv_transport", f"{transport.scheme} moves host memory only")
     regions: list[np.ndarray] = []
-    kv: dict[str, Tensor] = {}
+    kv: dict[str, GroupMemory] = {}
     for group in groups:
-        shape = (num_pages[group.name], group.num_layers, 2, group.page_size, group.num_kv_heads, group.head_dim)
-        dtype = getattr(torch, group.dtype)
-        if transport is None:
-            kv[group.name] = torch.zeros(shape, dtype=dtype, device=device)
-            continue
-        if device.type != "cpu":
-            raise ConfigError("kv_transfer_config.kv_transport", f"{transport.scheme} moves host memory only")
         region = transport.allocate(group.name, num_pages[group.name] * group.page_bytes)
         regions.append(region)
-        kv[group.name] = torch.from_numpy(region).view(dtype).view(shape)
+        kv[group.name] = GroupMemory.over(group, torch.from_numpy(region).view(-1, group.page_bytes))
     return regions, kv

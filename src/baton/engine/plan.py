@@ -10,7 +10,7 @@ Shapes: T rows of R requests side by side, N of them with logits, V vocabulary, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,13 +28,23 @@ def _none() -> IntArray:
 
 @dataclass(frozen=True, slots=True)
 class PlanSpec:
-    """What an executor's plans must hold: block tables of which groups, whether it drafts, and whether its drafter
-    takes all known tokens of a request."""
+    """What an executor's plans must hold: block tables of which groups, slots of which groups of states, whether it
+    drafts, and whether its drafter takes all known tokens of a request."""
 
     target_groups: tuple[str, ...]
     draft_groups: tuple[str, ...]
+    state_groups: tuple[str, ...]
     drafts: bool
     needs_contexts: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StateSlots:
+    """Slots of one group of states. No slot is both read and written."""
+
+    read: IntArray  # [R]: the state before a request's rows; 0: it begins
+    kept: IntArray  # [K], ascending: rows behind which the state is kept
+    write: IntArray  # [K]: where
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +55,7 @@ class Rows:
     positions: IntArray  # [T]
     query_start: Int32Array  # [R + 1]: rows of request r are query_start[r] .. query_start[r + 1]
     tables: Mapping[str, Int32Array]  # per group [R, max_pages]: page ids in token order
+    states: Mapping[str, StateSlots] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,11 +167,13 @@ class DraftPlan:
     contexts: Sequence[IntArray] = ()
 
 
-def one_request(token_ids: Sequence[int], tables: Mapping[str, Sequence[int]]) -> Rows:
-    """Rows for the first tokens of one request, whose pages per group are `tables`."""
+def one_request(token_ids: Sequence[int], tables: Mapping[str, Sequence[int]], states: Container[str] = ()) -> Rows:
+    """Rows for the first tokens of one request, whose pages per group are `tables`; of `states`, the slot to write."""
+    begins, last = np.zeros(1, dtype=np.int64), np.array([len(token_ids) - 1])
     return Rows(
         token_ids=np.asarray(token_ids, dtype=np.int64),
         positions=np.arange(len(token_ids), dtype=np.int64),
         query_start=np.array([0, len(token_ids)], dtype=np.int32),
-        tables={group: np.asarray([pages], dtype=np.int32) for group, pages in tables.items()},
+        tables={group: np.asarray([pages], dtype=np.int32) for group, pages in tables.items() if group not in states},
+        states={group: StateSlots(begins, last, np.array(ids[:1])) for group, ids in tables.items() if group in states},
     )

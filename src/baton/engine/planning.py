@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from baton.engine.plan import DraftPlan, Int32Array, IntArray, PlanSpec, Rows, StepPlan
+from baton.engine.plan import DraftPlan, Int32Array, IntArray, PlanSpec, Rows, StateSlots, StepPlan
 from baton.engine.request import Request
 from baton.engine.sampler import ToSample, noise_of, sampling_of
 from baton.engine.scheduler import ScheduledRows
+from baton.kv.geometry import NULL_PAGE
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,8 @@ def step_plan(scheduled: Sequence[ScheduledRows], spec: PlanSpec, rejection: boo
     requests = [rows.request for rows in scheduled]
     spans = [(rows.start, rows.num_rows) for rows in scheduled]
     rows_of_step = _rows(ids, spans, requests, spec.target_groups)
+    if spec.state_groups:
+        rows_of_step = replace(rows_of_step, states={name: _state_slots(scheduled, name) for name in spec.state_groups})
     sampling = sampling_of(to_sample, rejection)
     return StepPlan(rows_of_step, _array(sample_rows), sampling, _array(logit_rows)), sampled
 
@@ -93,6 +96,22 @@ def _rows(ids: list[int], spans: Sequence[tuple[int, int]], requests: Sequence[R
         query_start.append(len(positions))
     tables = {name: _table(requests, name) for name in groups}
     return Rows(_array(ids), _array(positions), np.array(query_start, dtype=np.int32), tables)
+
+
+def _state_slots(scheduled: Sequence[ScheduledRows], group: str) -> StateSlots:
+    """A prefill keeps the state behind its last row, a verification that behind each: any may be the last accepted."""
+    read: list[int] = []
+    kept: list[int] = []
+    write: list[int] = []
+    num_rows = 0
+    for rows in scheduled:
+        num_rows += rows.num_rows
+        num_kept = 1 if rows.request.is_prefilling else rows.num_rows
+        state, scratch = rows.request.kv.slots(group)
+        read.append(state if rows.start else NULL_PAGE)
+        kept += range(num_rows - num_kept, num_rows)
+        write += scratch[:num_kept]
+    return StateSlots(_array(read), _array(kept), _array(write))
 
 
 def _table(requests: Sequence[Request], group: str) -> Int32Array:

@@ -16,7 +16,7 @@ import torch
 
 from baton.engine.config import EngineConfig
 from baton.errors import ConfigError
-from baton.kv.geometry import GroupSpec
+from baton.kv.spec import GroupSpec
 from baton.transports.shm import SHM_DIR
 
 # Host memory has other users: activations, the page cache, other programs.
@@ -61,6 +61,44 @@ class PoolSize:
         return f"{text}: more of the model's context needs more --kv-cache-memory" if self.lowered else text
 
 
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What requests need of every group, by which one memory is divided: pages for the same number of tokens in each
+    group, and slots of states for as many requests as are likely to have that many tokens."""
+
+    groups: Sequence[GroupSpec]
+    num_drafts: int = 0
+    context: int = 1
+    max_num_seqs: int = 1
+
+    def num_pages(self, group: GroupSpec, num_tokens: int) -> int:
+        """Of all requests that have so many tokens together, and the null page."""
+        if group.kind != "state":
+            return 1 + group.rules.num_pages(num_tokens, group.page_size)
+        num_seqs = min(-(-num_tokens * USED_CONTEXT // self.context), self.max_num_seqs)
+        if num_tokens <= self.context + self.num_drafts:
+            # A context fits before there is room for more than one request.
+            num_seqs = min(num_tokens, 1)
+        return 1 + num_seqs * (1 + group.rules.num_scratch(self.num_drafts))
+
+    def num_bytes(self, num_tokens: int) -> int:
+        """Of those pages of all groups."""
+        return sum(group.page_bytes * self.num_pages(group, num_tokens) for group in self.groups)
+
+    def split(self, num_bytes: int) -> tuple[int, dict[str, int]]:
+        """The most tokens that all groups together hold in that memory, and the pages of each."""
+        least, most = 0, max(0, num_bytes)
+        while least < most:
+            middle = (least + most + 1) // 2
+            if self.num_bytes(middle) <= num_bytes:
+                least = middle
+            else:
+                most = middle - 1
+        pages = {group.name: self.num_pages(group, least) for group in self.groups}
+        paged = ((pages[group.name] - 1) * group.page_size for group in self.groups if group.kind != "state")
+        return min(paged, default=least), pages
+
+
 def pool_size(
     config: EngineConfig,
     before: Memory,
@@ -69,26 +107,26 @@ def pool_size(
     num_lookahead_slots: int,
     max_position: int,
 ) -> PoolSize:
-    """Size the pool of an engine that has loaded its weights. `max_position` is the checkpoint's context.
+    """Size the pools of an engine that has loaded its weights. `max_position` is the checkpoint's context.
 
     Without `config.max_model_len` the context is as long as fits. Raises `ConfigError` naming what to change where the
     pool is too small for the context that was asked for, or memory for the pool that was.
     """
     context = config.max_model_len or max_position
+    demand = Demand(groups, num_lookahead_slots, context, config.max_num_seqs)
 
     def bytes_for(tokens: int) -> int:
-        return _num_bytes(groups, tokens + num_lookahead_slots)
+        return demand.num_bytes(tokens + num_lookahead_slots)
 
     if config.kv_cache_memory is not None:
         num_bytes = config.kv_cache_memory
         if now.shm_free is not None and num_bytes > now.shm_free:
             raise ConfigError("kv_cache_memory", f"is {num_bytes} bytes, and {SHM_DIR} has {now.shm_free} left")
     else:
-        null_bytes = _num_bytes(groups, 0)
+        null_bytes = demand.num_bytes(0)
         used = max(bytes_for(context), config.max_num_seqs * (bytes_for(context // USED_CONTEXT) - null_bytes))
         num_bytes = max(0, min(max(MIN_POOL_BYTES, used + null_bytes), _share(config, before, now)))
-    num_pages = split_pages(groups, num_bytes)
-    num_tokens = min((num_pages[group.name] - 1) * group.page_size for group in groups)
+    num_tokens, num_pages = demand.split(num_bytes)
     longest = num_tokens - num_lookahead_slots
     if longest < 2:
         raise ConfigError(
@@ -101,23 +139,6 @@ def pool_size(
             f"--max-model-len that fits is {longest}; or raise --kv-cache-memory or --gpu-memory-utilization",
         )
     return PoolSize(num_pages, num_tokens, min(context, longest), longest < context)
-
-
-def split_pages(groups: Sequence[GroupSpec], num_bytes: int) -> dict[str, int]:
-    """Pages of each group, its null page among them, with which all together hold the most tokens in that memory."""
-    least, most = 0, max(0, num_bytes)
-    while least < most:
-        middle = (least + most + 1) // 2
-        if _num_bytes(groups, middle) <= num_bytes:
-            least = middle
-        else:
-            most = middle - 1
-    return {group.name: 1 + group.rules.num_pages(least, group.page_size) for group in groups}
-
-
-def _num_bytes(groups: Sequence[GroupSpec], num_tokens: int) -> int:
-    """Of the pages for so many tokens in every group, and the null pages."""
-    return sum(group.page_bytes * (1 + group.rules.num_pages(num_tokens, group.page_size)) for group in groups)
 
 
 def _share(config: EngineConfig, before: Memory, now: Memory) -> int:

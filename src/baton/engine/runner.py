@@ -14,12 +14,16 @@ from torch import Tensor
 
 from baton.drafters.base import DraftBatch, Drafter
 from baton.engine.attention import AttentionBackend, AttnBatch
+from baton.engine.attention_latent import Latents
 from baton.engine.choice import DraftChoice
+from baton.engine.group_memory import GroupMemory
 from baton.engine.plan import DraftPlan, Int32Array, IntArray, PlanSpec, Rows
-from baton.kv.geometry import GroupSpec
+from baton.engine.scan import StateBatch, scan
+from baton.kv.spec import GroupSpec
 from baton.models.base import CausalLM
+from baton.models.cache import Expand, Recurrence
 
-LayerMap = Sequence[tuple[GroupSpec, int]]
+LayerMap = Sequence[tuple[GroupMemory, int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,17 +34,42 @@ class TargetOutput:
     features_TF: Tensor | None
 
 
-class _Attend:
-    """Binds one forward's rows to the paged cache: layer id -> (group tensor, layer inside it)."""
+class _LayerCache:
+    """Binds one forward's rows to the cache: layer id -> (group's memory, layer inside it)."""
 
-    def __init__(self, runner: ModelRunner, layers: LayerMap, batches: Mapping[str, AttnBatch]) -> None:
-        self._kv, self._backend, self._layers, self._batches = runner.kv, runner.backend, layers, batches
+    def __init__(
+        self,
+        backend: AttentionBackend,
+        layers: LayerMap,
+        batches: Mapping[str, AttnBatch],
+        states: Mapping[str, StateBatch],
+    ) -> None:
+        self._backend, self._layers, self._batches, self._states = backend, layers, batches, states
 
     def __call__(self, layer_id: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float) -> Tensor:
-        group, index = self._layers[layer_id]
+        memory, index = self._layers[layer_id]
+        group = memory.spec
+        assert memory.kv is not None
         return self._backend.write_and_attend(
-            self._kv[group.name], index, q_THD, k_TGD, v_TGD, scale, self._batches[group.name], group.window
+            memory.kv, index, q_THD, k_TGD, v_TGD, scale, self._batches[group.name], group.window
         )
+
+    def attend_latent(
+        self,
+        layer_id: int,
+        q_THD: Tensor,
+        latent_TC: Tensor,
+        rope_TR: Tensor,
+        scale: float,
+        expand: Expand | None = None,
+    ) -> Tensor:
+        memory, index = self._layers[layer_id]
+        latents = Latents(memory.planes, index, self._batches[memory.spec.name])
+        return latents.attend(q_THD, latent_TC, rope_TR, scale, expand)
+
+    def scan(self, layer_id: int, recurrence: Recurrence) -> Tensor:
+        memory, index = self._layers[layer_id]
+        return scan(memory.planes, index, self._states[memory.spec.name], recurrence)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,31 +80,32 @@ class _DraftPages:
     layers: LayerMap
     tables: Mapping[str, Int32Array]
 
-    def bind(self, requests: IntArray, positions: IntArray, query_start: Int32Array) -> _Attend:
+    def bind(self, requests: IntArray, positions: IntArray, query_start: Int32Array) -> _LayerCache:
         batches = {name: AttnBatch(query_start, positions, table[requests]) for name, table in self.tables.items()}
-        return _Attend(self.runner, self.layers, batches)
+        return _LayerCache(self.runner.backend, self.layers, batches, {})
 
 
 class ModelRunner:
-    """`kv[group]` is the group's region [num_pages, num_layers, 2, page_size, G, D]; pages are the mutable state."""
+    """`kv` is the memory of every group; its pages are the mutable state."""
 
     def __init__(
         self,
         model: CausalLM,
         drafter: Drafter | None,
         groups: Sequence[GroupSpec],
-        kv: dict[str, Tensor],
+        kv: dict[str, GroupMemory],
         backend: AttentionBackend,
         device: torch.device,
     ) -> None:
         self.model, self.drafter, self.kv, self.backend, self.device = model, drafter, kv, backend, device
         target_groups = [g for g in groups if g.owner == "target"]
         draft_groups = [g for g in groups if g.owner == "draft"]
-        self._target_layers, self._draft_layers = _layer_map(target_groups), _layer_map(draft_groups)
+        self._target_layers, self._draft_layers = _layer_map(target_groups, kv), _layer_map(draft_groups, kv)
         self._aux_layers = drafter.aux_layers if drafter else ()
         self.spec = PlanSpec(
-            target_groups=tuple(g.name for g in target_groups),
+            target_groups=tuple(g.name for g in target_groups if g.kind != "state"),
             draft_groups=tuple(g.name for g in draft_groups),
+            state_groups=tuple(g.name for g in target_groups if g.kind == "state"),
             drafts=drafter is not None,
             needs_contexts=drafter is not None and drafter.needs_contexts,
         )
@@ -86,10 +116,9 @@ class ModelRunner:
         batches = {
             name: AttnBatch(rows.query_start, rows.positions, rows.tables[name]) for name in self.spec.target_groups
         }
-        attend = _Attend(self, self._target_layers, batches)
-        hidden_TE, aux = self.model(
-            self._tensor(rows.token_ids), self._tensor(rows.positions), attend, self._aux_layers
-        )
+        states = {name: StateBatch(rows.query_start, slots) for name, slots in rows.states.items()}
+        cache = _LayerCache(self.backend, self._target_layers, batches, states)
+        hidden_TE, aux = self.model(self._tensor(rows.token_ids), self._tensor(rows.positions), cache, self._aux_layers)
         features = self.drafter.combine(hidden_TE, aux) if self.drafter is not None else None
         if features is not None and features.shape[:-1] != hidden_TE.shape[:-1]:
             shape, num_rows = tuple(features.shape), len(hidden_TE)
@@ -149,6 +178,6 @@ def _name(drafter: object) -> str:
     return type(drafter).__qualname__
 
 
-def _layer_map(groups: Sequence[GroupSpec]) -> LayerMap:
-    by_id = {layer: (group, index) for group in groups for index, layer in enumerate(group.layer_ids)}
+def _layer_map(groups: Sequence[GroupSpec], kv: Mapping[str, GroupMemory]) -> LayerMap:
+    by_id = {layer: (kv[group.name], index) for group in groups for index, layer in enumerate(group.layer_ids)}
     return [by_id[layer] for layer in range(len(by_id))]

@@ -84,7 +84,7 @@ def _works(core: EngineCore) -> bool:
     if tables is None:
         return True
     try:
-        rows, one = one_request([0], tables.pages), np.array([1])
+        rows, one = one_request([0], tables.pages, core.executor.spec.state_groups), np.array([1])
         core.executor.execute(StepPlan(rows, sample_rows=np.array([0])))
         if core.executor.spec.drafts:
             noise = Noise(np.zeros(1, dtype=np.uint64), np.zeros(1, dtype=np.uint64), np.zeros(1))
@@ -149,10 +149,11 @@ def _advance(
             continue
         if request.is_prefilling:
             request.num_computed = rows.start + rows.num_rows
-            drafts = request.num_computed == request.prefill_len
+            drafts, num_accepted = request.num_computed == request.prefill_len, 0
         else:
             request.num_computed = len(request.token_ids) - 1
-            drafts = True
+            drafts, num_accepted = True, request.num_computed - rows.start - 1
+        core.cache.accept(request.kv, num_accepted)
         if core.executor.spec.drafts and request.finish_reason is None:
             num_drafts = core.num_drafts(request) if drafts else 0
             draft_rows.append(DraftRows(request, first, rows.start, request.num_computed, num_drafts))

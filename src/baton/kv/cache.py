@@ -16,22 +16,24 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.errors import CapacityError
-from baton.kv.geometry import NULL_PAGE, GroupSpec
+from baton.kv.geometry import NULL_PAGE
 from baton.kv.interval import Interval
 from baton.kv.pool import PagePool, PrefixHit
+from baton.kv.spec import GroupSpec
 
 CopyPage = Callable[[str, int, int], None]
 
 
 class BlockTables:
     """One request's pages by group, in token order (null where a window has left them), and `tables`, the same as
-    int32 arrays.
+    int32 arrays. Of a group of states the one page is the slot of the request's state; the slots that its next step
+    writes are `scratch`, which no interval covers and no peer is shown.
 
     Hashes of its tokens are kept over the loss of the pages, since tokens are only ever added. `uncached` groups hold
     no whole prefix: nothing of them may enter the prefix cache.
     """
 
-    __slots__ = ("chains", "entered", "found", "pages", "slid", "tables", "uncached")
+    __slots__ = ("chains", "entered", "found", "pages", "scratch", "slid", "tables", "uncached")
 
     def __init__(self) -> None:
         self.chains: defaultdict[str, list[bytes]] = defaultdict(list)
@@ -40,6 +42,7 @@ class BlockTables:
 
     def _clear(self) -> None:
         self.pages: dict[str, list[int]] = {}
+        self.scratch: dict[str, list[int]] = {}
         self.tables: dict[str, npt.NDArray[np.int32]] = {}
         self.entered: dict[str, int] = {}  # pages that the prefix cache was offered
         self.slid: dict[str, int] = {}  # pages that a window has left
@@ -49,6 +52,10 @@ class BlockTables:
         """Replace the block table of a group."""
         self.pages[group] = pages
         self.tables[group] = np.asarray(pages, dtype=np.int32)
+
+    def slots(self, group: str) -> tuple[int, list[int]]:
+        """Of a group of states: where the request's state is, and where a step writes what may follow it."""
+        return self.pages[group][0], self.scratch[group]
 
     def take(self) -> dict[str, list[int]]:
         """Forget all pages; returns them, for the caller to release."""
@@ -94,12 +101,17 @@ class KVCache:
         self.num_lookahead_slots = num_lookahead_slots
         self._copy_page = copy_page
         self._windowed = [group.name for group in groups if group.window is not None]
+        self._num_scratch = {group.name: group.rules.num_scratch(num_lookahead_slots) for group in groups}
+        self._states = [name for name, count in self._num_scratch.items() if count]
         # Token counts at which every group is at the end of a page.
         self._whole_pages = math.lcm(*(group.page_size for group in groups))
 
     def fits(self, num_tokens: int) -> bool:
         """Whether a request of that many tokens could ever have its pages, with all others gone."""
-        return all(self._num_pages(name, num_tokens) < pool.num_pages for name, pool in self.pools.items())
+        return all(
+            self._num_pages(name, num_tokens) + self._num_scratch[name] < pool.num_pages
+            for name, pool in self.pools.items()
+        )
 
     def _num_pages(self, group: str, num_tokens: int) -> int:
         return self.rules[group].num_pages(num_tokens + self.num_lookahead_slots, self.pools[group].page_size)
@@ -162,7 +174,7 @@ class KVCache:
             whole, rest = divmod(hits[name], pool.page_size)
             held = found[name].pages[: whole + (rest > 0)]
             num_fresh = self._num_pages(name, num_tokens) - whole
-            if num_fresh > pool.num_available - pool.count_evictable(held):
+            if num_fresh + self._num_scratch[name] > pool.num_available - pool.count_evictable(held):
                 return False
             counts[name] = whole, held, num_fresh
         for name, pool in self.pools.items():
@@ -174,6 +186,8 @@ class KVCache:
                 pool.release([source])
             tables.set_pages(name, pages)
             tables.entered[name] = whole
+        for name in self._states:
+            tables.scratch[name] = self.pools[name].allocate(self._num_scratch[name])
         return True
 
     def reserve(self, tables: BlockTables, num_tokens: int) -> bool:
@@ -189,6 +203,14 @@ class KVCache:
                 pages = tables.pages[name]
                 tables.set_pages(name, pages + self.pools[name].allocate(count, pages[-1] if pages else None))
         return True
+
+    def accept(self, tables: BlockTables, num_accepted: int) -> None:
+        """A step is over, and `num_accepted` rows behind the request's first count (behind a prefill's last: none). The
+        state behind them is the request's from now on; all other slots are scratch."""
+        for name in self._states:
+            scratch, pages = tables.scratch[name], tables.pages[name]
+            scratch[num_accepted], pages[0] = pages[0], scratch[num_accepted]
+            tables.set_pages(name, pages)
 
     def num_final(
         self, group: str, num_known: int, num_computed: int, num_drafted: int, *, seeded: bool = False
@@ -206,11 +228,20 @@ class KVCache:
                 tables.entered[name] = pool.cache(tokens, tables.pages[name], chain, final, first)
 
     def slide(self, tables: BlockTables, num_computed: int, num_drafted: int) -> None:
-        """Free the pages that no later query of a window sees. To be called when nobody else reads the request's
-        pages: neither a peer nor a prefix store."""
+        """Free the pages that no later query of a window sees. To be called when nobody else reads them: no prefix
+        store, and no peer but of those `offered`."""
         for name in self._windowed:
             rules = self.rules[name]
             self._free_before(tables, name, rules.first_needed(num_computed if rules.module == 0 else num_drafted))
+
+    def offered(self, tables: BlockTables, num_tokens: int) -> dict[str, list[int]]:
+        """The pages that a peer may read of a prompt of so many tokens, as block tables: null before what anybody could
+        want, so that whatever a peer asks for, pages that slide out are not read."""
+        pages = dict(tables.pages)
+        for name in self._windowed:
+            first = self.rules[name].wanted(num_tokens, 0).start // self.pools[name].page_size
+            pages[name] = [NULL_PAGE] * first + pages[name][first:]
+        return pages
 
     def _free_before(self, tables: BlockTables, group: str, token: int) -> None:
         pool, first = self.pools[group], tables.slid.get(group, 0)
@@ -223,8 +254,13 @@ class KVCache:
 
     def release(self, tables: BlockTables) -> None:
         """The request lets go of all its pages."""
+        self._release_scratch(tables)
         for name, pages in tables.take().items():
             self.pools[name].release(pages)
+
+    def _release_scratch(self, tables: BlockTables) -> None:
+        for name, slots in tables.scratch.items():
+            self.pools[name].release(slots)
 
     # ------------------------------------------------------------ pages that a peer may still write
 
@@ -233,6 +269,7 @@ class KVCache:
         still write them. Returns their tables, for `leave_quarantine`."""
         held = BlockTables()
         held.chains, held.uncached = tables.chains, set(tables.uncached)
+        self._release_scratch(tables)
         for name, pages in tables.take().items():
             pool = self.pools[name]
             num_shared = min(wanted[name].start // pool.page_size, len(pages))

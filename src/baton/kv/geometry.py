@@ -11,7 +11,7 @@ one.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -21,11 +21,9 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from baton.errors import ProtocolError
-from baton.kv.interval import Kind, Rules
+from baton.kv.spec import ITEMSIZE, MAX_PLANES, Cut, GroupSpec
 
 Int64Array = NDArray[np.int64]
-Owner = Literal["target", "draft"]
-Cut = Literal["heads", "channels", "whole"]
 Axis = Literal["layer", "page", "plane", "token", "head", "element"]
 
 BLOCK_MAJOR_NHD: tuple[Axis, ...] = ("page", "layer", "plane", "token", "head", "element")
@@ -33,75 +31,10 @@ BLOCK_MAJOR_HND: tuple[Axis, ...] = ("page", "layer", "plane", "head", "token", 
 LAYER_MAJOR_NHD: tuple[Axis, ...] = ("layer", "plane", "page", "token", "head", "element")
 LAYER_MAJOR_HND: tuple[Axis, ...] = ("layer", "plane", "page", "head", "token", "element")
 
-# What a dense page keeps per layer, by kind.
-PLANES: dict[Kind, tuple[str, ...]] = {
-    "full": ("k", "v"),
-    "sliding_window": ("k", "v"),
-    "mla": ("latent",),
-    "state": ("state",),
-}
-MAX_PLANES = 16
-
 NULL_PAGE = 0
-ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "uint8": 1}
 # Offsets are int64 sums of a few products; staying far below 2**63 makes overflow impossible.
 _MAX_BYTES = 1 << 60
 _MAX_COUNT = 1 << 16
-
-
-class GroupSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One group of layers on one rank: they share a block table, a kind, a page size and an owner.
-
-    `num_kv_heads` counts the heads of this rank. `page_size` and `window` are in tokens. A `state` group has
-    no token axis: its page is one state slot and its `page_size` is 1. `layer_ids` are the model's ids of the
-    layers. `module` says on which tokens an entry depends (see `Rules`); it is 0 for the target's groups alone.
-
-    Raises `ProtocolError` for values that describe no memory.
-    """
-
-    name: str
-    owner: Owner
-    kind: Kind
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    page_size: int
-    dtype: str
-    window: int | None
-    layer_ids: tuple[int, ...]
-    module: int | None = 0
-
-    def __post_init__(self) -> None:
-        if min(self.num_layers, self.num_kv_heads, self.head_dim, self.page_size) < 1:
-            raise ProtocolError(f"group {self.name!r}: every count must be at least 1")
-        if self.dtype not in ITEMSIZE:
-            raise ProtocolError(f"group {self.name!r}: unknown dtype {self.dtype!r}")
-        if len(self.layer_ids) != self.num_layers or len(set(self.layer_ids)) != self.num_layers:
-            raise ProtocolError(f"group {self.name!r}: layer_ids must name {self.num_layers} different layers")
-        if (self.module == 0) != (self.owner == "target"):
-            raise ProtocolError(f"group {self.name!r}: module 0 is the target, not module {self.module!r}")
-        try:
-            Rules(self.kind, self.module, self.window)
-        except ProtocolError as error:
-            raise ProtocolError(f"group {self.name!r}: {error}") from None
-        if self.kind == "state" and self.page_size != 1:
-            raise ProtocolError(f"group {self.name!r}: a state slot has no token axis, its page_size is 1")
-
-    @property
-    def rules(self) -> Rules:
-        """What the group keeps, sends and may forget."""
-        return Rules(self.kind, self.module, self.window)
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of one element."""
-        return ITEMSIZE[self.dtype]
-
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of one page over all its layers."""
-        per_token = self.num_layers * len(PLANES[self.kind]) * self.num_kv_heads * self.head_dim
-        return per_token * self.page_size * self.itemsize
 
 
 class Plane(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, cache_hash=True):
@@ -256,33 +189,57 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """A dense geometry whose axes are nested in `order`, outermost first. Its planes are of one shape."""
         if sorted(order) != sorted(BLOCK_MAJOR_NHD):
             raise ProtocolError(f"axis order must be a permutation of {BLOCK_MAJOR_NHD}, got {order}")
-        names = PLANES[spec.kind]
+        one = spec.planes[0]
+        if any((p.dtype, p.num_heads, p.head_dim) != (one.dtype, one.num_heads, one.head_dim) for p in spec.planes):
+            raise ProtocolError(f"group {spec.name!r}: planes of several shapes lie in pages, layer by layer")
         counts: dict[Axis, int] = {
             "layer": spec.num_layers,
             "page": num_pages,
-            "plane": len(names),
+            "plane": len(spec.planes),
             "token": spec.page_size,
-            "head": spec.num_kv_heads,
-            "element": spec.head_dim,
+            "head": one.num_heads,
+            "element": one.head_dim,
         }
         sizes = [counts[axis] for axis in order]
-        stride = {axis: math.prod(sizes[i + 1 :]) * spec.itemsize for i, axis in enumerate(order)}
+        stride = {axis: math.prod(sizes[i + 1 :]) * one.itemsize for i, axis in enumerate(order)}
+        bases = [index * stride["plane"] for index in range(len(spec.planes))]
+        return cls._dense(spec, num_pages, stride, bases, region, first_head, base)
+
+    @classmethod
+    def block_major(cls, spec: GroupSpec, num_pages: int, *, region: int = 0, first_head: int = 0) -> Geometry:
+        """Baton's own pool: pages of layers of planes of `[page_size, num_heads, head_dim]`, one region."""
+        *bases, layer_bytes = spec.plane_offsets
+        stride: dict[Axis, int] = {"page": spec.page_bytes, "layer": layer_bytes}
+        return cls._dense(spec, num_pages, stride, bases, region, first_head, 0)
+
+    @classmethod
+    def _dense(
+        cls,
+        spec: GroupSpec,
+        num_pages: int,
+        stride: Mapping[Axis, int],
+        bases: Sequence[int],
+        region: int,
+        first_head: int,
+        base: int,
+    ) -> Geometry:
+        """Planes that begin at `base` + `bases`; what `stride` leaves out is packed inside the plane."""
         planes = tuple(
             Plane(
-                name=name,
-                dtype=spec.dtype,
-                cut="heads" if spec.kind in ("full", "sliding_window") else "whole",
-                num_heads=spec.num_kv_heads,
-                head_dim=spec.head_dim,
+                name=plane.name,
+                dtype=plane.dtype,
+                cut=plane.cut,
+                num_heads=plane.num_heads,
+                head_dim=plane.head_dim,
                 layer_stride=stride["layer"],
                 page_stride=stride["page"],
-                token_stride=stride["token"],
-                head_stride=stride["head"],
-                element_stride=stride["element"],
-                first_head=first_head,
-                base=base + index * stride["plane"],
+                token_stride=stride.get("token", plane.token_bytes),
+                head_stride=stride.get("head", plane.head_dim * plane.itemsize),
+                element_stride=stride.get("element", plane.itemsize),
+                first_head=0 if plane.cut == "whole" else first_head,
+                base=base + offset,
             )
-            for index, name in enumerate(names)
+            for plane, offset in zip(spec.planes, bases, strict=True)
         )
         return cls(
             group=spec.name,
@@ -293,11 +250,6 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             layer_ids=spec.layer_ids,
             planes=planes,
         ).check()
-
-    @classmethod
-    def block_major(cls, spec: GroupSpec, num_pages: int, *, region: int = 0, first_head: int = 0) -> Geometry:
-        """Baton's own pool: `[num_pages, num_layers, planes, page_size, num_kv_heads, head_dim]`, one region."""
-        return cls.from_order(spec, num_pages, BLOCK_MAJOR_NHD, region=region, first_head=first_head)
 
 
 def _nested(extent: int, axes: Iterable[tuple[int, int]]) -> bool:

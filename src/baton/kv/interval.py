@@ -134,6 +134,11 @@ class Rules:
         """Pages that a request of `num_tokens` tokens needs; of a state group, slots."""
         return min(num_tokens, 1) if self.kind == "state" else -(-num_tokens // page_size)
 
+    def num_scratch(self, num_drafts: int) -> int:
+        """Slots of a state group besides a request's own: a verification keeps the state behind each of its rows, and
+        which of them goes on is known after it. No interval covers them. Other kinds write drafts behind the tokens."""
+        return num_drafts + 1 if self.kind == "state" else 0
+
     def first_needed(self, computed: int) -> int:
         """Entries before this are never read again once [0, computed) are computed: no later query sees them."""
         return 0 if self.window is None else max(0, computed - self.window + 1)

@@ -1,7 +1,7 @@
 """Target models: one file per architecture, loaded from Hugging Face directories."""
 
 from baton.models.base import CausalLM
-from baton.models.layers import Attend, KVLayerSpec
+from baton.models.cache import Attend, KVLayerSpec
 from baton.models.loader import fingerprint, load_model, read_config
 
 __all__ = ["Attend", "CausalLM", "KVLayerSpec", "fingerprint", "load_model", "read_config"]

@@ -7,12 +7,14 @@ Face.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from baton.models.cache import KVLayerSpec, LayerCache, LayerSpec
 from baton.models.config import ModelConfig, RawConfig
-from baton.models.layers import Attend, DecoderLayer, KVLayerSpec, RMSNorm
+from baton.models.layers import DecoderLayer, RMSNorm
 from baton.models.linear import Build, Linear
 from baton.models.rotary import Rotary
 
@@ -31,15 +33,15 @@ class Embedding(nn.Module):
 class Decoder(nn.Module):
     """The stack between token ids and the final norm."""
 
-    def __init__(self, config: ModelConfig, build: Build) -> None:
+    def __init__(self, config: ModelConfig, layers: Iterable[nn.Module], build: Build) -> None:
         super().__init__()
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, build)
-        self.layers = nn.ModuleList(DecoderLayer(config, i, build) for i in range(config.num_layers))
+        self.layers = nn.ModuleList(layers)
         self.norm = RMSNorm(config.hidden_size, config.rms_eps, build)
         self.rotary = Rotary(config.rope, config.head_dim, config.max_position, build.dtype, build.device)
 
     def forward(
-        self, input_ids_T: Tensor, positions_T: Tensor, attend: Attend, aux_layers: tuple[int, ...]
+        self, input_ids_T: Tensor, positions_T: Tensor, cache: LayerCache, aux_layers: tuple[int, ...]
     ) -> tuple[Tensor, list[Tensor]]:
         x = self.embed_tokens(input_ids_T)
         cos_sin = self.rotary.at(positions_T)
@@ -47,18 +49,18 @@ class Decoder(nn.Module):
         for layer_id, layer in enumerate(self.layers):
             if layer_id in aux_layers:
                 seen[layer_id] = x
-            x = layer(x, cos_sin, attend)
+            x = layer(x, cos_sin, cache)
         seen[len(self.layers)] = x
         return self.norm(x), [seen[layer_id] for layer_id in aux_layers]
 
 
 class CausalLM(nn.Module, ABC):
-    """A target model. It knows nothing of pages or batches: `attend` does.
+    """A target model. It knows nothing of pages or batches: `cache` does.
 
     `kv_layers[l]` describes the cache of layer l; `max_position` is the longest context in tokens.
     """
 
-    kv_layers: list[KVLayerSpec]
+    kv_layers: list[LayerSpec]
     vocab_size: int
     hidden_size: int
     max_position: int
@@ -68,8 +70,8 @@ class CausalLM(nn.Module, ABC):
         self.config, self.build = config, build
         self.vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
         self.max_position = config.max_position
-        self.kv_layers = [KVLayerSpec(config.num_kv_heads, config.head_dim, w) for w in config.windows]
-        self.model = Decoder(config, build)
+        self.kv_layers = [self.kv_layer(config, i) for i in range(config.num_layers)]
+        self.model = Decoder(config, (self.layer(config, i, build) for i in range(config.num_layers)), build)
         self.lm_head = Linear(config.hidden_size, config.vocab_size, build)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
@@ -79,8 +81,17 @@ class CausalLM(nn.Module, ABC):
     def parse_config(cls, raw: RawConfig) -> ModelConfig:
         """Read `config.json`. Raises `CheckpointError` naming the field that is missing or not supported."""
 
+    def kv_layer(self, config: ModelConfig, layer_id: int) -> LayerSpec:
+        """What layer `layer_id` keeps."""
+        return KVLayerSpec(config.num_kv_heads, config.head_dim, config.windows[layer_id])
+
+    def layer(self, config: ModelConfig, layer_id: int, build: Build) -> nn.Module:
+        """Layer `layer_id`. From the residual stream [T, E], the rotary (cos, sin) of its rows and a `LayerCache`, its
+        forward makes the next [T, E]."""
+        return DecoderLayer(config, layer_id, build)
+
     def forward(
-        self, input_ids_T: Tensor, positions_T: Tensor, attend: Attend, aux_layers: tuple[int, ...] = ()
+        self, input_ids_T: Tensor, positions_T: Tensor, cache: LayerCache, aux_layers: tuple[int, ...] = ()
     ) -> tuple[Tensor, list[Tensor]]:
         """One forward over T rows: int64 token ids [T] at int64 positions [T].
 
@@ -88,7 +99,7 @@ class CausalLM(nn.Module, ABC):
         (0..num_layers), the residual stream that enters layer l [T, E] (l = num_layers: what leaves the
         last layer, before the norm).
         """
-        hidden, aux = self.model(input_ids_T, positions_T, attend, aux_layers)
+        hidden, aux = self.model(input_ids_T, positions_T, cache, aux_layers)
         return hidden, aux
 
     def compute_logits(self, hidden_TE: Tensor) -> Tensor:

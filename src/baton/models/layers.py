@@ -2,38 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from baton.models.cache import Attend
 from baton.models.config import ModelConfig
 from baton.models.cpu_kernels import silu_mul
 from baton.models.linear import Build, Linear, MergedLinear
 from baton.models.rotary import rotate
-
-
-@dataclass(frozen=True, slots=True)
-class KVLayerSpec:
-    """What one attention layer keeps per token.
-
-    `window`: key j is visible to query i iff i - window < j <= i; None: full attention.
-    """
-
-    num_kv_heads: int
-    head_dim: int
-    window: int | None
-
-
-class Attend(Protocol):
-    """Given by the runner for one forward: writes k and v to the paged cache, then attends causally.
-
-    q [T, H, D], k and v [T, G, D] (G key-value heads), `scale` on the dot products; returns [T, H, D].
-    """
-
-    def __call__(self, layer_id: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float) -> Tensor: ...
 
 
 class RMSNorm(nn.Module):

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton.errors import ConfigError
-from baton.kv.geometry import Owner
 from baton.kv.interval import Interval, Kind, Rules
+from baton.kv.spec import Owner
 
 # The prefix of the names of a draft model's layers.
 DRAFT_MODEL = "draft_model."

@@ -1,0 +1,45 @@
+"""States of recurrent layers: a forward goes on from one slot of each request and writes others, so that every state
+that a later step may want is kept, and a forward that fails has changed none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from baton.engine.plan import StateSlots
+from baton.errors import BatonError
+from baton.kv.geometry import NULL_PAGE
+from baton.models.cache import Recurrence, Scanned
+
+
+@dataclass(frozen=True, slots=True)
+class StateBatch:
+    """The rows of one forward for one group of states: requests' rows, and the slots of `StateSlots`."""
+
+    query_start: np.ndarray
+    slots: StateSlots
+
+
+def scan(planes: Sequence[Tensor], layer: int, batch: StateBatch, recurrence: Recurrence) -> Tensor:
+    """Run one layer's recurrence between the slots of its group's `planes` [slots, layers, 1, heads, dim].
+
+    Raises `BatonError` for a slot that is not there, or one that is read and written.
+    """
+    slots, count = batch.slots, planes[0].shape[0]
+    if np.any(slots.write <= NULL_PAGE) or max(slots.write.max(initial=0), slots.read.max(initial=0)) >= count:
+        raise BatonError("scan: a row's state would go to no slot")
+    if np.intersect1d(slots.write, slots.read).size:
+        raise BatonError("scan: a state would be written over one that is read")
+    device = planes[0].device
+    read, write = torch.from_numpy(slots.read).to(device), torch.from_numpy(slots.write).to(device)
+    begins = (read == NULL_PAGE)[:, None, None]
+    # The null slot says that a request begins, whatever lies there.
+    states = tuple(plane[read, layer, 0].masked_fill(begins, 0) for plane in planes)
+    out, kept = recurrence(states, Scanned(batch.query_start, slots.kept))
+    for plane, values in zip(planes, kept, strict=True):
+        plane[write, layer, 0] = values.to(plane.dtype)
+    return out

@@ -1,0 +1,123 @@
+"""What a group of layers keeps: planes of what shape and dtype, in pages of what size, by which rules.
+
+Bytes are no business of a spec: `Geometry` says where they lie.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from baton.errors import ProtocolError
+from baton.kv.interval import Kind, Rules
+
+Owner = Literal["target", "draft"]
+Cut = Literal["heads", "channels", "whole"]
+
+MAX_PLANES = 16
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "uint8": 1}
+
+
+class PlaneSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One kind of thing that every layer of a group keeps per token, or per slot of a state: `num_heads` x `head_dim`
+    elements on this rank. `cut` is the axis along which ranks share it (see `Plane`)."""
+
+    name: str
+    dtype: str
+    num_heads: int
+    head_dim: int
+    cut: Cut = "heads"
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return ITEMSIZE[self.dtype]
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token in one layer."""
+        return self.num_heads * self.head_dim * self.itemsize
+
+
+Planes = tuple[PlaneSpec, ...]
+
+
+def kv_planes(num_kv_heads: int, head_dim: int, dtype: str) -> Planes:
+    """Keys and values of ordinary attention; the heads are those of this rank."""
+    return PlaneSpec("k", dtype, num_kv_heads, head_dim), PlaneSpec("v", dtype, num_kv_heads, head_dim)
+
+
+def latent_planes(latent_dim: int, rope_dim: int, dtype: str, *, split: bool = False) -> Planes:
+    """MLA's compressed keys and values with the rope key behind them, which all ranks hold whole: one plane, or two."""
+    if not split:
+        return (PlaneSpec("latent", dtype, 1, latent_dim + rope_dim, "whole"),)
+    return PlaneSpec("latent", dtype, 1, latent_dim, "whole"), PlaneSpec("rope", dtype, 1, rope_dim, "whole")
+
+
+class GroupSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One group of layers on one rank: they share a block table, a kind, planes, a page size and an owner.
+
+    `page_size` and `window` are in tokens. A `state` group has no token axis: its page is one state slot and its
+    `page_size` is 1. `layer_ids` are the model's ids of the layers. `module` says on which tokens an entry depends
+    (see `Rules`); it is 0 for the target's groups alone.
+
+    Raises `ProtocolError` for values that describe no memory.
+    """
+
+    name: str
+    owner: Owner
+    kind: Kind
+    planes: Planes
+    page_size: int
+    layer_ids: tuple[int, ...]
+    window: int | None = None
+    module: int | None = 0
+
+    def __post_init__(self) -> None:
+        names = {plane.name for plane in self.planes}
+        counts = [n for plane in self.planes for n in (plane.num_heads, plane.head_dim)]
+        if min(counts, default=0) < 1 or min(self.page_size, self.num_layers) < 1:
+            raise ProtocolError(f"group {self.name!r}: every count must be at least 1")
+        if len(self.planes) > MAX_PLANES or len(names) != len(self.planes):
+            raise ProtocolError(f"group {self.name!r}: there must be 1 to {MAX_PLANES} planes of different names")
+        for plane in self.planes:
+            if plane.dtype not in ITEMSIZE:
+                raise ProtocolError(f"group {self.name!r}: unknown dtype {plane.dtype!r}")
+        if len(set(self.layer_ids)) != self.num_layers:
+            raise ProtocolError(f"group {self.name!r}: layer_ids must differ")
+        if (self.module == 0) != (self.owner == "target"):
+            raise ProtocolError(f"group {self.name!r}: module 0 is the target, not module {self.module!r}")
+        try:
+            Rules(self.kind, self.module, self.window)
+        except ProtocolError as error:
+            raise ProtocolError(f"group {self.name!r}: {error}") from None
+        if self.kind == "state" and self.page_size != 1:
+            raise ProtocolError(f"group {self.name!r}: a state slot has no token axis, its page_size is 1")
+
+    @property
+    def rules(self) -> Rules:
+        """What the group keeps, sends and may forget."""
+        return Rules(self.kind, self.module, self.window)
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the group on this rank."""
+        return len(self.layer_ids)
+
+    @property
+    def plane_offsets(self) -> tuple[int, ...]:
+        """Where each plane begins in one layer's part of a dense page, in bytes, and where the part ends.
+
+        Every plane begins at a multiple of the widest element's size, so that it can be viewed as its dtype.
+        """
+        align = max(plane.itemsize for plane in self.planes)
+        offsets = [0]
+        for plane in self.planes:
+            offsets.append(-(-(offsets[-1] + plane.token_bytes * self.page_size) // align) * align)
+        return tuple(offsets)
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one dense page over all its layers."""
+        return self.num_layers * self.plane_offsets[-1]
