@@ -4,82 +4,119 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shlex
 import statistics
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import aiohttp
+import openai
 
 from baton.bench.client import Streamed, stream_completion
 from baton.deployment import Deployment
-from baton.openai.client import OpenAIClient
 from baton.text import Tokenizer
 from baton.verify.compare import acceptance
 from baton.verify.observe import Case, Observed, make_cases
 from baton.verify.sides import InProcess
 from baton.wire import SamplingParams
 from benchmarks.scrape import scrape
+from benchmarks.smollm2 import QUESTIONS, NotAvailableError, chat_ids, smollm2
 
 MODELS = Path("models")
+# The model that is always there, which other benchmarks measure too.
 TARGET = str(MODELS / "baton-demo-llama")
 SPECULATIVE = {"method": "eagle3", "model": str(MODELS / "baton-demo-eagle3"), "num_speculative_tokens": 3}
-PROMPT = "The for statement is used to iterate over"
-NUM_REQUESTS = 24
-MAX_TOKENS = 48
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A model, the EAGLE-3 head for it where there is one, what it is asked, and the requests of the table."""
+
+    target: str
+    head: Path
+    question: str
+    cases: list[Case]
+
+    @property
+    def speculative_config(self) -> dict[str, Any] | None:
+        """As for vLLM."""
+        if not self.head.is_dir():
+            return None
+        return {**SPECULATIVE, "model": str(self.head)}
+
+    @property
+    def flags(self) -> list[str]:
+        """Of `baton up`, and of each engine."""
+        spec = self.speculative_config
+        return ["--batch-invariant"] + (["--speculative-config", json.dumps(spec)] if spec else [])
+
+
+def choose() -> Subject:
+    """SmolLM2 with chat questions, or the model of this repository with text of many lengths."""
+    params = SamplingParams(max_tokens=32, temperature=0.0, logprobs=0)
+    try:
+        target = str(smollm2())
+    except NotAvailableError as error:
+        print(f"going on with a small model, since SmolLM2 cannot be had: {error}", flush=True)
+        cases = make_cases(Tokenizer.load(TARGET), [5 + 17 * i for i in range(24)], params)
+        return Subject(TARGET, Path(str(SPECULATIVE["model"])), "What is the for statement?", cases)
+    tokenizer = Tokenizer.load(target)
+    cases = [Case(tuple(chat_ids(tokenizer, question)), params) for question in QUESTIONS]
+    return Subject(target, MODELS / "baton-smollm2-eagle3", QUESTIONS[0], cases)
 
 
 def main() -> int:
     """Returns the exit status: 0 when every answer is identical to the single engine's."""
-    engine = {"model": TARGET, "speculative_config": SPECULATIVE, "batch_invariant": True}
-    print(f"reference: one engine, {NUM_REQUESTS} prompts", flush=True)
-    params = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0, logprobs=0)
-    lengths = [5 + 17 * i for i in range(NUM_REQUESTS)]
-    cases = make_cases(Tokenizer.load(TARGET), lengths, params)
+    subject = choose()
+    cases = subject.cases
+    print(f"model: {subject.target}\nreference: one engine, {len(cases)} prompts", flush=True)
+    engine = {"model": subject.target, "speculative_config": subject.speculative_config, "batch_invariant": True}
     want = InProcess(engine).answers(cases).observed
-    flags = ["--speculative-config", json.dumps(SPECULATIVE), "--batch-invariant"]
-    rows = [("mode", "requests", "identical tokens", "acceptance P/D", "acceptance single", "TTFT ms", "runs/handoff")]
+    rows: list[tuple[str, ...]] = [
+        ("mode", "requests", "identical tokens", "acceptance P/D", "acceptance single", "TTFT ms", "runs/handoff")
+    ]
     different = 0
     for mode in ("push", "pull"):
         print(f"\nstarting router, prefill and decode engine ({mode})", flush=True)
         with Deployment(
-            TARGET, prefill=1, decode=1, engine_flags=flags, router_flags=["--kv-mode", mode], show_progress=True
+            subject.target,
+            prefill=1,
+            decode=1,
+            engine_flags=subject.flags,
+            router_flags=["--kv-mode", mode],
+            show_progress=True,
         ) as deployment:
             print(f"endpoint: {deployment.url}/v1", flush=True)
-            have, runs = asyncio.run(_run(deployment.url, deployment.decode_urls[0], cases, mode == "push"))
-        same = sum(
-            tuple(h.token_ids) == w.token_ids and tuple(h.accepted) == w.accepted
-            for h, w in zip(have, want, strict=True)
-        )
-        different += len(cases) - same
-        ttft_ms = statistics.median(h.ttft_s for h in have) * 1000
+            question = subject.question if mode == "push" else None
+            have, runs = asyncio.run(_run(deployment.url, deployment.decode_urls[0], cases, question))
         observed = [
             Observed(accepted=tuple(h.accepted), num_speculative_tokens=w.num_speculative_tokens)
             for h, w in zip(have, want, strict=True)
         ]
-        rows.append(
-            (
-                mode,
-                str(len(cases)),
-                f"{same}/{len(cases)}",
-                _rates(acceptance(observed)),
-                _rates(acceptance(want)),
-                f"{ttft_ms:.1f}",
-                f"{runs:.1f}",
-            )
+        same = sum(
+            tuple(h.token_ids) == w.token_ids and tuple(h.accepted) == (w.accepted or ())
+            for h, w in zip(have, want, strict=True)
         )
+        different += len(cases) - same
+        ttft_ms = statistics.median(h.ttft_s for h in have) * 1000
+        rates = [_rates(acceptance(side)) if subject.speculative_config else "-" for side in (observed, want)]
+        rows.append((mode, str(len(cases)), f"{same}/{len(cases)}", *rates, f"{ttft_ms:.1f}", f"{runs:.1f}"))
     print()
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
     print("\nall processes have ended" if different == 0 else f"\n{different} answers differ")
+    print(f"to serve it yourself: {shlex.join(['.venv/bin/baton', 'up', subject.target, *subject.flags[1:]])}")
     return 1 if different else 0
 
 
-async def _run(url: str, decode_url: str, cases: list[Case], show: bool) -> tuple[list[Streamed], float]:
-    """Answers to all cases, one after the other, and the mean of runs per handoff."""
+async def _run(url: str, decode_url: str, cases: list[Case], question: str | None) -> tuple[list[Streamed], float]:
+    """Answers to all cases, one after the other, and the mean of runs per handoff. A `question` is answered first."""
+    if question is not None:
+        await _show_answer(url, question)
     async with aiohttp.ClientSession() as session:
-        if show:
-            await _show_answer(session, url)
         runs_before = sum(await scrape(session, decode_url, "baton:handoff_runs"))
         handoffs_before = sum(await scrape(session, decode_url, "baton:handoffs"))
         answers = []
@@ -96,12 +133,20 @@ async def _run(url: str, decode_url: str, cases: list[Case], show: bool) -> tupl
     return answers, runs / max(handoffs, 1.0)
 
 
-async def _show_answer(session: aiohttp.ClientSession, url: str) -> None:
-    print(f"\nprompt: {PROMPT}\nanswer:", end="", flush=True)
-    body = {"prompt": PROMPT, "max_tokens": 64, "temperature": 0.0}
-    async for event in OpenAIClient(session, url).stream(body):
-        for choice in event.choices:
-            print(choice.text, end="", flush=True)
+async def _show_answer(url: str, question: str) -> None:
+    """Ask as a user would, by OpenAI's own client, and print the answer as it comes."""
+    print(f"\nquestion: {question}\nanswer: ", end="", flush=True)
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client:
+        model = (await client.models.list()).data[0].id
+        answer = await client.chat.completions.create(
+            model=model,
+            messages=[{"role": "user", "content": question}],
+            max_tokens=64,
+            temperature=0.0,
+            stream=True,
+        )
+        async for event in answer:
+            print(event.choices[0].delta.content or "" if event.choices else "", end="", flush=True)
     print("\n", flush=True)
 
 

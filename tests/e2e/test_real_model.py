@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from baton import LLM, SamplingParams
-from baton.text import Tokenizer
 from benchmarks import smollm2
 
 transformers = pytest.importorskip("transformers")
@@ -21,24 +20,6 @@ transformers = pytest.importorskip("transformers")
 HEAD = Path("models/baton-smollm2-eagle3")
 NEW_TOKENS = 16
 KV_MEMORY = 128 << 20
-QUESTIONS = (
-    "What is the capital of France?",
-    "Write a haiku about rain.",
-    "Explain gravity to a child.",
-    "List three primary colors.",
-    "What is 12 + 30?",
-    "Who wrote Romeo and Juliet?",
-    "Translate 'good morning' to French.",
-    "Give me a recipe for pancakes.",
-    "What does a compiler do?",
-    "Why is the sky blue?",
-    "Name a large ocean.",
-    "Write a Python function that adds two numbers.",
-    "What is photosynthesis?",
-    "Tell me a joke about a cat.",
-    "How many days does a leap year have?",
-    "Summarize: the quick brown fox jumps over the lazy dog.",
-)
 
 
 @pytest.fixture(scope="module")
@@ -49,18 +30,13 @@ def model() -> Path:
         pytest.skip(str(error))
 
 
-def prompts(tokenizer: Tokenizer) -> list[list[int]]:
-    chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
-    return [tokenizer.encode(tokenizer.apply_chat_template(chat), add_special_tokens=False) for chat in chats]
-
-
 def test_greedy_tokens_are_those_of_transformers(model: Path) -> None:
     reference = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, local_files_only=True)
     theirs = transformers.AutoTokenizer.from_pretrained(model, local_files_only=True)
     with LLM(str(model), dtype="float32", kv_cache_memory=KV_MEMORY) as llm:
-        asked = prompts(llm._engine.tokenizer)
+        asked = [smollm2.chat_ids(llm._engine.tokenizer, question) for question in smollm2.QUESTIONS]
         got = llm.generate(asked, SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0))
-    for question, ids, result in zip(QUESTIONS, asked, got, strict=True):
+    for question, ids, result in zip(smollm2.QUESTIONS, asked, got, strict=True):
         chat = [{"role": "user", "content": question}]
         assert ids == theirs.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
         tokens = result.outputs[0].token_ids
@@ -73,7 +49,10 @@ def test_greedy_tokens_are_those_of_transformers(model: Path) -> None:
 
 def test_the_turn_ends_by_itself(model: Path) -> None:
     with LLM(str(model), kv_cache_memory=KV_MEMORY) as llm:
-        (result,) = llm.generate(prompts(llm._engine.tokenizer)[:1], SamplingParams(max_tokens=64, temperature=0.0))
+        (result,) = llm.generate(
+            [smollm2.chat_ids(llm._engine.tokenizer, smollm2.QUESTIONS[0])],
+            SamplingParams(max_tokens=64, temperature=0.0),
+        )
         assert llm._engine.tokenizer.decode(result.outputs[0].token_ids[-1:], skip_special_tokens=False) == "<|im_end|>"
     assert result.outputs[0].finish_reason == "stop"
     assert re.search(r"Paris\.?$", result.outputs[0].text)

@@ -9,14 +9,14 @@ from typing import Annotated
 
 import typer
 
-from baton.cli.options import EngineOptions, with_options
+from baton.cli.options import EngineOptions, Model, with_options
 from baton.wire import GenerateRequest, SamplingParams
 
 
 @with_options
 def generate_command(
     options: EngineOptions,
-    model: Annotated[str, typer.Argument(help="Checkpoint directory in Hugging Face format.")],
+    model: Model,
     prompt: Annotated[str, typer.Argument(help="Text to continue, or with --chat to answer.")],
     chat: Annotated[bool, typer.Option("--chat", help="Use the chat template.")] = False,
     max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 64,
@@ -33,7 +33,7 @@ def generate_command(
     from baton.openai.output import SampleOutput
     from baton.text import Tokenizer
 
-    tokenizer = Tokenizer.load(model)
+    tokenizer = Tokenizer.load(config.model)
     if chat:
         text = tokenizer.apply_chat_template([{"role": "user", "content": prompt}])
         ids = tokenizer.encode(text, add_special_tokens=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, get_type_hints
@@ -22,6 +23,7 @@ from baton.engine.config import (
 from baton.errors import ConfigError
 from baton.wire import Recovery, Role
 
+Model = Annotated[str, typer.Argument(help="Checkpoint directory in Hugging Face format, or ORG/NAME on the hub.")]
 BlockSize = Annotated[
     int | None, typer.Option(help="Tokens per KV page on engines of that role [default: --block-size].")
 ]
@@ -72,6 +74,7 @@ class StepOptions:
 class EngineOptions(StepOptions):
     """All engine flags as given."""
 
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the model on the hub.")] = None
     served_model_name: Annotated[str | None, typer.Option(help="Name in the API; default: the directory's.")] = None
     kv_transfer_config: Annotated[str | None, typer.Option(help='JSON: {"kv_transport": "shm", ...}.')] = None
     kv_transport: Annotated[
@@ -106,14 +109,22 @@ class EngineOptions(StepOptions):
         ticket_key_file: str | None = None,
         keys: str | None = None,
     ) -> EngineConfig:
-        """Return the checked configuration. Raises `ConfigError` naming the first bad field."""
+        """Return the checked configuration, with models of the hub fetched. Raises `ConfigError` naming the first
+        bad field."""
         settings: dict[str, Any] = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         settings["engines_per_host"] = 1 if self.engines_per_host is None else self.engines_per_host
         settings["speculative_config"] = SpeculativeConfig.parse(self.speculative_config)
         settings["kv_transfer_config"] = KVTransferConfig.parse(self.kv_transfer_config, settings.pop("kv_transport"))
-        return EngineConfig(
+        config = EngineConfig(
             model=model, role=role, engine_id=engine_id, ticket_key_file=ticket_key_file, keys=keys, **settings
-        ).check()
+        )
+        return config.check().located()
+
+    def located(self, config: EngineConfig) -> EngineOptions:
+        """The same for child processes, with the directories of `to_config` for names on the hub."""
+        spec, name = config.speculative_config, config.served_model_name
+        given = json.dumps(dataclasses.asdict(spec)) if spec else None
+        return dataclasses.replace(self, revision=None, served_model_name=name, speculative_config=given)
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:

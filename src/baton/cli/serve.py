@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from baton.cli.options import BlockSize, EngineOptions, block_size_flags, with_options
+from baton.cli.options import BlockSize, EngineOptions, Model, block_size_flags, with_options
 from baton.cli.router import (
     AdminTokenFile,
     AllowMode,
@@ -32,7 +32,7 @@ from baton.wire import Role
 @with_options
 def serve_command(
     options: EngineOptions,
-    model: Annotated[str, typer.Argument(help="Checkpoint directory in Hugging Face format.")],
+    model: Model,
     role: Annotated[Role, typer.Option(help="both serves the API; prefill and decode serve a router.")] = "both",
     host: Host = "127.0.0.1",
     port: Port = 8000,
@@ -50,7 +50,7 @@ def serve_command(
         config = options.to_config(model, role, name, ticket_key_file, keys)
         from baton.text import Tokenizer
 
-        tokenizer = Tokenizer.load(model)
+        tokenizer = Tokenizer.load(config.model)
         reporter.progress("loading libraries")
         from baton.engine.async_engine import AsyncEngine
         from baton.server.run import run_engine
@@ -66,7 +66,7 @@ def serve_command(
 @with_options
 def up_command(
     options: EngineOptions,
-    model: Annotated[str, typer.Argument(help="Checkpoint directory in Hugging Face format.")],
+    model: Model,
     prefill: Annotated[int, typer.Option(min=0, help="Prefill engines.")] = 1,
     decode: Annotated[int, typer.Option(min=0, help="Decode engines.")] = 1,
     prefill_block_size: BlockSize = None,
@@ -89,16 +89,16 @@ def up_command(
     listener = bind(host, port)
     with contextlib.closing(listener), ending_on_sigterm():
         # Checked here too, so that a bad flag gives one error line instead of one per engine.
-        kv_transport = options.to_config(model).kv_transfer_config.kv_transport
+        settings = options.to_config(model)
         role_flags = block_size_flags(prefill_block_size, decode_block_size)
         print(f"starting {prefill} prefill and {decode} decode engines of {model}", file=sys.stderr, flush=True)
         deployment = Deployment(
-            model,
+            settings.model,
             prefill,
             decode,
-            engine_flags=options.to_flags(),
+            engine_flags=options.located(settings).to_flags(),
             role_flags=role_flags,
-            kv_transport=kv_transport,
+            kv_transport=settings.kv_transfer_config.kv_transport,
             router=False,
             show_progress=True,
         )
@@ -111,7 +111,7 @@ def up_command(
                 kv_mode=kv_mode,
                 policy=policy,
                 allow_mode_override=allow_mode_override,
-                tokenizer=model,
+                tokenizer=settings.model,
                 recovery=options.recovery,
                 admin_token=token,
                 max_queued_requests=options.max_queued_requests,

@@ -179,7 +179,7 @@ def _load(config: EngineConfig, progress: Callable[[str], None]) -> _Loaded:
     progress(f"loading target {config.model}")
     hf_config = read_config(config.model)
     model = load_model(config.model, config.dtype, config.device, config.batch_invariant)
-    tokenizer = Tokenizer.load(config.model)
+    tokenizer = Tokenizer.load(config.model, config.skip_tokenizer_init)
     spec = config.speculative_config
     drafter: Drafter | None = None
     if spec is not None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from baton.engine.hub import checkpoint_directory
 from baton.errors import ConfigError
 from baton.handoff.channel.config import DEFAULT_HANDOFF_TIMEOUT_S
 from baton.handoff.channel.keys import check_bind, ticket_key_file
@@ -25,12 +26,13 @@ MAX_BLOCK_SIZE = 1024
 
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
-    """`--speculative-config`: drafter method, checkpoint directory, draft length k and the verifier."""
+    """`--speculative-config`: drafter method, checkpoint (with `revision` on the hub), draft length k and verifier."""
 
     method: str
     model: str
     num_speculative_tokens: int = 3
     verifier: Verifier = "coupled"
+    revision: str | None = None
 
     @classmethod
     def parse(cls, value: str | dict[str, Any] | None) -> SpeculativeConfig | None:
@@ -42,13 +44,15 @@ class SpeculativeConfig:
         for key in ("method", "model"):
             if not isinstance(data.get(key), str) or not data[key]:
                 raise ConfigError(f"speculative_config.{key}", "is required and must be a string")
+        if not isinstance(data.get("revision"), str | None):
+            raise ConfigError("speculative_config.revision", "must be a string")
         num = data.get("num_speculative_tokens", 3)
         if not isinstance(num, int) or isinstance(num, bool) or not 1 <= num <= 32:
             raise ConfigError("speculative_config.num_speculative_tokens", f"must be 1 to 32, got {num!r}")
         verifier = data.get("verifier", "coupled")
         if verifier not in get_args(Verifier):
             raise ConfigError("speculative_config.verifier", f"must be coupled or rejection, got {verifier!r}")
-        return cls(method=data["method"], model=data["model"], num_speculative_tokens=num, verifier=verifier)
+        return cls(**data)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +88,8 @@ class KVTransferConfig:
 class EngineConfig:
     """Everything that an engine is started with. `check()` raises ConfigError naming the first bad field.
 
+    `model` is a checkpoint directory, or before `located()` ORG/NAME on the hub, at `revision` of it.
+    `skip_tokenizer_init`: prompts are token ids, and no text comes out.
     `kv_cache_memory` is in bytes over all groups; None takes this engine's share of what is free, which is
     `gpu_memory_utilization` of it, on a host too, in equal parts for `engines_per_host` engines (see
     `engine/pool_size.py`). `max_model_len` None takes the checkpoint's, or what fits into that memory.
@@ -98,6 +104,8 @@ class EngineConfig:
     """
 
     model: str
+    revision: str | None = None
+    skip_tokenizer_init: bool = False
     role: Role = "both"
     served_model_name: str | None = None
     block_size: int = 16
@@ -130,7 +138,6 @@ class EngineConfig:
             if not ok:
                 raise ConfigError(name, f"must be {rule}, got {getattr(self, name)!r}")
 
-        need(Path(self.model).is_dir(), "model", "a directory in Hugging Face format")
         need(self.role in get_args(Role), "role", "both, prefill or decode")
         need(1 <= self.block_size <= MAX_BLOCK_SIZE, "block_size", f"1 to {MAX_BLOCK_SIZE}")
         need(self.max_model_len is None or self.max_model_len >= 2, "max_model_len", "at least 2")
@@ -164,6 +171,16 @@ class EngineConfig:
             raise ConfigError("kv_transfer_config.prefix_store", "needs prefix caching, which is off")
         check_bind(self.kv_transfer_config.control_bind, self.keys is not None)
         return self
+
+    def located(self) -> EngineConfig:
+        """The same with directories of this host for names on the hub, which stay the names in the API. Raises
+        ConfigError naming the model that cannot be had."""
+        model, spec = checkpoint_directory(self.model, self.revision), self.speculative_config
+        if spec is not None:
+            head = checkpoint_directory(spec.model, spec.revision, "speculative_config.model")
+            spec = replace(spec, model=head, revision=None)
+        name = self.served_model_name or (None if model == self.model else self.model)
+        return replace(self, model=model, revision=None, speculative_config=spec, served_model_name=name)
 
     @property
     def num_drafts(self) -> int:

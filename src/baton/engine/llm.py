@@ -1,9 +1,9 @@
-"""Offline generation in one process: `LLM.generate`, as in vLLM."""
+"""Offline generation in one process: `LLM.generate` and `LLM.chat`, as in vLLM."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,8 +13,14 @@ from baton.engine.build import build_engine
 from baton.engine.config import EngineConfig, SpeculativeConfig
 from baton.engine.metrics import EngineMetrics
 from baton.engine.requests import make_request
+from baton.errors import ConfigError, RequestError
 from baton.openai.output import SampleOutput
 from baton.wire import FinishReason, GenerateRequest, SamplingParams, TokenChunk, TokenLogprobs
+
+# Text, token ids, or vLLM's {"prompt": text} and {"prompt_token_ids": ids}.
+Prompt = str | Sequence[int] | Mapping[str, Any]
+Messages = Sequence[Mapping[str, Any]]
+_IDS = "prompt_token_ids"
 
 
 @dataclass(slots=True)
@@ -32,9 +38,10 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """All samples of one prompt."""
+    """All samples of one prompt; `prompt` is its text, where it came as text."""
 
     request_id: str
+    prompt: str | None
     prompt_token_ids: list[int]
     num_cached_tokens: int
     outputs: list[CompletionOutput] = field(default_factory=list)
@@ -52,7 +59,9 @@ class LLM:
         if spec is not None and not isinstance(spec, SpeculativeConfig):
             settings["speculative_config"] = SpeculativeConfig.parse(spec)
         self._chunks: dict[str, list[TokenChunk]] = {}
-        self._engine = build_engine(_config(model, settings), self._emit)
+        config = _config(model, settings)
+        self._skips_tokenizer = config.skip_tokenizer_init
+        self._engine = build_engine(config, self._emit)
         self._ids = itertools.count()
 
     def __enter__(self) -> LLM:
@@ -73,16 +82,33 @@ class LLM:
     def _emit(self, chunk: TokenChunk, last: bool) -> None:
         self._chunks[chunk.request_id].append(chunk)
 
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or each of many, by the model's chat template. Raises as `generate` does."""
+        chats: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        tokenizer, prompts = self._engine.tokenizer, []
+        for chat in chats:
+            text = tokenizer.apply_chat_template(chat, add_generation_prompt, chat_template_kwargs)
+            ids = tokenizer.encode(text, add_special_tokens=False)
+            prompts.append({"prompt": text, "prompt_token_ids": ids})
+        return self.generate(prompts, sampling_params)
+
     def generate(
         self,
-        prompts: str | Sequence[str] | Sequence[Sequence[int]],
+        prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
-        """Complete each prompt (text, or token ids). Results are in the order of the prompts.
+        """Complete one prompt, or each of many. Results are in the order of the prompts.
 
         Raises RequestError naming the parameter when a request is refused; then nothing has run.
         """
-        many: list[str | Sequence[int]] = [prompts] if isinstance(prompts, str) else list(prompts)
+        alone = isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        many: Any = [prompts] if alone else prompts
         if isinstance(sampling_params, Sequence):
             params = list(sampling_params)
         else:
@@ -92,8 +118,8 @@ class LLM:
         samples: list[list[SampleOutput]] = []
         records = []
         for prompt, one in zip(many, params, strict=True):
-            ids = engine.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-            results.append(RequestOutput(f"llm-{next(self._ids)}", ids, 0))
+            text, ids = self._read_prompt(prompt)
+            results.append(RequestOutput(f"llm-{next(self._ids)}", text, ids, 0))
             outputs = []
             for index in range(one.n):
                 wire = GenerateRequest(
@@ -118,6 +144,19 @@ class LLM:
                 )
         return results
 
+    def _read_prompt(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        """The text, where there is one, and the token ids."""
+        if not isinstance(prompt, Mapping):
+            prompt = {"prompt" if isinstance(prompt, str) else _IDS: prompt}
+        if not prompt or not set(prompt) <= {"prompt", _IDS}:
+            raise RequestError(f"a prompt has prompt or {_IDS}, and nothing else: {sorted(prompt)}", "prompt")
+        text, ids = prompt.get("prompt"), prompt.get(_IDS)
+        if ids is None:
+            if self._skips_tokenizer:
+                raise RequestError(f"must be {_IDS}, since skip_tokenizer_init is on", "prompt")
+            ids = self._engine.tokenizer.encode(str(text))
+        return text, list(ids)
+
     def _run(self, results: Sequence[RequestOutput], samples: Sequence[Sequence[SampleOutput]]) -> None:
         core = self._engine.core
         open_samples = {
@@ -139,10 +178,8 @@ class LLM:
 
 
 def _config(model: str, settings: dict[str, Any]) -> EngineConfig:
-    from baton.errors import ConfigError
-
     known = set(EngineConfig.__slots__)
     for name in settings:
         if name not in known:
             raise ConfigError(name, f"is unknown; known: {', '.join(sorted(known))}")
-    return EngineConfig(model=model, **settings)
+    return EngineConfig(model=model, **settings).check().located()

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from baton.errors import CheckpointError
 from baton.models.base import CausalLM
@@ -120,7 +121,9 @@ def fill(module: nn.Module, path: str | Path, rename: Rename) -> None:
     missing = set(table)
     for file in weight_files(path):
         with _open(file) as tensors:
-            for stored in tensors.keys():  # noqa: SIM118 - a file handle, not a dict
+            # Shown on a terminal only, and not where loading is quick.
+            bar = tqdm(tensors.keys(), file.name, delay=2.0, disable=None, leave=False, unit="tensor")
+            for stored in bar:
                 name = rename(stored)
                 if name is None:
                     continue

@@ -48,12 +48,14 @@ class Tokenizer:
         }
 
     @classmethod
-    def load(cls, directory: str | Path) -> Tokenizer:
-        """Load from a checkpoint directory.
+    def load(cls, directory: str | Path, skip_vocabulary: bool = False) -> Tokenizer:
+        """Load from a checkpoint directory. `skip_vocabulary`: it knows the end tokens alone, and all text is empty.
 
         Raises `CheckpointError` naming the file that is missing or broken.
         """
         root = Path(directory)
+        if skip_vocabulary:
+            return cls(tokenizers.Tokenizer(tokenizers.models.BPE()), eos_token_ids=_eos_token_ids(root, {}, None))
         path = root / "tokenizer.json"
         if not path.is_file():
             raise CheckpointError(f"{path}: no such file")
@@ -136,7 +138,7 @@ def _special_tokens(*sources: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
-def _eos_token_ids(root: Path, special: Mapping[str, str], backend: tokenizers.Tokenizer) -> list[int]:
+def _eos_token_ids(root: Path, special: Mapping[str, str], backend: tokenizers.Tokenizer | None) -> list[int]:
     """Return the ids that end a sequence: generation_config.json, config.json, or the tokenizer's EOS."""
     for name in ("generation_config.json", "config.json"):
         value = _read_json(root / name).get("eos_token_id")
@@ -146,7 +148,7 @@ def _eos_token_ids(root: Path, special: Mapping[str, str], backend: tokenizers.T
         if not all(isinstance(v, int) and v >= 0 for v in ids):
             raise CheckpointError(f"{root / name}: eos_token_id is {value!r}, expected token ids")
         return ids
-    token_id = backend.token_to_id(special["eos_token"]) if "eos_token" in special else None
+    token_id = backend.token_to_id(special["eos_token"]) if backend and "eos_token" in special else None
     return [] if token_id is None else [token_id]
 
 

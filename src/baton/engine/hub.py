@@ -1,0 +1,38 @@
+"""Checkpoints by their names on the Hugging Face hub."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+
+from baton.errors import ConfigError
+
+# What Baton reads of a repository; weights in other formats stay where they are.
+_FILES = ["*.json", "*.safetensors", "*.jinja"]
+_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def checkpoint_directory(model: str, revision: str | None = None, field: str = "model") -> str:
+    """`model` itself where it is a directory; else that of `ORG/NAME` in the hub's cache, downloaded where it must be.
+
+    `revision` is a branch, tag or commit of the repository. `huggingface_hub` reads its own settings (`HF_HOME`,
+    `HF_TOKEN`, `HF_HUB_OFFLINE`) from the environment. Raises `ConfigError` naming `field` and the model, in one line.
+    """
+    if os.path.isdir(model):
+        if revision is not None:
+            raise ConfigError("revision", f"is for a model of the hub, and {model} is a directory")
+        return model
+    if _NAME.fullmatch(model) is None:
+        raise ConfigError(field, f"must be a directory in Hugging Face format or ORG/NAME on the hub, got {model!r}")
+    import huggingface_hub
+    from huggingface_hub.utils.tqdm import disable_progress_bars
+
+    if not sys.stderr.isatty():
+        disable_progress_bars()
+    try:
+        return str(huggingface_hub.snapshot_download(model, revision=revision, allow_patterns=_FILES))
+    except Exception as error:  # of several libraries, without a common root
+        why = str(error).partition("\n")[0] or type(error).__name__
+        at = f" at revision {revision}" if revision else ""
+        raise ConfigError(field, f"{model}{at} is no directory here, and the hub does not give it: {why}") from None

@@ -1,0 +1,67 @@
+"""`LLM` takes prompts in the forms that vLLM's does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from baton import LLM, SamplingParams
+from baton.errors import RequestError
+
+DEMO = "models/baton-demo-llama"
+TEXT = "The for statement"
+CHAT = [{"role": "user", "content": TEXT}]
+GREEDY = SamplingParams(max_tokens=6, temperature=0.0)
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(DEMO, kv_cache_memory=8 << 20) as llm:
+        yield llm
+
+
+def test_all_forms_of_a_prompt_give_the_same(llm: LLM) -> None:
+    ids = llm._engine.tokenizer.encode(TEXT)
+    forms: list[Any] = [TEXT, ids, {"prompt": TEXT}, {"prompt_token_ids": ids}]
+    alone = [llm.generate(form, GREEDY) for form in forms]
+    together = llm.generate([*forms, {"prompt": TEXT, "prompt_token_ids": ids}], GREEDY)
+    assert all(len(results) == 1 for results in alone)
+    everything = [results[0] for results in alone] + together
+    assert {result.outputs[0].text for result in everything} == {everything[0].outputs[0].text}
+    assert all(result.prompt_token_ids == ids for result in everything)
+    assert [result.prompt for result in together] == [TEXT, None, TEXT, None, TEXT]
+
+
+@pytest.mark.parametrize("prompt", [{}, {"prompt": TEXT, "multi_modal_data": 1}, {"text": TEXT}])
+def test_a_prompt_of_another_form_is_refused(llm: LLM, prompt: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match="a prompt has prompt or prompt_token_ids, and nothing else"):
+        llm.generate([prompt], GREEDY)
+
+
+def test_chat_is_the_template_before_generate(llm: LLM) -> None:
+    tokenizer = llm._engine.tokenizer
+    text = tokenizer.apply_chat_template(CHAT)
+    (want,) = llm.generate({"prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}, GREEDY)
+    (have,) = llm.chat(CHAT, GREEDY)
+    assert (have.prompt, have.prompt_token_ids) == (text, want.prompt_token_ids)
+    assert have.outputs[0].token_ids == want.outputs[0].token_ids
+    assert [result.prompt for result in llm.chat([CHAT, CHAT], GREEDY)] == [text, text]
+    (open_ended,) = llm.chat(CHAT, GREEDY, add_generation_prompt=False)
+    assert open_ended.prompt == tokenizer.apply_chat_template(CHAT, add_generation_prompt=False)
+
+
+def test_without_a_tokenizer_ids_go_in_and_come_out(llm: LLM) -> None:
+    ids = llm._engine.tokenizer.encode(TEXT)
+    (want,) = llm.generate([ids], GREEDY)
+    with LLM(DEMO, kv_cache_memory=8 << 20, skip_tokenizer_init=True) as bare:
+        (have,) = bare.generate([{"prompt_token_ids": ids}], GREEDY)
+        assert have.outputs[0].token_ids == want.outputs[0].token_ids
+        assert have.outputs[0].text == ""
+        assert bare._engine.tokenizer.eos_token_ids == llm._engine.tokenizer.eos_token_ids
+        for form in (TEXT, {"prompt": TEXT}):
+            with pytest.raises(RequestError, match="since skip_tokenizer_init is on"):
+                bare.generate([form], GREEDY)
+        with pytest.raises(RequestError, match="no chat template"):
+            bare.chat(CHAT, GREEDY)
