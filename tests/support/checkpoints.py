@@ -61,7 +61,7 @@ def make_checkpoint(path: str | Path, model_type: str, seed: int = 0, **override
     """
     directory = Path(path)
     directory.mkdir(parents=True, exist_ok=True)
-    architecture = {"architectures": [_ARCHITECTURES[model_type]], "model_type": model_type}
+    architecture = {"architectures": [_ARCHITECTURES.get(model_type, model_type)], "model_type": model_type}
     raw = {**architecture, **_TINY, **_OWN.get(model_type, {}), **overrides}
     cls = model_class(model_type)
     model = cls(cls.parse_config(raw), Build(get_dtype(raw), torch.device("cpu")))

@@ -13,30 +13,28 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from baton.engine.config import (
-    MAX_BLOCK_SIZE,
     EngineConfig,
     IntegritySetting,
     KVTransferConfig,
     SpeculativeConfig,
+    block_sizes,
     parse_size,
 )
-from baton.errors import ConfigError
 from baton.wire import Recovery, Role
 
 Model = Annotated[str, typer.Argument(help="Checkpoint directory in Hugging Face format, or ORG/NAME on the hub.")]
 BlockSize = Annotated[
-    int | None, typer.Option(help="Tokens per KV page on engines of that role [default: --block-size].")
+    str | None, typer.Option(help="Tokens per KV page on engines of that role [default: --block-size].")
 ]
 
 
-def block_size_flags(prefill: int | None, decode: int | None) -> dict[str, list[str]]:
+def block_size_flags(prefill: str | None, decode: str | None) -> dict[str, list[str]]:
     """Flags by role, for engines of a deployment. Raises `ConfigError` naming the option that is out of range."""
     flags: dict[str, list[str]] = {}
     for role, size in (("prefill", prefill), ("decode", decode)):
         if size is not None:
-            if not 1 <= size <= MAX_BLOCK_SIZE:
-                raise ConfigError(f"{role}_block_size", f"must be 1 to {MAX_BLOCK_SIZE}, got {size}")
-            flags[role] = ["--block-size", str(size)]
+            block_sizes(size, f"{role}_block_size")
+            flags[role] = ["--block-size", size]
     return flags
 
 
@@ -47,7 +45,9 @@ class StepOptions:
     speculative_config: Annotated[
         str | None, typer.Option(help='JSON: {"method", "model", "num_speculative_tokens", "verifier"}.')
     ] = None
-    block_size: Annotated[int, typer.Option(help="Tokens per KV page.")] = 16
+    block_size: Annotated[str, typer.Option(help="Tokens per KV page; of groups that differ: 16,draft=8,mla=32.")] = (
+        "16"
+    )
     max_num_batched_tokens: Annotated[int, typer.Option(help="Token budget of one step.")] = 2048
     max_num_seqs: Annotated[int, typer.Option(help="Most sequences in one step.")] = 64
     dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto"

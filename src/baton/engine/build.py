@@ -275,6 +275,7 @@ def _prefix_store(
     if any(rules.kind == "state" for rules in cache.rules.values()):
         raise ConfigError("kv_transfer_config.prefix_store", "a model with states has no prefixes to store")
     # Pages are stored as they lie in memory.
-    model = json.dumps({**facts, "block_size": config.block_size, "layout": PAGE_LAYOUT}, sort_keys=True)
+    sizes = {name: pool.page_size for name, pool in cache.pools.items()}
+    model = json.dumps({**facts, "block_size": sizes, "layout": PAGE_LAYOUT}, sort_keys=True)
     pages = {name: memory.pages for name, memory in kv.items()}
     return PrefixStore(open_store(uri), model, cache.pools, pages, writes=config.role != "decode")

@@ -108,7 +108,7 @@ class EngineConfig:
     skip_tokenizer_init: bool = False
     role: Role = "both"
     served_model_name: str | None = None
-    block_size: int = 16
+    block_size: int | str = 16
     max_model_len: int | None = None
     max_num_batched_tokens: int = 2048
     max_num_seqs: int = 64
@@ -139,7 +139,7 @@ class EngineConfig:
                 raise ConfigError(name, f"must be {rule}, got {getattr(self, name)!r}")
 
         need(self.role in get_args(Role), "role", "both, prefill or decode")
-        need(1 <= self.block_size <= MAX_BLOCK_SIZE, "block_size", f"1 to {MAX_BLOCK_SIZE}")
+        block_sizes(self.block_size)
         need(self.max_model_len is None or self.max_model_len >= 2, "max_model_len", "at least 2")
         need(1 <= self.max_num_seqs <= 4096, "max_num_seqs", "1 to 4096")
         need(self.max_queued_requests >= 1, "max_queued_requests", "at least 1")
@@ -193,6 +193,18 @@ class EngineConfig:
         if self.ticket_key_file is not None:
             return Path(self.ticket_key_file)
         return None if self.keys is None else ticket_key_file(self.keys)
+
+
+def block_sizes(value: int | str, field: str = "block_size") -> dict[str, int]:
+    """Tokens per KV page from `16` or `16,draft=8,sliding_window=32`: by name, owner or kind of groups, and for all
+    others under the empty name. Raises `ConfigError` naming `field`."""
+    sizes = {"": 16}
+    for part in str(value).split(","):
+        name, _, size = part.rpartition("=")
+        if not size.strip().isdecimal() or not 1 <= int(size) <= MAX_BLOCK_SIZE:
+            raise ConfigError(field, f"must be 1 to {MAX_BLOCK_SIZE}, got {value}")
+        sizes[name.strip()] = int(size)
+    return sizes
 
 
 def parse_size(text: str, field: str = "kv_cache_memory") -> int:

@@ -6,10 +6,11 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import torch
 
-from baton.engine.config import EngineConfig
+from baton.engine.config import EngineConfig, block_sizes
 from baton.engine.group_memory import GroupMemory
 from baton.engine.pool_size import Memory, PoolSize, pool_size
 from baton.errors import ConfigError
@@ -51,8 +52,11 @@ def kv_memory(
     """
     if config.max_model_len is not None and config.max_model_len > max_position:
         raise ConfigError("max_model_len", f"must be at most the checkpoint's {max_position}")
-    groups = _groups(layers, "target", config.block_size, dtype)
-    groups += _groups(draft_layers, "draft", config.block_size, dtype)
+    sizes = block_sizes(config.block_size)
+    groups = _groups(layers, "target", sizes, dtype) + _groups(draft_layers, "draft", sizes, dtype)
+    known = {name for group in groups for name in _names(group)}
+    if unknown := sizes.keys() - known:
+        raise ConfigError("block_size", f"there is no group {min(unknown)!r}; there are {', '.join(sorted(known)[1:])}")
     device = torch.device(config.device)
     now = Memory.measure(device, uses_shm)
     size = pool_size(config, before, now, groups, config.num_drafts, max_position)
@@ -64,7 +68,7 @@ def kv_memory(
     return KVMemory(groups, size, *_allocate(groups, size.num_pages, transport, device))
 
 
-def _groups(layers: Sequence[LayerSpec], owner: Owner, page_size: int, dtype: str) -> list[GroupSpec]:
+def _groups(layers: Sequence[LayerSpec], owner: Owner, sizes: Mapping[str, int], dtype: str) -> list[GroupSpec]:
     """Layers that keep the same form one group."""
     by_spec: dict[LayerSpec, list[int]] = {}
     for layer_id, layer in enumerate(layers):
@@ -72,19 +76,26 @@ def _groups(layers: Sequence[LayerSpec], owner: Owner, page_size: int, dtype: st
     groups: list[GroupSpec] = []
     for layer, ids in by_spec.items():
         kind, planes = _kept(layer, dtype)
-        groups.append(
-            GroupSpec(
-                name=(owner if owner == "draft" else f"{owner}.{kind}") + (f".{len(groups)}" if groups else ""),
-                owner=owner,
-                module=DRAFT_MODULE if owner == "draft" else 0,
-                kind=kind,
-                planes=planes,
-                page_size=1 if kind == "state" else page_size,
-                window=layer.window if isinstance(layer, KVLayerSpec) else None,
-                layer_ids=tuple(ids),
-            )
+        group = GroupSpec(
+            name=(owner if owner == "draft" else f"{owner}.{kind}") + (f".{len(groups)}" if groups else ""),
+            owner=owner,
+            module=DRAFT_MODULE if owner == "draft" else 0,
+            kind=kind,
+            planes=planes,
+            page_size=1,
+            window=layer.window if isinstance(layer, KVLayerSpec) else None,
+            layer_ids=tuple(ids),
         )
+        if kind != "state":
+            size = next(sizes[name] for name in _names(group) if name in sizes)
+            group = msgspec.structs.replace(group, page_size=size)
+        groups.append(group)
     return groups
+
+
+def _names(group: GroupSpec) -> tuple[str, ...]:
+    """What a block size may call a group, the narrowest name first."""
+    return group.name, group.owner, group.kind, ""
 
 
 def _kept(layer: LayerSpec, dtype: str) -> tuple[Kind, Planes]:

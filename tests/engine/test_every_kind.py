@@ -1,0 +1,256 @@
+"""Latents, a window and states beside each other, in a model that the engine has never heard of: through one engine and
+through handoffs, always the tokens of the model computed whole."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.drafters.registry import DRAFTERS
+from baton.engine.config import KVTransferConfig, SpeculativeConfig
+from baton.errors import ConfigError
+from baton.kv.cache import BlockTables, KVCache
+from baton.kv.interval import Rules
+from baton.wire import SamplingParams
+from tests.engine.engines import Mode, Pair, Stepped, Stream, pair, request, stepped
+from tests.support import kinds
+from tests.support.checkpoints import make_drafter
+
+NUM_TOKENS = 9
+GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
+SIZES = "4,sliding_window=6,draft=5"
+Settings = dict[str, Any]
+
+
+def prompt_of(length: int, salt: int = 0) -> list[int]:
+    return [3 + (7 * i + 13 * salt + i * i) % 200 for i in range(length)]
+
+
+class Trial:
+    """A checkpoint, and what the model says without an engine."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.naive = kinds.checkpoint(path / "target"), kinds.Naive(path / "target")
+        self.head = make_drafter(path / "head", "eagle", self.path)
+
+    def settings(self, drafter: str | None, **more: Any) -> Settings:
+        found: Settings = {"model": str(self.path), "block_size": SIZES.rpartition(",")[0], "dtype": "float32", **more}
+        spec = {"method": drafter, "model": str(self.head), "num_speculative_tokens": 3}
+        found["speculative_config"] = SpeculativeConfig.parse(json.dumps(spec)) if drafter else None
+        if drafter == "eagle" and "block_size" not in more:
+            found["block_size"] = SIZES
+        return found
+
+    def expect(self, prompts: list[list[int]]) -> list[list[int]]:
+        kinds.Guesses.texts = [prompt + self.naive.tokens(prompt, NUM_TOKENS + 4) for prompt in prompts]
+        return [self.naive.tokens(prompt, NUM_TOKENS) for prompt in prompts]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registered() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(*kinds.REGISTERED)
+        patch.setitem(DRAFTERS, "guesses", "tests.support.kinds:Guesses")
+        yield
+
+
+@pytest.fixture(scope="module")
+def trial(registered: None, tmp_path_factory: pytest.TempPathFactory) -> Trial:
+    return Trial(tmp_path_factory.mktemp("every_kind"))
+
+
+def all_of(one: Stepped, prompts: list[list[int]]) -> list[Stream]:
+    streams = [one.add(request(f"{len(one.streams)}", prompt, GREEDY)) for prompt in prompts]
+    while not all(stream.ended for stream in streams):
+        one.step()
+    assert one.is_idle()
+    return streams
+
+
+# Every residue of pages of 4 and of 6, shorter and longer than the window and the convolution.
+PROMPTS = [prompt_of(length, salt=length) for length in [*range(1, 26), 40, 61]]
+
+
+@pytest.mark.parametrize("drafter", [None, "guesses", "eagle"])
+@pytest.mark.parametrize("budget", [2048, 7])
+def test_tokens_are_those_of_the_model_computed_whole(trial: Trial, drafter: str | None, budget: int) -> None:
+    expected = trial.expect(PROMPTS)
+    with stepped(**trial.settings(drafter, max_num_batched_tokens=budget)) as one:
+        streams = all_of(one, PROMPTS)
+        assert [stream.token_ids for stream in streams] == expected
+        accepted = {n for stream in streams for n in stream.accepted}
+        if drafter == "guesses":
+            assert accepted == {0, 1, 2, 3}, "every rollback was tried"
+        # The same prompts again: what is left of some groups in the prefix cache helps nobody without the state.
+        again = all_of(one, PROMPTS[::5])
+        assert [stream.token_ids for stream in again] == expected[::5]
+        assert one.core.metrics.num_cached_tokens == 0
+
+
+def test_little_memory_changes_no_token(trial: Trial) -> None:
+    """Slots of states for a few requests, and pages that run out while they decode."""
+    expected = trial.expect(PROMPTS)
+    settings = trial.settings("guesses", max_model_len=75, kv_cache_memory=110_000, max_num_batched_tokens=16)
+    with stepped(**settings) as one:
+        pools = one.core.cache.pools
+        assert pools["target.state.2"].num_pages - 1 == 6 * 5, "slots for six requests"
+        streams = all_of(one, PROMPTS)
+        assert [stream.token_ids for stream in streams] == expected
+        assert one.core.scheduler.num_preemptions > 0
+
+
+def test_known_tokens_are_gone_on_from(trial: Trial) -> None:
+    """As after a failover: prompt and some output, and the state of both computed anew."""
+    prompts = PROMPTS[3:24:4]
+    expected = trial.expect(prompts)
+    with stepped(**trial.settings("guesses")) as one:
+        for number, (prompt, tokens) in enumerate(zip(prompts, expected, strict=True)):
+            known = number % (NUM_TOKENS - 1) + 1
+            stream = one.run(f"r{number}", prompt, GREEDY, tokens[:known])
+            assert stream.token_ids == tokens[known:]
+
+
+def test_block_sizes_are_of_groups_that_there_are(trial: Trial) -> None:
+    with stepped(**trial.settings("eagle", block_size="16,target=8,mla=32,draft=5,target.mla=3")) as one:
+        sizes = {name: pool.page_size for name, pool in one.core.cache.pools.items()}
+    assert sizes == {"target.mla": 3, "target.sliding_window.1": 8, "target.state.2": 1, "draft": 5}
+    for wrong in ("16,window=3", "0", "4,mla=", "mla"):
+        with pytest.raises(ConfigError, match="block_size"), stepped(**trial.settings("eagle", block_size=wrong)):
+            pass
+
+
+# ---------------------------------------------------------------- handed over
+
+OTHER_SIZES = "6,sliding_window=4,draft=7"
+
+
+def both_legs(two: Pair, prompts: list[list[int]], mode: Mode) -> list[Stream]:
+    """What D says of prompts that are handed over, all at once."""
+    legs = [two.legs(f"{mode}-{len(prompt)}", prompt, GREEDY, mode) for prompt in prompts]
+    two.step_until(lambda: all(told.ended and rest.ended for told, rest in legs), limit_s=60.0)
+    two.settle()
+    return [rest for _, rest in legs]
+
+
+@pytest.mark.parametrize("drafter", [None, "guesses", "eagle"])
+def test_a_handoff_changes_neither_tokens_nor_acceptance(trial: Trial, drafter: str | None, tmp_path: Path) -> None:
+    expected = trial.expect(PROMPTS)
+    settings = trial.settings(drafter, integrity="full", max_num_batched_tokens=16)
+    other = OTHER_SIZES if drafter == "eagle" else OTHER_SIZES.rpartition(",")[0]
+    modes: tuple[Mode, Mode] = ("push", "pull")
+    with stepped(**settings) as single, pair(tmp_path, {"block_size": other}, **settings) as two:
+        whole = all_of(single, PROMPTS)
+        for mode in modes:
+            streams = both_legs(two, PROMPTS, mode)
+            assert not two.decode.core.metrics.recoveries
+            assert [stream.token_ids for stream in streams] == expected
+            assert [stream.accepted for stream in streams] == [stream.accepted for stream in whole]
+        assert two.decode.core.metrics.num_handoffs["committed"] == 2 * len(PROMPTS)
+
+
+def test_what_d_holds_of_some_groups_is_not_sent_and_the_state_is(trial: Trial, tmp_path: Path) -> None:
+    prompts = [prompt_of(40, salt=5)]
+    expected = trial.expect(prompts)
+    with pair(tmp_path, **trial.settings("guesses", integrity="full")) as two:
+        sent = []
+        for _ in range(2):
+            before = two.decode.core.metrics.handoff_bytes
+            (stream,) = [two.legs(f"r{len(sent)}", prompts[0], GREEDY, "push")[1]]
+            two.settle()
+            assert stream.token_ids == expected[0]
+            sent.append(two.decode.core.metrics.handoff_bytes - before)
+    cache = {"latent": 2 * 4 * (kinds.LATENT + 16), "window": 2 * 2 * 2 * 16 * 4}
+    state = 2 * (2 * kinds.CHANNELS * (kinds.TAPS - 1) + 4 * kinds.CHANNELS)
+    assert sent[0] == 40 * cache["latent"] + (kinds.WINDOW - 1) * cache["window"] + state
+    assert sent[1] == (kinds.WINDOW - 1) * cache["window"] + state, "a window in part is no prefix"
+
+
+@pytest.mark.parametrize("fault", ["corrupt", "fail"])
+def test_copies_that_fail_are_recovered_from_nothing(trial: Trial, fault: str, tmp_path: Path) -> None:
+    """D computes the prompt itself, from its first token: half a state is none."""
+    expected = trial.expect(PROMPTS[::4])
+    transfer = KVTransferConfig(kv_transport=f"faulty+local://?fault={fault}&every=3")
+    settings = trial.settings("guesses", integrity="full", kv_transfer_config=transfer, recovery="recompute")
+    modes: tuple[Mode, Mode] = ("push", "pull")
+    with pair(tmp_path, **settings) as two:
+        for mode in modes:
+            streams = both_legs(two, PROMPTS[::4], mode)
+            assert [stream.token_ids for stream in streams] == expected
+
+
+# ---------------------------------------------------------------- what a broken engine would do
+
+
+def free_a_page_of_the_window_too_early(patch: pytest.MonkeyPatch) -> None:
+    original = KVCache._free_before
+
+    def free(self: KVCache, tables: BlockTables, group: str, token: int) -> None:
+        original(self, tables, group, token + self.pools[group].page_size)
+
+    patch.setattr(KVCache, "_free_before", free)
+
+
+def send_a_scratch_slot(patch: pytest.MonkeyPatch) -> None:
+    original = KVCache.offered
+
+    def offered(self: KVCache, tables: BlockTables, num_tokens: int) -> dict[str, list[int]]:
+        return {**original(self, tables, num_tokens), **{name: slots[:1] for name, slots in tables.scratch.items()}}
+
+    patch.setattr(KVCache, "offered", offered)
+
+
+def send_the_state_of_the_step_before(patch: pytest.MonkeyPatch) -> None:
+    """Final before the last chunk is computed, and never sent again."""
+    original, offered, first = Rules.final, KVCache.offered, {}
+
+    def final(self: Rules, n: int, computed: int, *, seeded: bool = False) -> int:
+        return int(computed > 0) if self.kind == "state" else original(self, n, computed, seeded=seeded)
+
+    def held(self: KVCache, tables: BlockTables, num_tokens: int) -> dict[str, list[int]]:
+        return first.setdefault(id(tables), {}) | offered(self, tables, num_tokens)
+
+    patch.setattr(Rules, "final", final)
+    patch.setattr(KVCache, "offered", held)
+
+
+def forget_to_roll_back(patch: pytest.MonkeyPatch) -> None:
+    original = KVCache.accept
+    patch.setattr(KVCache, "accept", lambda self, tables, num_accepted: original(self, tables, 0))
+
+
+def begin_from_the_slot_of_another(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("baton.engine.planning.NULL_PAGE", 1)
+
+
+@pytest.mark.parametrize(
+    ("breaks", "handed_over"),
+    [
+        (free_a_page_of_the_window_too_early, False),
+        (forget_to_roll_back, False),
+        (begin_from_the_slot_of_another, False),
+        (send_a_scratch_slot, True),
+        (send_the_state_of_the_step_before, True),
+    ],
+)
+def test_a_broken_engine_shows(
+    trial: Trial,
+    breaks: Callable[[pytest.MonkeyPatch], None],
+    handed_over: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    prompts = PROMPTS[10::4]
+    expected = trial.expect(prompts)
+    settings = trial.settings("guesses", max_num_batched_tokens=16)
+    breaks(monkeypatch)
+    if handed_over:
+        with pair(tmp_path, **settings) as two:
+            streams = both_legs(two, prompts, "push")
+    else:
+        with stepped(**settings) as one:
+            streams = all_of(one, prompts)
+    assert [stream.token_ids for stream in streams] != expected
