@@ -16,8 +16,9 @@ from baton.handoff.protocol.digests import MemoryDigester
 from baton.handoff.protocol.events import DecodeCommitted, DecodeProgress, HandoffEvent, PrefillReleased
 from baton.handoff.protocol.messages import AttemptKey, Seeds
 from baton.handoff.protocol.ticket import SignedTicket, Ticket, new_transfer_id
-from baton.kv.geometry import BLOCK_MAJOR_NHD, Geometry, GroupSpec
+from baton.kv.geometry import BLOCK_MAJOR_NHD, Geometry
 from baton.kv.interval import Interval
+from baton.kv.spec import GroupSpec, kv_planes, latent_planes
 from baton.transports.registry import create_transport
 from tests.handoff.nodes import KEY, TIMERS, signed
 
@@ -61,12 +62,12 @@ class Shape:
             name=group,
             owner="draft" if group == "draft" else "target",
             kind="mla" if group == "latent" else "full",
-            num_layers=last - first,
-            num_kv_heads=max(1, heads // self.tp),
-            head_dim=DIM,
+            planes=(
+                latent_planes(DIM - 1, 1, "float32")
+                if group == "latent"
+                else kv_planes(max(1, heads // self.tp), DIM, "float32")
+            ),
             page_size=self.page_size,
-            dtype="float32",
-            window=None,
             layer_ids=tuple(range(first, last)),
             module=int(group == "draft"),
         )
