@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,7 @@ _PARALLEL_WORK = 1 << 23
 class PagedCpuBackend:
     """See `AttentionBackend`. float32 and bfloat16; arithmetic in float32; releases the GIL.
 
-    Large steps are split by key-value head over as many threads as torch may use, which changes no result.
+    Large steps are split over as many threads as torch may use, which changes no result.
     """
 
     name = "paged_cpu"
@@ -55,25 +54,19 @@ class PagedCpuBackend:
         where = (batch.positions, batch.query_start, batch.page_table)
         if not write(region, layer, k, v, *where):
             raise slot_error()
-        query = q_THD.float().contiguous().numpy()
-        out = torch.empty(q_THD.shape, dtype=torch.float32)
-        arguments = (region, layer, query, out.numpy(), *where, np.float32(scale), window or 0)
-        heads = kv.shape[4]
-        parts = self._parts(batch, query.size, heads)
-        if parts == 1:
-            fine = attend(*arguments, 0, heads)
-        else:
-            edges = [heads * i // parts for i in range(parts + 1)]
-            pool = self._threads(parts)
-            jobs = [pool.submit(partial(attend, *arguments, edges[i], edges[i + 1])) for i in range(parts)]
-            # Every job is waited for, also after one has failed: they write into `out`.
-            fine = False not in [job.result() for job in jobs]
-        if not fine:
+        query = _array(q_THD.to(kv.dtype), narrow)
+        out = torch.empty(q_THD.shape, dtype=kv.dtype)
+        arguments = (region, layer, query, _array(out, narrow), *where, np.float32(scale), window or 0)
+        parts = self._parts(batch, query.size)
+        # The other threads begin first, and every one is waited for, also after one has failed: they write into `out`.
+        jobs = [self._threads(parts).submit(attend, *arguments, part, parts) for part in range(1, parts)]
+        fine = attend(*arguments, 0, parts)
+        if False in [fine, *[job.result() for job in jobs]]:
             raise slot_error()
         return out.to(q_THD.dtype)
 
-    def _parts(self, batch: AttnBatch, query_size: int, heads: int) -> int:
-        threads = min(torch.get_num_threads(), heads)
+    def _parts(self, batch: AttnBatch, query_size: int) -> int:
+        threads = torch.get_num_threads()
         if threads == 1 or not len(batch.positions):
             return 1
         work = query_size * int(batch.positions.mean() + 1)

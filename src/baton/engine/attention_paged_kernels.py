@@ -3,12 +3,12 @@
 Online softmax (Milakov & Gimelshein, 2018) over tiles of 64 keys at ABSOLUTE positions 0, 64, 128, ... For
 one row and head the sequence of floating-point operations depends on its position, its window and the head
 size, on nothing else: not on the other rows, not on the chunk it came in, not on page size or page order.
-Rows are blocked only to share the loaded tile.
+Rows are blocked only to share the loaded tile, and the query heads of one KV head share it too.
+
+A tile's keys are transposed while they are loaded, so that scores of 64 keys are 64 independent lanes and
+the sum over the head size runs in order. Scores and outputs of four vectors at a time stay in registers.
 
 Every kernel is a plain function of its module: what closes over another kernel would be compiled anew by each process.
-
-Keys of a tile are transposed while they are loaded, so that scores of 64 keys are 64 independent lanes and
-the sum over the head size runs in order.
 """
 
 from __future__ import annotations
@@ -17,11 +17,15 @@ from typing import Any
 
 import numpy as np
 
-from baton.models.cpu_kernels import exp32, jit, jit_contract, to_f32
+from baton.models.cpu_kernels import exp32, from_f32, jit, to_f32
+from baton.models.cpu_vectors import LANES, WIDE, exponentials, largest, products, transpose, widen
 
-_TILE = 64
-_ROW_BLOCK = 16
-_ZERO = np.float32(0.0)
+_TILE = WIDE * LANES
+# Query vectors that share one load of a tile; their queries and outputs stay in a core's cache.
+_VECTORS = 128
+_TOGETHER = 4
+_F32_BYTES = 4
+_ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 _MINUS_INFINITY = np.float32(-np.inf)
 
 
@@ -50,139 +54,174 @@ def write(kv: Any, layer: int, k: Any, v: Any, positions: Any, query_start: Any,
 
 
 @jit
-def _load_tile(kv: Any, layer: int, head: int, pages: Any, first: int, last: int, keys: Any, values: Any) -> bool:
-    """Tokens [first, last) of one tile as float32: keys [D, 64] transposed, values [64, D]. False: a bad page id."""
+def _load_tile(
+    kv: Any, layer: int, head: int, pages: Any, base: int, first: int, last: int, keys: Any, values: Any, rows: Any
+) -> bool:
+    """Tokens [first, last) of the tile at `base` as float32: keys [D, 64], transposed, values [64, D].
+
+    `rows` int64 [16] is room for addresses. Other lanes get numbers without meaning. False: a bad page id.
+    """
     page_size, size = kv.shape[3], kv.shape[5]
-    token = first
-    while token < last:
+    whole = size - size % LANES
+    element, region = kv[0, 0, 0, 0, 0, 0], np.int64(kv.ctypes.data)
+    key_bytes, value_bytes = _F32_BYTES * _TILE, _F32_BYTES * values.shape[1]
+    values_at, keys_at, rows_at = np.int64(values.ctypes.data), np.int64(keys.ctypes.data), np.int64(rows.ctypes.data)
+    for lane in range((first - base) // LANES * LANES, last - base, LANES):
+        # Lanes without a token repeat one that is there.
+        token = max(base + lane, first)
         column = token // page_size
-        page = pages[column]
-        if page < 0 or page >= kv.shape[0]:
-            return False
-        start = column * page_size
-        end = min(start + page_size, last)
-        while token < end:
-            lane = token % _TILE
-            for d in range(size):
-                keys[d, lane] = to_f32(kv[page, layer, 0, token - start, head, d])
-            for d in range(size):
-                values[lane, d] = to_f32(kv[page, layer, 1, token - start, head, d])
-            token += 1
+        slot = token - column * page_size
+        for j in range(LANES):
+            if first < base + lane + j < last and j > 0:
+                slot += 1
+                if slot == page_size:
+                    column, slot = column + 1, 0
+            page = np.int64(pages[column])
+            if page < 0 or page >= kv.shape[0]:
+                return False
+            rows[j] = (
+                region + page * kv.strides[0] + layer * kv.strides[1] + slot * kv.strides[3] + head * kv.strides[4]
+            )
+            at = values_at + (lane + j) * value_bytes
+            for d in range(0, whole, LANES):
+                widen(element, rows[j] + kv.strides[2] + d * kv.itemsize, at + d * _F32_BYTES)
+            for d in range(whole, size):
+                keys[d, lane + j] = to_f32(kv[page, layer, 0, slot, head, d])
+                values[lane + j, d] = to_f32(kv[page, layer, 1, slot, head, d])
+        for d in range(0, whole, LANES):
+            transpose(element, rows_at, keys_at + d * key_bytes + lane * _F32_BYTES, key_bytes)
+            for j in range(LANES):
+                rows[j] += LANES * kv.itemsize
     return True
 
 
-@jit_contract
-def _scores(query: Any, keys: Any, scale: Any, scores: Any) -> None:
-    """scores [64] = scale * query [D] . keys [D, 64]; the sum over D runs in order, four steps per pass."""
-    size = len(query)
-    for j in range(_TILE):
-        scores[j] = _ZERO
-    whole = size - size % 4
-    for d in range(0, whole, 4):
-        q0, q1, q2, q3 = query[d] * scale, query[d + 1] * scale, query[d + 2] * scale, query[d + 3] * scale
-        for j in range(_TILE):
-            scores[j] = (((scores[j] + q0 * keys[d, j]) + q1 * keys[d + 1, j]) + q2 * keys[d + 2, j]) + q3 * keys[
-                d + 3, j
-            ]
-    for d in range(whole, size):
-        q0 = query[d] * scale
-        for j in range(_TILE):
-            scores[j] = scores[j] + q0 * keys[d, j]
+@jit
+def _multiply(
+    num_rows: int, left: Any, row_bytes: int, right: Any, right_bytes: int, steps: int, factors: Any, out: Any,
+    out_bytes: int, width: int,
+) -> None:  # fmt: skip
+    """As `products`, of 1 to 4 rows with `width` numbers each, a multiple of 16; `left` steps by one number."""
+    done = 0
+    while done < width:
+        here, there = right + done * _F32_BYTES, out + done * _F32_BYTES
+        if width - done >= _TILE:
+            if num_rows == 4:
+                products(4, left, row_bytes, _F32_BYTES, here, right_bytes, steps, WIDE, factors, there, out_bytes)
+            elif num_rows == 3:
+                products(3, left, row_bytes, _F32_BYTES, here, right_bytes, steps, WIDE, factors, there, out_bytes)
+            elif num_rows == 2:
+                products(2, left, row_bytes, _F32_BYTES, here, right_bytes, steps, WIDE, factors, there, out_bytes)
+            else:
+                products(1, left, row_bytes, _F32_BYTES, here, right_bytes, steps, WIDE, factors, there, out_bytes)
+            done += _TILE
+        else:
+            for row in range(num_rows):
+                factor = factors + row * _F32_BYTES if factors != 0 else factors
+                at = left + row * row_bytes
+                products(
+                    1,
+                    at,
+                    row_bytes,
+                    _F32_BYTES,
+                    here,
+                    right_bytes,
+                    steps,
+                    1,
+                    factor,
+                    there + row * out_bytes,
+                    out_bytes,
+                )
+            done += LANES
 
 
 @jit
-def _softmax_step(scores: Any, first: int, last: int, maximum: Any, total: Any, fold: Any) -> Any:
-    """Scores of visible lanes [first, last) become weights; returns (maximum, total, rescale of the past)."""
-    peak = maximum
-    for j in range(first, last):
-        peak = max(peak, scores[j])
-    for j in range(_TILE):
-        weight = exp32(scores[j] - peak)
-        weight = weight if first <= j < last else _ZERO
-        scores[j] = weight
-        fold[j] = weight
-    half = _TILE // 2
-    while half > 0:  # pairwise, so the order is fixed and the lanes stay parallel
-        for j in range(half):
-            fold[j] += fold[j + half]
-        half //= 2
-    rescale = exp32(maximum - peak) if maximum > _MINUS_INFINITY else _ZERO
-    return peak, total * rescale + fold[0], rescale
-
-
-@jit_contract
-def _accumulate(weights: Any, values: Any, first: int, last: int, rescale: Any, out: Any) -> None:
-    """out [D] = out * rescale + sum over lanes [first, last) of weights * values, in lane order."""
-    size = len(out)
-    for d in range(size):
-        out[d] = out[d] * rescale
-    whole = last - (last - first) % 4
-    for j in range(first, whole, 4):
-        w0, w1, w2, w3 = weights[j], weights[j + 1], weights[j + 2], weights[j + 3]
+def _attend_block(
+    kv: Any, layer: int, head: int, query: Any, out: Any, start: int, end: int, positions: Any, pages: Any, scale: Any,
+    window: int,
+) -> bool:  # fmt: skip
+    """Fill out for rows [start, end) of one request and the query heads of one KV head. False: a bad page id."""
+    size, group = kv.shape[5], query.shape[1] // kv.shape[4]
+    padded, count = (size + LANES - 1) // LANES * LANES, (end - start) * group
+    keys, values = np.empty((size, _TILE), np.float32), np.empty((_TILE, padded), np.float32)
+    queries, sums = np.empty((count, size), np.float32), np.zeros((count, padded), np.float32)
+    maxima, totals = np.full(count, _MINUS_INFINITY), np.zeros(count, np.float32)
+    scores, factors = np.empty((_TOGETHER, _TILE), np.float32), np.empty(_TOGETHER, np.float32)
+    rows, low, high = np.empty(LANES, np.int64), np.empty(_TOGETHER, np.int64), np.empty(_TOGETHER, np.int64)
+    values_at, keys_at, scores_at = (
+        np.int64(values.ctypes.data),
+        np.int64(keys.ctypes.data),
+        np.int64(scores.ctypes.data),
+    )
+    queries_at, sums_at = np.int64(queries.ctypes.data), np.int64(sums.ctypes.data)
+    factors_at = np.int64(factors.ctypes.data)
+    score_bytes, sum_bytes = _F32_BYTES * _TILE, _F32_BYTES * padded
+    for i in range(count):
         for d in range(size):
-            out[d] = (((out[d] + w0 * values[j, d]) + w1 * values[j + 1, d]) + w2 * values[j + 2, d]) + w3 * values[
-                j + 3, d
-            ]
-    for j in range(whole, last):
-        w0 = weights[j]
+            queries[i, d] = to_f32(query[start + i // group, head * group + i % group, d]) * scale
+    # Columns that no row reads stay finite.
+    values[:, size:] = _ZERO
+    limit = positions[end - 1] + 1
+    oldest = max(positions[start] - window + 1, 0) if window > 0 else 0
+    for base in range(oldest // _TILE * _TILE, limit, _TILE):
+        if not _load_tile(
+            kv, layer, head, pages, base, max(base, oldest), min(base + _TILE, limit), keys, values, rows
+        ):
+            return False
+        for i in range(0, count, _TOGETHER):
+            together = min(_TOGETHER, count - i)
+            first, last = _TILE, 0
+            for j in range(together):
+                position = positions[start + (i + j) // group]
+                low[j] = max(position - window + 1 - base, 0) if window > 0 else 0
+                high[j] = min(position + 1 - base, _TILE)
+                if low[j] < high[j]:
+                    first, last = min(first, low[j]), max(last, high[j])
+            if first >= last:
+                continue
+            _multiply(
+                together, queries_at + i * size * _F32_BYTES, size * _F32_BYTES, keys_at, score_bytes, size, 0,
+                scores_at, score_bytes, _TILE,
+            )  # fmt: skip
+            for j in range(together):
+                at = scores_at + j * score_bytes
+                factors[j] = _ONE
+                if low[j] >= high[j]:
+                    scores[j] = _ZERO
+                    continue
+                peak = max(maxima[i + j], largest(at, low[j], high[j]))
+                if maxima[i + j] < peak:
+                    factors[j] = exp32(maxima[i + j] - peak) if maxima[i + j] > _MINUS_INFINITY else _ZERO
+                    maxima[i + j] = peak
+                totals[i + j] = totals[i + j] * factors[j] + exponentials(at, low[j], high[j], peak)
+            _multiply(
+                together, scores_at + first * _F32_BYTES, score_bytes, values_at + first * sum_bytes, sum_bytes,
+                last - first, factors_at, sums_at + i * sum_bytes, sum_bytes, padded,
+            )  # fmt: skip
+    element = out[0, 0, 0]
+    for i in range(count):
         for d in range(size):
-            out[d] = out[d] + w0 * values[j, d]
+            out[start + i // group, head * group + i % group, d] = from_f32(element, sums[i, d] / totals[i])
+    return True
 
 
 @jit
 def attend(
-    kv: Any,
-    layer: int,
-    query: Any,
-    out: Any,
-    positions: Any,
-    query_start: Any,
-    page_table: Any,
-    scale: Any,
-    window: int,
-    first_head: int,
-    last_head: int,
-) -> bool:
-    """Fill out [T, H, D] for KV heads [first_head, last_head). window 0: none. False: a bad page id."""
-    size, group = kv.shape[5], query.shape[1] // kv.shape[4]
-    keys, values = np.zeros((size, _TILE), np.float32), np.zeros((_TILE, size), np.float32)
-    scores, fold = np.empty(_TILE, np.float32), np.empty(_TILE, np.float32)
-    maxima = np.empty((_ROW_BLOCK, group), np.float32)
-    totals = np.empty((_ROW_BLOCK, group), np.float32)
+    kv: Any, layer: int, query: Any, out: Any, positions: Any, query_start: Any, page_table: Any, scale: Any,
+    window: int, part: int, parts: int,
+) -> bool:  # fmt: skip
+    """Fill the share of `part` of out [T, H, D]; all `parts` fill it whole. window 0: none. False: a bad page id."""
+    heads = kv.shape[4]
+    step = max(1, _VECTORS * heads // query.shape[1])
+    turn = 0
     for r in range(len(query_start) - 1):
-        for start in range(query_start[r], query_start[r + 1], _ROW_BLOCK):
-            end = min(start + _ROW_BLOCK, query_start[r + 1])
-            limit = positions[end - 1] + 1
-            oldest = max(positions[start] - window + 1, 0) if window > 0 else 0
-            if (limit - 1) // kv.shape[3] >= page_table.shape[1]:
+        for start in range(query_start[r], query_start[r + 1], step):
+            end = min(start + step, query_start[r + 1])
+            if positions[end - 1] // kv.shape[3] >= page_table.shape[1]:
                 return False
-            for head in range(first_head, last_head):
-                maxima[:] = _MINUS_INFINITY
-                totals[:] = _ZERO
-                for row in range(start, end):
-                    out[row, head * group : (head + 1) * group] = _ZERO
-                for base in range(oldest // _TILE * _TILE, limit, _TILE):
-                    begin, stop = max(base, oldest), min(base + _TILE, limit)
-                    if not _load_tile(kv, layer, head, page_table[r], begin, stop, keys, values):
-                        return False
-                    for row in range(start, end):
-                        position = positions[row]
-                        low = max(position - window + 1 - base, 0) if window > 0 else 0
-                        high = min(position + 1 - base, _TILE)
-                        if low >= high:
-                            continue
-                        for g in range(group):
-                            h = head * group + g
-                            _scores(query[row, h], keys, scale, scores)
-                            peak, total, rescale = _softmax_step(
-                                scores, low, high, maxima[row - start, g], totals[row - start, g], fold
-                            )
-                            maxima[row - start, g] = peak
-                            totals[row - start, g] = total
-                            _accumulate(scores, values, low, high, rescale, out[row, h])
-                for row in range(start, end):
-                    for g in range(group):
-                        total = totals[row - start, g]
-                        for d in range(size):
-                            out[row, head * group + g, d] = out[row, head * group + g, d] / total
+            for head in range(heads):
+                if turn % parts == part and not _attend_block(
+                    kv, layer, head, query, out, start, end, positions, page_table[r], scale, window
+                ):
+                    return False
+                turn += 1
     return True

@@ -59,6 +59,22 @@ def _to_f32(typing_context: Any, value: Any) -> Any:
     return numba.float32(numba.uint16), generate
 
 
+def _from_f32(typing_context: Any, element: Any, value: Any) -> Any:
+    """A float32 in the type of `element`: as it is, or as the bits of the nearest bfloat16 (uint16)."""
+    if element == numba.float32:
+        return numba.float32(element, numba.float32), lambda context, builder, signature, args: args[1]
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        word, half = ir.IntType(32), ir.IntType(16)
+        bits = builder.bitcast(args[1], word)
+        even = builder.and_(builder.lshr(bits, ir.Constant(word, 16)), ir.Constant(word, 1))
+        rounded = builder.lshr(builder.add(builder.add(bits, ir.Constant(word, 0x7FFF)), even), ir.Constant(word, 16))
+        is_nan = builder.fcmp_unordered("uno", args[1], args[1])
+        return builder.select(is_nan, ir.Constant(half, 0x7FC0), builder.trunc(rounded, half))
+
+    return numba.uint16(element, numba.float32), generate
+
+
 def _power_of_two(typing_context: Any, value: Any) -> Any:
     """2^n as float32 of a float32 that holds _MAGIC + n."""
 
@@ -71,6 +87,7 @@ def _power_of_two(typing_context: Any, value: Any) -> Any:
 
 
 to_f32 = cast(Callable[[Any], Any], intrinsic(_to_f32))
+from_f32 = cast(Callable[[Any, Any], Any], intrinsic(_from_f32))
 _exp2_of_magic = cast(Callable[[Any], Any], intrinsic(_power_of_two))
 
 

@@ -1,0 +1,239 @@
+"""Vectors of 16 floats for numba kernels: what LLVM's own vectorizer does not make of a loop over an array.
+
+Each function is an instruction sequence over addresses, in one fixed order, with a fused multiply-add wherever one is
+written: its bits are the same on every CPU, whatever the width of its registers.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import numba
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba.core import cgutils as untyped_cgutils
+from numba.extending import intrinsic
+
+cgutils: Any = untyped_cgutils
+
+LANES = 16
+# Accumulators of a tile: this many times LANES numbers wide, and as many rows high at most.
+WIDE = 4
+
+_F32, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
+_VECTOR, _NARROW, _WORDS = ir.VectorType(_F32, LANES), ir.VectorType(_I16, LANES), ir.VectorType(_I32, LANES)
+
+
+def _element_bytes(element: Any) -> int:
+    return 4 if element == numba.float32 else 2
+
+
+def _at(builder: Any, address: Any, byte_offset: Any, type_: Any = _VECTOR) -> Any:
+    if isinstance(byte_offset, int):
+        byte_offset = ir.Constant(_I64, byte_offset)
+    return builder.inttoptr(builder.add(address, byte_offset), type_.as_pointer())
+
+
+def _load(builder: Any, address: Any, byte_offset: Any = 0, type_: Any = _VECTOR) -> Any:
+    return builder.load(_at(builder, address, byte_offset, type_), align=1)
+
+
+def _store(builder: Any, value: Any, address: Any, byte_offset: Any = 0) -> None:
+    builder.store(value, _at(builder, address, byte_offset, value.type), align=1)
+
+
+def _load_wide(builder: Any, address: Any, num_bytes: int) -> Any:
+    """16 numbers as float32: those of a bfloat16 (2 bytes) widened exactly."""
+    if num_bytes == 4:
+        return _load(builder, address)
+    words = builder.zext(_load(builder, address, 0, _NARROW), _WORDS)
+    return builder.bitcast(builder.shl(words, _splat(builder, ir.Constant(_I32, 16))), _VECTOR)
+
+
+def _splat(builder: Any, scalar: Any) -> Any:
+    type_ = ir.VectorType(scalar.type, LANES)
+    one = builder.insert_element(ir.Constant(type_, ir.Undefined), scalar, ir.Constant(_I32, 0))
+    return _shuffle(builder, one, one, [0] * LANES)
+
+
+def _shuffle(builder: Any, a: Any, b: Any, lanes: Sequence[int]) -> Any:
+    mask = ir.Constant(ir.VectorType(_I32, LANES), list(lanes))
+    return builder.shuffle_vector(a, b, mask)
+
+
+def _constant(builder: Any, value: float) -> Any:
+    return _splat(builder, ir.Constant(_F32, struct.unpack("f", struct.pack("f", value))[0]))
+
+
+def _fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    function_type = ir.FunctionType(_VECTOR, [_VECTOR] * 3)
+    return builder.call(cgutils.get_or_insert_function(builder.module, function_type, "llvm.fma.v16f32"), [a, b, c])
+
+
+def _larger(builder: Any, a: Any, b: Any) -> Any:
+    """The larger of both in each lane; `a` where it is not a number, so that such a number shows in the end."""
+    return builder.select(builder.fcmp_ordered("<", a, b), b, a)
+
+
+def _folded(builder: Any, vector: Any, combine: Callable[[Any, Any, Any], Any]) -> Any:
+    """All lanes combined pairwise, halves first."""
+    half = LANES // 2
+    while half:
+        other = _shuffle(builder, vector, vector, [(lane + half) % LANES for lane in range(LANES)])
+        vector, half = combine(builder, vector, other), half // 2
+    return builder.extract_element(vector, ir.Constant(_I32, 0))
+
+
+def _visible(builder: Any, first: Any, last: Any, chunk: int) -> Any:
+    """Which of the lanes of this chunk of a tile lie in [first, last)."""
+    lanes = ir.Constant(_WORDS, [chunk * LANES + lane for lane in range(LANES)])
+    low, high = (_splat(builder, builder.trunc(edge, _I32)) for edge in (first, last))
+    return builder.and_(builder.icmp_signed(">=", lanes, low), builder.icmp_signed("<", lanes, high))
+
+
+def _transposed(typing_context: Any, element: Any, rows: Any, destination: Any, stride: Any) -> Any:
+    """16 numbers of the type of `element` from each of 16 addresses, which lie at `rows`: number i of row j goes to
+    float32 j of the row i at `destination`, `stride` bytes from row to row."""
+    num_bytes = _element_bytes(element)
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        _, rows, destination, stride = args
+        block = [_load_wide(builder, _load(builder, rows, 8 * j, _I64), num_bytes) for j in range(LANES)]
+        # Rows j and j + distance swap quarters, eighths...: log2(16) rounds of two-input shuffles.
+        distance = LANES // 2
+        while distance:
+            low = [lane if not lane & distance else LANES + lane - distance for lane in range(LANES)]
+            high = [lane + distance if not lane & distance else LANES + lane for lane in range(LANES)]
+            for j in range(LANES):
+                if not j & distance:
+                    a, b = block[j], block[j + distance]
+                    block[j], block[j + distance] = _shuffle(builder, a, b, low), _shuffle(builder, a, b, high)
+            distance //= 2
+        for i in range(LANES):
+            _store(builder, block[i], destination, builder.mul(stride, ir.Constant(_I64, i)))
+        return context.get_dummy_value()
+
+    return numba.void(element, numba.int64, numba.int64, numba.int64), generate
+
+
+def _widened(typing_context: Any, element: Any, source: Any, destination: Any) -> Any:
+    """16 numbers of the type of `element` at `source`, as float32 to `destination`."""
+    num_bytes = _element_bytes(element)
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        _store(builder, _load_wide(builder, args[1], num_bytes), args[2])
+        return context.get_dummy_value()
+
+    return numba.void(element, numba.int64, numba.int64), generate
+
+
+def _products(
+    typing_context: Any, num_rows: Any, left: Any, row_bytes: Any, step_bytes: Any, right: Any, right_bytes: Any,
+    steps: Any, num_chunks: Any, factors: Any, out: Any, out_bytes: Any,
+) -> Any:  # fmt: skip
+    """out [num_rows, 16 * num_chunks] = out * its row's factor + sum over `steps` of left [row, step] * right [step].
+
+    Addresses of float32, distances in bytes: from row to row and step to step of `left`, from step to step of `right`,
+    from row to row of `out`. The sum runs in order of the steps. `factors` 0: out begins at zero. `num_rows` and
+    `num_chunks` are literals.
+    """
+    rows, chunks = num_rows.literal_value, num_chunks.literal_value
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        _, left, row_bytes, step_bytes, right, right_bytes, steps, _, factors, out, out_bytes = args
+        places = [(row, chunk) for row in range(rows) for chunk in range(chunks)]
+        sums = {place: cgutils.alloca_once(builder, _VECTOR) for place in places}
+        offset = [builder.mul(out_bytes, ir.Constant(_I64, row)) for row in range(rows)]
+        has_factors = builder.icmp_signed("!=", factors, ir.Constant(_I64, 0))
+        with builder.if_else(has_factors) as (then, otherwise):
+            with then:
+                for row in range(rows):
+                    factor = _splat(builder, _load(builder, factors, 4 * row, _F32))
+                    for chunk in range(chunks):
+                        at = builder.add(offset[row], ir.Constant(_I64, 4 * LANES * chunk))
+                        builder.store(builder.fmul(_load(builder, out, at), factor), sums[row, chunk])
+            with otherwise:
+                for place in places:
+                    builder.store(_constant(builder, 0.0), sums[place])
+        with cgutils.for_range(builder, steps, intp=_I64) as loop:
+            base = builder.add(right, builder.mul(loop.index, right_bytes))
+            vectors = [_load(builder, base, 4 * LANES * chunk) for chunk in range(chunks)]
+            for row in range(rows):
+                at = builder.add(builder.mul(row_bytes, ir.Constant(_I64, row)), builder.mul(loop.index, step_bytes))
+                scalar = _splat(builder, _load(builder, left, at, _F32))
+                for chunk in range(chunks):
+                    total = builder.load(sums[row, chunk])
+                    builder.store(_fma(builder, scalar, vectors[chunk], total), sums[row, chunk])
+        for row, chunk in places:
+            at = builder.add(offset[row], ir.Constant(_I64, 4 * LANES * chunk))
+            _store(builder, builder.load(sums[row, chunk]), out, at)
+        return context.get_dummy_value()
+
+    distance = numba.int64
+    signature = numba.void(num_rows, *[distance] * 6, num_chunks, *[distance] * 3)
+    return signature, generate
+
+
+def _largest(typing_context: Any, scores: Any, first: Any, last: Any) -> Any:
+    """The largest of the float32 in lanes [first, last) of the 64 at `scores`; -inf: none."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        scores, first, last = args
+        least = _constant(builder, float("-inf"))
+        found = least
+        for chunk in range(WIDE):
+            values = _load(builder, scores, 4 * LANES * chunk)
+            values = builder.select(_visible(builder, first, last, chunk), values, least)
+            found = _larger(builder, values, found)
+        return _folded(builder, found, _larger)
+
+    return numba.float32(numba.int64, numba.int64, numba.int64), generate
+
+
+# As `cpu_kernels.exp32`, with fused steps.
+_EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
+
+
+def _exp(builder: Any, x: Any) -> Any:
+    x = _larger(builder, x, _constant(builder, -87.0))
+    magic = _constant(builder, 12582912.0)
+    shifted = _fma(builder, x, _constant(builder, 1.4426950408889634), magic)
+    n = builder.fsub(shifted, magic)
+    r = _fma(builder, n, _constant(builder, -0.693359375), x)
+    r = _fma(builder, n, _constant(builder, 2.12194440e-4), r)
+    poly = _constant(builder, _EXP[0])
+    for coefficient in _EXP[1:]:
+        poly = _fma(builder, poly, r, _constant(builder, coefficient))
+    value = builder.fadd(_fma(builder, poly, builder.fmul(r, r), r), _constant(builder, 1.0))
+    biased = builder.add(builder.bitcast(shifted, _WORDS), _splat(builder, ir.Constant(_I32, 127)))
+    power = builder.bitcast(builder.shl(biased, _splat(builder, ir.Constant(_I32, 23))), _VECTOR)
+    return builder.fmul(value, power)
+
+
+def _exponentials(typing_context: Any, scores: Any, first: Any, last: Any, peak: Any) -> Any:
+    """Each of the 64 float32 s at `scores` becomes e^(s - peak), 0 outside of lanes [first, last); returns their sum.
+
+    `peak` is no smaller than any of them."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        scores, first, last, peak = args
+        nothing, peaks = _constant(builder, 0.0), _splat(builder, peak)
+        weights = []
+        for chunk in range(WIDE):
+            values = builder.fsub(_load(builder, scores, 4 * LANES * chunk), peaks)
+            values = builder.select(_visible(builder, first, last, chunk), _exp(builder, values), nothing)
+            _store(builder, values, scores, 4 * LANES * chunk)
+            weights.append(values)
+        total = builder.fadd(builder.fadd(weights[0], weights[2]), builder.fadd(weights[1], weights[3]))
+        return _folded(builder, total, lambda builder, a, b: builder.fadd(a, b))
+
+    return numba.float32(numba.int64, numba.int64, numba.int64, numba.float32), generate
+
+
+Kernel = Callable[..., Any]
+transpose = cast(Kernel, intrinsic(_transposed))
+widen = cast(Kernel, intrinsic(_widened))
+products = cast(Kernel, intrinsic(prefer_literal=True)(_products))
+largest = cast(Kernel, intrinsic(_largest))
+exponentials = cast(Kernel, intrinsic(_exponentials))
