@@ -17,6 +17,8 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba.extending import intrinsic
 from torch import Tensor
 
+from baton.models.cpu_vectors import LANES, silu_times, square_sum
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 # exp(x) = 2^n * e^r with n = round(x / ln 2). Adding _MAGIC rounds to an integer, which then sits in the low
@@ -110,15 +112,76 @@ def exp32(x: Any) -> Any:
 @jit
 def _silu_mul(gate_up: Any, out: Any) -> None:
     rows, width = out.shape
+    element, whole = gate_up[0, 0], width - width % LANES
     for t in range(rows):
-        for i in range(width):
-            gate = gate_up[t, i]
-            out[t, i] = gate / (_ONE + exp32(-gate)) * gate_up[t, width + i]
+        gates = np.int64(gate_up.ctypes.data) + t * gate_up.strides[0]
+        at = np.int64(out.ctypes.data) + t * out.strides[0]
+        for i in range(0, whole * out.itemsize, LANES * out.itemsize):
+            silu_times(element, gates + i, gates + width * out.itemsize + i, at + i)
+        for i in range(whole, width):
+            gate = to_f32(gate_up[t, i])
+            out[t, i] = from_f32(element, gate / (_ONE + exp32(-gate)) * to_f32(gate_up[t, width + i]))
+
+
+@jit
+def _rms_norm(x: Any, weight: Any, eps: Any, out: Any) -> None:
+    rows, size = x.shape
+    element, whole = weight[0], size - size % LANES
+    for t in range(rows):
+        total = square_sum(element, np.int64(x.ctypes.data) + t * x.strides[0], whole)
+        for i in range(whole, size):
+            total += to_f32(x[t, i]) * to_f32(x[t, i])
+        factor = _ONE / np.sqrt(total / np.float32(size) + eps)
+        for i in range(size):
+            rounded = to_f32(from_f32(element, to_f32(x[t, i]) * factor))
+            out[t, i] = from_f32(element, to_f32(weight[i]) * rounded)
+
+
+@jit
+def _rotate(heads: Any, count: int, cos: Any, sin: Any) -> None:
+    rows, half = heads.shape[0], heads.shape[2] // 2
+    element = heads[0, 0, 0]
+    for t in range(rows):
+        for h in range(count):
+            for i in range(half):
+                first, second = to_f32(heads[t, h, i]), to_f32(heads[t, h, half + i])
+                c, s = to_f32(cos[t, 0, i]), to_f32(sin[t, 0, i])
+                left, right = to_f32(from_f32(element, first * c)), to_f32(from_f32(element, second * s))
+                heads[t, h, i] = from_f32(element, left - right)
+                left, right = to_f32(from_f32(element, second * c)), to_f32(from_f32(element, first * s))
+                heads[t, h, half + i] = from_f32(element, left + right)
+
+
+def fits(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the functions below take such tensors."""
+    return device.type == "cpu" and dtype in (torch.float32, torch.bfloat16)
+
+
+def array(tensor: Tensor) -> Any:
+    """A contiguous CPU tensor as numpy array: float32, or the bits of bfloat16."""
+    return tensor.view(torch.uint16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) * up of a CPU tensor [T, 2I], gate first: [T, I] in its dtype, computed in float32."""
-    wide = gate_up.float().contiguous()
-    out = torch.empty(wide.shape[0], wide.shape[1] // 2)
-    _silu_mul(wide.numpy(), out.numpy())
-    return out.to(gate_up.dtype)
+    out = torch.empty(gate_up.shape[0], gate_up.shape[1] // 2, dtype=gate_up.dtype)
+    if len(out):
+        _silu_mul(array(gate_up.contiguous()), array(out))
+    return out
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: np.float32) -> Tensor:
+    """RMSNorm over the last dimension of a CPU tensor, rounded as Hugging Face does: see `layers.RMSNorm`."""
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    if out.numel():
+        flat = (-1, x.shape[-1])
+        _rms_norm(array(x).reshape(flat), array(weight), eps, array(out).reshape(flat))
+    return out
+
+
+def rotate_in_place(heads: Tensor, count: int, cos: Tensor, sin: Tensor) -> None:
+    """Rotate the first `count` heads of a contiguous CPU tensor [T, H, D] by cos and sin [T, 1, D/2]; products are
+    rounded to its dtype."""
+    if len(heads):
+        _rotate(array(heads), count, array(cos), array(sin))

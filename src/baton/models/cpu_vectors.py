@@ -51,6 +51,19 @@ def _load_wide(builder: Any, address: Any, num_bytes: int) -> Any:
     return builder.bitcast(builder.shl(words, _splat(builder, ir.Constant(_I32, 16))), _VECTOR)
 
 
+def _store_narrow(builder: Any, vector: Any, address: Any, num_bytes: int) -> None:
+    """16 float32, as they are or rounded to the nearest bfloat16 (2 bytes)."""
+    if num_bytes == 4:
+        return _store(builder, vector, address)
+    half, one, most = (_splat(builder, ir.Constant(_I32, value)) for value in (16, 1, 0x7FFF))
+    bits = builder.bitcast(vector, _WORDS)
+    even = builder.and_(builder.lshr(bits, half), one)
+    rounded = builder.lshr(builder.add(builder.add(bits, most), even), half)
+    is_nan = builder.fcmp_unordered("uno", vector, vector)
+    rounded = builder.select(is_nan, _splat(builder, ir.Constant(_I32, 0x7FC0)), rounded)
+    _store(builder, builder.trunc(rounded, _NARROW), address)
+
+
 def _splat(builder: Any, scalar: Any) -> Any:
     type_ = ir.VectorType(scalar.type, LANES)
     one = builder.insert_element(ir.Constant(type_, ir.Undefined), scalar, ir.Constant(_I32, 0))
@@ -231,9 +244,49 @@ def _exponentials(typing_context: Any, scores: Any, first: Any, last: Any, peak:
     return numba.float32(numba.int64, numba.int64, numba.int64, numba.float32), generate
 
 
+def _square_sum(typing_context: Any, element: Any, source: Any, count: Any) -> Any:
+    """Sum of the squares, as float32, of `count` numbers of the type of `element`; `count` is a multiple of 16.
+
+    Number i goes to lane i % 16, in order; the lanes are added in the end.
+    """
+    num_bytes = _element_bytes(element)
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        _, source, count = args
+        total = cgutils.alloca_once(builder, _VECTOR)
+        builder.store(_constant(builder, 0.0), total)
+        with cgutils.for_range(builder, builder.sdiv(count, ir.Constant(_I64, LANES)), intp=_I64) as loop:
+            at = builder.add(source, builder.mul(loop.index, ir.Constant(_I64, LANES * num_bytes)))
+            values = _load_wide(builder, at, num_bytes)
+            builder.store(_fma(builder, values, values, builder.load(total)), total)
+        return _folded(builder, builder.load(total), lambda builder, a, b: builder.fadd(a, b))
+
+    return numba.float32(element, numba.int64, numba.int64), generate
+
+
+def _silu_times(typing_context: Any, element: Any, gate: Any, up: Any, out: Any) -> Any:
+    """silu(gate) * up, as float32, of 16 numbers of the type of `element` each, rounded once."""
+    num_bytes = _element_bytes(element)
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        _, gate, up, out = args
+        gates, ups = _load_wide(builder, gate, num_bytes), _load_wide(builder, up, num_bytes)
+        # Beyond this the quotient is 0 anyway, and the exponential would overflow.
+        minus = builder.fsub(_constant(builder, 0.0), gates)
+        most = _constant(builder, 88.0)
+        minus = builder.select(builder.fcmp_ordered(">", minus, most), most, minus)
+        below = builder.fadd(_exp(builder, minus), _constant(builder, 1.0))
+        _store_narrow(builder, builder.fmul(builder.fdiv(gates, below), ups), out, num_bytes)
+        return context.get_dummy_value()
+
+    return numba.void(element, numba.int64, numba.int64, numba.int64), generate
+
+
 Kernel = Callable[..., Any]
 transpose = cast(Kernel, intrinsic(_transposed))
 widen = cast(Kernel, intrinsic(_widened))
 products = cast(Kernel, intrinsic(prefer_literal=True)(_products))
 largest = cast(Kernel, intrinsic(_largest))
 exponentials = cast(Kernel, intrinsic(_exponentials))
+square_sum = cast(Kernel, intrinsic(_square_sum))
+silu_times = cast(Kernel, intrinsic(_silu_times))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from baton.models.cache import Attend
 from baton.models.config import ModelConfig
-from baton.models.cpu_kernels import silu_mul
+from baton.models.cpu_kernels import fits, rms_norm, silu_mul
 from baton.models.linear import Build, Linear, MergedLinear
 from baton.models.rotary import rotate
 
@@ -22,9 +23,12 @@ class RMSNorm(nn.Module):
     def __init__(self, size: int, eps: float, build: Build) -> None:
         super().__init__()
         self.weight = build.empty(size)
-        self._eps = eps
+        self._eps, self._eps32 = eps, np.float32(eps)
+        self._on_cpu = fits(build.device, build.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self._on_cpu:
+            return rms_norm(x, self.weight, self._eps32)
         wide = x.float()
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self._eps)
         return self.weight * wide.to(x.dtype)
@@ -37,12 +41,11 @@ class MLP(nn.Module):
         super().__init__()
         self.gate_up_proj = MergedLinear(hidden, {"gate_proj": intermediate, "up_proj": intermediate}, build, bias)
         self.down_proj = Linear(intermediate, hidden, build, bias)
-        # Only the CPU's elementwise loops depend on the number of rows; a GPU's treat every element alike.
-        self._own_silu = build.batch_invariant and build.device.type == "cpu"
+        self._on_cpu = fits(build.device, build.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         gate_up = self.gate_up_proj(x)
-        if self._own_silu:
+        if self._on_cpu:
             return self.down_proj(silu_mul(gate_up))  # type: ignore[no-any-return]
         gate, up = gate_up.chunk(2, dim=-1)
         return self.down_proj(F.silu(gate) * up)  # type: ignore[no-any-return]
@@ -59,6 +62,7 @@ class Attention(nn.Module):
         super().__init__()
         self._layer_id, self._head_dim = layer_id, config.head_dim
         self._heads, self._kv_heads = config.num_heads, config.num_kv_heads
+        self._split = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
         self._scale = config.head_dim**-0.5
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
@@ -69,11 +73,10 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
         heads = self.qkv_proj(x).view(x.shape[0], self._heads + 2 * self._kv_heads, self._head_dim)
-        qk, v = torch.split(heads, [self._heads + self._kv_heads, self._kv_heads], dim=1)
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = torch.split(qk, [self._heads, self._kv_heads], dim=1)
-            qk = torch.cat((self.q_norm(q), self.k_norm(k)), dim=1)
-        q, k = torch.split(rotate(qk, *cos_sin), [self._heads, self._kv_heads], dim=1)
+            q, k, v = torch.split(heads, self._split, dim=1)
+            heads = torch.cat((self.q_norm(q), self.k_norm(k), v), dim=1)
+        q, k, v = torch.split(rotate(heads, self._heads + self._kv_heads, *cos_sin), self._split, dim=1)
         out = attend(self._layer_id, q, k, v, self._scale)
         return self.o_proj(out.reshape(x.shape[0], -1))  # type: ignore[no-any-return]
 

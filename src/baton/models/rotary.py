@@ -17,6 +17,7 @@ from torch import Tensor
 
 from baton.errors import CheckpointError
 from baton.models.config import RopeSpec
+from baton.models.cpu_kernels import fits, rotate_in_place
 
 _FIRST_ROWS = 4096
 
@@ -129,7 +130,12 @@ class Rotary:
         return self._cos[positions_T].unsqueeze(1), self._sin[positions_T].unsqueeze(1)
 
 
-def rotate(x_THD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate heads [T, H, D] by (cos, sin) of `Rotary.at`; returns a new contiguous tensor."""
-    first, second = x_THD.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+def rotate(heads_THD: Tensor, count: int, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the first `count` of contiguous heads [T, H, D] by (cos, sin) of `Rotary.at`, in place."""
+    if fits(heads_THD.device, heads_THD.dtype):
+        rotate_in_place(heads_THD, count, cos, sin)
+        return heads_THD
+    rotated = heads_THD[:, :count]
+    first, second = rotated.chunk(2, dim=-1)
+    rotated.copy_(torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1))
+    return heads_THD
