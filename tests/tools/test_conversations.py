@@ -56,6 +56,18 @@ def test_turns_alternate_and_their_fixed_parts_are_whole(model):
         assert turn > 3
 
 
+def test_the_last_rows_begin_with_the_questions_given(model):
+    turns = Turns((1, 5), (7,), (9,), END, 4, 12)
+    given = [[20, 21, END], [22, 23, 24, 25, 26, 27, END]]  # the second is longer than a question of its own may be
+    ids, answered = converse(model, turns, rows=5, length=40, temperature=0.9, seed=3, questions=given)
+    assert ids[3, :6].tolist() == [1, 5, 20, 21, END, 7]
+    assert ids[4, :10].tolist() == [1, 5, 22, 23, 24, 25, 26, 27, END, 7]
+    assert not answered[3, :6].any()
+    assert answered[3, 6]
+    assert not answered[4, :10].any()
+    assert answered[4, 10]
+
+
 def test_greedy_answers_are_the_models_argmax(model):
     ids, answered = converse(model, Turns((1, 5), (7,), (9,), END, 4, 12), rows=4, length=60, temperature=0.9, seed=3)
     with torch.no_grad():

@@ -4,6 +4,7 @@ A row begins with the chat template's system turn. The model writes the user's t
 al., 2024, arXiv:2406.08464), turn after turn, until the row is full.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -60,16 +61,23 @@ class Turns:
     ask: tuple[int, ...]  # behind the assistant's end: the user's start
     end: int
     max_question: int = 120
-    max_answer: int = 500
+    max_answer: int = 200
 
 
 @torch.inference_mode()
 def converse(
-    model: LlamaForCausalLM, turns: Turns, rows: int, length: int, temperature: float, seed: int
+    model: LlamaForCausalLM,
+    turns: Turns,
+    rows: int,
+    length: int,
+    temperature: float,
+    seed: int,
+    questions: Sequence[Sequence[int]] = (),
 ) -> tuple[Tensor, Tensor]:
     """Conversations int64 [rows, length], and which tokens the assistant wrote, bool [rows, length].
 
-    Questions are sampled at temperature 1. Of the answers half are greedy, the others sampled at `temperature`.
+    The last rows begin with `questions`, whose token ids end with `turns.end`; all other questions are sampled at
+    temperature 1. Of the answers half are greedy, the others sampled at `temperature`.
     """
     device = model.device
     generator = torch.Generator(device).manual_seed(seed)
@@ -87,6 +95,10 @@ def converse(
     spoken, forced = torch.zeros_like(speaker), torch.zeros_like(speaker)  # `forced`: fixed tokens still to come
     ids = torch.empty(rows, length, dtype=torch.int64, device=device)
     answered = torch.zeros(rows, length, dtype=torch.bool, device=device)
+    given = torch.full((rows, max([1, *map(len, questions)])), -1)
+    for row, question in enumerate(questions, rows - len(questions)):
+        given[row, : len(question)] = torch.tensor(question)
+    given = given.to(device)
     ids[:, : len(turns.system)] = torch.tensor(turns.system, device=device)
     for position in range(length - 1):
         logits = lockstep.step(ids[:, position], position)
@@ -97,6 +109,9 @@ def converse(
         noise = -torch.empty(logits.shape, device=device).exponential_(generator=generator).log()
         token = torch.where(exact, logits.float(), logits.float() / scale + noise).argmax(-1)
         token = torch.where(spoken >= limits[speaker], turns.end, token)
+        asked = position + 1 - len(turns.system)
+        if asked < given.shape[1]:
+            token = torch.where(given[:, asked] >= 0, given[:, asked], token)
         # The fixed part behind an end belongs to the turn that it opens; `speaker` is already that turn's.
         at = (sizes[1 - speaker] - forced).clamp(0, width - 1)
         token = torch.where(forced > 0, parts[1 - speaker, at], token)
