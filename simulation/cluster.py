@@ -4,15 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 
-from baton.errors import ProtocolError
 from baton.handoff.protocol.messages import AttemptKey, Register, Seeds
-from baton.handoff.protocol.ticket import verify
 from baton.kv.interval import Interval
 from baton.wire import LegRole
-from simulation.decode_engine import DecodeEngine
-from simulation.engine import EngineModel, Leg
 from simulation.network import Network
-from simulation.prefill_engine import PrefillEngine
 from simulation.process import Process
 from simulation.router import Request, Router, Stream
 from simulation.stranger import Stranger
@@ -53,10 +48,6 @@ class Cluster:
         self.world.progress()
         self.world.random.choice(self.routers).submit(request)
 
-    def engine_type(self, role: LegRole) -> type[EngineModel]:
-        """The model of an engine of a role."""
-        return PrefillEngine if role == "prefill" else DecodeEngine
-
     def start(self, name: str) -> Process:
         """A new incarnation of an engine, at its old address."""
         generation = sum(process.name == name for process in self.by_uid.values())
@@ -73,16 +64,8 @@ class Cluster:
             return
         process.post(lambda: self._take_leg(stream, ticket, known))
 
-    def _take_leg(self, stream: Stream, text: str, known: int) -> None:
-        process, request = stream.process, stream.request
-        try:
-            ticket = verify(process.config.ticket_key, text, stream.role, process.clock.monotonic())
-        except ProtocolError as error:
-            self.world.note(process.name, f"refuses a leg: {error}")
-            stream.end("bad_ticket", False)
-            return
-        stream.leg = Leg(request.story, known, ticket, stream, ticket.expiry(stream.role), str(ticket.key))
-        process.engine.start_leg(stream.leg)
+    def _take_leg(self, stream: Stream, ticket: str, known: int) -> None:
+        stream.process.engine.serve(stream, ticket, known)
         if stream.gone:
             # It was sent before its sender left, and says nothing of that.
             self.world.after(self.world.random.uniform(0.0, 0.5), stream.noticed)
@@ -139,7 +122,7 @@ class Cluster:
             process.leave()
             world.after(6.0, self._restart_later, process)
         else:
-            return process.engine.abort_any()
+            return process.engine.fail_any()
         return True
 
     def _forge(self) -> bool:

@@ -1,15 +1,40 @@
-"""What both engine models share: legs of requests, their pages, and what the agent has proven about them."""
+"""The engine of a process: the real core, scheduler, legs, cache and steps, over an executor that writes cells.
+
+Around it stands what watches it: every call to the agent and every event of it is checked against the cells.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
-from baton.handoff.protocol.events import DecodeCommitted, DecodeFinished, DecodeReleased, HandoffEvent, PrefillReleased
+from baton.engine.core import EngineCore
+from baton.engine.handoff import HandoffLegs
+from baton.engine.metrics import EngineMetrics
+from baton.engine.request import Request, RequestStatus
+from baton.engine.requests import make_request
+from baton.engine.scheduler import Scheduler
+from baton.engine.stopping import until_stop
+from baton.errors import BatonError
+from baton.handoff.protocol.events import (
+    DecodeCommitted,
+    DecodeFailed,
+    DecodeFinished,
+    DecodeProgress,
+    DecodeReleased,
+    HandoffEvent,
+    PrefillReleased,
+)
 from baton.handoff.protocol.messages import AttemptKey, Cancelled, Commit, Confirm, Finished
-from baton.handoff.protocol.ticket import SignedTicket
+from baton.handoff.protocol.ticket import Redeemer
+from baton.kv.cache import KVCache
 from baton.kv.interval import Interval
-from simulation.story import Story
+from baton.wire import GenerateRequest, HandoffParams, TokenChunk
+from simulation.agent import SimAgent
+from simulation.executor import CellExecutor
+from simulation.prefix_store import SimPrefixStore
+from simulation.story import EOS, LONGEST, LONGEST_SMALL, VOCAB, Story
 
 if TYPE_CHECKING:
     from simulation.memory import GroupMemory
@@ -17,211 +42,263 @@ if TYPE_CHECKING:
     from simulation.router import Stream
 
 # What ends an attempt: its pages are the engine's again.
-Ending = PrefillReleased | DecodeCommitted | DecodeFinished | DecodeReleased
+ENDINGS = (PrefillReleased, DecodeCommitted, DecodeFinished, DecodeReleased)
+MAX_OUTPUT = 10
 
 
 @dataclass(slots=True, eq=False)
-class Leg:
-    """One leg of one request on one engine. `num_known` tokens are the leg's prompt; `holder` is the name
-    under which it holds pages.
-    """
+class Receipt:
+    """Pages that D has opened to an attempt. `deadline` by its process's monotonic clock."""
 
     story: Story
-    num_known: int
-    ticket: SignedTicket
-    stream: Stream
-    deadline: float  # by this process's monotonic clock
-    holder: str
-    state: str = "waiting"
-    admitted: bool = False  # on D: P has said so
-    loaded: bool = True  # the prefix store has been looked through
-    pages: dict[str, list[int]] = field(default_factory=dict)
-    hits: dict[str, int] = field(default_factory=dict)
-    wanted: dict[str, Interval] = field(default_factory=dict)
-    uncached: set[str] = field(default_factory=set)
-    proven: dict[str, int] = field(default_factory=dict)
-    computed: int = 0
-    drafted: int = 0
-    ended: bool = False  # the router was told
-    failed: bool = False  # the agent said so
+    num_tokens: int
+    wanted: dict[str, Interval]
+    pages: dict[str, list[int]]
+    deadline: float
+    failed: bool = False
     late_since: float | None = None
 
-    @property
-    def key(self) -> AttemptKey:
-        """The attempt it is a leg of."""
-        return self.ticket.key
 
-
-class EngineModel:
-    """Base of the two engine models. All methods but the two `agent_*` ones run in the engine's loop."""
+class Engine:
+    """Everything of one engine that runs in its own thread, and the checks of it."""
 
     def __init__(self, process: Process) -> None:
-        self.process, self.world = process, process.world
-        self.legs: dict[AttemptKey, Leg] = {}
-        self.num_drafts = process.world.settings.num_drafts
-        # Attempts whose pages the agent has let go of: no copy for them may touch this engine any more.
+        self.process, self.world, self.name = process, process.world, process.name
+        settings, random = self.world.settings, self.world.random
+        self._memories = {memory.model.name: memory for memory in process.memories}
+        executor: Any = CellExecutor(self)
+        self.executor: CellExecutor = executor
+        specs = [memory.spec for memory in process.memories]
+        num_pages = {name: memory.num_pages for name, memory in self._memories.items()}
+        self.cache = KVCache(specs, num_pages, settings.num_drafts, executor.copy_page)
+        longest = (LONGEST_SMALL if settings.has("full_pools") else LONGEST) + MAX_OUTPUT + 1
+        assert self.cache.fits(longest)
+        self.scheduler = Scheduler(self.cache, random.choice((8, 16, 64)), random.choice((2, 4, 16)))
+        self.agent = SimAgent(self)
+        self.metrics = EngineMetrics()
+
+        def ends(request: Request, token: int) -> bool:
+            return until_stop(request, [token], {EOS}, longest)[1] is not None
+
+        timeout = settings.timers.handoff
+        self.legs = HandoffLegs(
+            self.agent,
+            self.scheduler,
+            self.metrics,
+            ends,
+            VOCAB,
+            settings.num_drafts,
+            settings.recovery,
+            timeout,
+            clock=process.clock,
+        )
+        store: Any = SimPrefixStore(self) if settings.has("prefix_store") else None
+        self.core = EngineCore(
+            executor,
+            self.scheduler,
+            self.legs,
+            [EOS],
+            longest,
+            settings.num_drafts,
+            False,
+            self._emit,
+            store,
+            clock=process.clock,
+        )
+        info = SimpleNamespace(vocab_size=VOCAB, max_model_len=longest, eos_token_ids=[EOS], default_seed=None)
+        redeemer = Redeemer(process.config.ticket_key, process.name, process.uid)
+        self._front: Any = SimpleNamespace(info=info, core=self.core, redeemer=redeemer)
+        self._streams: dict[str, Stream] = {}
+        self.stories: dict[str, Story] = {}  # by request
+        self.closed = False
+        # By label: what D has opened, and P's requests; attempts whose pages the agent has let go of, which no copy may
+        # touch any more.
+        self.receipts: dict[str, Receipt] = {}
+        self.prefills: dict[str, Request] = {}
         self.quiet: set[str] = set()
 
-    # ------------------------------------------------------------ to be filled in
+    def memory(self, group: str) -> GroupMemory:
+        """A group's memory."""
+        return self._memories[group]
 
-    def handle(self, event: HandoffEvent) -> None:
-        """An event of the agent."""
-        raise NotImplementedError
+    # ------------------------------------------------------------ requests
 
-    def proven_quiet(self, event: Ending) -> None:
-        """The agent lets go of an attempt's pages; called in the agent's loop."""
-        raise NotImplementedError
+    def serve(self, stream: Stream, ticket: str, known: int) -> None:
+        """A leg that the router sent, which brings the first `known` tokens."""
+        story = stream.request.story
+        stream.request_id = f"{stream.request.name} {stream.role} {known} {len(self.stories)}"
+        wire = GenerateRequest(
+            request_id=stream.request_id,
+            prompt_token_ids=story.tokens[:known],
+            sampling_params=stream.request.params,
+            num_prompt_tokens=story.num_prompt,
+            handoff=HandoffParams(role=stream.role, ticket=ticket),
+        )
+        try:
+            request = make_request(self._front, wire)
+        except BatonError as error:
+            self.world.note(self.name, f"refuses a leg: {error}")
+            stream.end("bad_ticket", False)
+            return
+        self._streams[request.request_id], self.stories[request.request_id] = stream, story
+        self.core.add(request)
 
-    def step(self) -> bool:
-        """One step of the engine; True when another is due."""
-        raise NotImplementedError
-
-    def start_leg(self, leg: Leg) -> None:
-        """A leg that the router sent."""
-        raise NotImplementedError
-
-    def abandon(self, leg: Leg) -> None:
+    def hung_up(self, stream: Stream) -> None:
         """The router hung up on a leg."""
-        raise NotImplementedError
+        if self._streams.pop(stream.request_id, None) is not None:
+            self.core.abort(stream.request_id)
 
-    def abort_any(self) -> bool:
-        """A fault: the engine gives up on one of its legs by itself; False when it has none."""
-        raise NotImplementedError
+    def _emit(self, chunk: TokenChunk, last: bool) -> None:
+        stream, story = self._streams.get(chunk.request_id), self.stories[chunk.request_id]
+        self.world.progress()
+        if chunk.token_ids:
+            assert chunk.position is not None
+            at = story.num_prompt + chunk.position
+            if story.tokens[at : at + len(chunk.token_ids)] != chunk.token_ids:
+                self.world.fail("wrong_token", f"{self.name}: {chunk.request_id} got {chunk.token_ids} at {at}")
+            if stream is not None:
+                stream.tokens(at, list(chunk.token_ids))
+        if last and stream is not None:
+            del self._streams[chunk.request_id]
+            ended = {None: "handed_off", "length": "stop", "error": chunk.error or "error"}
+            stream.end(ended.get(chunk.finish_reason, chunk.finish_reason or ""), chunk.recoverable)
+
+    def fail_any(self) -> bool:
+        """A fault: the engine gives up on one of its requests by itself; False when it has none."""
+        requests = [self.core.requests[name] for name in sorted(self.core.requests)]
+        if requests:
+            request = self.world.random.choice(requests)
+            if request.status is RequestStatus.RUNNING:
+                self.executor.failing.add(request.request_id)
+            elif request.status is RequestStatus.HELD:
+                self.core.abort(request.request_id)
+            else:
+                self.core.finish(request, "error", "engine_failed", recoverable=True)
+        return bool(requests)
 
     def close(self) -> None:
-        """The process is about to end: every leg ends here, and the agent is told to give up on all."""
-        for leg in self.legs.values():
-            self.end(leg, "engine_closed", recoverable=True)
-            leg.state = "closing"
+        """The process is about to end: no step any more, and every stream ends here."""
+        self.closed = True
+        for stream in self._streams.values():
+            stream.end("engine_closed", True)
+        self._streams.clear()
+
+    # ------------------------------------------------------------ what the agent says
+
+    def hears(self, event: HandoffEvent) -> None:
+        """An event of the agent leaves for the engine: what it says must be so already."""
+        label, world = str(event.key), self.world
+        receipt = self.receipts.get(label)
+        if isinstance(event, DecodeProgress) and receipt is not None:
+            for group, stop in event.proven.items():
+                bad = self._bad(receipt, group, Interval(receipt.wanted[group].start, stop))
+                if bad is not None:
+                    world.fail("false_proof", f"{label}: entry {bad} of {group} was called proven")
+        elif isinstance(event, DecodeFailed) and receipt is not None:
+            receipt.failed = True
+        if not isinstance(event, ENDINGS):
+            return
+        if label in self.quiet:
+            world.fail("released_twice", f"{self.name} was told twice how {label} ended")
+        self.quiet.add(label)
+        self.prefills.pop(label, None)
+        if isinstance(event, DecodeCommitted | DecodeFinished) and event.seeds != self.process.cluster.seeds.get(label):
+            world.fail("wrong_seeds", f"{label} ended with {event}")
+        if receipt is not None:
+            self._close_receipt(label, receipt, event)
+
+    def _close_receipt(self, label: str, receipt: Receipt, event: HandoffEvent) -> None:
+        del self.receipts[label]
+        if receipt.failed and not isinstance(event, DecodeReleased):
+            self.world.fail("commit_after_failure", f"{label} failed on {self.name}, and then {event}")
+        if isinstance(event, DecodeCommitted):
+            for group, tokens in receipt.wanted.items():
+                bad = self._bad(receipt, group, tokens)
+                if bad is not None:
+                    self.world.fail(
+                        "early_commit",
+                        f"{label} was committed on {self.name}, but entry {bad} of {group} ({tokens}) is not final",
+                    )
+        for memory in self._memories.values():
+            memory.writers = {page: writer for page, writer in memory.writers.items() if writer != label}
+
+    def _bad(self, receipt: Receipt, group: str, tokens: Interval) -> int | None:
+        story, pages = receipt.story, receipt.pages[group]
+        return self._memories[group].wrong(story, receipt.num_tokens, pages, tokens.start, tokens.stop)
+
+    def on_handoff(self, event: HandoffEvent) -> None:
+        """The event has reached the engine's thread."""
+        leg, before = self.legs.open.get(event.key), self.metrics.recoveries["recompute"]
+        self.core.on_handoff(event)
+        stream = None if leg is None else self._streams.get(leg.request.request_id)
+        if self.metrics.recoveries["recompute"] > before:
+            self.process.cluster.rungs["recompute"] += 1
+            if stream is not None:
+                stream.request.rungs.add("recompute")
+
+    def opens(self, key: AttemptKey, num_tokens: int, wanted: dict[str, Interval], pages: dict[str, list[int]]) -> None:
+        """D opens pages to an attempt."""
+        label, story = str(key), self.stories[self.legs.open[key].request.request_id]
+        tables = {group: list(table) for group, table in pages.items()}
+        limit = self.world.settings.timers.handoff
+        receipt = Receipt(story, num_tokens, dict(wanted), tables, self.process.clock.monotonic() + limit)
+        self.receipts[label] = receipt
+        for group, tokens in wanted.items():
+            memory = self._memories[group]
+            used = range(tokens.start // memory.page_size, -(-tokens.stop // memory.page_size))
+            memory.writers |= {tables[group][index]: label for index in used if not tokens.empty}
+
+        def begin() -> None:
+            # A handoff's time counts from REGISTER on, and the process may be paused before it takes this call.
+            receipt.deadline = self.process.clock.monotonic() + limit
+
+        self.process.call(begin)
+
+    def agent_has_run(self) -> None:
+        """Nobody waits for a handoff beyond its deadline."""
+        now, grace = self.process.clock.monotonic(), 2 * self.process.config.timers.check + 0.05
+        for label, receipt in self.receipts.items():
+            if receipt.deadline > now or receipt.failed:
+                continue
+            if receipt.late_since is None or receipt.late_since < self.process.resumed:
+                receipt.late_since = now
+            elif now > receipt.late_since + grace:
+                self.world.fail("deadline", f"{label} waits on {self.name} for longer than a handoff may take")
 
     def vouches(self, message: Cancelled | Commit | Confirm | Finished) -> None:
         """A message leaves by which the peer may free or trust pages: what it says must be so."""
         label = str(message.key)
         if isinstance(message, Confirm):
             if label in self.quiet:
-                self.world.fail("false_confirm", f"{self.process.name} confirms {label}, whose pages it has let go of")
+                self.world.fail("false_confirm", f"{self.name} confirms {label}, whose pages it has let go of")
             return
         copies = self.process.transport.pending
         pending = [copy.tag for copy in copies if copy.label == label and not copy.harmless]
         if pending:
             kind = type(message).__name__.upper()
-            self.world.fail("false_quiet", f"{self.process.name} says {kind} of {label} while {pending} go on")
+            self.world.fail("false_quiet", f"{self.name} says {kind} of {label} while {pending} go on")
 
-    def look_for_prefix(self, leg: Leg) -> None:
-        """Some legs wait for what a prefix store holds of them, so that queues are in another order than arrivals."""
-        if self.world.settings.has("prefix_store") and self.world.random.random() < 0.5:
-            leg.loaded = False
-            late = self.world.random.choice((0.1, 1.0)) * self.world.random.random()
-            self.world.after(late, self.process.post, lambda: self.loaded(leg))
+    # ------------------------------------------------------------ one-sided access, checked
 
-    def loaded(self, leg: Leg) -> None:
-        """The prefix store has been looked through."""
-        leg.loaded = True
+    def may_read(self, memory: GroupMemory, page: int, label: str) -> None:
+        """A copy for attempt `label` reads a page here: it must be that attempt's, still."""
+        request = self.prefills.get(label)
+        if request is None or page not in request.kv.pages.get(memory.model.name, ()):
+            self.world.fail(
+                "read_after_free",
+                f"a copy for {label} reads page {page} of {memory.model.name} on {self.name}, which it does not hold; "
+                f"proven quiet: {label in self.quiet}",
+            )
 
-    def agent_has_run(self) -> None:
-        """After each turn of the agent's loop."""
-
-    # ------------------------------------------------------------ pages
-
-    def memory(self, group: str) -> GroupMemory:
-        """A group's memory."""
-        return next(memory for memory in self.process.memories if memory.model.name == group)
-
-    def allocate(self, leg: Leg, hits: dict[str, int], num_tokens: int) -> bool:
-        """Give a leg exclusive pages for `num_tokens` tokens behind its prefix hits, in every group or in none.
-
-        A page that a hit covers in part is copied.
-        """
-        plans = []
-        for memory in self.process.memories:
-            group, size = memory.model.name, memory.page_size
-            cached = memory.lookup(leg.story, leg.num_known)[: -(-hits[group] // size)]
-            shared, rest = cached[: hits[group] // size], cached[hits[group] // size :]
-            count = -(-num_tokens // size) - len(shared)
-            # Held while others are allocated, so that nothing evicts them.
-            memory.share(cached, leg.holder)
-            plans.append((memory, shared, rest, count))
-        if any(memory.num_available < count for memory, _, _, count in plans):
-            for memory, shared, rest, _ in plans:
-                memory.release([*shared, *rest], leg.holder)
-            return False
-        self.world.progress()
-        for memory, shared, rest, count in plans:
-            fresh = memory.allocate(count, leg.holder)
-            for source, dest in zip(rest, fresh, strict=False):
-                memory.copy_page(source, dest)
-            memory.release(rest, leg.holder)
-            leg.pages[memory.model.name] = shared + fresh
-        leg.hits = dict(hits)
-        return True
-
-    def hits(self, leg: Leg) -> dict[str, int]:
-        """Tokens of the leg's prompt that each group's cache holds, cut anywhere."""
-        random, out = self.world.random, {}
-        for memory in self.process.memories:
-            held = len(memory.lookup(leg.story, leg.num_known)) * memory.page_size
-            hit = memory.model.rules.hit(held, leg.num_known)
-            if hit and random.random() < 0.3:
-                hit = random.randint(0, hit)
-            out[memory.model.name] = hit
-        return out
-
-    def free(self, leg: Leg) -> None:
-        """Let go of all pages of a leg."""
-        for group, pages in leg.pages.items():
-            self.memory(group).release(pages, leg.holder)
-        leg.pages = {}
-
-    def compute(self, leg: Leg, start: int, stop: int, drafted: int) -> None:
-        """A forward pass over tokens `[start, stop)`, and the drafter's up to entry `drafted`: reads what is
-        there before, writes what follows.
-        """
-        self.check_kv(leg)
-        self.world.progress()
-        for memory in self.process.memories:
-            table = leg.pages[memory.model.name]
-            if memory.model.owner == "target":
-                memory.write(leg.story, table, start, stop)
-            else:
-                memory.write(leg.story, table, leg.drafted, drafted)
-                memory.scribble(table, drafted, drafted + self.num_drafts, self.world.random.getrandbits(60))
-        leg.computed, leg.drafted = stop, drafted
-
-    def check_kv(self, leg: Leg) -> None:
-        """A step reads all KV that the leg has: every entry must be the right one."""
-        for memory in self.process.memories:
-            group = memory.model
-            # Not asked of `Rules`, which this checks.
-            start = 0 if group.window is None else max(0, leg.computed - group.window + 1)
-            stop = leg.computed if group.owner == "target" else leg.drafted
-            bad = memory.wrong(leg.story, leg.pages[group.name], start, stop)
-            if bad is not None:
-                page = leg.pages[group.name][bad // memory.page_size]
-                self.world.fail(
-                    "wrong_kv",
-                    f"{self.process.name} decodes {leg.holder} with another KV entry of {group.name} at token {bad} "
-                    f"(page {page}, hits {leg.hits}, wanted {leg.wanted})",
-                )
-
-    def begin(self, leg: Leg, common: int) -> None:
-        """Compute from a common prefix hit on."""
-        leg.computed = leg.drafted = common
-
-    def cache(self, leg: Leg) -> None:
-        """Enter what is computed of the leg's tokens into the prefix cache, full pages only."""
-        for memory in self.process.memories:
-            computed = leg.computed if memory.model.module == 0 else leg.drafted
-            final = memory.model.rules.final(leg.computed, computed)
-            if memory.model.name not in leg.uncached:
-                memory.cache(leg.story, leg.pages[memory.model.name], final)
-
-    def end(self, leg: Leg, outcome: str, recoverable: bool = False) -> None:
-        """Tell the router that the leg is over."""
-        if not leg.ended:
-            leg.ended = True
-            leg.stream.end(outcome, recoverable)
-
-
-def label_of(event: Ending) -> str:
-    """The name of an event's attempt, as copies carry it."""
-    return str(event.key)
+    def may_write(self, memory: GroupMemory, page: int, label: str) -> None:
+        """A copy for attempt `label` writes a page here: it must be open to that attempt, and nobody else's."""
+        name = memory.model.name
+        pool = self.cache.pools[name]
+        mine = pool._refs.get(page) == 1 or page in pool._quarantined
+        if memory.writers.get(page) != label or not mine or page in pool._cached:
+            self.world.fail(
+                "foreign_write",
+                f"a copy for {label} writes page {page} of {name} on {self.name}, which is open to "
+                f"{memory.writers.get(page)} and held {pool._refs.get(page, 0)} times; quarantined: "
+                f"{page in pool._quarantined}, cached: {page in pool._cached}",
+            )

@@ -10,17 +10,10 @@ from typing import TYPE_CHECKING, Any
 from baton.handoff.channel.config import AgentConfig
 from baton.handoff.node.node import HandoffNode
 from baton.handoff.plan.planner import Instance
-from baton.handoff.protocol.events import (
-    DecodeCommitted,
-    DecodeFailed,
-    DecodeFinished,
-    DecodeReleased,
-    HandoffEvent,
-    PrefillReleased,
-)
+from baton.handoff.protocol.events import HandoffEvent
 from baton.wire import LegRole
 from simulation.calls import SimWorker, check_innocence
-from simulation.engine import EngineModel
+from simulation.engine import Engine
 from simulation.memory import CellDigester, GroupMemory
 from simulation.network import SimChannel
 from simulation.transport import SimTransport
@@ -34,6 +27,8 @@ _SLOW_ENGINE_STEP = (0.02, 0.6)
 _AGENT_STEP = (0.0, 0.002)
 _TICK = 0.001
 _LOOK_S = 0.01
+# As long as a real engine sleeps that has work and nothing to compute.
+_LOOK_AGAIN_S = 0.5
 _MAX_IDLE_TURNS = 20
 
 
@@ -93,7 +88,7 @@ class Process:
         geometries = {memory.model.name: memory.geometry for memory in self.memories}
         descriptor = self.transport.register([])
         digester = None if world.settings.integrity == "off" else CellDigester(self.memories)
-        self.node = HandoffNode(
+        self.node: HandoffNode = HandoffNode(
             self.config,
             Instance.of_one_rank(geometries),
             self.transport,
@@ -104,9 +99,8 @@ class Process:
             digester,
             SimWorker(self),
         )
-        self.engine: EngineModel = cluster.engine_type(role)(self)
+        self.engine = Engine(self)
         self.calls: deque[Callable[[], None]] = deque()
-        self.posted: deque[Callable[[], None]] = deque()
         self._next_wake = self._next_step = float("inf")
         self._idle_turns = 0
         self.resumed = 0.0  # by its monotonic clock
@@ -163,64 +157,50 @@ class Process:
     def _on_event(self, event: HandoffEvent) -> None:
         if self.world.tracing:
             self.world.note(self.name, f"agent says {type(event).__name__} {_brief(event)}")
-        if isinstance(event, PrefillReleased | DecodeCommitted | DecodeFinished | DecodeReleased):
-            self.engine.proven_quiet(event)
-        elif isinstance(event, DecodeFailed) and event.key in self.engine.legs:
-            self.engine.legs[event.key].failed = True
-        self.post(lambda: self.engine.handle(event))
+        self.engine.hears(event)
+        self.post(lambda: self.engine.on_handoff(event))
 
     # ------------------------------------------------------------ the engine's loop
 
     def post(self, call: Callable[[], None]) -> None:
         """Something for the engine's next step."""
-        self.posted.append(call)
+        self.engine.core.post(call)
         self.stir()
 
-    def stir(self) -> None:
-        """The engine's loop runs soon."""
-        if self._next_step == float("inf") and not self.dead:
-            delay = self.world.random.uniform(*self._engine_pace)
-            self._next_step = self.world.now + delay
-            self.world.after(delay, self._engine_step)
+    def stir(self, delay: float | None = None) -> None:
+        """The engine's loop runs soon, or in `delay` seconds at the latest."""
+        if delay is None and self._next_step - self.world.now <= self._engine_pace[1]:
+            return
+        at = self.world.now + (self.world.random.uniform(*self._engine_pace) if delay is None else delay)
+        if at < self._next_step and not self.dead:
+            self._next_step = at
+            self.world.after(at - self.world.now, self._engine_step, at)
 
-    def _engine_step(self) -> None:
-        if self.dead or self.paused:
+    def _engine_step(self, at: float) -> None:
+        """What `EngineCore.turn` does."""
+        if at != self._next_step or self.dead or self.paused or self.engine.closed:
             return
         self._next_step = float("inf")
-        while self.posted:
-            self.posted.popleft()()
-        if self.engine.step():
+        core = self.engine.core
+        core.drain()
+        if core.step():
             self.stir()
+        elif core.scheduler.has_work:
+            self.stir(_LOOK_AGAIN_S)
 
     # ------------------------------------------------------------ one-sided access, checked
 
     def may_read(self, region: int, start: int, count: int, label: str) -> None:
         """A copy for attempt `label` reads cells here: they must be that attempt's, still."""
-        if self.dead:
-            return
         memory = self.memories[region]
-        for page in memory.pages_of(start, count):
-            holders = memory.pages[page].holders
-            if label not in holders or label in self.engine.quiet:
-                self.world.fail(
-                    "read_after_free",
-                    f"a copy for {label} reads page {page} of {memory.model.name} on {self.name}, which "
-                    f"{sorted(holders) or 'nobody'} holds; proven quiet: {label in self.engine.quiet}",
-                )
+        for page in memory.pages_of(start, count) if not self.dead else ():
+            self.engine.may_read(memory, page, label)
 
     def may_write(self, region: int, start: int, count: int, label: str) -> None:
         """A copy for attempt `label` writes cells here: their pages must be open to that attempt."""
-        if self.dead:
-            return
         memory = self.memories[region]
-        for page in memory.pages_of(start, count):
-            entry = memory.pages[page]
-            if entry.writer != label:
-                self.world.fail(
-                    "foreign_write",
-                    f"a copy for {label} writes page {page} (epoch {entry.epoch}) of {memory.model.name} on "
-                    f"{self.name}, which is open to {entry.writer} and held by {sorted(entry.holders) or 'nobody'}",
-                )
+        for page in memory.pages_of(start, count) if not self.dead else ():
+            self.engine.may_write(memory, page, label)
 
     # ------------------------------------------------------------ life and death
 

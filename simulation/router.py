@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from baton.handoff.protocol.ticket import Ticket, mint
-from baton.wire import LegRole
+from baton.handoff.protocol.ticket import Ticket, mint, request_digest
+from baton.wire import LegRole, SamplingParams
 from simulation.process import TICKET_KEY
 from simulation.story import Story
 
 if TYPE_CHECKING:
     from simulation.cluster import Cluster
-    from simulation.engine import Leg
     from simulation.process import Process
 
 _ONE_WAY = (0.0005, 0.005)
@@ -40,6 +39,11 @@ class Request:
         """For the trace."""
         return f"request {self.index}"
 
+    @property
+    def params(self) -> SamplingParams:
+        """What both legs are asked for."""
+        return SamplingParams(max_tokens=self.story.max_tokens, temperature=0.0)
+
 
 class Stream:
     """One leg's HTTP response: tokens and an end, in order, until either side breaks it."""
@@ -49,7 +53,7 @@ class Stream:
         self.world = router.world
         self.open = True
         self.gone = False  # the engine has noticed that nobody listens
-        self.leg: Leg | None = None
+        self.request_id = ""
         self._last = 0.0
 
     def _deliver(self, call: object, *args: object) -> None:
@@ -98,9 +102,9 @@ class Stream:
 
     def noticed(self) -> None:
         """The engine sees that nobody listens."""
-        leg, self.gone = self.leg, True
-        if leg is not None and not self.process.dead:
-            self.process.post(lambda: self.process.engine.abandon(leg))
+        self.gone = True
+        if not self.process.dead:
+            self.process.post(lambda: self.process.engine.hung_up(self))
 
 
 class Router:
@@ -185,6 +189,7 @@ class Router:
             request.transfer_id, request.attempt = random.randbytes(16), 0
         else:
             request.attempt += 1
+        known = request.story.num_prompt + request.sent
         ticket = Ticket(
             transfer_id=request.transfer_id,
             attempt=request.attempt,
@@ -197,14 +202,13 @@ class Router:
             mode=random.choice(("push", "pull")),
             prefill_expiry=prefill.clock.read(random.random()) + self.world.settings.life,
             decode_expiry=decode.clock.read(random.random()) + self.world.settings.life,
-            request_digest=bytes(32),
+            request_digest=request_digest(request.story.tokens[:known], request.params, request.story.num_prompt),
         )
         self.world.note(
             "router", f"{request.name}: {str(ticket.key)[:6]}/{ticket.attempt} {prefill.uid} {ticket.mode} {decode.uid}"
         )
         text = mint(TICKET_KEY, ticket)
         self.cluster.tickets.append(text)
-        known = request.story.num_prompt + request.sent
         for role, process in (("prefill", prefill), ("decode", decode)):
             stream = request.streams[role] = Stream(self, request, process.role, process)
             late = random.uniform(0.0, 1.5) if self.world.hit("late_leg") else 0.0
@@ -245,7 +249,7 @@ class Router:
             failed = request.streams.get("prefill")
             self._run(request, avoid=failed.process.name if failed else None)
         else:
-            self._finish(request, f"error:{outcome}")
+            self._finish(request, f"error:{outcome.partition(":")[0]}")
 
     def stream_lost(self, stream: Stream) -> None:
         """A leg's connection broke."""

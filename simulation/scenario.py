@@ -11,6 +11,7 @@ from random import Random
 from baton.handoff.node.attempts import TOMBSTONE_S
 from baton.handoff.protocol.ticket import MAX_TICKET_LIFE_S
 from simulation.cluster import Cluster
+from simulation.engine import MAX_OUTPUT
 from simulation.router import Request
 from simulation.settings import FAULTS, TRAITS, Settings, draw
 from simulation.story import LONGEST_SMALL, Story, prompts
@@ -85,7 +86,7 @@ def _load(world: World, cluster: Cluster) -> float:
         if settings.has("full_pools"):
             prompt = prompt[:LONGEST_SMALL]  # each request must fit alone
         at = random.uniform(0.0, 0.3 if settings.has("burst") else 6.0)
-        story = Story(prompt, random.randint(1, 10))
+        story = Story(prompt, random.randint(1, MAX_OUTPUT))
         request = Request(index, story, at + settings.patience)
         world.after(at, cluster.submit, request)
         last = max(last, request.deadline)
@@ -131,11 +132,14 @@ def _left(cluster: Cluster) -> list[str]:
         if process.dead:
             continue
         runner, name = process.node, process.name
-        if process.engine.legs:
-            out.append(f"{name} has legs {[f'{leg.holder} {leg.state}' for leg in process.engine.legs.values()]}")
-        for memory in process.memories:
-            if memory.num_held:
-                out.append(f"{name} holds {memory.num_held} pages of {memory.model.name}")
+        engine = process.engine
+        requests = [f"{request.request_id} {request.status.name}" for request in engine.core.requests.values()]
+        if requests or engine.legs.open:
+            out.append(f"{name} has requests {requests} and legs {[str(key) for key in engine.legs.open]}")
+        for group, pool in engine.cache.pools.items():
+            held = pool.num_referenced + pool.num_quarantined
+            if held:
+                out.append(f"{name} holds {held} pages of {group}")
         live = [str(attempt.machine.key) for attempt in runner.execution.live()]
         if live or len(runner.operations):
             out.append(f"{name} has attempts {live} and {len(runner.operations)} copies")
@@ -164,9 +168,7 @@ def _check_rest(world: World, cluster: Cluster) -> None:
         kept = sum(len(book.ended) for book in books) + process.node.routing.claims.holding
         if kept:
             world.fail("memory", f"{process.name} remembers {kept} attempts after every ticket expired")
-        for memory in process.memories:
-            total = memory.num_available + memory.num_held
-            if total != memory.num_pages - 1:
-                world.fail(
-                    "memory", f"{process.name} has {total} of {memory.num_pages - 1} pages of {memory.model.name}"
-                )
+        for group, pool in process.engine.cache.pools.items():
+            total = pool.num_available + pool.num_referenced + pool.num_quarantined
+            if total != pool.num_pages - 1:
+                world.fail("memory", f"{process.name} has {total} of {pool.num_pages - 1} pages of {group}")

@@ -8,7 +8,8 @@ from random import Random
 from typing import Literal
 
 from baton.handoff.channel.config import Timers
-from baton.kv.interval import Kind, Rules
+from baton.kv.geometry import PLANES
+from baton.kv.interval import Kind
 from baton.wire import Integrity, Recovery
 
 Fabric = Literal["shm", "rdma"]
@@ -73,18 +74,18 @@ class GroupModel:
     owner: Literal["target", "draft"]
     kind: Kind
     window: int | None
-    module: int
+    module: int | None
     salt: int
 
     @property
-    def rules(self) -> Rules:
-        """What the group keeps, sends and may forget."""
-        return Rules(self.kind, self.module, self.window)
+    def reach(self) -> int:
+        """How many tokens behind its own an entry depends on."""
+        return self.module or 0
 
     @property
-    def halves(self) -> int:
+    def num_planes(self) -> int:
         """Cells per token."""
-        return 1 if self.kind == "mla" else 2
+        return len(PLANES[self.kind])
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,57 +6,50 @@ another group has another value.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from random import Random
-
-from simulation.settings import GroupModel
 
 VOCAB = 48
 EOS = 0
 LONGEST = 140
 LONGEST_SMALL = 24
-_FOLLOWS = 7
+_FOLLOWS, _BEGIN = 7, 1
+
+
+def extend(state: int, tokens: Iterable[int]) -> list[int]:
+    """What stands for all tokens up to each of `tokens`, where `state` stands for those before them."""
+    # Hashes of integers are the same in every process.
+    out = []
+    for token in tokens:
+        state = hash((state, token))
+        out.append(state)
+    return out
+
+
+def follow(state: int) -> int:
+    """The one token that follows."""
+    return hash((state, _FOLLOWS)) % VOCAB
 
 
 class Story:
-    """One request's prompt and all tokens that must follow it, with the KV cells of every position."""
+    """One request's prompt and all tokens that must follow it. `chain[i]` stands for tokens [0, i]."""
 
     def __init__(self, prompt: list[int], max_tokens: int) -> None:
-        self.num_prompt = len(prompt)
+        self.num_prompt, self.max_tokens = len(prompt), max_tokens
         self.tokens = list(prompt)
-        # chain[i] stands for tokens [0, i]. Hashes of integers are the same in every process.
-        self.chain: list[int] = []
-        state = 1
-        for token in prompt:
-            state = hash((state, token))
-            self.chain.append(state)
+        self.chain = extend(_BEGIN, prompt)
         while len(self.tokens) < self.num_prompt + max_tokens:
-            token = hash((state, _FOLLOWS)) % VOCAB
-            state = hash((state, token))
-            self.tokens.append(token)
-            self.chain.append(state)
-            if token == EOS:
+            self.tokens.append(follow(self.chain[-1]))
+            self.chain += extend(self.chain[-1], self.tokens[-1:])
+            if self.tokens[-1] == EOS:
                 break
-        self._cells: dict[str, list[tuple[int, ...]]] = {}
 
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def cells(self, group: GroupModel) -> list[tuple[int, ...]]:
-        """Per position the cells (one per half) that must be in a group's memory."""
-        found = self._cells.get(group.name)
-        if found is None:
-            states = self.chain[group.module :]
-            found = [tuple(hash((state, group.salt, half)) for half in range(group.halves)) for state in states]
-            self._cells[group.name] = found
-        return found
-
-    def guesses(self, start: int, count: int, random: Random) -> list[int]:
-        """A drafter's guesses for positions `start` and on: right until one is wrong."""
-        out = []
-        for position in range(start, start + count):
-            right = position < len(self.tokens) and random.random() < 0.7
-            out.append(self.tokens[position] if right else random.randrange(VOCAB))
-        return out
+    def before(self, position: int) -> int:
+        """What stands for the tokens before a position."""
+        return self.chain[position - 1] if position else _BEGIN
 
 
 def prompts(random: Random, count: int) -> list[list[int]]:

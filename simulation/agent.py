@@ -1,0 +1,87 @@
+"""The agent that an engine of the simulator calls: the real one's calls, carried out by the simulator's loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from baton.handoff.node.agent import HandoffAgent
+from baton.handoff.protocol.events import DecodeAdmitted
+from baton.handoff.protocol.messages import AttemptKey, Seeds
+from baton.handoff.protocol.ticket import SignedTicket, Ticket
+from baton.kv.interval import Interval
+
+if TYPE_CHECKING:
+    from simulation.engine import Engine
+
+
+class SimAgent(HandoffAgent):
+    """What the engine says must be so when it says it."""
+
+    def __init__(self, engine: Engine) -> None:
+        # Neither threads nor sockets: the process plays the loop.
+        self._engine, self._process = engine, engine.process
+        self.config, self._node = engine.process.config, engine.process.node
+        self._announces = engine.process.world.settings.announces
+        self._unplaced: dict[AttemptKey, SignedTicket] = {}
+
+    def _call(self, call: Callable[[], None]) -> None:
+        self._process.call(call)
+
+    # ------------------------------------------------------------ P
+
+    def open_prefill(self, ticket: Ticket) -> None:
+        """See `HandoffAgent`."""
+        self._engine.prefills[str(ticket.key)] = self._engine.legs.open[ticket.key].request
+        super().open_prefill(ticket)
+
+    def declare_final(
+        self, key: AttemptKey, prompt_len: int, pages: dict[str, list[int]], final: dict[str, int]
+    ) -> None:
+        """See `HandoffAgent`."""
+        self._check_final(key, final)
+        super().declare_final(key, prompt_len, pages, final)
+
+    def finish_prefill(self, key: AttemptKey, seeds: Seeds, finished: bool, final: dict[str, int]) -> None:
+        """See `HandoffAgent`."""
+        self._check_final(key, final)
+        self._process.cluster.seeds[str(key)] = seeds
+        super().finish_prefill(key, seeds, finished, final)
+
+    def _check_final(self, key: AttemptKey, final: dict[str, int]) -> None:
+        request = self._engine.legs.open[key].request
+        story = self._engine.stories[request.request_id]
+        for group, stop in final.items():
+            table = request.kv.pages[group]
+            bad = self._engine.memory(group).wrong(story, request.prefill_len, table, 0, stop)
+            if bad is not None:
+                self._process.world.fail(
+                    "early_final", f"{self._process.name} declares [0, {stop}) of {group} final: entry {bad} is not"
+                )
+
+    # ------------------------------------------------------------ D
+
+    def announce_decode(self, ticket: SignedTicket) -> None:
+        """See `HandoffAgent`. Some engines do without: their pages are enough for all."""
+        if self._announces:
+            super().announce_decode(ticket)
+        else:
+            self._unplaced[ticket.key] = ticket
+            self._process.post(lambda: self._engine.on_handoff(DecodeAdmitted(ticket.key)))
+
+    def open_decode(
+        self, ticket: SignedTicket, prompt_len: int, wanted: dict[str, Interval], pages: dict[str, list[int]]
+    ) -> None:
+        """See `HandoffAgent`."""
+        self._process.world.progress()
+        self._unplaced.pop(ticket.key, None)
+        self._engine.opens(ticket.key, prompt_len, wanted, pages)
+        super().open_decode(ticket, prompt_len, wanted, pages)
+
+    def abort(self, key: AttemptKey, reason: str, taken: Callable[[], None] | None = None) -> None:
+        """See `HandoffAgent`."""
+        ticket = self._unplaced.pop(key, None)
+        if ticket is not None:
+            # P may already hold pages for it; without a word from here it would until the ticket expires.
+            self._call(lambda: self._node.open_decode(ticket, {}, {}))
+        super().abort(key, reason, taken)

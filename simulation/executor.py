@@ -1,0 +1,193 @@
+"""An `Executor` over cells. What it computes for a token stands for all tokens before it, so that KV at a wrong
+position, of another prompt or of another group has another value.
+
+Whatever it reads must be right: an engine computes from nothing else. Whatever it writes must be its request's alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from baton.engine.plan import DraftPlan, PlanSpec, Rows, StepPlan, StepResult
+from baton.engine.request import Request
+from simulation.memory import GroupMemory
+from simulation.story import VOCAB, Story, extend, follow
+
+if TYPE_CHECKING:
+    from simulation.engine import Engine
+
+_RIGHT_GUESS = 0.7
+
+
+class StepFailed(Exception):
+    """A request's rows cannot be computed: a fault."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Computed:
+    """One request's rows of the step that ran last; the engine's own trial is of no request. `num_known`: tokens that
+    were known before it.
+    """
+
+    request: Request | None
+    story: Story
+    start: int
+    num_known: int
+
+
+class CellExecutor:
+    """See `Executor`. `failing`: ids of requests whose rows raise."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self._world = engine, engine.process.world
+        memories = engine.process.memories
+        self._target = [memory for memory in memories if memory.model.owner == "target"]
+        self._draft = [memory for memory in memories if memory.model.owner == "draft"]
+        self.spec = PlanSpec(
+            target_groups=tuple(memory.model.name for memory in self._target),
+            draft_groups=tuple(memory.model.name for memory in self._draft),
+            drafts=bool(self._draft),
+            needs_contexts=any(memory.model.reach > 1 for memory in self._draft),
+        )
+        self.failing: set[str] = set()
+        self._last: dict[int, _Computed] = {}  # by first row
+        self._positions: list[int] = []
+
+    def copy_page(self, group: str, source: int, destination: int) -> None:
+        """See `Executor`."""
+        self._engine.memory(group).copy_page(source, destination)
+
+    def close(self) -> None:
+        """See `Executor`."""
+
+    # ------------------------------------------------------------ the target
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """See `Executor`."""
+        rows = plan.rows
+        ids, positions, ends = rows.token_ids.tolist(), rows.positions.tolist(), rows.query_start.tolist()
+        self._positions = positions
+        self._last = {first: self._whose(rows, index, positions[first]) for index, first in enumerate(ends[:-1])}
+        names = {one.request.request_id for one in self._last.values() if one.request is not None}
+        if names & self.failing:
+            raise StepFailed(sorted(names & self.failing))
+        self._world.progress()
+        tables = {name: table.tolist() for name, table in rows.tables.items()}
+        states: list[int] = []
+        for index, (first, one) in enumerate(self._last.items()):
+            own = ids[first : ends[index + 1]]
+            after = extend(one.story.before(one.start), own)
+            states += after
+            for memory in self._target:
+                table = tables[memory.model.name][index]
+                if one.start:
+                    self._check(one, memory, table, one.start)
+                if memory.model.kind == "state":
+                    # Behind the drafts that are accepted: the states behind the others are in no slot of the request.
+                    memory.put(self._own(memory, table, 0), 0, after[self._accepted(one, own, after)])
+                    continue
+                for entry, state in enumerate(after, one.start):
+                    memory.put(self._own(memory, table, entry), entry, state)
+        choices = np.array([follow(states[row]) for row in plan.sample_rows.tolist()], dtype=np.int64)
+        nothing = np.zeros((0, 0), dtype=np.float32)
+        return StepResult(choices, nothing, nothing)
+
+    def _whose(self, rows: Rows, index: int, start: int) -> _Computed:
+        """The request that holds the page which the first row goes to."""
+        memory = self._target[0]
+        name, place = memory.model.name, start // memory.page_size
+        page = rows.tables[name][index, place]
+        for request in self._engine.scheduler.running:
+            pages = request.kv.pages.get(name, ())
+            if place < len(pages) and pages[place] == page and request.num_computed == start:
+                story = self._engine.stories[request.request_id]
+                known = len(request.token_ids) if request.is_prefilling else start + 1
+                return _Computed(request, story, start, known)
+        return _Computed(None, Story([0], 1), start, 1)
+
+    def _accepted(self, one: _Computed, ids: Sequence[int], after: Sequence[int]) -> int:
+        """How many rows behind the first stay, of a verification; all of a prompt's."""
+        if one.request is None or one.request.is_prefilling:
+            return len(ids) - 1
+        count = 0
+        while count + 1 < len(ids) and follow(after[count]) == ids[count + 1]:
+            count += 1
+        return count
+
+    # ------------------------------------------------------------ the drafter
+
+    def draft(self, plan: DraftPlan) -> list[list[int]]:
+        """See `Executor`. Entries of a module that look further than tokens are known rest on guesses, and are written
+        anew by the next step.
+        """
+        rows, random = plan.rows, self._world.random
+        ids, positions, ends = rows.token_ids.tolist(), rows.positions.tolist(), rows.query_start.tolist()
+        if [self._positions[row] for row in plan.feature_rows.tolist()] != positions:
+            self._world.fail("wrong_features", f"{self._engine.name} drafts from features of other rows")
+        drafts = []
+        for index, first in enumerate(ends[:-1]):
+            one = self._last[int(plan.feature_rows[first])]
+            stop = positions[ends[index + 1] - 1] + 1
+            states = [*one.story.chain[: one.start + 1]]
+            states += extend(states[-1], ids[first : ends[index + 1]])
+            if plan.contexts:
+                states += extend(states[-1], plan.contexts[index].tolist()[len(states) :])
+            count = int(plan.num_drafts[index])
+            for memory in self._draft:
+                reach, table = memory.model.reach, rows.tables[memory.model.name][index].tolist()
+                final = min(one.start, max(one.num_known - reach, 0))
+                if final:
+                    self._check(one, memory, table, final)
+                for entry in range(final, stop + count):
+                    state = states[entry + reach] if entry + reach < len(states) and entry < stop else None
+                    if state is None:
+                        state = random.getrandbits(60)
+                    elif entry < one.start and memory.holds(table, entry, state):
+                        continue
+                    memory.put(self._own(memory, table, entry), entry, state)
+            drafts.append(self._guesses(states[stop], count))
+        return drafts
+
+    def _guesses(self, state: int, count: int) -> list[int]:
+        """Right until one is wrong, as a rule."""
+        random, out = self._world.random, []
+        for _ in range(count):
+            out.append(follow(state) if random.random() < _RIGHT_GUESS else random.randrange(VOCAB))
+            (state,) = extend(state, out[-1:])
+        return out
+
+    # ------------------------------------------------------------ what is read and written
+
+    def _check(self, one: _Computed, memory: GroupMemory, table: list[int], stop: int) -> None:
+        """A step reads all KV up to `stop` that a query at `one.start` sees: every entry must be the right one."""
+        if one.request is None:
+            return
+        group = memory.model
+        # Not asked of `Rules`, which this checks.
+        seen_from = 0 if group.window is None else max(0, one.start - group.window + 1)
+        bad = memory.wrong(one.story, one.start, table, min(seen_from, stop), stop)
+        if bad is not None:
+            self._world.fail(
+                "wrong_kv",
+                f"{self._engine.name} computes {one.request.request_id} from token {one.start} on with another "
+                f"entry of {group.name} at {bad}",
+            )
+
+    def _own(self, memory: GroupMemory, table: list[int], entry: int) -> list[int]:
+        """The table, of which a page is about to be written: nobody else may hold it, count on it, or write it."""
+        name, index = memory.model.name, entry // memory.page_size
+        pool, page = self._engine.cache.pools[name], table[index] if index < len(table) else 0
+        if page == 0 or pool._refs.get(page) != 1 or page in pool._cached or page in memory.writers:
+            self._world.fail(
+                "shared_write",
+                f"{self._engine.name} writes entry {entry} of {name} into page {page}: held {pool._refs.get(page)} "
+                f"times, cached: {page in pool._cached}, open to {memory.writers.get(page)}",
+            )
+        return table
+
+
+__all__ = ["CellExecutor", "StepFailed"]

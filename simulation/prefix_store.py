@@ -1,0 +1,51 @@
+"""The prefix store as its engine sees it: answers come late, and pages stay in use while they are written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from baton.engine.request import Request
+
+if TYPE_CHECKING:
+    from simulation.engine import Engine
+
+
+class SimPrefixStore:
+    """Holds nothing; some requests wait for that answer, so that queues are in another order than arrivals."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self._process, self._world = engine, engine.process, engine.process.world
+
+    def bind(self, post: Callable[[Callable[[], None]], None]) -> None:
+        """See `PrefixStore`. What it posts must also wake the modelled loop."""
+
+    def load(self, request: Request, then: Callable[[int], None]) -> bool:
+        """See `PrefixStore`."""
+        if self._world.random.random() < 0.5:
+            return False
+        self._later(lambda: then(0))
+        return True
+
+    def save(self, request: Request, num_final: int) -> None:
+        """See `PrefixStore`."""
+        story, pages = self._engine.stories[request.request_id], {}
+        for name, pool in self._engine.cache.pools.items():
+            if not pool.enable_caching:
+                return
+            pages[name] = request.kv.pages[name][: num_final // pool.page_size]
+            pool.share(pages[name])
+
+        def written() -> None:
+            for name, table in pages.items():
+                memory, pool = self._engine.memory(name), self._engine.cache.pools[name]
+                bad = memory.wrong(story, num_final, table, 0, len(table) * pool.page_size)
+                if bad is not None:
+                    self._world.fail("wrong_kv", f"{self._process.name} stores another entry of {name} at {bad}")
+                pool.release(table)
+
+        self._later(written)
+
+    def _later(self, call: Callable[[], None]) -> None:
+        late = self._world.random.choice((0.1, 1.0)) * self._world.random.random()
+        self._world.after(late, self._process.post, call)
