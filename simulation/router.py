@@ -249,7 +249,7 @@ class Router:
             failed = request.streams.get("prefill")
             self._run(request, avoid=failed.process.name if failed else None)
         else:
-            self._finish(request, f"error:{outcome.partition(":")[0]}")
+            self._finish(request, f"error:{outcome.partition(':')[0]}")
 
     def stream_lost(self, stream: Stream) -> None:
         """A leg's connection broke."""
