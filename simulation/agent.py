@@ -80,6 +80,9 @@ class SimAgent(HandoffAgent):
 
     def abort(self, key: AttemptKey, reason: str, taken: Callable[[], None] | None = None) -> None:
         """See `HandoffAgent`."""
+        receipt = self._engine.receipts.get(str(key))
+        if receipt is not None:
+            receipt.given_up = True
         ticket = self._unplaced.pop(key, None)
         if ticket is not None:
             # P may already hold pages for it; without a word from here it would until the ticket expires.

@@ -56,6 +56,7 @@ class Receipt:
     pages: dict[str, list[int]]
     deadline: float
     failed: bool = False
+    given_up: bool = False  # by the engine
     late_since: float | None = None
 
 
@@ -258,7 +259,7 @@ class Engine:
         """Nobody waits for a handoff beyond its deadline."""
         now, grace = self.process.clock.monotonic(), 2 * self.process.config.timers.check + 0.05
         for label, receipt in self.receipts.items():
-            if receipt.deadline > now or receipt.failed:
+            if receipt.deadline > now or receipt.failed or receipt.given_up:
                 continue
             if receipt.late_since is None or receipt.late_since < self.process.resumed:
                 receipt.late_since = now

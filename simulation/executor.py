@@ -137,12 +137,13 @@ class CellExecutor:
             if plan.contexts:
                 states += extend(states[-1], plan.contexts[index].tolist()[len(states) :])
             count = int(plan.num_drafts[index])
+            written = stop + max(0, count - 1)  # the last draft's own entry is nobody's yet
             for memory in self._draft:
                 reach, table = memory.model.reach, rows.tables[memory.model.name][index].tolist()
                 final = min(one.start, max(one.num_known - reach, 0))
                 if final:
                     self._check(one, memory, table, final)
-                for entry in range(final, stop + count):
+                for entry in range(final, written):
                     state = states[entry + reach] if entry + reach < len(states) and entry < stop else None
                     if state is None:
                         state = random.getrandbits(60)

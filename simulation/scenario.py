@@ -55,7 +55,7 @@ def run_seed(seed: int, faults: Collection[str] = FAULTS, tracing: bool = False)
         result.violation = violation
     except Exception as error:
         # Whatever escapes from the protocol would have ended a real engine's thread.
-        result.violation = Violation("exception", f"{type(error).__name__}: {error}")
+        result.violation = world.violation or Violation("exception", f"{type(error).__name__}: {error}")
         world.note("!", f"VIOLATION {result.violation}\n{traceback.format_exc()}")
     result.events, result.injected, result.rungs, result.trace = (
         world.events,
