@@ -32,7 +32,7 @@ from baton.kv.cache import KVCache
 from baton.kv.interval import Interval
 from baton.wire import GenerateRequest, HandoffParams, TokenChunk
 from simulation.agent import SimAgent
-from simulation.executor import CellExecutor
+from simulation.executor import CellExecutor, Half
 from simulation.prefix_store import SimPrefixStore
 from simulation.story import EOS, LONGEST, LONGEST_SMALL, VOCAB, Story
 
@@ -170,7 +170,8 @@ class Engine:
         if requests:
             request = self.world.random.choice(requests)
             if request.status is RequestStatus.RUNNING:
-                self.executor.failing.add(request.request_id)
+                half: Half = self.world.random.choice(("target", "drafter"))
+                self.executor.failing[request.request_id] = half
             elif request.status is RequestStatus.HELD:
                 self.core.abort(request.request_id)
             else:
@@ -230,6 +231,8 @@ class Engine:
     def on_handoff(self, event: HandoffEvent) -> None:
         """The event has reached the engine's thread."""
         leg, before = self.legs.open.get(event.key), self.metrics.recoveries["recompute"]
+        if leg is None:
+            self.world.fail("unknown_event", f"{self.name} has no leg {event.key}: {event}")
         self.core.on_handoff(event)
         stream = None if leg is None else self._streams.get(leg.request.request_id)
         if self.metrics.recoveries["recompute"] > before:

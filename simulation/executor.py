@@ -6,9 +6,9 @@ Whatever it reads must be right: an engine computes from nothing else. Whatever 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from simulation.engine import Engine
 
 _RIGHT_GUESS = 0.7
+Half = Literal["target", "drafter"]
 
 
 class StepFailed(Exception):
@@ -40,7 +41,7 @@ class _Computed:
 
 
 class CellExecutor:
-    """See `Executor`. `failing`: ids of requests whose rows raise."""
+    """See `Executor`. `failing`: requests whose rows raise, by id, in the target's half of a step or the drafter's."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._world = engine, engine.process.world
@@ -50,10 +51,10 @@ class CellExecutor:
         self.spec = PlanSpec(
             target_groups=tuple(memory.model.name for memory in self._target),
             draft_groups=tuple(memory.model.name for memory in self._draft),
-            drafts=bool(self._draft),
+            drafts=engine.world.settings.num_drafts > 0 or bool(self._draft),
             needs_contexts=any(memory.model.reach > 1 for memory in self._draft),
         )
-        self.failing: set[str] = set()
+        self.failing: dict[str, Half] = {}
         self._last: dict[int, _Computed] = {}  # by first row
         self._positions: list[int] = []
 
@@ -72,9 +73,7 @@ class CellExecutor:
         ids, positions, ends = rows.token_ids.tolist(), rows.positions.tolist(), rows.query_start.tolist()
         self._positions = positions
         self._last = {first: self._whose(rows, index, positions[first]) for index, first in enumerate(ends[:-1])}
-        names = {one.request.request_id for one in self._last.values() if one.request is not None}
-        if names & self.failing:
-            raise StepFailed(sorted(names & self.failing))
+        self._may_fail(self._last.values(), "target")
         self._world.progress()
         tables = {name: table.tolist() for name, table in rows.tables.items()}
         states: list[int] = []
@@ -95,6 +94,11 @@ class CellExecutor:
         choices = np.array([follow(states[row]) for row in plan.sample_rows.tolist()], dtype=np.int64)
         nothing = np.zeros((0, 0), dtype=np.float32)
         return StepResult(choices, nothing, nothing)
+
+    def _may_fail(self, computed: Iterable[_Computed], half: Half) -> None:
+        for one in computed:
+            if one.request is not None and self.failing.get(one.request.request_id) == half:
+                raise StepFailed(one.request.request_id)
 
     def _whose(self, rows: Rows, index: int, start: int) -> _Computed:
         """The request that holds the page which the first row goes to."""
@@ -129,8 +133,9 @@ class CellExecutor:
         if [self._positions[row] for row in plan.feature_rows.tolist()] != positions:
             self._world.fail("wrong_features", f"{self._engine.name} drafts from features of other rows")
         drafts = []
-        for index, first in enumerate(ends[:-1]):
-            one = self._last[int(plan.feature_rows[first])]
+        computed = [self._last[int(plan.feature_rows[first])] for first in ends[:-1]]
+        self._may_fail(computed, "drafter")
+        for index, (first, one) in enumerate(zip(ends, computed, strict=False)):
             stop = positions[ends[index + 1] - 1] + 1
             states = [*one.story.chain[: one.start + 1]]
             states += extend(states[-1], ids[first : ends[index + 1]])

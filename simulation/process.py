@@ -20,6 +20,7 @@ from simulation.transport import SimTransport
 
 if TYPE_CHECKING:
     from simulation.cluster import Cluster
+    from simulation.world import World
 
 TICKET_KEY = b"simulated ticket key of 32 bytes"
 _ENGINE_STEP = (0.002, 0.03)
@@ -58,7 +59,8 @@ class Process:
 
     def __init__(self, cluster: Cluster, name: str, role: LegRole, address: str, generation: int) -> None:
         world, random = cluster.world, cluster.world.random
-        self.cluster, self.world, self.name, self.role, self.address = cluster, world, name, role, address
+        self.world: World = world
+        self.cluster, self.name, self.role, self.address = cluster, name, role, address
         self.uid = f"{name}#{generation}"
         skewed = world.settings.has("clock_rates")
         self.clock = SimClock(cluster, random.uniform(0.85, 1.15) if skewed else 1.0, random.uniform(100.0, 1e6))
@@ -70,8 +72,11 @@ class Process:
         full = world.settings.has("full_pools")
         self.memories: list[GroupMemory] = []
         for region, model in enumerate(world.settings.groups):
-            size = random.randint(1, 6)
+            size = 1 if model.kind == "state" else random.randint(1, 6)
             tokens = random.randint(45, 70) if full else random.randint(180, 300)
+            if model.kind == "state":
+                # A slot for each request.
+                tokens = tokens // 20
             self.memories.append(GroupMemory(model, region, -(-tokens // size) + 1, size, random))
         self.region_sizes = [memory.nbytes for memory in self.memories]
         self.channel = SimChannel(self, cluster.network)

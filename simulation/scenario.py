@@ -63,6 +63,7 @@ def run_seed(seed: int, faults: Collection[str] = FAULTS, tracing: bool = False)
         cluster.rungs,
         world.trace,
     )
+    result.rungs["preempt"] = sum(process.engine.scheduler.num_preemptions for process in cluster.by_uid.values())
     for trait in TRAITS:
         if settings.has(trait):
             result.injected[trait] += 1

@@ -187,10 +187,22 @@ def _timers(random: Random, harmless: bool) -> Timers:
 
 
 def _groups(random: Random) -> tuple[GroupModel, ...]:
-    groups = [
-        GroupModel("target", "target", random.choice(("full", "mla")), None, 0, 1),
-        GroupModel("draft", "draft", random.choice(("full", "mla")), None, 1, 2),
-    ]
+    """Those of the target, the first of which has pages for all tokens, and those of a drafter, if it has any."""
+    attends: tuple[Kind, ...] = ("full", "mla")
+    window = random.randint(1, 8)
+    groups = [GroupModel("target", "target", random.choice(attends), None, 0, 1)]
+    drafter = random.random()
+    if drafter < 0.1:
+        groups.append(GroupModel("draft", "draft", "sliding_window", window + 1, 1, 2))
+    elif drafter < 0.7:
+        groups.append(GroupModel("draft", "draft", random.choice(attends), None, 1, 2))
+    elif drafter < 0.8:
+        groups.append(GroupModel("draft", "draft", "full", None, None, 2))
+    elif drafter < 0.95:
+        modules = range(1, random.randint(2, 3) + 1)
+        groups += [GroupModel(f"draft{j}", "draft", random.choice(attends), None, j, 1 + j) for j in modules]
     if random.random() < 0.3:
-        groups.append(GroupModel("window", "target", "sliding_window", random.randint(1, 8), 0, 3))
+        groups.append(GroupModel("window", "target", "sliding_window", window, 0, 5))
+    if random.random() < 0.15:
+        groups.append(GroupModel("state", "target", "state", None, 0, 6))
     return tuple(groups)

@@ -1,8 +1,8 @@
-"""Broken protocols: each undoes one safety rule of the machines or of what runs them, so that it can be shown that
-the simulator finds it.
+"""Broken protocols and engines: each undoes one safety rule of the machines, of what runs them, or of the engine, so
+that it can be shown that the simulator finds it.
 """
 
-from simulation.mutations import commits, pages, sessions
+from simulation.mutations import commits, engine, pages, sessions
 from simulation.mutations.registry import MUTATIONS, Mutation, applied
 
-__all__ = ["MUTATIONS", "Mutation", "applied", "commits", "pages", "sessions"]
+__all__ = ["MUTATIONS", "Mutation", "applied", "commits", "engine", "pages", "sessions"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import msgspec
 
@@ -32,7 +31,7 @@ def _commit_without_draft() -> list[Patch]:
 
     def advance(self: PrefillHandoff) -> list[Action]:
         everything = self.copies.outstanding
-        self.copies.outstanding = {i: copy for i, copy in everything.items() if copy.group != "draft"}
+        self.copies.outstanding = {i: copy for i, copy in everything.items() if "draft" not in copy.group}
         before = set(self.copies.outstanding)
         actions = original(self)
         started = {i: copy for i, copy in self.copies.outstanding.items() if i not in before}
@@ -40,14 +39,6 @@ def _commit_without_draft() -> list[Patch]:
         return actions
 
     return [(PrefillHandoff, "_advance", advance)]
-
-
-@mutation("a drafter's entry is final only with the token after it")
-def _final_too_early() -> list[Patch]:
-    def around(self: PrefillHandoff, declare: Handle, event: Any) -> list[Action]:
-        return declare(replace(event, final={group: end + 1 for group, end in event.final.items()}))
-
-    return around_method(PrefillHandoff, "_declare", around)
 
 
 @mutation(

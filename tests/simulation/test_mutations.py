@@ -10,19 +10,23 @@ from simulation.parallel import run_seeds
 
 # Where a search found them last. It begins there, and goes through all seeds when the protocol has changed since.
 FOUND_AT = {
-    "abort_then_reuse": 35,
-    "any_bye_is_quiet": 25,
-    "attempts_are_one": 28,
-    "cancel_once": 71,
-    "cancelled_while_copying": 35,
-    "cancelled_while_reading": 33,
-    "commit_after_failure": 33,
+    "any_bye_is_quiet": 48,
+    "attempts_are_one": 22,
+    "blocking_connect": 161,
+    "cancelled_while_copying": 74,
+    "cancelled_while_reading": 24,
+    "commit_after_failure": 92,
     "confirm_after_release": 26,
-    "duplicate_commit_is_progress": 55,
-    "free_while_reading": 33,
-    "skip_digest_check": 71,
-    "timeout_frees_source": 33,
-    "timeout_then_reuse": 35,
+    "duplicate_commit_is_progress": 160,
+    "finish_while_copying": 21,
+    "no_ticket_check": 28,
+    "old_round_commits": 27,
+    "preempt_keeps_pages": 63,
+    "release_before_quiet": 24,
+    "skip_digest_check": 27,
+    "timeout_frees_source": 25,
+    "timeout_then_reuse": 182,
+    "unfenced_is_fenced": 33,
 }
 
 

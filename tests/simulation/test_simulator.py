@@ -21,7 +21,7 @@ def test_five_hundred_seeds() -> None:
     assert total.seeds == 500
     assert {kind for kind in FAULTS if total.injected[kind]} == set(FAULTS)
     assert total.outcomes["exact"] > sum(total.outcomes.values()) / 3
-    assert min(total.rungs[rung] for rung in ("source", "recompute", "resume")) > 0
+    assert min(total.rungs[rung] for rung in ("source", "recompute", "resume", "preempt")) > 0
 
 
 def test_without_faults_every_answer_is_exact() -> None:
