@@ -1,4 +1,4 @@
-"""The agent that an engine of the simulator calls: the real one's calls, carried out by the simulator's loop."""
+"""What an engine of the simulator calls: the real agents' calls, carried out by the simulator's loop."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from baton.handoff.node.agent import HandoffAgent
+from baton.handoff.node.instance import InstanceAgent
+from baton.handoff.plan.planner import Instance
 from baton.handoff.protocol.events import DecodeAdmitted
 from baton.handoff.protocol.messages import AttemptKey, Seeds
 from baton.handoff.protocol.ticket import SignedTicket, Ticket
@@ -13,37 +15,45 @@ from baton.kv.interval import Interval
 
 if TYPE_CHECKING:
     from simulation.engine import Engine
+    from simulation.process import Process
 
 
-class SimAgent(HandoffAgent):
-    """What the engine says must be so when it says it."""
+class SimRankAgent(HandoffAgent):
+    """One rank's agent, without threads and sockets: the process plays its loop."""
 
-    def __init__(self, engine: Engine) -> None:
-        # Neither threads nor sockets: the process plays the loop.
-        self._engine, self._process = engine, engine.process
-        self.config, self._node = engine.process.config, engine.process.node
-        self._announces = engine.process.world.settings.announces
-        self._unplaced: dict[AttemptKey, SignedTicket] = {}
+    def __init__(self, process: Process) -> None:
+        self.config, self._node, self._process = process.config, process.node, process
 
     def _call(self, call: Callable[[], None]) -> None:
         self._process.call(call)
 
+
+class SimAgent(InstanceAgent):
+    """What the engine says must be so when it says it."""
+
+    def __init__(self, engine: Engine, instance: Instance) -> None:
+        super().__init__(instance, engine.hears)
+        self._engine, self._process = engine, engine.process
+        self._announces = engine.process.world.settings.announces
+        self._unplaced: dict[AttemptKey, SignedTicket] = {}
+        self.bind([SimRankAgent(engine.process)])
+
     # ------------------------------------------------------------ P
 
     def open_prefill(self, ticket: Ticket) -> None:
-        """See `HandoffAgent`."""
+        """See `Agent`."""
         self._engine.prefills[str(ticket.key)] = self._engine.legs.open[ticket.key].request
         super().open_prefill(ticket)
 
     def declare_final(
         self, key: AttemptKey, prompt_len: int, pages: dict[str, list[int]], final: dict[str, int]
     ) -> None:
-        """See `HandoffAgent`."""
+        """See `Agent`."""
         self._check_final(key, final)
         super().declare_final(key, prompt_len, pages, final)
 
     def finish_prefill(self, key: AttemptKey, seeds: Seeds, finished: bool, final: dict[str, int]) -> None:
-        """See `HandoffAgent`."""
+        """See `Agent`."""
         self._check_final(key, final)
         self._process.cluster.seeds[str(key)] = seeds
         super().finish_prefill(key, seeds, finished, final)
@@ -62,7 +72,7 @@ class SimAgent(HandoffAgent):
     # ------------------------------------------------------------ D
 
     def announce_decode(self, ticket: SignedTicket) -> None:
-        """See `HandoffAgent`. Some engines do without: their pages are enough for all."""
+        """See `Agent`. Some engines do without: their pages are enough for all."""
         if self._announces:
             super().announce_decode(ticket)
         else:
@@ -72,19 +82,19 @@ class SimAgent(HandoffAgent):
     def open_decode(
         self, ticket: SignedTicket, prompt_len: int, wanted: dict[str, Interval], pages: dict[str, list[int]]
     ) -> None:
-        """See `HandoffAgent`."""
+        """See `Agent`."""
         self._process.world.progress()
         self._unplaced.pop(ticket.key, None)
         self._engine.opens(ticket.key, prompt_len, wanted, pages)
         super().open_decode(ticket, prompt_len, wanted, pages)
 
     def abort(self, key: AttemptKey, reason: str, taken: Callable[[], None] | None = None) -> None:
-        """See `HandoffAgent`."""
+        """See `Agent`."""
         receipt = self._engine.receipts.get(str(key))
         if receipt is not None:
             receipt.given_up = True
         ticket = self._unplaced.pop(key, None)
         if ticket is not None:
             # P may already hold pages for it; without a word from here it would until the ticket expires.
-            self._call(lambda: self._node.open_decode(ticket, {}, {}))
+            super().open_decode(ticket, 1, {}, {})
         super().abort(key, reason, taken)

@@ -75,7 +75,7 @@ class Engine:
         longest = (LONGEST_SMALL if settings.has("full_pools") else LONGEST) + MAX_OUTPUT + 1
         assert self.cache.fits(longest)
         self.scheduler = Scheduler(self.cache, random.choice((8, 16, 64)), random.choice((2, 4, 16)))
-        self.agent = SimAgent(self)
+        self.agent = SimAgent(self, process.instance)
         self.metrics = EngineMetrics()
 
         def ends(request: Request, token: int) -> bool:
@@ -189,6 +189,7 @@ class Engine:
 
     def hears(self, event: HandoffEvent) -> None:
         """An event of the agent leaves for the engine: what it says must be so already."""
+        self.process.post(lambda: self.on_handoff(event))
         label, world = str(event.key), self.world
         receipt = self.receipts.get(label)
         if isinstance(event, DecodeProgress) and receipt is not None:

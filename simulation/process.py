@@ -93,9 +93,10 @@ class Process:
         geometries = {memory.model.name: memory.geometry for memory in self.memories}
         descriptor = self.transport.register([])
         digester = None if world.settings.integrity == "off" else CellDigester(self.memories)
+        self.instance = Instance.of_one_rank(geometries)
         self.node: HandoffNode = HandoffNode(
             self.config,
-            Instance.of_one_rank(geometries),
+            self.instance,
             self.transport,
             descriptor,
             self.channel,
@@ -103,8 +104,9 @@ class Process:
             self.clock,
             digester,
             SimWorker(self),
+            lambda key, peer: self.engine.agent.on_peer(key, peer),
         )
-        self.engine = Engine(self)
+        self.engine: Engine = Engine(self)
         self.calls: deque[Callable[[], None]] = deque()
         self._next_wake = self._next_step = float("inf")
         self._idle_turns = 0
@@ -162,8 +164,7 @@ class Process:
     def _on_event(self, event: HandoffEvent) -> None:
         if self.world.tracing:
             self.world.note(self.name, f"agent says {type(event).__name__} {_brief(event)}")
-        self.engine.hears(event)
-        self.post(lambda: self.engine.on_handoff(event))
+        self.engine.agent.on_event(event)
 
     # ------------------------------------------------------------ the engine's loop
 
