@@ -62,11 +62,13 @@ class SimAgent(InstanceAgent):
         request = self._engine.legs.open[key].request
         story = self._engine.stories[request.request_id]
         for group, stop in final.items():
-            table = request.kv.pages[group]
-            bad = self._engine.memory(group).wrong(story, request.prefill_len, table, 0, stop)
+            memory, n = self._engine.memory(group), request.prefill_len
+            # No peer wants what no query behind the prompt sees.
+            start = 0 if memory.model.window is None else max(0, n - memory.model.window + 1 - memory.model.reach)
+            bad = memory.wrong(story, n, request.kv.pages[group], min(start, stop), stop)
             if bad is not None:
                 self._process.world.fail(
-                    "early_final", f"{self._process.name} declares [0, {stop}) of {group} final: entry {bad} is not"
+                    "early_final", f"{self._process.name} declares {group} final up to {stop}: entry {bad} is not"
                 )
 
     # ------------------------------------------------------------ D

@@ -6,7 +6,7 @@ Whatever it reads must be right: an engine computes from nothing else. Whatever 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -46,11 +46,13 @@ class CellExecutor:
     def __init__(self, engine: Engine) -> None:
         self._engine, self._world = engine, engine.process.world
         memories = engine.process.memories
-        self._target = [memory for memory in memories if memory.model.owner == "target"]
+        self._states = [memory for memory in memories if memory.model.kind == "state"]
+        self._target = [memory for memory in memories if memory.model.owner == "target" and memory not in self._states]
         self._draft = [memory for memory in memories if memory.model.owner == "draft"]
         self.spec = PlanSpec(
             target_groups=tuple(memory.model.name for memory in self._target),
             draft_groups=tuple(memory.model.name for memory in self._draft),
+            state_groups=tuple(memory.model.name for memory in self._states),
             drafts=engine.world.settings.num_drafts > 0 or bool(self._draft),
             needs_contexts=any(memory.model.reach > 1 for memory in self._draft),
         )
@@ -83,14 +85,15 @@ class CellExecutor:
             states += after
             for memory in self._target:
                 table = tables[memory.model.name][index]
-                if one.start:
-                    self._check(one, memory, table, one.start)
-                if memory.model.kind == "state":
-                    # Behind the drafts that are accepted: the states behind the others are in no slot of the request.
-                    memory.put(self._own(memory, table, 0), 0, after[self._accepted(one, own, after)])
-                    continue
+                self._check(one, memory, table, one.start)
                 for entry, state in enumerate(after, one.start):
                     memory.put(self._own(memory, table, entry), entry, state)
+        for memory in self._states:
+            slots = rows.states[memory.model.name]
+            for one, slot in zip(self._last.values(), slots.read.tolist(), strict=True):
+                self._check(one, memory, [slot], one.start)
+            for row, slot in zip(slots.kept.tolist(), slots.write.tolist(), strict=True):
+                memory.put(self._own(memory, [slot], 0), 0, states[row])
         choices = np.array([follow(states[row]) for row in plan.sample_rows.tolist()], dtype=np.int64)
         nothing = np.zeros((0, 0), dtype=np.float32)
         return StepResult(choices, nothing, nothing)
@@ -112,15 +115,6 @@ class CellExecutor:
                 known = len(request.token_ids) if request.is_prefilling else start + 1
                 return _Computed(request, story, start, known)
         return _Computed(None, Story([0], 1), start, 1)
-
-    def _accepted(self, one: _Computed, ids: Sequence[int], after: Sequence[int]) -> int:
-        """How many rows behind the first stay, of a verification; all of a prompt's."""
-        if one.request is None or one.request.is_prefilling:
-            return len(ids) - 1
-        count = 0
-        while count + 1 < len(ids) and follow(after[count]) == ids[count + 1]:
-            count += 1
-        return count
 
     # ------------------------------------------------------------ the drafter
 

@@ -75,8 +75,8 @@ class Process:
             size = 1 if model.kind == "state" else random.randint(1, 6)
             tokens = random.randint(45, 70) if full else random.randint(180, 300)
             if model.kind == "state":
-                # A slot for each request.
-                tokens = tokens // 20
+                # Slots for a few requests, and for what may follow each.
+                tokens = tokens // 6
             self.memories.append(GroupMemory(model, region, -(-tokens // size) + 1, size, random))
         self.region_sizes = [memory.nbytes for memory in self.memories]
         self.channel = SimChannel(self, cluster.network)

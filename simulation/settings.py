@@ -8,7 +8,6 @@ from random import Random
 from typing import Literal
 
 from baton.handoff.channel.config import Timers
-from baton.kv.geometry import PLANES
 from baton.kv.interval import Kind
 from baton.wire import Integrity, Recovery
 
@@ -85,7 +84,7 @@ class GroupModel:
     @property
     def num_planes(self) -> int:
         """Cells per token."""
-        return len(PLANES[self.kind])
+        return 1 if self.kind in ("mla", "state") else 2
 
 
 @dataclass(frozen=True, slots=True)

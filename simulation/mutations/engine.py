@@ -108,13 +108,10 @@ def _window_freed_too_early() -> list[Patch]:
     return [(KVCache, "slide", slide)]
 
 
-@mutation("a window does not move under what a peer still reads")
-def _slides_under_copies() -> list[Patch]:
-    def around(self: HandoffLegs, declare: Any, request: Request) -> None:
-        declare(request)
-        self.cache.slide(request.kv, request.num_computed, request.num_drafted)
-
-    return around_method(HandoffLegs, "declare", around)
+@mutation("the state that goes on is the one behind the last accepted draft")
+def _first_state_goes_on() -> list[Patch]:
+    original = KVCache.accept
+    return [(KVCache, "accept", lambda self, tables, num_accepted: original(self, tables, 0))]
 
 
 @mutation("P's pages stay until the agent lets them go, whatever became of the request")
