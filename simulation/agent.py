@@ -15,17 +15,17 @@ from baton.kv.interval import Interval
 
 if TYPE_CHECKING:
     from simulation.engine import Engine
-    from simulation.process import Process
+    from simulation.rank import Rank
 
 
 class SimRankAgent(HandoffAgent):
-    """One rank's agent, without threads and sockets: the process plays its loop."""
+    """One rank's agent, without threads and sockets: `Rank` plays its loop."""
 
-    def __init__(self, process: Process) -> None:
-        self.config, self._node, self._process = process.config, process.node, process
+    def __init__(self, rank: Rank) -> None:
+        self.config, self._node, self._rank = rank.config, rank.node, rank
 
     def _call(self, call: Callable[[], None]) -> None:
-        self._process.call(call)
+        self._rank.call(call)
 
 
 class SimAgent(InstanceAgent):
@@ -36,7 +36,7 @@ class SimAgent(InstanceAgent):
         self._engine, self._process = engine, engine.process
         self._announces = engine.process.world.settings.announces
         self._unplaced: dict[AttemptKey, SignedTicket] = {}
-        self.bind([SimRankAgent(engine.process)])
+        self.bind([SimRankAgent(rank) for rank in engine.process.ranks])
 
     # ------------------------------------------------------------ P
 

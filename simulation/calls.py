@@ -9,6 +9,7 @@ from baton.handoff.channel.sessions import Session
 
 if TYPE_CHECKING:
     from simulation.process import Process
+    from simulation.rank import Rank
 
 _DIGEST_S = (0.0, 0.005)
 _SLOW_DIGEST_S = (0.1, 2.5)
@@ -20,7 +21,7 @@ _DEAF = ("drop", "delay", "reorder", "partition")
 class SimWorker:
     """The thread that takes digests: one job after the other, each with a time of its own."""
 
-    def __init__(self, process: Process) -> None:
+    def __init__(self, process: Rank) -> None:
         self._process, self._world = process, process.world
         self._free_at = 0.0
 
@@ -37,7 +38,7 @@ class SimWorker:
             job()
 
 
-def check_innocence(process: Process, silent: Sequence[Session]) -> None:
+def check_innocence(process: Rank, silent: Sequence[Session]) -> None:
     """Of the sessions that were silent for their lease when time was looked at, and are gone now, none may lead to an
     engine that was there all the time, and held this session too.
     """
@@ -53,9 +54,10 @@ def check_innocence(process: Process, silent: Sequence[Session]) -> None:
             continue
         far = process.cluster.by_uid.get(session.hello.incarnation)
         since = world.now - 3 * session.lease
-        if far is None or not (_there(process, since) and _there(far, since)):
+        if far is None or not (_there(process.process, since) and _there(far, since)):
             continue
-        theirs = [*far.node.sessions.clients.values(), *far.node.sessions.servers.values()]
+        held_by = [rank.node.sessions for rank in far.ranks]
+        theirs = [session for each in held_by for session in (*each.clients.values(), *each.servers.values())]
         if any(other.connection.session == session.connection.session and other.talking for other in theirs):
             world.fail("innocent_lease", f"{process.name} evicts {far.name}: both were there, in one session")
 

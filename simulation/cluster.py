@@ -9,6 +9,7 @@ from baton.kv.interval import Interval
 from baton.wire import LegRole
 from simulation.network import Network
 from simulation.process import Process
+from simulation.rank import Rank
 from simulation.router import Request, Router, Stream
 from simulation.stranger import Stranger
 from simulation.transport import Fabric
@@ -31,6 +32,7 @@ class Cluster:
         self.routers = [Router(self) for _ in range(world.settings.num_routers)]
         self.processes: dict[str, Process] = {}
         self.by_uid: dict[str, Process] = {}
+        self.ranks: dict[str, Rank] = {}  # of all incarnations, by their own names
         self._names: dict[str, LegRole] = {f"P{i}": "prefill" for i in range(world.settings.num_prefill)}
         self._names |= {f"D{i}": "decode" for i in range(world.settings.num_decode)}
         for name in self._names:
@@ -53,6 +55,7 @@ class Cluster:
         generation = sum(process.name == name for process in self.by_uid.values())
         process = Process(self, name, self._names[name], f"sim://{name}", generation)
         self.processes[name] = self.by_uid[process.uid] = process
+        self.ranks |= {rank.uid: rank for rank in process.ranks}
         process.start()
         return process
 
@@ -132,19 +135,19 @@ class Cluster:
             (process, attempt.machine.key)
             for process in self.processes.values()
             if process.role == "prefill" and not process.gone
-            for attempt in process.node.execution.prefills.live.values()
+            for attempt in process.ranks[0].node.execution.prefills.live.values()
         ]
         forgers = [p for p in self.processes.values() if p.role == "decode" and not p.gone and not p.paused]
         if not attempts or not forgers:
             return False
         (victim, key), forger = random.choice(attempts), random.choice(forgers)
-        session = forger.node.sessions.servers.get(victim.address)
+        session = forger.ranks[0].node.sessions.servers.get(victim.address)
         if session is None or not session.ready:
             return False
         claimed = AttemptKey(key.transfer_id, key.attempt + 1, key.prefill_incarnation, forger.uid)
         ticket = random.choice(sorted(self.tickets))
         groups = {memory.model.name: memory for memory in forger.memories}
-        forger.channel.send(
+        forger.ranks[0].channel.send(
             session.connection,
             Register(claimed, ticket, dict.fromkeys(groups, Interval(0, 1)), {group: [1] for group in groups}),
         )

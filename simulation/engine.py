@@ -17,6 +17,7 @@ from baton.engine.requests import make_request
 from baton.engine.scheduler import Scheduler
 from baton.engine.stopping import until_stop
 from baton.errors import BatonError
+from baton.handoff.plan.planner import Instance
 from baton.handoff.protocol.events import (
     DecodeCommitted,
     DecodeFailed,
@@ -26,7 +27,7 @@ from baton.handoff.protocol.events import (
     HandoffEvent,
     PrefillReleased,
 )
-from baton.handoff.protocol.messages import AttemptKey, Cancelled, Commit, Confirm, Finished
+from baton.handoff.protocol.messages import AttemptKey
 from baton.handoff.protocol.ticket import Redeemer
 from baton.kv.cache import KVCache
 from baton.kv.interval import Interval
@@ -63,19 +64,19 @@ class Receipt:
 class Engine:
     """Everything of one engine that runs in its own thread, and the checks of it."""
 
-    def __init__(self, process: Process) -> None:
+    def __init__(self, process: Process, instance: Instance) -> None:
         self.process, self.world, self.name = process, process.world, process.name
         settings, random = self.world.settings, self.world.random
         self._memories = {memory.model.name: memory for memory in process.memories}
         executor: Any = CellExecutor(self)
         self.executor: CellExecutor = executor
-        specs = [memory.spec for memory in process.memories]
+        specs = [memory.ranks[0].spec for memory in process.memories]
         num_pages = {name: memory.num_pages for name, memory in self._memories.items()}
         self.cache = KVCache(specs, num_pages, settings.num_drafts, executor.copy_page)
         longest = (LONGEST_SMALL if settings.has("full_pools") else LONGEST) + MAX_OUTPUT + 1
         assert self.cache.fits(longest)
         self.scheduler = Scheduler(self.cache, random.choice((8, 16, 64)), random.choice((2, 4, 16)))
-        self.agent = SimAgent(self, process.instance)
+        self.agent: SimAgent = SimAgent(self, instance)
         self.metrics = EngineMetrics()
 
         def ends(request: Request, token: int) -> bool:
@@ -257,7 +258,7 @@ class Engine:
             # A handoff's time counts from REGISTER on, and the process may be paused before it takes this call.
             receipt.deadline = self.process.clock.monotonic() + limit
 
-        self.process.call(begin)
+        self.process.ranks[0].call(begin)
 
     def agent_has_run(self) -> None:
         """Nobody waits for a handoff beyond its deadline."""
@@ -270,40 +271,26 @@ class Engine:
             elif now > receipt.late_since + grace:
                 self.world.fail("deadline", f"{label} waits on {self.name} for longer than a handoff may take")
 
-    def vouches(self, message: Cancelled | Commit | Confirm | Finished) -> None:
-        """A message leaves by which the peer may free or trust pages: what it says must be so."""
-        label = str(message.key)
-        if isinstance(message, Confirm):
-            if label in self.quiet:
-                self.world.fail("false_confirm", f"{self.name} confirms {label}, whose pages it has let go of")
-            return
-        copies = self.process.transport.pending
-        pending = [copy.tag for copy in copies if copy.label == label and not copy.harmless]
-        if pending:
-            kind = type(message).__name__.upper()
-            self.world.fail("false_quiet", f"{self.name} says {kind} of {label} while {pending} go on")
-
     # ------------------------------------------------------------ one-sided access, checked
 
-    def may_read(self, memory: GroupMemory, page: int, label: str) -> None:
+    def may_read(self, group: str, page: int, label: str) -> None:
         """A copy for attempt `label` reads a page here: it must be that attempt's, still."""
         request = self.prefills.get(label)
-        if request is None or page not in request.kv.pages.get(memory.model.name, ()):
+        if request is None or page not in request.kv.pages.get(group, ()):
             self.world.fail(
                 "read_after_free",
-                f"a copy for {label} reads page {page} of {memory.model.name} on {self.name}, which it does not hold; "
+                f"a copy for {label} reads page {page} of {group} on {self.name}, which it does not hold; "
                 f"proven quiet: {label in self.quiet}",
             )
 
-    def may_write(self, memory: GroupMemory, page: int, label: str) -> None:
+    def may_write(self, group: str, page: int, label: str) -> None:
         """A copy for attempt `label` writes a page here: it must be open to that attempt, and nobody else's."""
-        name = memory.model.name
-        pool = self.cache.pools[name]
+        memory, pool = self._memories[group], self.cache.pools[group]
         mine = pool._refs.get(page) == 1 or page in pool._quarantined
         if memory.writers.get(page) != label or not mine or page in pool._cached:
             self.world.fail(
                 "foreign_write",
-                f"a copy for {label} writes page {page} of {name} on {self.name}, which is open to "
+                f"a copy for {label} writes page {page} of {group} on {self.name}, which is open to "
                 f"{memory.writers.get(page)} and held {pool._refs.get(page, 0)} times; quarantined: "
                 f"{page in pool._quarantined}, cached: {page in pool._cached}",
             )

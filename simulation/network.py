@@ -13,7 +13,7 @@ from baton.handoff.protocol.frames import decode, encode, kind_of
 from baton.handoff.protocol.messages import Bye, Cancelled, Commit, Confirm, Finished, Hello, Message
 
 if TYPE_CHECKING:
-    from simulation.process import Process
+    from simulation.rank import Rank
     from simulation.world import World
 
 _LAST_SEQUENCE = (1 << 63) - 1
@@ -27,19 +27,19 @@ class Network:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.bound: dict[str, Process] = {}
+        self.bound: dict[str, Rank] = {}
         self.cut: set[frozenset[str]] = set()  # pairs of names
         self.overhear: Callable[[Connection, bytes], None] | None = None
         self._last: dict[tuple[int, bool], float] = {}
         self._parked: dict[str, list[tuple[SimChannel, Connection, bytes]]] = {}
 
-    def bind(self, process: Process) -> None:
+    def bind(self, process: Rank) -> None:
         """A process listens; what dialling sockets have kept for its address arrives."""
         self.bound[process.address] = process
         for channel, connection, frame in self._parked.pop(process.address, []):
             self.to_address(channel, connection, frame)
 
-    def unbind(self, process: Process) -> None:
+    def unbind(self, process: Rank) -> None:
         """It listens no more."""
         if self.bound.get(process.address) is process:
             del self.bound[process.address]
@@ -73,7 +73,7 @@ class Network:
                 self._last[lane] = world.now + delay
             world.after(delay, arrive, *args)
 
-    def _reachable(self, one: Process, other: Process) -> bool:
+    def _reachable(self, one: Rank, other: Rank) -> bool:
         return frozenset((one.name, other.name)) not in self.cut
 
     def _arrive(self, sender: SimChannel, connection: Connection, frame: bytes) -> None:
@@ -101,7 +101,7 @@ class SimChannel:
     doubled message.
     """
 
-    def __init__(self, process: Process, network: Network) -> None:
+    def __init__(self, process: Rank, network: Network) -> None:
         self.process, self.network, self.world = process, network, process.world
         self.address = process.address
         self.malformed = 0
@@ -136,14 +136,14 @@ class SimChannel:
         if self.world.tracing:
             self._note(connection, message)
         if isinstance(message, Commit | Confirm | Finished | Cancelled):
-            self.process.engine.vouches(message)
+            self.process.vouches(message)
         if connection.identity is None:
             self.network.to_address(self, connection, frame)
         else:
             dialler, dialled = connection.socket
             self.network.to_dialler(dialler, dialled, frame)
         if isinstance(message, Hello) and self.world.hit("stop_after_hello"):
-            self.world.after(0.0, self.process.stop_for_a_while)
+            self.world.after(0.0, self.process.process.stop_for_a_while)
 
     def wake(self) -> None:
         """See `ControlChannel`."""

@@ -132,7 +132,7 @@ def _left(cluster: Cluster) -> list[str]:
     for process in cluster.processes.values():
         if process.dead:
             continue
-        runner, name = process.node, process.name
+        name = process.name
         engine = process.engine
         requests = [f"{request.request_id} {request.status.name}" for request in engine.core.requests.values()]
         if requests or engine.legs.open:
@@ -141,10 +141,12 @@ def _left(cluster: Cluster) -> list[str]:
             held = pool.num_referenced + pool.num_quarantined
             if held:
                 out.append(f"{name} holds {held} pages of {group}")
-        live = [str(attempt.machine.key) for attempt in runner.execution.live()]
-        if live or len(runner.operations):
-            out.append(f"{name} has attempts {live} and {len(runner.operations)} copies")
-        if runner.routing.claims.holding:
+        nodes = [rank.node for rank in process.ranks]
+        live = [str(attempt.machine.key) for node in nodes for attempt in node.execution.live()]
+        copies = sum(len(node.operations) for node in nodes)
+        if live or copies:
+            out.append(f"{name} has attempts {live} and {copies} copies")
+        if any(node.routing.claims.holding for node in nodes):
             # The connection of a claim may be under way to a process that died: a lease must have time to end it.
             out.append(f"{name} holds a claim back")
     return out
@@ -156,19 +158,21 @@ def _check_rest(world: World, cluster: Cluster) -> None:
         if world.settings.harmless and _outcome(request) != "exact":
             world.fail("needless_failure", f"{request.name} ended {_outcome(request)} without a fault that explains it")
     living = [process for process in cluster.processes.values() if not process.dead]
-    for process in living:
-        process.agent_step()
+    ranks = [rank for process in living for rank in process.ranks]
+    for rank in ranks:
+        rank.agent_step()
     world.skip(MAX_TICKET_LIFE_S * 1.3)
-    for process in living:
+    for rank in ranks:
         for _ in range(2):
             world.skip(1.3 * TOMBSTONE_S + 2 * world.settings.timers.retry)
             # Whoever sleeps through a skip renews no lease.
-            process.awake_since = world.now
-            process.agent_step()
-        books = process.node.execution.prefills, process.node.execution.decodes
-        kept = sum(len(book.ended) for book in books) + process.node.routing.claims.holding
+            rank.process.awake_since = world.now
+            rank.agent_step()
+        books = rank.node.execution.prefills, rank.node.execution.decodes
+        kept = sum(len(book.ended) for book in books) + rank.node.routing.claims.holding
         if kept:
-            world.fail("memory", f"{process.name} remembers {kept} attempts after every ticket expired")
+            world.fail("memory", f"{rank.uid} remembers {kept} attempts after every ticket expired")
+    for process in living:
         for group, pool in process.engine.cache.pools.items():
             total = pool.num_available + pool.num_referenced + pool.num_quarantined
             if total != pool.num_pages - 1:

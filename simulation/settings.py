@@ -104,6 +104,7 @@ class Settings:
     life: int
     patience: float
     num_drafts: int
+    num_heads: int  # of K and V; more than one: some engines are two ranks that share them
     groups: tuple[GroupModel, ...]
     faults: frozenset[str]
     rates: dict[str, float] = field(default_factory=dict)
@@ -150,9 +151,10 @@ def draw(random: Random, allowed: Collection[str] = FAULTS) -> Settings:
     elif "corrupt_seeds" in faults and integrity == "off":
         integrity = "sampled"
     harmless = faults <= HARMLESS
+    num_heads = random.choice((1, 1, 1, 2))
     return Settings(
         num_routers=random.choice((1, 1, 2)),
-        announces=harmless or random.random() < 0.7,
+        announces=harmless or num_heads > 1 or random.random() < 0.7,
         num_prefill=random.choice((1, 1, 2, 2, 3)),
         num_decode=random.choice((1, 2, 2, 3)),
         num_requests=random.randint(3, 14),
@@ -165,6 +167,7 @@ def draw(random: Random, allowed: Collection[str] = FAULTS) -> Settings:
         life=6 if harmless else random.randint(4, 12),
         patience=400.0 if harmless else random.uniform(12.0, 30.0),
         num_drafts=random.randint(0, 3),
+        num_heads=num_heads,
         groups=_groups(random),
         faults=frozenset(faults),
         rates={kind: random.uniform(*RATES[kind]) for kind in sorted(faults & set(RATES))},

@@ -18,7 +18,7 @@ from baton.transports.base import ByteArray, CopyList, Direction, Operation, Pee
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from simulation.process import Process
+    from simulation.rank import Rank
     from simulation.world import World
 
 from simulation.memory import CELL_BYTES
@@ -38,9 +38,9 @@ class Connection:
     operation of the peer touch its side.
     """
 
-    ends: tuple[Process, Process]
-    joined: set[Process] = field(default_factory=set)
-    closed: set[Process] = field(default_factory=set)
+    ends: tuple[Rank, Rank]
+    joined: set[Rank] = field(default_factory=set)
+    closed: set[Rank] = field(default_factory=set)
 
     @property
     def usable(self) -> bool:
@@ -55,7 +55,7 @@ class Fabric:
         self.world = world
         self._connections: dict[frozenset[str], Connection] = {}
 
-    def connect(self, one: Process, other: Process) -> Connection:
+    def connect(self, one: Rank, other: Rank) -> Connection:
         """`one` joins its connection with `other`; a new one where the last is broken at either end."""
         key = frozenset((one.uid, other.uid))
         found = self._connections.get(key)
@@ -64,14 +64,14 @@ class Fabric:
         found.joined.add(one)
         return found
 
-    def died(self, process: Process) -> None:
+    def died(self, process: Rank) -> None:
         """Its peers notice, sooner or later."""
         for connection in list(self._connections.values()):
             for end in connection.ends:
                 if process in connection.ends and end is not process:
                     self.world.after(self.world.random.uniform(*_NOTICED), self.close, connection, end)
 
-    def close(self, connection: Connection, end: Process) -> None:
+    def close(self, connection: Connection, end: Rank) -> None:
         """One end finds the connection broken."""
         if end not in connection.closed:
             connection.closed.add(end)
@@ -93,7 +93,7 @@ class Fabric:
 class SimPeer:
     """The other side, as one process sees it."""
 
-    def __init__(self, own: Process, far: Process, connection: Connection) -> None:
+    def __init__(self, own: Rank, far: Rank, connection: Connection) -> None:
         self.own, self.far, self.connection = own, far, connection
         self.connected = True
         self._shm = own.world.settings.fabric == "shm"
@@ -121,11 +121,12 @@ Run = tuple[int, int, int, int, int]
 class SimOperation(Operation):
     """One copy list under way, run by run."""
 
-    __slots__ = ("corrupt", "direction", "label", "late", "peer", "runs", "stalled", "window")
+    __slots__ = ("attempt", "corrupt", "direction", "label", "late", "peer", "runs", "stalled", "window")
 
     def __init__(self, tag: str, peer: SimPeer, direction: Direction, runs: list[Run]) -> None:
         super().__init__(tag)
         self.label = tag.split(" ")[0]
+        self.attempt = tag[: tag.index(")") + 1] if tag.startswith(f"{self.label} (ranks") else self.label
         self.peer, self.direction, self.runs = peer, direction, runs
         self.late = self.corrupt = self.stalled = False
         self.window = 0.0
@@ -143,7 +144,7 @@ class SimTransport:
 
     scheme = "sim"
 
-    def __init__(self, process: Process, fabric: Fabric) -> None:
+    def __init__(self, process: Rank, fabric: Fabric) -> None:
         self.process, self.fabric, self.world = process, fabric, process.world
         self.pending: list[SimOperation] = []
         self._closed = False
@@ -167,7 +168,7 @@ class SimTransport:
         self.world.after(delay, self._reach, future, far, self.world.now + _CONNECT_TIMEOUT_S)
         return future
 
-    def _reach(self, future: Future[Peer], far: Process, until: float) -> None:
+    def _reach(self, future: Future[Peer], far: Rank, until: float) -> None:
         process = self.process
         if process.dead:
             return
@@ -179,9 +180,9 @@ class SimTransport:
         else:
             future.set_result(SimPeer(process, far, self.fabric.connect(process, far)))
 
-    def world_process(self, uid: str) -> Process:
+    def world_process(self, uid: str) -> Rank:
         """A process, dead or alive, by its incarnation."""
-        found = self.process.cluster.by_uid.get(uid)
+        found = self.process.cluster.ranks.get(uid)
         if found is None:
             raise ProtocolError("not a descriptor of a modelled transport")
         return found

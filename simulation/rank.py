@@ -1,0 +1,154 @@
+"""One rank of an engine: its share of the memory, and its agent's loop around the real runner."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+from baton.handoff.channel.config import AgentConfig
+from baton.handoff.node.node import HandoffNode
+from baton.handoff.plan.planner import Instance
+from baton.handoff.protocol.events import HandoffEvent
+from baton.handoff.protocol.messages import Cancelled, Commit, Confirm, Finished
+from simulation.calls import SimWorker, check_innocence
+from simulation.memory import CellDigester, RankMemory
+from simulation.network import SimChannel
+from simulation.transport import SimTransport
+
+if TYPE_CHECKING:
+    from simulation.process import Process
+    from simulation.world import World
+
+_AGENT_STEP = (0.0, 0.002)
+_TICK = 0.001
+_LOOK_S = 0.01
+_MAX_IDLE_TURNS = 20
+
+
+class Rank:
+    """A node of its own, with channel and transport, in a process that it shares its life with."""
+
+    def __init__(self, process: Process, instance: Instance, memories: Sequence[RankMemory]) -> None:
+        self.process, self.memories = process, memories
+        self.world: World = process.world
+        self.cluster, self.name, self.clock = process.cluster, process.name, process.clock
+        self.config: AgentConfig = process.config
+        suffix = f".{instance.rank}" if instance.rank else ""
+        self.uid = process.uid + suffix
+        self.address: str = process.address + suffix
+        self.region_sizes = [memory.nbytes for memory in memories]
+        self.channel = SimChannel(self, self.cluster.network)
+        self.transport = SimTransport(self, self.cluster.fabric)
+        self.node: HandoffNode = HandoffNode(
+            self.config,
+            instance,
+            self.transport,
+            self.transport.register([]),
+            self.channel,
+            self._on_event,
+            self.clock,
+            None if self.config.integrity == "off" else CellDigester(memories),
+            SimWorker(self),
+            lambda key, peer: process.engine.agent.on_peer(key, peer),
+        )
+        self.calls: deque[Callable[[], None]] = deque()
+        self.next_wake = float("inf")
+        self._idle_turns = 0
+        self.blocked_on: Future[Any] | None = None  # its agent waits for a call to end
+
+    @property
+    def dead(self) -> bool:
+        """As its process."""
+        return self.process.dead
+
+    @property
+    def paused(self) -> bool:
+        """As its process."""
+        return self.process.paused
+
+    @property
+    def gone(self) -> bool:
+        """As its process."""
+        return self.process.gone
+
+    # ------------------------------------------------------------ the agent's loop
+
+    def wake(self, delay: float | None = None) -> None:
+        """The agent's loop runs soon, or in `delay` seconds at the latest."""
+        at = self.world.now + (self.world.random.uniform(*_AGENT_STEP) if delay is None else delay)
+        if at < self.next_wake and not self.dead:
+            self.next_wake = at
+            self.world.after(at - self.world.now, self._woken, at)
+
+    def _woken(self, at: float) -> None:
+        if at != self.next_wake or self.dead or self.paused:
+            return
+        self.next_wake = float("inf")
+        if self.blocked_on is not None and not self.blocked_on.done():
+            self.wake(_LOOK_S)
+            return
+        self.agent_step()
+
+    def agent_step(self) -> None:
+        """What `HandoffAgent` does in one turn, in its order."""
+        runner = self.node
+        idle = not self.channel.routing and not self.calls and not len(runner.operations)
+        silent = runner.sessions.expired(self.clock.monotonic())
+        wait = runner.on_time()
+        check_innocence(self, silent)
+        routing, self.channel.routing = self.channel.routing, []
+        for connection, message in routing:
+            runner.on_message(connection, message)
+        while self.calls:
+            self.calls.popleft()()
+        runner.poll()
+        self.process.engine.agent_has_run()
+        self._idle_turns = self._idle_turns + 1 if idle and wait < _TICK else 0
+        if self._idle_turns > _MAX_IDLE_TURNS:
+            self.world.fail("busy_loop", f"the agent of {self.name} has nothing to do, and does not sleep")
+        # A sleep has the resolution of a real one, and lasts by this process's clock.
+        self.wake(max(wait, _TICK) / self.clock.rate)
+
+    def call(self, call: Callable[[], None]) -> None:
+        """A call of the engine for the agent."""
+        self.calls.append(call)
+        self.wake()
+
+    def _on_event(self, event: HandoffEvent) -> None:
+        if self.world.tracing:
+            self.world.note(self.name, f"agent says {type(event).__name__} {_brief(event)}")
+        self.process.engine.agent.on_event(event)
+
+    # ------------------------------------------------------------ one-sided access, checked
+
+    def may_read(self, region: int, start: int, count: int, label: str) -> None:
+        """A copy for attempt `label` reads cells here: they must be that attempt's, still."""
+        memory = self.memories[region]
+        for page in memory.pages_of(start, count) if not self.dead else ():
+            self.process.engine.may_read(memory.spec.name, page, label)
+
+    def may_write(self, region: int, start: int, count: int, label: str) -> None:
+        """A copy for attempt `label` writes cells here: their pages must be open to that attempt."""
+        memory = self.memories[region]
+        for page in memory.pages_of(start, count) if not self.dead else ():
+            self.process.engine.may_write(memory.spec.name, page, label)
+
+    def vouches(self, message: Cancelled | Commit | Confirm | Finished) -> None:
+        """A message leaves by which the peer may free or trust pages: what it says must be so."""
+        key = message.key
+        if isinstance(message, Confirm):
+            if str(key.of_pair((0, 0))) in self.process.engine.quiet:
+                self.world.fail("false_confirm", f"{self.name} confirms {key}, whose pages it has let go of")
+            return
+        pending = [copy.tag for copy in self.transport.pending if copy.attempt == str(key) and not copy.harmless]
+        if pending:
+            kind = type(message).__name__.upper()
+            self.world.fail("false_quiet", f"{self.name} says {kind} of {key} while {pending} go on")
+
+
+def _brief(event: HandoffEvent) -> str:
+    key = str(event.key)
+    names = [name for name in event.__slots__ if name != "key"]
+    return f"{key[:6]}{key[32:]} " + " ".join(f"{name}={getattr(event, name)}" for name in names)
