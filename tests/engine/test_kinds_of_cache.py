@@ -1,0 +1,167 @@
+"""The doors for latents and states: what they compute, and that a row's bits are its own."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from baton.engine.attention import AttnBatch
+from baton.engine.attention_latent import Latents
+from baton.engine.group_memory import GroupMemory
+from baton.engine.plan import StateSlots
+from baton.engine.scan import StateBatch, scan
+from baton.errors import BatonError
+from baton.kv.spec import GroupSpec, PlaneSpec, kv_planes, latent_planes
+from baton.models.cache import Scanned, States
+
+HEADS, LATENT, ROPE, LENGTH = 3, 24, 8, 150
+SCALE = 0.2
+
+
+def rows(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    sizes = ((LENGTH, HEADS, LATENT + ROPE), (LENGTH, LATENT), (LENGTH, ROPE))
+    q, latent, rope = (torch.randn(size, generator=generator) for size in sizes)
+    return q, latent, rope
+
+
+class Pool:
+    """Latents of two requests in pages of scrambled order, NaN where nothing was written."""
+
+    def __init__(self, page_size: int = 16, split: bool = False) -> None:
+        spec = GroupSpec(
+            name="g",
+            owner="target",
+            kind="mla",
+            planes=latent_planes(LATENT, ROPE, "float32", split=split),
+            page_size=page_size,
+            layer_ids=(0, 1),
+        )
+        count = -(-LENGTH // page_size)
+        self.memory = GroupMemory.zeros(spec, 2 * count + 1, torch.device("cpu"))
+        for plane in self.memory.planes:
+            plane.fill_(torch.nan)
+        pages = np.random.default_rng(0).permutation(np.arange(1, 2 * count + 1, dtype=np.int32))
+        self.table = pages.reshape(2, count)
+
+    def attend(self, spans: dict[int, tuple[int, int]], expand: bool = False) -> list[Tensor]:
+        """Rows [start, stop) of requests, side by side."""
+        parts = [[part[slice(*span)] for part in rows(r)] for r, span in spans.items()]
+        q, latent, rope = (torch.cat(column) for column in zip(*parts, strict=True))
+        counts = [stop - start for start, stop in spans.values()]
+        positions = np.concatenate([np.arange(*span) for span in spans.values()])
+        query_start = np.cumsum([0, *counts]).astype(np.int32)
+        batch = AttnBatch(query_start, positions, self.table[list(spans)])
+
+        def expanded(kept: Tensor) -> tuple[Tensor, Tensor]:
+            shape = (len(kept), HEADS, -1)
+            return kept[:, None].expand(shape), kept[:, None, :LATENT].expand(shape)
+
+        door = Latents(self.memory.planes, 1, batch)
+        out = door.attend(q, latent, rope, SCALE, expanded if expand else None)
+        return list(torch.split(out, counts))
+
+
+def reference(seed: int) -> Tensor:
+    q, latent, rope = rows(seed)
+    scores = torch.einsum("thd,sd->hts", q, torch.cat((latent, rope), dim=-1)) * SCALE
+    hidden = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
+    return torch.einsum("hts,sd->thd", scores.masked_fill(hidden, -torch.inf).softmax(-1), latent)
+
+
+@pytest.mark.parametrize("expand", [False, True])
+@pytest.mark.parametrize("split", [False, True])
+def test_latents_are_attended_to_absorbed_and_expanded(expand: bool, split: bool) -> None:
+    for out, seed in zip(Pool(split=split).attend({0: (0, LENGTH), 1: (0, LENGTH)}, expand), (0, 1), strict=True):
+        torch.testing.assert_close(out, reference(seed), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("page_size", [1, 7, 16, 64])
+def test_a_row_of_latents_has_the_same_bits_in_every_batch(page_size: int) -> None:
+    whole = Pool().attend({1: (0, LENGTH)})[0]
+    pool, edges = Pool(page_size), [0, 1, 3, 20, 84, 85, 147, LENGTH]
+    for start, stop in itertools.pairwise(edges):
+        # Beside another request's rows, first or last.
+        spans = {0: (start, stop), 1: (start, stop)} if start % 2 else {1: (start, stop), 0: (start, stop)}
+        found = dict(zip(spans, pool.attend(spans), strict=True))[1]
+        assert torch.equal(found, whole[start:stop]), (start, stop)
+
+
+def test_latents_go_to_no_slot_that_is_not_there() -> None:
+    pool = Pool()
+    pool.table[1, 4] = 0
+    with pytest.raises(BatonError, match="null page"):
+        pool.attend({0: (0, 70), 1: (0, 70)})
+    assert all(plane.isnan().all() for plane in pool.memory.planes), "slots are checked before any is written"
+    pool.table = pool.table[:, :2]
+    with pytest.raises(BatonError, match="null page"):
+        pool.attend({0: (32, 33)})
+
+
+STATE = GroupSpec(
+    name="s",
+    owner="target",
+    kind="state",
+    planes=(PlaneSpec("conv", "bfloat16", 3, 2, "channels"), PlaneSpec("ssm", "float32", 2, 5)),
+    page_size=1,
+    layer_ids=(0, 1, 2),
+)
+
+
+def slots(read: list[int], kept: list[int], write: list[int]) -> StateSlots:
+    return StateSlots(np.array(read), np.array(kept), np.array(write))
+
+
+def count(states: States, rows: Scanned) -> tuple[Tensor, States]:
+    """Adds up the rows; puts out what each found."""
+    conv, ssm = states
+    lengths = np.diff(rows.query_start)
+    owner = np.repeat(np.arange(len(lengths)), lengths)
+    within = torch.from_numpy(np.arange(len(owner)) - rows.query_start[owner] + 1)[:, None, None]
+    after = ssm[owner] + within
+    return ssm[owner][:, 0, 0] + conv[owner][:, 0, 0].float(), (conv[owner][rows.kept] + 1, after[rows.kept])
+
+
+def test_states_are_read_and_written_by_slots() -> None:
+    memory = GroupMemory.zeros(STATE, 9, torch.device("cpu"))
+    for plane in memory.planes:
+        plane[0] = torch.nan  # where a request begins, nothing is read
+    first = StateBatch(np.array([0, 3, 4], np.int32), slots([0, 0], [2, 3], [4, 7]))
+    assert scan(memory.planes, 1, first, count).tolist() == [0, 0, 0, 0]
+    conv, ssm = memory.planes
+    assert ssm[:, 1, 0, 0, 0].nan_to_num().tolist() == [0, 0, 0, 0, 3, 0, 0, 1, 0]
+    assert conv[[4, 7], 1].eq(1).all()
+    assert not ssm[1:, [0, 2]].any(), "other layers are as they were"
+    # A verification of three rows keeps the state behind each, and the one before them.
+    scan(memory.planes, 1, StateBatch(np.array([0, 3], np.int32), slots([4], [0, 1, 2], [1, 2, 3])), count)
+    assert ssm[1:5, 1, 0, 1, 4].tolist() == [4, 5, 6, 3]
+
+
+@pytest.mark.parametrize(("read", "write"), [([4], [0]), ([4], [9]), ([9], [1]), ([4], [4]), ([4], [-1])])
+def test_slots_that_are_wrong_change_no_state(read: list[int], write: list[int]) -> None:
+    memory = GroupMemory.zeros(STATE, 9, torch.device("cpu"))
+    with pytest.raises(BatonError, match="scan"):
+        scan(memory.planes, 0, StateBatch(np.array([0, 1], np.int32), slots(read, [0], write)), count)
+    assert not memory.pages.any()
+
+
+def test_planes_are_views_of_the_pages_as_the_geometry_says() -> None:
+    memory = GroupMemory.zeros(STATE, 4, torch.device("cpu"))
+    memory.planes[0][2, 1, 0, 1, 1] = 1.5
+    memory.planes[1][3, 2, 0, 1, 4] = 2.5
+    layer = STATE.plane_offsets[-1]
+    assert memory.pages[2, layer + 6 : layer + 8].view(torch.bfloat16).item() == 1.5
+    assert memory.pages[3, -4:].view(torch.float32).item() == 2.5
+    assert memory.pages.count_nonzero() == 2 + 2
+    assert memory.kv is None
+    ordinary = GroupSpec(
+        name="g", owner="target", kind="full", planes=kv_planes(2, 4, "bfloat16"), page_size=3, layer_ids=(0,)
+    )
+    both = GroupMemory.zeros(ordinary, 4, torch.device("cpu"))
+    assert both.kv is not None
+    both.planes[1][1, 0, 2, 1] = 7
+    assert both.kv[1, 0, 1, 2, 1].eq(7).all()
