@@ -103,6 +103,37 @@ def test_little_memory_changes_no_token(trial: Trial) -> None:
         assert one.core.scheduler.num_preemptions > 0
 
 
+def test_a_window_gives_pages_back_while_a_prompt_is_computed(trial: Trial, tmp_path: Path) -> None:
+    """Of an engine's own requests, which get pages for each chunk, and of a prefill leg, which has them all at once."""
+    prompt, budget, most = prompt_of(120), 7, -(-(kinds.WINDOW - 1 + 7 + 3) // 6) + 1
+    settings = trial.settings("guesses", max_num_batched_tokens=budget, enable_prefix_caching=False)
+    expected = trial.expect([prompt])[0]
+    with stepped(**settings) as one:
+        stream = one.add(request("r", prompt, GREEDY))
+        pool = one.core.cache.pools["target.sliding_window.1"]
+        while not stream.ended:
+            one.step()
+            assert pool.num_referenced <= most
+        assert stream.token_ids == expected
+    with pair(tmp_path, **settings) as two:
+        told, rest = two.legs("r", prompt, GREEDY, "push")
+        pool, held = two.prefill.core.cache.pools["target.sliding_window.1"], []
+        while not told.token_ids:
+            two.prefill.step()
+            held.append(pool.num_referenced)
+        assert max(held) >= 120 // 6
+        assert sorted(held, reverse=True) == held
+        assert held[-1] <= most
+        two.settle()
+        assert rest.token_ids == expected
+
+
+def test_states_have_no_prefixes_to_store(trial: Trial, tmp_path: Path) -> None:
+    transfer = KVTransferConfig(prefix_store=f"file://{tmp_path}")
+    with pytest.raises(ConfigError, match="states"), stepped(**trial.settings(None, kv_transfer_config=transfer)):
+        pass
+
+
 def test_known_tokens_are_gone_on_from(trial: Trial) -> None:
     """As after a failover: prompt and some output, and the state of both computed anew."""
     prompts = PROMPTS[3:24:4]

@@ -21,6 +21,7 @@ from baton.transports.base import ByteArray
 from baton.transports.store import FileStore
 from baton.verify.observe import make_cases
 from tests.engine.engines import TARGET, Mode, Stepped, Stream, pair, request, stepped
+from tests.engine.test_handoff_kinds import windowed_demo
 
 PARAMS = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 SAMPLED = SamplingParams(max_tokens=12, temperature=0.8, seed=5, ignore_eos=True)
@@ -64,6 +65,15 @@ def expected(prompts: list[list[int]]) -> Results:
 def whole_spans(length: int) -> int:
     """Tokens of the spans that are loaded for a prompt: the drafter's last entry of each needs one token more."""
     return (length - 1) // SPAN_TOKENS * SPAN_TOKENS
+
+
+def test_a_window_is_stored_whole_though_pages_slide_out_of_it(tmp_path: Path) -> None:
+    """Of a prompt in chunks, whose first pages no later query sees."""
+    prompt = [[3 + (7 * i + i * i) % 200 for i in range(600)]]
+    settings = {"model": str(windowed_demo(tmp_path / "windowed")), "max_num_batched_tokens": 64}
+    want, _ = serve(prompt, PARAMS, **settings)
+    assert serve(prompt, PARAMS, **settings, **with_store(tmp_path / "store")) == (want, 0)
+    assert serve(prompt, PARAMS, **settings, **with_store(tmp_path / "store")) == (want, 512)
 
 
 @pytest.mark.parametrize("params", [PARAMS, SAMPLED], ids=["greedy", "sampled"])
