@@ -6,13 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import baton.engine.pool_size as pool_size_module
 from baton import LLM, SamplingParams
 from baton.engine.config import EngineConfig, parse_size
 from baton.engine.pool_size import MIN_POOL_BYTES, Demand, Memory, PoolSize, pool_size
 from baton.errors import ConfigError
-from baton.kv.spec import GroupSpec, kv_planes
+from baton.kv.spec import GroupSpec, PlaneSpec, kv_planes
 from tests.engine.engines import EAGLE3, TARGET
 
 GIB = 1 << 30
@@ -102,6 +104,30 @@ def test_groups_with_pages_of_other_sizes_share_the_memory_by_tokens() -> None:
             assert more > num_bytes
     assert Demand(groups).split(0)[1] == {"a": 1, "b": 1, "c": 1}
     assert Demand([group("a", 160), group("b", 64)]).split(224 * 7 + 223)[1] == {"a": 7, "b": 7}
+
+
+@given(st.integers(0, 4), st.integers(2, 400), st.integers(1, 9), st.integers(0, 60_000))
+def test_states_get_slots_for_the_requests_that_the_pages_are_for(
+    num_drafts: int, context: int, max_num_seqs: int, num_bytes: int
+) -> None:
+    plane = PlaneSpec("ssm", "float32", 2, 25)
+    state = GroupSpec(name="s", owner="target", kind="state", planes=(plane,), page_size=1, layer_ids=(1,))
+    demand = Demand([group("kv", 64, 16), state], num_drafts, context, max_num_seqs)
+    tokens, pages = demand.split(num_bytes)
+    num_seqs, rest = divmod(pages["s"] - 1, num_drafts + 2)
+    assert rest == 0, "a slot, and what a verification of it writes"
+    assert num_seqs <= max_num_seqs
+    assert (num_seqs > 0) is (tokens > 0)
+    used = pages["kv"] * 64 + pages["s"] * 200
+    if tokens:
+        assert used <= num_bytes
+        assert demand.num_bytes(tokens + 1) > num_bytes
+    # One context fits before a second request gets slots; behind it, there are slots for requests of a quarter.
+    if tokens <= context + num_drafts:
+        assert num_seqs <= 1
+    elif tokens - 15 > context + num_drafts:
+        assert num_seqs >= min(max_num_seqs, 4 * (tokens - 15) // context)
+    assert demand.split(num_bytes + 1000)[1]["s"] >= pages["s"]
 
 
 @pytest.mark.parametrize(
