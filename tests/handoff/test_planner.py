@@ -225,6 +225,26 @@ def test_latents_come_from_one_rank_each() -> None:
         assert senders(sources, dest) == (rank % 4,)
 
 
+@pytest.mark.parametrize(("p_size", "d_size"), [(1, 1), (1, 4), (2, 1), (4, 2)])
+@pytest.mark.parametrize("split", [False, True])
+def test_latents_move_once_to_each_rank_however_many_heads_ranks_share(p_size: int, d_size: int, split: bool) -> None:
+    """A rank's latents are those of all heads: which heads are its own says nothing about them."""
+
+    def share(rank: int) -> RankGeometry:
+        planes = latent_planes(5, 2, "bfloat16", split=split)
+        spec = GroupSpec(name="g", owner="target", kind="mla", planes=planes, page_size=4, layer_ids=(0, 1, 2))
+        return RankGeometry(rank=rank, geometry=Geometry.block_major(spec, 8, first_head=rank))
+
+    sources = [share(rank) for rank in range(p_size)]
+    for rank in range(d_size):
+        dest = share(rank)
+        assert senders(sources, dest) == (rank % p_size,)
+        planned = plan(sources, dest, [1, 2, 3], [5, 6, 7], Interval(2, 11))
+        assert {source: copies.total for source, copies in planned.items() if len(copies)} == {
+            rank % p_size: 9 * 3 * 7 * 2
+        }
+
+
 def test_pipeline_stages_by_layer_id() -> None:
     sources = ranks(make((0, 1)), make((2, 3, 4)))
     dest = RankGeometry(rank=3, geometry=make((1, 2)))
