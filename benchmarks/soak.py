@@ -1,0 +1,151 @@
+"""`python -m benchmarks.soak`: many requests at moderate load, some of them left in mid-stream. Does anything grow?
+
+Each answer must be exact. After each tenth the load rests, and every process is looked at: memory of its own,
+descriptors, threads; and every engine: pages, requests, handoffs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import aiohttp
+
+from baton.bench.client import stream_completion
+from baton.errors import BatonError
+from baton.openai.client import OpenAIClient
+from baton.text import Tokenizer
+from baton.verify.observe import Case, Observed, make_cases
+from baton.verify.sides import InProcess
+from baton.wire import SamplingParams
+from benchmarks.demo import SPECULATIVE, TARGET
+from benchmarks.deployment import BreakableDeployment
+from benchmarks.scrape import held
+
+IDLE_LIMIT_S = 30.0
+TENTHS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class SoakConfig:
+    """`clients` ask one after the other; the share `aborted` of the requests is left after the first event."""
+
+    requests: int = 24_000
+    clients: int = 3
+    aborted: float = 0.1
+    cases: int = 24
+    max_tokens: int = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """A process at rest. `mib`: anonymous memory."""
+
+    mib: float
+    descriptors: int
+    threads: int
+
+
+@dataclass(slots=True)
+class SoakReport:
+    """By tenth: the median time of a whole answer in seconds, and each process's figures."""
+
+    num_exact: int = 0
+    num_left: int = 0
+    p50_s: list[float] = field(default_factory=list)
+    figures: list[dict[str, Figures]] = field(default_factory=list)
+
+    def table(self) -> str:
+        """All of it as text."""
+        lines = [f"{self.num_exact} exact, {self.num_left} left in mid-stream"]
+        for number, (p50, figures) in enumerate(zip(self.p50_s, self.figures, strict=True), 1):
+            each = "; ".join(f"{n} {f.mib:.0f} MiB {f.descriptors} fd {f.threads} thr" for n, f in figures.items())
+            lines.append(f"tenth {number}: p50 {1e3 * p50:.1f} ms; {each}")
+        return "\n".join([*lines, f"p50 of the last tenth over the first's: {self.p50_s[-1] / self.p50_s[0]:.3f}"])
+
+
+def run_soak(config: SoakConfig) -> SoakReport:
+    """Run it; every process has ended when this returns. Raises `BatonError` for a wrong answer, or for an engine that
+    does not come to rest."""
+    params = SamplingParams(max_tokens=config.max_tokens, temperature=0.0, ignore_eos=True)
+    cases = make_cases(Tokenizer.load(TARGET), [5 + 11 * i for i in range(config.cases)], params)
+    engine = {"model": TARGET, "speculative_config": SPECULATIVE, "batch_invariant": True}
+    want = InProcess(engine).answers(cases).observed
+    flags = ["--speculative-config", json.dumps(SPECULATIVE), "--batch-invariant"]
+    with BreakableDeployment(TARGET, engine_flags=flags) as deployment:
+        return asyncio.run(_Soak(config, deployment, cases, want).run())
+
+
+class _Soak:
+    def __init__(
+        self, config: SoakConfig, deployment: BreakableDeployment, cases: Sequence[Case], want: Sequence[Observed]
+    ) -> None:
+        self._config, self._deployment, self._cases, self._want = config, deployment, cases, want
+        self._report = SoakReport()
+        self._random = random.Random(0)
+
+    async def run(self) -> SoakReport:
+        timeout = aiohttp.ClientTimeout(total=120.0)
+        async with aiohttp.ClientSession(timeout=timeout) as self._session:
+            for _ in range(TENTHS):
+                times: list[float] = []
+                numbers = iter(range(self._config.requests // TENTHS))
+                await asyncio.gather(*(self._client(numbers, times) for _ in range(self._config.clients)))
+                await self._rest()
+                self._report.p50_s.append(statistics.median(times))
+                self._report.figures.append({name: _figures(pid) for name, pid in self._deployment.pids.items()})
+        return self._report
+
+    async def _client(self, numbers: Iterator[int], times: list[float]) -> None:
+        for number in numbers:
+            index = number % len(self._cases)
+            case = self._cases[index]
+            body = {"prompt": list(case.prompt_token_ids), "max_tokens": case.params.max_tokens}
+            body |= {"temperature": 0.0, "ignore_eos": True}
+            if self._random.random() < self._config.aborted:
+                async for _ in OpenAIClient(self._session, self._deployment.url).stream(body):
+                    break
+                self._report.num_left += 1
+                continue
+            began = time.perf_counter()
+            streamed = await stream_completion(self._session, self._deployment.url, body)
+            times.append(time.perf_counter() - began)
+            if tuple(streamed.token_ids) != self._want[index].token_ids:
+                raise BatonError(f"case {index}: {streamed.token_ids}, expected {self._want[index].token_ids}")
+            self._report.num_exact += 1
+
+    async def _rest(self) -> None:
+        deadline = time.monotonic() + IDLE_LIMIT_S
+        for url in self._deployment.engine_urls:
+            while found := await held(self._session, url):
+                if time.monotonic() > deadline:
+                    raise BatonError(f"{url} does not come to rest: {found}")
+                await asyncio.sleep(0.05)
+
+
+def _figures(pid: int) -> Figures:
+    fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    descriptors = len(os.listdir(f"/proc/{pid}/fd"))
+    return Figures(int(fields["RssAnon"].split()[0]) / 1024, descriptors, int(fields["Threads"]))
+
+
+def main() -> None:
+    """Run it and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    config = SoakConfig()
+    parser.add_argument("--requests", type=int, default=config.requests)
+    parser.add_argument("--clients", type=int, default=config.clients)
+    args = parser.parse_args()
+    print(run_soak(SoakConfig(requests=args.requests, clients=args.clients)).table())
+
+
+if __name__ == "__main__":
+    main()
