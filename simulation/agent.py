@@ -41,19 +41,16 @@ class SimAgent(InstanceAgent):
     # ------------------------------------------------------------ P
 
     def open_prefill(self, ticket: Ticket) -> None:
-        """See `Agent`."""
         self._engine.prefills[str(ticket.key)] = self._engine.legs.open[ticket.key].request
         super().open_prefill(ticket)
 
     def declare_final(
         self, key: AttemptKey, prompt_len: int, pages: dict[str, list[int]], final: dict[str, int]
     ) -> None:
-        """See `Agent`."""
         self._check_final(key, final)
         super().declare_final(key, prompt_len, pages, final)
 
     def finish_prefill(self, key: AttemptKey, seeds: Seeds, finished: bool, final: dict[str, int]) -> None:
-        """See `Agent`."""
         self._check_final(key, final)
         self._process.cluster.seeds[str(key)] = seeds
         super().finish_prefill(key, seeds, finished, final)
@@ -74,7 +71,7 @@ class SimAgent(InstanceAgent):
     # ------------------------------------------------------------ D
 
     def announce_decode(self, ticket: SignedTicket) -> None:
-        """See `Agent`. Some engines do without: their pages are enough for all."""
+        """Some engines do without: their pages are enough for all."""
         if self._announces:
             super().announce_decode(ticket)
         else:
@@ -84,14 +81,12 @@ class SimAgent(InstanceAgent):
     def open_decode(
         self, ticket: SignedTicket, prompt_len: int, wanted: dict[str, Interval], pages: dict[str, list[int]]
     ) -> None:
-        """See `Agent`."""
         self._process.world.progress()
         self._unplaced.pop(ticket.key, None)
         self._engine.opens(ticket.key, prompt_len, wanted, pages)
         super().open_decode(ticket, prompt_len, wanted, pages)
 
     def abort(self, key: AttemptKey, reason: str, taken: Callable[[], None] | None = None) -> None:
-        """See `Agent`."""
         receipt = self._engine.receipts.get(str(key))
         if receipt is not None:
             receipt.given_up = True

@@ -26,7 +26,6 @@ class SimWorker:
         self._free_at = 0.0
 
     def start(self, job: Callable[[], None]) -> None:
-        """See `Worker`."""
         took = self._world.random.uniform(*(_SLOW_DIGEST_S if self._world.hit("slow_call") else _DIGEST_S))
         self._free_at = max(self._free_at, self._world.now) + took
         self._world.after(self._free_at - self._world.now, self._run, job)

@@ -41,7 +41,7 @@ class _Computed:
 
 
 class CellExecutor:
-    """See `Executor`. `failing`: requests whose rows raise, by id, in the target's half of a step or the drafter's."""
+    """`failing`: requests whose rows raise, by id, in the target's half of a step or the drafter's."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._world = engine, engine.process.world
@@ -61,16 +61,14 @@ class CellExecutor:
         self._positions: list[int] = []
 
     def copy_page(self, group: str, source: int, destination: int) -> None:
-        """See `Executor`."""
         self._engine.memory(group).copy_page(source, destination)
 
     def close(self) -> None:
-        """See `Executor`."""
+        """Nothing is held."""
 
     # ------------------------------------------------------------ the target
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """See `Executor`."""
         rows = plan.rows
         ids, positions, ends = rows.token_ids.tolist(), rows.positions.tolist(), rows.query_start.tolist()
         self._positions = positions
@@ -119,7 +117,7 @@ class CellExecutor:
     # ------------------------------------------------------------ the drafter
 
     def draft(self, plan: DraftPlan) -> list[list[int]]:
-        """See `Executor`. Entries of a module that look further than tokens are known rest on guesses, and are written
+        """Entries of a module that look further than tokens are known rest on guesses, and are written
         anew by the next step.
         """
         rows, random = plan.rows, self._world.random

@@ -112,13 +112,11 @@ class SimChannel:
     # ------------------------------------------------------------ the ControlChannel protocol
 
     def dial(self, address: str) -> Connection:
-        """See `ControlChannel`."""
         connection = Connection(self.world.random.getrandbits(62), None, address=address)
         self.dialled.add(connection)
         return connection
 
     def drop(self, connection: Connection) -> None:
-        """See `ControlChannel`."""
         if connection.identity is not None:
             if self._accepted.get(connection.identity) is connection:
                 del self._accepted[connection.identity]
@@ -126,7 +124,6 @@ class SimChannel:
             self.dialled.discard(connection)
 
     def send(self, connection: Connection, message: Message) -> None:
-        """See `ControlChannel`."""
         if isinstance(message, Commit | Confirm) and self.world.hit("corrupt_seeds"):
             seeds = msgspec.structs.replace(message.seeds, first_token=message.seeds.first_token ^ 1)
             message = msgspec.structs.replace(message, seeds=seeds)
@@ -146,7 +143,6 @@ class SimChannel:
             self.world.after(0.0, self.process.process.stop_for_a_while)
 
     def wake(self) -> None:
-        """See `ControlChannel`."""
         self.process.wake()
 
     def _note(self, connection: Connection, message: Message) -> None:

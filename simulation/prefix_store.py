@@ -18,17 +18,15 @@ class SimPrefixStore:
         self._engine, self._process, self._world = engine, engine.process, engine.process.world
 
     def bind(self, post: Callable[[Callable[[], None]], None]) -> None:
-        """See `PrefixStore`. What it posts must also wake the modelled loop."""
+        """What it posts must also wake the modelled loop."""
 
     def load(self, request: Request, then: Callable[[int], None]) -> bool:
-        """See `PrefixStore`."""
         if self._world.random.random() < 0.5:
             return False
         self._later(lambda: then(0))
         return True
 
     def save(self, request: Request, num_final: int) -> None:
-        """See `PrefixStore`."""
         story, pages = self._engine.stories[request.request_id], {}
         for name, pool in self._engine.cache.pools.items():
             if not pool.enable_caching:

@@ -35,7 +35,6 @@ class SimClock:
         self._world, self._start = cluster.world, start
 
     def monotonic(self) -> float:
-        """See `Clock`."""
         return self._start + self._world.now * self.rate
 
     def read(self, age: float) -> float:

@@ -100,17 +100,14 @@ class SimPeer:
 
     @property
     def region_sizes(self) -> Sequence[int]:
-        """See `Peer`."""
         return self.far.region_sizes
 
     def alive(self) -> bool:
-        """See `Peer`."""
         if not self.connected:
             return False
         return not self.far.gone if self._shm else self.own not in self.connection.closed
 
     def fenced(self) -> bool:
-        """See `Peer`."""
         return self.far.dead if self._shm else self.own in self.connection.closed
 
 
@@ -160,7 +157,7 @@ class SimTransport:
         return self.process.uid.encode()
 
     def connect(self, descriptor: bytes) -> Future[Peer]:
-        """See `Transport.connect`. Over `rdma` the peer has to answer: a paused one does when it goes on."""
+        """Over `rdma` the peer has to answer: a paused one does when it goes on."""
         future: Future[Peer] = Future()
         far = self.world_process(descriptor.decode())
         slow = self.world.hit("slow_call")
@@ -188,7 +185,6 @@ class SimTransport:
         return found
 
     def submit(self, peer: Peer, direction: Direction, copies: CopyList, tag: str = "") -> Operation:
-        """See `Transport.submit`."""
         assert isinstance(peer, SimPeer)
         if self._closed or not peer.alive():
             raise TransportError(f"peer {peer.far.uid} is gone")
@@ -219,7 +215,6 @@ class SimTransport:
         return operation
 
     def cancel(self, operation: Operation) -> None:
-        """See `Transport.cancel`."""
         assert isinstance(operation, SimOperation)
         if operation.poll() == "pending" and operation.late:
             # It goes on for as long as it likes.
@@ -230,14 +225,12 @@ class SimTransport:
             self.world.after(self.world.random.uniform(*_CALL), self._end, operation, "cancelled")
 
     def disconnect(self, peer: Peer) -> None:
-        """See `Transport.disconnect`."""
         assert isinstance(peer, SimPeer)
         peer.connected = False
         for operation in [operation for operation in self.pending if operation.peer is peer]:
             self.world.after(self.world.random.uniform(*_CALL), self._end, operation, "disconnected")
 
     def close(self) -> None:
-        """See `Transport.close`."""
         self._closed = True
         for operation in list(self.pending):
             self._end(operation, "closed")

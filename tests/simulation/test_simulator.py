@@ -6,12 +6,13 @@ import os
 import re
 import subprocess
 import sys
+from random import Random
 
 import pytest
 
 from simulation import run_seed
 from simulation.parallel import run_seeds
-from simulation.settings import FAULTS, RATES, STRIKES
+from simulation.settings import FAULTS, RATES, STRIKES, draw
 
 
 @pytest.mark.slow
@@ -66,6 +67,20 @@ def test_a_seed_replays() -> None:
         env={**os.environ, "PYTHONHASHSEED": "12345"},
     )
     assert [line for line in first[1:] if line not in run.stdout] == []
+
+
+def test_seeds_play_every_kind_of_group_and_ranks() -> None:
+    drawn = [draw(Random(seed)) for seed in range(300)]
+    groups = {(group.owner, group.kind, group.module) for settings in drawn for group in settings.groups}
+    assert {("target", kind, 0) for kind in ("full", "mla", "sliding_window", "state")} <= groups
+    assert {
+        ("draft", "sliding_window", 1),
+        ("draft", "full", None),
+        ("draft", "full", 2),
+        ("draft", "mla", 3),
+    } <= groups
+    assert {settings.num_heads for settings in drawn} == {1, 2}
+    assert any(len(settings.groups) == 1 for settings in drawn), "no drafter"
 
 
 def test_an_unknown_fault_is_refused() -> None:
