@@ -47,6 +47,7 @@ class Child:
     log: Path
     pending: bytes = b""
     url: str | None = None
+    kv: str = ""
 
 
 def check_shared_transport(uri: str) -> None:
@@ -147,6 +148,10 @@ class Deployment:
         """Base URLs of all engines: prefill, decode, both."""
         return self.prefill_urls + self.decode_urls + self.both_urls
 
+    def engines(self) -> dict[str, str]:
+        """Where each engine is, and how much KV it has, by its name."""
+        return {child.name: f"{child.url}, {child.kv}" for child in self._children if child.url in self.engine_urls}
+
     def ended(self) -> dict[str, str]:
         """Return the children that have ended, with the last line each wrote."""
         return {c.name: _last_line(c) for c in self._children if c.process.poll() is not None}
@@ -234,7 +239,7 @@ class Deployment:
         *lines, child.pending = (child.pending + data).split(b"\n")
         for line in lines:
             report = json.loads(line)
-            child.url = report.get("ready", child.url)
+            child.url, child.kv = report.get("ready", child.url), report.get("kv", child.kv)
             if self._show_progress:
                 text = report.get("progress") or f"ready at {child.url}"
                 print(f"  {child.name}: {text}", file=sys.stderr, flush=True)
@@ -256,10 +261,10 @@ class Reporter:
         else:
             self._write({"progress": text})
 
-    def ready(self, url: str) -> None:
-        """Tell that requests are served at `url`."""
+    def ready(self, url: str, kv: str = "") -> None:
+        """Tell that requests are served at `url`, by an engine with so much KV."""
         if self._fd is not None:
-            self._write({"ready": url})
+            self._write({"ready": url, "kv": kv})
 
     def _write(self, report: dict[str, str]) -> None:
         assert self._fd is not None

@@ -207,13 +207,14 @@ class EngineInfo(EngineIdentity, frozen=True, kw_only=True):
     """`GET /inference/v1/info`: what a router needs to know of an engine to mint tickets and check requests.
 
     `default_seed`: the seed of requests that bring none; None draws one for each. `token_api`: whether it serves
-    `POST /inference/v1/generate`.
+    `POST /inference/v1/generate`. `kv_tokens`: how many its pages hold at once.
     """
 
     role: Role
     model: str
     model_path: str
     max_model_len: int
+    kv_tokens: int = 0
     batch_invariant: bool
     default_seed: int | None = None
     token_api: bool = True

@@ -27,7 +27,8 @@ def engine_of(config: EngineConfig, progress: Any) -> FakeEngine:
         time.sleep(60)
     if config.ticket_key_path is not None:
         fake_serving.KEY = tickets.load_or_create_key(config.ticket_key_path)
-    engine = FakeEngine(Path(config.model), role=config.role, handed=Handed())
+    name = {"model": config.served_model_name} if config.served_model_name else {}
+    engine = FakeEngine(Path(config.model), role=config.role, handed=Handed(), **name)
     if config.served_model_name == "stuck":
         engine.close = lambda: time.sleep(60)  # type: ignore[method-assign]
     if config.served_model_name == "fails":

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +17,7 @@ from typing import Any
 
 import pytest
 
+import baton
 from baton.errors import ConfigError, EngineUnavailableError
 from baton.transports.registry import parse_uri
 from benchmarks.deployment import BreakableDeployment
@@ -138,6 +141,32 @@ def test_an_engine_that_fails_ends_its_process_with_the_cause(directory: str) ->
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 1
     assert ended.stderr.splitlines()[-1] == "error: the engine failed: out of luck"
+
+
+def test_up_says_what_runs_and_how_to_ask_it(directory: str, tmp_path: Path) -> None:
+    """The command that it prints is run as it is; `ready:` comes last, for scripts that wait for it."""
+    spec = json.dumps({"method": "eagle3", "model": str(tmp_path), "num_speculative_tokens": 2})
+    flags = ["--speculative-config", spec, "--served-model-name", "it's mine", "--port", "0"]
+    up = subprocess.Popen([*FAKE, "up", directory, *flags], stderr=subprocess.PIPE, text=True)
+    assert up.stderr is not None
+    try:
+        lines = list(itertools.takewhile(lambda line: not line.startswith("ready: "), up.stderr))
+        said = dict(line.strip().split(maxsplit=1) for line in lines if line.startswith("  ") and ": " not in line[:14])
+        assert said["model"] == f"it's mine ({directory})"
+        assert said["drafter"] == f"eagle3 ({tmp_path}), 2 drafts a round"
+        for name in ("prefill-0", "decode-0"):
+            assert re.fullmatch(r"http://127.0.0.1:\d+, \d+ tokens of KV in pages of 16", said[name])
+        answer = subprocess.run(said["try"], shell=True, capture_output=True, text=True, timeout=30)
+        assert json.loads(answer.stdout)["model"] == "it's mine"
+    finally:
+        up.terminate()
+        up.wait(15)
+        up.stderr.close()
+
+
+def test_version() -> None:
+    shown = subprocess.run([*FAKE, "--version"], capture_output=True, text=True, timeout=60)
+    assert (shown.returncode, shown.stdout) == (0, f"{baton.__version__}\n")
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import sys
+from typing import Annotated
 
 import typer
 
+from baton import __version__
 from baton.cli.bench import app as bench_app
 from baton.cli.generate import generate_command
 from baton.cli.keys import keys_command
@@ -17,11 +19,27 @@ from baton.errors import BatonError, ConfigError, RequestError
 
 app = typer.Typer(
     name="baton",
-    help="Prefill/decode disaggregated serving with lossless speculative decoding.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Print the version and end.")
+    ] = False,
+) -> None:
+    """Prefill/decode disaggregated serving with lossless speculative decoding."""
+
+
 app.command("serve")(serve_command)
 app.command("up")(up_command)
 app.command("router")(router_command)

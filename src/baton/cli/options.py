@@ -8,7 +8,7 @@ import inspect
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import typer
 
@@ -20,7 +20,11 @@ from baton.engine.config import (
     block_sizes,
     parse_size,
 )
-from baton.wire import Recovery, Role
+from baton.openai.serving import SHUTDOWN_TIMEOUT_S
+from baton.wire import Mode, Recovery, Role
+
+if TYPE_CHECKING:
+    from baton.router import RouterConfig
 
 Model = Annotated[str, typer.Argument(help="Checkpoint directory in Hugging Face format, or ORG/NAME on the hub.")]
 BlockSize = Annotated[
@@ -125,6 +129,56 @@ class EngineOptions(StepOptions):
         spec, name = config.speculative_config, config.served_model_name
         given = json.dumps(dataclasses.asdict(spec)) if spec else None
         return dataclasses.replace(self, revision=None, served_model_name=name, speculative_config=given)
+
+
+@dataclass(frozen=True, slots=True)
+class ListenOptions:
+    """Where a command serves, and how it ends."""
+
+    host: Annotated[str, typer.Option(help="Address to listen on; loopback unless you protect it yourself.")] = (
+        "127.0.0.1"
+    )
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000
+    shutdown_timeout: Annotated[
+        float, typer.Option(min=0.0, help="Seconds that requests have to end after SIGTERM; then they end in an error.")
+    ] = SHUTDOWN_TIMEOUT_S
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessOptions:
+    """One process of a deployment, beside its other processes."""
+
+    ticket_key_file: Annotated[str | None, typer.Option(help="32 random bytes shared by router and engines.")] = None
+    keys: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Key directory of `baton keys`, ticket key included.")
+    ] = None
+    ready_fd: Annotated[int | None, typer.Option(hidden=True)] = None
+
+
+@dataclass(frozen=True, slots=True)
+class RouterOptions:
+    """How a router works, whoever starts its engines."""
+
+    kv_mode: Annotated[
+        Mode | None, typer.Option(help="Who issues the copies: prefill (push, default) or decode (pull).")
+    ] = None
+    policy: Annotated[Literal["round_robin", "least_loaded"], typer.Option(help="How engines are chosen.")] = (
+        "round_robin"
+    )
+    allow_mode_override: Annotated[bool, typer.Option(help="Let a request choose by its field kv_mode.")] = False
+    admin_token_file: Annotated[
+        str | None,
+        typer.Option(help="Token for POST /instances/..., made where there is none. Default: BATON_ADMIN_TOKEN."),
+    ] = None
+
+    def to_config(self, host: str, **settings: Any) -> RouterConfig:
+        """Return the configuration, with the other `settings` of `RouterConfig`. Makes the file of the admin token."""
+        from baton.router import RouterConfig
+        from baton.router.admin import admin_token
+
+        given = {**dataclasses.asdict(self), "admin_token": admin_token(self.admin_token_file), **settings}
+        del given["admin_token_file"]
+        return RouterConfig(host_names=(host,), **{k: value for k, value in given.items() if value is not None})
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:

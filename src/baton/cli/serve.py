@@ -4,50 +4,52 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import json
+import shlex
 import sys
-from collections.abc import AsyncIterator
-from typing import Annotated
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
+import msgspec
 import typer
 
-from baton.cli.options import BlockSize, EngineOptions, Model, block_size_flags, with_options
-from baton.cli.router import (
-    AdminTokenFile,
-    AllowMode,
-    Host,
-    KeyFile,
-    Keys,
-    KvMode,
-    Policy,
-    Port,
-    ReadyFd,
-    ShutdownTimeout,
-    serve_router,
+from baton.cli.options import (
+    BlockSize,
+    EngineOptions,
+    ListenOptions,
+    Model,
+    ProcessOptions,
+    RouterOptions,
+    block_size_flags,
+    with_options,
 )
+from baton.cli.router import serve_router
 from baton.deployment import Deployment, Reporter
-from baton.openai.serving import SHUTDOWN_TIMEOUT_S, bind
+from baton.engine.config import EngineConfig
+from baton.openai.serving import bind
 from baton.wire import Role
+
+if TYPE_CHECKING:
+    from aiohttp import web
 
 
 @with_options
 def serve_command(
     options: EngineOptions,
+    listen: ListenOptions,
+    process: ProcessOptions,
     model: Model,
     role: Annotated[Role, typer.Option(help="both serves the API; prefill and decode serve a router.")] = "both",
-    host: Host = "127.0.0.1",
-    port: Port = 8000,
-    ticket_key_file: KeyFile = None,
-    keys: Keys = None,
     engine_id: Annotated[str | None, typer.Option(help="Default: role and port.")] = None,
-    shutdown_timeout: ShutdownTimeout = SHUTDOWN_TIMEOUT_S,
-    ready_fd: ReadyFd = None,
 ) -> None:
     """Serve one engine with the OpenAI API."""
-    reporter = Reporter(ready_fd)
-    listener = bind(host, port)
+    reporter = Reporter(process.ready_fd)
+    listener = bind(listen.host, listen.port)
     with contextlib.closing(listener):
         name = engine_id or f"{role}-{listener.getsockname()[1]}"
-        config = options.to_config(model, role, name, ticket_key_file, keys)
+        config = options.to_config(model, role, name, process.ticket_key_file, process.keys)
         from baton.text import Tokenizer
 
         tokenizer = Tokenizer.load(config.model)
@@ -56,76 +58,91 @@ def serve_command(
         from baton.server.run import run_engine
 
         def on_ready(engine: AsyncEngine, url: str) -> None:
-            reporter.ready(url)
-            if ready_fd is None:
-                print(f"{engine.info.model} ({role}) is served at {url}/v1", file=sys.stderr, flush=True)
+            kv = f"{engine.info.kv_tokens} tokens of KV in pages of {config.block_size}"
+            reporter.ready(url, kv)
+            if process.ready_fd is None:
+                _tell(_banner(config, {name: kv}, url if role == "both" else None))
+                _tell(f"{engine.info.model} ({role}) is served at {url}/v1")
 
-        run_engine(lambda: AsyncEngine(config, reporter.progress), tokenizer, listener, on_ready, shutdown_timeout)
+        def make_engine() -> AsyncEngine:
+            return AsyncEngine(config, reporter.progress)
+
+        run_engine(make_engine, tokenizer, listener, on_ready, listen.shutdown_timeout)
 
 
 @with_options
 def up_command(
     options: EngineOptions,
+    listen: ListenOptions,
+    routing: RouterOptions,
     model: Model,
     prefill: Annotated[int, typer.Option(min=0, help="Prefill engines.")] = 1,
     decode: Annotated[int, typer.Option(min=0, help="Decode engines.")] = 1,
     prefill_block_size: BlockSize = None,
     decode_block_size: BlockSize = None,
-    host: Host = "127.0.0.1",
-    port: Port = 8000,
-    kv_mode: KvMode = "push",
-    policy: Policy = "round_robin",
-    allow_mode_override: AllowMode = False,
-    shutdown_timeout: ShutdownTimeout = SHUTDOWN_TIMEOUT_S,
-    admin_token_file: AdminTokenFile = None,
 ) -> None:
     """A whole P/D deployment on this host: engines as child processes, the router here."""
     from baton.handoff.protocol.ticket import load_or_create_key
-    from baton.router import RouterConfig
-    from baton.router.admin import admin_token
     from baton.server.run import ending_on_sigterm
 
-    token = admin_token(admin_token_file)
-    listener = bind(host, port)
+    listener = bind(listen.host, listen.port)
     with contextlib.closing(listener), ending_on_sigterm():
         # Checked here too, so that a bad flag gives one error line instead of one per engine.
-        settings = options.to_config(model)
+        config = options.to_config(model)
         role_flags = block_size_flags(prefill_block_size, decode_block_size)
-        print(f"starting {prefill} prefill and {decode} decode engines of {model}", file=sys.stderr, flush=True)
+        router = routing.to_config(
+            listen.host,
+            tokenizer=config.model,
+            recovery=options.recovery,
+            max_queued_requests=options.max_queued_requests,
+        )
+        _tell(f"starting {prefill} prefill and {decode} decode engines of {model}")
         deployment = Deployment(
-            settings.model,
+            config.model,
             prefill,
             decode,
-            engine_flags=options.located(settings).to_flags(),
+            engine_flags=options.located(config).to_flags(),
             role_flags=role_flags,
-            kv_transport=settings.kv_transfer_config.kv_transport,
+            kv_transport=config.kv_transfer_config.kv_transport,
             router=False,
             show_progress=True,
         )
         with deployment:
-            config = RouterConfig(
+            router = msgspec.structs.replace(
+                router,
+                ticket_key=load_or_create_key(deployment.ticket_key_file),
                 prefill=tuple(deployment.prefill_urls),
                 decode=tuple(deployment.decode_urls),
                 both=tuple(deployment.both_urls),
-                ticket_key=load_or_create_key(deployment.ticket_key_file),
-                kv_mode=kv_mode,
-                policy=policy,
-                allow_mode_override=allow_mode_override,
-                tokenizer=settings.model,
-                recovery=options.recovery,
-                admin_token=token,
-                max_queued_requests=options.max_queued_requests,
-                host_names=(host,),
             )
 
             def on_ready(url: str) -> None:
-                print(f"ready: {url}/v1   (status: {url}/status, Ctrl-C ends all)", file=sys.stderr, flush=True)
+                _tell(_banner(config, deployment.engines(), url))
+                _tell(f"ready: {url}/v1   (status: {url}/status, Ctrl-C ends all)")
 
-            asyncio.run(serve_router(config, listener, on_ready, lambda _: _tell_of_ends(deployment), shutdown_timeout))
-            print("ending all processes", file=sys.stderr, flush=True)
+            beside = functools.partial(_tell_of_ends, deployment)
+            asyncio.run(serve_router(router, listener, on_ready, beside, listen.shutdown_timeout))
+            _tell("ending all processes")
 
 
-async def _tell_of_ends(deployment: Deployment) -> AsyncIterator[None]:
+def _banner(config: EngineConfig, engines: Mapping[str, str], url: str | None) -> str:
+    """What runs, and a command that asks it, if it is served to clients at `url`. `engines`: a line on each."""
+    spec, name = config.speculative_config, config.served_model_name or Path(config.model).name
+    lines = {"model": f"{name} ({config.model})", "drafter": "none", **engines}
+    if spec is not None:
+        lines["drafter"] = f"{spec.method} ({spec.model}), {spec.num_speculative_tokens} drafts a round"
+    if url is not None:
+        body = json.dumps({"model": name, "messages": [{"role": "user", "content": "What is the capital of France?"}]})
+        json_header = "-H 'content-type: application/json'"
+        lines["try"] = f"curl -s {url}/v1/chat/completions {json_header} -d {shlex.quote(body)}"
+    return "\n".join(f"  {label:<10} {text}" for label, text in lines.items())
+
+
+def _tell(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+async def _tell_of_ends(deployment: Deployment, app: web.Application) -> AsyncIterator[None]:
     """While the app runs, print each child that ends by itself."""
 
     async def watch() -> None:
@@ -134,7 +151,7 @@ async def _tell_of_ends(deployment: Deployment) -> AsyncIterator[None]:
             for name, line in deployment.ended().items():
                 if name not in told:
                     told.add(name)
-                    print(f"{name} has ended: {line}", file=sys.stderr, flush=True)
+                    _tell(f"{name} has ended: {line}")
             await asyncio.sleep(1.0)
 
     task = asyncio.create_task(watch())

@@ -23,7 +23,7 @@ from baton.engine.group_memory import GroupMemory
 from baton.engine.handoff import HandoffLegs
 from baton.engine.kv_memory import KVMemory, kv_memory
 from baton.engine.metrics import EngineMetrics
-from baton.engine.pool_size import Memory
+from baton.engine.pool_size import Memory, PoolSize
 from baton.engine.prefix_store import PrefixStore
 from baton.engine.runner import ModelRunner
 from baton.engine.scheduler import Scheduler
@@ -170,7 +170,7 @@ def _build(
     )
     if agent is not None:
         agent.start()
-    info = _info(config, loaded, pool.size.max_model_len, facts, incarnation, [agent.address] if agent else [])
+    info = _info(config, loaded, pool.size, facts, incarnation, [agent.address] if agent else [])
     redeemer = Redeemer(ticket_key, config.engine_id, incarnation) if ticket_key else None
     return Engine(info, core, loaded.tokenizer, agent, transport, redeemer)
 
@@ -243,7 +243,7 @@ def _legs(
 def _info(
     config: EngineConfig,
     loaded: _Loaded,
-    max_model_len: int,
+    size: PoolSize,
     facts: dict[str, str],
     incarnation: str,
     control_addresses: list[str],
@@ -254,7 +254,8 @@ def _info(
         role=config.role,
         model=config.served_model_name or Path(config.model).name,
         model_path=str(Path(config.model).resolve()),
-        max_model_len=max_model_len,
+        max_model_len=size.max_model_len,
+        kv_tokens=size.num_tokens,
         vocab_size=loaded.model.vocab_size,
         eos_token_ids=list(loaded.tokenizer.eos_token_ids),
         control_addresses=control_addresses,
