@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import re
@@ -150,7 +149,10 @@ def test_up_says_what_runs_and_how_to_ask_it(directory: str, tmp_path: Path) -> 
     up = subprocess.Popen([*FAKE, "up", directory, *flags], stderr=subprocess.PIPE, text=True)
     assert up.stderr is not None
     try:
-        lines = list(itertools.takewhile(lambda line: not line.startswith("ready: "), up.stderr))
+        lines: list[str] = []
+        while not (lines and lines[-1].startswith("ready: ")):
+            lines.append(up.stderr.readline())
+            assert lines[-1], lines
         said = dict(line.strip().split(maxsplit=1) for line in lines if line.startswith("  ") and ": " not in line[:14])
         assert said["model"] == f"it's mine ({directory})"
         assert said["drafter"] == f"eagle3 ({tmp_path}), 2 drafts a round"
