@@ -277,7 +277,7 @@ def hand_over(
     while not isinstance(committed, DecodeCommitted):
         assert type(committed).__name__ == "DecodeAdmitted", committed
         committed = d.events.get(timeout=30)
-    assert (committed.key, committed.seeds) == (ticket.key, SEEDS)
+    assert (committed.key, committed.seeds) == (ticket.key, SEEDS), committed
     for rank in d.ranks:
         rank.check(dest, wanted, salt)
     assert p.next(PrefillReleased) == PrefillReleased(ticket.key, "committed")

@@ -4,15 +4,28 @@ written; a request is runnable on all ranks or on none, and no page is free befo
 
 from __future__ import annotations
 
+import logging
+import queue
+import re
+import time
 from collections.abc import Iterator
+from dataclasses import replace as replace_fields
 
+import msgspec
 import pytest
 
+from baton.errors import IncompatiblePeerError, ProtocolError
+from baton.handoff.node import instance as node_instance
+from baton.handoff.node import operations
+from baton.handoff.node.instance import InstanceAgent
+from baton.handoff.protocol import events as ev
+from baton.handoff.protocol.gather import DecodeGather, EndPair, Pair, PrefillGather, pairs_of
+from baton.handoff.protocol.messages import Announce, AttemptKey
 from baton.kv.geometry import LAYER_MAJOR_HND
-from tests.handoff.ranks import Engine, Shape, hand_over
+from tests.handoff.ranks import SEEDS, Engine, Shape, hand_over, prefill, settle, ticket_for, wanted_of
 
 
-class Pair:
+class Both:
     def __init__(self) -> None:
         self.engines: list[Engine] = []
 
@@ -22,8 +35,8 @@ class Pair:
 
 
 @pytest.fixture
-def pair() -> Iterator[Pair]:
-    made = Pair()
+def pair() -> Iterator[Both]:
+    made = Both()
     yield made
     for engine in made.engines:
         engine.close()
@@ -32,7 +45,7 @@ def pair() -> Iterator[Pair]:
 @pytest.mark.parametrize("mode", ["push", "pull"])
 @pytest.mark.parametrize("d_tp", [1, 2, 4])
 @pytest.mark.parametrize("p_tp", [1, 2, 4])
-def test_every_byte_of_every_rank_arrives(pair: Pair, p_tp: int, d_tp: int, mode: str) -> None:
+def test_every_byte_of_every_rank_arrives(pair: Both, p_tp: int, d_tp: int, mode: str) -> None:
     """Sharded heads with more ranks than some groups have heads, replicated latents, a drafter with heads."""
     p = pair.engine("P", Shape(tp=p_tp))
     d = pair.engine("D", Shape(tp=d_tp, page_size=5, order=LAYER_MAJOR_HND))
@@ -50,7 +63,334 @@ def test_every_byte_of_every_rank_arrives(pair: Pair, p_tp: int, d_tp: int, mode
         (Shape(tp=2, stages=(0, 3)), Shape(tp=4, stages=(0, 2))),
     ],
 )
-def test_stages_that_are_cut_differently(pair: Pair, p_shape: Shape, d_shape: Shape, mode: str) -> None:
+def test_stages_that_are_cut_differently(pair: Both, p_shape: Shape, d_shape: Shape, mode: str) -> None:
     p, d = pair.engine("P", p_shape), pair.engine("D", d_shape)
     hand_over(p, d, mode, salt=1)
     hand_over(p, d, mode, n=6, hit=4, announced=False, salt=2)
+
+
+# ---------------------------------------------------------------- one rank fails
+
+
+SLOW = "faulty+local://?fault=delay&delay_s=1.5&every=1000"
+LOCAL = "local://"
+
+
+def two_ranks(pair: Both, mode: str, scheme: str, **config: object) -> tuple[Engine, Engine]:
+    """The second rank of the side that copies goes through `scheme`; the other side is one rank."""
+    many, one = Shape(tp=2), Shape(tp=1)
+    if mode == "push":
+        return pair.engine("P", many, LOCAL, scheme, **config), pair.engine("D", one, LOCAL, **config)
+    return pair.engine("P", one, LOCAL, **config), pair.engine("D", many, LOCAL, scheme, **config)
+
+
+def begin(p: Engine, d: Engine, mode: str, n: int = 13, **changes: object) -> AttemptKey:
+    """A handoff of which everything is said that engines say."""
+    ticket = ticket_for(p, d, mode, **changes)
+    p.together.open_prefill(ticket)
+    for rank in p.ranks:
+        rank.fill(p.pages(1, n), n, 7)
+    prefill(p, ticket, n, p.pages(1, n))
+    d.together.open_decode(ticket, n, wanted_of(n, 0), d.pages(2, n))
+    return ticket.key
+
+
+def failure(p: Engine, d: Engine) -> ev.DecodeFailed:
+    """The one failure of which D's engine is told; all pages of both are free after it, once."""
+    failed = d.events.get(timeout=30)
+    while isinstance(failed, ev.DecodeAdmitted):
+        failed = d.events.get(timeout=30)
+    assert isinstance(failed, ev.DecodeFailed), failed
+    d.next(ev.DecodeReleased)
+    released = p.next(ev.PrefillReleased)
+    assert isinstance(released, ev.PrefillReleased)
+    assert released.outcome not in ("committed", "finished")
+    settle(p, d)
+    assert p.events.empty()
+    assert d.events.empty()
+    return failed
+
+
+@pytest.mark.parametrize("mode", ["push", "pull"])
+def test_copies_of_one_rank_that_fail_end_the_whole(pair: Both, mode: str) -> None:
+    p, d = two_ranks(pair, mode, "faulty+local://?fault=fail", max_retries=1)
+    begin(p, d, mode)
+    failed = failure(p, d)
+    assert (failed.reason, failed.recoverable) == ("transfer_failed", True)
+    assert failed.message.startswith("rank 1 to rank 0: " if mode == "push" else "rank 0 to rank 1: ")
+
+
+@pytest.mark.parametrize("mode", ["push", "pull"])
+def test_one_ranks_flipped_byte_is_repaired_there_alone(
+    pair: Both, mode: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two ranks that hold other heads than the other side's have digests of the share that they exchange."""
+    p, d = two_ranks(pair, mode, "faulty+local://?fault=corrupt&nbytes=1&every=1000")
+    with caplog.at_level(logging.WARNING, "baton.handoff"):
+        hand_over(p, d, mode)
+    named = "(ranks 1 to 0)" if mode == "push" else "(ranks 0 to 1)"
+    assert any(named in record.getMessage() for record in caplog.records if "do not match" in record.getMessage())
+    issuer = p if mode == "push" else d
+    assert issuer.stats("repairs") == [0, 1]
+
+
+@pytest.mark.parametrize("mode", ["push", "pull"])
+def test_what_one_rank_cannot_repair_ends_the_whole(pair: Both, mode: str) -> None:
+    p, d = two_ranks(pair, mode, "faulty+local://?fault=corrupt", max_retries=1)
+    begin(p, d, mode)
+    failed = failure(p, d)
+    assert failed.reason == "integrity_failed"
+    assert "rank 1" in failed.message
+
+
+@pytest.mark.parametrize("side", ["P", "D"])
+def test_one_rank_that_leaves_ends_the_whole(pair: Both, side: str) -> None:
+    p, d = pair.engine("P", Shape(tp=2)), pair.engine("D", Shape(tp=2))
+    ticket = ticket_for(p, d, "push")
+    p.together.open_prefill(ticket)
+    p.together.admit_prefill(ticket.key)
+    d.together.announce_decode(ticket)
+    d.next(ev.DecodeAdmitted)
+    d.together.open_decode(ticket, 13, wanted_of(13, 0), d.pages(2, 13))
+    (p if side == "P" else d).ranks[1].agent.close()
+    if side == "P":
+        assert failure(p, d).reason in ("peer_lost", "engine_closed")
+        return
+    assert p.next(ev.PrefillReleased) == ev.PrefillReleased(ticket.key, "engine_closed")
+    # The rank that has gone never proved its pages quiet, so those of no rank are free.
+    assert not any(isinstance(event, ev.DecodeReleased) for event in list(d.events.queue))
+
+
+# ---------------------------------------------------------------- ends
+
+
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("late", [False, True])
+def test_the_first_token_ends_it_on_all_ranks(pair: Both, late: bool, known: bool) -> None:
+    p, d = pair.engine("P", Shape(tp=2, stages=(0, 2))), pair.engine("D", Shape(tp=2))
+    if known:
+        hand_over(p, d, "push")
+    ticket = ticket_for(p, d, "push")
+    if not late:
+        d.together.announce_decode(ticket)
+    p.together.open_prefill(ticket)
+    p.together.admit_prefill(ticket.key)
+    p.together.declare_final(ticket.key, 5, p.pages(1, 5), {"target": 5})
+    p.together.finish_prefill(ticket.key, SEEDS, True, {})
+    if late:
+        if not known:
+            # P holds nothing for ranks that it has never heard of.
+            assert p.next(ev.PrefillReleased) == ev.PrefillReleased(ticket.key, "finished")
+        d.together.announce_decode(ticket)
+    event = d.events.get(timeout=30)
+    assert (event if isinstance(event, ev.DecodeFinished) else d.next(ev.DecodeFinished)) == ev.DecodeFinished(
+        ticket.key, SEEDS
+    )
+    if known or not late:
+        assert p.next(ev.PrefillReleased) == ev.PrefillReleased(ticket.key, "finished")
+    settle(p, d)
+    assert p.events.empty()
+    assert d.events.empty()
+
+
+@pytest.mark.parametrize("side", ["P", "D"])
+@pytest.mark.parametrize("when", ["alone", "announced", "registered"])
+def test_either_engine_gives_up_at_any_time(pair: Both, side: str, when: str) -> None:
+    p, d = pair.engine("P", Shape(tp=2)), pair.engine("D", Shape(tp=4))
+    ticket = ticket_for(p, d, "pull")
+    taken: queue.Queue[None] = queue.Queue()
+    if when != "alone" or side == "P":
+        p.together.open_prefill(ticket)
+    if when != "alone" or side == "D":
+        d.together.announce_decode(ticket)
+    if when != "alone":
+        p.together.admit_prefill(ticket.key)
+        d.next(ev.DecodeAdmitted)
+    if when == "registered":
+        d.together.open_decode(ticket, 13, wanted_of(13, 0), d.pages(2, 13))
+    (p if side == "P" else d).together.abort(ticket.key, "aborted", lambda: taken.put(None))
+    taken.get(timeout=30)
+    if when != "alone" or side == "D":
+        event = d.events.get(timeout=30)
+        if side == "P":
+            assert isinstance(event, ev.DecodeFailed)
+            event = d.next(ev.DecodeReleased)
+        assert isinstance(event, ev.DecodeReleased)
+    if when != "alone" or side == "P":
+        assert p.next(ev.PrefillReleased) == ev.PrefillReleased(ticket.key, "aborted")
+    settle(p, d)
+    assert taken.empty()
+
+
+def quiet_when_told(engine: Engine, issuer: Engine) -> list[int]:
+    """Copies that `issuer` has under way as `engine` is told that pages are free."""
+    under_way: list[int] = []
+    tell = engine.together._tell
+
+    def note(event: ev.HandoffEvent) -> None:
+        if isinstance(event, ev.PrefillReleased | ev.DecodeReleased):
+            under_way.append(sum(len(rank.agent._node.operations) for rank in issuer.ranks))
+        tell(event)
+
+    engine.together._tell = note
+    return under_way
+
+
+def abort_while_one_rank_copies(pair: Both, mode: str) -> None:
+    p, d = two_ranks(pair, mode, SLOW)
+    issuer, side = (p, p) if mode == "push" else (d, d)
+    # This rank's copies go on to their end, whoever gives up.
+    issuer.ranks[1].transport.cancel = lambda operation: None  # type: ignore[method-assign]
+    under_way = quiet_when_told(side, issuer)
+    key = begin(p, d, mode)
+    while not len(issuer.ranks[1].agent._node.operations):
+        time.sleep(0.005)
+    side.together.abort(key, "aborted")
+    p.next(ev.PrefillReleased)
+    settle(p, d)
+    assert under_way == [0]
+
+
+@pytest.mark.parametrize("mode", ["push", "pull"])
+def test_pages_of_no_rank_are_free_while_one_rank_copies(pair: Both, mode: str) -> None:
+    abort_while_one_rank_copies(pair, mode)
+
+
+# ---------------------------------------------------------------- who may take part
+
+
+def test_ranks_that_nobody_has_are_refused_by_name(pair: Both) -> None:
+    p, d = pair.engine("P", Shape(tp=4, groups=("draft",))), pair.engine("D", Shape(tp=1, groups=("draft",)))
+    for rank in p.ranks:
+        sessions = rank.agent._node.sessions
+        said = sessions._hello.instance
+        without = {group: [each for each in ranks if each.rank != 2] for group, ranks in said.groups.items()}
+        sessions._hello = msgspec.structs.replace(
+            sessions._hello, instance=msgspec.structs.replace(said, groups=without)
+        )
+    ticket = ticket_for(p, d, "push")
+    d.together.open_decode(ticket, 5, {"draft": wanted_of(5, 0)["draft"]}, d.pages(2, 5))
+    failed = d.next(ev.DecodeFailed)
+    assert isinstance(failed, ev.DecodeFailed)
+    assert failed.reason == "incompatible_peer"
+    assert "nobody holds layer 0 head 2 of plane 'k'" in failed.message
+    d.next(ev.DecodeReleased)
+
+
+def test_groups_that_one_instance_lacks_are_named() -> None:
+    whole, less = Shape(tp=2).instance(0), Shape(tp=2, groups=("target",)).instance(0)
+    with pytest.raises(IncompatiblePeerError, match=r"group\.draft\.ranks: here \[0, 1\], peer \[\]"):
+        pairs_of(whole, less)
+    with pytest.raises(ProtocolError, match="on no rank"):
+        InstanceAgent(less, print).open_decode(None, 5, wanted_of(5, 0), {})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("order", "why"), [([0], "P has 2 ranks, the ticket names 1"), ([1, 0], "rank 1 is at .* instead of rank 0")]
+)
+def test_a_ticket_names_every_rank_at_its_place(pair: Both, order: list[int], why: str) -> None:
+    p, d = pair.engine("P", Shape(tp=2)), pair.engine("D", Shape(tp=1))
+    ticket = ticket_for(p, d, "push", prefill_addresses=[p.addresses[rank] for rank in order])
+    d.together.open_decode(ticket, 5, wanted_of(5, 0), d.pages(2, 5))
+    failed = d.next(ev.DecodeFailed)
+    assert isinstance(failed, ev.DecodeFailed)
+    assert failed.reason == "incompatible_peer"
+    assert re.search(why, failed.message)
+    d.next(ev.DecodeReleased)
+
+
+def test_a_rank_speaks_for_its_own_pairs_alone(pair: Both) -> None:
+    """A good ticket lets one rank of D claim nothing in another's name."""
+    p, d = pair.engine("P", Shape(tp=2)), pair.engine("D", Shape(tp=2))
+    hand_over(p, d, "push")
+    ticket = ticket_for(p, d, "push")
+    p.together.open_prefill(ticket)
+    node = d.ranks[0].agent._node
+    (session,) = node.sessions.servers.values()
+    before = p.ranks[0].agent.stats()["rejected"]
+    for pair_ in ((0, 1), (1, 0), (5, 5)):
+        key = ticket.key.of_pair(pair_)
+        d.ranks[0].agent._call(lambda key=key: node.channel.send(session.connection, Announce(key, ticket.text)))
+    until = 200
+    while p.ranks[0].agent.stats()["rejected"] < before + 3 and until:
+        until -= 1
+        time.sleep(0.02)
+    assert p.ranks[0].agent.stats()["rejected"] == before + 3
+    assert not [key for key in p.ranks[0].agent._node.execution.prefills.live if key.pair != (0, 0)]
+    p.together.abort(ticket.key, "aborted")
+    p.next(ev.PrefillReleased)
+    settle(p, d)
+
+
+# ---------------------------------------------------------------- broken on purpose
+
+
+class WithoutOneRank(DecodeGather):
+    """Commits although a rank has not."""
+
+    def _end(self, pair: Pair, event: ev.HandoffEvent) -> list[ev.HandoffEvent | EndPair]:
+        if (
+            isinstance(event, ev.DecodeCommitted)
+            and pair[0] == self._sampling
+            and len(self._ended) < len(self._pairs) - 1
+        ):
+            self._ended = dict.fromkeys(self._pairs, event)
+            return [ev.DecodeCommitted(self._key, event.seeds, 0, 0)]
+        return super()._end(pair, event)
+
+
+class Seedless(DecodeGather):
+    """Takes the seeds of any rank."""
+
+    def _end(self, pair: Pair, event: ev.HandoffEvent) -> list[ev.HandoffEvent | EndPair]:
+        self._sampling = next(source for source, _ in self._pairs if source != 0)
+        return super()._end(pair, event)
+
+
+class Hasty(PrefillGather):
+    """Says that pages are free when those of the first pair are."""
+
+    def handle(self, pair: Pair, event: ev.PrefillReleased) -> list[ev.PrefillReleased | EndPair]:
+        super().handle(pair, event)
+        return [ev.PrefillReleased(self._key, event.outcome)]
+
+
+def test_a_commit_without_one_rank_is_seen(pair: Both, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_instance, "DecodeGather", WithoutOneRank)
+    p, d = two_ranks(pair, "push", SLOW)
+    with pytest.raises(AssertionError, match="plane"):
+        hand_over(p, d, "push")
+
+
+def test_seeds_of_a_rank_that_does_not_sample_are_seen(pair: Both, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_instance, "DecodeGather", Seedless)
+    p, d = two_ranks(pair, "push", LOCAL)
+    with pytest.raises(AssertionError, match="first_token=2147483647"):
+        hand_over(p, d, "push")
+
+
+def test_pages_that_are_free_while_one_pair_is_open_are_seen(pair: Both, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_instance, "PrefillGather", Hasty)
+    with pytest.raises(AssertionError):
+        abort_while_one_rank_copies(pair, "push")
+
+
+@pytest.mark.parametrize("integrity", ["off", "full"])
+def test_a_wrong_share_of_heads_is_seen(pair: Both, monkeypatch: pytest.MonkeyPatch, integrity: str) -> None:
+    """Without digests by the bytes, with them by the protocol."""
+    plan = operations.plan
+
+    def turned(sources: object, dest: object, *rest: object) -> object:
+        every = plan(sources, dest, *rest)  # type: ignore[arg-type]
+        return {
+            rank: replace_fields(found, source_offset=found.source_offset[::-1].copy()) for rank, found in every.items()
+        }
+
+    monkeypatch.setattr(operations, "plan", turned)
+    p, d = two_ranks(pair, "pull", LOCAL, integrity=integrity, max_retries=0)
+    if integrity == "off":
+        with pytest.raises(AssertionError, match="group target"):
+            hand_over(p, d, "pull")
+    else:
+        begin(p, d, "pull")
+        assert failure(p, d).reason == "integrity_failed"

@@ -311,7 +311,10 @@ class InstanceAgent:
             if isinstance(action, EndPair):
                 self._agents[action.pair[1]].abort(key.of_pair(action.pair), action.reason)
                 continue
-            leg.ended = leg.ended or isinstance(action, ev.DecodeFailed)
+            if isinstance(action, ev.DecodeFailed):
+                if leg.ended:
+                    continue  # the engine has given up, of which P has told another rank before this one heard of it
+                leg.ended = True
             if isinstance(action, ev.DecodeCommitted | ev.DecodeFinished | ev.DecodeReleased):
                 del self._decodes[key]
             self._tell(action)
