@@ -12,8 +12,20 @@ import pytest
 from baton.errors import ConfigError
 from baton.handoff.channel.base import Connection
 from baton.handoff.node.agent import AgentConfig, HandoffAgent
-from baton.handoff.protocol.events import DecodeCommitted, DecodeFailed, DecodeProgress, DecodeReleased, PrefillReleased
-from baton.handoff.protocol.messages import AttemptKey, Commit, Confirm, Message
+from baton.handoff.node.operations import Operations
+from baton.handoff.plan.planner import Instance, RankGeometry
+from baton.handoff.protocol.digests import MemoryDigester
+from baton.handoff.protocol.events import (
+    CopyEnded,
+    DecodeCommitted,
+    DecodeFailed,
+    DecodeProgress,
+    DecodeReleased,
+    PrefillReleased,
+    StartCopy,
+)
+from baton.handoff.protocol.messages import MAX_HASHES, AttemptKey, Commit, Confirm, Message
+from baton.kv.geometry import Geometry, GroupSpec
 from baton.kv.interval import Interval
 from baton.transports.local import LocalTransport
 from tests.handoff.nodes import SEEDS, Node, Pair, hand_over, settle, ticket_for
@@ -222,3 +234,69 @@ def test_integrity_needs_a_digester() -> None:
     with pytest.raises(ConfigError, match="digester"):
         HandoffAgent(AgentConfig("P", "P-1", integrity="full"), {}, transport, b"", print)
     transport.close()
+
+
+def test_a_piece_with_more_digests_than_fit_is_refused_at_the_start() -> None:
+    layers = MAX_HASHES // 2 + 1
+    spec = GroupSpec(
+        name="deep",
+        owner="target",
+        kind="full",
+        num_layers=layers,
+        num_kv_heads=1,
+        head_dim=1,
+        page_size=1,
+        dtype="uint8",
+        window=None,
+        layer_ids=tuple(range(layers)),
+    )
+    instance = Instance.of_one_rank({"deep": RankGeometry(rank=0, geometry=Geometry.block_major(spec, 2))})
+    transport, digester = LocalTransport(), MemoryDigester({}, [])
+    with pytest.raises(ConfigError, match=f"group 'deep' has {2 * layers} planes in all, at most {MAX_HASHES} fit"):
+        HandoffAgent(AgentConfig("P", "P-1", integrity="full"), instance, transport, b"", print, digester)
+    transport.close()
+
+
+@pytest.mark.parametrize("mode", ["push", "pull"])
+def test_a_copy_that_raises_what_nobody_expects_fails_alone(pair: Pair, mode: str) -> None:
+    """The agent goes on, and the next handoff is as good as any."""
+    p, d = engines(pair, mode, "fault=delay&delay_s=0", max_retries=0)
+    issuer = p if mode == "push" else d
+    submit = issuer.transport.submit
+
+    def broken(*arguments: object, **options: object) -> object:
+        raise KeyError("surprise")
+
+    issuer.transport.submit = broken  # type: ignore[method-assign, assignment]
+    failed = fail_over(p, d, mode)
+    assert (failed.reason, failed.recoverable) == ("transfer_failed", True)
+    assert "surprise" in failed.message
+    issuer.transport.submit = submit  # type: ignore[method-assign]
+    hand_over(p, d, mode, 5, "during")
+
+
+def test_a_copy_with_nothing_to_move_fails() -> None:
+    """Whoever asks for it expects bytes that would then be missing."""
+    found = Geometry.block_major(
+        GroupSpec(
+            name="target",
+            owner="target",
+            kind="full",
+            num_layers=1,
+            num_kv_heads=1,
+            head_dim=1,
+            page_size=4,
+            dtype="uint8",
+            window=None,
+            layer_ids=(0,),
+        ),
+        4,
+    )
+    ranks = [RankGeometry(rank=rank, geometry=found) for rank in (0, 1)]
+    # Both hold all of it, so that to rank 0 only rank 0 sends.
+    source, dest = Instance(rank=1, groups={"target": ranks}), Instance(rank=0, groups={"target": ranks[:1]})
+    moving: Operations[str] = Operations(LocalTransport(), print)
+    for group, told in (("target", "rank 1 has nothing for rank 0"), ("draft", "rank 1 has nothing for rank 0")):
+        copy = StartCopy(3, group, Interval(0, 2), [1], [1])
+        end = moving.start("attempt", copy, None, "write", source, dest, "tag")  # type: ignore[arg-type]
+        assert end == CopyEnded(3, ok=False, message=f"group {group}: {told}")
