@@ -22,6 +22,8 @@ BatonError
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 
 class BatonError(Exception):
     """Root of every error that Baton raises on purpose."""
@@ -89,7 +91,7 @@ class ProtocolError(BatonError):
 class IncompatiblePeerError(ProtocolError):
     """Two engines cannot exchange KV. `fields` names every field that differs."""
 
-    def __init__(self, fields: dict[str, tuple[object, object]]) -> None:
+    def __init__(self, fields: Mapping[str, tuple[object, object]]) -> None:
         listed = "; ".join(f"{name}: here {here!r}, peer {there!r}" for name, (here, there) in fields.items())
         super().__init__(f"incompatible peer: {listed}")
         self.fields = fields

@@ -15,7 +15,6 @@ from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.copies import CopyLedger
 from baton.handoff.protocol.decode import DecodeHandoff
 from baton.handoff.protocol.messages import AttemptKey
-from baton.handoff.protocol.phases import DecodePhase, PrefillPhase
 from baton.handoff.protocol.prefill import PrefillHandoff
 from baton.transports.base import Peer
 
@@ -83,11 +82,6 @@ class PrefillAttempt(_Attempt):
         before = self.session.hello if self.session is not None else None
         return before is None or (session.hello is not None and session.hello.engine_id == before.engine_id)
 
-    @property
-    def closing(self) -> bool:
-        """Failed, and not proven quiet."""
-        return self.machine.phase is PrefillPhase.CLOSING
-
     def served(self, session: Session) -> bool:
         """Whether D's claim was checked before, so that this session may repeat it, or register what it announced."""
         return self._claimed and (self.machine.closed or session.peer is not None)
@@ -125,11 +119,6 @@ class DecodeAttempt(_Attempt):
             return f"P has {peer.num_ranks} ranks, the ticket names {self.num_sources}"
         rank = self.machine.key.source_rank
         return f"rank {peer.rank} is at {self.address} instead of rank {rank}" if peer.rank != rank else ""
-
-    @property
-    def closing(self) -> bool:
-        """Failed, and not proven quiet."""
-        return self.machine.phase is DecodePhase.CLOSING
 
     def deadline(self, handoff_s: float) -> float:
         """When the attempt ends at the latest: waiting for P to admit it, and for pages, is no failure."""

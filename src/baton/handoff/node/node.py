@@ -168,7 +168,11 @@ class HandoffNode:
         self.routing.claims.retry()
         self.routing.evict(now)
         for attempt in execution.live():
-            if attempt.peer is not None and not attempt.peer.alive() and (attempt.fenced or not attempt.closing):
+            if (
+                attempt.peer is not None
+                and not attempt.peer.alive()
+                and (attempt.fenced or not attempt.machine.closing)
+            ):
                 execution.lose(attempt, "peer_lost", "the peer engine died")
         self.routing.drop_dead()
         self.sessions.sweep([peer for attempt in execution.live() for peer in attempt.peers])
@@ -182,7 +186,7 @@ class HandoffNode:
         return {
             **self.execution.figures.snapshot(),
             "outstanding": len(live),
-            "quarantined": sum(attempt.closing for attempt in live),
+            "quarantined": sum(attempt.machine.closing for attempt in live),
             "unknown": self.operations.num_unknown,
             "sessions": self.sessions.num_ready,
             "malformed": self.channel.malformed,

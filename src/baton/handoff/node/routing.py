@@ -41,8 +41,8 @@ class Routing:
 
     def __init__(self, execution: Execution) -> None:
         self._execution = execution
-        self._config, self._channel = execution.config, execution.channel
-        self._sessions, self._clock = execution.sessions, execution.clock
+        self._self = execution.config.incarnation, execution.instance.rank
+        self._channel, self._sessions, self._clock = execution.channel, execution.sessions, execution.clock
         self.claims = Claims(execution)
 
     def on_message(self, connection: Connection, message: Message) -> None:
@@ -91,12 +91,7 @@ class Routing:
         key, hello = message.key, session.hello
         if hello is None or not (session.talking or isinstance(message, Cancel | Cancelled)):
             raise ProtocolError("a session begins with HELLO")
-        pair = (hello.instance.rank, self._execution.instance.rank)
-        if (key.prefill_incarnation, key.decode_incarnation, key.pair) != (
-            hello.incarnation,
-            self._config.incarnation,
-            pair,
-        ):
+        if key.ends != ((hello.incarnation, hello.instance.rank), self._self):
             raise ProtocolError("message for an attempt of other engines")
         known = self._execution.decodes.get(key)
         if known is not None:
@@ -217,12 +212,7 @@ class Routing:
 
     def _attempt_message(self, session: Session, hello: Hello, message: AttemptMessage) -> None:
         key = message.key
-        pair = (self._execution.instance.rank, hello.instance.rank)
-        if (key.prefill_incarnation, key.decode_incarnation, key.pair) != (
-            self._config.incarnation,
-            hello.incarnation,
-            pair,
-        ):
+        if key.ends != (self._self, (hello.incarnation, hello.instance.rank)):
             raise ProtocolError("message for an attempt of other engines")
         if isinstance(message, Announce | Register):
             self.claims.take(session, message)

@@ -126,14 +126,16 @@ def assign(sources: tuple[RankGeometry, ...], dest: RankGeometry) -> dict[int, t
     return dict(sorted(out.items()))
 
 
-def _compatible(have: Geometry, want: Geometry) -> None:
-    def fields(geometry: Geometry) -> dict[str, object]:
-        found: dict[str, object] = {"group": geometry.group, "planes": [plane.name for plane in geometry.planes]}
-        for plane in geometry.planes:
-            found |= {f"{plane.name}.{name}": getattr(plane, name) for name in ("dtype", "cut", "head_dim", "tile")}
-        return found
+def plane_fields(geometry: Geometry) -> dict[str, str]:
+    """What must be equal of two geometries of one group, whatever their strides, layers and heads."""
+    fields = {"planes": ",".join(plane.name for plane in geometry.planes)}
+    for plane in geometry.planes:
+        fields |= {f"{plane.name}.{name}": str(getattr(plane, name)) for name in ("dtype", "cut", "head_dim", "tile")}
+    return fields
 
-    here, peer = fields(have), fields(want)
+
+def _compatible(have: Geometry, want: Geometry) -> None:
+    here, peer = ({"group": geometry.group, **plane_fields(geometry)} for geometry in (have, want))
     pairs = {name: (here.get(name, "absent"), peer.get(name, "absent")) for name in {**here, **peer}}
     differing = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
     if differing:

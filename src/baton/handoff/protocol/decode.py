@@ -66,6 +66,11 @@ class DecodeHandoff(Half):
             self._place(wanted, pages or {})
 
     @property
+    def closing(self) -> bool:
+        """Failed, and not proven quiet."""
+        return self.phase is DecodePhase.CLOSING
+
+    @property
     def closed(self) -> bool:
         """True when only late messages are left to answer."""
         return self.phase in (DecodePhase.FAILED, DecodePhase.DONE)

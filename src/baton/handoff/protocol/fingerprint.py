@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from baton.errors import IncompatiblePeerError, ProtocolError
-from baton.handoff.plan.planner import Instance
-from baton.kv.geometry import Geometry
+from baton.handoff.plan.topology import Instance, plane_fields
 
 _ABSENT = "absent"
 
@@ -25,22 +24,14 @@ def geometry_fields(instance: Instance) -> dict[str, str]:
     for group, ranks in sorted(instance.groups.items()):
         layers = {layer for rank in ranks for layer in rank.geometry.layer_ids}
         fields[f"group.{group}.layer_ids"] = ",".join(map(str, sorted(layers)))
-        every = [_plane_fields(group, rank.geometry) for rank in ranks]
+        every = [plane_fields(rank.geometry) for rank in ranks]
         if any(found != every[0] for found in every):
             raise ProtocolError(f"group {group!r}: ranks of one engine have other planes")
-        fields |= every[0]
+        fields |= {f"group.{group}.{name}": value for name, value in every[0].items()}
         for index, plane in enumerate(ranks[0].geometry.planes):
             planes = [rank.geometry.planes[index] for rank in ranks]
             first, last = min(each.first_head for each in planes), max(each.last_head for each in planes)
             fields[f"group.{group}.{plane.name}.heads"] = f"{first}-{last}"
-    return fields
-
-
-def _plane_fields(group: str, geometry: Geometry) -> dict[str, str]:
-    fields = {f"group.{group}.planes": ",".join(plane.name for plane in geometry.planes)}
-    for plane in geometry.planes:
-        for name in ("dtype", "cut", "head_dim", "tile"):
-            fields[f"group.{group}.{plane.name}.{name}"] = str(getattr(plane, name))
     return fields
 
 

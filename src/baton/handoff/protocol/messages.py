@@ -70,6 +70,11 @@ class AttemptKey(msgspec.Struct, frozen=True, array_like=True):
         """The source rank and the destination rank."""
         return self.source_rank, self.dest_rank
 
+    @property
+    def ends(self) -> tuple[tuple[str, int], tuple[str, int]]:
+        """Process and rank on either side."""
+        return (self.prefill_incarnation, self.source_rank), (self.decode_incarnation, self.dest_rank)
+
     def of_pair(self, pair: Pair) -> AttemptKey:
         """The same attempt between two other ranks."""
         return msgspec.structs.replace(self, source_rank=pair[0], dest_rank=pair[1])

@@ -60,6 +60,11 @@ class PrefillHandoff(Half):
         self._peer_quiet = False
 
     @property
+    def closing(self) -> bool:
+        """Failed, and not proven quiet."""
+        return self.phase is PrefillPhase.CLOSING
+
+    @property
     def closed(self) -> bool:
         """True when the machine can be replaced by its terminal reply."""
         return self.phase is PrefillPhase.CLOSED
