@@ -212,10 +212,11 @@ def test_a_handoff_without_repair_clears_the_count(pair: Pair) -> None:
     event = DecodeCommitted(AttemptKey(bytes(16), 0, "P-1", "D-1"), SEEDS, 1, 1)
     for repaired in (True, True, False, True, True):
         sessions.health.note(event, repaired)
-        assert sessions.health.why_not("P-1") == ""
+        assert sessions.health.why_not(("P-1", 0)) == ""
     sessions.health.note(event, True)
-    assert sessions.health.why_not("P-1")
-    assert not sessions.health.why_not("P-2")
+    assert sessions.health.why_not(("P-1", 0))
+    assert not sessions.health.why_not(("P-1", 1))
+    assert not sessions.health.why_not(("P-2", 0))
 
 
 def test_engines_that_differ_in_integrity_are_refused_by_name(pair: Pair) -> None:

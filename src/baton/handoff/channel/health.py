@@ -10,23 +10,23 @@ MAX_SUSPECTS = 1024
 
 
 class Health:
-    """How the handoffs from each engine process ended. For one thread."""
+    """How the handoffs from each rank of an engine process ended. For one thread."""
 
     def __init__(self) -> None:
-        self._repaired: dict[str, int] = {}  # by incarnation: handoffs in a row that needed repair
+        self._repaired: dict[tuple[str, int], int] = {}  # by process and rank: handoffs in a row that needed repair
 
     def note(self, event: HandoffEvent, repaired: bool) -> None:
         """Book how a handoff to this engine ended; `repaired`: it needed repair."""
         failed = isinstance(event, DecodeFailed) and event.reason == "integrity_failed"
         if failed or (repaired and isinstance(event, DecodeCommitted)):
-            incarnation = event.key.prefill_incarnation
-            self._repaired[incarnation] = self._repaired.pop(incarnation, 0) + 1
+            source = event.key.ends[0]
+            self._repaired[source] = self._repaired.pop(source, 0) + 1
             if len(self._repaired) > MAX_SUSPECTS:
                 del self._repaired[next(iter(self._repaired))]
         elif isinstance(event, DecodeCommitted):
-            self._repaired.pop(event.key.prefill_incarnation, None)
+            self._repaired.pop(event.key.ends[0], None)
 
-    def why_not(self, incarnation: str) -> str:
-        """Why no further handoff is taken from an engine process, or an empty string."""
-        count = self._repaired.get(incarnation, 0)
+    def why_not(self, source: tuple[str, int]) -> str:
+        """Why no further handoff is taken from a process and rank, or an empty string."""
+        count = self._repaired.get(source, 0)
         return f"{count} handoffs in a row needed repair" if count >= UNHEALTHY_REPAIRS else ""

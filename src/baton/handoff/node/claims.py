@@ -128,7 +128,7 @@ class Claims:
         attempt.heard(self._clock.monotonic())
         (attempt.asked if isinstance(message, Register) else attempt.meet)(session)
         if isinstance(message, Register) and not attempt.machine.registered:
-            attempt.machine.groups = session.pairs[message.key.pair]
+            attempt.machine.groups = session.pairs.get(message.key.pair, frozenset())
         if session.hello is not None:
             self._execution.met(attempt, session.hello)
         self._execution.feed(attempt, ev.Received(message), strict=True)

@@ -150,7 +150,8 @@ class InstanceAgent:
         self, key: AttemptKey, prompt_len: int, pages: dict[str, list[int]], final: dict[str, int]
     ) -> None:
         """As `HandoffAgent.declare_final`."""
-        tables = {group: list(table) for group, table in pages.items()}
+        # Those of the engine grow on.
+        tables = {group: list(table) for group, table in pages.items()} if key in self._prefills else pages
 
         def declare(agent: RankAgent, own: AttemptKey, groups: frozenset[str] | None, samples: bool) -> None:
             agent.declare_final(own, prompt_len, _part(tables, groups), _part(final, groups))

@@ -146,7 +146,7 @@ class Routing:
         elif wrong := attempt.misled(hello.instance):
             execution.lose(attempt, "incompatible_peer", wrong)
         else:
-            unhealthy = self._sessions.health.why_not(hello.incarnation)
+            unhealthy = self._sessions.health.why_not(attempt.machine.key.ends[0])
             if unhealthy and attempt.machine.phase is DecodePhase.WAITING:
                 execution.lose(attempt, "unhealthy_peer", unhealthy)
             attempt.meet(session)

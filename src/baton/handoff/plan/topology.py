@@ -126,11 +126,11 @@ def assign(sources: tuple[RankGeometry, ...], dest: RankGeometry) -> dict[int, t
     return dict(sorted(out.items()))
 
 
-def plane_fields(geometry: Geometry) -> dict[str, str]:
+def plane_fields(geometry: Geometry) -> dict[str, object]:
     """What must be equal of two geometries of one group, whatever their strides, layers and heads."""
-    fields = {"planes": ",".join(plane.name for plane in geometry.planes)}
+    fields: dict[str, object] = {"planes": ",".join(plane.name for plane in geometry.planes)}
     for plane in geometry.planes:
-        fields |= {f"{plane.name}.{name}": str(getattr(plane, name)) for name in ("dtype", "cut", "head_dim", "tile")}
+        fields |= {f"{plane.name}.{name}": getattr(plane, name) for name in ("dtype", "cut", "head_dim", "tile")}
     return fields
 
 

@@ -27,7 +27,7 @@ def geometry_fields(instance: Instance) -> dict[str, str]:
         every = [plane_fields(rank.geometry) for rank in ranks]
         if any(found != every[0] for found in every):
             raise ProtocolError(f"group {group!r}: ranks of one engine have other planes")
-        fields |= {f"group.{group}.{name}": value for name, value in every[0].items()}
+        fields |= {f"group.{group}.{name}": str(value) for name, value in every[0].items()}
         for index, plane in enumerate(ranks[0].geometry.planes):
             planes = [rank.geometry.planes[index] for rank in ranks]
             first, last = min(each.first_head for each in planes), max(each.last_head for each in planes)
