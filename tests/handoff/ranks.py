@@ -235,8 +235,7 @@ def settle(*engines: Engine) -> None:
         assert time.monotonic() < until, [rank.agent.stats() for engine in engines for rank in engine.ranks]
         time.sleep(0.005)
     for engine in engines:
-        assert not engine.together._prefills
-        assert not engine.together._decodes
+        assert not engine.together._legs
 
 
 def prefill(p: Engine, ticket: SignedTicket, n: int, source: dict[str, list[int]]) -> None:
