@@ -25,8 +25,9 @@ from baton.handoff.protocol.events import (
     StartCopy,
 )
 from baton.handoff.protocol.messages import MAX_HASHES, AttemptKey, Commit, Confirm, Message
-from baton.kv.geometry import Geometry, GroupSpec
+from baton.kv.geometry import Geometry
 from baton.kv.interval import Interval
+from baton.kv.spec import GroupSpec, kv_planes
 from baton.transports.local import LocalTransport
 from tests.handoff.nodes import SEEDS, Node, Pair, hand_over, settle, ticket_for
 
@@ -243,12 +244,8 @@ def test_a_piece_with_more_digests_than_fit_is_refused_at_the_start() -> None:
         name="deep",
         owner="target",
         kind="full",
-        num_layers=layers,
-        num_kv_heads=1,
-        head_dim=1,
+        planes=kv_planes(1, 1, "uint8"),
         page_size=1,
-        dtype="uint8",
-        window=None,
         layer_ids=tuple(range(layers)),
     )
     instance = Instance.of_one_rank({"deep": RankGeometry(rank=0, geometry=Geometry.block_major(spec, 2))})
@@ -283,12 +280,8 @@ def test_a_copy_with_nothing_to_move_fails() -> None:
             name="target",
             owner="target",
             kind="full",
-            num_layers=1,
-            num_kv_heads=1,
-            head_dim=1,
+            planes=kv_planes(1, 1, "uint8"),
             page_size=4,
-            dtype="uint8",
-            window=None,
             layer_ids=(0,),
         ),
         4,
