@@ -1,0 +1,356 @@
+"""Two instances of many ranks over a hostile network and modelled memory, on seeded random schedules.
+
+The machines and what joins them are real. Each rank hears its engine's calls, and each pair of ranks its peer, at its
+own time; messages are lost, doubled and reordered; either engine gives up at any moment. Whatever happens: no copy
+touches what any rank's engine was told is free, a commit means that every share of every token is in place, and either
+engine is told one end.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable
+from typing import Any, Literal
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.handoff.node import instance as joined
+from baton.handoff.node.instance import InstanceAgent
+from baton.handoff.protocol import events as ev
+from baton.handoff.protocol.decode import DecodeHandoff
+from baton.handoff.protocol.gather import LEAD, DecodeGather, EndPair, Pair, PrefillGather, pairs_of
+from baton.handoff.protocol.messages import AttemptMessage, Register, Seeds
+from baton.handoff.protocol.prefill import PrefillHandoff
+from baton.handoff.protocol.ticket import SignedTicket
+from baton.kv.interval import Interval
+from tests.handoff.ranks import Shape
+
+Mode = Literal["push", "pull"]
+SEEDS = Seeds(7, None, [8])
+SHAPES = [
+    (Shape(), Shape(tp=2)),
+    (Shape(tp=2), Shape()),
+    (Shape(tp=2), Shape(tp=2)),
+    (Shape(tp=4), Shape(tp=2)),
+    (Shape(stages=(0, 1)), Shape(stages=(0, 3))),
+    (Shape(tp=2, stages=(0, 2)), Shape()),
+]
+
+
+class Half:
+    """One machine, the messages on their way to it, and its copies under way."""
+
+    def __init__(self, machine: PrefillHandoff | DecodeHandoff) -> None:
+        self.machine = machine
+        self.inbox: list[AttemptMessage] = []
+        self.copies: dict[int, tuple[ev.StartCopy, list[int]]] = {}
+
+
+class RankOf:
+    """One rank's agent: its calls happen later, in their order."""
+
+    def __init__(self, world: World, side: int, rank: int) -> None:
+        self.world, self.side, self.rank = world, side, rank
+        self.calls: list[Callable[[], None]] = []
+
+    def _feed(self, key: Any, event: ev.MachineEvent) -> None:
+        self.calls.append(lambda: self.world.feed(self.side, key.pair, event))
+
+    def open_prefill(self, ticket: Any, peer: int = 0) -> None:
+        self.calls.append(lambda: self.world.open_p((self.rank, peer)))
+
+    def admit_prefill(self, key: Any) -> None:
+        self._feed(key, ev.Admitted())
+
+    def declare_final(self, key: Any, prompt_len: int, pages: Any, final: Any) -> None:
+        self._feed(key, ev.Declared(prompt_len, pages, final))
+
+    def finish_prefill(self, key: Any, seeds: Seeds, finished: bool, final: Any) -> None:
+        self._feed(key, ev.Sampled(seeds, finished, final))
+
+    def announce_decode(self, ticket: Any, peer: int = 0) -> None:
+        self.calls.append(lambda: self.world.open_d((peer, self.rank)))
+
+    def open_decode(self, ticket: Any, prompt_len: int, wanted: Any, pages: Any, peer: int = 0) -> None:
+        self.calls.append(lambda: self.world.feed(1, (peer, self.rank), ev.Placed(wanted, pages)))
+
+    def abort(self, key: Any, reason: str, taken: Callable[[], None] | None = None) -> None:
+        self._feed(key, ev.Abort(reason))
+        if taken is not None:
+            self.calls.append(taken)
+
+
+class World:
+    """One request. `faults` is the chance that a message is lost or doubled."""
+
+    def __init__(self, seed: int, shapes: tuple[Shape, Shape], mode: Mode, faults: float, aborts: bool) -> None:
+        self.random = random.Random(seed)
+        self.mode, self.faults, self.aborts = mode, faults, aborts
+        self.n = self.random.randint(1, 6)
+        p_shape, d_shape = shapes
+        self.instances = p_shape.instance(0), d_shape.instance(0)
+        self.truth = pairs_of(*self.instances)
+        self.wanted = {group: Interval(0, self.n) for group in self.instances[1].groups}
+        self.tables = {group: [1] for group in self.wanted}
+        self.ticket = SignedTicket(
+            transfer_id=bytes(16),
+            prefill_engine="P",
+            prefill_incarnation="p",
+            prefill_addresses=["tcp://p"] * p_shape.num_ranks,
+            decode_engine="D",
+            decode_incarnation="d",
+            decode_addresses=["tcp://d"] * d_shape.num_ranks,
+            mode=mode,
+            prefill_expiry=1.0,
+            decode_expiry=1.0,
+            request_digest=bytes(32),
+            text="t",
+        )
+        self.sides = [InstanceAgent(found, self.told(side)) for side, found in enumerate(self.instances)]
+        self.ranks = [
+            [RankOf(self, side, rank) for rank in range(shape.num_ranks)] for side, shape in enumerate(shapes)
+        ]
+        for side, agents in zip(self.sides, self.ranks, strict=True):
+            side.bind(agents)
+        self.halves: tuple[dict[Pair, Half], dict[Pair, Half]] = ({}, {})
+        self.ready: set[Pair] = set()
+        self.final = dict.fromkeys(self.wanted, 0)  # what P's engine has computed, on all ranks
+        self.arrived: set[tuple[Pair, str, int]] = set()
+        self.free = [False, False]
+        self.events: list[list[ev.HandoffEvent]] = [[], []]
+        self.p_at, self.d_at = 0, 0
+        self.gave_up = False
+        self.finished = self.random.random() < 0.15
+
+    # ------------------------------------------------------------ machines
+
+    def open_p(self, pair: Pair) -> None:
+        self.p_half(pair)
+        self.feed(0, pair, ev.Opened())
+
+    def p_half(self, pair: Pair) -> Half:
+        if pair not in self.halves[0]:
+            machine = PrefillHandoff(self.ticket.key.of_pair(pair), self.mode, list(self.wanted))
+            self.halves[0][pair] = Half(machine)
+        return self.halves[0][pair]
+
+    def open_d(self, pair: Pair) -> None:
+        assert pair == LEAD or pair in self.truth
+        self.halves[1][pair] = Half(DecodeHandoff(self.ticket.key.of_pair(pair), self.mode, "t"))
+
+    def feed(self, side: int, pair: Pair, event: ev.MachineEvent) -> None:
+        half = self.halves[side].get(pair)
+        if half is None:
+            return
+        for action in half.machine.handle(event):
+            match action:
+                case ev.Send(message):
+                    other = self.p_half(pair) if side else self.halves[1][pair]
+                    other.inbox.append(message)
+                case ev.StartCopy(copy_id, group, tokens):
+                    assert group in self.truth[pair], "a pair moves what is not its own"
+                    half.copies[copy_id] = (action, list(range(tokens.start, tokens.stop)))
+                case ev.CancelCopies(copy_ids):
+                    for copy_id in copy_ids:
+                        if copy_id in half.copies and self.random.random() < 0.5:
+                            del half.copies[copy_id]
+                            self.feed(side, pair, ev.CopyEnded(copy_id, ok=False))
+                case ev.Notify(found):
+                    self.sides[side].on_event(found)
+
+    def hear(self, side: int, pair: Pair, lossy: bool) -> None:
+        half = self.halves[side][pair]
+        message = half.inbox.pop(self.random.randrange(len(half.inbox)))
+        if lossy and self.random.random() < self.faults:
+            if self.random.random() < 0.5:
+                return
+            half.inbox.append(message)
+        if side == 0:
+            assert isinstance(half.machine, PrefillHandoff)
+            if pair == LEAD:
+                self.sides[0].on_peer(self.ticket.key, self.instances[1])
+            if isinstance(message, Register) and not half.machine.registered:
+                half.machine.groups = self.truth[pair]
+        self.feed(side, pair, ev.Received(message))
+
+    def meet(self, pair: Pair) -> None:
+        self.ready.add(pair)
+        if pair == LEAD:
+            self.sides[1].on_peer(self.ticket.key, self.instances[0])
+        self.feed(1, pair, ev.PeerReady())
+
+    def move(self, side: int, pair: Pair, copy_id: int) -> None:
+        copy, left = self.halves[side][pair].copies[copy_id]
+        assert not self.free[1], "a copy writes a page that is free"
+        assert not self.free[0], "a copy reads a page that is free"
+        if left:
+            token = left.pop(self.random.randrange(len(left)))
+            assert token < self.final[copy.group], "a copy takes what is not final"
+            self.arrived.add((pair, copy.group, token))
+            return
+        del self.halves[side][pair].copies[copy_id]
+        self.feed(side, pair, ev.CopyEnded(copy_id, ok=True, num_bytes=1, num_runs=1))
+
+    # ------------------------------------------------------------ engines
+
+    def told(self, side: int) -> Callable[[ev.HandoffEvent], None]:
+        def note(event: ev.HandoffEvent) -> None:
+            self.events[side].append(event)
+            assert event.key == self.ticket.key
+            if isinstance(event, ev.PrefillReleased | ev.DecodeReleased | ev.DecodeFinished | ev.DecodeCommitted):
+                assert not self.free[side]
+                self.free[side] = True
+            if isinstance(event, ev.PrefillReleased):
+                busy = [pair for pair, half in self.halves[0].items() if half.copies]
+                assert not busy, "pages are free while a pair copies"
+            if isinstance(event, ev.DecodeCommitted):
+                missing = [
+                    (pair, group, token)
+                    for pair, groups in self.truth.items()
+                    for group in groups
+                    for token in range(self.n)
+                    if (pair, group, token) not in self.arrived
+                ]
+                assert not missing, "a commit without one rank"
+            if isinstance(event, ev.DecodeCommitted | ev.DecodeFinished):
+                assert event.seeds == SEEDS, "seeds of a rank that does not sample"
+
+        return note
+
+    def p_step(self) -> None:
+        p, key = self.sides[0], self.ticket.key
+        step, self.p_at = self.p_at, self.p_at + 1
+        if step == 0:
+            p.open_prefill(self.ticket)
+            p.admit_prefill(key)
+        elif self.free[0] or step > self.n + 1:
+            return
+        elif step <= self.n:
+            self.final = {group: step - (group == "draft") for group in self.wanted}
+            p.declare_final(key, self.n, self.tables, dict(self.final))
+        else:
+            self.final = dict.fromkeys(self.wanted, self.n)
+            p.finish_prefill(key, SEEDS, self.finished, dict(self.final))
+
+    def d_step(self) -> None:
+        d, heard = self.sides[1], self.events[1]
+        if self.d_at == 0:
+            self.d_at = self.random.choice([1, 2])
+            if self.d_at == 1:
+                d.announce_decode(self.ticket)
+            else:
+                d.open_decode(self.ticket, self.n, self.wanted, self.tables)
+        elif self.d_at == 1 and any(isinstance(event, ev.DecodeAdmitted) for event in heard):
+            self.d_at = 2
+            if not any(isinstance(event, ev.DecodeFailed) for event in heard) and not (self.free[1] or self.gave_up):
+                d.open_decode(self.ticket, self.n, self.wanted, self.tables)
+
+    # ------------------------------------------------------------ schedules
+
+    def choices(self, lossy: bool) -> list[Callable[[], None]]:
+        out: list[Callable[[], None]] = [self.p_step, self.d_step, self.tick]
+        for ranks in self.ranks:
+            out += [lambda rank=rank: rank.calls.pop(0)() for rank in ranks if rank.calls] * 2  # type: ignore[misc]
+        for side in (0, 1):
+            for pair, half in self.halves[side].items():
+                if half.inbox:
+                    out.append(lambda side=side, pair=pair: self.hear(side, pair, lossy))  # type: ignore[misc]
+                out += [lambda s=side, p=pair, c=copy: self.move(s, p, c) for copy in half.copies]  # type: ignore[misc]
+        return out + [lambda pair=pair: self.meet(pair) for pair in self.halves[1] if pair not in self.ready]  # type: ignore[misc]
+
+    def tick(self) -> None:
+        for side in (0, 1):
+            for pair in list(self.halves[side]):
+                self.feed(side, pair, ev.Tick())
+
+    def run(self) -> None:
+        for _ in range(self.random.randint(20, 60 * len(self.truth))):
+            if self.aborts and self.d_at and self.p_at and self.random.random() < 0.02:
+                self.gave_up = True
+                self.random.choice(self.sides).abort(self.ticket.key, "aborted")
+            self.random.choice(self.choices(lossy=True))()
+        for _ in range(2):
+            for _ in range(250 * len(self.truth)):
+                self.random.choice(self.choices(lossy=False))()
+            for side in (0, 1):
+                for pair in list(self.halves[side]):
+                    self.feed(side, pair, ev.Deadline())
+        for _ in range(250 * len(self.truth)):
+            self.random.choice(self.choices(lossy=False))()
+
+    def check_end(self) -> None:
+        for side, ends in ((0, ev.PrefillReleased), (1, ev.DecodeCommitted | ev.DecodeFinished | ev.DecodeReleased)):
+            told = self.events[side]
+            assert sum(isinstance(event, ends) for event in told) == 1, told
+            assert sum(isinstance(event, ev.DecodeFailed) for event in told) <= 1
+            assert not any(half.copies for half in self.halves[side].values())
+            assert not self.sides[side]._legs
+        if any(isinstance(event, ev.DecodeFailed) for event in self.events[1]):
+            assert isinstance(self.events[1][-1], ev.DecodeReleased)
+
+
+schedules = given(
+    st.integers(0, 2**32),
+    st.sampled_from(SHAPES),
+    st.sampled_from(["push", "pull"]),
+    st.sampled_from([0.0, 0.2]),
+    st.booleans(),
+)
+
+
+@settings(max_examples=120, deadline=None, derandomize=True)
+@schedules
+def test_random_schedules(seed: int, shapes: tuple[Shape, Shape], mode: Mode, faults: float, aborts: bool) -> None:
+    world = World(seed, shapes, mode, faults, aborts)
+    world.run()
+    world.check_end()
+    if not world.gave_up:
+        outcome = "finished" if world.finished else "committed"
+        assert world.events[0][-1] == ev.PrefillReleased(world.ticket.key, outcome)
+
+
+class WithoutOneRank(DecodeGather):
+    def _end(self, pair: Pair, event: ev.HandoffEvent) -> list[ev.HandoffEvent | EndPair]:
+        if isinstance(event, ev.DecodeCommitted) and len(self._ended) == len(self._pairs) - 2:
+            self._ended = dict.fromkeys(self._pairs, event)
+            return [ev.DecodeCommitted(self._key, SEEDS, 0, 0)]
+        return super()._end(pair, event)
+
+
+class AnySeeds(DecodeGather):
+    def _end(self, pair: Pair, event: ev.HandoffEvent) -> list[ev.HandoffEvent | EndPair]:
+        self._sampling = pair[0]
+        return super()._end(pair, event)
+
+
+class Hasty(PrefillGather):
+    def handle(self, pair: Pair, event: ev.PrefillReleased) -> list[ev.PrefillReleased | EndPair]:
+        super().handle(pair, event)
+        return [ev.PrefillReleased(self._key, event.outcome)]
+
+
+@pytest.mark.parametrize(
+    ("name", "mutation", "why"),
+    [
+        ("DecodeGather", WithoutOneRank, "a commit without one rank"),
+        ("DecodeGather", AnySeeds, "seeds of a rank"),
+        ("PrefillGather", Hasty, "a page that is free|while a pair copies"),
+    ],
+)
+def test_what_is_broken_on_purpose_is_seen(
+    monkeypatch: pytest.MonkeyPatch, name: str, mutation: type, why: str
+) -> None:
+    monkeypatch.setattr(joined, name, mutation)
+    for seed in range(150):
+        world = World(seed, SHAPES[1 + seed % (len(SHAPES) - 1)], "push", 0.2, aborts=name == "PrefillGather")
+        try:
+            world.run()
+        except AssertionError as error:
+            if re.search(why, str(error)):
+                return
+        except KeyError:
+            pass
+    raise AssertionError(f"{mutation.__name__} was not seen")
