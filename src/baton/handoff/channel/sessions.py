@@ -24,11 +24,10 @@ from baton.handoff.plan.planner import Instance
 from baton.handoff.protocol.fingerprint import check_pair, compare, geometry_fields
 from baton.handoff.protocol.gather import LEAD, pairs_of
 from baton.handoff.protocol.greeting import Side, is_proven, prove, session_key
-from baton.handoff.protocol.messages import CHALLENGE_BYTES, Announce, Bye, Hello, Pair, Register, Renew, check_table
+from baton.handoff.protocol.messages import CHALLENGE_BYTES, Announce, Bye, Hello, Pair, Register, Renew
 from baton.handoff.protocol.ticket import MAX_TICKET_LIFE_S, Ticket, verify
 from baton.log_limit import LogLimit
 from baton.transports.base import Peer, Transport
-from baton.wire import Mode
 
 log = logging.getLogger(__name__)
 log.addFilter(LogLimit())
@@ -80,8 +79,8 @@ class Session:
 
 
 class Sessions:
-    """All sessions of one rank of an engine. For one thread. `gathered`: something above this rank makes one outcome of
-    many pairs of ranks; without it, one pair is all that a peer may bring.
+    """All sessions of one rank of an engine. For one thread. `gathered`: something above this rank joins many pairs of
+    ranks; without it, one pair is all that a peer may bring.
     """
 
     def __init__(
@@ -121,12 +120,12 @@ class Sessions:
         Raises `ProtocolError` for an address that cannot be dialled.
         """
         session = self.servers.get(address)
-        if session is not None and session.hello is not None:
-            same = session.hello.incarnation == ticket.prefill_incarnation
-            if session.refusal is not None or not same:
-                self.hang_up(session)
-                session = None
-        return session if session is not None else self.dial(address)
+        if session is None or session.hello is None:
+            return session or self.dial(address)
+        if session.refusal is None and session.hello.incarnation == ticket.prefill_incarnation:
+            return session
+        self.hang_up(session)
+        return self.dial(address)
 
     def dial(self, address: str, lost: Session | None = None) -> Session:
         """A new session, whose HELLO is on its way; `lost` is the one whose place it takes."""
@@ -183,7 +182,7 @@ class Sessions:
         session.hello = hello
         try:
             compare(self._fields, {**hello.fingerprint, **geometry_fields(hello.instance.check())})
-            session.pairs = self._pairs(session, hello.instance)
+            session.pairs = self._pairs(hello.instance, dialled=session.connection.identity is None)
             self._connect(session, hello)
         except IncompatiblePeerError as error:
             session.refusal = ("incompatible_peer", str(error))
@@ -192,12 +191,12 @@ class Sessions:
         if session.refusal is not None:
             log.warning("no handoff with engine %s: %s", hello.engine_id, session.refusal[1])
 
-    def _pairs(self, session: Session, peer: Instance) -> dict[Pair, frozenset[str]]:
+    def _pairs(self, peer: Instance, dialled: bool) -> dict[Pair, frozenset[str]]:
         here = self._hello.instance
-        if not self._gathered:
-            check_pair(here, peer)
-            return {LEAD: frozenset(here.groups)}
-        return pairs_of(*((peer, here) if session.connection.identity is None else (here, peer)))
+        if self._gathered:
+            return pairs_of(peer, here) if dialled else pairs_of(here, peer)
+        check_pair(here, peer)
+        return {LEAD: frozenset(here.groups)}
 
     def _connect(self, session: Session, hello: Hello) -> None:
         session.connecting = self._connector.begin(hello.descriptor or b"")
@@ -264,28 +263,14 @@ class Sessions:
             raise ProtocolError("the ticket is for another attempt")
         if message.key.pair not in session.pairs:
             raise ProtocolError(f"ranks {message.key.pair} have nothing to hand over")
-        for addresses, side in ((ticket.prefill_addresses, self._hello), (ticket.decode_addresses, hello)):
-            if len(addresses) < side.instance.num_ranks:
-                raise ProtocolError("the ticket does not name all ranks")
+        named = (ticket.prefill_addresses, self._hello), (ticket.decode_addresses, hello)
+        if any(len(addresses) < side.instance.num_ranks for addresses, side in named):
+            raise ProtocolError("the ticket does not name all ranks")
         if (ticket.prefill_engine, ticket.prefill_incarnation) != (config.engine_id, config.incarnation):
             raise ProtocolError("the ticket names another prefill engine")
         if (ticket.decode_engine, ticket.decode_incarnation) != (hello.engine_id, hello.incarnation):
             raise ProtocolError("the ticket names another decode engine")
-        if isinstance(message, Register):
-            self.check_tables(session, message, ticket.mode)
         return ticket
-
-    def check_tables(self, session: Session, message: Register, mode: Mode) -> None:
-        """Raise `ProtocolError` unless what a REGISTER names lies inside its sender's geometry."""
-        geometries = session.hello.instance.here if session.hello is not None else {}
-        groups = session.pairs.get(message.key.pair, frozenset())
-        for group, tokens in message.wanted.items():
-            rank = geometries.get(group)
-            if rank is None or group not in groups:
-                raise ProtocolError(f"group {group!r} does not exist, or other ranks bring it")
-            if mode == "push":
-                size, count = rank.geometry.page_size, rank.geometry.num_pages
-                check_table(group, message.pages.get(group, []), tokens, size, count)
 
     # ------------------------------------------------------------ life and health
 

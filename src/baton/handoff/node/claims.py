@@ -11,7 +11,7 @@ from baton.handoff.node.attempts import PrefillAttempt
 from baton.handoff.node.execution import Execution
 from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.frames import kind_of
-from baton.handoff.protocol.messages import Announce, AttemptKey, Cancel, Nack, Register
+from baton.handoff.protocol.messages import Announce, AttemptKey, Cancel, Nack, Register, check_table
 from baton.handoff.protocol.prefill import PrefillHandoff
 from baton.handoff.protocol.ticket import MAX_TICKET_LIFE_S, Ticket
 from baton.log_limit import LogLimit
@@ -95,7 +95,7 @@ class Claims:
             if known is not None and known.served(session) and known.may_hear(session):
                 # Its ticket was good when it came first, and may have expired since.
                 if isinstance(message, Register) and not known.machine.registered:
-                    self._sessions.check_tables(session, message, known.machine.mode)
+                    _check_tables(session, message, known.machine.mode)
                 self._feed(known, session, message)
                 return
             ticket = self._check(session, message)
@@ -117,11 +117,11 @@ class Claims:
     def _check(self, session: Session, message: Claim) -> Ticket:
         """The ticket of a claim, else `ProtocolError`. One that came in time does not expire while it waits."""
         held = self._held.get(message.key)
-        if held is None or held.session is not session or held.ticket is None or session.refusal is not None:
-            return self._sessions.check_register(session, message)
+        ticket = held.ticket if held is not None and held.session is session and session.refusal is None else None
+        ticket = ticket or self._sessions.check_register(session, message)
         if isinstance(message, Register):
-            self._sessions.check_tables(session, message, held.ticket.mode)
-        return held.ticket
+            _check_tables(session, message, ticket.mode)
+        return ticket
 
     def _feed(self, attempt: PrefillAttempt, session: Session, message: Claim) -> None:
         attempt.session = session
@@ -141,3 +141,16 @@ class Claims:
                 self.take(held.session, held.message)
             if self._held.get(key) is held:
                 del self._held[key]
+
+
+def _check_tables(session: Session, message: Register, mode: Mode) -> None:
+    """Raise `ProtocolError` unless what a REGISTER names is its pair's, and inside its sender's geometry."""
+    geometries = session.hello.instance.here if session.hello is not None else {}
+    groups = session.pairs.get(message.key.pair, frozenset())
+    for group, tokens in message.wanted.items():
+        rank = geometries.get(group)
+        if rank is None or group not in groups:
+            raise ProtocolError(f"group {group!r} does not exist, or other ranks bring it")
+        if mode == "push":
+            size, count = rank.geometry.page_size, rank.geometry.num_pages
+            check_table(group, message.pages.get(group, []), tokens, size, count)

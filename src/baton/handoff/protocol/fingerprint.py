@@ -47,7 +47,7 @@ def compare(here: Mapping[str, str], peer: Mapping[str, str]) -> None:
 def check_pair(here: Instance, peer: Instance) -> None:
     """Raise `IncompatiblePeerError` unless both have every group, on the rank that speaks and on no other.
 
-    A node serves one pair of ranks per attempt, and would not miss the bytes that other pairs have to bring.
+    A node above which nothing joins pairs would not miss the bytes that others have to bring.
     """
     differing: dict[str, tuple[object, object]] = {}
     for group in sorted({*here.groups, *peer.groups}):

@@ -52,19 +52,14 @@ def pairs_of(source: Instance, dest: Instance) -> dict[Pair, frozenset[str]]:
 
     Raises `IncompatiblePeerError` naming what no pair can bring.
     """
-    lacking: dict[str, tuple[object, object]] = {}
-    for name in sorted({*source.groups, *dest.groups}):
-        ranks = [[found.rank for found in end.groups.get(name, [])] for end in (source, dest)]
-        if not all(ranks):
-            lacking[f"group.{name}.ranks"] = (ranks[0], ranks[1])
-    if lacking:
-        raise IncompatiblePeerError(lacking)
     try:
+        if alone := sorted(source.groups.keys() ^ dest.groups.keys()):
+            raise ProtocolError(f"one side alone has groups {alone}")
         return {LEAD: frozenset(), **pairs(source.groups, dest.groups, source.sampling)}
     except IncompatiblePeerError:
         raise
     except ProtocolError as error:
-        raise IncompatiblePeerError({"ranks": ("all that is wanted", str(error))}) from error
+        raise IncompatiblePeerError({"ranks": ("each head and layer from one rank", str(error))}) from error
 
 
 class PrefillGather:
