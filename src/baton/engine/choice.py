@@ -143,8 +143,13 @@ class DraftChoice:
 
     def __init__(self, noise: Noise, first_position: IntArray, vocab_size: int) -> None:
         self._noise, self._first, self._vocab_size = noise, first_position, vocab_size
+        self._greedy = not noise.temperature.any()
 
     def __call__(self, logits_RV: Tensor, requests: IntArray, step: int, target_ids: Tensor | None) -> IntArray:
+        if self._greedy:
+            likeliest = logits_RV.argmax(dim=-1)
+            ids: IntArray = (likeliest if target_ids is None else target_ids[likeliest]).cpu().numpy()
+            return ids
         drawn = np.flatnonzero(self._noise.temperature[requests])
         best = np.empty(len(requests), dtype=np.int64)
         if len(drawn) < len(requests):
