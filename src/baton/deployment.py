@@ -50,6 +50,14 @@ class Child:
     kv: str = ""
 
 
+def _environment(engines: int) -> dict[str, str]:
+    """That of the children of a deployment. An operation waits for the slowest of its threads, so all engines together
+    have no more threads than there are cores; a number that the user has set stays."""
+    if engines == 1 or not hasattr(os, "sched_getaffinity"):
+        return dict(os.environ)
+    return {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // engines)), **os.environ}
+
+
 def check_shared_transport(uri: str) -> None:
     """Raise `ConfigError` for a URI of no transport, or of one that works within one process only."""
     if parse_uri(uri)[0].rpartition("+")[2] == "local":
@@ -100,6 +108,7 @@ class Deployment:
             transport_flags = ["--kv-transport", uri]
         try:
             roles = ["prefill"] * prefill + ["decode"] * decode + ["both"] * both
+            self._environment = _environment(len(roles))
             names = [f"{role}-{roles[:number].count(role)}" for number, role in enumerate(roles)]
             make_keys(keys, names)
             self.ticket_key_file = str(ticket_key_file(keys))
@@ -203,6 +212,7 @@ class Deployment:
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
+                    env=self._environment,
                     pass_fds=(write,),
                     # Ctrl-C reaches this process alone, which then ends its children in order.
                     start_new_session=True,

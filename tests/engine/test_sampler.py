@@ -231,14 +231,17 @@ def test_noise_of_many_is_that_of_each() -> None:
 
 @pytest.mark.parametrize("mapped", [False, True])
 @pytest.mark.parametrize("block", [1 << 19, 700])
-def test_drafts_are_picked_as_the_target_would(mapped: bool, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("temperatures", [[0.0, 0.7, 1.3, 0.0, 0.2, 0.9, 0.5], [0.0] * 7])
+def test_drafts_are_picked_as_the_target_would(
+    mapped: bool, block: int, temperatures: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By the definition: argmax of logits over temperature and the noise of the target's own ids."""
     monkeypatch.setattr(choice, "_BLOCK", block)
     vocab_size = 301
     random = np.random.default_rng(3)
     target_ids = np.sort(random.permutation(vocab_size)[:100]) if mapped else np.arange(vocab_size)
     logits = random.normal(size=(6, len(target_ids))).astype(np.float32)
-    params = [SamplingParams(seed=i, temperature=t) for i, t in enumerate([0.0, 0.7, 1.3, 0.0, 0.2, 0.9, 0.5])]
+    params = [SamplingParams(seed=i, temperature=t) for i, t in enumerate(temperatures)]
     first, requests, step = np.arange(20, 27), np.array([0, 1, 2, 4, 5, 6]), 2
     picked = DraftChoice(noise_of(params), first, vocab_size)(
         torch.from_numpy(logits), requests, step, torch.from_numpy(target_ids) if mapped else None
