@@ -1,0 +1,123 @@
+"""Where a forward's time goes on this CPU: linear layers, attention, the rest; and how far that is from the machine.
+
+    python -m benchmarks.step_profile MODEL --threads 1
+
+Times are CPU time of the thread that computes, so other processes disturb them less than a clock's; of several threads
+it is the first. "Machine" is what the same process gets of a large matrix product in the same dtype (prefill), and of
+reading memory (decode).
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import typer
+
+from baton.engine.attention import AttnBatch, get_backend
+from baton.models.cache import KVLayerSpec
+from baton.models.linear import Linear
+from baton.models.loader import load_model
+
+PAGE = 16
+CONTEXT = 512
+# Name, requests, position of the first row, rows of each, repetitions.
+CASES = (
+    ("prefill, 512 rows", 1, 0, CONTEXT, 5),
+    ("decode, batch 1", 1, CONTEXT, 1, 25),
+    ("verification, 4 rows", 1, CONTEXT, 4, 15),
+    ("decode, batch 8", 8, CONTEXT, 1, 12),
+    ("decode, batch 32", 32, CONTEXT, 1, 6),
+)
+
+
+class Clock:
+    """Seconds of CPU time spent in the functions it wraps, by name."""
+
+    def __init__(self) -> None:
+        self.spent: dict[str, float] = {}
+
+    def around(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function`, whose time is added under `name`."""
+
+        def timed(*arguments: Any) -> Any:
+            started = time.thread_time()
+            result = function(*arguments)
+            self.spent[name] = self.spent.get(name, 0.0) + time.thread_time() - started
+            return result
+
+        return timed
+
+
+def _best(function: Callable[[], object], repeat: int) -> float:
+    spent = []
+    for _ in range(repeat):
+        started = time.thread_time()
+        function()
+        spent.append(time.thread_time() - started)
+    return min(spent)
+
+
+@torch.inference_mode()
+def main(
+    model: str,
+    dtype: str = "bfloat16",
+    threads: Annotated[int, typer.Option(help="of torch")] = 1,
+    batch_invariant: bool = False,
+) -> None:
+    """Print a line for each kind of forward."""
+    torch.set_num_threads(threads)
+    target = load_model(model, dtype, batch_invariant=batch_invariant)
+    spec, num_layers, kind = target.kv_layers[0], len(target.kv_layers), target.build.dtype
+    assert isinstance(spec, KVLayerSpec), "a model without other kinds of layers"
+    square, memory = torch.randn(2048, 2048).to(kind), torch.ones(1 << 26)
+    peak = 2 * 2048**3 / _best(lambda: square @ square, 5)
+    bandwidth = memory.numel() * 4 / _best(lambda: memory.sum(), 5)
+    print(f"machine: {peak / 1e9:.0f} GFLOP/s, {bandwidth / 1e9:.1f} GB/s; {dtype}, {threads} threads")
+    clock, backend = Clock(), get_backend("paged_cpu", "cpu")
+    attend = clock.around("attention", backend.write_and_attend)
+    layers = [layer for layer in target.modules() if isinstance(layer, Linear)]
+    for layer in layers:
+        layer.forward = clock.around("linears", layer.forward)  # type: ignore[method-assign]
+    shapes = [(layer._packed if layer.weight is None else layer.weight) for layer in layers]
+    numbers = sum(weight.shape[0] * weight.shape[1] for weight in shapes if weight is not None)
+    head = target.vocab_size * target.hidden_size
+    for name, requests, start, rows, repeat in CASES:
+        pages = -(-(CONTEXT + rows) // PAGE)
+        shape = (1 + requests * pages, num_layers, 2, PAGE, spec.num_kv_heads, spec.head_dim)
+        kv = torch.zeros(shape, dtype=kind)
+        table = np.arange(1, 1 + requests * pages, dtype=np.int32).reshape(requests, pages)
+        positions = np.tile(np.arange(start, start + rows), requests)
+        batch = AttnBatch(np.arange(0, requests * rows + 1, rows, dtype=np.int32), positions, table)
+        ids, at = torch.zeros(requests * rows, dtype=torch.int64), torch.from_numpy(positions)
+
+        def attend_layer(layer: int, q: Any, k: Any, v: Any, scale: float, kv: Any = kv, batch: Any = batch) -> Any:
+            return attend(kv, layer, q, k, v, scale, batch, None)
+
+        parts: list[tuple[float, float, float]] = []
+        for _ in range(repeat + 1):
+            clock.spent.clear()
+            began = time.thread_time()
+            hidden, _ = target(ids, at, attend_layer)
+            target.compute_logits(hidden.view(requests, rows, -1)[:, -1])
+            parts.append((time.thread_time() - began, clock.spent["linears"], clock.spent["attention"]))
+        total, linears, attention = (statistics.median(column) * 1e3 for column in zip(*parts[1:], strict=True))
+        work = 2 * ((numbers - head) * requests * rows + head * requests)
+        used = (
+            f"{work / linears / 1e6 / (peak / 1e9):.0%} of the machine's products"
+            if rows == CONTEXT
+            else f"{numbers * kind.itemsize / linears / 1e6 / (bandwidth / 1e9):.0%} of its bandwidth"
+        )
+        print(
+            f"{name:22} {total:8.1f} ms: linears {linears:7.1f} ({used}), attention {attention:6.1f}, "
+            f"rest {total - linears - attention:5.1f}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    typer.run(main)
