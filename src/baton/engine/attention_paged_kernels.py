@@ -152,8 +152,7 @@ def _attend_block(
         np.int64(keys.ctypes.data),
         np.int64(scores.ctypes.data),
     )
-    queries_at, sums_at = np.int64(queries.ctypes.data), np.int64(sums.ctypes.data)
-    factors_at = np.int64(factors.ctypes.data)
+    sums_at, factors_at = np.int64(sums.ctypes.data), np.int64(factors.ctypes.data)
     score_bytes, sum_bytes = _F32_BYTES * _TILE, _F32_BYTES * padded
     for i in range(count):
         for d in range(size):
@@ -178,9 +177,10 @@ def _attend_block(
                     first, last = min(first, low[j]), max(last, high[j])
             if first >= last:
                 continue
+            # Numba frees an array behind its last use by name, and its address is none: this is the queries' last.
+            left = np.int64(queries.ctypes.data) + i * size * _F32_BYTES
             _multiply(
-                together, queries_at + i * size * _F32_BYTES, size * _F32_BYTES, keys_at, score_bytes, size, 0,
-                scores_at, score_bytes, _TILE,
+                together, left, size * _F32_BYTES, keys_at, score_bytes, size, 0, scores_at, score_bytes, _TILE
             )  # fmt: skip
             for j in range(together):
                 at = scores_at + j * score_bytes
