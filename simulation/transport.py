@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from baton.errors import ProtocolError, TransportError
-from baton.transports.base import ByteArray, CopyList, Direction, Operation, Peer, Region, check_copies
+from baton.kv.geometry import CopyList
+from baton.transports.base import ByteArray, Direction, Operation, Peer, Region, check_copies
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

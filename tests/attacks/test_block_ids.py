@@ -15,8 +15,8 @@ from baton.handoff.protocol.frames import decode, encode
 from baton.handoff.protocol.greeting import prove, seal, session_key
 from baton.handoff.protocol.messages import Bye, Hello, Nack, Ready, Register
 from baton.handoff.protocol.ticket import mint
+from baton.kv.geometry import CopyList
 from baton.kv.interval import Interval
-from baton.transports.base import CopyList
 from simulation.handoff_pair import Node
 from tests.attacks.attacker import TICKET_KEY, Scene
 

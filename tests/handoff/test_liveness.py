@@ -28,10 +28,10 @@ from baton.handoff.protocol.events import (
 from baton.handoff.protocol.frames import decode, encode
 from baton.handoff.protocol.messages import Bye, Cancel, Cancelled, Hello, Message, Register, Renew, Seeds
 from baton.handoff.protocol.ticket import SignedTicket, Ticket, new_transfer_id
-from baton.kv.geometry import Geometry
+from baton.kv.geometry import CopyList, Geometry
 from baton.kv.interval import Interval
 from baton.kv.spec import GroupSpec, kv_planes
-from baton.transports.base import CopyList, Direction, Operation, Peer
+from baton.transports.base import Direction, Operation, Peer
 from baton.transports.local import LocalTransport
 from tests.handoff.nodes import signed
 

@@ -18,9 +18,10 @@ import numpy as np
 import pytest
 
 from baton.errors import ConfigError, ProtocolError, TransportError
+from baton.kv.geometry import CopyList
 from baton.transports import driver, mooncake
 from baton.transports import remote as remote_module
-from baton.transports.base import ByteArray, CopyList, DeviceMemory, Direction, Operation, Peer
+from baton.transports.base import ByteArray, DeviceMemory, Direction, Operation, Peer
 from baton.transports.batches import Rows
 from baton.transports.library import BatchFailedError, Library, RemotePeer
 from baton.transports.lifeline import MAX_STRANGERS, RECEIVED_BYTES, Event, Lifeline, Line

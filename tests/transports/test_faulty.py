@@ -8,7 +8,8 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-from baton.transports.base import CopyList, Operation, Peer, Transport
+from baton.kv.geometry import CopyList
+from baton.transports.base import Operation, Peer, Transport
 from baton.transports.registry import create_transport
 
 PAGE = 64

@@ -6,7 +6,8 @@ import threading
 
 import numpy as np
 
-from baton.transports.base import CopyList, Operation
+from baton.kv.geometry import CopyList
+from baton.transports.base import Operation
 from baton.transports.mover import CHUNK_BYTES, Mover, copy_runs
 
 

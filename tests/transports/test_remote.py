@@ -20,9 +20,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.errors import ConfigError, ProtocolError, TransportError
+from baton.kv.geometry import CopyList
 from baton.testing.transport_peer import SpawnedPeer, pattern
 from baton.transports import remote as remote_module
-from baton.transports.base import CopyList, Direction
+from baton.transports.base import Direction
 from baton.transports.batches import batch_bounds, split_runs
 from baton.transports.file import Batch, FileLibrary
 from baton.transports.library import RemotePeer

@@ -19,9 +19,9 @@ import numpy as np
 import pytest
 
 from baton.errors import ProtocolError, TransportError
+from baton.kv.geometry import CopyList
 from baton.testing.transport_peer import SpawnedPeer
 from baton.transports import mover
-from baton.transports.base import CopyList
 from baton.transports.process import start_time_of
 from baton.transports.shm import SHM_DIR, ShmTransport, remove_stale_segments
 

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from baton.errors import ConfigError, TransportError
+from baton.kv.geometry import CopyList
 from baton.testing.transport_peer import pattern
-from baton.transports.base import CopyList
 from baton.transports.batches import Rows
 from baton.transports.file import FileLibrary
 from baton.transports.registry import create_transport

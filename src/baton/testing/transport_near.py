@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
+from baton.kv.geometry import CopyList
 from baton.testing.transport_peer import FarSide, NearbyPeer, SpawnedPeer
-from baton.transports.base import ByteArray, CopyList, Direction, Operation, Peer, Transport
+from baton.transports.base import ByteArray, Direction, Operation, Peer, Transport
 
 WAIT_S = 60.0
 CALLS_S = 2.0  # a bound for calls that must not wait for a peer, which would take 5 s

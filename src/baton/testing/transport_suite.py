@@ -14,10 +14,11 @@ from collections.abc import Callable, Collection
 import numpy as np
 
 from baton.errors import BatonError, ProtocolError
+from baton.kv.geometry import CopyList
 from baton.testing import transport_ends as ends
 from baton.testing.transport_near import SIZES, WAIT_S, NearSide, applied, copies_of, need, scattered
 from baton.testing.transport_peer import pattern
-from baton.transports.base import CopyList, Transport
+from baton.transports.base import Transport
 
 
 def check_names() -> list[str]:

@@ -16,7 +16,9 @@ offset) and gets one `Operation` per copy list. Every transport keeps these rule
 
 from __future__ import annotations
 
+import atexit
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -27,21 +29,6 @@ from numpy.typing import NDArray
 
 from baton.errors import BatonError, ProtocolError, TransportError
 from baton.kv.geometry import CopyList
-
-__all__ = [
-    "ByteArray",
-    "CopyList",
-    "DeviceMemory",
-    "Direction",
-    "Operation",
-    "Peer",
-    "Region",
-    "Transport",
-    "check_copies",
-    "check_regions",
-    "future_of",
-    "settle",
-]
 
 ByteArray = NDArray[np.uint8]
 Direction = Literal["read", "write"]
@@ -270,3 +257,17 @@ def check_copies(copies: CopyList, source_sizes: Sequence[int], dest_sizes: Sequ
                 f"run {run} ({int(copies.nbytes[run])} bytes at {int(offset[run])}) lies outside "
                 f"{side} region {region} of {sizes[region]} bytes"
             )
+
+
+_open: weakref.WeakSet[Transport] = weakref.WeakSet()
+
+
+def close_at_exit(transport: Transport) -> None:
+    """For transports: have `transport` closed when the interpreter ends, if it lives until then."""
+    _open.add(transport)
+
+
+@atexit.register
+def _close_all() -> None:
+    for transport in list(_open):
+        transport.close()

@@ -31,9 +31,9 @@ import msgspec
 import numpy as np
 
 from baton.errors import BatonError, ConfigError
+from baton.kv.geometry import CopyList
 from baton.transports.base import (
     ByteArray,
-    CopyList,
     Direction,
     Operation,
     Peer,

@@ -27,12 +27,14 @@ from weakref import WeakValueDictionary
 import msgspec
 import numpy as np
 
-from baton.errors import BatonError, ConfigError, ProtocolError, TransportError
-from baton.transports.base import ByteArray, CopyList, Direction
+from baton.errors import BatonError, ProtocolError, TransportError
+from baton.kv.geometry import CopyList
+from baton.transports.base import ByteArray, Direction
 from baton.transports.batches import BATCH_BYTES, Rows
 from baton.transports.library import BatchFailedError, Library, RemotePeer
 from baton.transports.lifeline import Lifeline, Line
 from baton.transports.mover import copy_runs
+from baton.transports.registry import read_options
 from baton.transports.remote import RemoteTransport
 from baton.transports.store import FileStore, StoreOptions
 
@@ -247,9 +249,6 @@ def _locate(spans: list[ByteArray], runs: Rows) -> tuple[ByteArray, Rows, Rows]:
 
 
 def create(query: dict[str, str]) -> RemoteTransport:
-    """The factory of `file://`. Raises `ConfigError` for an option that does not exist or is out of range."""
-    try:
-        options = msgspec.convert(query, FileOptions, strict=False)
-    except msgspec.ValidationError as error:
-        raise ConfigError("transport", f"file: {error}") from error
+    """The factory of `file://`. Raises `ConfigError` as `read_options` does."""
+    options = read_options("file", query, FileOptions)
     return RemoteTransport(FileLibrary(options), options.host)

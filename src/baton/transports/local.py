@@ -12,6 +12,7 @@ import numpy as np
 from baton.errors import ProtocolError, TransportError
 from baton.transports.base import ByteArray
 from baton.transports.memory import MemoryPeer, MemoryTransport
+from baton.transports.registry import refuse_options
 
 _open: dict[bytes, list[ByteArray]] = {}
 
@@ -52,3 +53,9 @@ class LocalTransport(MemoryTransport):
     def _release(self) -> None:
         if self._descriptor is not None:
             _open.pop(self._descriptor, None)
+
+
+def create(query: dict[str, str]) -> LocalTransport:
+    """The factory of `local://`, which has no options. Raises `ConfigError` for any."""
+    refuse_options("local", query)
+    return LocalTransport()

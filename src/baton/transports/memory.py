@@ -8,9 +8,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from baton.errors import ProtocolError, TransportError
+from baton.kv.geometry import CopyList
 from baton.transports.base import (
     ByteArray,
-    CopyList,
     Direction,
     Operation,
     Peer,

@@ -32,6 +32,7 @@ from baton.transports.base import ByteArray, Direction
 from baton.transports.batches import Rows
 from baton.transports.library import Library, RemotePeer
 from baton.transports.lifeline import Lifeline
+from baton.transports.registry import read_options
 from baton.transports.remote import RemoteTransport
 from baton.transports.sockets import held_bytes
 
@@ -148,9 +149,6 @@ def _hint(library: str) -> str:
 
 
 def create(query: dict[str, str]) -> RemoteTransport:
-    """The factory of `mooncake://`. Raises `ConfigError` for an option that does not exist or is out of range."""
-    try:
-        options = msgspec.convert(query, MooncakeOptions, strict=False)
-    except msgspec.ValidationError as error:
-        raise ConfigError("transport", f"mooncake: {error}") from error
+    """The factory of `mooncake://`. Raises `ConfigError` as `read_options` does."""
+    options = read_options("mooncake", query, MooncakeOptions)
     return RemoteTransport(MooncakeLibrary(options), options.host)

@@ -35,6 +35,7 @@ from baton.transports.base import ByteArray, DeviceMemory, Direction
 from baton.transports.batches import Rows
 from baton.transports.library import Library, RemotePeer
 from baton.transports.lifeline import Lifeline
+from baton.transports.registry import read_options
 from baton.transports.remote import RemoteTransport
 from baton.transports.sockets import held_bytes
 
@@ -160,9 +161,6 @@ def load_api() -> Any:
 
 
 def create(query: dict[str, str]) -> RemoteTransport:
-    """The factory of `nixl://`. Raises `ConfigError` for an option that does not exist or is out of range."""
-    try:
-        options = msgspec.convert(query, NixlOptions, strict=False)
-    except msgspec.ValidationError as error:
-        raise ConfigError("transport", f"nixl: {error}") from error
+    """The factory of `nixl://`. Raises `ConfigError` as `read_options` does."""
+    options = read_options("nixl", query, NixlOptions)
     return RemoteTransport(NixlLibrary(options), options.host)

@@ -9,61 +9,33 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib.metadata import EntryPoint, entry_points
+from typing import TypeVar
 from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
+
+import msgspec
 
 from baton.errors import ConfigError
 from baton.transports.base import Transport
 from baton.wire import Integrity
 
 Factory = Callable[[dict[str, str]], Transport]
-
-
-def _local(query: dict[str, str]) -> Transport:
-    from baton.transports.local import LocalTransport
-
-    _refuse("local", query)
-    return LocalTransport()
-
-
-def _shm(query: dict[str, str]) -> Transport:
-    from baton.transports.shm import ShmTransport
-
-    _refuse("shm", query)
-    return ShmTransport()
-
-
-def _nixl(query: dict[str, str]) -> Transport:
-    from baton.transports.nixl import create
-
-    return create(query)
-
-
-def _mooncake(query: dict[str, str]) -> Transport:
-    from baton.transports.mooncake import create
-
-    return create(query)
-
-
-def _file(query: dict[str, str]) -> Transport:
-    from baton.transports.file import create
-
-    return create(query)
-
-
-_BUILT_IN: dict[str, Factory] = {
-    "local": _local,
-    "shm": _shm,
-    "nixl": _nixl,
-    "mooncake": _mooncake,
-    "file": _file,
-}
-
-
+OptionsT = TypeVar("OptionsT")
+_GROUP = "baton.transports"
+_BUILT_IN = ("local", "shm", "nixl", "mooncake", "file")  # modules of this package, each with a factory `create`
 # These move bytes through memory that only processes of one user can open.
 _OF_ONE_USER = ("local", "shm")
 
 
-def _refuse(scheme: str, query: dict[str, str]) -> None:
+def read_options(scheme: str, query: dict[str, str], kind: type[OptionsT]) -> OptionsT:
+    """The options of a URI. Raises `ConfigError` for one that does not exist or is out of range."""
+    try:
+        return msgspec.convert(query, kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise ConfigError("transport", f"{scheme}: {error}") from error
+
+
+def refuse_options(scheme: str, query: dict[str, str]) -> None:
+    """Raise `ConfigError` for any option of a transport that has none."""
     if query:
         raise ConfigError("transport", f"{scheme} has no option {sorted(query)[0]!r}")
 
@@ -74,7 +46,8 @@ def parse_uri(text: str) -> tuple[str, dict[str, str]]:
 
     Raises `ConfigError` for a malformed URI, and for a name that is not registered.
     """
-    expected = f"expected a name or scheme://?option=value, got {text!r}; known: {_known()}"
+    known = _factories()
+    expected = f"expected a name or scheme://?option=value, got {text!r}; known: {', '.join(sorted(known))}"
     try:
         parts = urlsplit(text if "://" in text else f"{text}://")
     except ValueError:
@@ -90,8 +63,8 @@ def parse_uri(text: str) -> tuple[str, dict[str, str]]:
     outer, plus, inner = parts.scheme.rpartition("+")
     if plus and outer != "faulty":
         raise ConfigError("transport", f"unknown wrapper {outer!r} in {text!r}; known: faulty")
-    if inner not in _BUILT_IN and inner not in _entry_points():
-        raise ConfigError("transport", f"unknown transport {inner!r}; known: {_known()}")
+    if inner not in known:
+        raise ConfigError("transport", f"unknown transport {inner!r}; known: {', '.join(sorted(known))}")
     return parts.scheme, query
 
 
@@ -133,7 +106,7 @@ def create_transport(uri: str) -> Transport:
     """
     scheme, query = parse_uri(uri)
     _, plus, inner = scheme.rpartition("+")
-    factory = _BUILT_IN.get(inner) or _load(inner)
+    factory: Factory = _factories()[inner].load()
     if not plus:
         return factory(query)
     from baton.transports.faulty import FaultyTransport, parse_fault
@@ -142,14 +115,6 @@ def create_transport(uri: str) -> Transport:
     return FaultyTransport(factory(rest), fault)
 
 
-def _entry_points() -> dict[str, EntryPoint]:
-    return {point.name: point for point in entry_points(group="baton.transports")}
-
-
-def _load(scheme: str) -> Factory:
-    factory: Factory = _entry_points()[scheme].load()
-    return factory
-
-
-def _known() -> str:
-    return ", ".join(sorted({*_BUILT_IN, *_entry_points()}))
+def _factories() -> dict[str, EntryPoint]:
+    built_in = {scheme: EntryPoint(scheme, f"{__package__}.{scheme}:create", _GROUP) for scheme in _BUILT_IN}
+    return {point.name: point for point in entry_points(group=_GROUP)} | built_in

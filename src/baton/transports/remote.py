@@ -6,12 +6,10 @@ with that batch.
 
 from __future__ import annotations
 
-import atexit
 import ipaddress
 import mmap
 import threading
 import time
-import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future
 
@@ -20,9 +18,9 @@ import numpy as np
 import xxhash
 
 from baton.errors import BatonError, ConfigError, ProtocolError, TransportError
+from baton.kv.geometry import CopyList
 from baton.transports.base import (
     ByteArray,
-    CopyList,
     DeviceMemory,
     Direction,
     Operation,
@@ -30,6 +28,7 @@ from baton.transports.base import (
     Region,
     check_copies,
     check_regions,
+    close_at_exit,
     settle,
 )
 from baton.transports.batches import Job, make_job
@@ -77,7 +76,7 @@ class RemoteTransport:
         self._spans: list[tuple[int, int]] = []
         self._closed = False
         self._driver = Driver(library, host)
-        _transports.add(self)
+        close_at_exit(self)
 
     def allocate(self, name: str, nbytes: int) -> ByteArray:
         """Whole pages, shared with nothing else, since a network card pins memory by the page."""
@@ -235,12 +234,3 @@ def parse_descriptor(scheme: str, descriptor: bytes) -> RemoteDescriptor:
     if parsed.device is not None and not 0 <= parsed.device < 1 << 16:
         raise ProtocolError(f"the device in the {scheme} descriptor is out of range")
     return parsed
-
-
-_transports: weakref.WeakSet[RemoteTransport] = weakref.WeakSet()
-
-
-@atexit.register
-def _close_at_exit() -> None:
-    for transport in list(_transports):
-        transport.close()

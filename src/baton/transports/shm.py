@@ -12,7 +12,6 @@ A peer that shrinks its files crashes this process: processes of one user trust 
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import errno
 import fcntl
@@ -30,9 +29,10 @@ import numpy as np
 from msgspec import Meta
 
 from baton.errors import ProtocolError, TransportError
-from baton.transports.base import ByteArray, Peer
+from baton.transports.base import ByteArray, Peer, close_at_exit
 from baton.transports.memory import MemoryPeer, MemoryTransport
 from baton.transports.process import ProcessWatch, own_host_key, start_time_of, stat_of
+from baton.transports.registry import refuse_options
 
 SHM_DIR = "/dev/shm"
 _NAME = re.compile(r"baton-([0-9]{1,10})-([0-9]{1,20})-[0-9a-f]{16}", re.ASCII)
@@ -122,7 +122,7 @@ class ShmTransport(MemoryTransport):
         self._segments: list[_Segment] = []
         self._owner = os.getpid()
         remove_stale_segments()
-        _transports.add(self)
+        close_at_exit(self)
 
     def allocate(self, name: str, nbytes: int) -> ByteArray:
         """The host commits the memory now, so that too little of it is an error here and not a crash (SIGBUS) at the
@@ -264,10 +264,7 @@ def _open_segment(segment: _SegmentName) -> int:
     return fd
 
 
-_transports: weakref.WeakSet[ShmTransport] = weakref.WeakSet()
-
-
-@atexit.register
-def _close_at_exit() -> None:
-    for transport in list(_transports):
-        transport.close()
+def create(query: dict[str, str]) -> ShmTransport:
+    """The factory of `shm://`, which has no options. Raises `ConfigError` for any."""
+    refuse_options("shm", query)
+    return ShmTransport()

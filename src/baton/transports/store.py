@@ -35,7 +35,7 @@ from safetensors.numpy import save as encode
 from baton.directories import own_directory
 from baton.errors import ConfigError, TransportError
 from baton.transports.base import ByteArray
-from baton.transports.registry import parse_uri
+from baton.transports.registry import parse_uri, read_options
 
 KEEP_S = 5.0
 _ABANDONED_S = 3600.0  # a temporary file of this age was left behind: no write takes so long
@@ -213,11 +213,7 @@ class FileStore:
 def open_store(uri: str) -> FileStore:
     """The store of `file:///DIRECTORY?max_bytes=N`. Raises `ConfigError` for an option that does not exist or is out of
     range, and for a directory that cannot be used."""
-    scheme, query = parse_uri(uri)
-    try:
-        options = msgspec.convert(query, StoreOptions, strict=False)
-    except msgspec.ValidationError as error:
-        raise ConfigError("transport", f"{scheme}: {error}") from error
+    options = read_options(*parse_uri(uri), StoreOptions)
     return FileStore(options.path, options.max_bytes)
 
 
