@@ -7,7 +7,9 @@ when they are another user's, or open to others.
 from __future__ import annotations
 
 import os
+import secrets
 import stat
+from collections.abc import Callable
 from pathlib import Path
 
 from baton.errors import ConfigError
@@ -39,3 +41,24 @@ def own_directory(path: Path, field: str) -> Path:
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     check_own(path, field)
     return path
+
+
+def own_secret(path: Path, field: str, make: Callable[[], bytes]) -> bytes:
+    """The content of a file that its owner alone may read; where there is none, one is made with what `make` returns.
+
+    Raises `ConfigError` as `check_own` does, `OSError` when it cannot be made or read.
+    """
+    if not path.exists():
+        fresh = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+        descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(make())
+        try:
+            # Linked, not renamed: of two processes that start together the second must take the first's secret.
+            os.link(fresh, path)
+        except FileExistsError:
+            pass
+        finally:
+            fresh.unlink()
+    check_own(path, field, OTHERS)
+    return path.read_bytes()

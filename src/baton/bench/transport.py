@@ -1,4 +1,4 @@
-"""What the data plane costs: `python -m baton.bench.transport [TRANSPORT]`.
+"""What the data plane costs: `baton bench transport`.
 
 Medians of 21 rounds, all in one run, so that the ratios compare like with like: writing 64 MiB in scattered
 32 KiB and 4 KiB runs to the memory of another process of this host (`shm`, or the transport that is named), over one
@@ -9,7 +9,6 @@ slow spell of the host meets all of them.
 from __future__ import annotations
 
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -129,13 +128,3 @@ def _medians(parts: dict[str, Callable[[], object]], rounds: int) -> dict[str, f
             part()
             seconds[name].append(time.perf_counter() - start)
     return {name: statistics.median(values) for name, values in seconds.items()}
-
-
-def main() -> None:
-    """Print the figures, one a line."""
-    for name, value in run(*sys.argv[1:2]).items():
-        print(f"{name:24} {value:10.3f}")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,7 @@
-"""What OpenAI-compatible servers answer, as far as Baton's own clients read it. Nothing of it is trusted."""
+"""Parts of the answers of OpenAI-compatible servers: those that Baton's own clients read, and Baton writes too.
+
+Nothing of what is read is trusted.
+"""
 
 from __future__ import annotations
 
@@ -43,6 +46,7 @@ class Logprobs(msgspec.Struct, frozen=True):
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float] | None] | None = None
     tokens: list[str] | None = None
+    text_offset: list[int] | None = None
 
 
 class Choice(msgspec.Struct, frozen=True):
@@ -56,11 +60,14 @@ class Choice(msgspec.Struct, frozen=True):
     text: str | None = None
 
 
-class Usage(msgspec.Struct, frozen=True):
-    """Counts of tokens."""
+class Usage(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Counts of tokens. The details are not read."""
 
     prompt_tokens: int
     completion_tokens: int
+    total_tokens: int | None = None
+    prompt_tokens_details: Any = None
+    completion_tokens_details: Any = None
 
 
 class Completion(msgspec.Struct, frozen=True):

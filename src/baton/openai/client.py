@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from typing import Any
 
 import aiohttp
@@ -38,6 +38,27 @@ def base_url(url: str, field: str) -> str:
     if not url.startswith(("http://", "https://")):
         raise ConfigError(field, f"must be http://HOST:PORT or https://HOST:PORT, got {url!r}")
     return url.rstrip("/").removesuffix("/v1")
+
+
+@contextlib.contextmanager
+def failures(where: str, unreached: type[EngineUnavailableError] = EngineLostError) -> Iterator[None]:
+    """Turn each failure of an exchange with the server `where` into `EngineLostError` (it may have taken the request),
+    `unreached` (it was not there to take it) or `ProtocolError` (its answer is malformed)."""
+    try:
+        yield
+    except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+        raise unreached(f"{where}: {describe(error)}") from None
+    except asyncio.TimeoutError:
+        raise EngineLostError(f"{where}: no answer in time") from None
+    except (aiohttp.ClientError, OSError) as error:
+        raise EngineLostError(f"{where}: {describe(error)}") from None
+    except (msgspec.DecodeError, LineTooLong, ValueError, RecursionError) as error:
+        raise ProtocolError(f"{where}: the answer is malformed: {describe(error)}") from None
+
+
+def describe(error: Exception) -> str:
+    """What an exception says, on one line; its kind where it says nothing."""
+    return printable(str(error) or type(error).__name__)
 
 
 async def read_body(response: aiohttp.ClientResponse, limit: int) -> bytes:
@@ -97,9 +118,9 @@ async def connected(
 class OpenAIClient:
     """Requests to the server at one base URL.
 
-    All methods raise `EngineLostError` for no answer, or one that ends too early; `OverloadedError` for HTTP status 429
-    and `EngineUnavailableError` for another one that is not 200 (redirects are not followed); `ProtocolError` for an
-    answer that is malformed or too large.
+    All methods raise what `failures` does, `EngineLostError` also for an answer that ends too early; `OverloadedError`
+    for HTTP status 429 and `EngineUnavailableError` for another one that is not 200 (redirects are not followed);
+    `ProtocolError` for an answer that is too large.
     """
 
     def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
@@ -145,19 +166,13 @@ class OpenAIClient:
     async def _answer(
         self, method: str, url: str, body: dict[str, Any] | None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        try:
+        with failures(url):
             async with self._session.request(
                 method, url, json=body, allow_redirects=False, read_bufsize=MAX_BODY_BYTES
             ) as response:
                 if response.status != 200:
                     raise await _refused(response, url)
                 yield response
-        except asyncio.TimeoutError:
-            raise EngineLostError(f"{url}: no answer in time") from None
-        except (aiohttp.ClientError, OSError) as error:
-            raise EngineLostError(f"{url}: {printable(str(error) or type(error).__name__)}") from None
-        except (msgspec.DecodeError, ValueError, RecursionError, LineTooLong) as error:
-            raise ProtocolError(f"{url}: the answer is malformed: {printable(str(error))}") from None
 
 
 async def _refused(response: aiohttp.ClientResponse, url: str) -> EngineUnavailableError | OverloadedError:

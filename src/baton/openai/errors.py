@@ -63,36 +63,34 @@ class ApiError:
         return msgspec.json.encode({"error": fields})
 
 
+# How errors are told: the first class that fits, with its HTTP status, type and code.
+_TOLD: tuple[tuple[type[BatonError], int, str, str | None], ...] = (
+    (UnknownModelError, 404, "invalid_request_error", "model_not_found"),
+    (UnauthorizedError, 401, "authentication_error", "invalid_admin_token"),
+    (ForbiddenError, 403, "permission_error", "forbidden"),
+    (RequestError, 400, "invalid_request_error", None),
+    (OverloadedError, 429, "rate_limit_error", "overloaded"),
+    (CapacityError, 400, "invalid_request_error", "capacity"),
+    (EngineStalledError, 503, "service_unavailable_error", ENGINE_STALLED),
+    (EngineUnavailableError, 503, "service_unavailable_error", "engine_unavailable"),
+    (IncompatiblePeerError, 409, "server_error", "incompatible_peer"),
+    (ProtocolError, 409, "server_error", "protocol_error"),
+    (BatonError, 500, "server_error", "engine_error"),
+)
+
+
 def to_api_error(error: BaseException) -> ApiError:
     """Map any exception. One that Baton did not raise on purpose is logged, and its details are not shown."""
-    text = str(error)
-    if isinstance(error, UnknownModelError):
-        return ApiError(404, text, "invalid_request_error", "model", "model_not_found")
-    if isinstance(error, UnauthorizedError):
-        return ApiError(401, text, "authentication_error", None, "invalid_admin_token")
-    if isinstance(error, ForbiddenError):
-        return ApiError(403, text, "permission_error", error.param, "forbidden")
+    text, param = str(error), None
     if isinstance(error, RequestError):
-        return ApiError(400, text, "invalid_request_error", error.param)
-    text = _ADDRESS.sub("(address)", text)
-    if text != str(error):
-        logger.warning("a client is told an error without its addresses: %s", error)
-    if isinstance(error, OverloadedError):
-        return ApiError(429, text, "rate_limit_error", None, "overloaded")
-    if isinstance(error, CapacityError):
-        return ApiError(400, text, "invalid_request_error", None, "capacity")
-    if isinstance(error, EngineStalledError):
-        return ApiError(503, text, "service_unavailable_error", None, ENGINE_STALLED)
-    if isinstance(error, EngineUnavailableError):
-        return ApiError(503, text, "service_unavailable_error", None, "engine_unavailable")
-    if isinstance(error, IncompatiblePeerError):
-        return ApiError(409, text, "server_error", None, "incompatible_peer")
-    if isinstance(error, ProtocolError):
-        return ApiError(409, text, "server_error", None, "protocol_error")
-    if isinstance(error, HandoffError):
-        return ApiError(500, text, "server_error", None, error.reason)
-    if isinstance(error, BatonError):
-        return ApiError(500, text, "server_error", None, "engine_error")
+        param = error.param
+    else:
+        text = _ADDRESS.sub("(address)", text)
+        if text != str(error):
+            logger.warning("a client is told an error without its addresses: %s", error)
+    for kind, status, shape, code in _TOLD:
+        if isinstance(error, kind):
+            return ApiError(status, text, shape, param, error.reason if isinstance(error, HandoffError) else code)
     logger.error("unexpected error while serving a request", exc_info=error)
     return ApiError(500, "internal error", "server_error", None, "internal_error")
 

@@ -1,10 +1,11 @@
-"""Response bodies of the OpenAI API, streamed and whole, as plain dicts."""
+"""Response bodies of the OpenAI API, streamed and whole."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+from baton.openai.answers import Logprobs, SpecDecode, Usage
 from baton.openai.output import Delta, SampleOutput
 from baton.openai.plan import Plan
 from baton.text import Tokenizer
@@ -13,8 +14,8 @@ from baton.wire import TokenLogprobs
 Json = dict[str, Any]
 
 
-def usage(plan: Plan, outputs: Sequence[SampleOutput]) -> Json:
-    """Return the `usage` object; a prompt counts once, however many choices share it.
+def usage(plan: Plan, outputs: Sequence[SampleOutput]) -> Usage:
+    """The `usage` object; a prompt counts once, however many choices share it.
 
     It says nothing of drafts where the engine speculates and does not tell how its rounds went, as vLLM does not.
     """
@@ -26,16 +27,9 @@ def usage(plan: Plan, outputs: Sequence[SampleOutput]) -> Json:
     # Choices of one prompt share its cached tokens, so the first of each speaks for it.
     per_prompt = max(1, len(outputs) // len(plan.prompts))
     cached = sum(output.num_cached_tokens for output in outputs[::per_prompt])
-    found: Json = {
-        "prompt_tokens": num_prompt,
-        "completion_tokens": num_output,
-        "total_tokens": num_prompt + num_output,
-        "prompt_tokens_details": {"cached_tokens": cached},
-    }
-    if drafted or not k:
-        drafts = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted}
-        found["completion_tokens_details"] = drafts
-    return found
+    drafts = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted}
+    known = drafts if drafted or not k else None
+    return Usage(num_prompt, num_output, num_prompt + num_output, {"cached_tokens": cached}, known)
 
 
 def whole(plan: Plan, outputs: Sequence[SampleOutput]) -> Json:
@@ -49,7 +43,7 @@ def whole(plan: Plan, outputs: Sequence[SampleOutput]) -> Json:
             choice["text"] = output.text
         choice["finish_reason"], choice["stop_reason"] = output.finish_reason, output.stop_reason
         if plan.return_token_ids:
-            choice["spec_decode"] = _spec_decode(plan, output)
+            choice["spec_decode"] = SpecDecode(output.accepted, plan.model.num_speculative_tokens)
             if not plan.chat:
                 choice["prompt_token_ids"] = plan.requests[index].prompt_token_ids
         choices.append(choice)
@@ -75,7 +69,7 @@ def streamed(plan: Plan, index: int, delta: Delta, output: SampleOutput, first: 
     body["choices"] = [choice]
     if plan.return_token_ids:
         if delta.finish_reason is not None:
-            choice["spec_decode"] = _spec_decode(plan, output)
+            choice["spec_decode"] = SpecDecode(output.accepted, plan.model.num_speculative_tokens)
         if first and plan.chat:
             body["prompt_token_ids"] = plan.prompts[0]
         elif first:
@@ -114,29 +108,23 @@ def _choice(
     return choice
 
 
-def _spec_decode(plan: Plan, output: SampleOutput) -> Json:
-    return {"accepted": output.accepted, "num_speculative_tokens": plan.model.num_speculative_tokens}
-
-
 def _token_name(plan: Plan, token_id: int) -> str:
     return f"token_id:{token_id}" if plan.return_tokens_as_token_ids else plan.model.tokenizer.token_text(token_id)
 
 
-def _completion_logprobs(plan: Plan, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], offset: int) -> Json:
+def _completion_logprobs(
+    plan: Plan, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], offset: int
+) -> Logprobs:
     offsets = []
     for token_id in token_ids:
         offsets.append(offset)
         offset += len(plan.model.tokenizer.token_text(token_id))
     names = [_token_name(plan, i) for i in token_ids]
-    return {
-        "tokens": names,
-        "token_logprobs": [entry.logprob for entry in logprobs],
-        "top_logprobs": [
-            {_token_name(plan, i): value for i, value in reversed(entry.top)} | {name: entry.logprob}
-            for name, entry in zip(names, logprobs, strict=False)
-        ],
-        "text_offset": offsets,
-    }
+    top: list[dict[str, float] | None] = [
+        {_token_name(plan, i): value for i, value in reversed(entry.top)} | {name: entry.logprob}
+        for name, entry in zip(names, logprobs, strict=False)
+    ]
+    return Logprobs([entry.logprob for entry in logprobs], top, names, offsets)
 
 
 def _chat_logprobs(plan: Plan, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> Json:

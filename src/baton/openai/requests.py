@@ -99,6 +99,12 @@ class ChatRequest(_Request, kw_only=True):
 
 
 R = TypeVar("R", CompletionRequest, ChatRequest)
+# Sampling parameters that are taken as they are, with the defaults of `SamplingParams`.
+_AS_ASKED = (
+    *("min_tokens", "n", "temperature", "top_p", "min_p", "seed", "ignore_eos"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+    *("include_stop_str_in_output", "skip_special_tokens"),
+)
 
 
 def decode(body: bytes, kind: type[R]) -> R:
@@ -135,31 +141,16 @@ def sampling_params(
     Raises `RequestError` naming the parameter.
     """
     stop = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
-
-    def pick(name: str, default: Any) -> Any:
-        value = getattr(request, name)
-        return default if value is None else value
-
+    asked = {name: getattr(request, name) for name in _AS_ASKED}
     return SamplingParams(
         max_tokens=max_tokens,
-        min_tokens=pick("min_tokens", 0),
-        n=pick("n", 1),
-        temperature=pick("temperature", 1.0),
-        top_p=pick("top_p", 1.0),
         # Any larger value means all tokens too, and must not overflow in the engine.
-        top_k=min(pick("top_k", 0), vocab_size),
-        min_p=pick("min_p", 0.0),
-        seed=request.seed,
-        presence_penalty=pick("presence_penalty", 0.0),
-        frequency_penalty=pick("frequency_penalty", 0.0),
-        repetition_penalty=pick("repetition_penalty", 1.0),
+        top_k=min(request.top_k or 0, vocab_size),
         logit_bias=request.logit_bias or None,
         logprobs=logprobs,
         stop=stop,
         stop_token_ids=tuple(request.stop_token_ids or ()),
-        ignore_eos=pick("ignore_eos", False),
-        include_stop_str_in_output=pick("include_stop_str_in_output", False),
-        skip_special_tokens=pick("skip_special_tokens", True),
+        **{name: value for name, value in asked.items() if value is not None},
     ).check(vocab_size)
 
 

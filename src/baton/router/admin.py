@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
+from baton.directories import own_secret
 from baton.errors import ConfigError, ForbiddenError, UnauthorizedError
 
 TOKEN_VARIABLE = "BATON_ADMIN_TOKEN"
@@ -59,26 +60,14 @@ def admin_token(path: str | None) -> str | None:
 
     Raises `ConfigError` for a token that is short, and for a file that others may read.
     """
-    if path is None:
-        token = os.environ.get(TOKEN_VARIABLE)
-        field = TOKEN_VARIABLE
-    else:
-        token, field = _read_or_create(Path(path)), "admin_token_file"
+    token, field = os.environ.get(TOKEN_VARIABLE), TOKEN_VARIABLE
+    if path is not None:
+        field = "admin_token_file"
+        try:
+            content = own_secret(Path(path), field, lambda: secrets.token_urlsafe(32).encode() + b"\n")
+        except OSError as error:
+            raise ConfigError(field, f"{path}: {error.strerror}") from None
+        token = content.decode(errors="replace").strip()
     if token is not None and len(token) < _MIN_TOKEN_CHARS:
         raise ConfigError(field, f"a token has at least {_MIN_TOKEN_CHARS} characters")
-    return token
-
-
-def _read_or_create(path: Path) -> str:
-    try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    except FileExistsError:
-        if path.stat().st_mode & 0o077:
-            raise ConfigError("admin_token_file", f"{path} may be read by others; chmod 600 it") from None
-        return path.read_text(encoding="utf-8", errors="replace").strip()
-    except OSError as error:
-        raise ConfigError("admin_token_file", f"cannot be made: {error}") from None
-    token = secrets.token_urlsafe(32)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        file.write(token + "\n")
     return token

@@ -5,23 +5,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import TypeVar
 
 import aiohttp
 import msgspec
-from aiohttp.http_exceptions import LineTooLong
 
 from baton.errors import (
     BatonError,
     EngineLostError,
     EngineUnavailableError,
     OverloadedError,
-    ProtocolError,
     RequestError,
 )
 from baton.openai.answers import decode, read_error
-from baton.openai.client import read_body, read_refusal
+from baton.openai.client import describe, failures, read_body, read_refusal
 from baton.openai.errors import ENGINE_STALLED
 from baton.router.timers import RouterTimers
 from baton.wire import EngineInfo, EngineLoad, GenerateRequest, PromptIds, TokenChunk
@@ -31,19 +29,6 @@ _MAX_ASK_BYTES = 2**20
 _PIECE_BYTES = 2**16
 
 T = TypeVar("T")
-
-
-@contextlib.contextmanager
-def leg_errors(url: str) -> Iterator[None]:
-    """Turn each failure of a leg into the Baton error that `EngineClient.generate` documents."""
-    try:
-        yield
-    except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-        raise EngineUnavailableError(f"engine {url}: {_describe(error)}") from None
-    except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
-        raise EngineLostError(f"engine {url}: {_describe(error)}") from None
-    except (msgspec.DecodeError, LineTooLong, ValueError, RecursionError) as error:
-        raise ProtocolError(f"engine {url} sent a malformed answer: {error}") from None
 
 
 def new_session() -> aiohttp.ClientSession:
@@ -91,7 +76,7 @@ class EngineClient(ABC):
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """Yield the response to a POST whose status is 200. Raises what `generate` raises."""
         headers = {"Content-Type": "application/json", "Content-Length": str(sum(map(len, body)))}
-        with leg_errors(self.url):
+        with failures(f"engine {self.url}", EngineUnavailableError):
             async with self._session.post(
                 self.url + path,
                 data=_pieces(body),
@@ -117,7 +102,7 @@ class EngineClient(ABC):
         except asyncio.TimeoutError:
             raise EngineLostError(f"engine {self.url} does not answer") from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            raise EngineUnavailableError(f"engine {self.url}: {_describe(error)}") from None
+            raise EngineUnavailableError(f"engine {self.url}: {describe(error)}") from None
 
 
 class BatonClient(EngineClient):
@@ -170,7 +155,3 @@ def _refusal(url: str, status: int, body: bytes) -> BatonError:
     if status == 429:
         return OverloadedError(f"engine {url}: {message}")
     return EngineUnavailableError(f"engine {url}: {message}")
-
-
-def _describe(error: Exception) -> str:
-    return str(error) or type(error).__name__

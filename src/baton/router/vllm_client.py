@@ -14,8 +14,8 @@ import msgspec
 
 from baton.errors import BatonError, EngineUnavailableError, ProtocolError
 from baton.openai.answers import Completion, Model, Models, decode
-from baton.openai.client import read_body, read_events, read_samples
-from baton.router.client import EngineClient, leg_errors
+from baton.openai.client import failures, read_body, read_events, read_samples
+from baton.router.client import EngineClient
 from baton.router.timers import RouterTimers
 from baton.router.vllm_api import completion_body, to_chunk
 from baton.wire import EngineInfo, EngineLoad, GenerateRequest, TokenChunk
@@ -147,7 +147,7 @@ class VllmClient(EngineClient):
             answer = self._decode(await read_body(response, _MAX_BODY_BYTES), Completion)
         if not answer.choices:
             raise ProtocolError(f"engine {self.url} sent no choice")
-        with leg_errors(self.url):
+        with failures(f"engine {self.url}", EngineUnavailableError):
             chunk = to_chunk(request, answer.choices[0], position)
         more = request.sampling_params.max_tokens - position > 1
         return _goes_on(chunk) if more else chunk, answer.kv_transfer_params or {}

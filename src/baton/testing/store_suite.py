@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from baton.errors import BatonError, TransportError
+from baton.testing.transport_near import need
 from baton.testing.transport_peer import pattern
 from baton.transports.base import ByteArray
 from baton.transports.store import KEEP_S, Entry, FileStore
@@ -42,11 +43,6 @@ def check_store(factory: Factory) -> list[str]:
     return names
 
 
-def _need(holds: bool, what: str) -> None:
-    if not holds:
-        raise AssertionError(f"expected that {what}")
-
-
 def _groups(seed: int = 0) -> dict[str, ByteArray]:
     """KV of a target group and of its drafter's."""
     return {"target": pattern(4096, seed), "draft": pattern(512, seed + 1), "empty": pattern(0, 0)}
@@ -64,24 +60,24 @@ def _same(entry: Entry | None, tensors: dict[str, ByteArray], about: dict[str, s
 def _check_returns_what_was_put(factory: Factory, directory: Path) -> None:
     store, about = factory(directory, ROOM), {"tokens": "128"}
     key = store.put(_groups(), about)
-    _need(_same(store.get(key), _groups(), about), "every group comes back, the drafter's too")
+    need(_same(store.get(key), _groups(), about), "every group comes back, the drafter's too")
     named = store.put(_groups(5), about, key="ab" * 16)
-    _need(named == "ab" * 16 and _same(store.get(named), _groups(5), about), "an entry may have a name of its own")
-    _need(store.get("00" * 16) is None, "an absent entry is None")
+    need(named == "ab" * 16 and _same(store.get(named), _groups(5), about), "an entry may have a name of its own")
+    need(store.get("00" * 16) is None, "an absent entry is None")
     again = factory(directory, ROOM)
-    _need(_same(again.get(key), _groups(), about), "entries outlive the store object")
+    need(_same(again.get(key), _groups(), about), "entries outlive the store object")
     again.remove(key)
     again.remove(key)
-    _need(store.get(key) is None, "a removed entry is gone")
+    need(store.get(key) is None, "a removed entry is gone")
 
 
 def _check_is_content_addressed(factory: Factory, directory: Path) -> None:
     store = factory(directory, ROOM)
     key = store.put(_groups())
-    _need(store.put(_groups()) == key and store.keys() == [key], "equal content is stored once")
+    need(store.put(_groups()) == key and store.keys() == [key], "equal content is stored once")
     swapped = {"target": _groups()["draft"], "draft": _groups()["target"], "empty": _groups()["empty"]}
     others = [store.put(swapped), store.put(_groups(), {"a": "b"}), store.put({"target": _groups()["target"]})]
-    _need(len({key, *others}) == 4, "names, strings and bytes all count")
+    need(len({key, *others}) == 4, "names, strings and bytes all count")
 
 
 def _check_refuses_damage(factory: Factory, directory: Path) -> None:
@@ -95,9 +91,9 @@ def _check_refuses_damage(factory: Factory, directory: Path) -> None:
     for data in damaged:
         (directory / key).write_bytes(data)
         _refuses(store, key)
-        _need(store.get(key) is None, "a damaged entry is removed")
-    _need(store.put(_groups(), {"tokens": "128"}) == key, "what was damaged can be put again")
-    _need(_same(store.get(key), _groups(), {"tokens": "128"}), "and comes back")
+        need(store.get(key) is None, "a damaged entry is removed")
+    need(store.put(_groups(), {"tokens": "128"}) == key, "what was damaged can be put again")
+    need(_same(store.get(key), _groups(), {"tokens": "128"}), "and comes back")
 
 
 def _check_refuses_hostile_files(factory: Factory, directory: Path) -> None:
@@ -118,7 +114,7 @@ def _check_refuses_hostile_files(factory: Factory, directory: Path) -> None:
     for make in hostile:
         make(directory / key)
         _refuses(store, key)
-    _need(outside.exists(), "a link is not followed")
+    need(outside.exists(), "a link is not followed")
     for name in ("../" + "ab" * 15, "", "AB" * 16, "ab" * 16 + "\n", "ab" * 16 + ".tmp", "/etc/passwd"):
         _refuses(store, name)
 
@@ -137,13 +133,13 @@ def _check_evicts_by_size(factory: Factory, directory: Path) -> None:
     for age, key in enumerate(reversed(keys)):
         at = os.stat(directory / key).st_mtime - 2 * KEEP_S - age
         os.utime(directory / key, (at, at))
-    _need(store.get(keys[0]) is not None, "an old entry is there")
+    need(store.get(keys[0]) is not None, "an old entry is there")
     keys.append(store.put({"x": pattern(ROOM // 4, 99)}))
     size = sum(path.stat().st_size for path in directory.iterdir())
-    _need(size <= ROOM, "all entries fit into max_bytes")
+    need(size <= ROOM, "all entries fit into max_bytes")
     left = set(store.keys())
-    _need(keys[0] in left and keys[-1] in left, "what was used last stays")
-    _need(keys[1] not in left and keys[6] in left, "what was used longest ago goes")
+    need(keys[0] in left and keys[-1] in left, "what was used last stays")
+    need(keys[1] not in left and keys[6] in left, "what was used longest ago goes")
     for i in range(20):
         try:
             store.put({"x": pattern(ROOM // 4, 200 + i)})
@@ -151,7 +147,7 @@ def _check_evicts_by_size(factory: Factory, directory: Path) -> None:
             break
     else:
         raise AssertionError("expected that a store full of young entries refuses more")
-    _need(store.get(keys[-1]) is not None, "young entries stay: a peer may be about to read them")
+    need(store.get(keys[-1]) is not None, "young entries stay: a peer may be about to read them")
     try:
         store.put({"x": pattern(ROOM, 1)})
     except TransportError:
@@ -186,15 +182,15 @@ def _check_shows_whole_entries_only(factory: Factory, directory: Path) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    _need(not failures, f"a reader beside two writers sees whole entries ({failures})")
-    _need(sorted(path.name for path in directory.iterdir()) == keys, "nothing half-written is left behind")
+    need(not failures, f"a reader beside two writers sees whole entries ({failures})")
+    need(sorted(path.name for path in directory.iterdir()) == keys, "nothing half-written is left behind")
 
 
 def _check_is_private(factory: Factory, directory: Path) -> None:
     store = factory(directory / "new" / "store", ROOM)
     key = store.put(_groups())
     modes = [os.stat(path).st_mode & 0o777 for path in (store.directory, store.directory / key)]
-    _need(modes == [0o700, 0o600], "directory and entries are for one user")
+    need(modes == [0o700, 0o600], "directory and entries are for one user")
 
 
 _CHECKS: tuple[Callable[[Factory, Path], None], ...] = (

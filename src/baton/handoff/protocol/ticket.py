@@ -14,7 +14,6 @@ import base64
 import binascii
 import hashlib
 import hmac
-import os
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,7 +22,7 @@ from typing import Annotated, Protocol
 import msgspec
 from msgspec import Meta
 
-from baton.directories import OTHERS, check_own
+from baton.directories import own_secret
 from baton.errors import ConfigError, EngineUnavailableError, ProtocolError, TicketExpiredError, WrongEngineError
 from baton.handoff.plan.topology import MAX_RANKS
 from baton.handoff.protocol.messages import MAX_TICKET_CHARS, AttemptKey, Name, TransferId
@@ -218,21 +217,7 @@ def load_or_create_key(path: str | Path) -> bytes:
 
     Raises `ConfigError` when the file has another length, is another user's, or others may read it.
     """
-    path = Path(path)
-    fresh = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
-    if not path.exists():
-        descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(secrets.token_bytes(_KEY_BYTES))
-        try:
-            # Linked, not renamed: of two processes that start together the second must take the first's key.
-            os.link(fresh, path)
-        except FileExistsError:
-            pass
-        finally:
-            fresh.unlink()
-    check_own(path, "ticket_key_file", OTHERS)
-    key = path.read_bytes()
+    key = own_secret(Path(path), "ticket_key_file", lambda: secrets.token_bytes(_KEY_BYTES))
     if len(key) != _KEY_BYTES:
         raise ConfigError("ticket_key_file", f"{path} must hold {_KEY_BYTES} bytes, has {len(key)}")
     return key
