@@ -13,7 +13,8 @@ import pytest
 from baton.errors import EngineLostError, EngineUnavailableError, HandoffError, ProtocolError, RequestError
 from baton.openai.answers import Choice, Logprobs
 from baton.router.client import new_session
-from baton.router.connectors import Connector, ConnectorConfig, create_connector
+from baton.router.connectors import create_connector
+from baton.router.connectors.base import Connector, ConnectorConfig
 from baton.router.timers import RouterTimers
 from baton.router.vllm_api import completion_body, to_chunk
 from baton.router.vllm_client import VllmClient

@@ -14,8 +14,9 @@ import aiohttp
 
 from baton.bench.client import stream_completion
 from baton.deployment import Deployment
+from baton.openai.client import connected
 from baton.text import Tokenizer
-from baton.verify.observe import make_cases, served_model
+from baton.verify.observe import make_cases
 from baton.wire import SamplingParams
 
 WARM_UP = 3
@@ -76,7 +77,8 @@ async def _measure(
 ) -> ServeFigures:
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
     cases = make_cases(Tokenizer.load(model), [prompt_tokens] * (num_pairs + WARM_UP), params)
-    name = await served_model(reference)
+    async with connected(reference, 30.0) as client:
+        name = (await client.model()).id
     ttft: dict[str, list[float]] = {reference: [], candidate: []}
     speed: dict[str, list[float]] = {reference: [], candidate: []}
     async with aiohttp.ClientSession() as session:

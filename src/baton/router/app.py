@@ -19,7 +19,8 @@ from baton.openai.metrics import Row, RowCollector, counter, gauge
 from baton.router.admin import Admin
 from baton.router.backend import RouterBackend
 from baton.router.client import new_session
-from baton.router.connectors import BATON_ENGINES, ConnectorConfig, create_connector
+from baton.router.connectors import BATON_ENGINES, create_connector
+from baton.router.connectors.base import ConnectorConfig
 from baton.router.pool import EnginePool, Instance, Policy
 from baton.router.timers import RouterTimers
 from baton.waiting import MAX_QUEUED_REQUESTS, Queue

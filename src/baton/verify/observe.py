@@ -10,7 +10,7 @@ from typing import Any
 
 from baton.errors import BatonError, ProtocolError
 from baton.openai.answers import Completion, Logprobs, token_id, tokens_of
-from baton.openai.client import OpenAIClient, connected
+from baton.openai.client import OpenAIClient
 from baton.text import Tokenizer
 from baton.wire import SamplingParams
 
@@ -114,12 +114,6 @@ async def observe_client(
                 return Observed(error=str(error))
 
     return list(await asyncio.gather(*(one(index, case) for index, case in enumerate(cases))))
-
-
-async def served_model(url: str) -> str:
-    """Name of the first model of `GET {url}/v1/models`. Raises as `OpenAIClient.model` does."""
-    async with connected(url, 30.0) as client:
-        return (await client.model()).id
 
 
 def completion_body(model: str, case: Case) -> dict[str, Any]:

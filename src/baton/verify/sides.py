@@ -21,7 +21,6 @@ from baton.verify.observe import (
     num_drafts,
     observe_client,
     observe_llm,
-    served_model,
 )
 from baton.verify.prompts import read_prompts
 from baton.wire import Recovery
@@ -159,5 +158,5 @@ class Started:
 
     async def _ask(self, cases: Sequence[Case], url: str, metrics: Sequence[str]) -> Answers:
         async with connected(url, REQUEST_TIMEOUT_S) as client:
-            observed = await observe_client(client, await served_model(url), cases, self.concurrency)
+            observed = await observe_client(client, (await client.model()).id, cases, self.concurrency)
             return Answers(observed, await read_settled(client, metrics))

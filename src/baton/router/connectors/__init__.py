@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from baton.errors import ConfigError
-from baton.router.connectors.base import Connector, ConnectorConfig, Legs
+from baton.router.connectors.base import Connector, ConnectorConfig
 from baton.router.connectors.baton import EngineConnector
 from baton.router.connectors.vllm_baton import VllmBatonConnector
 from baton.router.connectors.vllm_nixl import NixlPullConnector, NixlPushConnector
@@ -24,14 +24,3 @@ def create_connector(name: str, config: ConnectorConfig) -> Connector:
     if name not in CONNECTORS:
         raise ConfigError("kv_connector", f"must be one of {', '.join(VLLM_CONNECTORS)}, got {name!r}")
     return CONNECTORS[name](config)
-
-
-__all__ = [
-    "BATON_ENGINES",
-    "CONNECTORS",
-    "VLLM_CONNECTORS",
-    "Connector",
-    "ConnectorConfig",
-    "Legs",
-    "create_connector",
-]
