@@ -30,6 +30,7 @@ import msgspec
 import zmq
 
 from baton.handoff.channel.keys import KeyRing, make_keys
+from baton.handoff.node.figures import AgentStats
 from baton.handoff.protocol.frames import decode
 from baton.handoff.protocol.greeting import prove, seal, session_key
 from baton.handoff.protocol.messages import AttemptKey, Hello
@@ -140,7 +141,7 @@ class Report:
     slowest_s: float
     before: Usage
     after: Usage
-    stats: dict[str, object]
+    stats: dict[str, AgentStats]
     faults: list[str]
 
 
@@ -187,11 +188,11 @@ def _run(traffic: Traffic, messages: int, seed: int, processes: int, keys: str |
     faults += _settle(traffic)
     after = Usage()
     stats = {node.name: node.agent.stats() for node in nodes}
-    received = sum(stats[node.name]["frames"] for node in nodes)
+    received = sum(stats[node.name].frames for node in nodes)
     faults += _growth(before, after)
     if received < messages:
         faults.append(f"{messages} messages were sent, {received} came")
-    return Report(messages, received, seconds, traffic.served, traffic.slowest_s, before, after, dict(stats), faults)
+    return Report(messages, received, seconds, traffic.served, traffic.slowest_s, before, after, stats, faults)
 
 
 def _attack_all(orders: Sequence[Attack], traffic: Traffic) -> None:
@@ -219,7 +220,7 @@ def _settle(traffic: Traffic) -> list[str]:
     while time.monotonic() < limit:
         stats = {node.name: node.agent.stats() for node in nodes}
         # P and D keep their session with each other.
-        open_things = {name: s["outstanding"] + s["quarantined"] + s["sessions"] - 1 for name, s in stats.items()}
+        open_things = {name: s.outstanding + s.quarantined + s.sessions - 1 for name, s in stats.items()}
         if not any(open_things.values()):
             break
         time.sleep(0.05)

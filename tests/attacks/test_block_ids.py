@@ -48,7 +48,7 @@ def test_destination_pages_out_of_range(scene: Scene, caplog: pytest.LogCaptureF
     assert isinstance(nack, Nack)
     assert "group 'target'" in nack.message
     assert "refused REGISTER" in caplog.text
-    assert scene.p.agent.stats()["rejected"] == 1
+    assert scene.p.agent.stats().rejected == 1
     assert all(np.array_equal(before[name], pool) for name, pool in scene.d.pools.items())
     scene.p.agent.abort(ticket.key, "over")
     scene.p.events.get(timeout=10)
@@ -69,7 +69,7 @@ def test_intervals_that_do_not_exist(scene: Scene, wanted: dict[str, Interval]) 
     attacker.join(scene.as_d())
     attacker.say(Register(ticket.key, ticket=mint(TICKET_KEY, ticket), wanted=wanted, pages=FIT))
     attacker.hear(Nack)
-    assert scene.p.agent.stats()["rejected"] == 1
+    assert scene.p.agent.stats().rejected == 1
 
 
 def test_a_reversed_interval_is_none(scene: Scene, until: Until) -> None:
@@ -80,7 +80,7 @@ def test_a_reversed_interval_is_none(scene: Scene, until: Until) -> None:
     for count, tokens in enumerate([(8, 0), (-1, 8), (0, (1 << 24) + 1)], start=1):
         wanted: Any = {"target": tokens, "draft": Interval(0, 8)}
         attacker.say(Register(ticket.key, ticket=mint(TICKET_KEY, ticket), wanted=wanted, pages=FIT))
-        until(lambda count=count: scene.p.agent.stats()["malformed"] == count)
+        until(lambda count=count: scene.p.agent.stats().malformed == count)
 
 
 @pytest.mark.parametrize("body", [b"\xff", b"\xd3" + b"\xff" * 8, b"\xcf" + b"\xff" * 8, b"\xcb" + bytes(8), b"\xc0"])
@@ -93,7 +93,7 @@ def test_page_ids_that_are_no_page_ids(scene: Scene, until: Until, body: bytes) 
     assert frame.count(b"\x91\x4d") == 1
     attacker.join(scene.as_d())
     attacker.send(frame.replace(b"\x91\x4d", b"\x91" + body))
-    until(lambda: scene.p.agent.stats()["malformed"] == 1)
+    until(lambda: scene.p.agent.stats().malformed == 1)
 
 
 @pytest.mark.parametrize("what", sorted(BAD_TABLES.keys() - {"twice"}))  # a page may be read twice

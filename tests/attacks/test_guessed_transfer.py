@@ -41,7 +41,7 @@ def test_guessed_ids_touch_nobody(scene: Scene, until: Until, caplog: pytest.Log
     guesses = [AttemptKey(bytes([i]) * 16, 0, scene.p.incarnation, "E-1") for i in range(20)]
     for key in guesses:
         attacker.say(Ack(key), ReadDone(key), Repair(key, round=1, bad={}), Confirm(key, Seeds(first_token=1)))
-    until(lambda: scene.p.agent.stats()["rejected"] == 2 * len(guesses))
+    until(lambda: scene.p.agent.stats().rejected == 2 * len(guesses))
     attacker.hear(Cancelled)  # of these attempts nothing is outstanding
     assert "message for an attempt that is not open here" in caplog.text
     finish(scene, ticket)
@@ -53,11 +53,11 @@ def test_a_transfer_overheard_cannot_be_ended_by_another(scene: Scene, until: Un
     attacker = scene.attacker()
     attacker.join(scene.as_d(engine_id="E", incarnation="E-1"))
     attacker.say(Cancel(ticket.key, "x"), Ack(ticket.key), ReadDone(ticket.key), Cancelled(ticket.key, "x"))
-    until(lambda: scene.p.agent.stats()["rejected"] == 4)
+    until(lambda: scene.p.agent.stats().rejected == 4)
     # Its own incarnation in the key makes it another attempt, of which there is none.
     mine = msgspec.structs.replace(ticket.key, decode_incarnation="E-1")
     attacker.say(Ack(mine), ReadDone(mine), Cancel(mine, "x"))
-    until(lambda: scene.p.agent.stats()["rejected"] == 5)
+    until(lambda: scene.p.agent.stats().rejected == 5)
     attacker.hear(Cancelled)
     finish(scene, ticket)
 
@@ -68,10 +68,10 @@ def test_cancelling_guesses_costs_bounded_memory(scene: Scene, until: Until) -> 
     spent, _ = scene.traffic.spent[-1]
     attacker = scene.attacker()
     attacker.join(scene.as_d(engine_id="E", incarnation="E-1"))
-    before = scene.p.agent.stats()["frames"]
+    before = scene.p.agent.stats().frames
     for i in range(20_000):
         attacker.say(Cancel(AttemptKey(i.to_bytes(16, "big"), 0, scene.p.incarnation, "E-1"), "x"))
-    until(lambda: scene.p.agent.stats()["frames"] >= before + 20_000)
+    until(lambda: scene.p.agent.stats().frames >= before + 20_000)
     book = scene.p.agent._node.execution.prefills
     assert book.get(spent) is not None
     assert len(book.ended) < 10_000

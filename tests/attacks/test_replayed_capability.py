@@ -41,7 +41,7 @@ def test_the_same_engine_gets_no_second_copy(scene: Scene) -> None:
     attacker.say(replay, replay)
     attacker.hear(Cancelled)
     after = scene.p.agent.stats()
-    assert (after["bytes"], after["runs"], after["outstanding"]) == (before["bytes"], before["runs"], 0)
+    assert (after.bytes, after.runs, after.outstanding) == (before.bytes, before.runs, 0)
     assert scene.p.events.empty()
     assert all((pools[name] == pool).all() for name, pool in scene.d.pools.items())
 
@@ -55,13 +55,13 @@ def test_another_engine_gets_nothing(scene: Scene, until: Until, caplog: pytest.
         nack = attacker.hear(Nack)
         assert isinstance(nack, Nack)
         assert nack.message == "the ticket names another decode engine"
-        until(lambda number=number: scene.p.agent.stats()["rejected"] == number)
+        until(lambda number=number: scene.p.agent.stats().rejected == number)
     assert caplog.text.count("the ticket names another decode engine") == 2
     other = scene.attacker()
     other.join(scene.as_d(incarnation="D-after-restart"))
     other.say(spent_ticket(scene))
     until(lambda: "message for an attempt of other engines" in caplog.text)
-    assert scene.p.agent.stats()["outstanding"] == 0
+    assert scene.p.agent.stats().outstanding == 0
 
 
 def test_a_restarted_prefill_engine_knows_no_old_ticket(scene: Scene, until: Until) -> None:
@@ -70,7 +70,7 @@ def test_a_restarted_prefill_engine_knows_no_old_ticket(scene: Scene, until: Unt
     attacker = scene.attacker(again)
     attacker.join(scene.as_d())
     attacker.say(replay)
-    until(lambda: again.agent.stats()["rejected"] == 1)
+    until(lambda: again.agent.stats().rejected == 1)
     # Nor when the message claims to be for the new process: the ticket says otherwise.
     forged = msgspec.structs.replace(replay.key, prefill_incarnation=again.incarnation)
     attacker.say(msgspec.structs.replace(replay, key=forged))
@@ -102,8 +102,8 @@ def test_tickets_that_were_never_good(
     assert nack.reason == ("ticket_expired" if why == "ticket has expired" else "register_refused")
     assert why in nack.message
     assert why in caplog.text
-    assert scene.p.agent.stats()["rejected"] == 1
-    assert scene.p.agent.stats()["outstanding"] == 0
+    assert scene.p.agent.stats().rejected == 1
+    assert scene.p.agent.stats().outstanding == 0
 
 
 @pytest.mark.parametrize("step", [-7200.0, 7200.0])
@@ -194,4 +194,4 @@ def test_hello_comes_first(scene: Scene, until: Until) -> None:
     assert attacker.hears_nothing(Nack)
     attacker.say(scene.as_d())
     attacker.hear(Hello)
-    assert scene.p.agent.stats()["outstanding"] == 0
+    assert scene.p.agent.stats().outstanding == 0

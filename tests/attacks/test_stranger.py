@@ -45,8 +45,8 @@ def test_a_session_is_not_taken_over_by_repeating_its_hello(scene: Scene, until:
     p.agent.open_prefill(ticket)
     p.agent.declare_final(ticket.key, TOKENS, PAGES, {"target": 4, "draft": 3})
     d.agent.open_decode(ticket, TOKENS, WANTED, PAGES)
-    until(lambda: p.agent.stats()["sessions"] == 1)
-    before = p.agent.stats()["rejected"]
+    until(lambda: p.agent.stats().sessions == 1)
+    before = p.agent.stats().rejected
     stranger = scene.attacker()
     register = Register(ticket.key, mint(TICKET_KEY, ticket), WANTED, PAGES)
     said = [register, Renew(5.0, 1), Ack(ticket.key), ReadDone(ticket.key), Cancel(ticket.key, "x")]
@@ -59,8 +59,8 @@ def test_a_session_is_not_taken_over_by_repeating_its_hello(scene: Scene, until:
         assert isinstance(answer, Hello)
         assert answer.descriptor is None
         stranger.say(message)
-    until(lambda: p.agent.stats()["rejected"] - before >= len(said) - 1)
-    assert (p.agent.stats()["sessions"], p.agent.stats()["outstanding"]) == (1, 1)
+    until(lambda: p.agent.stats().rejected - before >= len(said) - 1)
+    assert (p.agent.stats().sessions, p.agent.stats().outstanding) == (1, 1)
     assert p.events.empty()
     p.agent.finish_prefill(ticket.key, Seeds(first_token=1), False, dict.fromkeys(PAGES, TOKENS))
     assert isinstance(d.events.get(timeout=20), DecodeCommitted)
@@ -86,10 +86,10 @@ def test_a_proof_that_was_overheard_is_of_no_use_again(scene: Scene) -> None:
     ):
         first.say(wrong)
         assert first.hear(Hello).descriptor is None  # type: ignore[attr-defined]
-    assert scene.p.agent.stats()["sessions"] == 0
+    assert scene.p.agent.stats().sessions == 0
     first.say(proven)
     assert first.hear(Hello).descriptor is not None  # type: ignore[attr-defined]
-    assert scene.p.agent.stats()["sessions"] == 1
+    assert scene.p.agent.stats().sessions == 1
 
 
 def test_who_listens_at_the_address_of_an_engine_that_is_gone_gets_nothing(scene: Scene) -> None:
@@ -151,7 +151,7 @@ def test_who_takes_the_address_of_an_engine_that_died_is_not_heard(scene: Scene,
     ticket = scene.ticket()
     d.agent.open_decode(ticket, TOKENS, WANTED, PAGES)
     before = {name: pool.copy() for name, pool in d.pools.items()}
-    until(lambda: p.agent.stats()["outstanding"] == 1)
+    until(lambda: p.agent.stats().outstanding == 1)
     # It is gone without a word.
     p.agent._node.abort_all = lambda reason: None  # type: ignore[method-assign]
     p.agent._node.sessions.say_bye = lambda reason, quiet: None  # type: ignore[method-assign]

@@ -26,9 +26,9 @@ def test_a_peer_without_an_authorised_key_gets_no_word_in(
     before = keyed.p.agent.stats()
     attacker = keyed.attacker(pair=zmq.curve_keypair() if key == "unknown" else None)
     attacker.say(keyed.as_d())
-    until(lambda: keyed.p.agent.stats()["refused"] >= 1)
+    until(lambda: keyed.p.agent.stats().refused >= 1)
     assert attacker.hears_nothing(Hello)
-    assert keyed.p.agent.stats()["frames"] == before["frames"]
+    assert keyed.p.agent.stats().frames == before.frames
     assert "a connection" in caplog.text
     assert "was refused" in caplog.text
     keyed.traffic.serve_one()
@@ -43,12 +43,12 @@ def test_an_authorised_engine_cannot_speak_for_another(
     keyed.traffic.serve_one()
     attacker = keyed.attacker(pair=(ring.public, ring.secret))
     attacker.say(keyed.as_d())
-    until(lambda: keyed.p.agent.stats()["malformed"] == 1)
+    until(lambda: keyed.p.agent.stats().malformed == 1)
     assert attacker.hears_nothing(Hello)
     assert "HELLO of engine 'D' came with the key of 'E'" in caplog.text
     # Nor take its session over by naming its process and memory.
     attacker.join(keyed.as_d(engine_id="E"))
-    assert keyed.p.agent.stats()["sessions"] == 2
+    assert keyed.p.agent.stats().sessions == 2
     keyed.traffic.serve_one()
 
 
@@ -61,8 +61,8 @@ def test_an_engine_that_answers_with_another_key_is_not_believed(keyed: Scene, u
     keyed.d.agent.open_decode(
         ticket, 4, {"target": Interval(0, 4), "draft": Interval(0, 4)}, {"target": [1], "draft": [2]}
     )
-    until(lambda: impostor.agent.stats()["refused"] >= 1)
-    assert impostor.agent.stats()["frames"] == 0
+    until(lambda: impostor.agent.stats().refused >= 1)
+    assert impostor.agent.stats().frames == 0
     keyed.d.agent.abort(ticket.key, "over")
     until(lambda: not keyed.d.events.empty())
     assert isinstance(keyed.d.events.get(), DecodeReleased)
@@ -87,7 +87,7 @@ def test_an_engine_without_keys_does_not_talk_to_one_with_them(keyed: Scene, unt
         assert failed.reason == "unreachable_peer"
         assert "keys" in failed.message
         assert isinstance(d.events.get(timeout=10), DecodeReleased)
-    assert keyed.p.agent.stats()["frames"] == bare.agent.stats()["frames"] == 0
+    assert keyed.p.agent.stats().frames == bare.agent.stats().frames == 0
 
 
 def test_no_open_socket_without_keys() -> None:

@@ -161,7 +161,7 @@ class Pair:
         """Wait until D has a session with P, without a step of either."""
         assert self.decode.engine.agent is not None
         deadline = time.monotonic() + 20.0
-        while self.decode.engine.agent.stats()["sessions"] == 0:
+        while self.decode.engine.agent.stats().sessions == 0:
             assert time.monotonic() < deadline
             time.sleep(0.001)
 

@@ -131,7 +131,7 @@ def signed(ticket: Ticket, key: bytes = KEY) -> SignedTicket:
 def settle(*nodes: Node) -> None:
     """Wait until nothing is open any more."""
     until = time.monotonic() + 30
-    while any(node.agent.stats()["outstanding"] for node in nodes):
+    while any(node.agent.stats().outstanding for node in nodes):
         assert time.monotonic() < until, [node.agent.stats() for node in nodes]
         time.sleep(0.005)
 

@@ -63,10 +63,10 @@ def test_handoff_moves_exactly_the_wanted_bytes(pair: Pair, mode: str, when: str
         for hit in (0, 3, n):
             hand_over(p, d, mode, n, when, hit, salt=n)
     stats = d.agent.stats()
-    assert stats["handoffs"] == 18
-    assert stats["failures"] == {}
-    assert stats["bytes"] > 0
-    assert stats["runs_per_handoff"] == stats["runs"] / 18
+    assert stats.handoffs == 18
+    assert stats.failures == {}
+    assert stats.bytes > 0
+    assert stats.runs_per_handoff == stats.runs / 18
 
 
 @pytest.mark.parametrize("mode", ["push", "pull"])
@@ -130,7 +130,7 @@ def test_abort_from_either_side_releases_both_once(pair: Pair, mode: str, side: 
     if side == "P" and isinstance(d_events[-1], DecodeReleased):
         assert isinstance(d_events[0], DecodeFailed)
         assert d_events[0].reason == "client_gone"
-    assert p.agent.stats()["quarantined"] == d.agent.stats()["quarantined"] == 0
+    assert p.agent.stats().quarantined == d.agent.stats().quarantined == 0
 
 
 @pytest.mark.parametrize("mode", ["push", "pull"])
@@ -291,11 +291,11 @@ def test_a_bad_ticket_is_refused(pair: Pair, fault: str) -> None:
     if fault == "key":
         assert (failed.reason, failed.recoverable) == ("unreachable_peer", True)
         assert "does not prove that it knows the ticket key" in failed.message
-        assert d.agent.stats()["rejected"] >= 1
+        assert d.agent.stats().rejected >= 1
     else:
         assert failed.reason == "register_refused"
         assert "another prefill engine" in failed.message
-        assert p.agent.stats()["rejected"] >= 1
+        assert p.agent.stats().rejected >= 1
     d.next(DecodeReleased)
     settle(p, d)
 
@@ -356,7 +356,7 @@ def test_a_later_attempt_supersedes_the_earlier(pair: Pair) -> None:
     p.agent.open_prefill(first)
     d.agent.open_decode(first, 8, wanted, d.pages(1, 8))
     until = time.monotonic() + 5
-    while not d.agent.stats()["outstanding"] and time.monotonic() < until:
+    while not d.agent.stats().outstanding and time.monotonic() < until:
         time.sleep(0.005)
     p.agent.open_prefill(again)
     assert p.next(PrefillReleased) == PrefillReleased(first.key, "superseded")
@@ -412,7 +412,7 @@ def test_a_killed_peer_is_noticed_and_fenced(pair: Pair, mode: str) -> None:
         here.send(ticket)
         d.agent.open_decode(ticket, 8, {"target": Interval(0, 8), "draft": Interval(0, 8)}, d.pages(1, 8))
         until = time.monotonic() + 5
-        while not d.agent.stats()["sessions"]:
+        while not d.agent.stats().sessions:
             assert time.monotonic() < until
             time.sleep(0.005)
         child.kill()
@@ -473,11 +473,11 @@ def test_garbage_never_stops_the_agent(pair: Pair) -> None:
         sock.send(frame)
     sock.send_multipart([b"a", b"b"])
     until = time.monotonic() + 5
-    while p.agent.stats()["malformed"] < 4 and time.monotonic() < until:
+    while p.agent.stats().malformed < 4 and time.monotonic() < until:
         time.sleep(0.005)
     stats = p.agent.stats()
-    assert stats["malformed"] == 4
-    assert stats["rejected"] >= 1
+    assert stats.malformed == 4
+    assert stats.rejected >= 1
     sock.close(0)
     context.term()
     hand_over(p, d, "push", 9, "during")

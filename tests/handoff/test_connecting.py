@@ -64,7 +64,7 @@ def test_a_handoff_waits_for_its_connection_and_no_lease_ends_meanwhile(world: W
     world.prefill(p, ticket)
     world.run(2 * TIMERS.lease)
     assert transport.waiting
-    assert p.node.stats()["lost_leases"] == d.node.stats()["lost_leases"] == 0
+    assert p.node.stats().lost_leases == d.node.stats().lost_leases == 0
     assert d.events == p.events == []
     transport.answer()
     world.run(3)

@@ -79,15 +79,15 @@ def test_one_flipped_byte_is_found_named_and_repaired(
     with caplog.at_level(logging.WARNING, "baton.handoff"):
         hand_over(p, d, mode, TOKENS, "during", hit=3, exact=False)
     stats = d.agent.stats()
-    assert stats["bad_pieces"] == 1
-    assert stats["repairs"] == 1
-    assert stats["handoffs"] == 1
+    assert stats.bad_pieces == 1
+    assert stats.repairs == 1
+    assert stats.handoffs == 1
     lines = [record.getMessage() for record in caplog.records if "do not match" in record.getMessage()]
     assert lines
     assert f"rank 0, group {group}, layers [" in lines[-1]
     assert "tokens [" in lines[-1]
     # Only the bad piece went over again.
-    again = stats["bytes"] - (TOKENS - 3) * (2 + 1) * 2 * 2 * 4 * 4
+    again = stats.bytes - (TOKENS - 3) * (2 + 1) * 2 * 2 * 4 * 4
     assert 0 < again <= 64 * 2 * 2 * 2 * 4 * 4
 
 
@@ -97,14 +97,14 @@ def test_what_cannot_be_repaired_ends_in_a_named_failure(pair: Pair, mode: str) 
     failed = fail_over(p, d, mode)
     assert (failed.reason, failed.recoverable) == ("integrity_failed", True)
     assert "draft" in failed.message
-    assert d.agent.stats()["repairs"] == 2
+    assert d.agent.stats().repairs == 2
 
 
 @pytest.mark.parametrize("fault", ["drop", "drop-last-page", "shift-page"])
 def test_copies_that_lie_are_found(pair: Pair, fault: str) -> None:
     p, d = engines(pair, "push", f"fault={fault}&every=3")
     hand_over(p, d, "push", TOKENS, "during", hit=3, exact=False)
-    assert d.agent.stats()["repairs"] >= 1
+    assert d.agent.stats().repairs >= 1
 
 
 @pytest.mark.parametrize("mode", ["push", "pull"])
@@ -113,8 +113,8 @@ def test_a_failed_copy_is_made_good_without_digests(pair: Pair, mode: str) -> No
     for n in (5, 33):
         hand_over(p, d, mode, n, "during")
     issuer = p if mode == "push" else d
-    assert issuer.agent.stats()["retries"] >= 1
-    assert d.agent.stats()["failures"] == {}
+    assert issuer.agent.stats().retries >= 1
+    assert d.agent.stats().failures == {}
 
 
 @pytest.mark.parametrize("mode", ["push", "pull"])
@@ -122,7 +122,7 @@ def test_copies_that_always_fail_end_the_attempt(pair: Pair, mode: str) -> None:
     p, d = engines(pair, mode, "fault=fail", integrity="off", max_retries=2)
     failed = fail_over(p, d, mode)
     assert (failed.reason, failed.recoverable) == ("transfer_failed", True)
-    assert (p if mode == "push" else d).agent.stats()["retries"] == 2
+    assert (p if mode == "push" else d).agent.stats().retries == 2
 
 
 class Spoiler:
@@ -149,7 +149,7 @@ def test_wrong_seeds_are_asked_for_again(pair: Pair, mode: str) -> None:
     spoiler = Spoiler(p, 1)
     hand_over(p, d, mode, TOKENS, "during")  # checks the seeds too
     assert spoiler.times == 0
-    assert d.agent.stats()["repairs"] == 1
+    assert d.agent.stats().repairs == 1
 
 
 def test_sampled_finds_what_it_looks_at_and_takes_the_rest_on_trust(pair: Pair) -> None:

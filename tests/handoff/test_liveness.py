@@ -229,7 +229,7 @@ class World:
         np.testing.assert_array_equal(d.memory[3 * page : 5 * page], p.memory[page : 3 * page])
 
     def settled(self) -> bool:
-        return not any(node.node.stats()["outstanding"] for node in self.nodes.values())
+        return not any(node.node.stats().outstanding for node in self.nodes.values())
 
 
 @pytest.fixture
@@ -249,8 +249,8 @@ def test_sessions_outlive_their_lease_while_both_live(world: World) -> None:
     p, d = Node(world, "P"), Node(world, "D")
     world.hand_over(p, d)
     world.run(60)
-    assert p.node.stats()["sessions"] == d.node.stats()["sessions"] == 1
-    assert p.node.stats()["lost_leases"] == d.node.stats()["lost_leases"] == 0
+    assert p.node.stats().sessions == d.node.stats().sessions == 1
+    assert p.node.stats().lost_leases == d.node.stats().lost_leases == 0
     sessions = [*p.node.sessions.clients.values(), *d.node.sessions.servers.values()]
     assert all(session.round_trip is not None and 0 < session.round_trip <= 3 * STEP for session in sessions)
 
@@ -267,7 +267,7 @@ def test_a_silent_prefill_engine_costs_its_lease_and_frees_nothing_it_may_write(
     ]
     world.run(30)
     assert d.count(DecodeReleased) == 0
-    assert d.node.stats()["quarantined"] == 1
+    assert d.node.stats().quarantined == 1
     p.paused = False
     world.run(3)
     assert d.count(DecodeReleased) == 1
@@ -298,8 +298,8 @@ def test_a_silent_decode_engine_costs_its_lease_and_frees_nothing_it_may_read(wo
     world.run(0.1)
     d.paused = True
     world.run(TIMERS.lease + 30)
-    assert p.node.stats()["lost_leases"] == 1
-    assert p.node.stats()["quarantined"] == 1
+    assert p.node.stats().lost_leases == 1
+    assert p.node.stats().quarantined == 1
     assert p.events == []
     d.paused = False
     world.run(3)
@@ -307,7 +307,7 @@ def test_a_silent_decode_engine_costs_its_lease_and_frees_nothing_it_may_read(wo
     assert d.count(DecodeCommitted) + d.count(DecodeReleased) == 1
     assert world.settled()
     # It was this process that slept: the silence of the other is not held against it.
-    assert d.node.stats()["lost_leases"] == 0
+    assert d.node.stats().lost_leases == 0
     world.hand_over(p, d, "pull")
 
 
@@ -318,7 +318,7 @@ def test_the_memory_of_a_silent_peer_is_let_go_when_nothing_needs_it(world: Worl
     p.paused = True
     world.run(TIMERS.lease + 2)
     assert d.transport._peers == []
-    assert d.node.stats()["sessions"] == 0
+    assert d.node.stats().sessions == 0
     p.paused, d.paused = False, True
     world.run(TIMERS.lease + 2)
     assert p.transport._peers == []
@@ -424,7 +424,7 @@ def test_a_heartbeat_needs_a_session(world: World) -> None:
     d.channel.send(stranger, Renew(5.0, 1))
     world.run(0.2)
     assert p.sent(Renew) == []
-    assert p.node.stats()["sessions"] == 0
+    assert p.node.stats().sessions == 0
 
 
 def test_a_forgotten_attempt_is_quiet(world: World) -> None:
@@ -453,7 +453,7 @@ def test_a_prefill_engine_that_sleeps_past_the_ticket_still_hears_that_its_reade
     world.run(3 * STEP)
     p.paused = True
     world.run(60)
-    assert d.node.stats()["outstanding"] == 0
+    assert d.node.stats().outstanding == 0
     p.paused = False
     world.run(10)
     assert p.count(PrefillReleased) == 1
@@ -488,8 +488,8 @@ def test_what_a_cancel_leaves_unknown_waits_for_the_fence(world: World, mode: st
     world.run(60)
     for node in (p, d):
         assert node.count(PrefillReleased) + node.count(DecodeReleased) == 0
-        assert node.node.stats()["quarantined"] == 1
-    assert issuer.node.stats()["unknown"] == 1
+        assert node.node.stats().quarantined == 1
+    assert issuer.node.stats().unknown == 1
     assert isinstance(issuer.transport, StuckTransport)
     issuer.transport.hold = True
     other.die()
@@ -502,7 +502,7 @@ def test_what_a_cancel_leaves_unknown_waits_for_the_fence(world: World, mode: st
         world.run(1)
     assert issuer.count(PrefillReleased) + issuer.count(DecodeReleased) == 1
     stats = issuer.node.stats()
-    assert stats["unknown"] == stats["quarantined"] == stats["outstanding"] == 0
+    assert stats.unknown == stats.quarantined == stats.outstanding == 0
 
 
 def test_an_attempt_without_a_session_does_not_spin(world: World) -> None:

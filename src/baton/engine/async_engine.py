@@ -108,12 +108,9 @@ class AsyncEngine:
         metrics.num_preemptions = self._engine.core.scheduler.num_preemptions
         agent, redeemer = self._engine.agent, self._engine.redeemer
         if agent is not None:
-            stats = agent.stats()
-            metrics.recoveries["retry"] = stats["retries"] + stats["repairs"]
-            metrics.num_bad_pieces, metrics.num_lost_leases = stats["bad_pieces"], stats["lost_leases"]
-            if redeemer is not None:
-                names = {"connection": "refused", "malformed": "malformed", "message": "rejected", "session": "evicted"}
-                metrics.refused = {kind: stats[name] for kind, name in names.items()} | {"ticket": redeemer.refused}
+            metrics.agent = agent.stats()
+            metrics.recoveries["retry"] = metrics.agent.retries + metrics.agent.repairs
+            metrics.refused_tickets = redeemer.refused if redeemer is not None else None
         return metrics
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:

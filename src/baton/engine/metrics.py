@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from baton.handoff.node.figures import AgentStats
 from baton.openai.metrics import Row, counter, gauge
 from baton.wire import EngineLoad
 
@@ -29,9 +30,8 @@ class EngineMetrics:
     handoff_runs: int = 0
     handoff_failures: Counter[str] = field(default_factory=Counter)
     recoveries: Counter[str] = field(default_factory=Counter)
-    num_bad_pieces: int = 0
-    num_lost_leases: int = 0
-    refused: dict[str, int] = field(default_factory=dict)
+    agent: AgentStats = field(default_factory=AgentStats)
+    refused_tickets: int | None = None
     load: EngineLoad | None = None
 
     def verified(self, num_draft_tokens: int, num_accepted: int) -> None:
@@ -65,14 +65,22 @@ class EngineMetrics:
             yield counter("handoff_failures", "Handoffs failed, by reason.", count, reason=reason)
         for rung, count in sorted(self.recoveries.items()):
             yield counter("recoveries", "Recoveries begun, by rung of the ladder.", count, rung=rung)
-        for kind, count in sorted(self.refused.items()):
+        for kind, count in self._refused():
             yield counter("handoff_refused", "Connections, messages and tickets refused, by kind.", count, kind=kind)
-        yield counter("integrity_bad_pieces", "Pieces of KV that did not match their digest.", self.num_bad_pieces)
-        yield counter("lost_leases", "Peers that were silent for longer than their lease.", self.num_lost_leases)
+        yield counter("integrity_bad_pieces", "Pieces of KV that did not match their digest.", self.agent.bad_pieces)
+        yield counter("lost_leases", "Peers that were silent for longer than their lease.", self.agent.lost_leases)
         yield counter("handoff_bytes", "KV bytes received.", self.handoff_bytes)
         yield counter("handoff_runs", "Contiguous copies that received KV took.", self.handoff_runs)
         for name, (figure, text) in _GAUGES.items() if self.load is not None else ():
             yield gauge(name, text, getattr(self.load, figure))
+
+    def _refused(self) -> Iterator[tuple[str, int]]:
+        if self.refused_tickets is not None:
+            yield "connection", self.agent.refused
+            yield "malformed", self.agent.malformed
+            yield "message", self.agent.rejected
+            yield "session", self.agent.evicted
+            yield "ticket", self.refused_tickets
 
 
 # By name: the field of `EngineLoad` that it shows, and its help.

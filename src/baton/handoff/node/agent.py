@@ -11,13 +11,14 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
 
 from baton.errors import ConfigError, ProtocolError
 from baton.handoff.channel.base import SystemClock
 from baton.handoff.channel.config import AgentConfig, Timers
 from baton.handoff.channel.sockets import Channel
 from baton.handoff.node.execution import OnPeer
+from baton.handoff.node.figures import AgentStats
 from baton.handoff.node.node import HandoffNode
 from baton.handoff.node.worker import WorkerThread
 from baton.handoff.plan.planner import Instance
@@ -182,16 +183,10 @@ class HandoffAgent:
 
         self._call(give_up)
 
-    def stats(self) -> dict[str, Any]:
-        """Figures since the start: `handoffs` committed, `finished` by the first token, `bytes`, `runs`,
-        `runs_per_handoff`, `failures` by reason, `retries` of copies, `repairs` (rounds) and
-        `bad_pieces`, `lost_leases`; now: `outstanding` and `quarantined` attempts, `unknown` copies (cancelled, and
-        not proven quiet), ready `sessions`; `rejected` and `malformed` messages of all `frames` that came,
-        connections `refused`, sessions `evicted` by newer ones. In pull, bytes and runs are counted by D.
-        """
+    def stats(self) -> AgentStats:
+        """Figures since the start, and of now."""
         channel = self._channel
-        own = {"frames": channel.frames, "refused": channel.refused, "evicted": channel.evicted}
-        return {**self._node.stats(), **own}
+        return replace(self._node.stats(), frames=channel.frames, refused=channel.refused, evicted=channel.evicted)
 
     def _need(self, engine_id: str, incarnation: str) -> None:
         if (engine_id, incarnation) != (self.config.engine_id, self.config.incarnation):

@@ -1,18 +1,13 @@
-"""What the agent keeps per attempt, and its figures."""
+"""What the agent keeps per attempt."""
 
 from __future__ import annotations
 
 import math
-import threading
-from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
-from baton.errors import reason_label
 from baton.handoff.channel.sessions import Session
 from baton.handoff.plan.planner import Instance
-from baton.handoff.protocol import events as ev
-from baton.handoff.protocol.copies import CopyLedger
 from baton.handoff.protocol.decode import DecodeHandoff
 from baton.handoff.protocol.messages import AttemptKey
 from baton.handoff.protocol.prefill import PrefillHandoff
@@ -22,9 +17,6 @@ from baton.transports.base import Peer
 # peer asks how they ended. Beyond this many the oldest go.
 MAX_TOMBSTONES = 1 << 16
 TOMBSTONE_S = 60.0
-# Handoffs committed, or ended by the first token; what was moved; messages refused; copies issued again; rounds of
-# repair; pieces that did not match their digests; peers whose lease ended.
-COUNTED = ("handoffs", "finished", "bytes", "runs", "rejected", "retries", "repairs", "bad_pieces", "lost_leases")
 
 
 @dataclass(slots=True, eq=False)
@@ -172,45 +164,3 @@ class Book(Generic[AttemptT]):
         keys.discard(key)
         if not keys:
             del self._transfers[key.transfer_id]
-
-
-@dataclass(slots=True)
-class Figures:
-    """Counts since the start. Any thread may read them."""
-
-    counts: Counter[str] = field(default_factory=Counter)
-    failures: Counter[str] = field(default_factory=Counter)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def count(self, name: str, by: int = 1) -> None:
-        """So many more."""
-        with self._lock:
-            self.counts[name] += by
-
-    def note(self, event: ev.HandoffEvent, copies: CopyLedger) -> None:
-        """Book how an attempt ended. P's copies are in `copies`; D's committed ones come with the event."""
-        with self._lock:
-            match event:
-                case ev.DecodeCommitted(_, _, num_bytes, num_runs):
-                    self._committed(num_bytes, num_runs)
-                case ev.PrefillReleased(_, "committed"):
-                    self._committed(copies.num_bytes, copies.num_runs)
-                case ev.DecodeFinished() | ev.PrefillReleased(_, "finished"):
-                    self.counts["finished"] += 1
-                case ev.DecodeFailed(_, reason, _) | ev.PrefillReleased(_, reason):
-                    self.failures[reason_label(reason)] += 1
-                case ev.DecodeReleased() | ev.DecodeProgress() | ev.DecodeAdmitted():
-                    pass  # its failure was booked, or the engine gave up by itself
-
-    def _committed(self, num_bytes: int, num_runs: int) -> None:
-        self.counts["handoffs"] += 1
-        self.counts["bytes"] += num_bytes
-        self.counts["runs"] += num_runs
-
-    def snapshot(self) -> dict[str, Any]:
-        """The counts in `COUNTED`, `runs_per_handoff`, and `failures` by reason."""
-        with self._lock:
-            figures: dict[str, Any] = {name: self.counts[name] for name in COUNTED}
-            figures["failures"] = dict(self.failures)
-        figures["runs_per_handoff"] = figures["runs"] / max(1, figures["handoffs"])
-        return figures

@@ -12,8 +12,9 @@ from baton.errors import ProtocolError
 from baton.handoff.channel.base import Clock, ControlChannel, Worker
 from baton.handoff.channel.config import AgentConfig
 from baton.handoff.channel.sessions import Session, Sessions
-from baton.handoff.node.attempts import Book, DecodeAttempt, Figures, PrefillAttempt
+from baton.handoff.node.attempts import Book, DecodeAttempt, PrefillAttempt
 from baton.handoff.node.digesting import Digesting
+from baton.handoff.node.figures import Figures
 from baton.handoff.node.operations import Operations
 from baton.handoff.plan.planner import Instance
 from baton.handoff.protocol import events as ev

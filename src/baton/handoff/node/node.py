@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
 
 from baton.handoff.channel.base import Clock, Connection, ControlChannel, Worker
 from baton.handoff.channel.config import AgentConfig
 from baton.handoff.channel.sessions import Sessions
 from baton.handoff.node.attempts import DecodeAttempt
 from baton.handoff.node.execution import Execution, OnPeer
+from baton.handoff.node.figures import AgentStats
 from baton.handoff.node.routing import Routing
 from baton.handoff.plan.planner import Instance
 from baton.handoff.protocol import events as ev
@@ -180,14 +180,13 @@ class HandoffNode:
         execution.prefills.forget(now, timers.retry)
         execution.decodes.forget(now, timers.retry)
 
-    def stats(self) -> dict[str, Any]:
-        """See `HandoffAgent.stats`. Any thread."""
+    def stats(self) -> AgentStats:
+        """Figures, but those of the sockets. Any thread."""
         live = self.execution.live()
-        return {
-            **self.execution.figures.snapshot(),
-            "outstanding": len(live),
-            "quarantined": sum(attempt.machine.closing for attempt in live),
-            "unknown": self.operations.num_unknown,
-            "sessions": self.sessions.num_ready,
-            "malformed": self.channel.malformed,
-        }
+        return self.execution.figures.snapshot(
+            outstanding=len(live),
+            quarantined=sum(attempt.machine.closing for attempt in live),
+            unknown=self.operations.num_unknown,
+            sessions=self.sessions.num_ready,
+            malformed=self.channel.malformed,
+        )

@@ -1,0 +1,84 @@
+"""The figures of an agent."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field, replace
+
+from baton.errors import reason_label
+from baton.handoff.protocol import events as ev
+from baton.handoff.protocol.copies import CopyLedger
+
+
+@dataclass(slots=True)
+class AgentStats:
+    """Counts since the start: handoffs committed, or `finished` by the first token; `bytes` and `runs` of the committed
+    ones (in pull counted by D); copies issued again (`retries`), rounds of repair, pieces that did not match their
+    digests, peers whose lease ended; `failures` by reason; messages `rejected` and `malformed` of all `frames` that
+    came, connections `refused`, sessions `evicted` by newer ones.
+
+    Now: `outstanding` and `quarantined` attempts, `unknown` copies (cancelled, and not proven quiet), ready `sessions`.
+    """
+
+    handoffs: int = 0
+    finished: int = 0
+    bytes: int = 0
+    runs: int = 0
+    retries: int = 0
+    repairs: int = 0
+    bad_pieces: int = 0
+    lost_leases: int = 0
+    failures: dict[str, int] = field(default_factory=dict)
+    rejected: int = 0
+    malformed: int = 0
+    frames: int = 0
+    refused: int = 0
+    evicted: int = 0
+    outstanding: int = 0
+    quarantined: int = 0
+    unknown: int = 0
+    sessions: int = 0
+
+    @property
+    def runs_per_handoff(self) -> float:
+        """Contiguous copies that a committed handoff took."""
+        return self.runs / max(1, self.handoffs)
+
+
+class Figures:
+    """Counts what happens. Any thread may take a snapshot."""
+
+    def __init__(self) -> None:
+        self._stats = AgentStats()
+        self._lock = threading.Lock()
+
+    def count(self, name: str, by: int = 1) -> None:
+        """So many more of the counter `name`."""
+        with self._lock:
+            setattr(self._stats, name, getattr(self._stats, name) + by)
+
+    def note(self, event: ev.HandoffEvent, copies: CopyLedger) -> None:
+        """Book how an attempt ended. P's copies are in `copies`; D's committed ones come with the event."""
+        with self._lock:
+            match event:
+                case ev.DecodeCommitted(_, _, num_bytes, num_runs):
+                    self._committed(num_bytes, num_runs)
+                case ev.PrefillReleased(_, "committed"):
+                    self._committed(copies.num_bytes, copies.num_runs)
+                case ev.DecodeFinished() | ev.PrefillReleased(_, "finished"):
+                    self._stats.finished += 1
+                case ev.DecodeFailed(_, reason, _) | ev.PrefillReleased(_, reason):
+                    label, failures = reason_label(reason), self._stats.failures
+                    failures[label] = failures.get(label, 0) + 1
+                case ev.DecodeReleased() | ev.DecodeProgress() | ev.DecodeAdmitted():
+                    pass  # its failure was booked, or the engine gave up by itself
+
+    def _committed(self, num_bytes: int, num_runs: int) -> None:
+        self._stats.handoffs += 1
+        self._stats.bytes += num_bytes
+        self._stats.runs += num_runs
+
+    def snapshot(self, **now: int) -> AgentStats:
+        """The counts so far, with those figures of `AgentStats` that are kept elsewhere."""
+        with self._lock:
+            return replace(self._stats, failures=dict(self._stats.failures), **now)
