@@ -73,7 +73,7 @@ def copies_of(
 
 def applied(before: ByteArray, source: ByteArray, copies: CopyList) -> ByteArray:
     """`before` after the copies from `source`."""
-    after = before.copy()
+    after: ByteArray = before.copy()
     for s, d, n in zip(copies.source_offset, copies.dest_offset, copies.nbytes, strict=True):
         after[d : d + n] = source[s : s + n]
     return after

@@ -68,7 +68,8 @@ class NearbyPeer(FarSide):
         self._regions[region][:] = pattern(self._regions[region].size, seed)
 
     def read(self, region: int) -> ByteArray:
-        return self._regions[region].copy()
+        whole: ByteArray = self._regions[region].copy()
+        return whole
 
     def close(self) -> None:
         self._transport.close()

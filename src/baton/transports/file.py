@@ -65,7 +65,7 @@ class _Answer(msgspec.Struct, frozen=True, tag="answer", array_like=True, forbid
     error: str
 
 
-@dataclass(slots=True, eq=False, weakref_slot=True)
+@dataclass(eq=False)
 class Batch:
     """A batch that this side asked for. `work` is the file access under way or ended for it in this process, `answer`
     the peer's. `near` and `far` are int64 `[2, runs]`: addresses here and there, bytes."""

@@ -193,7 +193,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
 
     def wait_for_save(self) -> None:
         """vLLM calls this after the drafter: declare the step's tokens final. Their copies run beside the next step."""
-        if sys.exception() is not None:
+        if sys.exc_info()[1] is not None:
             return  # vLLM calls this also when the step has failed
         if isinstance(metadata := self._connector_metadata, BatonMetadata):
             if metadata.step.computed:

@@ -101,13 +101,14 @@ class MemoryDigester:
 
 def _view(geometry: Geometry, plane: Plane, region: NDArray[np.uint8]) -> NDArray[np.unsignedinteger]:
     """A plane as unsigned integers `[layers, pages, page_size, heads, head_dim]`, without a copy."""
-    return np.ndarray(
+    view: NDArray[np.unsignedinteger] = np.ndarray(
         (geometry.num_layers, geometry.num_pages, geometry.page_size, plane.num_heads, plane.head_dim),
         dtype=_UNSIGNED[plane.itemsize],
         buffer=region.data,
         offset=plane.base,
         strides=(plane.layer_stride, plane.page_stride, plane.token_stride, plane.head_stride, plane.element_stride),
     )
+    return view
 
 
 @lru_cache(maxsize=1 << 16)
