@@ -204,7 +204,7 @@ class Engine:
 
     def stats(self, name: str) -> list[int]:
         """A figure of each rank."""
-        return [rank.agent.stats()[name] for rank in self.ranks]
+        return [getattr(rank.agent.stats(), name) for rank in self.ranks]
 
     def close(self) -> None:
         for rank in self.ranks:

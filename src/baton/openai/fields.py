@@ -25,7 +25,7 @@ class Refused:
     """`why` a field is not served, and the values at which it asks for nothing. null, [] and {} always do."""
 
     why: str
-    neutral: tuple[object, ...] = ()
+    neutral: tuple[object, ...]
 
 
 _DECODING = "is not supported: tokens are chosen by the sampling parameters alone"
@@ -41,73 +41,49 @@ _PLACE = "is not a client's to choose: the router decides where a request runs"
 _HANDOFF = "is not a client's to set: the router decides where KV goes"
 _REASONING = "is not supported: an answer is not parsed for reasoning"
 
-REFUSED: Mapping[str, Refused] = {
-    **dict.fromkeys(
-        ("bad_words", "allowed_token_ids", "repetition_detection", "thinking_token_budget", "custom_logit_processor"),
-        Refused(_DECODING),
+# Names of fields that are refused for one reason, and the values at which each of them asks for nothing.
+_UNSERVED: tuple[tuple[str, tuple[object, ...], str], ...] = (
+    (_DECODING, (), "bad_words allowed_token_ids repetition_detection thinking_token_budget stop_regex vllm_xargs"),
+    (_DECODING, (), "custom_logit_processor logits_processors custom_params"),
+    (_DECODING, (False,), "use_beam_search watermarking"),
+    (_DECODING, (1, 1.0), "length_penalty"),
+    ("is called include_stop_str_in_output here", (False,), "no_stop_trim"),
+    (
+        _STRUCTURED,
+        (),
+        "structured_outputs guided_json guided_regex guided_choice guided_grammar json_schema regex ebnf",
     ),
-    **dict.fromkeys(("logits_processors", "custom_params", "vllm_xargs", "stop_regex"), Refused(_DECODING)),
-    "use_beam_search": Refused(_DECODING, (False,)),
-    "length_penalty": Refused(_DECODING, (1, 1.0)),
-    "watermarking": Refused(_DECODING, (False,)),
-    "no_stop_trim": Refused("is called include_stop_str_in_output here", (False,)),
-    "spaces_between_special_tokens": Refused(_OUTPUT, (True,)),
-    **dict.fromkeys(
-        ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "json_schema"),
-        Refused(_STRUCTURED),
-    ),
-    **dict.fromkeys(("guided_decoding_backend", "guided_whitespace_pattern", "regex", "ebnf"), Refused(_STRUCTURED)),
-    "response_format": Refused(_STRUCTURED, ({"type": "text"},)),
-    **dict.fromkeys(("prompt_embeds", "input_ids", "truncate_prompt_tokens", "truncation_side"), Refused(_PROMPT)),
-    **dict.fromkeys(("suffix", "session_params"), Refused(_PROMPT)),
-    **dict.fromkeys(("chat_template", "documents", "task"), Refused(_TEMPLATE)),
-    "continue_final_message": Refused(_TEMPLATE, (False,)),
-    "echo": Refused(_OUTPUT, (False,)),
-    **dict.fromkeys(("prompt_logprobs", "logprob_token_ids"), Refused(_OUTPUT)),
-    **dict.fromkeys(
-        (
-            "return_hidden_states",
-            "return_routed_experts",
-            "return_cached_tokens_details",
-            "return_prompt_token_ids",
-            "return_prompt_text",
-            "return_token_offsets",
-            "return_mm_kwargs",
-            "return_meta_info",
-        ),
-        Refused(_OUTPUT, (False,)),
-    ),
-    **dict.fromkeys(("routed_experts_prompt_start", "routed_experts_start_len"), Refused(_OUTPUT, (0,))),
-    **dict.fromkeys(("audio", "media_io_kwargs", "mm_processor_kwargs", "images_config"), Refused(_MULTIMODAL)),
-    **dict.fromkeys(("max_dynamic_patch", "min_dynamic_patch"), Refused(_MULTIMODAL)),
-    "use_audio_in_video": Refused(_MULTIMODAL, (False,)),
-    "modalities": Refused(_MULTIMODAL, (["text"],)),
-    "mm_payload": Refused(_MULTIMODAL, ("tensors",)),
-    **dict.fromkeys(("tools", "functions", "web_search_options"), Refused(_TOOLS)),
-    **dict.fromkeys(("tool_choice", "function_call"), Refused(_TOOLS, ("none", "auto"))),
-    **dict.fromkeys(("moderation", "verbosity"), Refused("is not supported")),
-    **dict.fromkeys(("include_reasoning", "separate_reasoning", "stream_reasoning"), Refused(_REASONING, (True,))),
-    "reasoning": Refused("is called reasoning_effort here"),
-    **dict.fromkeys(("lora_path", "lora_request", "adapter_id"), Refused(_ADAPTER)),
-    **dict.fromkeys(("cache_salt", "extra_key", "ngram_corpus_id"), Refused(_CACHE)),
-    "priority": Refused(_PLACE, (0,)),
-    **dict.fromkeys(("routed_dp_rank", "disagg_prefill_dp_rank", "data_parallel_rank"), Refused(_PLACE)),
-}
+    (_STRUCTURED, (), "guided_decoding_backend guided_whitespace_pattern regex ebnf"),
+    (_STRUCTURED, ({"type": "text"},), "response_format"),
+    (_PROMPT, (), "prompt_embeds input_ids truncate_prompt_tokens truncation_side suffix session_params"),
+    (_TEMPLATE, (), "chat_template documents task"),
+    (_TEMPLATE, (False,), "continue_final_message"),
+    (_OUTPUT, (), "prompt_logprobs logprob_token_ids"),
+    (_OUTPUT, (True,), "spaces_between_special_tokens"),
+    (_OUTPUT, (False,), "echo return_hidden_states return_routed_experts return_cached_tokens_details"),
+    (_OUTPUT, (False,), "return_prompt_token_ids return_prompt_text return_token_offsets return_mm_kwargs"),
+    (_OUTPUT, (False,), "return_meta_info"),
+    (_OUTPUT, (0,), "routed_experts_prompt_start routed_experts_start_len"),
+    (_MULTIMODAL, (), "audio media_io_kwargs mm_processor_kwargs images_config max_dynamic_patch min_dynamic_patch"),
+    (_MULTIMODAL, (False,), "use_audio_in_video"),
+    (_MULTIMODAL, (["text"],), "modalities"),
+    (_MULTIMODAL, ("tensors",), "mm_payload"),
+    (_TOOLS, (), "tools functions web_search_options"),
+    (_TOOLS, ("none", "auto"), "tool_choice function_call"),
+    ("is not supported", (), "moderation verbosity"),
+    (_REASONING, (True,), "include_reasoning separate_reasoning stream_reasoning"),
+    ("is called reasoning_effort here", (), "reasoning"),
+    (_ADAPTER, (), "lora_path lora_request adapter_id"),
+    (_CACHE, (), "cache_salt extra_key ngram_corpus_id"),
+    (_PLACE, (0,), "priority"),
+    (_PLACE, (), "routed_dp_rank disagg_prefill_dp_rank data_parallel_rank"),
+)
+REFUSED = {name: Refused(why, neutral) for why, neutral, names in _UNSERVED for name in names.split()}
 
 # By these other servers let a client steer a handoff. Refused whatever their value; null counts as absent.
 FORBIDDEN = frozenset(
-    (
-        "kv_transfer_params",
-        "ec_transfer_params",
-        "disaggregated_params",
-        "bootstrap_host",
-        "bootstrap_port",
-        "bootstrap_room",
-        "remote_host",
-        "remote_port",
-        "handoff",
-        "ticket",
-    )
+    ("kv_transfer_params", "ec_transfer_params", "disaggregated_params", "handoff", "ticket")
+    + ("bootstrap_host", "bootstrap_port", "bootstrap_room", "remote_host", "remote_port")
 )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 
 import msgspec
 from aiohttp import web
@@ -16,7 +16,7 @@ from baton.openai.errors import ApiError, to_api_error
 from baton.openai.limits import Bodies, HttpLimits
 from baton.openai.metrics import FrontMetrics
 from baton.openai.plan import Plan
-from baton.openai.service import EventStream, OpenAIService
+from baton.openai.service import OpenAIService
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _RETRY_AFTER_S = 1
@@ -150,10 +150,10 @@ async def write(request: web.Request, response: web.StreamResponse, data: bytes)
         timer.cancel()
 
 
-async def _reply(request: web.Request, reply: bytes | EventStream) -> web.StreamResponse:
+async def _reply(request: web.Request, reply: bytes | AsyncGenerator[bytes, None]) -> web.StreamResponse:
     if isinstance(reply, bytes):
         return web.Response(body=reply, content_type="application/json")
-    async with contextlib.aclosing(reply.events) as events:
+    async with contextlib.aclosing(reply) as events:
         headers = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
         response = web.StreamResponse(headers=headers)
         await response.prepare(request)

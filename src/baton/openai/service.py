@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import TypeVar
 
 import msgspec
@@ -25,13 +24,6 @@ _MAX_INLINE_BYTES = 4096
 _NUM_WORKERS = 2
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class EventStream:
-    """A response to stream as server-sent events; `events` yields whole events as bytes."""
-
-    events: AsyncGenerator[bytes, None]
 
 
 class OpenAIService:
@@ -71,8 +63,8 @@ class OpenAIService:
         work.add_done_callback(lambda _: _call_on(loop, self._free_workers.release))
         return await asyncio.wrap_future(work)
 
-    async def answer(self, plan: Plan) -> bytes | EventStream:
-        """Answer a request."""
+    async def answer(self, plan: Plan) -> bytes | AsyncGenerator[bytes, None]:
+        """Answer a request: a body, or whole server-sent events to stream."""
         if plan.kv_mode is not None and not self._backend.allows_kv_mode:
             raise RequestError("kv_mode cannot be chosen by a request here", "kv_mode")
         self._backend.check(plan.asked)
@@ -80,7 +72,7 @@ class OpenAIService:
         if plan.stream:
             events = self._events(plan, outputs)
             # Wait for the first event: a refusal must set the HTTP status.
-            return EventStream(_prepend(await anext(events), events))
+            return _prepend(await anext(events), events)
         async with contextlib.aclosing(self._run(plan, outputs)) as deltas:
             async for _ in deltas:
                 pass
