@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 from pathlib import Path
@@ -315,7 +316,7 @@ async def test_a_client_that_leaves_aborts_its_requests(
             await response.content.readline()
         await until(lambda: endpoint.engine.outcomes["aborted"] == n)
         del body["stream"]
-        with pytest.raises(TimeoutError):
+        with pytest.raises(asyncio.TimeoutError):
             await session.post(f"{url}/v1/completions", json=body, timeout=aiohttp.ClientTimeout(total=0.1))
         await until(lambda: endpoint.engine.outcomes["aborted"] == 2 * n)
         assert endpoint.engine.running == 0
