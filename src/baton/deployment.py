@@ -168,17 +168,8 @@ class Deployment:
     def close(self) -> None:
         """End every child, by SIGTERM and then by SIGKILL, and delete their files. Idempotent."""
         children = self._children[::-1]  # the router first, so that it sends nothing to engines that end
+        end_processes([child.process for child in children])
         for child in children:
-            if child.process.poll() is None:
-                child.process.terminate()
-                child.process.send_signal(signal.SIGCONT)  # a halted process cannot end
-        deadline = time.monotonic() + END_TIMEOUT_S
-        for child in children:
-            try:
-                child.process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                child.process.kill()
-                child.process.wait()
             if child.pipe >= 0:
                 os.close(child.pipe)
                 child.pipe = -1
@@ -279,6 +270,21 @@ class Reporter:
     def _write(self, report: dict[str, str]) -> None:
         assert self._fd is not None
         os.write(self._fd, json.dumps(report).encode() + b"\n")
+
+
+def end_processes(processes: Sequence[subprocess.Popen[bytes]], limit_s: float = END_TIMEOUT_S) -> None:
+    """End child processes by SIGTERM, in this order, and by SIGKILL those that have not ended in `limit_s` seconds."""
+    for process in processes:
+        if process.poll() is None:
+            process.terminate()
+            process.send_signal(signal.SIGCONT)  # a halted process cannot end
+    deadline = time.monotonic() + limit_s
+    for process in processes:
+        try:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def die_with_parent() -> None:

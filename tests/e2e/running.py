@@ -1,25 +1,27 @@
-"""A `baton up` that runs while a test does."""
+"""A `baton` command that serves while a test runs."""
 
 from __future__ import annotations
 
 import os
 import re
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from baton.deployment import BATON, end_processes
+
 START_LIMIT_S = 120.0
 END_LIMIT_S = 30.0
-READY = re.compile(r"ready: (http://\S+)/v1 ")
+READY = re.compile(r"(?:ready:|is served at) (http://\S+)/v1\s")
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 @dataclass(frozen=True, slots=True)
-class Up:
-    """A running `baton up`."""
+class Running:
+    """A process that serves at `url`."""
 
     process: subprocess.Popen[bytes]
     url: str
@@ -27,30 +29,28 @@ class Up:
 
 
 @contextmanager
-def running_up(model: str, log: Path, *flags: str) -> Iterator[Up]:
-    """One prefill and one decode engine, ready. Whatever happens, no process is left."""
-    command = [sys.executable, "-m", "baton.cli", "up", model, "--prefill", "1", "--decode", "1"]
+def running(log: Path, *arguments: str) -> Iterator[Running]:
+    """`baton ARGUMENTS`, ready, at a free port. Whatever happens, no process is left."""
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [*command, "--port", "0", *flags],
+            [*BATON, *arguments, "--port", "0"],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env=ENVIRONMENT,
             start_new_session=True,
         )
     try:
         deadline = time.monotonic() + START_LIMIT_S
         while (ready := READY.search(log.read_text())) is None:
             started = process.poll() is None and time.monotonic() < deadline
-            assert started, f"baton up did not start: {log.read_text()}"
+            assert started, f"baton did not start: {log.read_text()}"
             time.sleep(0.05)
-        yield Up(process, ready[1], log)
+        yield Running(process, ready[1], log)
     finally:
-        if process.poll() is None:
-            process.terminate()
-            try:
-                process.wait(END_LIMIT_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        end_processes([process], END_LIMIT_S)
+
+
+def running_up(model: str, log: Path, *flags: str) -> AbstractContextManager[Running]:
+    """`baton up` with one prefill and one decode engine."""
+    return running(log, "up", model, "--prefill", "1", "--decode", "1", *flags)

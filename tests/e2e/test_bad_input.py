@@ -8,26 +8,23 @@ import os
 import shutil
 import socket
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from baton.deployment import BATON
 from baton.handoff.protocol.ticket import Ticket, load_or_create_key, mint, request_digest
 from baton.wire import EngineInfo, SamplingParams
+from tests.e2e.running import ENVIRONMENT, running
 from tests.support.checkpoints import make_checkpoint, make_drafter
 
 MODEL = "models/baton-demo-llama"
-BATON = (sys.executable, "-m", "baton.cli")
 END_LIMIT_S = 60.0
-START_LIMIT_S = 60.0
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 def refuse(*arguments: str) -> str:
@@ -124,33 +121,6 @@ def ask(url: str, body: object = None, token: str = "") -> tuple[int, bytes]:
             return error.code, error.read()
 
 
-@contextlib.contextmanager
-def running(log: Path, *arguments: str) -> Iterator[str]:
-    """A `baton` process; yields its base URL. It is ended whatever happens."""
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [*BATON, *arguments, "--port", "0"],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=ENVIRONMENT,
-        )
-    try:
-        deadline = time.monotonic() + START_LIMIT_S
-        while " is served at " not in (text := log.read_text()) or not text.endswith("\n"):
-            assert process.poll() is None, text
-            assert time.monotonic() < deadline, text
-            time.sleep(0.05)
-        yield text.rpartition(" is served at ")[2].strip().removesuffix("/v1")
-    finally:
-        process.terminate()
-        try:
-            process.wait(15)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Two targets of one shape, and two drafters of one shape for the first."""
@@ -211,7 +181,7 @@ def test_engines_that_differ(
                     *engine_flags(models, *which),
                     *("--role", role, "--engine-id", role, "--ticket-key-file", key_file),
                 )
-            )
+            ).url
             for role, which in (("prefill", prefill), ("decode", decode))
         ]
         # A router that knows both from the start does not start.
@@ -222,7 +192,7 @@ def test_engines_that_differ(
         token_file = tmp_path / "admin.token"
         router = stack.enter_context(
             running(tmp_path / "router", "router", *flags, "--admin-token-file", str(token_file))
-        )
+        ).url
         token = token_file.read_text().strip()
         status, body = ask(f"{router}/instances/add", {"url": urls[1], "role": "decode"}, token)
         assert status == 409

@@ -11,7 +11,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from tests.e2e.running import END_LIMIT_S, Up, running_up
+from tests.e2e.running import END_LIMIT_S, Running, running_up
 
 MODEL_PATH = "models/baton-demo-llama"
 MODEL = "baton-demo-llama"
@@ -20,13 +20,13 @@ MESSAGES: list[openai.types.chat.ChatCompletionMessageParam] = [{"role": "user",
 
 
 @pytest.fixture(scope="module")
-def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
+def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     with running_up(MODEL_PATH, tmp_path_factory.mktemp("up") / "log") as running:
         yield running
 
 
 @pytest.fixture(scope="module")
-def client(up: Up) -> Iterator[openai.OpenAI]:
+def client(up: Running) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{up.url}/v1", api_key="none", max_retries=0, timeout=60.0) as made:
         yield made
 
