@@ -80,7 +80,7 @@ _UNSERVED: tuple[tuple[str, tuple[object, ...], str], ...] = (
 )
 REFUSED = {name: Refused(why, neutral) for why, neutral, names in _UNSERVED for name in names.split()}
 
-# By these other servers let a client steer a handoff. Refused whatever their value; null counts as absent.
+# Other servers let a client steer a handoff by these. Any value but null is refused.
 FORBIDDEN = {"kv_transfer_params", "ec_transfer_params", "disaggregated_params", "handoff", "ticket"}
 FORBIDDEN |= {"bootstrap_host", "bootstrap_port", "bootstrap_room", "remote_host", "remote_port"}
 

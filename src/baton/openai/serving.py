@@ -1,4 +1,4 @@
-"""How a Baton process listens, serves, and ends: what runs may end first, and what does not is told so."""
+"""How a Baton process listens, serves, and ends. Requests may end first; those that do not are told so."""
 
 from __future__ import annotations
 

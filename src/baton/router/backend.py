@@ -83,7 +83,7 @@ class RouterBackend:
         self._connector.check(params)
 
     async def generate(self, request: GenerateRequest, kv_mode: Mode | None = None) -> AsyncGenerator[TokenChunk, None]:
-        """Yield the request's chunks; see `Backend.generate`."""
+        """Yield the request's chunks, over all attempts. Raises the error of the last one."""
         joined = Joined(request)
         tried: list[Instance] = []
         attempt = fruitless = 0

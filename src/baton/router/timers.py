@@ -11,10 +11,9 @@ class RouterTimers:
 
     `check`: between two questions to an engine. `answer`: an engine that takes longer gets new requests only for want
     of another. `lease`: an engine silent for so long loses its legs to others. `patience`: a request that has begun
-    waits for so long for an engine that can go on with it. `connect`: a connection that is not there by then never
-    will be. `tell`: a vLLM server has computed the one token that what it is told, or asked about itself or a near-tie,
-    takes.
-    `drain`: a leg whose request is over is read for so long, so that it ends by itself.
+    waits for so long for an engine that can go on with it. `connect`: for a leg's connection. `tell`: for a vLLM
+    server's answer to a question or a message, which costs it one token. `drain`: a leg whose request is over is read
+    for so long, so that it ends by itself.
     """
 
     check: float = 0.5

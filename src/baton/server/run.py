@@ -33,7 +33,7 @@ def run_engine(
     on_ready: Callable[[AsyncEngine, str], None],
     shutdown_timeout_s: float = SHUTDOWN_TIMEOUT_S,
 ) -> None:
-    """Serve one engine until SIGINT or SIGTERM, then close it; see `baton.openai.serving.serve`.
+    """Serve one engine until SIGINT or SIGTERM, then close it. After SIGTERM requests have `shutdown_timeout_s` to end.
 
     `make_engine` may take long; a signal meanwhile ends the process. `on_ready` is called with the engine and
     its URL when requests are served. Raises what `make_engine` raises, and `EngineUnavailableError` with the cause when

@@ -71,8 +71,9 @@ class _NixlConnector(VllmConnector):
         return in_turn(first, lambda params: VllmClient.of(decode).leg(request, params))
 
     async def _first(self, request: GenerateRequest, prefill: Instance) -> tuple[TokenChunk, dict[str, object], bool]:
-        """The prefill leg: its token, what the decode server needs, and whether the token is the request's. It is not
-        where a model's prompts are not computed to the end, or a decode server that speculates draws another.
+        """The prefill leg: its token, what the decode server needs, and whether the token is the request's first one.
+        It is another where this server does not compute a prompt's last token, or where servers that speculate draw
+        theirs anew.
         """
         p = VllmClient.of(prefill)
         chunk, params = await p.first_token(request, _FETCHED)
