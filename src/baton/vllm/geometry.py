@@ -44,10 +44,9 @@ def describe(
     groups: Sequence[LayerGroup],
     kernels: Mapping[str, KernelLayout],
     granularity: Granularity = "page",
-    rank: int = 0,
 ) -> CacheLayout:
     """Describe `caches`, the tensors `[blocks, heads, tokens, elements]` that vLLM registers, by layer name. `kernels`
-    is how each layer's attention kernel stores its pages; `rank` is this worker's.
+    is how each layer's attention kernel stores its pages.
 
     Raises `ConfigError` for memory that is neither the host's nor a GPU's, or of an unknown shape.
     """
@@ -73,7 +72,7 @@ def describe(
             region = order[tensors[0].untyped_storage().data_ptr()]
             geometry = _geometry(part, tensors, kernel, granularity, region).check()
             out.groups.append(part)
-            out.geometries[part.name] = RankGeometry(rank=rank, geometry=geometry)
+            out.geometries[part.name] = RankGeometry(rank=0, geometry=geometry)
             out.blocks_per_page[part.name] = 1 if group.kind == "state" else group.block_size // geometry.page_size
     return out
 
