@@ -36,7 +36,7 @@ from baton.handoff.protocol.greeting import prove, seal, session_key
 from baton.handoff.protocol.messages import AttemptKey, Hello
 from baton.transports.registry import create_transport
 from simulation.frames import FrameMaker
-from simulation.handoff_pair import HANDOFF_LIMIT_S, SPENT, Node, Traffic
+from simulation.handoff_pair import HANDOFF_LIMIT_S, SPENT, Traffic, attacked
 
 ATTACKER = "X"
 _FRAMES_PER_SESSION, _SESSIONS_PER_SOCKET = 30, 40
@@ -152,7 +152,7 @@ def run(messages: int, seed: int = 0, processes: int = 2, with_keys: bool = Fals
         if keys is not None:
             make_keys(keys, ["P", "D", ATTACKER])
         ticket_key = os.urandom(32)
-        p, d = (Node(name, ticket_key, None if keys is None else KeyRing(keys, name)) for name in ("P", "D"))
+        p, d = (attacked(name, ticket_key, None if keys is None else KeyRing(keys, name)) for name in ("P", "D"))
         try:
             return _run(Traffic(p, d, ticket_key), messages, seed, processes, keys)
         finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import queue
 import time
+from typing import Any
 
 import numpy as np
 
@@ -12,6 +13,7 @@ from baton.handoff.channel.config import Timers
 from baton.handoff.channel.keys import KeyRing
 from baton.handoff.node.agent import AgentConfig, HandoffAgent
 from baton.handoff.plan.planner import Instance, RankGeometry
+from baton.handoff.protocol.digests import MemoryDigester
 from baton.handoff.protocol.events import DecodeCommitted, HandoffEvent
 from baton.handoff.protocol.messages import CHALLENGE_BYTES, AttemptKey, Hello, Seeds
 from baton.handoff.protocol.ticket import SignedTicket, Ticket, mint, new_transfer_id
@@ -25,53 +27,62 @@ HANDOFF_LIMIT_S = 30.0
 SPENT = 64  # tickets of past handoffs that attackers may know
 # Those stay valid for as long as an attack lasts; of the others the tombstones must go meanwhile.
 _LONG_LIFE_S, _SHORT_LIFE_S = 600, 15
-_GROUPS = ("target", "draft")
-_NUM_PAGES, _PAGE_SIZE, _TOKENS = 64, 4, 38
+GROUPS = {"target": 2, "draft": 1}  # layers
+NUM_PAGES, HEADS, DIM = 64, 2, 4
+_TOKENS = 38
 _SEEDS = Seeds(first_token=5, draft_token_ids=[6, 7])
+_TIMERS = Timers(retry=0.2, renew=0.5, lease=3.0)
 
 
 class Node:
-    """One engine without a model: pools, an agent, and the agent's events."""
+    """One engine without a model: pools, an agent, and the agent's events. `config` is for `AgentConfig`."""
 
-    def __init__(self, name: str, ticket_key: bytes, keys: KeyRing | None) -> None:
-        self.name, self.incarnation = name, f"{name}-{os.urandom(4).hex()}"
-        self.transport = create_transport("shm://")
+    def __init__(self, name: str, incarnation: str, scheme: str, page_size: int = 4, **config: Any) -> None:
+        self.name, self.incarnation, self.page_size = name, incarnation, page_size
+        self.transport = create_transport(scheme)
+        self.geometries: dict[str, RankGeometry] = {}
         self.pools: dict[str, np.ndarray] = {}
-        geometries: dict[str, RankGeometry] = {}
-        for index, group in enumerate(_GROUPS):
+        regions = []
+        for index, (group, layers) in enumerate(GROUPS.items()):
             spec = GroupSpec(
                 name=group,
                 owner="draft" if group == "draft" else "target",
                 kind="full",
-                planes=kv_planes(2, 8, "float32"),
-                page_size=_PAGE_SIZE,
+                planes=kv_planes(HEADS, DIM, "float32"),
+                page_size=page_size,
                 module=int(group == "draft"),
-                layer_ids=(0, 1),
+                layer_ids=tuple(range(layers)),
             )
-            geometry = Geometry.block_major(spec, _NUM_PAGES, region=index)
-            self.pools[group] = self.transport.allocate(group, geometry.region_bytes)
-            geometries[group] = RankGeometry(rank=0, geometry=geometry)
-        descriptor = self.transport.register(list(self.pools.values()))
+            geometry = Geometry.block_major(spec, NUM_PAGES, region=index)
+            regions.append(self.transport.allocate(group, geometry.region_bytes))
+            shape = (NUM_PAGES, layers, 2, page_size, HEADS, DIM)
+            self.pools[group] = regions[index].view(np.float32).reshape(shape)
+            self.geometries[group] = RankGeometry(rank=0, geometry=geometry)
+        self.descriptor = self.transport.register(regions)
+        self.digester = MemoryDigester(self.geometries, regions)
         self.events: queue.Queue[HandoffEvent] = queue.Queue()
-        facts = {"model": "m"}
-        timers = Timers(retry=0.2, renew=0.5, lease=3.0)
-        config = AgentConfig(name, self.incarnation, fingerprint=facts, ticket_key=ticket_key, keys=keys, timers=timers)
-        facts = {**facts, "handoff.integrity": config.integrity}
-        instance = Instance.of_one_rank(geometries)
-        challenge = os.urandom(CHALLENGE_BYTES)
-        self.hello = Hello(name, self.incarnation, facts, instance, challenge, descriptor=descriptor)
-        self.agent = HandoffAgent(config, instance, self.transport, descriptor, self.events.put)
+        settings = AgentConfig(name, incarnation, **{"fingerprint": {"model": "m"}, **config})
+        facts = {**settings.fingerprint, "handoff.integrity": settings.integrity}
+        instance, challenge = Instance.of_one_rank(self.geometries), os.urandom(CHALLENGE_BYTES)
+        self.hello = Hello(name, incarnation, facts, instance, challenge, descriptor=self.descriptor)
+        self.agent = HandoffAgent(settings, instance, self.transport, self.descriptor, self.note, self.digester)
         self.agent.start()
 
-    def rows(self, group: str, pages: list[int]) -> np.ndarray:
-        """The bytes of pages, `[pages, bytes of a page]`."""
-        return self.pools[group].reshape(_NUM_PAGES, -1)[pages]
+    def note(self, event: HandoffEvent) -> None:
+        """Take an event of the agent, on its thread."""
+        self.events.put(event)
 
     def close(self) -> None:
         """End the agent and give the memory back."""
         self.agent.close()
         self.pools.clear()
         self.transport.close()
+
+
+def attacked(name: str, ticket_key: bytes, keys: KeyRing | None) -> Node:
+    """A node that attacks are aimed at, new with each call."""
+    incarnation = f"{name}-{os.urandom(4).hex()}"
+    return Node(name, incarnation, "shm://", ticket_key=ticket_key, keys=keys, timers=_TIMERS)
 
 
 def make_ticket(p: Node, d: Node, mode: Mode, life_s: float) -> Ticket:
@@ -109,17 +120,15 @@ class Traffic:
         life_s = _LONG_LIFE_S if self.served < SPENT else _SHORT_LIFE_S
         plain = make_ticket(p, d, "pull" if self.served % 2 else "push", life_s)
         ticket = SignedTicket.of(plain, mint(self.key, plain))
-        count = -(-_TOKENS // _PAGE_SIZE)
-        tables = [{g: self._rng.permutation(np.arange(1, _NUM_PAGES))[:count].tolist() for g in _GROUPS} for _ in "pd"]
-        for group in _GROUPS:
-            size = p.pools[group].size // _NUM_PAGES
-            p.pools[group].reshape(_NUM_PAGES, -1)[tables[0][group]] = self._rng.integers(
-                0, 256, (count, size), np.uint8
-            )
-        d.agent.open_decode(ticket, _TOKENS, dict.fromkeys(_GROUPS, Interval(0, _TOKENS)), tables[1])
+        count = -(-_TOKENS // p.page_size)
+        tables = [{g: self._rng.permutation(np.arange(1, NUM_PAGES))[:count].tolist() for g in GROUPS} for _ in "pd"]
+        for group, table in tables[0].items():
+            pages = p.pools[group][table]
+            p.pools[group][table] = self._rng.random(pages.shape, np.float32)
+        d.agent.open_decode(ticket, _TOKENS, dict.fromkeys(GROUPS, Interval(0, _TOKENS)), tables[1])
         p.agent.open_prefill(ticket)
         p.agent.declare_final(ticket.key, _TOKENS, tables[0], {"target": _TOKENS, "draft": _TOKENS - 1})
-        p.agent.finish_prefill(ticket.key, _SEEDS, False, dict.fromkeys(_GROUPS, _TOKENS))
+        p.agent.finish_prefill(ticket.key, _SEEDS, False, dict.fromkeys(GROUPS, _TOKENS))
         for node in (d, p):
             try:
                 event = node.events.get(timeout=HANDOFF_LIMIT_S)
@@ -128,8 +137,8 @@ class Traffic:
             assert event.key == ticket.key, event
             assert node is p or isinstance(event, DecodeCommitted), event
             assert getattr(event, "outcome", "committed") == "committed", event
-        for group in _GROUPS:
-            want, got = p.rows(group, tables[0][group]), d.rows(group, tables[1][group])
+        for group in GROUPS:
+            want, got = p.pools[group][tables[0][group]], d.pools[group][tables[1][group]]
             # The last page holds tokens that nobody wanted.
             assert np.array_equal(want[:-1], got[:-1]), f"other bytes in group {group}"
         self.served += 1

@@ -14,7 +14,7 @@ from baton.handoff.protocol.frames import decode, encode
 from baton.handoff.protocol.greeting import prove, seal, session_key
 from baton.handoff.protocol.messages import CHALLENGE_BYTES, Hello, Message
 from baton.handoff.protocol.ticket import SignedTicket, mint
-from simulation.handoff_pair import Node, Traffic, make_ticket
+from simulation.handoff_pair import Node, Traffic, attacked, make_ticket
 
 TICKET_KEY = b"k" * 32
 CHALLENGE = bytes(CHALLENGE_BYTES)
@@ -91,7 +91,7 @@ class Scene:
         if self.keys is not None:
             make_keys(self.keys, [name])
             ring = KeyRing(self.keys, name)
-        self.nodes.append(Node(name, TICKET_KEY, ring))
+        self.nodes.append(attacked(name, TICKET_KEY, ring))
         return self.nodes[-1]
 
     def attacker(self, node: Node | None = None, pair: tuple[bytes, bytes] | None = None) -> Attacker:

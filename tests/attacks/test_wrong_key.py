@@ -13,7 +13,7 @@ from baton.handoff.channel.sockets import Channel
 from baton.handoff.protocol.events import DecodeFailed, DecodeReleased
 from baton.handoff.protocol.messages import Hello
 from baton.kv.interval import Interval
-from simulation.handoff_pair import Node
+from simulation.handoff_pair import attacked
 from tests.attacks.attacker import TICKET_KEY, Scene
 
 Until = Callable[[Callable[[], object]], None]
@@ -69,7 +69,7 @@ def test_an_engine_that_answers_with_another_key_is_not_believed(keyed: Scene, u
 
 
 def test_an_engine_without_keys_does_not_talk_to_one_with_them(keyed: Scene, until: Until) -> None:
-    bare = Node("B", TICKET_KEY, None)
+    bare = attacked("B", TICKET_KEY, None)
     keyed.nodes.append(bare)
     pages = {"target": [1], "draft": [2]}
     wanted = {"target": Interval(0, 4), "draft": Interval(0, 4)}

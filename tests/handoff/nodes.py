@@ -2,65 +2,30 @@
 
 from __future__ import annotations
 
-import queue
 import time
 
 import numpy as np
 
-from baton.handoff.node.agent import AgentConfig, HandoffAgent, Timers
-from baton.handoff.plan.planner import Instance, RankGeometry
-from baton.handoff.protocol.digests import MemoryDigester
+from baton.handoff.channel.config import Timers
 from baton.handoff.protocol.events import DecodeCommitted, DecodeProgress, HandoffEvent, PrefillReleased
 from baton.handoff.protocol.messages import Seeds
 from baton.handoff.protocol.ticket import SignedTicket, Ticket, mint, new_transfer_id
-from baton.kv.geometry import Geometry
 from baton.kv.interval import Interval
-from baton.kv.spec import GroupSpec, kv_planes
-from baton.transports.registry import create_transport
+from simulation import handoff_pair
+from simulation.handoff_pair import DIM, GROUPS, HEADS
 
 KEY = b"k" * 32
 SEEDS = Seeds(first_token=5, draft_token_ids=[6, 7, 8])
-NUM_PAGES = 64
-GROUPS = {"target": 2, "draft": 1}  # layers
-HEADS, DIM = 2, 4
 TIMERS = Timers(retry=0.05, check=0.02, close=2.0)
 
 
-class Node:
-    """One engine without a model: pools, an agent, and the agent's events."""
+class Node(handoff_pair.Node):
+    """A node for tests of whole agents. Events of progress go into `progress`, all others into `events`."""
 
     def __init__(self, name: str, scheme: str = "local://", page_size: int = 4, **config: object) -> None:
-        self.name, self.page_size = name, page_size
-        self.transport = create_transport(scheme)
-        self.geometries: dict[str, RankGeometry] = {}
-        self.pools: dict[str, np.ndarray] = {}
-        regions = []
-        for index, (group, layers) in enumerate(GROUPS.items()):
-            spec = GroupSpec(
-                name=group,
-                owner="draft" if group == "draft" else "target",
-                kind="full",
-                planes=kv_planes(HEADS, DIM, "float32"),
-                page_size=page_size,
-                layer_ids=tuple(range(layers)),
-                module=int(group == "draft"),
-            )
-            geometry = Geometry.block_major(spec, NUM_PAGES, region=index)
-            region = self.transport.allocate(group, geometry.region_bytes)
-            regions.append(region)
-            shape = (NUM_PAGES, layers, 2, page_size, HEADS, DIM)
-            self.pools[group] = region.view(np.float32).reshape(shape)
-            self.geometries[group] = RankGeometry(rank=0, geometry=geometry)
-        self.events: queue.Queue[HandoffEvent] = queue.Queue()
         self.progress: list[HandoffEvent] = []
-        defaults: dict[str, object] = {"ticket_key": KEY, "timers": TIMERS, "fingerprint": {"model": "m"}}
-        settings = AgentConfig(name, f"{name}-1", **{**defaults, **config})  # type: ignore[arg-type]
-        self.descriptor = self.transport.register(regions)
-        self.digester = MemoryDigester(self.geometries, regions)
-        self.agent = HandoffAgent(
-            settings, Instance.of_one_rank(self.geometries), self.transport, self.descriptor, self.note, self.digester
-        )
-        self.agent.start()
+        defaults: dict[str, object] = {"ticket_key": KEY, "timers": TIMERS}
+        super().__init__(name, f"{name}-1", scheme, page_size, **{**defaults, **config})
 
     def note(self, event: HandoffEvent) -> None:
         (self.progress.append if isinstance(event, DecodeProgress) else self.events.put)(event)
@@ -88,10 +53,6 @@ class Node:
             for t in range(tokens):
                 view = self.pools[group][table[t // self.page_size], :, :, t % self.page_size]
                 view[:] = salt + shift * 1000 + t + np.arange(view.size).reshape(view.shape) / 1024
-
-    def close(self) -> None:
-        self.agent.close()
-        self.transport.close()
 
 
 class Pair:

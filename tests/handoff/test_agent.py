@@ -31,11 +31,9 @@ from baton.handoff.protocol.ticket import mint
 from baton.kv.geometry import Geometry
 from baton.kv.interval import Interval
 from baton.kv.spec import GroupSpec, kv_planes
+from simulation.handoff_pair import DIM, HEADS, NUM_PAGES
 from tests.handoff.nodes import (
-    DIM,
-    HEADS,
     KEY,
-    NUM_PAGES,
     SEEDS,
     TIMERS,
     Node,
