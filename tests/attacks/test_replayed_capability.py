@@ -15,6 +15,7 @@ from baton.handoff.protocol.ticket import MAX_TICKET_LIFE_S, Redeemer, SignedTic
 from baton.kv.interval import Interval
 from baton.wire import SamplingParams
 from tests.attacks.attacker import TICKET_KEY, Scene
+from tests.support.tickets import make_ticket
 
 Until = Callable[[Callable[[], object]], None]
 
@@ -127,19 +128,7 @@ def test_a_time_of_day_that_is_set_revives_and_refuses_nothing(
 
 PROMPT, PARAMS = [1, 2, 3], SamplingParams(seed=1)
 DIGEST = request_digest(PROMPT, PARAMS)
-TICKET = Ticket(
-    transfer_id=bytes(16),
-    prefill_engine="P",
-    prefill_incarnation="P-1",
-    prefill_addresses=["tcp://127.0.0.1:1"],
-    decode_engine="D",
-    decode_incarnation="D-1",
-    decode_addresses=["tcp://127.0.0.1:2"],
-    mode="push",
-    prefill_expiry=1100.0,
-    decode_expiry=5100.0,
-    request_digest=DIGEST,
-)
+TICKET = make_ticket(prefill_expiry=1100.0, decode_expiry=5100.0, request_digest=DIGEST)
 
 
 def test_a_ticket_serves_one_request_per_leg() -> None:

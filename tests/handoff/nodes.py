@@ -9,10 +9,11 @@ import numpy as np
 from baton.handoff.channel.config import Timers
 from baton.handoff.protocol.events import DecodeCommitted, DecodeProgress, HandoffEvent, PrefillReleased
 from baton.handoff.protocol.messages import Seeds
-from baton.handoff.protocol.ticket import SignedTicket, Ticket, mint, new_transfer_id
+from baton.handoff.protocol.ticket import SignedTicket
 from baton.kv.interval import Interval
 from simulation import handoff_pair
 from simulation.handoff_pair import DIM, GROUPS, HEADS
+from tests.support.tickets import make_ticket_between, signed
 
 KEY = b"k" * 32
 SEEDS = Seeds(first_token=5, draft_token_ids=[6, 7, 8])
@@ -29,6 +30,10 @@ class Node(handoff_pair.Node):
 
     def note(self, event: HandoffEvent) -> None:
         (self.progress.append if isinstance(event, DecodeProgress) else self.events.put)(event)
+
+    @property
+    def address(self) -> str:
+        return self.agent.address
 
     def next(self, kind: type[HandoffEvent]) -> HandoffEvent:
         event = self.events.get(timeout=30)
@@ -68,25 +73,7 @@ class Pair:
 
 
 def ticket_for(p: Node, d: Node, mode: str, life: float = 60, **changes: object) -> SignedTicket:
-    fields: dict[str, object] = {
-        "transfer_id": new_transfer_id(),
-        "prefill_engine": p.name,
-        "prefill_incarnation": f"{p.name}-1",
-        "prefill_addresses": [p.agent.address],
-        "decode_engine": d.name,
-        "decode_incarnation": f"{d.name}-1",
-        "decode_addresses": [d.agent.address],
-        "mode": mode,
-        "prefill_expiry": time.monotonic() + life,
-        "decode_expiry": time.monotonic() + life,
-        "request_digest": bytes(32),
-    }
-    return signed(Ticket(**{**fields, **changes}))  # type: ignore[arg-type]
-
-
-def signed(ticket: Ticket, key: bytes = KEY) -> SignedTicket:
-    """A ticket as it comes from the router."""
-    return SignedTicket.of(ticket, mint(key, ticket))
+    return signed(make_ticket_between(p, d, time.monotonic() + life, mode=mode, **changes), KEY)
 
 
 def settle(*nodes: Node) -> None:

@@ -20,7 +20,8 @@ from baton.kv.geometry import BLOCK_MAJOR_NHD, Geometry
 from baton.kv.interval import Interval
 from baton.kv.spec import GroupSpec, kv_planes, latent_planes
 from baton.transports.registry import create_transport
-from tests.handoff.nodes import KEY, TIMERS, signed
+from tests.handoff.nodes import KEY, TIMERS
+from tests.support.tickets import signed
 
 SEEDS = Seeds(first_token=5, draft_token_ids=[6, 7, 8])
 NUM_PAGES = 24
@@ -225,7 +226,7 @@ def ticket_for(p: Engine, d: Engine, mode: str, **changes: object) -> SignedTick
         "decode_expiry": time.monotonic() + 60,
         "request_digest": bytes(32),
     }
-    return signed(Ticket(**{**fields, **changes}))  # type: ignore[arg-type]
+    return signed(Ticket(**{**fields, **changes}), KEY)  # type: ignore[arg-type]
 
 
 def settle(*engines: Engine) -> None:

@@ -40,9 +40,9 @@ from tests.handoff.nodes import (
     Pair,
     hand_over,
     settle,
-    signed,
     ticket_for,
 )
+from tests.support.tickets import signed
 
 
 @pytest.fixture
@@ -348,7 +348,8 @@ def test_a_later_attempt_supersedes_the_earlier(pair: Pair) -> None:
     again = signed(
         msgspec.structs.replace(
             first, attempt=1, decode_engine="E", decode_incarnation="E-1", decode_addresses=[other.agent.address]
-        )
+        ),
+        KEY,
     )
     wanted = {"target": Interval(0, 8), "draft": Interval(0, 8)}
     p.agent.open_prefill(first)

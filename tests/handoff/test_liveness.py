@@ -27,13 +27,13 @@ from baton.handoff.protocol.events import (
 )
 from baton.handoff.protocol.frames import decode, encode
 from baton.handoff.protocol.messages import Bye, Cancel, Cancelled, Hello, Message, Register, Renew, Seeds
-from baton.handoff.protocol.ticket import SignedTicket, Ticket, new_transfer_id
+from baton.handoff.protocol.ticket import SignedTicket, Ticket
 from baton.kv.geometry import CopyList, Geometry
 from baton.kv.interval import Interval
 from baton.kv.spec import GroupSpec, kv_planes
 from baton.transports.base import Direction, Operation, Peer
 from baton.transports.local import LocalTransport
-from tests.handoff.nodes import signed
+from tests.support.tickets import make_ticket_between, signed
 
 SEEDS = Seeds(first_token=5)
 STEP = 0.05
@@ -190,20 +190,7 @@ class World:
                     node.step()
 
     def ticket(self, p: Node, d: Node, mode: str, life: float = 100) -> SignedTicket:
-        ticket = Ticket(
-            transfer_id=new_transfer_id(),
-            prefill_engine=p.name,
-            prefill_incarnation=p.incarnation,
-            prefill_addresses=[p.address],
-            decode_engine=d.name,
-            decode_incarnation=d.incarnation,
-            decode_addresses=[d.address],
-            mode=mode,  # type: ignore[arg-type]
-            prefill_expiry=self.clock.now + life,
-            decode_expiry=self.clock.now + life,
-            request_digest=bytes(32),
-        )
-        return signed(ticket, b"k")
+        return signed(make_ticket_between(p, d, self.clock.now + life, mode=mode), b"k")
 
     def prefill(self, p: Node, ticket: Ticket) -> None:
         p.node.to_prefill(ticket.key, Declared(N, {"target": [1, 2]}, {"target": N}))

@@ -23,21 +23,18 @@ from baton.handoff.protocol.ticket import (
     verify,
 )
 from baton.wire import EngineIdentity, SamplingParams
+from tests.support.tickets import make_ticket
 
 KEY = b"k" * 32
-TICKET = Ticket(
+TICKET = make_ticket(
     transfer_id=b"0123456789abcdef",
     attempt=1,
-    prefill_engine="P",
     prefill_incarnation="p-1",
     prefill_addresses=["tcp://127.0.0.1:1234"],
-    decode_engine="D",
     decode_incarnation="d-1",
     decode_addresses=["tcp://127.0.0.1:1235"],
-    mode="push",
     prefill_expiry=1000.0,
     decode_expiry=5000.0,
-    request_digest=bytes(32),
 )
 
 

@@ -9,10 +9,11 @@ from typing import Any, Literal
 
 import pytest
 
-from baton.handoff.protocol.ticket import SignedTicket, Ticket, mint, new_transfer_id
+from baton.handoff.protocol.ticket import SignedTicket, Ticket, mint
 from baton.vllm.groups import CacheTable
 from baton.vllm.scheduler import SchedulerSide, VllmIdentity, handoff_digest
 from baton.vllm.steps import AnnounceDecode, ClosePrefill, Computed, OpenDecode, OpenPrefill, Step
+from tests.support.tickets import make_ticket, signed
 
 KEY = b"k" * 32
 NOW = 1000.0
@@ -32,20 +33,14 @@ class Request:
 
 
 def ticket(prompt: Sequence[int] = PROMPT, incarnation: str = "inc-P") -> SignedTicket:
-    plain = Ticket(
-        transfer_id=new_transfer_id(),
-        prefill_engine="P",
+    plain = make_ticket(
         prefill_incarnation=incarnation,
-        prefill_addresses=["tcp://127.0.0.1:1"],
-        decode_engine="D",
         decode_incarnation="inc-D",
-        decode_addresses=["tcp://127.0.0.1:2"],
-        mode="push",
         prefill_expiry=NOW + 60,
         decode_expiry=NOW + 60,
         request_digest=handoff_digest(prompt[:-1]),
     )
-    return SignedTicket.of(plain, mint(KEY, plain))
+    return signed(plain, KEY)
 
 
 class Pool:

@@ -11,13 +11,14 @@ import torch
 
 from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.messages import Seeds
-from baton.handoff.protocol.ticket import SignedTicket, Ticket, mint, new_transfer_id
+from baton.handoff.protocol.ticket import SignedTicket, Ticket, mint
 from baton.vllm.geometry import describe
 from baton.vllm.groups import CacheTable, split_tables
 from baton.vllm.scheduler import SchedulerSide, handoff_digest
 from baton.vllm.steps import AnnounceDecode, ClosePrefill, Computed, OpenDecode, OpenPrefill, Step
 from baton.vllm.worker import WorkerSide
 from baton.wire import VllmIdentity
+from tests.support.tickets import make_ticket, signed
 
 KEY = b"k" * 32
 PROMPT = list(range(100, 110))
@@ -47,20 +48,8 @@ class Pool:
 
 
 def ticket(handed_over: Sequence[int] = PROMPT, expiry: float = 60.0) -> SignedTicket:
-    plain = Ticket(
-        transfer_id=new_transfer_id(),
-        prefill_engine="P",
-        prefill_incarnation="p",
-        prefill_addresses=["tcp://127.0.0.1:1"],
-        decode_engine="D",
-        decode_incarnation="d",
-        decode_addresses=["tcp://127.0.0.1:2"],
-        mode="push",
-        prefill_expiry=expiry,
-        decode_expiry=expiry,
-        request_digest=handoff_digest(handed_over),
-    )
-    return SignedTicket.of(plain, mint(KEY, plain))
+    digest, engines = handoff_digest(handed_over), {"prefill_incarnation": "p", "decode_incarnation": "d"}
+    return signed(make_ticket(prefill_expiry=expiry, decode_expiry=expiry, request_digest=digest, **engines), KEY)
 
 
 def side(engine: str) -> SchedulerSide:

@@ -13,12 +13,13 @@ import torch
 from baton.errors import HandoffError
 from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.messages import AttemptKey, Seeds
-from baton.handoff.protocol.ticket import SignedTicket, Ticket, new_transfer_id
+from baton.handoff.protocol.ticket import SignedTicket, Ticket
 from baton.kv.interval import Interval
 from baton.vllm.geometry import describe
 from baton.vllm.groups import CacheTable, split_tables
 from baton.vllm.steps import AnnounceDecode, ClosePrefill, Computed, OpenDecode, OpenPrefill, Step
 from baton.vllm.worker import IDLE_WAIT_S, Results, WorkerSide
+from tests.support.tickets import make_ticket
 
 
 class FakeAgent:
@@ -76,20 +77,7 @@ def make_worker(agent: FakeAgent, commit_at_end: bool = False, abort_timeout: fl
 
 
 def ticket() -> SignedTicket:
-    plain = Ticket(
-        transfer_id=new_transfer_id(),
-        prefill_engine="P",
-        prefill_incarnation="p",
-        prefill_addresses=["tcp://127.0.0.1:1"],
-        decode_engine="D",
-        decode_incarnation="d",
-        decode_addresses=["tcp://127.0.0.1:2"],
-        mode="push",
-        prefill_expiry=1.0,
-        decode_expiry=1.0,
-        request_digest=bytes(32),
-    )
-    return SignedTicket.of(plain, "signed")
+    return SignedTicket.of(make_ticket(), "signed")
 
 
 def receive(worker: WorkerSide, opened: OpenDecode) -> None:

@@ -1,0 +1,43 @@
+"""Tickets that no router has made. What a test does not name has some value."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from baton.handoff.protocol.ticket import SignedTicket, Ticket, mint, new_transfer_id
+
+
+def make_ticket(**changes: Any) -> Ticket:
+    """A ticket from engine P to engine D, of an attempt of its own."""
+    fields: dict[str, Any] = {
+        "transfer_id": new_transfer_id(),
+        "prefill_engine": "P",
+        "prefill_incarnation": "P-1",
+        "prefill_addresses": ["tcp://127.0.0.1:1"],
+        "decode_engine": "D",
+        "decode_incarnation": "D-1",
+        "decode_addresses": ["tcp://127.0.0.1:2"],
+        "mode": "push",
+        "prefill_expiry": 60.0,
+        "decode_expiry": 60.0,
+        "request_digest": bytes(32),
+    }
+    return Ticket(**{**fields, **changes})
+
+
+def make_ticket_between(p: Any, d: Any, expiry: float, **changes: Any) -> Ticket:
+    """A ticket between two engines, which tell their names, incarnations and addresses."""
+    return make_ticket(
+        prefill_engine=p.name,
+        prefill_incarnation=p.incarnation,
+        prefill_addresses=[p.address],
+        decode_engine=d.name,
+        decode_incarnation=d.incarnation,
+        decode_addresses=[d.address],
+        **{"prefill_expiry": expiry, "decode_expiry": expiry, **changes},
+    )
+
+
+def signed(ticket: Ticket, key: bytes) -> SignedTicket:
+    """A ticket as it comes from the router."""
+    return SignedTicket.of(ticket, mint(key, ticket))
