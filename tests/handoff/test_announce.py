@@ -16,9 +16,9 @@ from baton.handoff.protocol.prefill import PrefillHandoff
 from baton.handoff.protocol.ticket import SignedTicket, mint
 from baton.kv.interval import Interval
 from tests.handoff.nodes import SEEDS, Pair, settle, ticket_for
-from tests.handoff.test_liveness import TIMERS as CALM
-from tests.handoff.test_liveness import Node as Engine
-from tests.handoff.test_liveness import World
+from tests.support.modelled_network import TIMERS as CALM
+from tests.support.modelled_network import Node as Engine
+from tests.support.modelled_network import World
 
 KEY = msg.AttemptKey(b"0" * 16, 0, "p", "d")
 WANTED = {"target": Interval(2, 8), "draft": Interval(7, 8)}

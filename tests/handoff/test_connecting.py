@@ -14,7 +14,7 @@ from baton.handoff.protocol.events import DecodeCommitted, DecodeReleased, Prefi
 from baton.kv.interval import Interval
 from baton.transports.base import Peer
 from baton.transports.local import LocalTransport
-from tests.handoff.test_liveness import TIMERS, Clock, Node, World
+from tests.support.modelled_network import TIMERS, Clock, Node, World
 
 
 class Hanging(LocalTransport):
