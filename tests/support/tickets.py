@@ -27,15 +27,17 @@ def make_ticket(**changes: Any) -> Ticket:
 
 def make_ticket_between(p: Any, d: Any, expiry: float, **changes: Any) -> Ticket:
     """A ticket between two engines, which tell their names, incarnations and addresses."""
-    return make_ticket(
-        prefill_engine=p.name,
-        prefill_incarnation=p.incarnation,
-        prefill_addresses=[p.address],
-        decode_engine=d.name,
-        decode_incarnation=d.incarnation,
-        decode_addresses=[d.address],
-        **{"prefill_expiry": expiry, "decode_expiry": expiry, **changes},
-    )
+    fields: dict[str, Any] = {
+        "prefill_engine": p.name,
+        "prefill_incarnation": p.incarnation,
+        "prefill_addresses": [p.address],
+        "decode_engine": d.name,
+        "decode_incarnation": d.incarnation,
+        "decode_addresses": [d.address],
+        "prefill_expiry": expiry,
+        "decode_expiry": expiry,
+    }
+    return make_ticket(**{**fields, **changes})
 
 
 def signed(ticket: Ticket, key: bytes) -> SignedTicket:
