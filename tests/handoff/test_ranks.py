@@ -307,15 +307,15 @@ def test_a_rank_speaks_for_its_own_pairs_alone(pair: Both) -> None:
     p.together.open_prefill(ticket)
     node = d.ranks[0].agent._node
     (session,) = node.sessions.servers.values()
-    before = p.ranks[0].agent.stats()["rejected"]
+    before = p.ranks[0].agent.stats().rejected
     for pair_ in ((0, 1), (1, 0), (5, 5)):
         key = ticket.key.of_pair(pair_)
         d.ranks[0].agent._call(lambda key=key: node.channel.send(session.connection, Announce(key, ticket.text)))
     until = 200
-    while p.ranks[0].agent.stats()["rejected"] < before + 3 and until:
+    while p.ranks[0].agent.stats().rejected < before + 3 and until:
         until -= 1
         time.sleep(0.02)
-    assert p.ranks[0].agent.stats()["rejected"] == before + 3
+    assert p.ranks[0].agent.stats().rejected == before + 3
     assert not [key for key in p.ranks[0].agent._node.execution.prefills.live if key.pair != (0, 0)]
     p.together.abort(ticket.key, "aborted")
     p.next(ev.PrefillReleased)
