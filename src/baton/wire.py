@@ -23,8 +23,9 @@ MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIASES = 1024
 MIN_TEMPERATURE = 0.01
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN_ID)]
+MAX_TICKET_CHARS = 24 * 1024  # control addresses of all ranks are in it
 RequestId = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
-TicketText = Annotated[str, msgspec.Meta(max_length=8192)]
+TicketText = Annotated[str, msgspec.Meta(max_length=MAX_TICKET_CHARS)]
 FinishReason = Literal["stop", "length", "abort", "error"]
 Role = Literal["both", "prefill", "decode"]  # of an engine
 LegRole = Literal["prefill", "decode"]  # of one leg of a handoff

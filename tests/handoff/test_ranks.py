@@ -286,7 +286,12 @@ def test_groups_that_one_instance_lacks_are_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("order", "why"), [([0], "P has 2 ranks, the ticket names 1"), ([1, 0], "rank 1 is at .* instead of rank 0")]
+    ("order", "why"),
+    [
+        ([0], "P has 2 ranks, the ticket names 1"),
+        ([0, 1, 1], "P has 2 ranks, the ticket names 3"),
+        ([1, 0], "rank 1 is at .* instead of rank 0"),
+    ],
 )
 def test_a_ticket_names_every_rank_at_its_place(pair: Both, order: list[int], why: str) -> None:
     p, d = pair.engine("P", Shape(tp=2)), pair.engine("D", Shape(tp=1))

@@ -264,8 +264,8 @@ class Sessions:
         if message.key.pair not in session.pairs:
             raise ProtocolError(f"ranks {message.key.pair} have nothing to hand over")
         named = (ticket.prefill_addresses, self._hello), (ticket.decode_addresses, hello)
-        if any(len(addresses) < side.instance.num_ranks for addresses, side in named):
-            raise ProtocolError("the ticket does not name all ranks")
+        if any(len(addresses) != side.instance.num_ranks for addresses, side in named):
+            raise ProtocolError("the ticket does not name each rank once")
         if (ticket.prefill_engine, ticket.prefill_incarnation) != (config.engine_id, config.incarnation):
             raise ProtocolError("the ticket names another prefill engine")
         if (ticket.decode_engine, ticket.decode_incarnation) != (hello.engine_id, hello.incarnation):

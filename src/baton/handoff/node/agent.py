@@ -40,7 +40,7 @@ class HandoffAgent:
 
     `instance` describes this engine's groups, those of this rank in the regions that `descriptor` (of
     `transport.register`) opens. Calls concern one rank `peer` of the other engine, whose attempt has a key of its own.
-    With `on_peer` the agent is one of those that an `Instance` gathers; else a peer of several ranks is refused.
+    With `on_peer` the agent is one of those that an `InstanceAgent` joins; else a peer of several ranks is refused.
     `on_event` is called on the agent's thread and should return soon. `digester` is needed
     unless `config.integrity` is off. While `is_stalled()`, peers are told that the engine behind this agent hangs. The
     owner closes the transport after the agent.

@@ -106,8 +106,8 @@ class DecodeAttempt(_Attempt):
     num_sources: int = 1
 
     def misled(self, peer: Instance) -> str:
-        """What is wrong with who answers at the address, if anything: no rank of P may be left out."""
-        if peer.num_ranks > self.num_sources:
+        """What is wrong with who answers at the address, if anything: the ticket names each rank of P, and no other."""
+        if peer.num_ranks != self.num_sources:
             return f"P has {peer.num_ranks} ranks, the ticket names {self.num_sources}"
         rank = self.machine.key.source_rank
         return f"rank {peer.rank} is at {self.address} instead of rank {rank}" if peer.rank != rank else ""

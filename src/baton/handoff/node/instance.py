@@ -22,8 +22,7 @@ from baton.kv.interval import Interval
 
 T = TypeVar("T")
 MAX_PEERS = 1024
-# Requests that ended with their first token before D was known: its ranks are told when they come.
-MAX_LATE = 4096
+MAX_ENDED = 4096
 P, D = 0, 1  # a side, and where its rank stands in a pair
 
 
@@ -89,7 +88,9 @@ class InstanceAgent:
         self._tell = on_event
         self._agents: Sequence[RankAgent] = ()
         self._legs: dict[AttemptKey, _Leg] = {}
-        self._late: dict[AttemptKey, _Leg] = {}
+        # What ended lately: the engine may speak of it until it has heard that. The leg is kept where D was not known
+        # when the first token ended the request: its ranks are told when they come.
+        self._ended: dict[AttemptKey, _Leg | None] = {}
         self._peers: dict[str, Instance] = {}  # by incarnation
         self._lock = threading.RLock()
 
@@ -150,7 +151,7 @@ class InstanceAgent:
             agent.open_decode(ticket, prompt_len, _part(wanted, groups), _part(tables, groups), pair[P])
 
         if not self._passes(ticket.prefill_addresses):
-            self.announce_decode(ticket)
+            self._begin(ticket, D, ticket.prefill_addresses)
         self._say(ticket.key, "placed", place)
 
     def abort(self, key: AttemptKey, reason: str, taken: Callable[[], None] | None = None) -> None:
@@ -183,7 +184,7 @@ class InstanceAgent:
         with self._lock:
             if self._passes(others):
                 self._open(ticket, side, LEAD)
-            elif ticket.key not in self._legs:
+            elif ticket.key not in self._legs and ticket.key not in self._ended:
                 leg = self._legs[ticket.key] = _Leg(ticket, side)
                 self._open(ticket, side, LEAD)
                 self._meet(leg, self._peers.get(ticket.key.ends[1 - side][0]))
@@ -197,9 +198,11 @@ class InstanceAgent:
 
     def _meet(self, leg: _Leg, peer: Instance | None) -> None:
         """Begin the attempts of the other pairs, when the other side's ranks are known."""
-        if peer is None or leg.gather is not None or leg.ended:
-            return
-        key, here = leg.ticket.key, self._instance
+        ticket, here = leg.ticket, self._instance
+        named = ticket.decode_addresses if leg.side == P else ticket.prefill_addresses
+        if peer is None or leg.gather is not None or leg.ended or len(named) != peer.num_ranks:
+            return  # a ticket that names other ranks is refused, and with it the pair that is open
+        key = ticket.key
         try:
             found = pairs_of(here, peer) if leg.side == P else pairs_of(peer, here)
         except IncompatiblePeerError:
@@ -230,8 +233,8 @@ class InstanceAgent:
     def on_peer(self, key: AttemptKey, peer: Instance) -> None:
         """The other side of a request has said what its ranks are."""
         with self._lock:
-            late = self._late.pop(key, None)
-            leg = self._legs.get(key) or late
+            late = key not in self._legs
+            leg = self._ended.get(key) if late else self._legs[key]
             if leg is None:
                 return
             self._peers[key.ends[1 - leg.side][0]] = peer
@@ -239,8 +242,8 @@ class InstanceAgent:
                 del self._peers[next(iter(self._peers))]
             self._legs[key] = leg
             self._meet(leg, peer)
-            if late is not None:
-                self._heard(late, LEAD, ev.PrefillReleased(key, "finished"))
+            if late:
+                self._heard(leg, LEAD, ev.PrefillReleased(key, "finished"))
 
     def on_event(self, event: ev.HandoffEvent) -> None:
         """An event of one pair."""
@@ -269,13 +272,13 @@ class InstanceAgent:
                 leg.ended = True
             elif isinstance(action, ev.PrefillReleased | ev.DecodeCommitted | ev.DecodeFinished | ev.DecodeReleased):
                 del self._legs[key]
-                if leg.told:
+                late = action == ev.PrefillReleased(key, "finished") and gather is None
+                self._ended[key] = leg if late else None
+                if len(self._ended) > MAX_ENDED:
+                    del self._ended[next(iter(self._ended))]
+                told, leg.told = leg.told, True
+                if told:
                     continue
-                leg.told = True
-                if action == ev.PrefillReleased(key, "finished") and gather is None:
-                    self._late[key] = leg
-                    if len(self._late) > MAX_LATE:
-                        del self._late[next(iter(self._late))]
             self._tell(action)
 
 

@@ -15,7 +15,7 @@ from baton.errors import ProtocolError
 from baton.handoff.plan.planner import Instance
 from baton.handoff.plan.topology import MAX_GROUPS, MAX_RANKS
 from baton.kv.interval import MAX_TOKENS, Interval, Position
-from baton.wire import TokenLogprobs
+from baton.wire import TicketText, TokenLogprobs
 
 MAX_PAGES = 1 << 20
 MAX_DRAFTS = 256
@@ -24,7 +24,6 @@ PIECE_TOKENS = 64
 MAX_PIECES = MAX_TOKENS // PIECE_TOKENS
 MAX_HASHES = 2048  # layers times planes
 DIGEST_BYTES = 8
-MAX_TICKET_CHARS = 24 * 1024  # control addresses of all ranks are in it
 MAX_ROUNDS = 16
 # Each of them is a copy of its own.
 MAX_REPAIRS = 256
@@ -44,7 +43,6 @@ Intervals = Annotated[dict[Name, Interval], Meta(max_length=MAX_GROUPS)]
 Round = Annotated[int, Meta(ge=0, le=MAX_ROUNDS)]
 BadIntervals = Annotated[list[Interval], Meta(max_length=MAX_REPAIRS)]
 SeedsDigest = Annotated[bytes, Meta(max_length=DIGEST_BYTES)]
-TicketText = Annotated[str, Meta(max_length=MAX_TICKET_CHARS)]
 Rank = Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
 Pair = tuple[int, int]  # (source rank, destination rank)
 

@@ -1,0 +1,98 @@
+"""The agents of many ranks as one, with agents that only note their calls."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from baton.handoff.node.instance import InstanceAgent
+from baton.handoff.protocol import events as ev
+from baton.handoff.protocol.messages import Pair
+from baton.handoff.protocol.ticket import SignedTicket, Ticket, mint, verify
+from baton.wire import HandoffParams
+from tests.handoff.ranks import Shape, wanted_of
+
+KEY = b"k" * 32
+TWO = Shape(tp=2)
+
+
+class Noting:
+    """One rank's agent: notes the pair of each attempt that is opened or placed."""
+
+    def __init__(self, rank: int, noted: list[tuple[str, bytes, Pair]]) -> None:
+        self.rank, self.noted = rank, noted
+
+    def announce_decode(self, ticket: SignedTicket, peer: int = 0) -> None:
+        self.noted.append(("announced", ticket.transfer_id, (peer, self.rank)))
+
+    def open_decode(self, ticket: SignedTicket, *rest: Any) -> None:
+        self.noted.append(("placed", ticket.transfer_id, (rest[-1], self.rank)))
+
+
+class OfTwo:
+    """D of two ranks."""
+
+    def __init__(self) -> None:
+        self.noted: list[tuple[str, bytes, Pair]] = []
+        self.events: list[ev.HandoffEvent] = []
+        self.agent = InstanceAgent(TWO.instance(0), self.events.append)
+        self.agent.bind([Noting(rank, self.noted) for rank in range(2)])  # type: ignore[list-item]
+
+    def pairs(self, ticket: Ticket) -> set[Pair]:
+        return {pair for _, transfer, pair in self.noted if transfer == ticket.transfer_id}
+
+
+def ticket_of(number: int, num_sources: int = 2, host: str = "p") -> SignedTicket:
+    return SignedTicket(
+        transfer_id=bytes([number]) * 16,
+        prefill_engine="P",
+        prefill_incarnation="p",
+        prefill_addresses=[f"tcp://{host}:{port}" for port in range(num_sources)],
+        decode_engine="D",
+        decode_incarnation="d",
+        decode_addresses=["tcp://d:0", "tcp://d:1"],
+        mode="push",
+        prefill_expiry=1.0,
+        decode_expiry=1.0,
+        request_digest=bytes(32),
+        text="",
+    )
+
+
+def test_pages_that_come_after_the_end_begin_nothing_anew() -> None:
+    """The engine may place a request whose end it has not heard of: nobody would end what that begins."""
+    d, ticket, other = OfTwo(), ticket_of(1), ticket_of(2)
+    d.agent.announce_decode(ticket)
+    d.agent.on_event(ev.DecodeFailed(ticket.key, "peer_lost", "", True))
+    d.agent.on_event(ev.DecodeReleased(ticket.key))
+    d.agent.announce_decode(other)
+    d.agent.on_peer(other.key, TWO.instance(0))
+    d.agent.open_decode(ticket, 5, wanted_of(5, 0), {})
+    assert d.pairs(ticket) == {(0, 0)}  # whose tombstone takes no pages
+    assert d.pairs(other) == {(0, 0), (1, 1)}
+    assert set(d.agent._legs) == {other.key}
+    assert [type(event) for event in d.events] == [ev.DecodeFailed, ev.DecodeReleased]
+
+
+@pytest.mark.parametrize("num_sources", [1, 3])
+def test_no_rank_is_sought_that_a_ticket_does_not_name(num_sources: int) -> None:
+    """P is known, and the ticket names other ranks of it: the pair that leads is refused, and it is the only one."""
+    d, good, bad = OfTwo(), ticket_of(1), ticket_of(2, num_sources)
+    d.agent.announce_decode(good)
+    d.agent.on_peer(good.key, TWO.instance(0))
+    d.agent.announce_decode(bad)
+    assert d.pairs(bad) == {(0, 0)}
+    d.agent.on_event(ev.DecodeFailed(bad.key, "incompatible_peer", "", True))
+    d.agent.on_event(ev.DecodeReleased(bad.key))
+    assert set(d.agent._legs) == {good.key}
+
+
+def test_a_ticket_of_many_ranks_comes_with_a_request() -> None:
+    """Hosts with long names, as many as there may be."""
+    ticket = ticket_of(1, 64, "engine-0.prefill.some-namespace.svc.cluster.example.com")
+    ticket = msgspec.structs.replace(ticket, decode_addresses=ticket.prefill_addresses)
+    text = mint(KEY, ticket)
+    params = msgspec.json.decode(msgspec.json.encode(HandoffParams(role="decode", ticket=text)), type=HandoffParams)
+    assert verify(KEY, params.ticket, "decode", 0.0).prefill_addresses == ticket.prefill_addresses
