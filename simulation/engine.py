@@ -182,6 +182,8 @@ class Engine:
     def close(self) -> None:
         """The process is about to end: no step any more, and every stream ends here."""
         self.closed = True
+        for receipt in self.receipts.values():
+            receipt.given_up = True
         for stream in self._streams.values():
             stream.end("engine_closed", True)
         self._streams.clear()

@@ -40,9 +40,11 @@ def test_each_fault_alone(kind: str) -> None:
     assert set(total.injected) == {kind}
 
 
-@pytest.mark.parametrize("seed", [7000557])
+@pytest.mark.parametrize("seed", [7000557, 202602])
 def test_a_seed_that_failed_once(seed: int) -> None:
-    """D took the end of a connection for the end of P, so that P waited for its word for ever."""
+    """D took the end of a connection for the end of P, so that P waited for its word for ever. A request ended before
+    its drafter saw the last tokens, and entries that rested on guesses of them counted as final.
+    """
     assert run_seed(seed).violation is None
 
 

@@ -54,6 +54,7 @@ class EngineCore:
     ) -> None:
         self.executor, self.scheduler, self.legs, self.emit = executor, scheduler, legs, emit
         self.cache = scheduler.cache
+        self._reach = max(pool.reach for pool in self.cache.pools.values())
         self.prefix_store = prefix_store
         self.eos_ids = frozenset(eos_ids)
         self.max_model_len = max_model_len
@@ -263,6 +264,10 @@ class EngineCore:
             drafted.request.num_drafted = drafted.stop
         for rows in scheduled:
             request = rows.request
+            if request.finish_reason is not None:
+                # No drafter has run with this step's tokens: entries that look so far still rest on guesses.
+                known = max(rows.start + 1, request.prefill_len)
+                request.num_drafted = max(0, min(request.num_drafted, known - self._reach))
             self._enter(request)
             if self.prefix_store is not None and rows.start < request.prefill_len <= request.num_computed:
                 self.prefix_store.save(request, self._num_final(request))
