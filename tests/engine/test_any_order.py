@@ -232,8 +232,9 @@ class Engine:
     def prefill_ends(self, key: AttemptKey, attempt: Attempt, at_last: bool) -> None:
         request = attempt.request
         for name, table in attempt.pages.items():
-            # What was declared final is read by the peer until it is released.
-            self.holds(name, table, request.token_ids, 0, attempt.final.get(name, 0))
+            # What was declared final, and anybody could want, is read by the peer until it is released.
+            wanted = self.memory.cache.rules[name].wanted(len(attempt.prompt), 0)
+            self.holds(name, table, request.token_ids, wanted.start, attempt.final.get(name, 0))
         if at_last or self.random.random() < 0.15:
             del self.prefills[key]
             outcome = {"sampled": "committed", "finished": "finished"}.get(attempt.state, "peer_lost")
