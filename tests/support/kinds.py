@@ -81,8 +81,8 @@ class LatentLayer(nn.Module):
         normed, split = self.norm(x), [LATENT, self._rope]
         q, q_rope = torch.split(self.q_proj(normed).view(len(x), self._heads, -1), split, dim=-1)
         latent, rope = torch.split(self.kv_proj(normed), split, dim=-1)
-        q = torch.cat((q, rotate(q_rope, *cos_sin)), dim=-1)
-        rope = rotate(rope[:, None], *cos_sin)[:, 0]
+        q = torch.cat((q, rotate(q_rope.contiguous(), self._heads, *cos_sin)), dim=-1)
+        rope = rotate(rope[:, None].contiguous(), 1, *cos_sin)[:, 0]
         out = cache.attend_latent(self._layer_id, q, latent, rope, sum(split) ** -0.5)
         x = x + self.o_proj(out.reshape(len(x), -1))
         return x + self.mlp(self.mlp_norm(x))  # type: ignore[no-any-return]
