@@ -9,7 +9,7 @@ import pytest
 
 from baton.handoff.node.instance import InstanceAgent
 from baton.handoff.protocol import events as ev
-from baton.handoff.protocol.messages import Pair
+from baton.handoff.protocol.messages import Pair, Seeds
 from baton.handoff.protocol.ticket import SignedTicket, Ticket, mint, verify
 from baton.wire import HandoffParams
 from tests.handoff.ranks import Shape, wanted_of
@@ -96,3 +96,28 @@ def test_a_ticket_of_many_ranks_comes_with_a_request() -> None:
     text = mint(KEY, ticket)
     params = msgspec.json.decode(msgspec.json.encode(HandoffParams(role="decode", ticket=text)), type=HandoffParams)
     assert verify(KEY, params.ticket, "decode", 0.0).prefill_addresses == ticket.prefill_addresses
+
+
+def test_ranks_that_come_after_the_end_are_shown_no_pages() -> None:
+    """P's engine was told that the pages are free: another request may have them."""
+    noted: list[str] = []
+
+    class Agent:
+        def __getattr__(self, name: str) -> Any:
+            return lambda *_: noted.append(name)
+
+    events: list[ev.HandoffEvent] = []
+    ticket, one = ticket_of(1), Shape()
+    p = InstanceAgent(one.instance(0), events.append)
+    p.bind([Agent()])  # type: ignore[list-item]
+    p.open_prefill(ticket)
+    p.admit_prefill(ticket.key)
+    p.declare_final(ticket.key, 5, {"target": [1, 2]}, {"target": 5})
+    p.finish_prefill(ticket.key, Seeds(7), True, {})
+    p.on_event(ev.PrefillReleased(ticket.key, "finished"))
+    noted.clear()
+    p.on_peer(ticket.key, TWO.instance(0))
+    assert noted == ["open_prefill", "admit_prefill", "finish_prefill"]
+    p.on_event(ev.PrefillReleased(ticket.key.of_pair((0, 1)), "finished"))
+    assert events == [ev.PrefillReleased(ticket.key, "finished")]
+    assert not p._legs

@@ -273,6 +273,7 @@ class InstanceAgent:
             elif isinstance(action, ev.PrefillReleased | ev.DecodeCommitted | ev.DecodeFinished | ev.DecodeReleased):
                 del self._legs[key]
                 late = action == ev.PrefillReleased(key, "finished") and gather is None
+                leg.said.pop("declared", None)  # its pages are free, and another request may have them
                 self._ended[key] = leg if late else None
                 if len(self._ended) > MAX_ENDED:
                     del self._ended[next(iter(self._ended))]
