@@ -77,7 +77,7 @@ class RankOf:
     def open_decode(self, ticket: Any, prompt_len: int, wanted: Any, pages: Any, peer: int = 0) -> None:
         self.calls.append(lambda: self.world.feed(1, (peer, self.rank), ev.Placed(wanted, pages)))
 
-    def abort(self, key: Any, reason: str, taken: Callable[[], None] | None = None) -> None:
+    def abort(self, key: Any, reason: str, taken: Callable[[], None] | None = None, message: str = "") -> None:
         self._feed(key, ev.Abort(reason))
         if taken is not None:
             self.calls.append(taken)

@@ -169,15 +169,22 @@ class HandoffAgent:
         tables = {group: list(table) for group, table in pages.items()}
         self._call(lambda: self._node.open_decode(ticket, dict(wanted), tables, peer))
 
-    def abort(self, key: AttemptKey, reason: str, taken: Callable[[], None] | None = None) -> None:
-        """Give up on an attempt, on either side, at any moment. The pages stay the agent's until released.
+    def abort(
+        self,
+        key: AttemptKey,
+        reason: str,
+        taken: Callable[[], None] | None = None,
+        message: str = "given up by the engine",
+    ) -> None:
+        """Give up on an attempt, on either side, at any moment; the peer is told `message`. The pages stay the agent's
+        until released.
 
         `taken` is called on the agent's thread, after events of the end if there are any: from then on, this side says
         COMMIT or CONFIRM of nothing that was not in place before. No peer delays that.
         """
 
         def give_up() -> None:
-            self._node.abort(key, reason)
+            self._node.abort(key, reason, message)
             if taken is not None:
                 taken()
 

@@ -55,6 +55,13 @@ class RankAgent(Agent, Protocol):
         pages: dict[str, list[int]],
         peer: int = 0,
     ) -> None: ...
+    def abort(
+        self,
+        key: AttemptKey,
+        reason: str,
+        taken: Callable[[], None] | None = None,
+        message: str = ...,
+    ) -> None: ...
 
 
 # What the engine has said of a request, to be said to each agent: with its pair's groups (None: all that there are).
@@ -264,7 +271,8 @@ class InstanceAgent:
             actions = gather.handle(pair, event) if isinstance(event, ev.PrefillReleased) else []
         for action in actions:
             if isinstance(action, EndPair):
-                self._agents[action.pair[leg.side]].abort(key.of_pair(action.pair), action.reason)
+                agent = self._agents[action.pair[leg.side]]
+                agent.abort(key.of_pair(action.pair), action.reason, message=action.message)
                 continue
             if isinstance(action, ev.DecodeFailed):
                 if leg.ended:

@@ -113,9 +113,9 @@ class HandoffNode:
         if attempt is not None:
             self.execution.feed(attempt, event)
 
-    def abort(self, key: AttemptKey, reason: str) -> None:
-        """The engine gives up on its half."""
-        event = ev.Abort(reason, "given up by the engine")
+    def abort(self, key: AttemptKey, reason: str, message: str = "given up by the engine") -> None:
+        """The engine gives up on its half; `message` is for the peer."""
+        event = ev.Abort(reason, message)
         self.to_prefill(key, event)
         attempt = self.execution.decodes.get(key)
         if attempt is not None:

@@ -24,6 +24,7 @@ class EndPair:
 
     pair: Pair
     reason: str
+    message: str
 
 
 def pairs(
@@ -69,6 +70,7 @@ class PrefillGather:
         self._key = key
         self._open = set(pairs)
         self._outcomes: list[str] = []
+        self._failed: Pair | None = None
 
     def handle(self, pair: Pair, event: ev.PrefillReleased) -> list[ev.PrefillReleased | EndPair]:
         """One pair's pages are quiet. When all are, the request's one `PrefillReleased` comes."""
@@ -77,8 +79,10 @@ class PrefillGather:
         self._open.discard(pair)
         self._outcomes.append(event.outcome)
         failed = next((outcome for outcome in self._outcomes if outcome not in ("committed", "finished")), None)
+        if self._failed is None and failed is not None:
+            self._failed = pair
         if self._open:
-            return [] if failed is None else [EndPair(other, failed) for other in sorted(self._open)]
+            return [] if failed is None else [EndPair(o, failed, _failure(self._failed)) for o in sorted(self._open)]
         # Pairs that disagree about whether there is something to decode have not served one request.
         agreed = self._outcomes[0] if len(set(self._outcomes)) == 1 else "incomplete_commit"
         return [ev.PrefillReleased(self._key, failed or agreed)]
@@ -168,8 +172,18 @@ class DecodeGather:
         return [*out, ev.DecodeReleased(self._key)]
 
     def _end_others(self, pair: Pair, reason: str) -> list[EndPair]:
-        return [EndPair(other, reason) for other in self._pairs if other != pair and other not in self._ended]
+        return [
+            EndPair(other, reason, _failure(pair))
+            for other in self._pairs
+            if other != pair and other not in self._ended
+        ]
 
 
 def _good(event: ev.HandoffEvent) -> TypeGuard[ev.DecodeCommitted | ev.DecodeFinished]:
     return isinstance(event, ev.DecodeCommitted | ev.DecodeFinished)
+
+
+def _failure(pair: Pair | None) -> str:
+    """What the other pairs' peers are told, so that whoever hears of it first names the pair that failed."""
+    assert pair is not None
+    return f"rank {pair[0]} to rank {pair[1]} has ended"
