@@ -16,7 +16,11 @@ from baton.deployment import BATON, end_processes
 START_LIMIT_S = 120.0
 END_LIMIT_S = 30.0
 READY = re.compile(r"(?:ready:|is served at) (http://\S+)/v1\s")
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def environment() -> dict[str, str]:
+    """This process's as it is now, for one thread of computation."""
+    return {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +41,7 @@ def running(log: Path, *arguments: str) -> Iterator[Running]:
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=ENVIRONMENT,
+            env=environment(),
             start_new_session=True,
         )
     try:

@@ -20,7 +20,7 @@ import pytest
 from baton.deployment import BATON
 from baton.handoff.protocol.ticket import Ticket, load_or_create_key, mint, request_digest
 from baton.wire import EngineInfo, SamplingParams
-from tests.e2e.running import ENVIRONMENT, running
+from tests.e2e.running import environment, running
 from tests.support.checkpoints import make_checkpoint, make_drafter
 
 MODEL = "models/baton-demo-llama"
@@ -35,7 +35,7 @@ def refuse(*arguments: str) -> str:
         capture_output=True,
         text=True,
         timeout=END_LIMIT_S,
-        env=ENVIRONMENT,
+        env=environment(),
         check=False,
     )
     assert result.returncode not in (0, None), result.stderr
@@ -76,7 +76,7 @@ def test_unknown_flag() -> None:
         capture_output=True,
         text=True,
         timeout=END_LIMIT_S,
-        env=ENVIRONMENT,
+        env=environment(),
         check=False,
     )
     assert result.returncode == 2

@@ -15,7 +15,7 @@ from baton.router import RouterConfig
 from baton.router.app import build_app as build_router
 from baton.server import build_app
 from baton.text import Tokenizer
-from baton.wire import EngineInfo, EngineLoad, TokenChunk
+from baton.wire import MAX_TICKET_CHARS, EngineInfo, EngineLoad, TokenChunk
 from tests.server.fake_serving import FakeEngine, served, until, write_tokenizer
 
 
@@ -56,7 +56,7 @@ async def test_generate_refuses_and_reports(directory: Path) -> None:
             json.dumps(body(extra=1)).encode(),
             json.dumps(body(sampling_params={"n": 2})).encode(),
             json.dumps(body(request_id="x" * 257)).encode(),
-            json.dumps(body(handoff={"role": "decode", "ticket": "x" * 8193})).encode(),
+            json.dumps(body(handoff={"role": "decode", "ticket": "x" * (MAX_TICKET_CHARS + 1)})).encode(),
         ]
         for data in bad:
             async with session.post(f"{url}/inference/v1/generate", data=data) as response:
