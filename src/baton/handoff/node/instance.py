@@ -272,7 +272,7 @@ class InstanceAgent:
         for action in actions:
             if isinstance(action, EndPair):
                 agent = self._agents[action.pair[leg.side]]
-                agent.abort(key.of_pair(action.pair), action.reason, message=action.message)
+                agent.abort(key.of_pair(action.pair), action.reason, None, action.message)
                 continue
             if isinstance(action, ev.DecodeFailed):
                 if leg.ended:
