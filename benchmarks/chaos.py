@@ -33,9 +33,8 @@ from benchmarks.chaos_faults import Breaker, await_healthy, count_recoveries, en
 from benchmarks.chaos_report import ChaosReport
 from benchmarks.demo import SPECULATIVE, TARGET
 from benchmarks.deployment import BreakableDeployment
-from benchmarks.scrape import get_json, held
+from benchmarks.scrape import IDLE_LIMIT_S, get_json, held
 
-IDLE_LIMIT_S = 30.0
 # Of the streams, where a fast machine serves them all before each role has had its faults.
 MOST_ROUNDS = 50
 LOGPROB_TOLERANCE = 1e-4

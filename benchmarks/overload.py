@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -29,9 +28,8 @@ from baton.wire import SamplingParams
 from benchmarks.demo import SPECULATIVE, TARGET
 from benchmarks.deployment import BreakableDeployment
 from benchmarks.hostile import hostile_clients
-from benchmarks.scrape import held
+from benchmarks.scrape import own_mib, process_status, until_idle
 
-IDLE_LIMIT_S = 30.0
 LEAVE_EVERY_S = 0.1
 RETRY_AFTER_S = 1.0  # as the answer says
 
@@ -111,7 +109,7 @@ class _Overload:
             ):
                 beside = await self._timed()
             self._report.tpot_s = quiet, beside
-            await self._rest()
+            await until_idle(self._session, self._deployment.engine_urls)
         return self._report
 
     async def _burst(self) -> None:
@@ -130,7 +128,7 @@ class _Overload:
         answers = await asyncio.gather(*(self._count(number) for number in range(self._config.requests)))
         ended = time.monotonic()
         assert len(answers) == report.num_exact + report.num_refused + len(report.others)
-        await self._rest()
+        await until_idle(self._session, self._deployment.engine_urls)
         await self._ask(0)
         report.recovered_s = time.monotonic() - ended
         over.set()
@@ -179,22 +177,9 @@ class _Overload:
         params = {"max_tokens": case.params.max_tokens, "temperature": 0.0, "ignore_eos": True}
         return {"prompt": list(case.prompt_token_ids), **params}
 
-    async def _rest(self) -> None:
-        """Wait until no engine holds anything."""
-        deadline = time.monotonic() + IDLE_LIMIT_S
-        for url in self._deployment.engine_urls:
-            while found := await held(self._session, url):
-                if time.monotonic() > deadline:
-                    raise BatonError(f"{url} does not come to rest: {found}")
-                await asyncio.sleep(0.02)
-
     def _memory(self) -> dict[str, float]:
         """MiB of memory that each process has for itself."""
-        found = {}
-        for name, pid in self._deployment.pids.items():
-            fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
-            found[name] = int(fields["RssAnon"].split()[0]) / 1024
-        return found
+        return {name: own_mib(process_status(pid)) for name, pid in self._deployment.pids.items()}
 
 
 def main() -> int:

@@ -1,13 +1,19 @@
-"""What servers tell of themselves: a figure of their metrics, and what an engine holds."""
+"""What servers tell of themselves, a figure of their metrics and what an engine holds; and what the kernel tells."""
 
 from __future__ import annotations
 
+import asyncio
+import time
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 
+from baton.errors import BatonError
 from baton.openai.client import OpenAIClient
 
+IDLE_LIMIT_S = 30.0
 _HELD = ("num_running", "num_waiting", "num_handoffs", "num_referenced_pages", "num_quarantined_pages")
 
 
@@ -30,3 +36,23 @@ async def held(session: aiohttp.ClientSession, engine: str) -> dict[str, int]:
     """Requests, handoffs and pages of an engine, by name; empty when it is idle."""
     load = await get_json(session, f"{engine}/inference/v1/load")
     return {name: load[name] for name in _HELD if load[name]}
+
+
+async def until_idle(session: aiohttp.ClientSession, engines: Sequence[str]) -> None:
+    """Wait until no engine holds anything. Raises `BatonError` after 30 s, with what is held."""
+    deadline = time.monotonic() + IDLE_LIMIT_S
+    for url in engines:
+        while found := await held(session, url):
+            if time.monotonic() > deadline:
+                raise BatonError(f"{url} does not come to rest: {found}")
+            await asyncio.sleep(0.02)
+
+
+def process_status(pid: int) -> dict[str, str]:
+    """The fields of a process's `/proc/PID/status`."""
+    return dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+
+
+def own_mib(status: dict[str, str]) -> float:
+    """Memory that a process has for itself alone, in MiB."""
+    return int(status["RssAnon"].split()[0]) / 1024

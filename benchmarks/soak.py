@@ -15,7 +15,6 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import aiohttp
 
@@ -28,9 +27,8 @@ from baton.verify.sides import InProcess
 from baton.wire import SamplingParams
 from benchmarks.demo import SPECULATIVE, TARGET
 from benchmarks.deployment import BreakableDeployment
-from benchmarks.scrape import held
+from benchmarks.scrape import own_mib, process_status, until_idle
 
-IDLE_LIMIT_S = 30.0
 TENTHS = 10
 
 
@@ -99,7 +97,7 @@ class _Soak:
                 times: list[float] = []
                 numbers = iter(range(self._config.requests // TENTHS))
                 await asyncio.gather(*(self._client(numbers, times) for _ in range(self._config.clients)))
-                await self._rest()
+                await until_idle(self._session, self._deployment.engine_urls)
                 self._report.p50_s.append(statistics.median(times))
                 self._report.figures.append({name: _figures(pid) for name, pid in self._deployment.pids.items()})
         return self._report
@@ -122,19 +120,11 @@ class _Soak:
                 raise BatonError(f"case {index}: {streamed.token_ids}, expected {self._want[index].token_ids}")
             self._report.num_exact += 1
 
-    async def _rest(self) -> None:
-        deadline = time.monotonic() + IDLE_LIMIT_S
-        for url in self._deployment.engine_urls:
-            while found := await held(self._session, url):
-                if time.monotonic() > deadline:
-                    raise BatonError(f"{url} does not come to rest: {found}")
-                await asyncio.sleep(0.05)
-
 
 def _figures(pid: int) -> Figures:
-    fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    status = process_status(pid)
     descriptors = len(os.listdir(f"/proc/{pid}/fd"))
-    return Figures(int(fields["RssAnon"].split()[0]) / 1024, descriptors, int(fields["Threads"]))
+    return Figures(own_mib(status), descriptors, int(status["Threads"]))
 
 
 def main() -> None:
