@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from baton.errors import IncompatiblePeerError, ProtocolError
 from baton.kv.geometry import Geometry, Plane
-from baton.kv.interval import Interval
+from baton.kv.interval import ALL_LAYERS, Interval
 
 GroupName = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[ -~]*\Z")]
 MAX_GROUPS = 64
@@ -226,10 +226,10 @@ def _boxes(
     return tuple(boxes)
 
 
-def of_layers(boxes: Sequence[Box], to: Geometry, layers: Interval) -> list[Box]:
+def of_layers(boxes: Sequence[Box], to: Geometry, layers: Interval) -> Sequence[Box]:
     """The part of `boxes` whose layers have ids in `layers`."""
-    if layers.start <= min(to.layer_ids) and max(to.layer_ids) < layers.stop:
-        return list(boxes)
+    if layers is ALL_LAYERS:
+        return boxes
     out: list[Box] = []
     for box in boxes:
         ids = to.layer_ids[box.dest_layer : box.dest_layer + box.num_layers]
