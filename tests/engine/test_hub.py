@@ -11,8 +11,10 @@ from typing import Any
 
 import huggingface_hub
 import pytest
+import typer
 
 from baton import LLM, SamplingParams
+from baton.cli import app
 from baton.cli.options import EngineOptions
 from baton.engine.config import EngineConfig, SpeculativeConfig
 from baton.engine.hub import checkpoint_directory
@@ -119,3 +121,16 @@ def test_child_processes_are_given_directories_and_the_name(downloads: list[tupl
     assert "--revision" not in children.to_flags()
     assert children.max_num_seqs == 7
     assert len(downloads) == 2
+
+
+def test_commands_that_measure_take_names_of_the_hub(
+    downloads: list[tuple[str, Any]], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cli = typer.main.get_command(app)
+    monkeypatch.setattr("baton.bench.engine.step_over_forward", lambda model, batch: (1.0, 2.0, len(model)))
+    cli.main(["bench", "engine", "org/baton-demo-llama", "--json"], standalone_mode=False)
+    assert json.loads(capsys.readouterr().out)["forward_ms"] == len(str(DEMO))
+    arguments = ["verify", "org/baton-demo-llama", "--modes", "single", "--lengths", "3", "--max-tokens", "2"]
+    cli.main(arguments, standalone_mode=False)
+    assert "identical: 1/1" in capsys.readouterr().out
+    assert set(downloads) == {("org/baton-demo-llama", None)}

@@ -8,13 +8,14 @@ from typing import Annotated, Any
 
 import typer
 
+from baton.cli.options import Model
 from baton.engine.config import SpeculativeConfig
+from baton.engine.hub import checkpoint_directory
 
 app = typer.Typer(help="Measure a deployment on this machine.", no_args_is_help=True)
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Speculative = Annotated[str | None, typer.Option(help="JSON, as for vLLM.")]
-Model = Annotated[str, typer.Argument(help="Checkpoint directory in Hugging Face format.")]
 
 
 @app.command("serve")
@@ -33,7 +34,7 @@ def serve_command(
 
     spec = SpeculativeConfig.parse(speculative_config)
     figures = measure(
-        model,
+        checkpoint_directory(model),
         json.loads(speculative_config) if spec and speculative_config else None,
         prompt_tokens,
         num_pairs,
@@ -67,6 +68,7 @@ def engine_command(
     """Engine step over the bare model forward; with a drafter, speculative over plain decode."""
     from baton.bench.engine import speculative_over_plain, step_over_forward
 
+    model = checkpoint_directory(model)
     ratio, step, bare = step_over_forward(model, batch)
     figures = {"step_over_forward": ratio, "step_ms": step, "forward_ms": bare}
     if speculative_config is not None:

@@ -14,6 +14,7 @@ import typer
 from baton.cli.options import BlockSize, StepOptions, block_size_flags, with_options
 from baton.deployment import check_shared_transport
 from baton.engine.config import SpeculativeConfig
+from baton.engine.hub import checkpoint_directory
 from baton.errors import ConfigError
 from baton.verify.acceptance import AcceptanceCheck, check_acceptance
 from baton.verify.compare import compare, of_answers
@@ -107,7 +108,9 @@ def verify_command(
     allowed: BoundOptions,
     engine: StepOptions,
     started: DeploymentOptions,
-    model: Annotated[str | None, typer.Argument(help="Checkpoint directory of what verify starts.")] = None,
+    model: Annotated[
+        str | None, typer.Argument(help="Checkpoint of what verify starts: a directory, or ORG/NAME on the hub.")
+    ] = None,
     modes: Annotated[
         str | None,
         typer.Option(help=f"Of {', '.join(MODES)} [default: the first three]; with --candidate: kv_mode to ask for."),
@@ -124,6 +127,7 @@ def verify_command(
     want, have = servers.side("reference"), servers.side("candidate")
     if model is None and (want is None or have is None):
         raise ConfigError("model", "is required, except with both --reference and --candidate")
+    model = model and checkpoint_directory(model)
     bounds = Bounds.parse(
         **asdict(allowed),
         acceptance_required=servers.reference_metrics is not None or servers.candidate_metrics is not None,
