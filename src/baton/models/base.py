@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from baton.models.cache import KVLayerSpec, LayerCache, LayerSpec
-from baton.models.config import ModelConfig, RawConfig
+from baton.models.config import ModelConfig, RawConfig, RopeSpec
 from baton.models.layers import DecoderLayer, RMSNorm
 from baton.models.linear import Build, Linear
 from baton.models.rotary import Rotary
@@ -38,20 +38,32 @@ class Decoder(nn.Module):
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, build)
         self.layers = nn.ModuleList(layers)
         self.norm = RMSNorm(config.hidden_size, config.rms_eps, build)
-        self.rotary = Rotary(config.rope, config.head_dim, config.max_position, build.dtype, build.device)
+        self.rotaries, self._rotary_of = _rotaries(config, build)
 
     def forward(
         self, input_ids_T: Tensor, positions_T: Tensor, cache: LayerCache, aux_layers: tuple[int, ...]
     ) -> tuple[Tensor, list[Tensor]]:
         x = self.embed_tokens(input_ids_T)
-        cos_sin = self.rotary.at(positions_T)
+        cos_sin = [rotary.at(positions_T) for rotary in self.rotaries]
         seen: dict[int, Tensor] = {}
         for layer_id, layer in enumerate(self.layers):
             if layer_id in aux_layers:
                 seen[layer_id] = x
-            x = layer(x, cos_sin, cache)
+            x = layer(x, cos_sin[self._rotary_of[layer_id]], cache)
         seen[len(self.layers)] = x
         return self.norm(x), [seen[layer_id] for layer_id in aux_layers]
+
+
+def _rotaries(config: ModelConfig, build: Build) -> tuple[list[Rotary], list[int]]:
+    """The rotary embeddings of a decoder, each once, and which of them each layer has."""
+    of_layers = config.layer_ropes or (config.rope,) * config.num_layers
+    specs: list[RopeSpec] = []
+    for spec in of_layers:
+        if spec not in specs:
+            specs.append(spec)
+    size = config.rotary_dim or config.head_dim
+    rotaries = [Rotary(spec, size, config.max_position, build.dtype, build.device) for spec in specs]
+    return rotaries, [specs.index(spec) for spec in of_layers]
 
 
 class CausalLM(nn.Module, ABC):

@@ -24,9 +24,29 @@ MAX_LAYERS = 4096
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
+# Parameters of each type of rotary embedding: those it needs, and those it may have.
+_ROPE_PARAMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "default": ((), ()),
+    "linear": (("factor",), ()),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor"), ("original_max_position_embeddings",)),
+    "yarn": (
+        ("factor",),
+        (
+            "original_max_position_embeddings",
+            "attention_factor",
+            "beta_fast",
+            "beta_slow",
+            "mscale",
+            "mscale_all_dim",
+            "truncate",
+        ),
+    ),
+}
+
+
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Rotary embedding: its type, base and the type's own parameters (numbers only)."""
+    """Rotary embedding: its type, base and the type's own parameters (numbers only, null ones left out)."""
 
     kind: str
     theta: float
@@ -37,7 +57,9 @@ class RopeSpec:
 class ModelConfig:
     """The shape of a pre-norm decoder with grouped-query attention and a SwiGLU MLP.
 
-    `windows[l]` is the sliding window of layer l in tokens, or None for full attention.
+    `windows[l]` is the sliding window of layer l in tokens, or None for full attention. `rotary_dim`: the first
+    dimensions of a head that are rotated, None: all. `layer_ropes`: the rotary embedding of each layer, where not all
+    have `rope`.
     """
 
     vocab_size: int
@@ -56,6 +78,8 @@ class ModelConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    rotary_dim: int | None = None
+    layer_ropes: tuple[RopeSpec, ...] = ()
 
 
 def get_int(raw: RawConfig, name: str, default: int | None = None, minimum: int = 1, maximum: int = MAX_SIZE) -> int:
@@ -102,18 +126,62 @@ def get_dtype(raw: RawConfig) -> torch.dtype:
 
 def get_rope(raw: RawConfig, max_position: int) -> RopeSpec:
     """Rotary settings in the old (`rope_theta`, `rope_scaling`) or new (`rope_parameters`) shape."""
-    section = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    return read_rope(rope_section(raw), raw, max_position)
+
+
+def rope_section(raw: RawConfig) -> RawConfig:
+    """`rope_parameters`, or `rope_scaling` of old configs; empty where there is none. Raises `CheckpointError`."""
+    new, old = raw.get("rope_parameters"), raw.get("rope_scaling")
+    section = new or old or {}
     if not isinstance(section, Mapping):
         raise CheckpointError(f"config.json: rope_parameters is {section!r}, expected an object")
+    if new and old and new != old:
+        raise CheckpointError("config.json: rope_parameters and rope_scaling differ")
+    return section
+
+
+def read_rope(section: RawConfig, raw: RawConfig, max_position: int, theta_default: float = 10000.0) -> RopeSpec:
+    """One rotary embedding of `section`; what stands beside it, in `raw`, counts where the section is silent.
+
+    Raises `CheckpointError` for a type or parameter that is not supported, naming it.
+    """
     kind = section.get("rope_type", section.get("type", "default"))
-    theta = get_float(section if "rope_theta" in section else raw, "rope_theta", 10000.0)
-    if get_float({**raw, **section}, "partial_rotary_factor", 1.0) != 1.0:
-        raise CheckpointError("config.json: partial_rotary_factor other than 1.0 is not supported")
-    params: dict[str, float] = {
-        name: float(value) for name, value in section.items() if isinstance(value, int | float) and name != "rope_theta"
-    }
-    params.setdefault("original_max_position_embeddings", float(max_position))
-    return RopeSpec(kind=str(kind), theta=theta, params=params)
+    if not isinstance(kind, str) or kind not in _ROPE_PARAMS:
+        known = ", ".join(_ROPE_PARAMS)
+        raise CheckpointError(f"config.json: rope_parameters.rope_type is {kind!r}, expected one of {known}")
+    theta = get_float(section if "rope_theta" in section else raw, "rope_theta", theta_default)
+    needed, optional = _ROPE_PARAMS[kind]
+    params: dict[str, float] = {}
+    for name, value in section.items():
+        if name in ("rope_type", "type", "rope_theta", "partial_rotary_factor") or value is None:
+            continue
+        if name not in needed + optional or not isinstance(value, int | float):
+            raise CheckpointError(
+                f"config.json: rope_parameters.{name} is {value!r}, which is not supported for rope_type {kind!r}"
+            )
+        params[name] = float(value)
+    if "original_max_position_embeddings" in optional:
+        # Beside the section it counts more than inside it, as in transformers.
+        where = raw if raw.get("original_max_position_embeddings") is not None else section
+        original = get_int(where, "original_max_position_embeddings", max_position)
+        params["original_max_position_embeddings"] = float(original)
+        # YaRN's null says that the two lengths tell the factor; a factor that is not named at all is an error.
+        if kind == "yarn" and "factor" in section:
+            params.setdefault("factor", max_position / original)
+    for name in needed:
+        if not params.get(name, 0) > 0:
+            found = f"is {section[name]!r}" if name in section else "is missing"
+            raise CheckpointError(f"config.json: rope_parameters.{name} {found} for rope_type {kind!r}")
+    return RopeSpec(kind=kind, theta=theta, params=params)
+
+
+def get_rotary_dim(raw: RawConfig, head_dim: int, default_factor: float) -> int:
+    """The dimensions of a head that are rotated. Raises `CheckpointError` where none or an odd number would be."""
+    factor = get_float({**raw, **rope_section(raw)}, "partial_rotary_factor", default_factor)
+    dim = int(head_dim * factor)
+    if not 0 < dim <= head_dim or dim % 2:
+        raise CheckpointError(f"config.json: partial_rotary_factor {factor} rotates {dim} dimensions of {head_dim}")
+    return dim
 
 
 def layer_windows(raw: RawConfig, num_layers: int, max_window_layers_default: int) -> tuple[int | None, ...]:
@@ -131,10 +199,16 @@ def layer_windows(raw: RawConfig, num_layers: int, max_window_layers_default: in
     return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 
-def decoder_fields(raw: RawConfig, max_position_default: int, head_dim_default: int | None = None) -> dict[str, Any]:
+def decoder_fields(
+    raw: RawConfig,
+    max_position_default: int,
+    head_dim_default: int | None = None,
+    partial_rotary_default: float | None = None,
+) -> dict[str, Any]:
     """The fields every supported decoder shares, as keyword arguments of `ModelConfig`.
 
     `head_dim_default` is the architecture's own default; None derives it from hidden size and heads.
+    `partial_rotary_default` likewise; None: the architecture rotates whole heads, and anything else is refused.
     `windows` is full attention everywhere; an architecture with sliding windows replaces it.
     """
     activation = raw.get("hidden_act", "silu")
@@ -153,6 +227,9 @@ def decoder_fields(raw: RawConfig, max_position_default: int, head_dim_default: 
         raise CheckpointError(f"config.json: head_dim is {head_dim}, rotary embedding needs an even one")
     max_position = get_int(raw, "max_position_embeddings", max_position_default)
     num_layers = get_int(raw, "num_hidden_layers", maximum=MAX_LAYERS)
+    rotary_dim = get_rotary_dim(raw, head_dim, partial_rotary_default or 1.0)
+    if partial_rotary_default is None and rotary_dim != head_dim:
+        raise CheckpointError("config.json: partial_rotary_factor other than 1.0 is not supported")
     return {
         "vocab_size": get_int(raw, "vocab_size"),
         "hidden_size": hidden,
@@ -164,6 +241,7 @@ def decoder_fields(raw: RawConfig, max_position_default: int, head_dim_default: 
         "rms_eps": get_float(raw, "rms_norm_eps", 1e-6),
         "max_position": max_position,
         "rope": get_rope(raw, max_position),
+        "rotary_dim": rotary_dim,
         "windows": (None,) * num_layers,
         "tie_word_embeddings": get_bool(raw, "tie_word_embeddings"),
     }

@@ -139,7 +139,7 @@ def _rms_norm(x: Any, weight: Any, eps: Any, out: Any) -> None:
 
 @jit
 def _rotate(heads: Any, count: int, cos: Any, sin: Any) -> None:
-    rows, half = heads.shape[0], heads.shape[2] // 2
+    rows, half = heads.shape[0], cos.shape[2]
     element = heads[0, 0, 0]
     for t in range(rows):
         for h in range(count):
@@ -181,7 +181,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: np.float32) -> Tensor:
 
 
 def rotate_in_place(heads: Tensor, count: int, cos: Tensor, sin: Tensor) -> None:
-    """Rotate the first `count` heads of a contiguous CPU tensor [T, H, D] by cos and sin [T, 1, D/2]; products are
-    rounded to its dtype."""
+    """Rotate the first `count` heads of a contiguous CPU tensor [T, H, D] by cos and sin [T, 1, at most D/2]; products
+    are rounded to its dtype."""
     if len(heads):
         _rotate(array(heads), count, array(cos), array(sin))

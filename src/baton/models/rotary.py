@@ -9,19 +9,18 @@ engines that grew their tables differently still agree to the bit.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from baton.errors import CheckpointError
 from baton.models.config import RopeSpec
 from baton.models.cpu_kernels import fits, rotate_in_place
 
 _FIRST_ROWS = 4096
 
-Frequencies = tuple[Tensor, float]  # inverse frequencies float32 [D/2], factor on cos and sin
+Frequencies = tuple[Tensor, float]  # inverse frequencies float32 [R/2], factor on cos and sin
 
 
 def _base(theta: float, dim: int) -> Tensor:
@@ -33,13 +32,13 @@ def _default(spec: RopeSpec, dim: int) -> Frequencies:
 
 
 def _linear(spec: RopeSpec, dim: int) -> Frequencies:
-    return _base(spec.theta, dim) / _need(spec, "factor"), 1.0
+    return _base(spec.theta, dim) / spec.params["factor"], 1.0
 
 
 def _llama3(spec: RopeSpec, dim: int) -> Frequencies:
     """Llama 3.1: long wavelengths are divided by `factor`, short ones kept, those between blended."""
-    factor, old_length = _need(spec, "factor"), spec.params["original_max_position_embeddings"]
-    low, high = _need(spec, "low_freq_factor"), _need(spec, "high_freq_factor")
+    factor, old_length = spec.params["factor"], spec.params["original_max_position_embeddings"]
+    low, high = spec.params["low_freq_factor"], spec.params["high_freq_factor"]
     freq = _base(spec.theta, dim)
     wavelength = 2 * math.pi / freq
     blend = (old_length / wavelength - low) / (high - low)
@@ -49,8 +48,10 @@ def _llama3(spec: RopeSpec, dim: int) -> Frequencies:
 
 
 def _yarn(spec: RopeSpec, dim: int) -> Frequencies:
-    """YaRN (Peng et al., 2023, https://arxiv.org/abs/2309.00071), NTK-by-parts with the attention factor."""
-    factor, old_length = _need(spec, "factor"), spec.params["original_max_position_embeddings"]
+    """YaRN (Peng et al., 2023, arXiv:2309.00071), NTK-by-parts: dimensions that turn more often than `beta_fast` within
+    the original length are kept, those below `beta_slow` divided by `factor`, those between blended. `truncate`: the
+    two limits are whole dimensions."""
+    factor, old_length = spec.params["factor"], spec.params["original_max_position_embeddings"]
 
     def dimension_of(rotations: float) -> float:
         return dim * math.log(old_length / (rotations * 2 * math.pi)) / (2 * math.log(spec.theta))
@@ -63,18 +64,23 @@ def _yarn(spec: RopeSpec, dim: int) -> Frequencies:
     span = (high - low) or 0.001
     ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / span).clamp(0, 1)
     freq = _base(spec.theta, dim)
-    return (freq / factor) * ramp + freq * (1 - ramp), _yarn_attention_factor(spec.params, factor)
+    return (freq / factor) * ramp + freq * (1 - ramp), _yarn_attention_factor(spec)
 
 
-def _yarn_attention_factor(params: Mapping[str, float], factor: float) -> float:
-    def mscale(weight: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+def _yarn_attention_factor(spec: RopeSpec) -> float:
+    if "attention_factor" in spec.params:
+        return spec.params["attention_factor"]
+    weight, weight_all = spec.params.get("mscale"), spec.params.get("mscale_all_dim")
+    if weight and weight_all:
+        return yarn_mscale(spec, weight) / yarn_mscale(spec, weight_all)
+    return yarn_mscale(spec, 1.0)
 
-    if params.get("attention_factor"):
-        return params["attention_factor"]
-    if params.get("mscale") and params.get("mscale_all_dim"):
-        return mscale(params["mscale"]) / mscale(params["mscale_all_dim"])
-    return mscale(1.0)
+
+def yarn_mscale(spec: RopeSpec, weight: float) -> float:
+    """YaRN's correction of attention for stretched positions: 0.1 * weight * ln(factor) + 1, and 1 where nothing is
+    stretched. DeepSeek's softmax scale takes the square of it, with the weight `mscale_all_dim`."""
+    factor = spec.params.get("factor", 1.0)
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
 _KINDS: dict[str, Callable[[RopeSpec, int], Frequencies]] = {
@@ -85,25 +91,13 @@ _KINDS: dict[str, Callable[[RopeSpec, int], Frequencies]] = {
 }
 
 
-def _need(spec: RopeSpec, name: str) -> float:
-    if name not in spec.params:
-        raise CheckpointError(f"config.json: rope_parameters.{name} is missing for rope_type {spec.kind!r}")
-    return spec.params[name]
-
-
 class Rotary:
-    """cos/sin tables of one rotary embedding, grown on demand; shared by all layers of a model.
-
-    Raises `CheckpointError` for a rope type that is not supported, naming it.
-    """
+    """cos/sin tables of one rotary embedding of R dimensions, grown on demand; shared by all layers that have it."""
 
     def __init__(
-        self, spec: RopeSpec, head_dim: int, max_position: int, dtype: torch.dtype, device: torch.device
+        self, spec: RopeSpec, rotary_dim: int, max_position: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        if spec.kind not in _KINDS:
-            known = ", ".join(_KINDS)
-            raise CheckpointError(f"config.json: rope_parameters.rope_type is {spec.kind!r}, expected one of {known}")
-        frequencies, self._factor = _KINDS[spec.kind](spec, head_dim)
+        frequencies, self._factor = _KINDS[spec.kind](spec, rotary_dim)
         self._frequencies = frequencies.numpy().astype(np.float32)
         self._max_position, self._dtype, self._device = max_position, dtype, device
         self._cos = self._sin = torch.empty(0)
@@ -121,7 +115,7 @@ class Rotary:
         self._cos, self._sin, self._rows = table(np.cos(wide)), table(np.sin(wide)), rows
 
     def at(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
-        """(cos, sin) at int64 positions [T], each [T, 1, D/2] in the model's dtype."""
+        """(cos, sin) at int64 positions [T], each [T, 1, R/2] in the model's dtype."""
         # The largest position is only looked at while the table can be too short: it costs a sync on a GPU.
         if self._rows < self._max_position and positions_T.numel():
             needed = int(positions_T.max()) + 1
@@ -131,11 +125,14 @@ class Rotary:
 
 
 def rotate(heads_THD: Tensor, count: int, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the first `count` of contiguous heads [T, H, D] by (cos, sin) of `Rotary.at`, in place."""
+    """Rotate the first `count` of contiguous heads [T, H, D] by (cos, sin) of `Rotary.at`, in place.
+
+    Of a head the first dimensions are rotated, twice as many as (cos, sin) have.
+    """
     if fits(heads_THD.device, heads_THD.dtype):
         rotate_in_place(heads_THD, count, cos, sin)
         return heads_THD
-    rotated = heads_THD[:, :count]
+    rotated = heads_THD[:, :count, : 2 * cos.shape[-1]]
     first, second = rotated.chunk(2, dim=-1)
     rotated.copy_(torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1))
     return heads_THD
