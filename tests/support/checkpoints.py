@@ -66,7 +66,7 @@ def make_checkpoint(path: str | Path, model_type: str, seed: int = 0, **override
     cls = model_class(model_type)
     model = cls(cls.parse_config(raw), Build(get_dtype(raw), torch.device("cpu")))
     _save(directory, raw, _random_weights(model, seed))
-    _write_tokenizer(directory, int(raw["vocab_size"]))
+    write_tokenizer(directory, int(raw["vocab_size"]))
     return directory
 
 
@@ -158,7 +158,7 @@ def _write_json(file: Path, value: Mapping[str, Any]) -> None:
     file.write_text(json.dumps(value, indent=2) + "\n")
 
 
-def _write_tokenizer(directory: Path, vocab_size: int) -> None:
+def write_tokenizer(directory: Path, vocab_size: int) -> None:
     """A byte-level tokenizer: token ids 0..255 are the bytes, in the order of their printable stand-ins."""
     if vocab_size < NUM_BYTES + 2:
         raise ValueError(f"vocab_size must be at least {NUM_BYTES + 2} for the byte-level tokenizer")

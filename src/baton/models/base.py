@@ -38,12 +38,15 @@ class Decoder(nn.Module):
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, build)
         self.layers = nn.ModuleList(layers)
         self.norm = RMSNorm(config.hidden_size, config.rms_eps, build)
+        self._multiplier = config.embedding_multiplier
         self.rotaries, self._rotary_of = _rotaries(config, build)
 
     def forward(
         self, input_ids_T: Tensor, positions_T: Tensor, cache: LayerCache, aux_layers: tuple[int, ...]
     ) -> tuple[Tensor, list[Tensor]]:
         x = self.embed_tokens(input_ids_T)
+        if self._multiplier != 1.0:
+            x = x * self._multiplier
         cos_sin = [rotary.at(positions_T) for rotary in self.rotaries]
         seen: dict[int, Tensor] = {}
         for layer_id, layer in enumerate(self.layers):

@@ -59,7 +59,7 @@ class ModelConfig:
 
     `windows[l]` is the sliding window of layer l in tokens, or None for full attention. `rotary_dim`: the first
     dimensions of a head that are rotated, None: all. `layer_ropes`: the rotary embedding of each layer, where not all
-    have `rope`.
+    have `rope`. `attention_multiplier`: the scale of attention scores, None: head_dim^-0.5.
     """
 
     vocab_size: int
@@ -80,6 +80,8 @@ class ModelConfig:
     qk_norm: bool = False
     rotary_dim: int | None = None
     layer_ropes: tuple[RopeSpec, ...] = ()
+    embedding_multiplier: float = 1.0
+    attention_multiplier: float | None = None
 
 
 def get_int(raw: RawConfig, name: str, default: int | None = None, minimum: int = 1, maximum: int = MAX_SIZE) -> int:

@@ -52,7 +52,7 @@ class MLP(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with rotary positions; the cache and the softmax are `attend`'s business.
+    """Grouped-query attention with rotary positions, or with none; the cache and the softmax are `attend`'s business.
 
     `in_features` differs from the hidden size only in a drafter that is fed embedding and features side by
     side.
@@ -63,7 +63,7 @@ class Attention(nn.Module):
         self._layer_id, self._head_dim = layer_id, config.head_dim
         self._heads, self._kv_heads = config.num_heads, config.num_kv_heads
         self._split = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
-        self._scale = config.head_dim**-0.5
+        self._scale = config.attention_multiplier or config.head_dim**-0.5
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
         self.qkv_proj = MergedLinear(in_features or config.hidden_size, parts, build, config.qkv_bias)
@@ -71,12 +71,14 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, config.rms_eps, build) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.rms_eps, build) if config.qk_norm else None
 
-    def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+    def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor] | None, attend: Attend) -> Tensor:
         heads = self.qkv_proj(x).view(x.shape[0], self._heads + 2 * self._kv_heads, self._head_dim)
         if self.q_norm is not None and self.k_norm is not None:
             q, k, v = torch.split(heads, self._split, dim=1)
             heads = torch.cat((self.q_norm(q), self.k_norm(k), v), dim=1)
-        q, k, v = torch.split(rotate(heads, self._heads + self._kv_heads, *cos_sin), self._split, dim=1)
+        if cos_sin is not None:
+            heads = rotate(heads, self._heads + self._kv_heads, *cos_sin)
+        q, k, v = torch.split(heads, self._split, dim=1)
         out = attend(self._layer_id, q, k, v, self._scale)
         return self.o_proj(out.reshape(x.shape[0], -1))  # type: ignore[no-any-return]
 

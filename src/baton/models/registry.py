@@ -8,6 +8,7 @@ from baton.errors import CheckpointError
 from baton.models.base import CausalLM
 
 MODELS = {
+    "granitemoehybrid": "baton.models.granitemoehybrid:GraniteMoeHybrid",
     "llama": "baton.models.llama:Llama",
     "mistral": "baton.models.mistral:Mistral",
     "qwen2": "baton.models.qwen2:Qwen2",

@@ -1,0 +1,150 @@
+"""Granite 4 hybrids (`model_type` granitemoehybrid): Mamba-2 and attention layers in any order."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from baton.errors import CheckpointError
+from baton.models.base import CausalLM
+from baton.models.cache import LayerCache, LayerSpec
+from baton.models.config import ModelConfig, RawConfig, decoder_fields, get_bool, get_float, get_int
+from baton.models.cpu_kernels import fits, silu_mul
+from baton.models.layers import Attention, RMSNorm
+from baton.models.linear import Build, Linear
+from baton.models.mamba2 import Mamba2, Mamba2Spec
+
+_RECURRENT = ("mamba", "linear_attention")
+_ATTENTION = ("attention", "full_attention")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraniteConfig(ModelConfig):
+    """`is_recurrent[l]`: layer l is a Mamba-2 layer. `shared_size` is the width of the MLP that all rows pass."""
+
+    is_recurrent: tuple[bool, ...]
+    mamba: Mamba2Spec
+    shared_size: int
+    residual_multiplier: float
+    logits_scaling: float
+    rotates: bool
+
+
+class GraniteMoeHybrid(CausalLM):
+    """As Llama with other layers, and four multipliers: of embeddings, residuals, attention scores and logits."""
+
+    @classmethod
+    def parse_config(cls, raw: RawConfig) -> GraniteConfig:
+        fields = decoder_fields(raw, max_position_default=2048)
+        bias = get_bool(raw, "attention_bias")
+        if get_int(raw, "num_local_experts", 8, minimum=0):
+            raise CheckpointError("config.json: num_local_experts other than 0 is not supported")
+        position = raw.get("position_embedding_type")
+        if position not in (None, "nope", "rope"):
+            raise CheckpointError(f"config.json: position_embedding_type is {position!r}, expected nope or rope")
+        return GraniteConfig(
+            **fields,
+            qkv_bias=bias,
+            o_bias=bias,
+            embedding_multiplier=get_float(raw, "embedding_multiplier", 1.0),
+            attention_multiplier=get_float(raw, "attention_multiplier", 1.0),
+            residual_multiplier=get_float(raw, "residual_multiplier", 1.0),
+            logits_scaling=get_float(raw, "logits_scaling", 1.0),
+            is_recurrent=_layer_kinds(raw, fields["num_layers"]),
+            mamba=_mamba(raw, fields["hidden_size"]),
+            shared_size=get_int(raw, "shared_intermediate_size", 1024),
+            rotates=position == "rope",
+        )
+
+    def kv_layer(self, config: ModelConfig, layer_id: int) -> LayerSpec:
+        granite = cast(GraniteConfig, config)
+        return granite.mamba.kept if granite.is_recurrent[layer_id] else super().kv_layer(config, layer_id)
+
+    def layer(self, config: ModelConfig, layer_id: int, build: Build) -> nn.Module:
+        return GraniteLayer(cast(GraniteConfig, config), layer_id, build)
+
+    def compute_logits(self, hidden_TE: Tensor) -> Tensor:
+        return super().compute_logits(hidden_TE) / cast(GraniteConfig, self.config).logits_scaling
+
+
+class GraniteLayer(nn.Module):
+    """x + m mixer(norm(x)), then + m MLP(norm(.)); the mixer is Mamba-2 or attention. [T, E] -> [T, E]."""
+
+    def __init__(self, config: GraniteConfig, layer_id: int, build: Build) -> None:
+        super().__init__()
+        size, eps = config.hidden_size, config.rms_eps
+        self._multiplier, self._rotates = config.residual_multiplier, config.rotates
+        self.input_layernorm = RMSNorm(size, eps, build)
+        self.mamba = Mamba2(config.mamba, size, eps, layer_id, build) if config.is_recurrent[layer_id] else None
+        self.self_attn = None if self.mamba is not None else Attention(config, layer_id, build)
+        self.post_attention_layernorm = RMSNorm(size, eps, build)
+        self.shared_mlp = SharedMLP(size, config.shared_size, build)
+
+    def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], cache: LayerCache) -> Tensor:
+        normed = self.input_layernorm(x)
+        if self.self_attn is not None:
+            mixed = self.self_attn(normed, cos_sin if self._rotates else None, cache)
+        else:
+            assert self.mamba is not None
+            mixed = self.mamba(normed, cache)
+        x = x + mixed * self._multiplier
+        return x + self.shared_mlp(self.post_attention_layernorm(x)) * self._multiplier  # type: ignore[no-any-return]
+
+
+class SharedMLP(nn.Module):
+    """SwiGLU with gate and up in one tensor: [T, E] -> [T, E]."""
+
+    def __init__(self, hidden: int, intermediate: int, build: Build) -> None:
+        super().__init__()
+        self.input_linear = Linear(hidden, 2 * intermediate, build)
+        self.output_linear = Linear(intermediate, hidden, build)
+        self._on_cpu = fits(build.device, build.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate_up = self.input_linear(x)
+        if self._on_cpu:
+            return self.output_linear(silu_mul(gate_up))  # type: ignore[no-any-return]
+        gate, up = gate_up.chunk(2, dim=-1)
+        return self.output_linear(F.silu(gate) * up)  # type: ignore[no-any-return]
+
+
+def _layer_kinds(raw: RawConfig, num_layers: int) -> tuple[bool, ...]:
+    kinds = raw.get("layer_types") or raw.get("layers_block_type") or [_RECURRENT[0]] * num_layers
+    if not isinstance(kinds, list) or len(kinds) != num_layers or any(k not in _RECURRENT + _ATTENTION for k in kinds):
+        raise CheckpointError(f"config.json: layer_types must be {num_layers} of mamba or attention, got {kinds!r}")
+    return tuple(kind in _RECURRENT for kind in kinds)
+
+
+def _mamba(raw: RawConfig, hidden: int) -> Mamba2Spec:
+    num_heads, inner = get_int(raw, "mamba_n_heads", 128), get_int(raw, "mamba_expand", 2) * hidden
+    num_groups = get_int(raw, "mamba_n_groups", 1)
+    stated = raw.get("mamba_d_head", "auto")
+    head_dim = inner // num_heads if stated in ("auto", None) else get_int(raw, "mamba_d_head")
+    if head_dim * num_heads != inner:
+        raise CheckpointError(f"config.json: mamba_n_heads {num_heads} of mamba_d_head {head_dim} are not {inner} wide")
+    if num_heads % num_groups:
+        raise CheckpointError(f"config.json: mamba_n_heads {num_heads} is no multiple of mamba_n_groups {num_groups}")
+    _refuse_limit(raw.get("time_step_limit"))
+    return Mamba2Spec(
+        num_heads,
+        head_dim,
+        num_groups,
+        get_int(raw, "mamba_d_state", 256),
+        get_int(raw, "mamba_d_conv", 4, minimum=2),
+        get_bool(raw, "mamba_conv_bias", True),
+        get_bool(raw, "mamba_proj_bias"),
+    )
+
+
+def _refuse_limit(limit: Any) -> None:
+    """The reference heeds a limit of time steps in prompts and not behind them, so that no implementation is right."""
+    if limit is None:
+        return
+    ends = list(limit) if isinstance(limit, list | tuple) else [limit]
+    # As transformers writes it, JSON having no infinity.
+    if [math.inf if end == {"__float__": "Infinity"} else end for end in ends] != [0.0, math.inf]:
+        raise CheckpointError(f"config.json: time_step_limit is {limit!r}, only [0, Infinity] is supported")

@@ -1,0 +1,163 @@
+"""Mamba-2 (Dao & Gu, 2024, arXiv:2405.21060): a short convolution, then a selective state-space recurrence.
+
+Shapes: T rows of R requests, E hidden size, I = H P inner size (H heads of P channels), N numbers of state a channel,
+G groups of heads that share B and C, C = I + 2 G N channels of the convolution, K its taps.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from baton.models import mamba2_cpu, mamba2_torch
+from baton.models.cache import LayerCache, Scanned, StateLayerSpec, StatePlane, States
+from baton.models.cpu_kernels import array, fits
+from baton.models.linear import Build, Linear
+
+# Up to so many rows, one by one costs no more than a chunk.
+_FEW_ROWS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba2Spec:
+    """Sizes of a layer; heads must be a multiple of groups."""
+
+    num_heads: int
+    head_dim: int
+    num_groups: int
+    state_size: int
+    taps: int
+    conv_bias: bool = True
+    proj_bias: bool = False
+
+    @property
+    def inner_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def conv_sizes(self) -> tuple[int, int, int]:
+        """Channels of the convolution: x, B and C."""
+        return self.inner_size, self.num_groups * self.state_size, self.num_groups * self.state_size
+
+    @property
+    def kept(self) -> StateLayerSpec:
+        """The K - 1 last inputs of the convolution, in the model's dtype, and the recurrent state [H, N P] in float32:
+        what a bfloat16 state loses in each row would depend on where chunks end."""
+        # With one group all ranks need all of B and C.
+        cut: Literal["channels", "whole"] = "channels" if self.num_groups > 1 else "whole"
+        x, b, c = self.conv_sizes
+        return StateLayerSpec(
+            (
+                StatePlane("conv.x", x, self.taps - 1, "channels"),
+                StatePlane("conv.B", b, self.taps - 1, cut),
+                StatePlane("conv.C", c, self.taps - 1, cut),
+                StatePlane("ssm", self.num_heads, self.state_size * self.head_dim, "heads", "float32"),
+            )
+        )
+
+
+class _Conv(nn.Module):
+    """The parameters of the convolution, under Hugging Face's names."""
+
+    def __init__(self, channels: int, taps: int, bias: bool, build: Build) -> None:
+        super().__init__()
+        self.weight = build.empty(channels, 1, taps)
+        self.bias = build.empty(channels) if bias else None
+
+
+class _Weight(nn.Module):
+    """A norm's weight, under Hugging Face's name."""
+
+    def __init__(self, size: int, build: Build) -> None:
+        super().__init__()
+        self.weight = build.empty(size)
+
+
+class Mamba2(nn.Module):
+    """One layer, [T, E] -> [T, E]. Rows of `in_proj`: gate I, x I, B G N, C G N, dt H. The recurrence is in float32."""
+
+    def __init__(self, spec: Mamba2Spec, hidden: int, eps: float, layer_id: int, build: Build) -> None:
+        super().__init__()
+        self._spec, self._eps, self._layer_id = spec, eps, layer_id
+        self._on_cpu, self._by_row = fits(build.device, build.dtype), build.batch_invariant
+        channels = sum(spec.conv_sizes)
+        self._split = [spec.inner_size, channels, spec.num_heads]
+        self.in_proj = Linear(hidden, sum(self._split), build, spec.proj_bias)
+        self.conv1d = _Conv(channels, spec.taps, spec.conv_bias, build)
+        self.dt_bias, self.A_log, self.D = (build.empty(spec.num_heads) for _ in range(3))
+        self.norm = _Weight(spec.inner_size, build)
+        self.out_proj = Linear(spec.inner_size, hidden, build, spec.proj_bias)
+        self._wide: tuple[Tensor, ...] | None = None
+
+    def forward(self, x: Tensor, cache: LayerCache) -> Tensor:
+        projected: Tensor = self.in_proj(x)
+
+        def recurrence(states: States, rows: Scanned) -> tuple[Tensor, States]:
+            conv, ssm = torch.cat(states[:3], dim=1), states[3]
+            run = self._on_the_cpu if self._on_cpu else self._anywhere
+            out, kept_conv, kept_ssm = run(projected, conv, ssm, rows)
+            return out, (*torch.split(kept_conv, list(self._spec.conv_sizes), dim=1), kept_ssm)
+
+        y = cache.scan(self._layer_id, recurrence)
+        return self.out_proj(self._normed(y, projected))  # type: ignore[no-any-return]
+
+    def _normed(self, y: Tensor, projected: Tensor) -> Tensor:
+        weight, groups = self.norm.weight, self._spec.num_groups
+        if not self._on_cpu:
+            return mamba2_torch.gated_norm(y, projected[:, : y.shape[1]], weight, groups, self._eps)
+        normed = torch.empty(y.shape, dtype=projected.dtype)
+        mamba2_cpu.gated_norm(array(y), array(projected), array(weight), groups, np.float32(self._eps), array(normed))
+        return normed
+
+    def _parameters32(self) -> tuple[Tensor, ...]:
+        """Convolution [K, C] and its bias, the decay's rate, dt's bias and D, in float32."""
+        if self._wide is None:
+            weight = self.conv1d.weight[:, 0].T.float().contiguous()
+            bias = torch.zeros_like(weight[0]) if self.conv1d.bias is None else self.conv1d.bias.float()
+            self._wide = (weight, bias, -self.A_log.float().exp(), self.dt_bias.float(), self.D.float())
+        return self._wide
+
+    def _on_the_cpu(self, projected: Tensor, conv: Tensor, ssm: Tensor, rows: Scanned) -> tuple[Tensor, Tensor, Tensor]:
+        weight, bias, rate, dt_bias, skip = (array(part) for part in self._parameters32())
+        inner, channels, _ = self._split
+        values, inputs, num_kept = array(projected), array(conv), len(rows.kept)
+        mixed, out = torch.empty(len(values), channels), torch.empty(len(values), inner)
+        kept_conv = conv.new_empty(num_kept, *conv.shape[1:])
+        kept_ssm = ssm.new_empty(num_kept, *ssm.shape[1:])
+        starts = rows.query_start
+        mamba2_cpu.convolve(values, inner, inputs, weight, bias, starts, array(mixed))
+        mamba2_cpu.last_inputs(values, inner, inputs, starts, rows.kept, array(kept_conv))
+        mamba2_cpu.scan(
+            values, inner + channels, array(mixed), self._spec.num_groups, array(ssm), rate, dt_bias, skip,
+            starts, rows.kept, array(out), array(kept_ssm),
+        )  # fmt: skip
+        return out, kept_conv, kept_ssm
+
+    def _anywhere(self, projected: Tensor, conv: Tensor, ssm: Tensor, rows: Scanned) -> tuple[Tensor, Tensor, Tensor]:
+        spec = self._spec
+        weight, bias, rate, dt_bias, skip = self._parameters32()
+        _, inputs, dt = torch.split(projected, self._split, dim=1)
+        dt = F.softplus(dt.float() + dt_bias)
+        outs, convs, ssms = [], [], []
+        for r, (start, stop) in enumerate(itertools.pairwise(rows.query_start.tolist())):
+            here = rows.kept[(rows.kept >= start) & (rows.kept < stop)] - start
+            kept = torch.from_numpy(here).to(projected.device)
+            mixed = mamba2_torch.convolve(inputs[start:stop], conv[r], weight, bias)
+            x, b, c = torch.split(mixed, list(spec.conv_sizes), dim=1)
+            x = x.view(len(x), spec.num_heads, -1)
+            per_head = spec.num_heads // spec.num_groups
+            b, c = (part.view(len(x), spec.num_groups, -1).repeat_interleave(per_head, dim=1) for part in (b, c))
+            scan = mamba2_torch.by_row if self._by_row or len(x) <= _FEW_ROWS else mamba2_torch.by_chunk
+            step = dt[start:stop]
+            state = ssm[r].view(spec.num_heads, spec.state_size, -1)
+            y, states = scan(x * step[:, :, None], step * rate, b, c, state, kept)
+            outs.append((y + x * skip[:, None]).flatten(1))
+            convs.append(mamba2_torch.last_inputs(inputs[start:stop], conv[r], kept))
+            ssms.append(states.flatten(2))
+        return torch.cat(outs), torch.cat(convs), torch.cat(ssms)

@@ -1,0 +1,131 @@
+"""Mamba-2 on a CPU: convolution, selective scan and gated norm, row after row.
+
+A row's arithmetic is the same whatever else is in the batch, and states are float32, so neither chunks nor neighbours
+change a bit. Going row by row costs less here than the usual chunks of matrix products: a head's state stays in the
+processor's first cache while all rows of a request pass it.
+
+Shapes: T rows of R requests, C channels of the convolution, H heads of P channels, N numbers of state a channel.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from baton.models.cpu_kernels import exp32, from_f32, jit_contract, to_f32
+
+_ONE = np.float32(1.0)
+# Beyond this softplus(x) is x in float32, as in PyTorch.
+_LINEAR = np.float32(20.0)
+
+
+@jit_contract
+def convolve(rows: Any, first: Any, state: Any, weight: Any, bias: Any, query_start: Any, out: Any) -> None:
+    """Causal depthwise convolution, then SiLU: `rows` [T, first + C + ...] and, before each request's first row, the
+    columns of `state` [R, C, K - 1], with `weight` float32 [K, C] and `bias` [C], to `out` float32 [T, C]."""
+    taps, channels = weight.shape
+    for r in range(len(query_start) - 1):
+        begin = query_start[r]
+        for t in range(begin, query_start[r + 1]):
+            for c in range(channels):
+                out[t, c] = bias[c]
+            for k in range(taps):
+                source = t - (taps - 1) + k
+                if source >= begin:
+                    for c in range(channels):
+                        out[t, c] += weight[k, c] * to_f32(rows[source, first + c])
+                else:
+                    column = source - begin + taps - 1
+                    for c in range(channels):
+                        out[t, c] += weight[k, c] * to_f32(state[r, c, column])
+            for c in range(channels):
+                out[t, c] = out[t, c] / (_ONE + exp32(-out[t, c]))
+
+
+@jit_contract
+def last_inputs(rows: Any, first: Any, state: Any, query_start: Any, kept: Any, out: Any) -> None:
+    """The convolution's states [len(kept), C, K - 1] behind the rows `kept`: its K - 1 inputs up to there."""
+    channels, columns = out.shape[1], out.shape[2]
+    r = 0
+    for i in range(len(kept)):
+        while query_start[r + 1] <= kept[i]:
+            r += 1
+        begin = query_start[r]
+        for column in range(columns):
+            source = kept[i] - (columns - 1) + column
+            if source >= begin:
+                for c in range(channels):
+                    out[i, c, column] = rows[source, first + c]
+            else:
+                for c in range(channels):
+                    out[i, c, column] = state[r, c, source - begin + columns]
+
+
+@jit_contract
+def scan(
+    rows: Any, first: Any, mixed: Any, num_groups: Any, state: Any, rate: Any, dt_bias: Any, skip: Any,
+    query_start: Any, kept: Any, out: Any, kept_states: Any,
+) -> None:  # fmt: skip
+    """The state-space recurrence. Per row and head: dt = softplus(rows[t, first + h] + dt_bias), S = S exp(dt rate) +
+    dt B x^T, y = S^T C + skip x, with x | B | C = `mixed` [T, H P + 2 G N], to `out` [T, H P].
+
+    `state` float32 [R, H, N P] is S before the rows, and is overwritten; `kept_states` [len(kept), H, N P] gets S
+    behind the rows `kept`, which are ascending.
+    """
+    heads = len(rate)
+    size = out.shape[1] // heads
+    width = state.shape[2] // size
+    x_scaled, y = np.empty(size, np.float32), np.empty(size, np.float32)
+    first_kept = 0
+    for r in range(len(query_start) - 1):
+        begin, stop = query_start[r], query_start[r + 1]
+        next_kept = first_kept
+        for h in range(heads):
+            s = state[r, h]
+            b_at = heads * size + h // (heads // num_groups) * width
+            c_at = b_at + num_groups * width
+            next_kept = first_kept
+            for t in range(begin, stop):
+                dt = to_f32(rows[t, first + h]) + dt_bias[h]
+                if dt <= _LINEAR:
+                    dt = np.float32(math.log1p(math.exp(dt)))
+                decay = np.float32(math.exp(dt * rate[h]))
+                for p in range(size):
+                    x = mixed[t, h * size + p]
+                    x_scaled[p] = x * dt
+                    y[p] = x * skip[h]
+                for n in range(width):
+                    b, c, at = mixed[t, b_at + n], mixed[t, c_at + n], n * size
+                    for p in range(size):
+                        value = s[at + p] * decay + b * x_scaled[p]
+                        s[at + p] = value
+                        y[p] += value * c
+                for p in range(size):
+                    out[t, h * size + p] = y[p]
+                if next_kept < len(kept) and kept[next_kept] == t:
+                    for i in range(len(s)):
+                        kept_states[next_kept, h, i] = s[i]
+                    next_kept += 1
+        first_kept = next_kept
+
+
+@jit_contract
+def gated_norm(y: Any, rows: Any, weight: Any, num_groups: Any, eps: Any, out: Any) -> None:
+    """RMSNorm of y silu(gate) over each of `num_groups` equal parts of a row; the gates are the first columns of
+    `rows`."""
+    size = y.shape[1] // num_groups
+    element = weight[0]
+    gated = np.empty(size, np.float32)
+    for t in range(y.shape[0]):
+        for start in range(0, size * num_groups, size):
+            total = np.float32(0.0)
+            for i in range(size):
+                gate = to_f32(rows[t, start + i])
+                gated[i] = y[t, start + i] * (gate / (_ONE + exp32(-gate)))
+            for i in range(size):
+                total += gated[i] * gated[i]
+            factor = _ONE / np.sqrt(total / np.float32(size) + eps)
+            for i in range(size):
+                out[t, start + i] = from_f32(element, to_f32(weight[start + i]) * (gated[i] * factor))

@@ -1,0 +1,76 @@
+"""Mamba-2 in PyTorch, for devices that have no kernel of their own; see `mamba2_cpu` for the arithmetic.
+
+Prompts go through the scan in chunks of matrix products (state space duality: Dao & Gu, 2024, arXiv:2405.21060,
+section 6). Where a state must not depend on chunks, and for the few rows of a verification, it goes row by row.
+
+Shapes: T rows, C channels of the convolution, H heads of P channels, N numbers of state a channel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+CHUNK = 64
+
+Scan = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def convolve(inputs_TC: Tensor, state_CK: Tensor, weight_KC: Tensor, bias_C: Tensor) -> Tensor:
+    """One request's rows behind the K - 1 inputs of its state: float32 [T, C]."""
+    joined = torch.cat((state_CK, inputs_TC.T), dim=1).float()
+    return F.silu(F.conv1d(joined, weight_KC.T[:, None], bias_C, groups=len(joined))).T
+
+
+def last_inputs(inputs_TC: Tensor, state_CK: Tensor, kept: Tensor) -> Tensor:
+    """The K - 1 inputs up to each of the rows `kept`: [len(kept), C, K - 1]."""
+    columns = state_CK.shape[1]
+    joined = torch.cat((state_CK, inputs_TC.T), dim=1)
+    within = kept[:, None] + torch.arange(1, columns + 1, device=kept.device)
+    return joined[:, within].transpose(0, 1)
+
+
+def by_row(
+    x_THP: Tensor, decay_TH: Tensor, b_THN: Tensor, c_THN: Tensor, state_HNP: Tensor, kept: Tensor
+) -> tuple[Tensor, Tensor]:
+    """S = S exp(decay) + B x^T, y = S^T C of one request, row after row; x is scaled by dt. Returns y [T, H, P], and S
+    behind the rows `kept`."""
+    wanted, out, states = set(kept.tolist()), torch.empty_like(x_THP), []
+    for t, factor in enumerate(decay_TH.exp()):
+        state_HNP = state_HNP * factor[:, None, None] + b_THN[t][:, :, None] * x_THP[t][:, None]
+        out[t] = (state_HNP * c_THN[t][:, :, None]).sum(dim=1)
+        if t in wanted:
+            states.append(state_HNP)
+    return out, torch.stack(states) if states else state_HNP.new_empty(0, *state_HNP.shape)
+
+
+def by_chunk(
+    x_THP: Tensor, decay_TH: Tensor, b_THN: Tensor, c_THN: Tensor, state_HNP: Tensor, kept: Tensor
+) -> tuple[Tensor, Tensor]:
+    """As `by_row`: inside a chunk every row looks at the rows before it, as in attention; states go from chunk to
+    chunk."""
+    outs, states = [], []
+    for start in range(0, len(x_THP), CHUNK):
+        x, b, c = (part[start : start + CHUNK].transpose(0, 1) for part in (x_THP, b_THN, c_THN))
+        total_HT = decay_TH[start : start + CHUNK].T.cumsum(dim=1)
+        later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).triu(1)
+        between = (total_HT[:, :, None] - total_HT[:, None, :]).masked_fill(later, -torch.inf).exp()
+        inside = (c @ b.transpose(1, 2) * between) @ x
+        outs.append((inside + (c @ state_HNP) * total_HT.exp()[:, :, None]).transpose(0, 1))
+        last = x.shape[1] - 1
+        for row in [*(kept[(kept >= start) & (kept < start + CHUNK)] - start).tolist(), last]:
+            weighted = b[:, : row + 1] * between[:, row, : row + 1, None]
+            after = weighted.transpose(1, 2) @ x[:, : row + 1] + state_HNP * total_HT[:, row].exp()[:, None, None]
+            states.append(after)
+        state_HNP = states.pop()
+    return torch.cat(outs), torch.stack(states) if states else state_HNP.new_empty(0, *state_HNP.shape)
+
+
+def gated_norm(y_TI: Tensor, gate_TI: Tensor, weight_I: Tensor, num_groups: int, eps: float) -> Tensor:
+    """RMSNorm of y silu(gate) over each of `num_groups` equal parts of a row, in the weight's dtype."""
+    gated = (y_TI * F.silu(gate_TI.float())).view(len(y_TI), num_groups, -1)
+    normed = gated * torch.rsqrt(gated.pow(2).mean(-1, keepdim=True) + eps)
+    return (weight_I.float() * normed.flatten(1)).to(weight_I.dtype)

@@ -1,0 +1,177 @@
+"""Granite hybrids: tokens of transformers, whatever the engine's chunks, drafts and handoffs."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from baton.engine.config import SpeculativeConfig
+from baton.errors import CheckpointError
+from baton.models import load_model
+from baton.wire import SamplingParams
+from tests.engine.engines import Mode, Stepped, Stream, pair, request, stepped
+from tests.support.checkpoints import make_drafter
+
+transformers = pytest.importorskip("transformers")
+from tests.support.checkpoints_granite import make_granite  # noqa: E402 - needs transformers
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+NUM_TOKENS = 16
+PARAMS = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
+KV_MEMORY = 8 << 20
+# Shorter than the convolution, and around the reference's chunks of 16.
+LENGTHS = (1, 2, 3, 4, 5, 16, 17, 45, 90)
+VARIANTS: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "rope": {"position_embedding_type": "rope", "tie_word_embeddings": True, "attention_bias": True},
+    "groups": {
+        "mamba_n_groups": 3,
+        "mamba_d_state": 7,
+        "mamba_d_conv": 2,
+        "mamba_conv_bias": False,
+        "mamba_proj_bias": True,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+    },
+    "one head": {"mamba_n_heads": 1, "layer_types": ["attention", "mamba", "attention", "mamba"]},
+}
+Find = Callable[[str], Path]
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(1000 * seed + length)
+    return torch.randint(0, 256, (length,), generator=generator).tolist()
+
+
+PROMPTS = [prompt_of(length) for length in LENGTHS]
+
+
+@pytest.fixture(scope="module")
+def find(tmp_path_factory: pytest.TempPathFactory) -> Find:
+    """Checkpoints by variant and seed ("dense 1"), and EAGLE-3 heads ("dense 1 head"), each made once."""
+
+    @functools.cache
+    def make(name: str) -> Path:
+        root = tmp_path_factory.mktemp("granite")
+        if name.endswith(" head"):
+            return make_drafter(root, "eagle3", make(name.removesuffix(" head")))
+        variant, _, seed = name.rpartition(" ")
+        return make_granite(root, int(seed), **VARIANTS[variant])
+
+    return make
+
+
+def settings(model: Path, head: Path | None = None, **more: Any) -> dict[str, Any]:
+    spec = {"method": "eagle3", "model": str(head), "num_speculative_tokens": 3}
+    return {
+        "model": str(model),
+        "speculative_config": SpeculativeConfig.parse(json.dumps(spec)) if head else None,
+        "kv_cache_memory": KV_MEMORY,
+        "dtype": "float32",
+        **more,
+    }
+
+
+def all_of(one: Stepped, prompts: list[list[int]], params: SamplingParams = PARAMS) -> list[Stream]:
+    streams = [one.add(request(f"{len(one.streams)}", prompt, params)) for prompt in prompts]
+    while not all(stream.ended for stream in streams):
+        one.step()
+    assert one.is_idle()
+    return streams
+
+
+def reference(path: Path, prompts: list[list[int]]) -> list[list[int]]:
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
+    model.generation_config.eos_token_id = model.config.eos_token_id = None
+    found = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        with torch.inference_mode():
+            out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NUM_TOKENS)
+        found.append(out[0, len(prompt) :].tolist())
+    return found
+
+
+@pytest.mark.parametrize("name", ["dense 1", "dense 2", "rope 3", "groups 4", "one head 5"])
+def test_greedy_tokens_are_those_of_transformers(name: str, find: Find) -> None:
+    expected = reference(find(name), PROMPTS)
+    assert len({tuple(tokens) for tokens in expected}) > len(PROMPTS) // 2
+    for head in (None, find(f"{name} head")):
+        with stepped(**settings(find(name), head, max_num_batched_tokens=40)) as one:
+            assert [stream.token_ids for stream in all_of(one, PROMPTS)] == expected
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_neither_chunks_nor_neighbours_nor_drafts_change_a_bit(dtype: str, find: Find) -> None:
+    """Log-probabilities too: of a prompt alone, among others, and in chunks of a few rows."""
+    params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True, logprobs=2)
+    expected = None
+    for head in (None, find("groups 4 head")):
+        for rows in (7, 2048):
+            with stepped(**settings(find("groups 4"), head, dtype=dtype, max_num_batched_tokens=rows)) as one:
+                together = [stream.result for stream in all_of(one, PROMPTS, params)]
+                alone = [all_of(one, [prompt], params)[0].result for prompt in PROMPTS[::4]]
+            expected = expected or together
+            assert together == expected
+            assert alone == expected[::4]
+
+
+def test_a_handoff_changes_neither_tokens_nor_acceptance(find: Find, tmp_path: Path) -> None:
+    """Drafts are rejected and accepted, and the state goes back to where the last accepted one stood."""
+    common = settings(find("dense 1"), find("dense 1 head"), integrity="full", max_num_batched_tokens=32)
+    modes: tuple[Mode, Mode] = ("push", "pull")
+    with stepped(**common) as single, pair(tmp_path, {"block_size": 7}, **common) as two:
+        whole = all_of(single, PROMPTS)
+        for mode in modes:
+            legs = [two.legs(f"{mode}-{len(prompt)}", prompt, PARAMS, mode) for prompt in PROMPTS]
+            two.settle()
+            assert [rest.token_ids for _, rest in legs] == [stream.token_ids for stream in whole]
+            assert [rest.accepted for _, rest in legs] == [stream.accepted for stream in whole]
+        metrics = two.decode.core.metrics
+        assert not metrics.recoveries
+        assert metrics.num_handoffs["committed"] == 2 * len(PROMPTS)
+
+
+def test_the_bytes_of_a_state_do_not_grow_with_the_prompt(find: Find, tmp_path: Path) -> None:
+    """One slot a request is sent: never the four of scratch."""
+    spec = load_model(find("dense 1")).kv_layers[0]
+    state = 3 * sum(p.num_heads * p.head_dim * 4 for p in spec.planes)  # type: ignore[union-attr]
+    assert state == 3 * 4 * (3 * (96 + 12 + 12) + 6 * 12 * 16)
+    attention = 2 * 2 * 12 * 4
+    with pair(tmp_path, **settings(find("dense 1"), find("dense 1 head"), enable_prefix_caching=False)) as two:
+        for length in (5, 45):
+            before = two.decode.core.metrics.handoff_bytes
+            two.legs(f"{length}", prompt_of(length), PARAMS, "push")
+            two.settle()
+            head = 2 * 2 * 12 * 4
+            assert two.decode.core.metrics.handoff_bytes - before == state + length * (attention + head)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("time_step_limit", [0.1, 0.5]),
+        ("position_embedding_type", "alibi"),
+        ("mamba_n_groups", 4),
+        ("mamba_n_heads", 7),
+        ("layer_types", ["mamba", "attention", "mamba", "hyena"]),
+        ("hidden_act", "gelu"),
+    ],
+)
+def test_what_it_cannot_compute_faithfully_is_refused_by_name(
+    field: str, value: object, find: Find, tmp_path: Path
+) -> None:
+    source = find("dense 1")
+    raw = json.loads((source / "config.json").read_text())
+    for file in source.iterdir():
+        (tmp_path / file.name).symlink_to(file) if file.name != "config.json" else None
+    (tmp_path / "config.json").write_text(json.dumps({**raw, field: value}))
+    with pytest.raises(CheckpointError, match=field):
+        load_model(tmp_path)
