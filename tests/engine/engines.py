@@ -61,8 +61,9 @@ class Stepped:
 
     def __init__(self, **settings: Any) -> None:
         self.streams: dict[str, Stream] = defaultdict(Stream)
-        defaults: dict[str, Any] = {"model": TARGET, "speculative_config": SpeculativeConfig.parse(json.dumps(EAGLE3))}
-        config = EngineConfig(batch_invariant=True, **{**defaults, **settings})
+        head = SpeculativeConfig.parse(json.dumps(EAGLE3))
+        defaults: dict[str, Any] = {"model": TARGET, "speculative_config": head, "batch_invariant": True}
+        config = EngineConfig(**{**defaults, **settings})
         self.engine: Engine = build_engine(config, lambda chunk, last: self.streams[chunk.request_id].push(chunk, last))
         self.core = self.engine.core
 

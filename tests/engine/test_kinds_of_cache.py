@@ -19,6 +19,7 @@ from baton.kv.spec import GroupSpec, PlaneSpec, kv_planes, latent_planes
 from baton.models.cache import Scanned, States
 
 HEADS, LATENT, ROPE, LENGTH = 3, 24, 8, 150
+NOPE, VALUE = 10, 12
 SCALE = 0.2
 
 
@@ -48,7 +49,7 @@ class Pool:
         pages = np.random.default_rng(0).permutation(np.arange(1, 2 * count + 1, dtype=np.int32))
         self.table = pages.reshape(2, count)
 
-    def attend(self, spans: dict[int, tuple[int, int]], expand: bool = False) -> list[Tensor]:
+    def attend(self, spans: dict[int, tuple[int, int]], heads: Heads | None = None) -> list[Tensor]:
         """Rows [start, stop) of requests, side by side."""
         parts = [[part[slice(*span)] for part in rows(r)] for r, span in spans.items()]
         q, latent, rope = (torch.cat(column) for column in zip(*parts, strict=True))
@@ -56,28 +57,77 @@ class Pool:
         positions = np.concatenate([np.arange(*span) for span in spans.values()])
         query_start = np.cumsum([0, *counts]).astype(np.int32)
         batch = AttnBatch(query_start, positions, self.table[list(spans)])
-
-        def expanded(kept: Tensor) -> tuple[Tensor, Tensor]:
-            shape = (len(kept), HEADS, -1)
-            return kept[:, None].expand(shape), kept[:, None, :LATENT].expand(shape)
-
-        door = Latents(self.memory.planes, 1, batch)
-        out = door.attend(q, latent, rope, SCALE, expanded if expand else None)
+        if heads is not None:
+            q = q[..., : NOPE + ROPE]
+        out = Latents(self.memory.planes, 1, batch).attend(q, latent, rope, SCALE, heads)
         return list(torch.split(out, counts))
 
 
-def reference(seed: int) -> Tensor:
+class Heads:
+    """`LatentHeads` of random weights, which remembers how it was asked."""
+
+    value_dim = VALUE
+
+    def __init__(self, always_absorbed: bool = False) -> None:
+        generator = torch.Generator().manual_seed(7)
+        self.always_absorbed, self.expansions, self.absorbed_rows = always_absorbed, 0, 0
+        self.keys = torch.randn(HEADS, NOPE, LATENT, generator=generator)
+        self.to_values = torch.randn(HEADS, VALUE, LATENT, generator=generator)
+
+    def expand(self, kept: Tensor) -> tuple[Tensor, Tensor]:
+        self.expansions += 1
+        latent, rope = kept[:, :LATENT], kept[:, None, LATENT:].expand(-1, HEADS, -1)
+        keys = torch.cat((torch.einsum("sc,hnc->shn", latent, self.keys), rope), dim=-1)
+        return keys, torch.einsum("sc,hvc->shv", latent, self.to_values)
+
+    def absorb(self, q: Tensor) -> Tensor:
+        self.absorbed_rows += len(q)
+        return torch.cat((torch.einsum("thn,hnc->thc", q[..., :NOPE], self.keys), q[..., NOPE:]), dim=-1)
+
+    def values(self, latent: Tensor) -> Tensor:
+        return torch.einsum("thc,hvc->thv", latent, self.to_values)
+
+
+def reference(seed: int, heads: Heads | None = None) -> Tensor:
     q, latent, rope = rows(seed)
-    scores = torch.einsum("thd,sd->hts", q, torch.cat((latent, rope), dim=-1)) * SCALE
+    kept = torch.cat((latent, rope), dim=-1)
+    keys, values = kept[:, None].expand(-1, HEADS, -1), latent[:, None].expand(-1, HEADS, -1)
+    if heads is not None:
+        q = q[..., : NOPE + ROPE]
+        keys, values = heads.expand(kept)
+    scores = torch.einsum("thd,shd->hts", q, keys) * SCALE
     hidden = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
-    return torch.einsum("hts,sd->thd", scores.masked_fill(hidden, -torch.inf).softmax(-1), latent)
+    return torch.einsum("hts,shd->thd", scores.masked_fill(hidden, -torch.inf).softmax(-1), values)
 
 
-@pytest.mark.parametrize("expand", [False, True])
+@pytest.mark.parametrize("kernel", [True, False])
 @pytest.mark.parametrize("split", [False, True])
-def test_latents_are_attended_to_absorbed_and_expanded(expand: bool, split: bool) -> None:
-    for out, seed in zip(Pool(split=split).attend({0: (0, LENGTH), 1: (0, LENGTH)}, expand), (0, 1), strict=True):
+def test_latents_are_attended_to(split: bool, kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not kernel:
+        monkeypatch.setattr("baton.engine.attention_latent.fits", lambda *_: False)
+    for out, seed in zip(Pool(split=split).attend({0: (0, LENGTH), 1: (0, LENGTH)}), (0, 1), strict=True):
         torch.testing.assert_close(out, reference(seed), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_prompts_are_expanded_and_few_rows_absorbed(split: bool) -> None:
+    """Beside each other too: of one request the first rows, of another the last."""
+    pool, heads = Pool(split=split), Heads()
+    expected = [reference(seed, Heads()) for seed in (0, 1)]
+    out = pool.attend({0: (0, LENGTH - 1), 1: (0, LENGTH - 1)}, heads)
+    torch.testing.assert_close(out[1], expected[1][:-1], rtol=1e-4, atol=1e-4)
+    assert (heads.expansions, heads.absorbed_rows) == (2, 0)
+    out = pool.attend({1: (LENGTH - 1, LENGTH), 0: (0, LENGTH)}, heads)
+    torch.testing.assert_close(out[0], expected[1][-1:], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(out[1], expected[0], rtol=1e-4, atol=1e-4)
+    assert (heads.expansions, heads.absorbed_rows) == (3, 1)
+    invariant = Heads(always_absorbed=True)
+    out = pool.attend({0: (0, LENGTH)}, invariant)
+    torch.testing.assert_close(out[0], expected[0], rtol=1e-4, atol=1e-4)
+    assert invariant.expansions == 0
+    chunk = pool.attend({0: (100, LENGTH)}, heads)
+    torch.testing.assert_close(chunk[0], expected[0][100:], rtol=1e-4, atol=1e-4)
+    assert heads.expansions == 4, "rows behind others, with a mask"
 
 
 @pytest.mark.parametrize("page_size", [1, 7, 16, 64])

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from baton.drafters.base import DraftBatch
 from baton.models.base import CausalLM
 from baton.models.cache import (
-    Expand,
     KVLayerSpec,
+    LatentHeads,
     LatentLayerSpec,
     LayerCache,
     LayerSpec,
@@ -137,7 +137,7 @@ class WholeSequence:
         latent_TC: Tensor,
         rope_TR: Tensor,
         scale: float,
-        expand: Expand | None = None,
+        heads: LatentHeads | None = None,
     ) -> Tensor:
         keys = torch.cat((latent_TC, rope_TR), dim=-1)
         values = latent_TC[:, None].expand(-1, q_THD.shape[1], -1)

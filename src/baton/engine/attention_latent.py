@@ -3,7 +3,7 @@
 Absorbed, a row comes out with the same bits in every batch: online softmax over tiles of 64 keys at absolute positions,
 in products of one shape. Expanded, its bits depend on the number of rows and keys.
 
-Shapes: T rows, S kept rows, H heads, W = latent and rope key side by side, C latent.
+Shapes: T rows, S kept rows, H heads, W = latent and rope key side by side, C latent, D query and key, V value.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from baton.engine.attention import AttnBatch, slot_error
-from baton.models.cache import Expand
+from baton.engine.attention_latent_cpu import absorbed
+from baton.models.cache import LatentHeads
+from baton.models.cpu_kernels import fits
 
 _TILE = 64
 _ROW_BLOCK = 16
@@ -27,63 +29,106 @@ class Latents:
     hold W numbers a token together."""
 
     def __init__(self, planes: Sequence[Tensor], layer: int, batch: AttnBatch) -> None:
-        self._planes = [plane[:, layer, :, 0] for plane in planes]
-        self._batch, self._page_size, self._num_pages = batch, planes[0].shape[2], planes[0].shape[0]
+        self._planes, self._layer, self._batch = planes, layer, batch
+        self._page_size, self._num_pages, self._device = planes[0].shape[2], planes[0].shape[0], planes[0].device
 
     def attend(
-        self, q_THD: Tensor, latent_TC: Tensor, rope_TR: Tensor, scale: float, expand: Expand | None = None
+        self, q_THD: Tensor, latent_TC: Tensor, rope_TR: Tensor, scale: float, heads: LatentHeads | None = None
     ) -> Tensor:
         """As `LayerCache.attend_latent`. Raises `BatonError` for a slot in the null page or outside the page table."""
         self._write(torch.cat((latent_TC, rope_TR), dim=-1))
-        if expand is None:
-            out = self._absorbed(q_THD, latent_TC.shape[-1], scale)
-        else:
-            out = self._expanded(q_THD, scale, expand)
-        return out.to(q_THD.dtype)
+        latent_dim = latent_TC.shape[-1]
+        if heads is None:
+            return self._absorbed(self._batch, q_THD, latent_dim, scale)
+        expanded = [
+            (r, start, stop)
+            for r, start, stop in self._requests(self._batch)
+            if not heads.always_absorbed and self._is_cheaper_expanded(q_THD, start, stop, latent_dim, heads)
+        ]
+        if not expanded:
+            return heads.values(self._absorbed(self._batch, heads.absorb(q_THD), latent_dim, scale))
+        out = q_THD.new_empty(*q_THD.shape[:2], heads.value_dim)
+        for r, start, stop in expanded:
+            out[start:stop] = self._expanded(r, q_THD[start:stop], self._batch.positions[start:stop], scale, heads)
+        rest, rows = self._without([r for r, _, _ in expanded])
+        if len(rows):
+            at = torch.from_numpy(rows).to(self._device)
+            out[at] = heads.values(self._absorbed(rest, heads.absorb(q_THD[at]), latent_dim, scale))
+        return out
 
-    def _requests(self) -> Iterator[tuple[int, int, int]]:
+    def _is_cheaper_expanded(self, q_THD: Tensor, start: int, stop: int, latent_dim: int, heads: LatentHeads) -> bool:
+        """Whether a request's keys and values cost fewer multiplications to make than its rows save by them."""
+        rows, kept, value = stop - start, int(self._batch.positions[stop - 1]) + 1, heads.value_dim
+        rope = sum(plane.shape[-1] for plane in self._planes) - latent_dim
+        nope = q_THD.shape[-1] - rope
+        once = kept * latent_dim * (nope + value)
+        saved = rows * (latent_dim * (nope + value) + kept * (2 * latent_dim - nope - value))
+        return once < saved
+
+    def _requests(self, batch: AttnBatch) -> Iterator[tuple[int, int, int]]:
         """Number and rows of each request that has rows."""
-        for r, (start, stop) in enumerate(zip(self._batch.query_start[:-1], self._batch.query_start[1:], strict=True)):
+        for r, (start, stop) in enumerate(zip(batch.query_start[:-1], batch.query_start[1:], strict=True)):
             if start < stop:
                 yield r, int(start), int(stop)
 
-    def _slots(self, request: int, positions: np.ndarray) -> tuple[Tensor, Tensor]:
-        columns, table = positions // self._page_size, self._batch.page_table[request]
-        if columns[-1] >= table.size:
+    def _without(self, requests: list[int]) -> tuple[AttnBatch, np.ndarray]:
+        """The batch of all other requests, and which rows those are, int64."""
+        counts = np.diff(self._batch.query_start)
+        owner = np.repeat(np.arange(len(counts)), counts)
+        counts[requests] = 0
+        rows = np.flatnonzero(~np.isin(owner, requests))
+        query_start = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
+        return AttnBatch(query_start, self._batch.positions[rows], self._batch.page_table), rows
+
+    def _slots(self, owner: np.ndarray, positions: np.ndarray) -> tuple[Tensor, Tensor]:
+        """Page and slot of each position of the request beside it."""
+        columns, table = positions // self._page_size, self._batch.page_table
+        if len(columns) and columns.max() >= table.shape[1]:
             raise slot_error()
-        pages = table[columns].astype(np.int64)
-        if pages.min() <= 0 or pages.max() >= self._num_pages:
+        pages = table[owner, columns].astype(np.int64)
+        if len(pages) and (pages.min() <= 0 or pages.max() >= self._num_pages):
             raise slot_error()
-        device = self._planes[0].device
-        return torch.from_numpy(pages).to(device), torch.from_numpy(positions % self._page_size).to(device)
+        return torch.from_numpy(pages).to(self._device), torch.from_numpy(positions % self._page_size).to(self._device)
 
     def _write(self, kept_TW: Tensor) -> None:
-        where = [
-            (start, stop, self._slots(r, self._batch.positions[start:stop])) for r, start, stop in self._requests()
-        ]
-        for start, stop, (pages, offsets) in where:
-            parts = torch.split(kept_TW[start:stop], [plane.shape[-1] for plane in self._planes], dim=-1)
-            for plane, part in zip(self._planes, parts, strict=True):
-                plane[pages, offsets] = part.to(plane.dtype)
+        counts = np.diff(self._batch.query_start)
+        pages, offsets = self._slots(np.repeat(np.arange(len(counts)), counts), self._batch.positions)
+        parts = torch.split(kept_TW, [plane.shape[-1] for plane in self._planes], dim=-1)
+        for plane, part in zip(self._planes, parts, strict=True):
+            plane[pages, self._layer, offsets, 0] = part.to(plane.dtype)
 
     def _kept(self, request: int, first: int, last: int) -> Tensor:
         """Kept rows [first, last), [S, W] in the cache's dtype."""
-        pages, offsets = self._slots(request, np.arange(first, last))
-        return torch.cat([plane[pages, offsets] for plane in self._planes], dim=-1)
+        pages, offsets = self._slots(np.full(last - first, request), np.arange(first, last))
+        return torch.cat([plane[pages, self._layer, offsets, 0] for plane in self._planes], dim=-1)
 
-    def _absorbed(self, q_THW: Tensor, latent_dim: int, scale: float) -> Tensor:
+    def _expanded(self, request: int, q_THD: Tensor, positions: np.ndarray, scale: float, heads: LatentHeads) -> Tensor:
+        keys, values = heads.expand(self._kept(request, 0, int(positions[-1]) + 1).to(q_THD.dtype))
+        # PyTorch's flash attention wants one size for all.
+        size = max(q_THD.shape[-1], values.shape[-1])
+        q, k, v = (F.pad(part, (0, size - part.shape[-1])).transpose(0, 1)[None] for part in (q_THD, keys, values))
+        if len(positions) == len(keys):
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+        else:
+            mask = torch.from_numpy(np.arange(len(keys))[None, :] <= positions[:, None]).to(self._device)
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+        return out[0].transpose(0, 1)[..., : heads.value_dim]
+
+    def _absorbed(self, batch: AttnBatch, q_THW: Tensor, latent_dim: int, scale: float) -> Tensor:
+        if fits(self._device, q_THW.dtype) and all(plane.dtype == q_THW.dtype for plane in self._planes):
+            return absorbed(self._planes, self._layer, q_THW, latent_dim, scale, batch)
         heads, width = q_THW.shape[1:]
         out = torch.empty(len(q_THW), heads, latent_dim, dtype=torch.float32, device=q_THW.device)
-        for r, start, stop in self._requests():
+        for r, start, stop in self._requests(batch):
             for first in range(start, stop, _ROW_BLOCK):
                 last = min(first + _ROW_BLOCK, stop)
                 block = q_THW.new_zeros(_ROW_BLOCK, heads, width, dtype=torch.float32)
                 block[: last - first] = q_THW[first:last].float() * scale
-                rows = torch.from_numpy(self._batch.positions[first:last]).to(q_THW.device)
+                rows = torch.from_numpy(batch.positions[first:last]).to(q_THW.device)
                 positions = F.pad(rows, (0, _ROW_BLOCK - len(rows)), value=int(rows[-1]))
                 attended = self._tiles(r, block.view(-1, width), positions.repeat_interleave(heads), latent_dim)
                 out[first:last] = attended.view(_ROW_BLOCK, heads, latent_dim)[: last - first]
-        return out
+        return out.to(q_THW.dtype)
 
     def _tiles(self, request: int, q_NW: Tensor, positions_N: Tensor, latent_dim: int) -> Tensor:
         """N rows of one request, padded to a block: [N, C]."""
@@ -104,14 +149,3 @@ class Latents:
             out = out * rescale + weights @ tile[:, :latent_dim]
             peak = highest
         return out / total
-
-    def _expanded(self, q_THD: Tensor, scale: float, expand: Expand) -> Tensor:
-        parts = []
-        for r, start, stop in self._requests():
-            positions = self._batch.positions[start:stop]
-            keys, values = expand(self._kept(r, 0, int(positions[-1]) + 1).to(q_THD.dtype))
-            mask = torch.from_numpy(np.arange(len(keys))[None, :] <= positions[:, None]).to(q_THD.device)
-            # [1, heads, tokens, D], as SDPA wants it.
-            q, k, v = (part.transpose(0, 1)[None] for part in (q_THD[start:stop], keys, values))
-            parts.append(F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)[0].transpose(0, 1))
-        return torch.cat(parts)

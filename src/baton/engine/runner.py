@@ -21,7 +21,7 @@ from baton.engine.plan import DraftPlan, Int32Array, IntArray, PlanSpec, Rows
 from baton.engine.scan import StateBatch, scan
 from baton.kv.spec import GroupSpec
 from baton.models.base import CausalLM
-from baton.models.cache import Expand, Recurrence
+from baton.models.cache import LatentHeads, Recurrence
 
 LayerMap = Sequence[tuple[GroupMemory, int]]
 
@@ -61,11 +61,11 @@ class _LayerCache:
         latent_TC: Tensor,
         rope_TR: Tensor,
         scale: float,
-        expand: Expand | None = None,
+        heads: LatentHeads | None = None,
     ) -> Tensor:
         memory, index = self._layers[layer_id]
         latents = Latents(memory.planes, index, self._batches[memory.spec.name])
-        return latents.attend(q_THD, latent_TC, rope_TR, scale, expand)
+        return latents.attend(q_THD, latent_TC, rope_TR, scale, heads)
 
     def scan(self, layer_id: int, recurrence: Recurrence) -> Tensor:
         memory, index = self._layers[layer_id]

@@ -105,6 +105,11 @@ class CausalLM(nn.Module, ABC):
         forward makes the next [T, E]."""
         return DecoderLayer(config, layer_id, build)
 
+    def stored_name(self, name: str) -> str | None:
+        """This model's name of a checkpoint's tensor; None: it is left out."""
+        is_tied = name == "lm_head.weight" and self.config.tie_word_embeddings
+        return None if is_tied or name.endswith("rotary_emb.inv_freq") else name
+
     def forward(
         self, input_ids_T: Tensor, positions_T: Tensor, cache: LayerCache, aux_layers: tuple[int, ...] = ()
     ) -> tuple[Tensor, list[Tensor]]:

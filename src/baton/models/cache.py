@@ -5,7 +5,6 @@ Shapes: T rows of a forward, R requests, H query heads, G key-value heads, D hea
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -58,7 +57,6 @@ class StateLayerSpec:
 LayerSpec = KVLayerSpec | LatentLayerSpec | StateLayerSpec
 
 States = tuple[Tensor, ...]
-Expand = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +86,22 @@ class Attend(Protocol):
     def __call__(self, layer_id: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float) -> Tensor: ...
 
 
+class LatentHeads(Protocol):
+    """What a layer's heads make of latents, in two forms with one meaning (DeepSeek-V2, arXiv:2405.04434, 2.1).
+
+    Expanded: keys [S, H, D] and values [S, H, V] of S kept rows [S, C + R]. Absorbed: queries [T, H, D] become queries
+    [T, H, C + R] of the kept rows themselves, and sums of latents [T, H, C] become sums of values [T, H, V].
+    `always_absorbed`: the forms round differently, so rows that may not depend on their batch take one alone.
+    """
+
+    value_dim: int
+    always_absorbed: bool
+
+    def expand(self, kept_SW: Tensor) -> tuple[Tensor, Tensor]: ...
+    def absorb(self, q_THD: Tensor) -> Tensor: ...
+    def values(self, latent_THC: Tensor) -> Tensor: ...
+
+
 class LayerCache(Attend, Protocol):
     """The cache of one forward's rows: what is called for keys and values, with a door for each other kind."""
 
@@ -98,13 +112,13 @@ class LayerCache(Attend, Protocol):
         latent_TC: Tensor,
         rope_TR: Tensor,
         scale: float,
-        expand: Expand | None = None,
+        heads: LatentHeads | None = None,
     ) -> Tensor:
         """Write the rows' latents and rope keys (one for all heads), then attend causally.
 
-        Absorbed: q is [T, H, C + R], against latent and rope key side by side, and every head's value is the latent;
-        returns [T, H, C]. With `expand`, which makes keys [S, H, D] and values [S, H, V] of what is kept [S, C + R]:
-        q is [T, H, D]; returns [T, H, V].
+        q is [T, H, D]; returns [T, H, V], by whichever form costs less for a request's rows. Without `heads` every head
+        reads what is kept: q is [T, H, C + R], against latent and rope key side by side, and every value is the latent;
+        returns [T, H, C].
         """
         ...
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from baton.errors import CheckpointError
+from baton.models.specs import LatentSpec, MoESpec
 
 RawConfig = Mapping[str, Any]
 
@@ -59,7 +60,8 @@ class ModelConfig:
 
     `windows[l]` is the sliding window of layer l in tokens, or None for full attention. `rotary_dim`: the first
     dimensions of a head that are rotated, None: all. `layer_ropes`: the rotary embedding of each layer, where not all
-    have `rope`. `attention_multiplier`: the scale of attention scores, None: head_dim^-0.5.
+    have `rope`. `attention_multiplier`: the scale of attention scores, None: head_dim^-0.5. `moe`: experts in place of
+    some layers' MLP. `latent`: latent attention in place of grouped-query attention.
     """
 
     vocab_size: int
@@ -82,6 +84,8 @@ class ModelConfig:
     layer_ropes: tuple[RopeSpec, ...] = ()
     embedding_multiplier: float = 1.0
     attention_multiplier: float | None = None
+    moe: MoESpec | None = None
+    latent: LatentSpec | None = None
 
 
 def get_int(raw: RawConfig, name: str, default: int | None = None, minimum: int = 1, maximum: int = MAX_SIZE) -> int:
@@ -216,8 +220,9 @@ def decoder_fields(
     activation = raw.get("hidden_act", "silu")
     if activation != "silu":
         raise CheckpointError(f"config.json: hidden_act is {activation!r}, only 'silu' is supported")
-    if raw.get("quantization_config") is not None:
-        raise CheckpointError("config.json: quantization_config is set, quantized weights are not supported")
+    if (quantization := raw.get("quantization_config")) is not None:
+        method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
+        raise CheckpointError(f"config.json: quantization_config is set ({method!r}), such weights are not supported")
     hidden, heads = get_int(raw, "hidden_size"), get_int(raw, "num_attention_heads")
     kv_heads = get_int(raw, "num_key_value_heads", heads)
     if heads % kv_heads:

@@ -124,6 +124,12 @@ def _silu_mul(gate_up: Any, out: Any) -> None:
 
 
 @jit
+def _sigmoid(x: Any, out: Any) -> None:
+    for i in range(x.size):
+        out[i] = _ONE / (_ONE + exp32(-x[i]))
+
+
+@jit
 def _rms_norm(x: Any, weight: Any, eps: Any, out: Any) -> None:
     rows, size = x.shape
     element, whole = weight[0], size - size % LANES
@@ -167,6 +173,13 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     out = torch.empty(gate_up.shape[0], gate_up.shape[1] // 2, dtype=gate_up.dtype)
     if len(out):
         _silu_mul(array(gate_up.contiguous()), array(out))
+    return out
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """1 / (1 + e^-x) of a float32 CPU tensor."""
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    _sigmoid(array(x.contiguous()).reshape(-1), array(out).reshape(-1))
     return out
 
 

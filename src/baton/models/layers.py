@@ -84,14 +84,25 @@ class Attention(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm residual layer: x + attention(norm(x)), then + MLP(norm(.)). [T, E] -> [T, E]."""
+    """Pre-norm residual layer: x + attention(norm(x)), then + MLP(norm(.)). [T, E] -> [T, E].
 
-    def __init__(self, config: ModelConfig, layer_id: int, build: Build, input_norm: bool = True) -> None:
+    `attention` and `mlp` replace grouped-query attention and the SwiGLU MLP.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer_id: int,
+        build: Build,
+        input_norm: bool = True,
+        attention: nn.Module | None = None,
+        mlp: nn.Module | None = None,
+    ) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_eps, build) if input_norm else None
-        self.self_attn = Attention(config, layer_id, build)
+        self.self_attn = attention or Attention(config, layer_id, build)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_eps, build)
-        self.mlp = MLP(config.hidden_size, config.intermediate_size, config.mlp_bias, build)
+        self.mlp = mlp or MLP(config.hidden_size, config.intermediate_size, config.mlp_bias, build)
 
     def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
         normed = x if self.input_layernorm is None else self.input_layernorm(x)

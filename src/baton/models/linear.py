@@ -13,6 +13,7 @@ bit for bit.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -21,11 +22,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 _REFERENCE_HEIGHT = 16
-_HEIGHTS = (512, 256, 128, 64, 32, 16, 8, 4, 2, 1)
+HEIGHTS = (512, 256, 128, 64, 32, 16, 8, 4, 2, 1)
 _PROBE_SHIFTS = (0, 1, 2, 3, 5, 11)
 # Numbers of a weight beyond which tall blocks would take long to probe.
-_BIG_PROBE = 1 << 22
-_TALL = 64
+BIG_PROBE = 1 << 22
+TALL = 64
 # The rows that a weight is packed for; any other number works too.
 _PACKED_ROWS = 16
 _PACKED_DTYPES = (torch.float32, torch.bfloat16)
@@ -77,16 +78,21 @@ def block_heights(
     which are invariant by themselves, where even the definition's rows depend on their place in the block.
     """
     generator = torch.Generator().manual_seed(0)
-    heights = [height for height in _HEIGHTS if height <= _TALL or rows * columns < _BIG_PROBE]
+    heights = [height for height in HEIGHTS if height <= TALL or rows * columns < BIG_PROBE]
     weight = torch.randn(rows, columns, generator=generator).to(device, dtype)
     x = torch.randn(heights[0], columns, generator=generator).to(device, dtype)
     if is_packed:
         blocked = packed(weight)
         assert blocked is not None
         weight = blocked
+    return equal_heights(lambda block: product(block, weight, None), x, heights)
+
+
+def equal_heights(multiply: Callable[[Tensor], Tensor], x: Tensor, heights: Sequence[int]) -> tuple[int, ...]:
+    """Those of the heights at which `multiply` gives each row of a block the bits of the definition."""
 
     def in_blocks(x: Tensor, height: int) -> Tensor:
-        return torch.cat([product(block, weight, None) for block in torch.split(x, height)])
+        return torch.cat([multiply(block) for block in torch.split(x, height)])
 
     expected = in_blocks(x, _REFERENCE_HEIGHT)
 

@@ -170,12 +170,7 @@ def load_model(
     except (RuntimeError, MemoryError) as error:
         why = str(error).partition("\n")[0]
         raise CheckpointError(f"{path}: the model that config.json describes cannot be allocated: {why}") from None
-
-    def rename(name: str) -> str | None:
-        tied = name == "lm_head.weight" and config.tie_word_embeddings
-        return None if tied or name.endswith("rotary_emb.inv_freq") else name
-
-    fill(model, path, rename)
+    fill(model, path, model.stored_name)
     return model.eval()
 
 

@@ -9,10 +9,14 @@ from baton.models.base import CausalLM
 
 MODELS = {
     "granitemoehybrid": "baton.models.granitemoehybrid:GraniteMoeHybrid",
+    "deepseek_v2": "baton.models.deepseek_v2:DeepseekV2",
+    "deepseek_v3": "baton.models.deepseek_v3:DeepseekV3",
+    "glm4_moe": "baton.models.glm4_moe:Glm4Moe",
     "llama": "baton.models.llama:Llama",
     "mistral": "baton.models.mistral:Mistral",
     "qwen2": "baton.models.qwen2:Qwen2",
     "qwen3": "baton.models.qwen3:Qwen3",
+    "qwen3_moe": "baton.models.qwen3_moe:Qwen3Moe",
 }
 
 

@@ -124,6 +124,11 @@ class Rotary:
         return self._cos[positions_T].unsqueeze(1), self._sin[positions_T].unsqueeze(1)
 
 
+def deinterleaved(heads_THD: Tensor) -> Tensor:
+    """Heads whose pairs stand side by side, (x1, x2), (x1, x2), ..., as `rotate` takes them: all x1, then all x2."""
+    return torch.cat((heads_THD[..., 0::2], heads_THD[..., 1::2]), dim=-1)
+
+
 def rotate(heads_THD: Tensor, count: int, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the first `count` of contiguous heads [T, H, D] by (cos, sin) of `Rotary.at`, in place.
 

@@ -1,0 +1,153 @@
+"""Kernels of absorbed latent attention on the CPU: a row comes out with the same bits in every batch.
+
+The arithmetic is that of `attention_paged_kernels`, for keys and values of one memory: a key is a kept row, a value its
+first numbers. All heads of all rows of a request are vectors that share the loaded tiles.
+
+Shapes: T rows, H heads, W numbers of a kept row, C of them its latent.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from baton.engine.attention_paged_kernels import _multiply
+from baton.models.cpu_kernels import exp32, from_f32, jit, to_f32
+from baton.models.cpu_vectors import LANES, WIDE, exponentials, largest, transpose, widen
+
+_TILE = WIDE * LANES
+_TOGETHER = 4
+_F32_BYTES = 4
+_ZERO, _ONE = np.float32(0.0), np.float32(1.0)
+_MINUS_INFINITY = np.float32(-np.inf)
+
+
+@jit
+def _load_tile(
+    plane: Any, layer: int, pages: Any, base: int, limit: int, offset: int, num_values: int, keys: Any, values: Any,
+    rows: Any,
+) -> bool:  # fmt: skip
+    """Tokens [base, limit) of one plane as float32: number d to keys[offset + d], transposed, and the first
+    `num_values` to values [64, C].
+
+    `rows` int64 [16] is room for addresses. Other lanes repeat the last token. False: a bad page id.
+    """
+    page_size, width = plane.shape[2], plane.shape[4]
+    whole, whole_values = width - width % LANES, num_values - num_values % LANES
+    element, region = plane[0, 0, 0, 0, 0], np.int64(plane.ctypes.data)
+    key_bytes, value_bytes = _F32_BYTES * _TILE, _F32_BYTES * values.shape[1]
+    values_at, keys_at, rows_at = np.int64(values.ctypes.data), np.int64(keys.ctypes.data), np.int64(rows.ctypes.data)
+    for lane in range(0, limit - base, LANES):
+        column = (base + lane) // page_size
+        slot = base + lane - column * page_size
+        for j in range(LANES):
+            if 0 < j < limit - base - lane:
+                slot += 1
+                if slot == page_size:
+                    column, slot = column + 1, 0
+            page = np.int64(pages[column])
+            if page <= 0 or page >= plane.shape[0]:
+                return False
+            rows[j] = region + page * plane.strides[0] + layer * plane.strides[1] + slot * plane.strides[2]
+            at = values_at + (lane + j) * value_bytes
+            for d in range(0, whole_values, LANES):
+                widen(element, rows[j] + d * plane.itemsize, at + d * _F32_BYTES)
+            for d in range(whole_values, num_values):
+                values[lane + j, d] = to_f32(plane[page, layer, slot, 0, d])
+            for d in range(whole, width):
+                keys[offset + d, lane + j] = to_f32(plane[page, layer, slot, 0, d])
+        for d in range(0, whole, LANES):
+            transpose(element, rows_at, keys_at + (offset + d) * key_bytes + lane * _F32_BYTES, key_bytes)
+            for j in range(LANES):
+                rows[j] += LANES * plane.itemsize
+    return True
+
+
+@jit
+def _attend_block(
+    planes: Any, layer: int, query: Any, out: Any, start: int, end: int, positions: Any, pages: Any, scale: Any
+) -> bool:
+    """Fill vectors [start, end) of out [T * H, C] from those of query [T * H, W], of one request."""
+    size, latent, heads, count = query.shape[1], out.shape[1], query.shape[0] // len(positions), end - start
+    padded = (latent + LANES - 1) // LANES * LANES
+    keys, values = np.empty((size, _TILE), np.float32), np.empty((_TILE, padded), np.float32)
+    queries, sums = np.empty((count, size), np.float32), np.zeros((count, padded), np.float32)
+    maxima, totals = np.full(count, _MINUS_INFINITY), np.zeros(count, np.float32)
+    scores, factors = np.empty((_TOGETHER, _TILE), np.float32), np.empty(_TOGETHER, np.float32)
+    rows, high = np.empty(LANES, np.int64), np.empty(_TOGETHER, np.int64)
+    values_at, keys_at, scores_at = (
+        np.int64(values.ctypes.data),
+        np.int64(keys.ctypes.data),
+        np.int64(scores.ctypes.data),
+    )
+    sums_at, factors_at = np.int64(sums.ctypes.data), np.int64(factors.ctypes.data)
+    score_bytes, sum_bytes = _F32_BYTES * _TILE, _F32_BYTES * padded
+    for i in range(count):
+        for d in range(size):
+            queries[i, d] = to_f32(query[start + i, d]) * scale
+    # Columns that no row reads stay finite.
+    values[:, latent:] = _ZERO
+    limit = positions[(end - 1) // heads] + 1
+    for base in range(0, limit, _TILE):
+        offset = 0
+        for plane in planes:
+            num_values = min(plane.shape[4], latent - offset) if offset < latent else 0
+            if not _load_tile(
+                plane, layer, pages, base, min(base + _TILE, limit), offset, num_values, keys, values, rows
+            ):
+                return False
+            offset += plane.shape[4]
+        for i in range(0, count, _TOGETHER):
+            together, last = min(_TOGETHER, count - i), 0
+            for j in range(together):
+                high[j] = min(positions[(start + i + j) // heads] + 1 - base, _TILE)
+                last = max(last, high[j])
+            if last <= 0:
+                continue
+            # Numba frees an array behind its last use by name, and its address is none: this is the queries' last.
+            left = np.int64(queries.ctypes.data) + i * size * _F32_BYTES
+            _multiply(
+                together, left, size * _F32_BYTES, keys_at, score_bytes, size, 0, scores_at, score_bytes, _TILE
+            )  # fmt: skip
+            for j in range(together):
+                at = scores_at + j * score_bytes
+                factors[j] = _ONE
+                if high[j] <= 0:
+                    scores[j] = _ZERO
+                    continue
+                peak = max(maxima[i + j], largest(at, 0, high[j]))
+                if maxima[i + j] < peak:
+                    factors[j] = exp32(maxima[i + j] - peak) if maxima[i + j] > _MINUS_INFINITY else _ZERO
+                    maxima[i + j] = peak
+                totals[i + j] = totals[i + j] * factors[j] + exponentials(at, 0, high[j], peak)
+            _multiply(
+                together, scores_at, score_bytes, values_at, sum_bytes, last, factors_at, sums_at + i * sum_bytes,
+                sum_bytes, padded,
+            )  # fmt: skip
+    element = out[0, 0]
+    for i in range(count):
+        for d in range(latent):
+            out[start + i, d] = from_f32(element, sums[i, d] / totals[i])
+    return True
+
+
+@jit
+def attend(
+    planes: Any, layer: int, query: Any, out: Any, positions: Any, query_start: Any, page_table: Any, scale: Any,
+    step: int, part: int, parts: int,
+) -> bool:  # fmt: skip
+    """Fill the share of `part` of out [T * H, C]; all `parts` fill it whole. `planes`: tuple of [pages, layers,
+    page_size, 1, width], W together. `step`: vectors to a block, which changes no result. False: a bad page id."""
+    heads, turn = query.shape[0] // len(positions), 0
+    for r in range(len(query_start) - 1):
+        first, stop = query_start[r] * heads, query_start[r + 1] * heads
+        if first < stop and positions[query_start[r + 1] - 1] // planes[0].shape[2] >= page_table.shape[1]:
+            return False
+        for start in range(first, stop, step):
+            if turn % parts == part and not _attend_block(
+                planes, layer, query, out, start, min(start + step, stop), positions, page_table[r], scale
+            ):
+                return False
+            turn += 1
+    return True

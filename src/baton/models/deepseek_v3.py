@@ -1,0 +1,23 @@
+"""DeepSeek-V3, R1 and Kimi-K2 (`model_type` deepseek_v3): experts by sigmoid scores, biased for the choice alone."""
+
+from __future__ import annotations
+
+from baton.models.config import ModelConfig, RawConfig, get_bool
+from baton.models.deepseek import Deepseek, biased_experts, latent_fields
+
+_DEFAULTS = {
+    "first_k_dense_replace": 3,
+    "moe_intermediate_size": 2048,
+    "n_group": 8,
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 8,
+    "routed_scaling_factor": 2.5,
+    "topk_group": 4,
+}
+
+
+class DeepseekV3(Deepseek):
+    @classmethod
+    def parse_config(cls, raw: RawConfig) -> ModelConfig:
+        fields = latent_fields(raw, max_position_default=4096, interleaved=get_bool(raw, "rope_interleave", True))
+        return ModelConfig(**fields, moe=biased_experts({**_DEFAULTS, **raw}, fields["num_layers"]))

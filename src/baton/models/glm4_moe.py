@@ -1,0 +1,45 @@
+"""GLM-4.5 and 4.6 (`model_type` glm4_moe): grouped-query attention on partly rotated heads, DeepSeek-V3's experts."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from baton.models.base import CausalLM
+from baton.models.config import ModelConfig, RawConfig, decoder_fields, get_bool
+from baton.models.deepseek import biased_experts, is_behind
+from baton.models.layers import DecoderLayer
+from baton.models.linear import Build
+from baton.models.moe import feed_forward
+
+_DEFAULTS = {
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 1408,
+    "n_group": 1,
+    "n_routed_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "routed_scaling_factor": 1.0,
+    "topk_group": 1,
+}
+
+
+class Glm4Moe(CausalLM):
+    """Tensors of layers behind the last are those of MTP modules: left out."""
+
+    @classmethod
+    def parse_config(cls, raw: RawConfig) -> ModelConfig:
+        raw = {**_DEFAULTS, **raw}
+        fields = decoder_fields(raw, max_position_default=131072, partial_rotary_default=0.5)
+        return ModelConfig(
+            **fields,
+            qkv_bias=get_bool(raw, "attention_bias"),
+            qk_norm=get_bool(raw, "use_qk_norm"),
+            moe=biased_experts(raw, fields["num_layers"]),
+        )
+
+    def layer(self, config: ModelConfig, layer_id: int, build: Build) -> nn.Module:
+        return DecoderLayer(config, layer_id, build, mlp=feed_forward(config, layer_id, build))
+
+    def stored_name(self, name: str) -> str | None:
+        return None if is_behind(name, self.config.num_layers) else super().stored_name(name)

@@ -1,0 +1,38 @@
+"""Products of each head with a matrix of its own, rows batch-invariant where they must be: see `linear`."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from baton.models.linear import BIG_PROBE, HEIGHTS, TALL, blocks, equal_heights
+
+
+def headwise(x_THK: Tensor, weight_HKN: Tensor) -> Tensor:
+    """x [T, H, K] times weight [H, K, N], head by head: [T, H, N]."""
+    return torch.bmm(x_THK.contiguous().transpose(0, 1), weight_HKN).transpose(0, 1)
+
+
+@functools.cache
+def _heights(
+    shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device, threads: int
+) -> tuple[int, ...]:
+    """As `linear.block_heights`, for a weight [H, K, N] that lies so in memory."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+    weight.copy_(torch.randn(shape, generator=generator))
+    heights = [height for height in HEIGHTS if height <= TALL or weight.numel() < BIG_PROBE]
+    x = torch.randn(heights[0], *shape[:2], generator=generator).to(device, dtype)
+    return equal_heights(lambda block: headwise(block, weight), x, heights)
+
+
+def invariant_headwise(x_THK: Tensor, weight_HKN: Tensor) -> Tensor:
+    """As `headwise`, each row independent of all others."""
+    total, threads = len(x_THK), torch.get_num_threads()
+    shape, strides = tuple(weight_HKN.shape), tuple(weight_HKN.stride())
+    chosen = blocks(total, _heights(shape, strides, x_THK.dtype, x_THK.device, threads))
+    x = F.pad(x_THK, (0, 0, 0, 0, 0, sum(chosen) - total))
+    return torch.cat([headwise(block, weight_HKN) for block in torch.split(x, chosen)])[:total]

@@ -1,0 +1,97 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, 2.1): the cache holds one latent and one rotated key a
+token, which all heads share.
+
+Shapes: T rows, S kept rows, H heads, C latent, R rotated, N the other part of a head's query and key, V of its value,
+D = N + R, W = C + R.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from baton.models.cache import LayerCache
+from baton.models.config import ModelConfig, RopeSpec
+from baton.models.headwise import headwise, invariant_headwise
+from baton.models.layers import RMSNorm
+from baton.models.linear import Build, Linear
+from baton.models.rotary import deinterleaved, rotate, yarn_mscale
+from baton.models.specs import LatentSpec
+
+# Whatever rms_norm_eps says.
+_LATENT_EPS = 1e-6
+
+
+class LatentProjection(nn.Module):
+    """From latents to each head's keys and values: `LatentHeads`. The weight [H * (N + V), C] is named as on disk."""
+
+    def __init__(self, spec: LatentSpec, num_heads: int, build: Build) -> None:
+        super().__init__()
+        self.weight = build.empty(num_heads * (spec.nope_dim + spec.value_dim), spec.latent_dim)
+        self.value_dim, self.always_absorbed = spec.value_dim, build.batch_invariant
+        self._num_heads, self._nope, self._latent = num_heads, spec.nope_dim, spec.latent_dim
+        self._headwise = invariant_headwise if build.batch_invariant else headwise
+
+    def expand(self, kept_SW: Tensor) -> tuple[Tensor, Tensor]:
+        latent, rope = kept_SW[:, : self._latent], kept_SW[:, self._latent :]
+        made = F.linear(latent, self.weight).view(len(kept_SW), self._num_heads, -1)
+        shared = rope[:, None].expand(-1, self._num_heads, -1)
+        return torch.cat((made[..., : self._nope], shared), dim=-1), made[..., self._nope :]
+
+    def absorb(self, q_THD: Tensor) -> Tensor:
+        return torch.cat(
+            (self._headwise(q_THD[..., : self._nope], self._by_head[:, : self._nope]), q_THD[..., self._nope :]), dim=-1
+        )
+
+    def values(self, latent_THC: Tensor) -> Tensor:
+        return self._headwise(latent_THC, self._by_head[:, self._nope :].transpose(1, 2))
+
+    @property
+    def _by_head(self) -> Tensor:
+        return self.weight.view(self._num_heads, -1, self._latent)
+
+
+class LatentAttention(nn.Module):
+    """The attention of a layer: [T, in_features] -> [T, hidden]. `config.latent` must be set.
+
+    `in_features` differs from the hidden size only in a drafter that is fed embedding and features side by side.
+    """
+
+    def __init__(self, config: ModelConfig, layer_id: int, build: Build, in_features: int | None = None) -> None:
+        super().__init__()
+        spec, size = config.latent, in_features or config.hidden_size
+        assert spec is not None
+        self._layer_id, self._heads, self._spec = layer_id, config.num_heads, spec
+        self._scale = (spec.nope_dim + spec.rope_dim) ** -0.5 * _yarn_scale(config.rope)
+        q_size = config.num_heads * (spec.nope_dim + spec.rope_dim)
+        if spec.query_rank is None:
+            self.q_proj = Linear(size, q_size, build)
+        else:
+            self.q_a_proj = Linear(size, spec.query_rank, build, config.qkv_bias)
+            self.q_a_layernorm = RMSNorm(spec.query_rank, _LATENT_EPS, build)
+            self.q_b_proj = Linear(spec.query_rank, q_size, build)
+        self.kv_a_proj_with_mqa = Linear(size, spec.latent_dim + spec.rope_dim, build, config.qkv_bias)
+        self.kv_a_layernorm = RMSNorm(spec.latent_dim, _LATENT_EPS, build)
+        self.kv_b_proj = LatentProjection(spec, config.num_heads, build)
+        self.o_proj = Linear(config.num_heads * spec.value_dim, config.hidden_size, build, config.o_bias)
+
+    def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], cache: LayerCache) -> Tensor:
+        spec = self._spec
+        q = self.q_proj(x) if spec.query_rank is None else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+        q_nope, q_rope = q.view(len(x), self._heads, -1).split([spec.nope_dim, spec.rope_dim], dim=-1)
+        latent, k_rope = self.kv_a_proj_with_mqa(x).split([spec.latent_dim, spec.rope_dim], dim=-1)
+        # The shared key is one more head.
+        ropes = torch.cat((q_rope, k_rope[:, None]), dim=1)
+        ropes = rotate(deinterleaved(ropes) if spec.is_interleaved else ropes, self._heads + 1, *cos_sin)
+        q = torch.cat((q_nope, ropes[:, :-1]), dim=-1)
+        out = cache.attend_latent(
+            self._layer_id, q, self.kv_a_layernorm(latent), ropes[:, -1], self._scale, self.kv_b_proj
+        )
+        return self.o_proj(out.reshape(len(x), -1))  # type: ignore[no-any-return]
+
+
+def _yarn_scale(rope: RopeSpec) -> float:
+    """What stretched positions multiply the scores by (arXiv:2405.04434, 3.1.4)."""
+    weight = rope.params.get("mscale_all_dim", 0.0)
+    return yarn_mscale(rope, weight) ** 2 if weight else 1.0

@@ -1,0 +1,112 @@
+"""Mixtures of experts (Shazeer et al., 2017, arXiv:1701.06538): a router, the experts it chooses, and shared ones.
+
+A row's result is its own: each expert's product treats rows as `Linear` does, and a row adds what its experts made in
+the order of their ids, in float32. Shapes: T rows, E hidden size, X experts, K experts chosen for a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from baton.models.config import ModelConfig
+from baton.models.cpu_kernels import sigmoid
+from baton.models.layers import MLP
+from baton.models.linear import Build, Linear
+from baton.models.specs import MoESpec
+
+Expert = Callable[[Tensor], Tensor]
+
+
+class Router(Linear):
+    """Chooses experts of rows, in float32 whatever the model's dtype (DeepSeek-V2, arXiv:2405.04434, 2.2; DeepSeek-V3,
+    arXiv:2412.19437, 2.1.2). Of equal scores the library's choice decides."""
+
+    def __init__(self, spec: MoESpec, hidden: int, build: Build) -> None:
+        wide = replace(build, dtype=torch.float32)
+        super().__init__(hidden, spec.num_experts, wide)
+        self._spec = spec
+        self.e_score_correction_bias = wide.empty(spec.num_experts) if spec.has_choice_bias else None
+
+    def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows [T, E] -> ids of their experts int64 [T, K], ascending, and the weights of these, float32 [T, K]."""
+        spec = self._spec
+        scores = self._scores(self(x.float()))
+        wanted = scores if self.e_score_correction_bias is None else scores + self.e_score_correction_bias
+        if spec.top_groups < spec.num_groups:
+            wanted = self._of_best_groups(wanted)
+        ids = wanted.topk(spec.top_k, dim=-1).indices.sort(dim=-1).values
+        weights = scores.gather(1, ids)
+        if spec.renormalise:
+            # Deepseek's and Qwen's divisors differ by this, which is less than a rounding of any sum of scores.
+            weights = weights / (_row_sum(weights) + 1e-20)
+        return ids, weights * spec.scale
+
+    def _scores(self, logits: Tensor) -> Tensor:
+        if self._spec.scores == "softmax":
+            return logits.softmax(dim=-1)
+        return sigmoid(logits) if logits.device.type == "cpu" else logits.sigmoid()
+
+    def _of_best_groups(self, wanted: Tensor) -> Tensor:
+        spec = self._spec
+        by_group = wanted.view(len(wanted), spec.num_groups, -1)
+        best = by_group.topk(1 if spec.group_score == "best" else 2, dim=-1).values
+        groups = best.unbind(-1)[0] if spec.group_score == "best" else best[..., 0] + best[..., 1]
+        is_out = torch.ones_like(groups, dtype=torch.bool)
+        is_out.scatter_(1, groups.topk(spec.top_groups, dim=-1).indices, False)
+        return by_group.masked_fill(is_out[..., None], -torch.inf).view_as(wanted)
+
+
+def _row_sum(values: Tensor) -> Tensor:
+    """Sums of rows [T, 1], column after column: a reduction's order depends on the number of rows."""
+    total = values[:, :1]
+    for column in range(1, values.shape[1]):
+        total = total + values[:, column, None]
+    return total
+
+
+def mixed(experts: Sequence[Expert], x: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    """The weighted sum [T, E] of what each row's experts make of it, in x's dtype. `ids_TK` says which, in the order in
+    which they are added; each expert is called once, with all its rows."""
+    num_rows, top_k = ids_TK.shape
+    flat = ids_TK.flatten()
+    order = flat.argsort(stable=True)
+    chosen = x[order // top_k]
+    made = torch.empty(num_rows * top_k, x.shape[1], dtype=x.dtype, device=x.device)
+    start = 0
+    for expert, count in enumerate(torch.bincount(flat, minlength=len(experts)).tolist()):
+        if count:
+            made[order[start : start + count]] = experts[expert](chosen[start : start + count])
+            start += count
+    by_choice = made.view(num_rows, top_k, -1)
+    total = by_choice[:, 0].float() * weights_TK[:, :1]
+    for k in range(1, top_k):
+        total = total + by_choice[:, k].float() * weights_TK[:, k, None]
+    return total.to(x.dtype)
+
+
+class MoE(nn.Module):
+    """Routed experts, each a SwiGLU MLP, and the shared one beside them: [T, E] -> [T, E].
+
+    Parameters are named as in DeepSeek's and Qwen's checkpoints: `gate`, `experts.N`, `shared_experts`.
+    """
+
+    def __init__(self, spec: MoESpec, hidden: int, build: Build) -> None:
+        super().__init__()
+        self.gate = Router(spec, hidden, build)
+        self.experts = nn.ModuleList(MLP(hidden, spec.intermediate_size, False, build) for _ in range(spec.num_experts))
+        self.shared_experts = MLP(hidden, spec.shared_size, False, build) if spec.shared_size else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = mixed(list(self.experts), x, *self.gate.choose(x))
+        return out if self.shared_experts is None else out + self.shared_experts(x)
+
+
+def feed_forward(config: ModelConfig, layer_id: int, build: Build) -> nn.Module:
+    """What stands behind the attention of layer `layer_id`: experts, or one MLP."""
+    if config.moe is not None and config.moe.layers[layer_id]:
+        return MoE(config.moe, config.hidden_size, build)
+    return MLP(config.hidden_size, config.intermediate_size, config.mlp_bias, build)
