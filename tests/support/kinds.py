@@ -123,9 +123,18 @@ class WholeSequence:
     def __init__(self, model: CausalLM) -> None:
         self._specs = model.kv_layers
 
-    def __call__(self, layer_id: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float) -> Tensor:
+    def __call__(
+        self,
+        layer_id: int,
+        q_THD: Tensor,
+        k_TGD: Tensor,
+        v_TGD: Tensor,
+        scale: float,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
         spec = self._specs[layer_id]
         assert isinstance(spec, KVLayerSpec)
+        assert sinks_H is None
         group = q_THD.shape[1] // k_TGD.shape[1]
         k, v = k_TGD.repeat_interleave(group, dim=1), v_TGD.repeat_interleave(group, dim=1)
         return _softmax(torch.einsum("thd,shd->hts", q_THD, k) * scale, v, spec.window)

@@ -42,6 +42,16 @@ class PagedSequence:
         self._batch = AttnBatch(query_start, positions, self._page_table)
         return torch.from_numpy(positions)
 
-    def __call__(self, layer_id: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float) -> Tensor:
+    def __call__(
+        self,
+        layer_id: int,
+        q_THD: Tensor,
+        k_TGD: Tensor,
+        v_TGD: Tensor,
+        scale: float,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
         window = self._layers[layer_id].window
-        return self._backend.write_and_attend(self.kv, layer_id, q_THD, k_TGD, v_TGD, scale, self._batch, window)
+        return self._backend.write_and_attend(
+            self.kv, layer_id, q_THD, k_TGD, v_TGD, scale, self._batch, window, sinks_H
+        )

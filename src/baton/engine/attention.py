@@ -45,11 +45,13 @@ class AttentionBackend(Protocol):
         scale: float,
         batch: AttnBatch,
         window: int | None,
+        sinks_H: Tensor | None = None,
     ) -> Tensor:
         """Write k and v of all rows to their slots, then attend causally; returns [T, H, D] in q's dtype.
 
         `kv` is the group's region [pages, layers, 2, page_size, G, D]; `layer` indexes its second
         dimension; key j is visible to the query at position i iff i - window < j <= i (no window: j <= i).
+        `sinks`: as of `models.cache.Attend`.
         Raises `BatonError` for a slot in the null page or outside the page table.
         """
         ...

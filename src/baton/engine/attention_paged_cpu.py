@@ -19,6 +19,7 @@ from baton.errors import ConfigError
 
 # Multiply-adds below which starting a second thread costs more than it saves.
 _PARALLEL_WORK = 1 << 23
+_NO_SINKS = np.empty(0, np.float32)
 
 
 class PagedCpuBackend:
@@ -44,6 +45,7 @@ class PagedCpuBackend:
         scale: float,
         batch: AttnBatch,
         window: int | None,
+        sinks_H: Tensor | None = None,
     ) -> Tensor:
         narrow = kv.dtype == torch.bfloat16
         if not narrow and kv.dtype != torch.float32:
@@ -56,7 +58,8 @@ class PagedCpuBackend:
             raise slot_error()
         query = _array(q_THD.to(kv.dtype), narrow)
         out = torch.empty(q_THD.shape, dtype=kv.dtype)
-        arguments = (region, layer, query, _array(out, narrow), *where, np.float32(scale), window or 0)
+        sinks = _NO_SINKS if sinks_H is None else _array(sinks_H.float(), narrow=False)
+        arguments = (region, layer, query, _array(out, narrow), *where, np.float32(scale), window or 0, sinks)
         parts = self._parts(batch, query.size)
         # The other threads begin first, and every one is waited for, also after one has failed: they write into `out`.
         jobs = [self._threads(parts).submit(attend, *arguments, part, parts) for part in range(1, parts)]

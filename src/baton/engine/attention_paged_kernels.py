@@ -137,7 +137,7 @@ def _multiply(
 @jit
 def _attend_block(
     kv: Any, layer: int, head: int, query: Any, out: Any, start: int, end: int, positions: Any, pages: Any, scale: Any,
-    window: int,
+    window: int, sinks: Any,
 ) -> bool:  # fmt: skip
     """Fill out for rows [start, end) of one request and the query heads of one KV head. False: a bad page id."""
     size, group = kv.shape[5], query.shape[1] // kv.shape[4]
@@ -157,6 +157,9 @@ def _attend_block(
     for i in range(count):
         for d in range(size):
             queries[i, d] = to_f32(query[start + i // group, head * group + i % group, d]) * scale
+        if len(sinks):
+            # A sink is a logit that has been summed before the first tile, with no value.
+            maxima[i], totals[i] = sinks[head * group + i % group], _ONE
     # Columns that no row reads stay finite.
     values[:, size:] = _ZERO
     limit = positions[end - 1] + 1
@@ -207,9 +210,10 @@ def _attend_block(
 @jit
 def attend(
     kv: Any, layer: int, query: Any, out: Any, positions: Any, query_start: Any, page_table: Any, scale: Any,
-    window: int, part: int, parts: int,
+    window: int, sinks: Any, part: int, parts: int,
 ) -> bool:  # fmt: skip
-    """Fill the share of `part` of out [T, H, D]; all `parts` fill it whole. window 0: none. False: a bad page id."""
+    """Fill the share of `part` of out [T, H, D]; all `parts` fill it whole. window 0: none; `sinks` float32 [H], or
+    empty. False: a bad page id."""
     heads = kv.shape[4]
     step = max(1, _VECTORS * heads // query.shape[1])
     turn = 0
@@ -220,7 +224,7 @@ def attend(
                 return False
             for head in range(heads):
                 if turn % parts == part and not _attend_block(
-                    kv, layer, head, query, out, start, end, positions, page_table[r], scale, window
+                    kv, layer, head, query, out, start, end, positions, page_table[r], scale, window, sinks
                 ):
                     return False
                 turn += 1

@@ -55,6 +55,7 @@ class SdpaBackend:
         scale: float,
         batch: AttnBatch,
         window: int | None,
+        sinks_H: Tensor | None = None,
     ) -> Tensor:
         key = (window, kv.shape[3])
         plan = self._plans.get(key)
@@ -68,9 +69,21 @@ class SdpaBackend:
             q = q_THD[request.rows].transpose(0, 1).unsqueeze(0)
             k = kv[request.pages, layer, 0, request.offsets].transpose(0, 1).unsqueeze(0)
             v = kv[request.pages, layer, 1, request.offsets].transpose(0, 1).unsqueeze(0)
-            attended = F.scaled_dot_product_attention(q, k, v, attn_mask=request.mask, scale=scale, enable_gqa=True)
+            mask = request.mask
+            if sinks_H is not None:
+                k, v, mask = _with_sinks(k, v, mask, sinks_H)
+            attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
             out[request.rows] = attended[0].transpose(0, 1)
         return out
+
+
+def _with_sinks(k: Tensor, v: Tensor, mask: Tensor, sinks_H: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys, values and mask with one more key, which scores 0 and is worth 0: what the mask adds to it is the sink."""
+    rows, keys = mask.shape
+    added = torch.zeros(1, len(sinks_H), rows, keys + 1, dtype=k.dtype, device=k.device)
+    added[..., :keys].masked_fill_(~mask, -torch.inf)
+    added[..., keys] = sinks_H[:, None].to(k.dtype)
+    return F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1)), added
 
 
 def _make_plan(kv: Tensor, batch: AttnBatch, window: int | None) -> _Plan:

@@ -46,12 +46,20 @@ class _LayerCache:
     ) -> None:
         self._backend, self._layers, self._batches, self._states = backend, layers, batches, states
 
-    def __call__(self, layer_id: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float) -> Tensor:
+    def __call__(
+        self,
+        layer_id: int,
+        q_THD: Tensor,
+        k_TGD: Tensor,
+        v_TGD: Tensor,
+        scale: float,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
         memory, index = self._layers[layer_id]
         group = memory.spec
         assert memory.kv is not None
         return self._backend.write_and_attend(
-            memory.kv, index, q_THD, k_TGD, v_TGD, scale, self._batches[group.name], group.window
+            memory.kv, index, q_THD, k_TGD, v_TGD, scale, self._batches[group.name], group.window, sinks_H
         )
 
     def attend_latent(

@@ -80,10 +80,19 @@ class Recurrence(Protocol):
 class Attend(Protocol):
     """Given by the runner for one forward: writes k and v to the paged cache, then attends causally.
 
-    q [T, H, D], k and v [T, G, D] (G key-value heads), `scale` on the dot products; returns [T, H, D].
+    q [T, H, D], k and v [T, G, D] (G key-value heads), `scale` on the dot products; returns [T, H, D]. `sinks`
+    float32 [H]: one more logit of each head in every row's softmax, with no key and no value behind it.
     """
 
-    def __call__(self, layer_id: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float) -> Tensor: ...
+    def __call__(
+        self,
+        layer_id: int,
+        q_THD: Tensor,
+        k_TGD: Tensor,
+        v_TGD: Tensor,
+        scale: float,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor: ...
 
 
 class LatentHeads(Protocol):
