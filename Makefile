@@ -9,7 +9,7 @@ TRANSPORTS := $(VENV)/.transports
 VLLM_SMOKE := tests/vllm/integration/test_smoke.py
 VLLM_TESTS ?= $(if $(filter-out 0.32.%,$(VLLM_VERSION)),$(VLLM_SMOKE),tests/vllm --ignore $(VLLM_SMOKE))
 
-.PHONY: demo test test-vllm conformance lint bench simulate train clean
+.PHONY: demo test test-vllm conformance lint bench parity simulate train clean
 
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -44,6 +44,9 @@ lint: $(STAMP)
 
 bench: $(STAMP)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.all
+
+parity: $(STAMP)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.parity
 
 simulate: $(STAMP)
 	@$(BIN)/python -m simulation --seeds 20000

@@ -27,8 +27,9 @@ Mode = Literal["push", "pull"]
 
 @dataclass(slots=True)
 class Stream:
-    """What one engine said about one request."""
+    """What one engine said about one request; `chunks` with tokens, each of them one round of drafting."""
 
+    chunks: list[TokenChunk] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -42,6 +43,7 @@ class Stream:
     def push(self, chunk: TokenChunk, last: bool) -> None:
         if chunk.token_ids:
             assert chunk.position is not None
+            self.chunks.append(chunk)
             self.positions += range(chunk.position, chunk.position + len(chunk.token_ids))
         self.token_ids += chunk.token_ids
         self.logprobs += chunk.logprobs or []

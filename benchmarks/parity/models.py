@@ -1,0 +1,78 @@
+"""Which targets and drafters the matrix has. A new one is one line here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.support import kinds
+from tests.support.checkpoints import make_checkpoint, make_drafter
+
+NUM_DRAFTS = 3
+WINDOW = 9
+# Small enough that thousands of requests take minutes. All contexts are far below the maximum.
+TINY = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "head_dim": 8,
+    "num_hidden_layers": 3,
+    "max_position_embeddings": 256,
+}
+
+MakeTarget = Callable[[Path, int], Path]
+# From its folder, the target's, and a seed to `--speculative-config`.
+MakeDrafter = Callable[[Path, Path, int], dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterEntry:
+    """`needs` says why a drafter does not go with a target, by the target's name; None where it does."""
+
+    make: MakeDrafter | None
+    needs: Callable[[str], str | None] = lambda target: None
+
+
+def tiny(model_type: str, **overrides: Any) -> MakeTarget:
+    """A random target of a type."""
+    return lambda path, seed: make_checkpoint(path, model_type, seed, **{**TINY, **overrides})
+
+
+def head(method: str, **overrides: Any) -> DrafterEntry:
+    """A random head of a method."""
+
+    def make(path: Path, target: Path, seed: int) -> dict[str, Any]:
+        return {"method": method, "model": str(make_drafter(path, method, target, seed, **overrides))}
+
+    return DrafterEntry(make)
+
+
+def every_kind(path: Path, seed: int) -> Path:
+    """Layers of latents, of a window and of states in one target, which only the tests know."""
+    table, name, place = kinds.REGISTERED
+    table[name] = place
+    return make_checkpoint(path, name, seed, **{**TINY, "num_hidden_layers": 6})
+
+
+_IN_TURN = {
+    "use_sliding_window": True,
+    "sliding_window": WINDOW,
+    "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+}
+
+TARGETS: Mapping[str, MakeTarget] = {
+    "llama": tiny("llama"),
+    "mistral, window": tiny("mistral", sliding_window=WINDOW),
+    "qwen2": tiny("qwen2"),
+    "qwen3": tiny("qwen3"),
+    "qwen3, full and window": tiny("qwen3", **_IN_TURN),
+    "latents, window and states": every_kind,
+}
+
+DRAFTERS: Mapping[str, DrafterEntry] = {
+    "none": DrafterEntry(None),
+    "eagle": head("eagle"),
+    "eagle3": head("eagle3"),
+    "eagle3, d2t": head("eagle3", draft_vocab_size=100, num_attention_heads=2, num_key_value_heads=1),
+}

@@ -1,0 +1,69 @@
+"""The matrix as Markdown."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+
+from benchmarks.parity.cases import ALL_SIZES, CONDITIONS, MODES
+from benchmarks.parity.trial import Outcome
+
+_MOST_FAILURES = 20
+
+
+class Report:
+    """Rows of the matrix as they come, and sums over all of them."""
+
+    def __init__(self) -> None:
+        self.rows: list[str] = []
+        self.failures: list[str] = []
+        self._conditions: dict[str, Counter[str]] = defaultdict(Counter)
+        self._identical = self._cases = 0
+
+    def add(self, target: str, drafter: str, outcome: Outcome) -> None:
+        """A pair that was tried."""
+        cells, wrong = [], 0
+        for mode in MODES:
+            for sizes in ALL_SIZES:
+                cell = outcome.cells[mode, sizes]
+                cells.append(f"{cell.num_identical}/{cell.num_cases}")
+                self._identical += cell.num_identical
+                self._cases += cell.num_cases
+                wrong += cell.num_bytes - cell.wanted_bytes
+                self.failures += [f"{target}/{drafter}, {sizes}: {failure}" for failure in cell.failures]
+        if wrong:
+            self.failures.append(f"{target}/{drafter}: {wrong} bytes more were sent than wanted")
+        for condition, counts in outcome.conditions.items():
+            self._conditions[condition].update(counts)
+        rates = [f"{count / outcome.rounds:.2f}" for count in outcome.accepted] if outcome.rounds else ["-"]
+        moved = sum(cell.num_bytes for cell in outcome.cells.values())
+        self._row(target, drafter, *cells, " ".join(rates), f"{moved:,}")
+
+    def leave_out(self, target: str, drafter: str, reason: str) -> None:
+        """A pair that does not go together."""
+        self._row(target, drafter, *["-"] * (len(MODES) * len(ALL_SIZES)), reason, "-")
+
+    def _row(self, *columns: str) -> None:
+        self.rows.append(f"| {' | '.join(columns)} |")
+
+    def text(self) -> str:
+        """Both tables, and the failures."""
+        names = [f"{mode} {sizes}" for mode in MODES for sizes in ALL_SIZES]
+        lines = [
+            _line("target", "drafter", *names, "accepted at 1, 2, 3", "bytes sent, all of them wanted"),
+            _line(*["---"] * (len(names) + 4)),
+            *self.rows,
+            "",
+            _line("condition", "what it is", "identical"),
+            _line("---", "---", "---"),
+        ]
+        for condition, counts in self._conditions.items():
+            lines.append(_line(condition, CONDITIONS[condition], f"{counts['identical']}/{counts['all']}"))
+        lines += ["", f"identical {self._identical}/{self._cases}"]
+        lines += self.failures[:_MOST_FAILURES]
+        if len(self.failures) > _MOST_FAILURES:
+            lines.append(f"... and {len(self.failures) - _MOST_FAILURES} more")
+        return "\n".join(lines)
+
+
+def _line(*columns: str) -> str:
+    return f"| {' | '.join(columns)} |"

@@ -1,0 +1,220 @@
+"""One pair of target and drafter: its cases on one engine, then handed over in pages of every size."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from baton.engine.config import SpeculativeConfig
+from baton.engine.executor import LocalExecutor
+from baton.kv.interval import Interval
+from baton.kv.spec import GroupSpec
+from baton.wire import SamplingParams
+from benchmarks.parity.cases import ALL_SIZES, CHUNK, MAX_MODEL_LEN, Case, block_sizes
+from benchmarks.parity.models import DRAFTERS, NUM_DRAFTS, TARGETS
+from tests.engine.engines import Pair, Stepped, Stream, pair, request, stepped
+
+_KV_BYTES = 16 << 20
+_ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+
+
+@dataclass(slots=True)
+class Cell:
+    """How many requests of one mode and one choice of page sizes were identical, and what was moved for them."""
+
+    num_identical: int = 0
+    num_cases: int = 0
+    num_bytes: int = 0
+    wanted_bytes: int = 0
+    failures: list[str] = field(default_factory=list)
+
+    def add(self, other: Cell) -> None:
+        """Count another batch of the same cell."""
+        self.num_identical += other.num_identical
+        self.num_cases += other.num_cases
+        self.num_bytes += other.num_bytes
+        self.wanted_bytes += other.wanted_bytes
+        self.failures += other.failures
+
+
+@dataclass(slots=True)
+class Outcome:
+    """`cells` by mode and page sizes, `conditions` (identical, all) by condition; `rounds` and `accepted` (by draft
+    position) of one engine, of all its requests."""
+
+    cells: dict[tuple[str, str], Cell] = field(default_factory=lambda: defaultdict(Cell))
+    conditions: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    rounds: int = 0
+    accepted: list[int] = field(default_factory=lambda: [0] * NUM_DRAFTS)
+
+
+class Trial:
+    """One pair of target and drafter, in a folder of its own."""
+
+    def __init__(self, target: str, drafter: str, folder: Path, seed: int = 0) -> None:
+        self._folder = folder
+        model = TARGETS[target](folder / "target", seed)
+        make, spec = DRAFTERS[drafter].make, None
+        if make is not None:
+            config = make(folder / "drafter", model, seed + 1)
+            spec = SpeculativeConfig.parse({"num_speculative_tokens": NUM_DRAFTS, **config})
+        self.settings: dict[str, Any] = {
+            "model": str(model),
+            "speculative_config": spec,
+            "skip_tokenizer_init": True,
+            "kv_cache_memory": _KV_BYTES,
+            "max_model_len": MAX_MODEL_LEN,
+        }
+
+    def alone(self, cases: Sequence[Case]) -> dict[Case, Stream]:
+        """What one engine says of each case."""
+        with stepped(**self.settings) as single:
+            self._groups = [name for name, rules in single.core.cache.rules.items() if rules.kind != "state"]
+            streams = {case: single.add(request(str(case.number), case.prompt, case.params)) for case in cases}
+            while not all(stream.ended for stream in streams.values()):
+                single.step()
+        return streams
+
+    @contextmanager
+    def pair(self, sizes: str) -> Iterator[Pair]:
+        """P and D with pages of these sizes. One engine went before."""
+        p, d = block_sizes(sizes, self._groups)
+        with pair(self._folder, {"block_size": d}, **self.settings, block_size=p) as two:
+            yield two
+
+
+def run(target: str, drafter: str, folder: Path, cases: Sequence[Case], sizes: Sequence[str] = ALL_SIZES) -> Outcome:
+    """All cases of a pair. Raises whatever an engine raises."""
+    trial = Trial(target, drafter, folder, cases[0].seed)
+    alone, outcome = trial.alone(cases), Outcome()
+    for stream in alone.values():
+        outcome.rounds += len(stream.accepted)
+        for position in range(NUM_DRAFTS):
+            outcome.accepted[position] += sum(count > position for count in stream.accepted)
+    for name in sizes:
+        with trial.pair(name) as two:
+            for condition, mode in dict.fromkeys((case.condition, case.mode) for case in cases):
+                batch = {case: alone[case] for case in cases if (case.condition, case.mode) == (condition, mode)}
+                cell = compare(two, batch)
+                outcome.cells[mode, name].add(cell)
+                outcome.conditions[condition].update(identical=cell.num_identical, all=cell.num_cases)
+    return outcome
+
+
+def compare(two: Pair, alone: Mapping[Case, Stream], limit_s: float = 120.0) -> Cell:
+    """Hand over requests of one condition and mode, all at once, of which one engine said `alone`."""
+    first = next(iter(alone))
+    scheduler = two.prefill.core.scheduler
+    budget, cell = scheduler.max_num_batched_tokens, Cell(num_cases=len(alone))
+    for engine, label in ((two.prefill, "P"), (two.decode, "D")):
+        _give_first(engine, [prompt for case in alone if (prompt := case.begins_alike(label)) is not None], label)
+    two.decode.core.forget_metrics()
+    wanted = _Wanted(two.decode)
+    scheduler.max_num_batched_tokens = CHUNK if first.condition == "chunked" else budget
+    expected = {case: Expected(stream, known_rounds(case, stream)) for case, stream in alone.items()}
+    names = {str(case.number): case for case in alone}
+    legs = {
+        case: two.legs(name, case.prompt, case.params, case.mode, expected[case].known or None)
+        for name, case in names.items()
+    }
+    waiting = {name for name, case in names.items() if case.condition == "preempted"}
+
+    def over() -> bool:
+        _preempt(two.decode, waiting, names)
+        return all(told.ended and rest.ended for told, rest in legs.values())
+
+    two.step_until(over, limit_s)
+    two.step_until(lambda: two.prefill.is_idle() and two.decode.is_idle(), limit_s)
+    scheduler.max_num_batched_tokens = budget
+    for case, (_, rest) in legs.items():
+        if difference := expected[case].difference(rest):
+            cell.failures.append(f"{case.name}: {difference}")
+    cell.num_identical = len(alone) - len(cell.failures)
+    metrics = two.decode.core.metrics
+    cell.num_bytes, cell.wanted_bytes = metrics.handoff_bytes, wanted.close()
+    # Recomputed on D, a handoff that failed would have given the same answer.
+    if metrics.num_handoffs["committed"] != len(alone) or metrics.handoff_failures:
+        cell.failures.append(f"{first.name}: of {len(alone)} handoffs not all succeeded: {metrics.handoff_failures}")
+    if waiting:
+        cell.failures.append(f"{first.name}: {len(waiting)} were not preempted")
+    return cell
+
+
+def _give_first(engine: Stepped, prompts: Sequence[list[int]], label: str) -> None:
+    cached = engine.core.metrics.num_prompt_tokens
+    streams = [engine.add(request(f"first-{label}-{cached}-{i}", p, _ONE_TOKEN)) for i, p in enumerate(prompts)]
+    while not all(stream.ended for stream in streams):
+        engine.step()
+
+
+def known_rounds(case: Case, alone: Stream) -> int:
+    """How many rounds of its output both legs of a case begin with."""
+    return 1 + case.number % (len(alone.chunks) - 1) if case.condition == "resumed" else 0
+
+
+class Expected:
+    """What one engine said behind its first `rounds` chunks, whose tokens are `known`: rounds behind whole ones fall
+    alike."""
+
+    def __init__(self, alone: Stream, rounds: int) -> None:
+        self._alone = alone
+        self.known = [token for chunk in alone.chunks[:rounds] for token in chunk.token_ids]
+        self._accepted = [count for chunk in alone.chunks[rounds:] for count in chunk.accepted]
+
+    def difference(self, rest: Stream) -> str:
+        """What D said otherwise; "" for nothing."""
+        alone, num = self._alone, len(self.known)
+        if rest.error is not None:
+            return f"it ended with {rest.error}"
+        if rest.token_ids != alone.token_ids[num:]:
+            return f"tokens {rest.token_ids}, not {alone.token_ids[num:]}"
+        if rest.accepted != self._accepted:
+            return f"accepted {rest.accepted}, not {self._accepted}"
+        if (rest.finish_reason, rest.logprobs) != (alone.finish_reason, alone.logprobs[num:]):
+            return "another finish reason, or other logprobs"
+        return ""
+
+
+def _preempt(engine: Stepped, waiting: set[str], names: dict[str, Case]) -> None:
+    """Take the pages of requests that have got as far as their cases say, once each."""
+    for running in list(engine.core.scheduler.running):
+        name = running.request_id
+        if name in waiting and names[name].preempted_at(running.num_output):
+            waiting.discard(name)
+            engine.core.scheduler.preempt(running)
+
+
+class _Wanted:
+    """Adds up what D registers for, until it is closed."""
+
+    def __init__(self, engine: Stepped) -> None:
+        assert engine.core.legs is not None
+        self._agent, self._num_bytes = engine.core.legs.agent, 0
+        self._specs = specs_of(engine)
+        original = self._agent.open_decode
+
+        def open_decode(ticket: Any, prompt_len: int, wanted: dict[str, Interval], pages: dict[str, list[int]]) -> None:
+            self._num_bytes += sum(num_bytes(self._specs[name], interval) for name, interval in wanted.items())
+            original(ticket, prompt_len, wanted, pages)
+
+        self._agent.open_decode = open_decode  # type: ignore[method-assign]
+
+    def close(self) -> int:
+        """Bytes wanted so far; nothing is added from now on."""
+        del self._agent.open_decode
+        return self._num_bytes
+
+
+def specs_of(engine: Stepped) -> dict[str, GroupSpec]:
+    """The groups of an engine by name."""
+    assert isinstance(engine.core.executor, LocalExecutor)
+    return {name: memory.spec for name, memory in engine.core.executor.runner.kv.items()}
+
+
+def num_bytes(spec: GroupSpec, wanted: Interval) -> int:
+    """Bytes of some entries of a group, over all its layers."""
+    return len(wanted) * spec.num_layers * sum(plane.token_bytes for plane in spec.planes)

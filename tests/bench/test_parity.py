@@ -1,0 +1,99 @@
+"""A slice of the matrix of equality, and what it says of engines that are broken."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from baton.kv.cache import KVCache
+from baton.kv.interval import Interval, Rules
+from benchmarks.parity.__main__ import main
+from benchmarks.parity.cases import ALL_SIZES, CONDITIONS, LENGTHS, MODES, cases
+from benchmarks.parity.models import DRAFTERS, TARGETS
+from benchmarks.parity.trial import run
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def test_the_lengths_end_at_every_place_of_every_page() -> None:
+    for page_size in (3, 5, 7, 8, 12, 16, 24):
+        for mode in MODES:
+            for condition in ("whole", "chunked"):
+                found = {c.length % page_size for c in cases(0, None) if (c.condition, c.mode) == (condition, mode)}
+                assert found == set(range(page_size))
+    assert {1, 2, 48, 112} <= set(LENGTHS)
+    together = {c.length for c in cases(0, None) if c.condition not in ("whole", "chunked")}
+    assert together == set(LENGTHS)
+
+
+# Each target once, with another drafter each time.
+PAIRS = [(target, list(DRAFTERS)[i % len(DRAFTERS)]) for i, target in enumerate(TARGETS)]
+
+
+@pytest.mark.parametrize(("target", "drafter"), [pair for pair in PAIRS if DRAFTERS[pair[1]].needs(pair[0]) is None])
+def test_a_slice_is_identical(target: str, drafter: str, tmp_path: Path) -> None:
+    sizes = ALL_SIZES[len(target) % 2 :: 2]
+    outcome = run(target, drafter, tmp_path, cases(len(target), 2), sizes)
+    assert outcome.conditions.keys() == CONDITIONS.keys()
+    for cell in outcome.cells.values():
+        assert cell.failures == []
+        assert cell.num_identical == cell.num_cases == 2 * len(CONDITIONS)
+        assert cell.num_bytes == cell.wanted_bytes > 0
+    if drafter != "none":
+        assert outcome.rounds > outcome.accepted[0] > 0
+
+
+def test_the_command_prints_every_cell(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--only", "llama/eagle", "--cases", "1"]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    rows = [line.split(" | ") for line in printed if line.startswith("| llama")]
+    assert all(len(row) == 4 + len(MODES) * len(ALL_SIZES) for row in rows)
+    assert all(column == "7/7" for row in rows if "-" not in row for column in row[2:-2])
+    total = len(MODES) * len(ALL_SIZES) * 7 * sum("-" not in row for row in rows)
+    assert printed[-1] == f"identical {total}/{total}"
+
+
+def send_the_last_entry_of_the_drafter_not_at_all(patch: pytest.MonkeyPatch) -> None:
+    original = Rules.wanted
+
+    def wanted(self: Rules, n: int, hit: int) -> Interval:
+        found = original(self, n, hit)
+        return Interval(min(found.start, n - 1), n - 1) if self.module else found
+
+    patch.setattr(Rules, "wanted", wanted)
+
+
+def take_a_page_of_a_window_too_many(patch: pytest.MonkeyPatch) -> None:
+    original = KVCache._free_before
+    patch.setattr(KVCache, "_free_before", lambda self, tables, group, token: original(self, tables, group, token + 8))
+
+
+def hit_in_part_without_a_copy(patch: pytest.MonkeyPatch) -> None:
+    original = KVCache.__init__
+
+    def init(self: KVCache, *args: object, **kwargs: object) -> None:
+        original(self, *args, **kwargs)  # type: ignore[arg-type]
+        self._copy_page = lambda *_: None
+
+    patch.setattr(KVCache, "__init__", init)
+
+
+@pytest.mark.parametrize(
+    ("breaks", "target", "condition"),
+    [
+        (send_the_last_entry_of_the_drafter_not_at_all, "llama", "whole"),
+        (take_a_page_of_a_window_too_many, "qwen3, full and window", "whole"),
+        (hit_in_part_without_a_copy, "llama", "hit on P"),
+        (hit_in_part_without_a_copy, "llama", "hit on D"),
+    ],
+)
+def test_a_broken_engine_is_seen(
+    breaks: object, target: str, condition: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert callable(breaks)
+    batch = [case for case in cases(1, 12) if case.condition == condition]
+    assert not any(cell.failures for cell in run(target, "eagle", tmp_path / "sound", batch, ["8/24"]).cells.values())
+    breaks(monkeypatch)
+    broken = run(target, "eagle", tmp_path / "broken", batch, ["8/24"])
+    assert any(cell.failures for cell in broken.cells.values())

@@ -1,0 +1,363 @@
+"""Bugs that engines elsewhere have had where speculation meets a handoff, each broken into this engine and seen.
+
+A *mutant* takes one cure out of the engine's own code, not out of the protocol's. Without it the requests must come out
+as on one engine; with it they must not. `MUTANTS` is the table: class, cure, what is handed over.
+
+A: the drafter's lifecycle. B: counts of blocks, and lookahead. C: the first decode step. D: geometry. E: auxiliary
+state. That EAGLE-3's features are three times as wide as the target (C) has no mutant: no feature is ever sent.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import pytest
+
+from baton.engine import step as step_module
+from baton.engine.core import EngineCore
+from baton.engine.handoff import HandoffLegs, PagesLetGo
+from baton.engine.planning import DraftRows
+from baton.engine.request import Request
+from baton.engine.scheduler import Scheduler
+from baton.kv.cache import BlockTables, Destination, KVCache
+from baton.kv.geometry import Geometry
+from baton.kv.interval import Interval
+from baton.kv.spec import GroupSpec
+from baton.models.registry import MODELS
+from benchmarks.parity.cases import CHUNK, Case
+from benchmarks.parity.trial import Cell, Trial, compare
+from tests.engine.engines import Mode, Pair, Stream
+from tests.support import kinds
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+Patch = pytest.MonkeyPatch
+
+
+# ---------------------------------------------------------------- A: the drafter's lifecycle
+
+
+def finalise_before_the_drafter(patch: Patch, two: Pair) -> None:
+    """What is final is declared right behind the target's forward."""
+    waiting: list[tuple[EngineCore, Sequence[DraftRows]]] = []
+    draft, finalise = step_module._draft, EngineCore._finalise
+
+    def later(core: EngineCore, scheduled: Any, rows: Sequence[DraftRows]) -> None:
+        finalise(core, scheduled, rows)
+        while waiting:
+            draft(*waiting.pop())
+
+    def put_off(core: EngineCore, rows: Sequence[DraftRows]) -> dict[Request, Exception]:
+        waiting.append((core, rows))
+        return {}
+
+    patch.setattr(step_module, "_draft", put_off)
+    patch.setattr(EngineCore, "_finalise", later)
+
+
+def run_the_drafter_only_where_it_drafts(patch: Patch, two: Pair) -> None:
+    """Chunks of a prompt but the last have no drafts, and so none of the drafter's KV."""
+    draft = step_module._draft
+    patch.setattr(step_module, "_draft", lambda core, rows: draft(core, [r for r in rows if r.num_drafts]))
+
+
+def lose_the_end_of_sending(patch: Patch, two: Pair) -> None:
+    """The news that a prefill leg's pages are free is not taken."""
+    carry_out = EngineCore._carry_out
+
+    def lose(core: EngineCore, effects: Sequence[Any]) -> None:
+        carry_out(core, [effect for effect in effects if not isinstance(effect, PagesLetGo)])
+
+    patch.setattr(EngineCore, "_carry_out", lose)
+
+
+# ---------------------------------------------------------------- B: counts of blocks, and lookahead
+
+
+def declare_all_that_is_allocated(patch: Patch, two: Pair) -> None:
+    """P's pages are full of final tokens, the slots for drafts with them."""
+    original = HandoffLegs._final
+
+    def final(self: HandoffLegs, request: Request, seeded: bool) -> dict[str, int]:
+        found = original(self, request, seeded)
+        if request.is_prefilling:
+            return found
+        return {name: len(request.kv.pages[name]) * self.cache.pools[name].page_size for name in found}
+
+    patch.setattr(HandoffLegs, "_final", final)
+
+
+def send_the_last_pages(patch: Patch, two: Pair) -> None:
+    """Of a page more than the tokens need, the first one is left out."""
+    original = KVCache.offered
+
+    def offered(self: KVCache, tables: BlockTables, num_tokens: int) -> dict[str, list[int]]:
+        found = original(self, tables, num_tokens)
+        counts = {name: -(-num_tokens // pool.page_size) for name, pool in self.pools.items()}
+        return {name: pages[-counts[name] :] for name, pages in found.items()}
+
+    patch.setattr(KVCache, "offered", offered)
+
+
+def receive_into_the_last_pages(patch: Patch, two: Pair) -> None:
+    """D has a page for the next token too, and leaves out its first one."""
+    receive_otherwise(patch, two, lambda pages, count, hit: pages[-count:])
+
+
+def receive_without_the_pages_of_the_hit(patch: Patch, two: Pair) -> None:
+    """The page list begins behind the prefix hit, and the tokens at 0."""
+    receive_otherwise(patch, two, lambda pages, count, hit: pages[hit:] + pages[:hit])
+
+
+def receive_otherwise(patch: Patch, two: Pair, change: Callable[[list[int], int, int], list[int]]) -> None:
+    """`change` gets a group's pages, how many the prompt needs, and how many are hit whole."""
+    assert two.decode.core.legs is not None
+    agent, pools = two.decode.core.legs.agent, two.decode.core.cache.pools
+    original = agent.open_decode
+
+    def open_decode(ticket: Any, n: int, wanted: dict[str, Interval], pages: dict[str, list[int]]) -> None:
+        changed = {}
+        for name, ids in pages.items():
+            size = pools[name].page_size
+            changed[name] = change(ids, -(-n // size), wanted[name].start // size)
+        original(ticket, n, wanted, changed)
+
+    patch.setattr(agent, "open_decode", open_decode)
+
+
+def count_the_first_token_to_the_prompt(patch: Patch, two: Pair) -> None:
+    """D asks for the entries of a prompt with the sampled token behind it."""
+    original = Scheduler.start_receive
+
+    def start_receive(self: Scheduler, request: Request) -> Destination | None:
+        request.prefill_len += 1
+        return original(self, request)
+
+    patch.setattr(Scheduler, "start_receive", start_receive)
+
+
+def clip_states_by_the_hit(patch: Patch, two: Pair) -> None:
+    """What D holds of a prompt's tokens is not wanted, of no group."""
+
+    def change(found: Destination, rules: KVCache, name: str) -> Interval:
+        wanted = found.wanted[name]
+        return Interval(wanted.stop, wanted.stop) if max(found.hits.values()) else wanted
+
+    want_otherwise(patch, change, "state")
+
+
+def want_otherwise(patch: Patch, change: Callable[[Destination, KVCache, str], Interval], kind: str) -> None:
+    """`change` what D wants of the groups of a kind."""
+    original = KVCache.attach_destination
+
+    def attach(self: KVCache, tables: BlockTables, tokens: Sequence[int], num_tokens: int) -> Destination | None:
+        found = original(self, tables, tokens, num_tokens)
+        if found is None:
+            return None
+        names = [name for name, rules in self.rules.items() if kind in (rules.kind, "draft" if rules.module else "")]
+        return Destination(found.hits, found.wanted | {name: change(found, self, name) for name in names})
+
+    patch.setattr(KVCache, "attach_destination", attach)
+
+
+# ---------------------------------------------------------------- C: the first decode step
+
+
+def begin_without_the_drafts(patch: Patch, two: Pair) -> None:
+    """D's first step is a plain decode."""
+    change_seeds(patch, two, [])
+
+
+def begin_with_placeholders(patch: Patch, two: Pair) -> None:
+    """The drafts are numbers that stand for none yet."""
+    change_seeds(patch, two, [0, 0, 0])
+
+
+def change_seeds(patch: Patch, two: Pair, drafts: list[int]) -> None:
+    original = EngineCore._committed
+
+    def committed(self: EngineCore, request: Request, seeds: Any) -> None:
+        original(self, request, msgspec.structs.replace(seeds, draft_token_ids=drafts))
+
+    patch.setattr(EngineCore, "_committed", committed)
+
+
+def compute_the_last_token_again(patch: Patch, two: Pair) -> None:
+    """D's first step begins with the prompt's last token: a state takes it twice."""
+    original = EngineCore._committed
+
+    def committed(self: EngineCore, request: Request, seeds: Any) -> None:
+        original(self, request, seeds)
+        request.num_computed -= 1
+        request.num_drafted -= 1
+
+    patch.setattr(EngineCore, "_committed", committed)
+
+
+def hold_the_drafters_last_entry(patch: Patch, two: Pair) -> None:
+    """The entry that the first token decides is not wanted."""
+    want_otherwise(patch, lambda found, cache, name: _cut(found.wanted[name], 1), "draft")
+
+
+def _cut(interval: Interval, count: int) -> Interval:
+    return Interval(interval.start, max(interval.start, interval.stop - count))
+
+
+# ---------------------------------------------------------------- D: geometry
+
+
+def the_drafter_has_the_targets_heads(patch: Patch, two: Pair) -> None:
+    """One size of entries for all groups."""
+    misread_the_drafter(patch, two, lambda spec, target: msgspec.structs.replace(spec, planes=target.planes))
+
+
+def the_drafter_has_the_targets_pages(patch: Patch, two: Pair) -> None:
+    """One block size for all groups."""
+    misread_the_drafter(patch, two, lambda spec, target: msgspec.structs.replace(spec, page_size=target.page_size))
+
+
+def misread_the_drafter(patch: Patch, two: Pair, change: Callable[[GroupSpec, GroupSpec], GroupSpec]) -> None:
+    """How the drafter's pages lie is told wrongly by both engines."""
+    original, seen = Geometry.block_major, dict[str, GroupSpec]()
+
+    def block_major(spec: GroupSpec, num_pages: int, **more: Any) -> Geometry:
+        seen[spec.owner] = spec
+        return original(change(spec, seen["target"]) if spec.owner == "draft" else spec, num_pages, **more)
+
+    patch.setattr(Geometry, "block_major", block_major)
+
+
+# ---------------------------------------------------------------- E: auxiliary state
+
+
+def send_full_attention_alone(patch: Patch, two: Pair) -> None:
+    """A window is not sent."""
+    want_otherwise(patch, lambda found, cache, name: _cut(found.wanted[name], 1 << 20), "sliding_window")
+
+
+def send_no_state(patch: Patch, two: Pair) -> None:
+    """A state is not sent."""
+    want_otherwise(patch, lambda found, cache, name: Interval(1, 1), "state")
+
+
+def send_no_latents(patch: Patch, two: Pair) -> None:
+    """Latents are not sent."""
+    want_otherwise(patch, lambda found, cache, name: _cut(found.wanted[name], 1 << 20), "mla")
+
+
+def send_a_scratch_slot(patch: Patch, two: Pair) -> None:
+    """A slot that a verification would write is sent for the state."""
+    original = KVCache.offered
+
+    def offered(self: KVCache, tables: BlockTables, num_tokens: int) -> dict[str, list[int]]:
+        return {**original(self, tables, num_tokens), **{name: slots[:1] for name, slots in tables.scratch.items()}}
+
+    patch.setattr(KVCache, "offered", offered)
+
+
+# ---------------------------------------------------------------- the table
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """A cure that is taken out, and where that must show. `before`: before the engines are built."""
+
+    letter: str
+    breaks: Callable[[Patch, Pair], None]
+    target: str = "llama"
+    drafter: str = "eagle"
+    condition: str = "whole"
+    sizes: str = "8/24"
+    before: bool = False
+
+    @property
+    def name(self) -> str:
+        """As pytest shows it."""
+        return f"{self.letter}-{self.breaks.__name__}"
+
+
+EVERY_KIND = "latents, window and states"
+OTHER_HEADS = "eagle3, d2t"
+MUTANTS = [
+    Mutant("A", finalise_before_the_drafter),
+    Mutant("A", run_the_drafter_only_where_it_drafts, condition="chunked"),
+    Mutant("A", lose_the_end_of_sending),
+    Mutant("B", declare_all_that_is_allocated),
+    Mutant("B", send_the_last_pages),
+    Mutant("B", receive_into_the_last_pages, sizes="8/24"),
+    Mutant("B", receive_without_the_pages_of_the_hit, condition="hit on D", sizes="16/7"),
+    Mutant("B", count_the_first_token_to_the_prompt),
+    Mutant("B", clip_states_by_the_hit, EVERY_KIND, condition="hit on D"),
+    Mutant("C", begin_without_the_drafts),
+    Mutant("C", begin_with_placeholders),
+    Mutant("C", compute_the_last_token_again, EVERY_KIND),
+    Mutant("C", hold_the_drafters_last_entry),
+    Mutant("D", the_drafter_has_the_targets_heads, drafter=OTHER_HEADS, before=True),
+    Mutant("D", the_drafter_has_the_targets_pages, sizes="per group", before=True),
+    Mutant("E", send_full_attention_alone, "mistral, window"),
+    Mutant("E", send_no_state, EVERY_KIND),
+    Mutant("E", send_no_latents, EVERY_KIND),
+    Mutant("E", send_a_scratch_slot, EVERY_KIND),
+]
+LENGTHS = (1, 8, 15, 23, 24, 35, 48)
+
+
+def cases_of(condition: str, mode: Mode) -> list[Case]:
+    return [Case(condition, mode, length, number, seed=7) for number, length in enumerate(LENGTHS)]
+
+
+@pytest.fixture(scope="module")
+def trials(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A pair's trial and what one engine says of the cases, computed by sound engines, once each."""
+    known: dict[tuple[str, str, str], tuple[Trial, dict[Case, Stream]]] = {}
+
+    def trial(mutant: Mutant) -> tuple[Trial, dict[Case, Stream]]:
+        key = mutant.target, mutant.drafter, mutant.condition
+        if key not in known:
+            found = Trial(mutant.target, mutant.drafter, tmp_path_factory.mktemp("trial"))
+            known[key] = found, found.alone(cases_of(mutant.condition, "push"))
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(*kinds.REGISTERED)
+        assert kinds.MODEL_TYPE in MODELS
+        yield trial
+
+
+def handed_over(mutant: Mutant, trials: Any, patch: Patch | None) -> Cell:
+    trial, alone = trials(mutant)
+    if patch is not None and mutant.before:
+        mutant.breaks(patch, None)  # type: ignore[arg-type]
+    with trial.pair(mutant.sizes) as two:
+        if patch is not None and not mutant.before:
+            mutant.breaks(patch, two)
+        return compare(two, alone, limit_s=60.0 if patch is None else 2.0)
+
+
+SOUND = {(m.target, m.drafter, m.condition, m.sizes): m for m in MUTANTS}
+
+
+@pytest.mark.parametrize("mutant", SOUND.values(), ids=[", ".join(key) for key in SOUND])
+def test_without_a_mutant_all_is_as_on_one_engine(mutant: Mutant, trials: Any) -> None:
+    cell = handed_over(mutant, trials, None)
+    assert cell.failures == []
+    assert cell.num_identical == len(LENGTHS)
+    assert cell.num_bytes == cell.wanted_bytes
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=[mutant.name for mutant in MUTANTS])
+def test_a_mutant_is_caught(mutant: Mutant, trials: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    try:
+        cell = handed_over(mutant, trials, monkeypatch)
+    except AssertionError:
+        return  # a request, or its pages, never came to an end
+    assert cell.failures
+
+
+def test_every_class_has_mutants() -> None:
+    assert {mutant.letter for mutant in MUTANTS} == set("ABCDE")
+    assert all(len(list(group)) > 1 for _, group in itertools.groupby(MUTANTS, lambda m: m.letter))
+    assert max(LENGTHS) > CHUNK
