@@ -62,5 +62,5 @@ def check_innocence(process: Rank, silent: Sequence[Session]) -> None:
 
 
 def _there(process: Process, since: float) -> bool:
-    away = process.dead or process.closed or process.leaving or process.paused
+    away = process.dead or process.closed or process.leaving or not process.whole
     return not away and process.awake_since <= since

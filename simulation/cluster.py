@@ -104,6 +104,8 @@ class Cluster:
             struck = self.stranger.repeat()
         elif kind == "forged_register":
             struck = self._forge()
+        elif kind.endswith("_rank"):
+            struck = self._strike_rank(kind, [p for p in fit if len(p.ranks) > 1 and p.whole and not p.leaving])
         elif not fit:
             struck = False
         else:
@@ -127,6 +129,26 @@ class Cluster:
         else:
             return process.engine.fail_any()
         return True
+
+    def _strike_rank(self, kind: str, fit: list[Process]) -> bool:
+        """One rank of an engine of several. That one of them is dead ends the engine, a little later."""
+        world, random = self.world, self.world.random
+        if not fit:
+            return False
+        process = random.choice(fit)
+        rank = random.choice(process.ranks)
+        if kind == "pause_rank":
+            rank.pause()
+            world.after(random.choice((0.3, 3.0, 15.0)) * random.random(), rank.resume)
+        else:
+            rank.crash()
+            world.after(random.choice((0.05, 3.0)) * random.random(), self._end_with_its_rank, process)
+        return True
+
+    def _end_with_its_rank(self, process: Process) -> None:
+        if not process.dead:
+            process.crash()
+            self._restart_later(process)
 
     def _forge(self) -> bool:
         """A decode engine claims the next attempt of another's transfer, with a ticket that is not for it."""
@@ -174,3 +196,5 @@ class Cluster:
         self.network.cut.clear()
         for process in self.processes.values():
             process.resume()
+            for rank in process.ranks:
+                rank.resume()

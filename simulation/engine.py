@@ -263,7 +263,9 @@ class Engine:
         self.process.ranks[0].call(begin)
 
     def agent_has_run(self) -> None:
-        """Nobody waits for a handoff beyond its deadline."""
+        """Nobody waits for a handoff beyond its deadline, but for a rank that is not there."""
+        if not self.process.whole:
+            return
         now, grace = self.process.clock.monotonic(), 2 * self.process.config.timers.check + 0.05
         for label, receipt in self.receipts.items():
             if receipt.deadline > now or receipt.failed or receipt.given_up:

@@ -44,7 +44,7 @@ class SimClock:
 
 class Process:
     """A prefill or decode engine, from its start to its death: the loop of its requests, and those of its ranks'
-    agents, which meet in queues. The ranks live, stop and die together.
+    agents, which meet in queues. With it all of its ranks stop and die.
     """
 
     def __init__(self, cluster: Cluster, name: str, role: LegRole, address: str, generation: int) -> None:
@@ -172,8 +172,7 @@ class Process:
         if self.dead or not self.paused:
             return
         self.paused = False
-        self.resumed = self.clock.monotonic()
-        self.awake_since = self.world.now
+        self.was_away()
         self.world.note(self.name, "goes on")
         self._next_step = float("inf")
         for rank in self.ranks:
@@ -181,6 +180,15 @@ class Process:
             rank.next_wake = float("inf")
         self.wake()
         self.stir()
+
+    def was_away(self) -> None:
+        """From now on it is there again, with all its ranks that live."""
+        self.resumed, self.awake_since = self.clock.monotonic(), self.world.now
+
+    @property
+    def whole(self) -> bool:
+        """Whether all its ranks are there."""
+        return not any(rank.dead or rank.paused for rank in self.ranks)
 
     def leave(self) -> None:
         """Close as `HandoffAgent.close` does: give up, wait a bounded time for copies, say BYE, and end."""
@@ -196,11 +204,12 @@ class Process:
     def _leave(self, until: float) -> None:
         if self.dead:
             return
-        copying = sum(len(rank.node.operations) for rank in self.ranks)
+        living = [rank for rank in self.ranks if not rank.dead]
+        copying = sum(len(rank.node.operations) for rank in living)
         if self.paused or (copying and self.world.now < until):
             self.world.after(0.05, self._leave, until)
             return
-        for rank in self.ranks:
+        for rank in living:
             rank.node.sessions.say_bye("engine_closed", quiet=len(rank.node.operations) == 0)
             rank.transport.close()
         self.closed = True

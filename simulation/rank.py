@@ -28,7 +28,7 @@ _MAX_IDLE_TURNS = 20
 
 
 class Rank:
-    """A node of its own, with channel and transport, in a process that it shares its life with."""
+    """A node of its own, with channel and transport. It lives no longer than its engine, and may stop or die alone."""
 
     def __init__(self, process: Process, instance: Instance, memories: Sequence[RankMemory]) -> None:
         self.process, self.memories = process, memories
@@ -57,21 +57,48 @@ class Rank:
         self.next_wake = float("inf")
         self._idle_turns = 0
         self.blocked_on: Future[Any] | None = None  # its agent waits for a call to end
+        self._dead = self._paused = False
 
     @property
     def dead(self) -> bool:
-        """As its process."""
-        return self.process.dead
+        """It, or its engine."""
+        return self._dead or self.process.dead
 
     @property
     def paused(self) -> bool:
-        """As its process."""
-        return self.process.paused
+        """It, or its engine."""
+        return self._paused or self.process.paused
 
     @property
     def gone(self) -> bool:
-        """As its process."""
-        return self.process.gone
+        """It is dead, or its engine has closed."""
+        return self._dead or self.process.gone
+
+    # ------------------------------------------------------------ alone
+
+    def crash(self) -> None:
+        """It dies, and its engine lives on until somebody notices."""
+        self._dead = True
+        self.world.note(self.name, f"rank {self.uid} is dead")
+        self.cluster.network.unbind(self)
+        self.cluster.fabric.died(self)
+        for other in self.cluster.processes.values():
+            other.wake()
+
+    def pause(self) -> None:
+        """Its loop and its copies stop; what arrives is kept."""
+        self._paused = True
+        self.world.note(self.name, f"rank {self.uid} is paused")
+
+    def resume(self) -> None:
+        """It goes on, if its engine does."""
+        if self._paused and not self.dead:
+            self._paused = False
+            self.world.note(self.name, f"rank {self.uid} goes on")
+            self.process.was_away()
+            self.transport.resume()
+            self.next_wake = float("inf")
+            self.wake()
 
     # ------------------------------------------------------------ the agent's loop
 

@@ -37,6 +37,8 @@ STRIKES: dict[str, int] = {
     "crash_router": 1,
     "pause_prefill": 4,
     "pause_decode": 4,
+    "crash_rank": 2,
+    "pause_rank": 3,
     "partition": 3,
     "broken_connection": 3,
     "leave": 1,
@@ -151,7 +153,8 @@ def draw(random: Random, allowed: Collection[str] = FAULTS) -> Settings:
     elif "corrupt_seeds" in faults and integrity == "off":
         integrity = "sampled"
     harmless = faults <= HARMLESS
-    num_heads = random.choice((1, 1, 1, 2))
+    # Ranks that fail alone are those of engines that have several.
+    num_heads = 2 if faults & {"crash_rank", "pause_rank"} else random.choice((1, 1, 1, 2))
     return Settings(
         num_routers=random.choice((1, 1, 2)),
         announces=harmless or num_heads > 1 or random.random() < 0.7,
@@ -189,7 +192,9 @@ def _timers(random: Random, harmless: bool) -> Timers:
 
 
 def _groups(random: Random) -> tuple[GroupModel, ...]:
-    """Those of the target, the first of which has pages for all tokens, and those of a drafter, if it has any."""
+    """Those of the target, the first of which has pages for all tokens, and those of a drafter, if it has any. A hybrid
+    has them all: latents or not, full attention, two windows and states.
+    """
     attends: tuple[Kind, ...] = ("full", "mla")
     window = random.randint(1, 8)
     groups = [GroupModel("target", "target", random.choice(attends), None, 0, 1)]
@@ -203,8 +208,12 @@ def _groups(random: Random) -> tuple[GroupModel, ...]:
     elif drafter < 0.95:
         modules = range(1, random.randint(2, 3) + 1)
         groups += [GroupModel(f"draft{j}", "draft", random.choice(attends), None, j, 1 + j) for j in modules]
-    if random.random() < 0.3:
+    hybrid = random.random() < 0.1
+    if hybrid or random.random() < 0.3:
         groups.append(GroupModel("window", "target", "sliding_window", window, 0, 5))
-    if random.random() < 0.15:
+    if hybrid or random.random() < 0.15:
         groups.append(GroupModel("state", "target", "state", None, 0, 6))
+    if hybrid:
+        groups.append(GroupModel("wide", "target", "sliding_window", window + random.randint(1, 12), 0, 7))
+        groups.append(GroupModel("full", "target", "full", None, 0, 8))
     return tuple(groups)

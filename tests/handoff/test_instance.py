@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import msgspec
@@ -74,6 +75,28 @@ def test_pages_that_come_after_the_end_begin_nothing_anew() -> None:
     assert d.pairs(other) == {(0, 0), (1, 1)}
     assert set(d.agent._legs) == {other.key}
     assert [type(event) for event in d.events] == [ev.DecodeFailed, ev.DecodeReleased]
+
+
+def test_the_engine_is_told_without_a_lock() -> None:
+    """It may wait for another thread that calls the agents, and hears everything in order."""
+    d, ticket, other = OfTwo(), ticket_of(1), ticket_of(2)
+    waited: list[bool] = []
+
+    def told(event: ev.HandoffEvent) -> None:
+        d.events.append(event)
+        if isinstance(event, ev.DecodeFailed):
+            d.agent.on_event(ev.DecodeReleased(ticket.key))
+            thread = threading.Thread(target=d.agent.announce_decode, args=(other,))
+            thread.start()
+            thread.join(5.0)
+            waited.append(thread.is_alive())
+            d.events.append(ev.DecodeAdmitted(other.key))
+
+    d.agent._tell = told
+    d.agent.announce_decode(ticket)
+    d.agent.on_event(ev.DecodeFailed(ticket.key, "peer_lost", "", True))
+    assert waited == [False]
+    assert [type(event) for event in d.events] == [ev.DecodeFailed, ev.DecodeAdmitted, ev.DecodeReleased]
 
 
 @pytest.mark.parametrize("num_sources", [1, 3])

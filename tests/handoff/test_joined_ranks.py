@@ -113,8 +113,11 @@ class World:
         self.ranks = [
             [RankOf(self, side, rank) for rank in range(shape.num_ranks)] for side, shape in enumerate(shapes)
         ]
-        for side, agents in zip(self.sides, self.ranks, strict=True):
+        for number, (side, agents) in enumerate(zip(self.sides, self.ranks, strict=True)):
             side.bind(agents)
+            if self.random.random() < 0.3:
+                # It has met the other engine in an earlier handoff.
+                side._peers[self.ticket.key.ends[1 - number][0]] = self.instances[1 - number]
         self.halves: tuple[dict[Pair, Half], dict[Pair, Half]] = ({}, {})
         self.ready: set[Pair] = set()
         self.final = dict.fromkeys(self.wanted, 0)  # what P's engine has computed, on all ranks

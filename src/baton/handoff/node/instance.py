@@ -8,6 +8,7 @@ the other side's ranks are known, and brings what their HELLO says of them.
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
@@ -100,6 +101,9 @@ class InstanceAgent:
         self._ended: dict[AttemptKey, _Leg | None] = {}
         self._peers: dict[str, Instance] = {}  # by incarnation
         self._lock = threading.RLock()
+        # What the engine is to be told, in order; one thread at a time tells it, without the lock.
+        self._untold: deque[ev.HandoffEvent] = deque()
+        self._telling = False
 
     def bind(self, agents: Sequence[RankAgent]) -> None:
         """Use these agents, whose events come to `on_event` and `on_peer`.
@@ -251,6 +255,7 @@ class InstanceAgent:
             self._meet(leg, peer)
             if late:
                 self._heard(leg, LEAD, ev.PrefillReleased(key, "finished"))
+        self._tell_all()
 
     def on_event(self, event: ev.HandoffEvent) -> None:
         """An event of one pair."""
@@ -258,9 +263,20 @@ class InstanceAgent:
             leg = self._legs.get(event.key.of_pair(LEAD))
             if leg is not None:
                 self._heard(leg, event.key.pair, event)
-                return
-        if event.key.pair == LEAD:
-            self._tell(event)
+            elif event.key.pair == LEAD:
+                self._untold.append(event)
+        self._tell_all()
+
+    def _tell_all(self) -> None:
+        while True:
+            with self._lock:
+                if self._telling or not self._untold:
+                    return
+                self._telling, event = True, self._untold.popleft()
+            try:
+                self._tell(event)
+            finally:
+                self._telling = False
 
     def _heard(self, leg: _Leg, pair: Pair, event: ev.HandoffEvent) -> None:
         key, gather = leg.ticket.key, leg.gather
@@ -288,7 +304,7 @@ class InstanceAgent:
                 told, leg.told = leg.told, True
                 if told:
                     continue
-            self._tell(action)
+            self._untold.append(action)
 
 
 def _part(found: dict[str, T], groups: frozenset[str] | None) -> dict[str, T]:

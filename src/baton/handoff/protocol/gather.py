@@ -68,24 +68,23 @@ class PrefillGather:
 
     def __init__(self, key: AttemptKey, pairs: Mapping[Pair, frozenset[str]]) -> None:
         self._key = key
-        self._open = set(pairs)
-        self._outcomes: list[str] = []
-        self._failed: Pair | None = None
+        self._pairs = sorted(pairs)
+        self._outcomes: dict[Pair, str] = {}  # in the order in which they came
 
     def handle(self, pair: Pair, event: ev.PrefillReleased) -> list[ev.PrefillReleased | EndPair]:
         """One pair's pages are quiet. When all are, the request's one `PrefillReleased` comes."""
-        if pair not in self._open:
+        if pair not in self._pairs or pair in self._outcomes:
             return []
-        self._open.discard(pair)
-        self._outcomes.append(event.outcome)
-        failed = next((outcome for outcome in self._outcomes if outcome not in ("committed", "finished")), None)
-        if self._failed is None and failed is not None:
-            self._failed = pair
-        if self._open:
-            return [] if failed is None else [EndPair(o, failed, _failure(self._failed)) for o in sorted(self._open)]
+        self._outcomes[pair] = event.outcome
+        failed = next(((p, why) for p, why in self._outcomes.items() if why not in ("committed", "finished")), None)
+        left = [other for other in self._pairs if other not in self._outcomes]
+        if left:
+            return [] if failed is None else [EndPair(other, failed[1], _failure(failed[0])) for other in left]
+        if failed is not None:
+            return [ev.PrefillReleased(self._key, failed[1])]
         # Pairs that disagree about whether there is something to decode have not served one request.
-        agreed = self._outcomes[0] if len(set(self._outcomes)) == 1 else "incomplete_commit"
-        return [ev.PrefillReleased(self._key, failed or agreed)]
+        outcomes = set(self._outcomes.values())
+        return [ev.PrefillReleased(self._key, outcomes.pop() if len(outcomes) == 1 else "incomplete_commit")]
 
 
 class DecodeGather:
@@ -183,7 +182,6 @@ def _good(event: ev.HandoffEvent) -> TypeGuard[ev.DecodeCommitted | ev.DecodeFin
     return isinstance(event, ev.DecodeCommitted | ev.DecodeFinished)
 
 
-def _failure(pair: Pair | None) -> str:
+def _failure(pair: Pair) -> str:
     """What the other pairs' peers are told, so that whoever hears of it first names the pair that failed."""
-    assert pair is not None
     return f"rank {pair[0]} to rank {pair[1]} has ended"

@@ -1,0 +1,59 @@
+"""Mutations of what is particular to windows, states, and groups with pages of their own size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from baton.handoff.plan import planner
+from baton.kv.cache import BlockTables, Destination, KVCache
+from baton.kv.geometry import Geometry
+from baton.kv.interval import Interval, Rules
+from simulation.mutations.registry import Patch, mutation
+
+
+@mutation("each side's pages have the size that it says, in each group")
+def _one_page_size() -> list[Patch]:
+    original = planner._segments
+
+    def segments(tokens: Interval, have: Geometry, to: Geometry, *tables: Any) -> Any:
+        return original(tokens, msgspec.structs.replace(have, page_size=to.page_size), to, *tables)
+
+    return [(planner, "_segments", segments)]
+
+
+@mutation("a window is wanted from the first token on that the next query sees")
+def _window_wanted_too_late() -> list[Patch]:
+    original = Rules.wanted
+
+    def wanted(self: Rules, n: int, hit: int) -> Interval:
+        found = original(self, n, hit)
+        return found.after(found.start + 1) if self.window is not None and len(found) > 1 else found
+
+    return [(Rules, "wanted", wanted)]
+
+
+@mutation("tokens that D holds say nothing of a state")
+def _state_clipped_by_hit() -> list[Patch]:
+    original = KVCache.attach_destination
+
+    def attach(self: KVCache, tables: BlockTables, tokens: Sequence[int], num_tokens: int) -> Destination | None:
+        found = original(self, tables, tokens, num_tokens)
+        if found is None or not any(found.hits.values()):
+            return found
+        clipped = {name: Interval(1, 1) for name, rules in self.rules.items() if rules.kind == "state"}
+        return Destination(found.hits, found.wanted | clipped)
+
+    return [(KVCache, "attach_destination", attach)]
+
+
+@mutation("slots that a verification writes are shown to nobody")
+def _scratch_slot_is_sent() -> list[Patch]:
+    original = KVCache.offered
+
+    def offered(self: KVCache, tables: BlockTables, num_tokens: int) -> dict[str, list[int]]:
+        return {**original(self, tables, num_tokens), **{name: slots[:1] for name, slots in tables.scratch.items()}}
+
+    return [(KVCache, "offered", offered)]
