@@ -24,7 +24,7 @@ MAX_MODEL_LEN = 192
 CHUNK = 11
 NUM_TOKENS = 10
 _FILLER = 25  # as many tokens as make the page around a hit full, whatever its size
-_TEMPERATURES = (0.0, 1.0, 3.0)
+_TEMPERATURES = (0.0, 4.0, 8.0)
 _ALPHABET = 6
 
 CONDITIONS = {

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import load_file, save_file
+
 from tests.support import kinds
 from tests.support.checkpoints import make_checkpoint, make_drafter
 
@@ -21,6 +23,9 @@ TINY = {
     "max_position_embeddings": 256,
 }
 
+# Random layers hardly look at other tokens. What attention and scans add is multiplied, so that a wrong entry shows.
+_LOUDER = {"o_proj.weight": 6.0, "out_proj.weight": 6.0}
+
 MakeTarget = Callable[[Path, int], Path]
 # From its folder, the target's, and a seed to `--speculative-config`.
 MakeDrafter = Callable[[Path, Path, int], dict[str, Any]]
@@ -34,16 +39,28 @@ class DrafterEntry:
     needs: Callable[[str], str | None] = lambda target: None
 
 
+def louder(checkpoint: Path) -> Path:
+    """The same checkpoint, with more of what its tokens learn from each other."""
+    file = checkpoint / "model.safetensors"
+    weights = load_file(file)
+    for name, tensor in weights.items():
+        for end, factor in _LOUDER.items():
+            if name.endswith(end):
+                tensor *= factor
+    save_file(weights, file, metadata={"format": "pt"})
+    return checkpoint
+
+
 def tiny(model_type: str, **overrides: Any) -> MakeTarget:
     """A random target of a type."""
-    return lambda path, seed: make_checkpoint(path, model_type, seed, **{**TINY, **overrides})
+    return lambda path, seed: louder(make_checkpoint(path, model_type, seed, **{**TINY, **overrides}))
 
 
 def head(method: str, **overrides: Any) -> DrafterEntry:
     """A random head of a method."""
 
     def make(path: Path, target: Path, seed: int) -> dict[str, Any]:
-        return {"method": method, "model": str(make_drafter(path, method, target, seed, **overrides))}
+        return {"method": method, "model": str(louder(make_drafter(path, method, target, seed, **overrides)))}
 
     return DrafterEntry(make)
 
@@ -52,7 +69,7 @@ def every_kind(path: Path, seed: int) -> Path:
     """Layers of latents, of a window and of states in one target, which only the tests know."""
     table, name, place = kinds.REGISTERED
     table[name] = place
-    return make_checkpoint(path, name, seed, **{**TINY, "num_hidden_layers": 6})
+    return louder(make_checkpoint(path, name, seed, **{**TINY, "num_hidden_layers": 6}))
 
 
 _IN_TURN = {

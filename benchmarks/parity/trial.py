@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from baton.engine.config import SpeculativeConfig
 from baton.engine.executor import LocalExecutor
@@ -19,7 +20,8 @@ from benchmarks.parity.models import DRAFTERS, NUM_DRAFTS, TARGETS
 from tests.engine.engines import Pair, Stepped, Stream, pair, request, stepped
 
 _KV_BYTES = 16 << 20
-_ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+# With one token alone no drafter would run.
+_TWO_TOKENS = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
 
 
 @dataclass(slots=True)
@@ -116,7 +118,7 @@ def compare(two: Pair, alone: Mapping[Case, Stream], limit_s: float = 120.0) -> 
     wanted = _Wanted(two.decode)
     scheduler.max_num_batched_tokens = CHUNK if first.condition == "chunked" else budget
     expected = {case: Expected(stream, known_rounds(case, stream)) for case, stream in alone.items()}
-    names = {str(case.number): case for case in alone}
+    names = {f"{case.mode}-{case.number}": case for case in alone}
     legs = {
         case: two.legs(name, case.prompt, case.params, case.mode, expected[case].known or None)
         for name, case in names.items()
@@ -139,6 +141,8 @@ def compare(two: Pair, alone: Mapping[Case, Stream], limit_s: float = 120.0) -> 
     # Recomputed on D, a handoff that failed would have given the same answer.
     if metrics.num_handoffs["committed"] != len(alone) or metrics.handoff_failures:
         cell.failures.append(f"{first.name}: of {len(alone)} handoffs not all succeeded: {metrics.handoff_failures}")
+    if cell.num_bytes != cell.wanted_bytes:
+        cell.failures.append(f"{first.name}: {cell.num_bytes} bytes were sent, {cell.wanted_bytes} wanted")
     if waiting:
         cell.failures.append(f"{first.name}: {len(waiting)} were not preempted")
     return cell
@@ -146,7 +150,7 @@ def compare(two: Pair, alone: Mapping[Case, Stream], limit_s: float = 120.0) -> 
 
 def _give_first(engine: Stepped, prompts: Sequence[list[int]], label: str) -> None:
     cached = engine.core.metrics.num_prompt_tokens
-    streams = [engine.add(request(f"first-{label}-{cached}-{i}", p, _ONE_TOKEN)) for i, p in enumerate(prompts)]
+    streams = [engine.add(request(f"first-{label}-{cached}-{i}", p, _TWO_TOKENS)) for i, p in enumerate(prompts)]
     while not all(stream.ended for stream in streams):
         engine.step()
 
@@ -193,19 +197,19 @@ class _Wanted:
 
     def __init__(self, engine: Stepped) -> None:
         assert engine.core.legs is not None
-        self._agent, self._num_bytes = engine.core.legs.agent, 0
-        self._specs = specs_of(engine)
-        original = self._agent.open_decode
+        self._num_bytes, specs = 0, specs_of(engine)
+        original = engine.core.legs.agent.open_decode
 
         def open_decode(ticket: Any, prompt_len: int, wanted: dict[str, Interval], pages: dict[str, list[int]]) -> None:
-            self._num_bytes += sum(num_bytes(self._specs[name], interval) for name, interval in wanted.items())
+            self._num_bytes += sum(num_bytes(specs[name], interval) for name, interval in wanted.items())
             original(ticket, prompt_len, wanted, pages)
 
-        self._agent.open_decode = open_decode  # type: ignore[method-assign]
+        self._patch = mock.patch.object(engine.core.legs.agent, "open_decode", open_decode)
+        self._patch.start()
 
     def close(self) -> int:
         """Bytes wanted so far; nothing is added from now on."""
-        del self._agent.open_decode
+        self._patch.stop()
         return self._num_bytes
 
 

@@ -34,18 +34,18 @@ PAIRS = [(target, list(DRAFTERS)[i % len(DRAFTERS)]) for i, target in enumerate(
 @pytest.mark.parametrize(("target", "drafter"), [pair for pair in PAIRS if DRAFTERS[pair[1]].needs(pair[0]) is None])
 def test_a_slice_is_identical(target: str, drafter: str, tmp_path: Path) -> None:
     sizes = ALL_SIZES[len(target) % 2 :: 2]
-    outcome = run(target, drafter, tmp_path, cases(len(target), 2), sizes)
+    outcome = run(target, drafter, tmp_path, cases(len(target), 1), sizes)
     assert outcome.conditions.keys() == CONDITIONS.keys()
     for cell in outcome.cells.values():
         assert cell.failures == []
-        assert cell.num_identical == cell.num_cases == 2 * len(CONDITIONS)
-        assert cell.num_bytes == cell.wanted_bytes > 0
+        assert cell.num_identical == cell.num_cases == len(CONDITIONS)
+        assert cell.num_bytes > 0
     if drafter != "none":
         assert outcome.rounds > outcome.accepted[0] > 0
 
 
 def test_the_command_prints_every_cell(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--only", "llama/eagle", "--cases", "1"]) == 0
+    assert main(["--only", "llama/eagle3, d2t", "--cases", "1"]) == 0
     printed = capsys.readouterr().out.splitlines()
     rows = [line.split(" | ") for line in printed if line.startswith("| llama")]
     assert all(len(row) == 4 + len(MODES) * len(ALL_SIZES) for row in rows)

@@ -78,13 +78,11 @@ def lose_the_end_of_sending(patch: Patch, two: Pair) -> None:
 
 
 def declare_all_that_is_allocated(patch: Patch, two: Pair) -> None:
-    """P's pages are full of final tokens, the slots for drafts with them."""
+    """P's pages are full of final tokens as soon as it has them."""
     original = HandoffLegs._final
 
     def final(self: HandoffLegs, request: Request, seeded: bool) -> dict[str, int]:
         found = original(self, request, seeded)
-        if request.is_prefilling:
-            return found
         return {name: len(request.kv.pages[name]) * self.cache.pools[name].page_size for name in found}
 
     patch.setattr(HandoffLegs, "_final", final)
@@ -285,7 +283,7 @@ MUTANTS = [
     Mutant("A", finalise_before_the_drafter),
     Mutant("A", run_the_drafter_only_where_it_drafts, condition="chunked"),
     Mutant("A", lose_the_end_of_sending),
-    Mutant("B", declare_all_that_is_allocated),
+    Mutant("B", declare_all_that_is_allocated, condition="chunked"),
     Mutant("B", send_the_last_pages),
     Mutant("B", receive_into_the_last_pages, sizes="8/24"),
     Mutant("B", receive_without_the_pages_of_the_hit, condition="hit on D", sizes="16/7"),
@@ -302,7 +300,7 @@ MUTANTS = [
     Mutant("E", send_no_latents, EVERY_KIND),
     Mutant("E", send_a_scratch_slot, EVERY_KIND),
 ]
-LENGTHS = (1, 8, 15, 23, 24, 35, 48)
+LENGTHS = (1, 2, 8, 9, 15, 16, 22, 23, 24, 31, 35, 48)
 
 
 def cases_of(condition: str, mode: Mode) -> list[Case]:
