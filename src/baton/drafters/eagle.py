@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from baton.drafters.head import HeadDrafter, expect_target_size, fill_drafter, head_tensors, read_head
-from baton.errors import CheckpointError
+from baton.drafters.head import HeadDrafter, expect_target_size, fill_drafter, head_tensors
+from baton.drafters.head_config import read_head
 from baton.models.base import CausalLM
 from baton.models.cache import Attend
 from baton.models.config import ModelConfig
@@ -35,9 +35,7 @@ class Eagle(HeadDrafter):
     @classmethod
     def load(cls, path: str, target: CausalLM, build: Build) -> Eagle:
         """Build and fill the head of a checkpoint directory. Raises `CheckpointError`."""
-        raw, config = read_head(path)
-        if raw.get("add_para_norm"):
-            raise CheckpointError("drafter: config.json: add_para_norm is not supported")
+        _, config = read_head(path)
         expect_target_size(config.hidden_size, target)
         drafter = cls(config, target, head_tensors(path), build)
         # Some heads were saved with the input norm that their first layer does not use.

@@ -4,22 +4,32 @@ As vLLM computes it: the features are residual streams entering three target lay
 the hidden size by `fc`. The first layer attends over cat(input_layernorm(embedding of x_{i+1}),
 hidden_norm(h)); its residual is h, or the normed h with `norm_before_residual`. The final norm feeds the LM
 head; the stream before it feeds the next draft step.
+
+EAGLE-3.1 (arXiv:2605.09992) adds three flags: `fc_norm`, a norm per captured layer before `fc`; `norm_before_fc`, one
+norm over all of them side by side; `norm_output`, with which the next draft step is fed the normed stream. No tensor
+tells of the last.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
 
 import torch
 from torch import Tensor, nn
 
-from baton.drafters.head import HeadDrafter, expect_target_size, fill_drafter, head_tensors, read_head, target_ids
+from baton.drafters.head import HeadDrafter, expect_target_size, fill_drafter, head_tensors, target_ids
+from baton.drafters.head_config import flag, nested, read_head
 from baton.errors import CheckpointError
 from baton.models.base import CausalLM
 from baton.models.cache import Attend
 from baton.models.config import ModelConfig, RawConfig, get_bool, get_int
 from baton.models.layers import MLP, Attention, DecoderLayer, RMSNorm
 from baton.models.linear import Build, Linear
+
+log = logging.getLogger(__name__)
+
+# The first under the method's own name, the second in some heads of the `speculators` format.
+_LAYER_IDS = ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids")
 
 
 class FusionLayer(nn.Module):
@@ -51,6 +61,7 @@ class Eagle3(HeadDrafter):
         self.aux_layers = aux_layer_ids(raw, len(target.kv_layers))
         self.feature_size = target.hidden_size * (len(self.aux_layers) or 1)
         self.fc = Linear(self.feature_size, hidden, build, bias="fc.bias" in names) if self.aux_layers else None
+        self._add_norms(raw, target.hidden_size, config.rms_eps, build)
         first = FusionLayer(config, get_bool(raw, "norm_before_residual"), build)
         self.layers = nn.ModuleList([first, *(DecoderLayer(config, i, build) for i in range(1, config.num_layers))])
         self.norm = RMSNorm(hidden, config.rms_eps, build)
@@ -70,6 +81,17 @@ class Eagle3(HeadDrafter):
                 "and there is no tensor d2t"
             )
 
+    def _add_norms(self, raw: RawConfig, target_hidden: int, eps: float, build: Build) -> None:
+        """What EAGLE-3.1 adds."""
+        self._norm_output = flag(raw, "norm_output")
+        self.input_norm, self.fc_norm = None, None
+        if flag(raw, "norm_before_fc"):
+            self.input_norm = RMSNorm(self.feature_size, eps, build)
+        if flag(raw, "fc_norm"):
+            self.fc_norm = nn.ModuleList(RMSNorm(target_hidden, eps, build) for _ in self.aux_layers)
+        if self.fc is None and (self.input_norm is not None or self.fc_norm is not None):
+            raise CheckpointError("drafter: config.json: norm_before_fc and fc_norm go with auxiliary hidden states")
+
     @classmethod
     def load(cls, path: str, target: CausalLM, build: Build) -> Eagle3:
         """Build and fill the head of a checkpoint directory. Raises `CheckpointError`."""
@@ -81,6 +103,12 @@ class Eagle3(HeadDrafter):
         fill_drafter(drafter, path, frozenset({"t2d"} if drafter.fc is not None else {"t2d", "fc.weight"}))
         if "d2t" in names:
             drafter.draft_to_target = target_ids(drafter.get_buffer("d2t"), target.vocab_size)
+        log.info(
+            "the EAGLE-3 head reads the streams that enter layers %s of the target's %d (%d: what leaves the last)",
+            ", ".join(map(str, drafter.aux_layers)) or "none",
+            len(target.kv_layers),
+            len(target.kv_layers),
+        )
         return drafter.eval()
 
     def combine(self, hidden_TE: Tensor, aux: list[Tensor]) -> Tensor:
@@ -89,28 +117,42 @@ class Eagle3(HeadDrafter):
     def forward(
         self, next_ids_T: Tensor, features_TF: Tensor, positions_T: Tensor, attend: Attend, first: bool
     ) -> tuple[Tensor, Tensor]:
-        x = self.fc(features_TF) if first and self.fc is not None else features_TF
+        x = self._fuse(features_TF) if first else features_TF
         cos_sin = self.rotary.at(positions_T)
         x = self.layers[0](self._embed(next_ids_T), x, cos_sin, attend)
         for layer in self.layers[1:]:
             x = layer(x, cos_sin, attend)
-        return self.norm(x), x
+        normed = self.norm(x)
+        return normed, normed if self._norm_output else x
+
+    def _fuse(self, features_TF: Tensor) -> Tensor:
+        """Features of several depths [T, F] as one hidden state [T, E]."""
+        x = features_TF
+        if self.input_norm is not None:
+            x = self.input_norm(x)
+        if self.fc_norm is not None:
+            parts = x.chunk(len(self.fc_norm), dim=-1)
+            x = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
+        return x if self.fc is None else self.fc(x)
 
 
 def aux_layer_ids(raw: RawConfig, num_layers: int) -> tuple[int, ...]:
     """Target layers that feed the head, ascending: from the config, else vLLM's default (2, L // 2, L - 3).
 
-    Empty when `eagle_config.use_aux_hidden_state` is false. Raises `CheckpointError` for ids out of range.
+    Id i is the residual stream that enters layer i, as in vLLM. Empty when `eagle_config.use_aux_hidden_state` is
+    false. Raises `CheckpointError` for ids out of range.
     """
-    nested = raw.get("eagle_config") or {}
-    if not isinstance(nested, Mapping):
-        raise CheckpointError(f"drafter: config.json: eagle_config is {nested!r}, expected an object")
-    if not get_bool(nested, "use_aux_hidden_state", True):
+    inner = nested(raw)
+    if not get_bool(inner, "use_aux_hidden_state", True):
         return ()
-    key = "eagle_aux_hidden_state_layer_ids"
-    ids = raw.get(key) or nested.get(key) or [2, num_layers // 2, num_layers - 3]
-    valid = isinstance(ids, list | tuple) and all(isinstance(i, int) and 0 <= i <= num_layers for i in ids)
+    given = [(key, section[key]) for section in (raw, inner) for key in _LAYER_IDS if section.get(key)]
+    key, ids = given[0] if given else (_LAYER_IDS[0], [2, num_layers // 2, num_layers - 3])
+    if any(other != ids for _, other in given):
+        raise CheckpointError(f"drafter: config.json: {key} is {ids!r}, and elsewhere something else")
+    valid = isinstance(ids, list | tuple) and all(type(i) is int and 0 <= i <= num_layers for i in ids)
     # Features lie side by side in layer order, so one layer cannot appear twice.
     if not valid or len(set(ids)) != len(ids):
         raise CheckpointError(f"drafter: config.json: {key} is {ids!r}, expected distinct layers in 0..{num_layers}")
+    if get_int(raw, "num_aux_hidden_states", len(ids)) != len(ids):
+        raise CheckpointError(f"drafter: config.json: num_aux_hidden_states does not fit {key} {ids!r}")
     return tuple(sorted(ids))

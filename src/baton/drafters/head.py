@@ -8,23 +8,21 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from baton.drafters.base import DraftBatch, IntArray
 from baton.errors import CheckpointError
 from baton.models.base import CausalLM, Embedding
 from baton.models.cache import Attend, KVLayerSpec
-from baton.models.config import ModelConfig, RawConfig
+from baton.models.config import ModelConfig
 from baton.models.linear import Build, Linear
-from baton.models.loader import fill, read_config, tensor_names
-from baton.models.registry import model_class
+from baton.models.loader import fill, tensor_names
 from baton.models.rotary import Rotary
-
-# Heads of any target are Llama layers; some configs name no model type, or the method's own.
-_HEAD_TYPES = ("eagle", "eagle3", None)
 
 
 class HeadDrafter(nn.Module, ABC):
@@ -44,14 +42,15 @@ class HeadDrafter(nn.Module, ABC):
     def __init__(self, config: ModelConfig, target: CausalLM, names: set[str], build: Build) -> None:
         """`names`: what the checkpoint holds. A head that lacks embedding or LM head uses the target's."""
         super().__init__()
-        self.kv_layers = [KVLayerSpec(config.num_kv_heads, config.head_dim, None)] * config.num_layers
+        self.kv_layers = [KVLayerSpec(config.num_kv_heads, config.head_dim, window) for window in config.windows]
         self.draft_to_target = None
         self._device = build.device
         # It drafts wherever its target is, whatever length its own config names.
         length = max(config.max_position, target.max_position)
         self.rotary = Rotary(config.rope, config.head_dim, length, build.dtype, build.device)
-        # A bound method, not the module: a shared module registered here would count as this head's weights.
-        self._embed: Callable[[Tensor], Tensor] = target.model.embed_tokens.forward
+        # Functions, not modules: a shared module registered here would count as this head's weights. A head takes rows
+        # of the target's table as they are, also where the target scales them.
+        self._embed: Callable[[Tensor], Tensor] = partial(F.embedding, weight=target.model.embed_tokens.weight)
         self._head: Callable[[Tensor], Tensor] = target.lm_head.forward
         own_embed = "embed_tokens.weight" in names
         if own_embed:
@@ -121,13 +120,6 @@ class HeadDrafter(nn.Module, ABC):
     def compute_logits(self, out_TE: Tensor) -> Tensor:
         """Draft logits [T, draft_vocab] in float32."""
         return self._head(out_TE).float()
-
-
-def read_head(path: str) -> tuple[RawConfig, ModelConfig]:
-    """A head's `config.json`, raw and as the layers take it. Raises `CheckpointError`."""
-    raw = read_config(path)
-    model_type = raw.get("model_type")
-    return raw, model_class("llama" if model_type in _HEAD_TYPES else model_type).parse_config(raw)
 
 
 def fill_drafter(drafter: HeadDrafter, path: str, skip: frozenset[str]) -> None:

@@ -1,0 +1,122 @@
+"""What the `config.json` of a head says: one shape for the projects that publish heads, and no flag read past.
+
+A flag that changes a head's arithmetic costs nothing but acceptance when it is missed, so nobody would notice: whatever
+is set and not understood is refused by its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from baton.errors import CheckpointError
+from baton.models.config import ModelConfig, RawConfig, get_bool
+from baton.models.loader import read_config
+from baton.models.registry import model_class
+
+# Heads of any target are Llama layers; some configs name no model type, or the method's own.
+_HEAD_TYPES = ("eagle", "eagle3", None)
+# What a `speculators` config says beside its layer's config.
+_SPECULATORS_KEYS = (
+    "draft_vocab_size",
+    "target_hidden_size",
+    "norm_before_fc",
+    "fc_norm",
+    "norm_output",
+    "eagle_aux_hidden_state_layer_ids",
+    "aux_hidden_state_layer_ids",
+    "dtype",
+    "torch_dtype",
+)
+# Fields of other methods and other heads: the value that leaves a head as it is computed here.
+_EXPECTED: Mapping[str, object] = {
+    "add_para_norm": False,
+    "use_input_layernorm_in_first_layer": True,
+    "use_last_layernorm": True,
+    "use_mtp_layernorm": False,
+    "parallel_drafting": False,
+    "parallel_draft_step": 1,
+    "mask_token_id": None,
+    "ptd_token_id": None,
+    "pard_token": None,
+    "logit_scale": 1.0,
+}
+# Flags that are read, or that only say how a head was trained, saved or served.
+_FLAGS = frozenset(
+    {
+        "norm_before_residual",
+        "norm_before_fc",
+        "fc_norm",
+        "norm_output",
+        "use_aux_hidden_state",
+        "attention_bias",
+        "mlp_bias",
+        "bias",
+        "tie_word_embeddings",
+        "rope_interleave",
+        "norm_topk_prob",
+        "use_sliding_window",
+        "use_cache",
+        "return_dict",
+        "return_dict_in_generate",
+        "output_attentions",
+        "output_hidden_states",
+        "torchscript",
+        "is_decoder",
+        "has_lm_head",
+        "embed_requires_grad",
+        "has_no_defaults_at_init",
+        "use_torch_compile",
+    }
+)
+
+
+def read_head(path: str) -> tuple[RawConfig, ModelConfig]:
+    """A head's `config.json`, as one flat object and as the layers take it. Raises `CheckpointError`."""
+    raw = flat_config(read_config(path))
+    for section in (raw, nested(raw)):
+        _refuse_flags(section)
+    model_type = raw.get("model_type")
+    return raw, model_class("llama" if model_type in _HEAD_TYPES else model_type).parse_config(raw)
+
+
+def flat_config(raw: RawConfig) -> RawConfig:
+    """The fields of a `speculators` config (Red Hat's format) in the place where other projects put them.
+
+    There the layer's own config is nested, and `norm_before_residual` is true if absent. Raises `CheckpointError` for a
+    kind of speculator that is not EAGLE-3.
+    """
+    if "speculators_model_type" not in raw:
+        return raw
+    kind, layer = raw["speculators_model_type"], raw.get("transformer_layer_config")
+    if kind != "eagle3":
+        raise CheckpointError(f"drafter: config.json: speculators_model_type is {kind!r}, only 'eagle3' is supported")
+    if not isinstance(layer, Mapping):
+        raise CheckpointError(f"drafter: config.json: transformer_layer_config is {layer!r}, expected an object")
+    known = {*_SPECULATORS_KEYS, "norm_before_residual", "tie_word_embeddings", "transformer_layer_config"}
+    _refuse_flags({name: value for name, value in raw.items() if name not in known})
+    own = {name: raw[name] for name in _SPECULATORS_KEYS if raw.get(name) is not None}
+    return {**layer, **own, "norm_before_residual": get_bool(raw, "norm_before_residual", True)}
+
+
+def nested(raw: RawConfig) -> RawConfig:
+    """The object `eagle_config`, in which some projects keep the fields of the method; empty where there is none."""
+    found = raw.get("eagle_config") or {}
+    if not isinstance(found, Mapping):
+        raise CheckpointError(f"drafter: config.json: eagle_config is {found!r}, expected an object")
+    return found
+
+
+def flag(raw: RawConfig, name: str) -> bool:
+    """A flag of the method, from `eagle_config` or from beside it."""
+    inner = nested(raw)
+    return get_bool(inner, name) if inner.get(name) is not None else get_bool(raw, name)
+
+
+def _refuse_flags(section: Mapping[str, Any]) -> None:
+    for name, value in section.items():
+        if name in _EXPECTED:
+            if value is not None and value != _EXPECTED[name]:
+                raise CheckpointError(f"drafter: config.json: {name} is {value!r}, which is not supported")
+        elif value is True and name not in _FLAGS:
+            raise CheckpointError(f"drafter: config.json: the flag {name} is unknown, and true")
