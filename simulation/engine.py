@@ -89,7 +89,6 @@ class Engine:
             self.metrics,
             ends,
             VOCAB,
-            settings.num_drafts,
             settings.recovery,
             timeout,
             clock=process.clock,

@@ -25,6 +25,7 @@ class NGram:
     """Proposes what followed the last two tokens when they stood together before."""
 
     kv_layers: Sequence[KVLayerSpec] = ()
+    kv_modules: Sequence[int | None] = ()
     aux_layers: tuple[int, ...] = ()
     needs_contexts = True
 
@@ -56,6 +57,7 @@ class Two(NGram):
     """The same guesses, and two layers of different geometry that it writes: two groups, of which one has a window."""
 
     kv_layers = (KVLayerSpec(2, 16, None), KVLayerSpec(1, 32, 24))
+    kv_modules = (1, 1)
 
     def extend(self, batch: DraftBatch) -> None:
         super().extend(batch)

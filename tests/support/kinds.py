@@ -202,6 +202,7 @@ class Guesses:
     """A drafter without layers that knows the text, and says a third of it wrongly."""
 
     kv_layers: Sequence[LayerSpec] = ()
+    kv_modules: Sequence[int | None] = ()
     aux_layers: tuple[int, ...] = ()
     needs_contexts = True
     texts: list[list[int]] = []  # noqa: RUF012 - what a test puts here

@@ -47,7 +47,7 @@ class StepOptions:
     """How an engine computes: flags of all commands that start engines. Field names are the flags' names."""
 
     speculative_config: Annotated[
-        str | None, typer.Option(help='JSON: {"method", "model", "num_speculative_tokens", "verifier"}.')
+        str | None, typer.Option(help='JSON: {"method", "model", "num_speculative_tokens", "verifier", "draft_kv"}.')
     ] = None
     block_size: Annotated[str, typer.Option(help="Tokens per KV page; of groups that differ: 16,draft=8,mla=32.")] = (
         "16"

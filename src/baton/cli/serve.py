@@ -130,7 +130,8 @@ def _banner(config: EngineConfig, engines: Mapping[str, str], url: str | None) -
     spec, name = config.speculative_config, config.served_model_name or Path(config.model).name
     lines = {"model": f"{name} ({config.model})", "drafter": "none", **engines}
     if spec is not None:
-        lines["drafter"] = f"{spec.method} ({spec.model}), {spec.num_speculative_tokens} drafts a round"
+        source = spec.model or "no checkpoint of its own"
+        lines["drafter"] = f"{spec.method} ({source}), {spec.num_speculative_tokens} drafts a round"
     if url is not None:
         body = json.dumps({"model": name, "messages": [{"role": "user", "content": "What is the capital of France?"}]})
         json_header = "-H 'content-type: application/json'"

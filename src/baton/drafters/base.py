@@ -64,12 +64,16 @@ class Drafter(Protocol):
     """One method of drafting. `extend` runs for every batch, `draft` behind it where a request gets drafts.
 
     `kv_layers`: what its layers keep; none needs no pages, layers of several kinds or shapes are several groups.
+    `kv_modules`: for each of them, how many tokens beyond its own an entry depends on (1: row i takes x_{i+1}); None:
+    it sees tokens alone, as the target does, and its rows need not be those that the target has just computed.
     `aux_layers`: target layers whose entering residual streams `combine` gets. `needs_contexts`: whether batches bring
     all known tokens of their requests.
     """
 
     @property
     def kv_layers(self) -> Sequence[LayerSpec]: ...
+    @property
+    def kv_modules(self) -> Sequence[int | None]: ...
     @property
     def aux_layers(self) -> tuple[int, ...]: ...
     @property

@@ -34,6 +34,7 @@ class HeadDrafter(nn.Module, ABC):
     """
 
     kv_layers: list[KVLayerSpec]
+    kv_modules: list[int | None]
     aux_layers: tuple[int, ...]
     feature_size: int
     draft_to_target: Tensor | None
@@ -43,6 +44,7 @@ class HeadDrafter(nn.Module, ABC):
         """`names`: what the checkpoint holds. A head that lacks embedding or LM head uses the target's."""
         super().__init__()
         self.kv_layers = [KVLayerSpec(config.num_kv_heads, config.head_dim, window) for window in config.windows]
+        self.kv_modules = [1] * len(self.kv_layers)
         self.draft_to_target = None
         self._device = build.device
         # It drafts wherever its target is, whatever length its own config names.

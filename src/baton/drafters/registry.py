@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -17,13 +18,15 @@ from baton.models.loader import resolve_dtype
 DRAFTERS = {
     "eagle": "baton.drafters.eagle:Eagle",
     "eagle3": "baton.drafters.eagle3:Eagle3",
+    "draft_model": "baton.drafters.draft_model:DraftModel",
+    "ngram": "baton.drafters.ngram:NGram",
 }
 
 
 class DrafterLoader(Protocol):
     """What a registered class offers."""
 
-    def load(self, path: str, target: CausalLM, build: Build) -> Drafter: ...
+    def load(self, path: str, target: CausalLM, build: Build, **options: int) -> Drafter: ...
 
 
 def load_drafter(
@@ -33,10 +36,12 @@ def load_drafter(
     dtype: torch.dtype | str = "auto",
     device: torch.device | str = "cpu",
     batch_invariant: bool = False,
+    options: Mapping[str, int] | None = None,
 ) -> Drafter:
     """Build a drafter for `target` and fill it; embeddings or LM head it lacks are the target's.
 
-    "auto" is the target's dtype. Raises `ConfigError` for an unknown method, `CheckpointError` for anything
+    "auto" is the target's dtype. `path`: the drafter's checkpoint; the target's for a method that has none of its own.
+    `options`: the method's own settings. Raises `ConfigError` for an unknown method, `CheckpointError` for anything
     wrong with the head's directory or a head that was made for another target.
     """
     if method not in DRAFTERS:
@@ -44,4 +49,4 @@ def load_drafter(
     chosen = target.build.dtype if dtype == "auto" else resolve_dtype(dtype, {})
     module, _, name = DRAFTERS[method].partition(":")
     loader: DrafterLoader = getattr(importlib.import_module(module), name)
-    return loader.load(str(path), target, Build(chosen, torch.device(device), batch_invariant))
+    return loader.load(str(path), target, Build(chosen, torch.device(device), batch_invariant), **(options or {}))

@@ -116,6 +116,7 @@ def _build(
         config,
         model.kv_layers,
         drafter.kv_layers if drafter is not None else (),
+        drafter.kv_modules if drafter is not None else (),
         str(next(model.parameters()).dtype).removeprefix("torch."),
         model.max_position,
         memory,
@@ -183,8 +184,11 @@ def _load(config: EngineConfig, progress: Callable[[str], None]) -> _Loaded:
     spec = config.speculative_config
     drafter: Drafter | None = None
     if spec is not None:
-        progress(f"loading drafter {spec.model} ({spec.method})")
-        drafter = load_drafter(spec.method, spec.model, model, config.dtype, config.device, config.batch_invariant)
+        path = spec.model or config.model
+        progress(f"loading drafter {path} ({spec.method})")
+        drafter = load_drafter(
+            spec.method, path, model, config.dtype, config.device, config.batch_invariant, spec.options
+        )
     return _Loaded(hf_config, model, drafter, tokenizer)
 
 
@@ -233,7 +237,6 @@ def _legs(
         EngineMetrics(),
         lambda request, token: until_stop(request, [token], eos_ids, max_model_len)[1] is not None,
         loaded.model.vocab_size,
-        config.num_drafts,
         config.recovery,
         config.kv_transfer_config.handoff_timeout_s,
         getattr(transport, "alter_seeds", None),

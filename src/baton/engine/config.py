@@ -16,6 +16,7 @@ from baton.transports.registry import check_keys, parse_uri
 from baton.wire import MAX_WORD, Integrity, Recovery, Role
 
 Verifier = Literal["coupled", "rejection"]
+DraftKV = Literal["require", "prefer", "drop"]
 IntegritySetting = Literal["auto", Integrity]
 INTEGRITY = ("auto", *get_args(Integrity))
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -24,15 +25,29 @@ DTYPES = ("auto", "float32", "bfloat16")
 MAX_BLOCK_SIZE = 1024
 
 
+# Methods whose drafter is no checkpoint of its own: it has no weights, or they are the target's.
+_WITHOUT_MODEL = ("ngram", "mtp")
+# Fields that one method alone takes, and passes to its drafter.
+_OPTIONS = {"ngram": ("prompt_lookup_min", "prompt_lookup_max")}
+
+
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
-    """`--speculative-config`: drafter method, checkpoint (with `revision` on the hub), draft length k and verifier."""
+    """`--speculative-config`: drafter method, checkpoint (with `revision` on the hub), draft length k and verifier.
+
+    `draft_kv` says what becomes of the drafter's KV in a handoff: `require` both engines to draft alike, as one engine
+    would; move it where they do and start cold where they do not (`prefer`); or never move it (`drop`).
+    `prompt_lookup_min` and `prompt_lookup_max` are the lengths of n-grams that `ngram` looks up.
+    """
 
     method: str
-    model: str
+    model: str | None = None
     num_speculative_tokens: int = 3
     verifier: Verifier = "coupled"
     revision: str | None = None
+    draft_kv: DraftKV = "require"
+    prompt_lookup_min: int | None = None
+    prompt_lookup_max: int | None = None
 
     @classmethod
     def parse(cls, value: str | dict[str, Any] | None) -> SpeculativeConfig | None:
@@ -42,17 +57,36 @@ class SpeculativeConfig:
             return None
         _refuse_unknown("speculative_config", data, {f.name for f in fields(cls)})
         for key in ("method", "model"):
-            if not isinstance(data.get(key), str) or not data[key]:
+            optional = key == "model" and data.get("method") in _WITHOUT_MODEL and data.get(key) is None
+            if not optional and (not isinstance(data.get(key), str) or not data[key]):
                 raise ConfigError(f"speculative_config.{key}", "is required and must be a string")
         if not isinstance(data.get("revision"), str | None):
             raise ConfigError("speculative_config.revision", "must be a string")
-        num = data.get("num_speculative_tokens", 3)
-        if not isinstance(num, int) or isinstance(num, bool) or not 1 <= num <= 32:
-            raise ConfigError("speculative_config.num_speculative_tokens", f"must be 1 to 32, got {num!r}")
-        verifier = data.get("verifier", "coupled")
+        _check_int("num_speculative_tokens", data.get("num_speculative_tokens", 3), 0, 32)
+        verifier, draft_kv = data.get("verifier", "coupled"), data.get("draft_kv", "require")
         if verifier not in get_args(Verifier):
             raise ConfigError("speculative_config.verifier", f"must be coupled or rejection, got {verifier!r}")
+        if draft_kv not in get_args(DraftKV):
+            raise ConfigError("speculative_config.draft_kv", f"must be require, prefer or drop, got {draft_kv!r}")
+        for method, names in _OPTIONS.items():
+            for name in names:
+                if data.get(name) is None:
+                    continue
+                if data["method"] != method:
+                    raise ConfigError(f"speculative_config.{name}", f"is for method {method}, not {data['method']}")
+                _check_int(name, data[name], 1, 1 << 20)
         return cls(**data)
+
+    @property
+    def options(self) -> dict[str, int]:
+        """The method's own fields, where they are given."""
+        given = {name: getattr(self, name) for name in _OPTIONS.get(self.method, ())}
+        return {name: value for name, value in given.items() if value is not None}
+
+
+def _check_int(name: str, value: object, least: int, most: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise ConfigError(f"speculative_config.{name}", f"must be {least} to {most}, got {value!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +191,9 @@ class EngineConfig:
             re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", self.engine_id) is not None, "engine_id", "1-64 of A-Z a-z 0-9 _ . -"
         )
         need(0 < self.stall_timeout_s <= 86400, "stall_timeout_s", "in (0, 86400]")
+        spec = self.speculative_config
+        if spec is not None and spec.num_speculative_tokens == 0 and self.role != "prefill":
+            raise ConfigError("speculative_config.num_speculative_tokens", "may be 0 with role prefill alone")
         rows = 1 + self.num_drafts
         need(self.max_num_batched_tokens >= rows, "max_num_batched_tokens", f"at least {rows} (one verification)")
         if self.role != "both" and self.ticket_key_path is None:
@@ -176,7 +213,7 @@ class EngineConfig:
         """The same with directories of this host for names on the hub, which stay the names in the API. Raises
         ConfigError naming the model that cannot be had."""
         model, spec = checkpoint_directory(self.model, self.revision), self.speculative_config
-        if spec is not None:
+        if spec is not None and spec.model is not None:
             head = checkpoint_directory(spec.model, spec.revision, "speculative_config.model")
             spec = replace(spec, model=head, revision=None)
         name = self.served_model_name or (None if model == self.model else self.model)

@@ -55,6 +55,9 @@ class EngineCore:
         self.executor, self.scheduler, self.legs, self.emit = executor, scheduler, legs, emit
         self.cache = scheduler.cache
         self._reach = max(pool.reach for pool in self.cache.pools.values())
+        # A drafter of tokens alone catches up with a prompt whose entries it lacks: its rows are its own.
+        draft_modules = [self.cache.rules[name].module for name in executor.spec.draft_groups]
+        self.drafts_from_tokens = bool(draft_modules) and all(module is None for module in draft_modules)
         self.prefix_store = prefix_store
         self.eos_ids = frozenset(eos_ids)
         self.max_model_len = max_model_len
@@ -281,7 +284,7 @@ class EngineCore:
             if request.status is RequestStatus.RUNNING and not (
                 request.is_prefilling and self.prefix_store is not None
             ):
-                self.cache.slide(request.kv, request.num_computed, request.num_drafted)
+                self.cache.slide(request.kv, request.num_computed, request.num_drafted - request.first_drafted)
 
     def _enter(self, request: Request) -> None:
         """What has become final enters the prefix cache."""
@@ -297,13 +300,17 @@ class EngineCore:
 
     def _committed(self, request: Request, seeds: Seeds) -> None:
         """A decode leg has everything: its first step verifies the drafts that came with the first token."""
-        request.num_computed = request.prefill_len
-        request.num_drafted = request.num_computed
+        request.num_computed = request.num_drafted = request.prefill_len
+        if request.cold_from is not None:
+            if self.drafts_from_tokens:
+                request.num_drafted = request.cold_from
+            else:
+                request.first_drafted = request.prefill_len
         if request.num_output == 0:
             self._emit_seed(request, seeds, None, None)
             request.token_ids.append(seeds.first_token)
             request.sampler.advance([seeds.first_token])
-        # The prefill engine's context may be longer.
+        # The prefill engine's context may be longer, and its drafter may draft more.
         request.draft_ids = list(seeds.draft_token_ids[: self.num_drafts(request)])
         self.scheduler.commit_receive(request)
         self._enter(request)

@@ -54,8 +54,10 @@ def engine_facts(
         facts[f"group.{group.name}"] = repr((group.kind, planes, group.window, group.layer_ids))
     if spec is not None and drafter is not None:
         facts["drafter.num_speculative_tokens"] = str(spec.num_speculative_tokens)
+        facts["drafter.kv"] = spec.draft_kv
         facts["drafter.verifier"] = spec.verifier
-        facts["drafter.weights"] = fingerprint(spec.model)
+        facts["drafter.weights"] = "none" if spec.model is None else fingerprint(spec.model)
+        facts["drafter.options"] = repr(sorted(spec.options.items()))
         facts["drafter.aux_layers"] = repr(tuple(drafter.aux_layers))
     if config.batch_invariant:
         facts["numerics.probe"] = numeric_probe(model, groups, backend, parameter.device)

@@ -38,15 +38,16 @@ class Leg:
     """One open attempt. `attached`: what becomes of the request still depends on it. `admitted`: P has pages for the
     whole prompt.
 
-    On D: `ready`: nothing else keeps the request from its queue; `wanted` are, per group, the entries that P may
-    write; `proven` the end of those that digests have shown to be final; `quarantined` the pages that the request
-    has given up.
+    On D: `ready`: nothing else keeps the request from its queue; `brought` are the groups of which P sends anything
+    (None: all); `wanted` are, per group, the entries that P may write; `proven` the end of those that digests have
+    shown to be final; `quarantined` the pages that the request has given up.
     """
 
     request: Request
     attached: bool = True
     admitted: bool = False
     ready: bool = False
+    brought: frozenset[str] | None = None
     wanted: dict[str, Interval] = field(default_factory=dict)
     proven: dict[str, int] = field(default_factory=dict)
     quarantined: BlockTables | None = None
@@ -90,7 +91,6 @@ class HandoffLegs:
         metrics: EngineMetrics,
         ends: Callable[[Request, int], bool],
         vocab_size: int,
-        num_drafts: int,
         recovery: Recovery,
         handoff_timeout_s: float,
         alter_seeds: Callable[[Seeds], Seeds] | None = None,
@@ -103,7 +103,6 @@ class HandoffLegs:
         self._clock = clock or SystemClock()
         self._ends = ends
         self.vocab_size = vocab_size
-        self.num_drafts = num_drafts
         self.recovery = recovery
         self.handoff_timeout_s = handoff_timeout_s
         self.open: dict[AttemptKey, Leg] = {}
@@ -150,12 +149,14 @@ class HandoffLegs:
             request = scheduler.receive_queue[0]
             ticket = request.ticket
             assert ticket is not None
-            destination = scheduler.start_receive(request)
+            leg = self.open[ticket.key]
+            destination = scheduler.start_receive(request, leg.brought)
             if destination is None:
                 break
             scheduler.receive_queue.popleft()
-            wanted = self.open[ticket.key].wanted = destination.wanted
-            self.agent.open_decode(ticket, request.prefill_len, wanted, dict(request.kv.pages))
+            leg.wanted = destination.wanted
+            pages = {name: request.kv.pages[name] for name in leg.wanted}
+            self.agent.open_decode(ticket, request.prefill_len, leg.wanted, pages)
 
     def expire_recomputing(self, now: float) -> list[Effect]:
         """A request that finds no room for its recomputation may succeed elsewhere, where pages that a peer might still
@@ -229,7 +230,7 @@ class HandoffLegs:
                 return []
             return self._failed(leg, f"{event.reason}: {event.message}", event.recoverable)
         if isinstance(event, DecodeAdmitted):
-            leg.admitted = True
+            leg.admitted, leg.brought = True, event.groups
             self._enqueue(leg)
             return []
         del self.open[event.key]
@@ -275,8 +276,8 @@ class HandoffLegs:
     def _fault(self, request: Request, seeds: Seeds, finished: bool) -> str | None:
         """What is wrong with the seeds, if anything."""
         ids = [seeds.first_token, *seeds.draft_token_ids]
-        if not all(0 <= i < self.vocab_size for i in ids) or len(seeds.draft_token_ids) > self.num_drafts:
-            return "token ids out of range or too many drafts"
+        if not all(0 <= i < self.vocab_size for i in ids):
+            return "token ids out of range"
         if request.num_output > 0 and seeds.first_token != request.token_ids[request.prefill_len]:
             return "the first token is not the last one known"
         if request.num_output == 0 and request.params.logprobs is not None and seeds.first_logprobs is None:

@@ -21,9 +21,6 @@ from baton.transports.base import Transport
 
 log = logging.getLogger(__name__)
 
-# Every drafter here computes its entry at position i from token i + 1.
-DRAFT_MODULE = 1
-
 
 @dataclass(frozen=True, slots=True)
 class KVMemory:
@@ -39,6 +36,7 @@ def kv_memory(
     config: EngineConfig,
     layers: Sequence[LayerSpec],
     draft_layers: Sequence[LayerSpec],
+    draft_modules: Sequence[int | None],
     dtype: str,
     max_position: int,
     before: Memory,
@@ -48,12 +46,14 @@ def kv_memory(
 ) -> KVMemory:
     """Size and allocate the pages of an engine that has loaded its weights; `before`: memory as it was before that.
 
-    `max_position` is the checkpoint's context. Raises ConfigError, TransportError.
+    `draft_modules`: as `Drafter.kv_modules`. `max_position` is the checkpoint's context. Raises ConfigError,
+    TransportError.
     """
     if config.max_model_len is not None and config.max_model_len > max_position:
         raise ConfigError("max_model_len", f"must be at most the checkpoint's {max_position}")
     sizes = block_sizes(config.block_size)
-    groups = _groups(layers, "target", sizes, dtype) + _groups(draft_layers, "draft", sizes, dtype)
+    groups = _groups(layers, [0] * len(layers), "target", sizes, dtype)
+    groups += _groups(draft_layers, draft_modules, "draft", sizes, dtype)
     known = {name for group in groups for name in _names(group)}
     if unknown := sizes.keys() - known:
         raise ConfigError("block_size", f"there is no group {min(unknown)!r}; there are {', '.join(sorted(known)[1:])}")
@@ -68,18 +68,20 @@ def kv_memory(
     return KVMemory(groups, size, *_allocate(groups, size.num_pages, transport, device))
 
 
-def _groups(layers: Sequence[LayerSpec], owner: Owner, sizes: Mapping[str, int], dtype: str) -> list[GroupSpec]:
-    """Layers that keep the same form one group."""
-    by_spec: dict[LayerSpec, list[int]] = {}
-    for layer_id, layer in enumerate(layers):
-        by_spec.setdefault(layer, []).append(layer_id)
+def _groups(
+    layers: Sequence[LayerSpec], modules: Sequence[int | None], owner: Owner, sizes: Mapping[str, int], dtype: str
+) -> list[GroupSpec]:
+    """Layers that keep the same, and look equally far, form one group."""
+    by_spec: dict[tuple[LayerSpec, int | None], list[int]] = {}
+    for layer_id, (layer, module) in enumerate(zip(layers, modules, strict=True)):
+        by_spec.setdefault((layer, module), []).append(layer_id)
     groups: list[GroupSpec] = []
-    for layer, ids in by_spec.items():
+    for (layer, module), ids in by_spec.items():
         kind, planes = _kept(layer, dtype)
         group = GroupSpec(
             name=(owner if owner == "draft" else f"{owner}.{kind}") + (f".{len(groups)}" if groups else ""),
             owner=owner,
-            module=DRAFT_MODULE if owner == "draft" else 0,
+            module=module,
             kind=kind,
             planes=planes,
             page_size=1,

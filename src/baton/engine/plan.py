@@ -157,7 +157,8 @@ class DraftPlan:
 
     `rows.token_ids` holds the token after each row. `feature_rows` [T]: the step's row that each goes with.
     `num_drafts` [R]: tokens to draft behind a request's last row. `noise`: [R] each. `contexts`: as
-    `PlanSpec.needs_contexts` asks.
+    `PlanSpec.needs_contexts` asks. `first_entry` [R]: the position whose entry is the first of a request's pages; empty
+    where it is 0 for all.
     """
 
     rows: Rows
@@ -165,6 +166,7 @@ class DraftPlan:
     num_drafts: IntArray
     noise: Noise
     contexts: Sequence[IntArray] = ()
+    first_entry: IntArray = field(default_factory=_none)
 
 
 def one_request(token_ids: Sequence[int], tables: Mapping[str, Sequence[int]], states: Container[str] = ()) -> Rows:

@@ -25,8 +25,8 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class DraftRows:
-    """Drafter rows [start, stop) of a request; their features are the step's rows `first_row`... `num_drafts`: how many
-    tokens to draft behind them."""
+    """Drafter rows [start, stop) of a request; their features, where any are taken, are the step's rows `first_row`...
+    `num_drafts`: how many tokens to draft behind them."""
 
     request: Request
     first_row: int
@@ -82,6 +82,7 @@ def draft_plan(draft_rows: Sequence[DraftRows], spec: PlanSpec, rejection: bool)
         rows=_rows(ids, spans, requests, spec.draft_groups),
         feature_rows=_array(feature_rows),
         num_drafts=_array([rows.num_drafts for rows in draft_rows]),
+        first_entry=_array([request.first_drafted for request in requests]),
         noise=replace(noise, temperature=np.zeros(len(requests))) if rejection else noise,
         contexts=[_array(request.token_ids) for request in requests] if spec.needs_contexts else (),
     )

@@ -46,6 +46,10 @@ class Request:
     sampling; its drafter then starts from the last token, so that draft rounds fall exactly where they
     would have fallen. The same tokens, `[0, prefill_len)`, are what a handoff moves.
 
+    Where a handoff brought no drafter KV, `cold_from` is how much of it was here nevertheless. A drafter that needs the
+    target's features then begins behind the prompt: `first_drafted` is the position whose entry is the first of its
+    groups, and there is nothing before it.
+
     `arrival` numbers the requests of an engine as they come; `queued_at` is when it came (monotonic seconds). One that
     has `started`, and lost its pages, goes before those that have not.
     """
@@ -66,6 +70,8 @@ class Request:
         self.finish_reason: FinishReason | None = None
         self.num_computed = 0
         self.num_drafted = 0
+        self.first_drafted = 0
+        self.cold_from: int | None = None
         self.num_cached = 0
         self.draft_ids: list[int] = []
         self.kv = BlockTables()
@@ -101,5 +107,6 @@ class Request:
 
     def forget_computed(self) -> None:
         """Its pages are gone, and with them everything computed."""
-        self.num_computed = self.num_drafted = 0
+        self.num_computed = self.num_drafted = self.first_drafted = 0
+        self.cold_from = None
         self.draft_ids = []

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -87,9 +88,14 @@ class _DraftPages:
     runner: ModelRunner
     layers: LayerMap
     tables: Mapping[str, Int32Array]
+    first_entry: IntArray
 
     def bind(self, requests: IntArray, positions: IntArray, query_start: Int32Array) -> _LayerCache:
-        batches = {name: AttnBatch(query_start, positions, table[requests]) for name, table in self.tables.items()}
+        slots = positions
+        if self.first_entry.any():
+            # What lies before a request's first entry does not exist: slots and visibility count from there.
+            slots = positions - np.repeat(self.first_entry[requests], np.diff(query_start))
+        batches = {name: AttnBatch(query_start, slots, table[requests]) for name, table in self.tables.items()}
         return _LayerCache(self.runner.backend, self.layers, batches, {})
 
 
@@ -157,7 +163,9 @@ class ModelRunner:
             features_TF=features,
             num_drafts=plan.num_drafts,
             contexts=plan.contexts,
-            pages=_DraftPages(self, self._draft_layers, {name: rows.tables[name] for name in self.spec.draft_groups}),
+            pages=_DraftPages(
+                self, self._draft_layers, {name: rows.tables[name] for name in self.spec.draft_groups}, plan.first_entry
+            ),
             choose=DraftChoice(plan.noise, first, self.model.vocab_size),
         )
         extended = drafter.extend(batch)

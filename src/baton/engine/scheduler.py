@@ -8,7 +8,7 @@ preempted, because a transport may read pages that were declared final.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 
 from baton.engine.request import Request, RequestStatus
@@ -142,13 +142,16 @@ class Scheduler:
         self.running.append(request)
         return True
 
-    def start_receive(self, request: Request) -> Destination | None:
-        """Give a decode leg its destination pages, or None when there is no room yet."""
+    def start_receive(self, request: Request, brought: Container[str] | None = None) -> Destination | None:
+        """Give a decode leg its destination pages, or None when there is no room yet. `brought`: as
+        `KVCache.attach_destination`."""
         behind = bool(self.waiting) and self.waiting[0].place < request.place
         if self._num_active >= self.max_num_seqs or behind:
             return None
-        destination = self.cache.attach_destination(request.kv, request.token_ids, request.prefill_len)
+        destination = self.cache.attach_destination(request.kv, request.token_ids, request.prefill_len, brought)
         if destination is not None:
+            cold = [hit for name, hit in destination.hits.items() if name not in destination.wanted]
+            request.cold_from = min(cold, default=None)
             request.num_cached = min(destination.hits.values())
             request.become(RequestStatus.RECEIVING)
             request.started = True

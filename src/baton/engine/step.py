@@ -156,8 +156,18 @@ def _advance(
         core.cache.accept(request.kv, num_accepted)
         if core.executor.spec.drafts and request.finish_reason is None:
             num_drafts = core.num_drafts(request) if drafts else 0
-            draft_rows.append(DraftRows(request, first, rows.start, request.num_computed, num_drafts))
+            drafted = DraftRows(request, first, rows.start, request.num_computed, num_drafts)
+            if core.drafts_from_tokens and request.num_drafted < rows.start:
+                drafted = _catch_up(request, num_drafts, core.scheduler.max_num_batched_tokens)
+            draft_rows.append(drafted)
     return draft_rows
+
+
+def _catch_up(request: Request, num_drafts: int, most: int) -> DraftRows:
+    """Rows of a drafter that lacks entries, at most so many in a step; drafts come when it lacks none."""
+    start = request.num_drafted
+    stop = min(request.num_computed, start + most)
+    return DraftRows(request, 0, start, stop, num_drafts if stop == request.num_computed else 0)
 
 
 def _draft(core: EngineCore, draft_rows: Sequence[DraftRows]) -> dict[Request, Exception]:

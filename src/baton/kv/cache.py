@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -133,22 +133,32 @@ class KVCache:
                 return start
         return None
 
-    def attach_destination(self, tables: BlockTables, tokens: Sequence[int], num_tokens: int) -> Destination | None:
+    def attach_destination(
+        self, tables: BlockTables, tokens: Sequence[int], num_tokens: int, brought: Container[str] | None = None
+    ) -> Destination | None:
         """Give a request that computes nothing of its `num_tokens` tokens pages for all of them and the next one.
+
+        `brought`: the groups of which a peer sends something, None for all. Of the others nothing is wanted; one whose
+        entries need the target's features has no hit either, and enters nothing into the prefix cache: what is missing
+        of it is never computed.
 
         Hits need not agree between groups. Pages that a handoff writes are the request's alone; those that only entries
         before a window's first wanted one would use are null. None, changing nothing, where there is no room.
         """
         found = self._look_up(tables, tokens, num_tokens)
+        cold = [name for name in self.pools if brought is not None and name not in brought]
         hits = {name: rules.hit(found[name].num_tokens, num_tokens) for name, rules in self.rules.items()}
+        lost = {name for name in cold if self.rules[name].module is not None}
+        hits |= dict.fromkeys(lost, 0)
         whole = {name: hit - hit % self.pools[name].page_size for name, hit in hits.items()}
         if not self._take(tables, found, hits, num_tokens + 1):
             hits = whole
             if not self._take(tables, found, hits, num_tokens + 1):
                 return None
-        wanted = {name: rules.wanted(num_tokens, hits[name]) for name, rules in self.rules.items()}
+        tables.uncached |= lost
+        wanted = {name: self.rules[name].wanted(num_tokens, hits[name]) for name in self.pools if name not in cold}
         for name in self._windowed:
-            if wanted[name].start > hits[name]:
+            if name in wanted and wanted[name].start > hits[name]:
                 # What is left of the group is no whole prefix.
                 tables.uncached.add(name)
                 self._free_before(tables, name, wanted[name].start)
@@ -272,6 +282,9 @@ class KVCache:
         self._release_scratch(tables)
         for name, pages in tables.take().items():
             pool = self.pools[name]
+            if name not in wanted:
+                pool.release(pages)
+                continue
             num_shared = min(wanted[name].start // pool.page_size, len(pages))
             pool.release(pages[num_shared:], quarantine=True)
             pool.release(pages[:num_shared])

@@ -28,7 +28,7 @@ from baton.openai import ServedModel
 from baton.router.client import EngineClient
 from baton.router.timers import RouterTimers
 from baton.text import Tokenizer
-from baton.wire import EngineInfo, Role
+from baton.wire import EngineInfo, Role, differing_facts
 
 logger = logging.getLogger(__name__)
 
@@ -120,8 +120,10 @@ class EnginePool:
         """Return the served model. Raises `EngineUnavailableError` while none has been reached."""
         if self._model is None:
             raise EngineUnavailableError("no engine has been reached yet")
-        limits = [i.info.max_model_len for i in self._instances.values() if i.info is not None]
-        return dataclasses.replace(self._model, max_model_len=min([self._model.max_model_len, *limits]))
+        infos = [i.info for i in self._instances.values() if i.info is not None]
+        length = min([self._model.max_model_len, *(info.max_model_len for info in infos)])
+        drafts = max([self._model.num_speculative_tokens, *(info.num_speculative_tokens for info in infos)])
+        return dataclasses.replace(self._model, max_model_len=length, num_speculative_tokens=drafts)
 
     async def add(self, url: str, role: Role) -> Instance:
         """Add an engine. Where it does not answer yet, `watch` asks it again.
@@ -243,7 +245,10 @@ class EnginePool:
                 if (theirs := getattr(other.info, name)) != (mine := getattr(info, name))
             }
             if "fingerprint" in different:
-                different |= _fields_of(*different.pop("fingerprint"))
+                facts = _fields_of(*different.pop("fingerprint"))
+                if "drafter.num_speculative_tokens" not in facts:
+                    different.pop("num_speculative_tokens", None)
+                different |= facts
             if different:
                 raise IncompatiblePeerError(different)
         known = self._model
@@ -252,14 +257,14 @@ class EnginePool:
 
 
 def _fields_of(theirs: str, mine: str) -> dict[str, tuple[object, object]]:
-    """Return the fields in which two fingerprints differ, where they are JSON objects; else both whole."""
+    """Return the fields in which two fingerprints differ so that no KV may move, where they are JSON objects; else both
+    whole."""
     try:
         first = msgspec.json.decode(theirs, type=dict[str, object])
         second = msgspec.json.decode(mine, type=dict[str, object])
     except msgspec.DecodeError:
         return {"fingerprint": (theirs, mine)}
-    names = sorted(first.keys() | second.keys())
-    return {n: (first.get(n), second.get(n)) for n in names if first.get(n) != second.get(n)}
+    return differing_facts(first, second)[0]
 
 
 def _checked_url(url: str) -> str:

@@ -21,7 +21,7 @@ from baton.handoff.channel.config import AgentConfig
 from baton.handoff.channel.connecting import Connector
 from baton.handoff.channel.health import Health
 from baton.handoff.plan.planner import Instance
-from baton.handoff.protocol.fingerprint import check_pair, compare, geometry_fields
+from baton.handoff.protocol.fingerprint import check_pair, compare, geometry_fields, target_groups
 from baton.handoff.protocol.gather import LEAD, pairs_of
 from baton.handoff.protocol.greeting import Side, is_proven, prove, session_key
 from baton.handoff.protocol.messages import CHALLENGE_BYTES, Announce, Bye, Hello, Pair, Register, Renew
@@ -42,6 +42,7 @@ class Session:
     the one that it was last shown a proof by. The peer counts as alive for `lease` seconds after it was `heard` last
     (monotonic seconds). Until `until` the process of the session before may still wait for a word about its attempts.
     `round_trip` is measured, in seconds. `pairs`: those of the two engines, and the groups of which each moves bytes.
+    `groups`: which of this engine's have KV that moves, where not all of them do.
     """
 
     connection: Connection
@@ -49,6 +50,7 @@ class Session:
     connecting: Future[Peer] | None = None
     peer: Peer | None = None
     pairs: Mapping[Pair, frozenset[str]] = field(default_factory=dict)
+    groups: frozenset[str] | None = None
     refusal: tuple[str, str] | None = None
     challenge: bytes = b""
     next_hello: float = 0.0
@@ -181,8 +183,12 @@ class Sessions:
         """A peer that has proven itself: compare, and connect the transport."""
         session.hello = hello
         try:
-            compare(self._fields, {**hello.fingerprint, **geometry_fields(hello.instance.check())})
-            session.pairs = self._pairs(hello.instance, dialled=session.connection.identity is None)
+            here = self._hello.instance
+            if not compare(self._fields, {**hello.fingerprint, **geometry_fields(hello.instance.check())}):
+                here = here.only(target_groups(here))
+                hello = msgspec.structs.replace(hello, instance=hello.instance.only(target_groups(hello.instance)))
+                session.hello, session.groups = hello, frozenset(here.groups)
+            session.pairs = self._pairs(here, hello.instance, dialled=session.connection.identity is None)
             self._connect(session, hello)
         except IncompatiblePeerError as error:
             session.refusal = ("incompatible_peer", str(error))
@@ -191,8 +197,7 @@ class Sessions:
         if session.refusal is not None:
             log.warning("no handoff with engine %s: %s", hello.engine_id, session.refusal[1])
 
-    def _pairs(self, peer: Instance, dialled: bool) -> dict[Pair, frozenset[str]]:
-        here = self._hello.instance
+    def _pairs(self, here: Instance, peer: Instance, dialled: bool) -> dict[Pair, frozenset[str]]:
         if self._gathered:
             return pairs_of(peer, here) if dialled else pairs_of(here, peer)
         check_pair(here, peer)

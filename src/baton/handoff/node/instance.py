@@ -215,6 +215,7 @@ class InstanceAgent:
             return  # a ticket that names other ranks is refused, and with it the pair that is open
         key = ticket.key
         try:
+            here = here.only(peer.groups)  # drafters' KV may stay where it is, and then the peer's is not named
             found = pairs_of(here, peer) if leg.side == P else pairs_of(peer, here)
         except IncompatiblePeerError:
             return  # the session is refused, and with it the pair that is open

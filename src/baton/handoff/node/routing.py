@@ -150,8 +150,8 @@ class Routing:
             if unhealthy and attempt.machine.phase is DecodePhase.WAITING:
                 execution.lose(attempt, "unhealthy_peer", unhealthy)
             attempt.meet(session)
-            execution.met(attempt, hello)
-            execution.feed(attempt, ev.PeerReady())
+            execution.met(attempt, session.hello or hello)
+            execution.feed(attempt, ev.PeerReady(session.groups))
 
     def connected(self, session: Session) -> None:
         """The transport's end of a session is there, or cannot be had."""

@@ -8,7 +8,7 @@ parallelism enters by passing only the chosen rank's group as sources.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Annotated
@@ -61,6 +61,11 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def here(self) -> dict[str, RankGeometry]:
         """What the rank that speaks has, by group."""
         return {group: found for group, ranks in self.groups.items() for found in ranks if found.rank == self.rank}
+
+    def only(self, groups: Container[str]) -> Instance:
+        """The same with some of its groups."""
+        kept = {group: ranks for group, ranks in self.groups.items() if group in groups}
+        return msgspec.structs.replace(self, groups=kept)
 
     def check(self) -> Instance:
         """Return self when every geometry is one and ranks differ, else raise `ProtocolError`."""

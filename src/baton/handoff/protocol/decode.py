@@ -53,6 +53,7 @@ class DecodeHandoff(Half):
         self.placed = False
         self._ticket = ticket
         self._admitted = False
+        self._groups: frozenset[str] | None = None
         self._wanted: dict[str, Interval] = {}
         self._pages: dict[str, list[int]] = {}
         self._proofs = Proofs({}, {})
@@ -78,7 +79,8 @@ class DecodeHandoff(Half):
     def handle(self, event: ev.MachineEvent) -> list[ev.Action]:
         """Take one event; the actions are to be carried out in order."""
         match event:
-            case ev.PeerReady():
+            case ev.PeerReady(groups):
+                self._groups = groups
                 if self.phase is DecodePhase.WAITING:
                     self.phase = DecodePhase.REGISTERED if self.placed else DecodePhase.ANNOUNCED
                     self._peer_quiet = False
@@ -159,7 +161,7 @@ class DecodeHandoff(Half):
         if self._admitted or self.phase is not DecodePhase.ANNOUNCED:
             return self._answer()
         self._admitted = True
-        return [ev.Notify(ev.DecodeAdmitted(self.key))]
+        return [ev.Notify(ev.DecodeAdmitted(self.key, self._groups))]
 
     def _progress(self, message: msg.Progress) -> list[ev.Action]:
         # Once a repair was asked for, copies go over what an earlier PROGRESS called done.

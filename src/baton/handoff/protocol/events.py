@@ -59,7 +59,9 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class PeerReady:
-    """D: the session with P is open, messages can be sent."""
+    """D: the session with P is open, messages can be sent. `groups`: those of which it moves bytes; None: all."""
+
+    groups: frozenset[str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,9 +245,13 @@ class PrefillReleased:
 
 @dataclass(frozen=True, slots=True)
 class DecodeAdmitted:
-    """P can finish the prefill of an announced attempt, so that it is worth giving it destination pages."""
+    """P can finish the prefill of an announced attempt, so that it is worth giving it destination pages.
+
+    `groups`: those that P brings, None for all. What is wanted may name no other.
+    """
 
     key: AttemptKey
+    groups: frozenset[str] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,10 @@ from collections.abc import Mapping
 
 from baton.errors import IncompatiblePeerError, ProtocolError
 from baton.handoff.plan.topology import Instance, plane_fields
+from baton.wire import differing_facts
 
-_ABSENT = "absent"
+# Groups of drafters are named so; a plug-in's engines, which state no `draft_kv`, may name theirs otherwise.
+_DRAFT_GROUPS = "draft"
 
 
 def geometry_fields(instance: Instance) -> dict[str, str]:
@@ -35,13 +37,20 @@ def geometry_fields(instance: Instance) -> dict[str, str]:
     return fields
 
 
-def compare(here: Mapping[str, str], peer: Mapping[str, str]) -> None:
-    """Raise `IncompatiblePeerError` naming every field that differs or that one side lacks."""
-    names = sorted(set(here) | set(peer))
-    pairs = {name: (here.get(name, _ABSENT), peer.get(name, _ABSENT)) for name in names}
-    differing: dict[str, tuple[object, object]] = {name: pair for name, pair in pairs.items() if len(set(pair)) > 1}
+def compare(here: Mapping[str, str], peer: Mapping[str, str]) -> bool:
+    """Whether drafters' KV moves too, see `differing_facts`.
+
+    Raises `IncompatiblePeerError` naming every field that forbids a handoff.
+    """
+    differing, moves = differing_facts(here, peer)
     if differing:
         raise IncompatiblePeerError(differing)
+    return moves
+
+
+def target_groups(instance: Instance) -> set[str]:
+    """The groups that are no drafter's."""
+    return {group for group in instance.groups if group.partition(".")[0] != _DRAFT_GROUPS}
 
 
 def check_pair(here: Instance, peer: Instance) -> None:

@@ -101,6 +101,7 @@ class DecodeGather:
         self._pairs = dict(pairs)
         self._sampling = sampling
         self._admitted: set[Pair] = set()
+        self._brought: frozenset[str] | None = None
         self._proven: dict[Pair, dict[str, int]] = {}
         self._told: dict[str, int] = {}
         self._ended: dict[Pair, ev.HandoffEvent] = {}
@@ -112,7 +113,7 @@ class DecodeGather:
             return []
         match event:
             case ev.DecodeAdmitted():
-                return self._admit(pair)
+                return self._admit(pair, event.groups)
             case ev.DecodeProgress(_, proven):
                 return self._progress(pair, proven)
             case ev.DecodeFailed():
@@ -122,11 +123,15 @@ class DecodeGather:
             case _:
                 return []
 
-    def _admit(self, pair: Pair) -> list[ev.HandoffEvent | EndPair]:
+    def _admit(self, pair: Pair, groups: frozenset[str] | None) -> list[ev.HandoffEvent | EndPair]:
         if pair in self._admitted:
             return []
         self._admitted.add(pair)
-        return [ev.DecodeAdmitted(self._key)] if len(self._admitted) == len(self._pairs) and not self._failed else []
+        if groups is not None:
+            self._brought = groups | (self._brought or frozenset())
+        if len(self._admitted) < len(self._pairs) or self._failed:
+            return []
+        return [ev.DecodeAdmitted(self._key, self._brought)]
 
     def _progress(self, pair: Pair, proven: dict[str, int]) -> list[ev.HandoffEvent | EndPair]:
         """A token is proven when all pairs that bring a part of its bytes have proven theirs."""

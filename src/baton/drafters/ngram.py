@@ -1,0 +1,75 @@
+"""Prompt lookup (Saxena, 2023; vLLM's `ngram`): what followed the last tokens when they stood together before.
+
+The longest n-gram at the end of a request's tokens counts that occurs earlier too, of `prompt_lookup_min` to
+`prompt_lookup_max` tokens; of several occurrences the first. Nothing is kept, so there is no KV and nothing to hand
+over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from torch import Tensor
+
+from baton.drafters.base import DraftBatch, IntArray
+from baton.errors import ConfigError
+from baton.models.base import CausalLM
+from baton.models.cache import LayerSpec
+from baton.models.linear import Build
+
+# vLLM's, where neither length is given.
+_LENGTH = 5
+
+
+class NGram:
+    """See the module's docstring."""
+
+    kv_layers: Sequence[LayerSpec] = ()
+    kv_modules: Sequence[int | None] = ()
+    aux_layers: tuple[int, ...] = ()
+    needs_contexts = True
+
+    def __init__(self, least: int, most: int) -> None:
+        self._least, self._most = least, most
+
+    @classmethod
+    def load(
+        cls,
+        path: str,
+        target: CausalLM,
+        build: Build,
+        prompt_lookup_min: int | None = None,
+        prompt_lookup_max: int | None = None,
+    ) -> NGram:
+        """Raises `ConfigError` for a least length above the greatest. A length that is not given is the other's."""
+        most = prompt_lookup_max or prompt_lookup_min or _LENGTH
+        least = prompt_lookup_min or most
+        if least > most:
+            raise ConfigError("speculative_config.prompt_lookup_min", f"is {least}, prompt_lookup_max is {most}")
+        return cls(least, most)
+
+    def combine(self, hidden_TE: Tensor, aux: list[Tensor]) -> None:
+        return None
+
+    def extend(self, batch: DraftBatch) -> None:
+        return None
+
+    def draft(self, batch: DraftBatch, extended: None) -> list[list[int]]:
+        return [
+            _follow(context, self._least, self._most)[:num].tolist()
+            for context, num in zip(batch.contexts, batch.num_drafts.tolist(), strict=True)
+        ]
+
+
+def _follow(tokens: IntArray, least: int, most: int) -> IntArray:
+    """All tokens behind the first occurrence of the longest n-gram at the end; none where there is no other one."""
+    ends = np.arange(len(tokens) - 1)  # where an occurrence may end: before the last token
+    found, length = ends, 0
+    for back in range(min(most, len(tokens) - 1)):
+        ends = ends[ends >= back]
+        ends = ends[tokens[ends - back] == tokens[-1 - back]]
+        if not len(ends):
+            break
+        found, length = ends, back + 1
+    return tokens[found[0] + 1 :] if least <= length else tokens[:0]
