@@ -56,8 +56,7 @@ class EngineCore:
         self.cache = scheduler.cache
         self._reach = max(pool.reach for pool in self.cache.pools.values())
         # A drafter of tokens alone catches up with a prompt whose entries it lacks: its rows are its own.
-        draft_modules = [self.cache.rules[name].module for name in executor.spec.draft_groups]
-        self.drafts_from_tokens = bool(draft_modules) and all(module is None for module in draft_modules)
+        self.drafts_from_tokens = {rules.module for rules in self.cache.rules.values()} - {0} == {None}
         self.prefix_store = prefix_store
         self.eos_ids = frozenset(eos_ids)
         self.max_model_len = max_model_len

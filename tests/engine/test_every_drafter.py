@@ -1,0 +1,179 @@
+"""Every method of drafting through prefix hits, chunks, preemption and handoffs: always the tokens of no drafter, and
+through handoffs the acceptance of one engine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.engine.config import SpeculativeConfig
+from baton.engine.executor import LocalExecutor
+from baton.engine.plan import DraftPlan
+from baton.errors import CheckpointError
+from baton.models.loader import load_model
+from baton.wire import SamplingParams
+from tests.engine.engines import Mode, Stepped, pair, request, stepped
+from tests.support.checkpoints import make_checkpoint, make_drafter
+from tests.support.drafters_tokens import draft_model, ngram, windowed_draft_model
+from tests.support.kinds import WholeSequence
+
+Settings = dict[str, Any]
+NUM_TOKENS = 10
+GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
+SAMPLED = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.7, seed=5, ignore_eos=True)
+# One token, fewer than drafts, a token less and more than pages, and multiples of both page sizes.
+LENGTHS = [1, 2, 6, 7, 15, 16, 42, 48]
+
+
+def eagle31(path: Path) -> Settings:
+    flags = {"fc_norm": True, "norm_output": True}
+    made = make_drafter(path / "head", "eagle3", path / "target", draft_vocab_size=200, **flags)
+    return {"method": "eagle3", "model": str(made), "num_speculative_tokens": 3}
+
+
+MADE: dict[str, Callable[[Path], Settings]] = {
+    "ngram": lambda path: ngram(),
+    "draft_model": lambda path: draft_model(path / "small"),
+    "draft_model with a window": lambda path: windowed_draft_model(path / "small"),
+    "the target itself": lambda path: {"method": "draft_model", "model": str(path / "target")},
+    "eagle31": eagle31,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("drafters")
+    make_checkpoint(path / "target", "llama", num_hidden_layers=2, vocab_size=260)
+    return path
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> dict[str, list[list[int]]]:
+    """Tokens of every prompt, greedy and drawn, without a drafter."""
+    with stepped(model=str(folder / "target"), speculative_config=None) as one:
+        return {
+            name: [one.run(f"{name}{n}", prompt_of(n), params).token_ids for n in LENGTHS]
+            for name, params in (("greedy", GREEDY), ("drawn", SAMPLED))
+        }
+
+
+def prompt_of(length: int, salt: int = 0) -> list[int]:
+    # It repeats itself, so that prompt lookup finds something.
+    return [3 + (5 * (i % 9) + 13 * salt + (i % 9) ** 2) % 200 for i in range(length)]
+
+
+def settings_of(folder: Path, drafter: Settings | None, **more: Any) -> Settings:
+    spec = None if drafter is None else SpeculativeConfig.parse(json.dumps(drafter))
+    return {"model": str(folder / "target"), "speculative_config": spec, **more}
+
+
+def run_all(one: Stepped, name: str, params: SamplingParams) -> list[Any]:
+    streams = [one.add(request(f"{name}{n}", prompt_of(n), params)) for n in LENGTHS]
+    while not all(stream.ended for stream in streams):
+        one.step()
+    assert one.is_idle()
+    return streams
+
+
+@pytest.mark.parametrize("drafter", MADE)
+def test_a_drafter_changes_no_token_and_a_handoff_no_acceptance(
+    drafter: str, folder: Path, tmp_path: Path, expected: dict[str, list[list[int]]]
+) -> None:
+    made = MADE[drafter](folder)
+    with stepped(**settings_of(folder, made, block_size=16)) as one:
+        alone = {"greedy": run_all(one, "g", GREEDY), "drawn": run_all(one, "d", SAMPLED)}
+        again = run_all(one, "again", GREEDY)  # from the prefix cache
+    for name, streams in alone.items():
+        assert [stream.token_ids for stream in streams] == expected[name]
+    assert [s.result for s in again] == [s.result for s in alone["greedy"]]
+    assert [s.accepted for s in again] == [s.accepted for s in alone["greedy"]]
+    # Chunks that end inside pages, and requests that lose theirs.
+    small = settings_of(folder, made, block_size=7, max_num_batched_tokens=9, max_num_seqs=3)
+    with stepped(**small) as one:
+        streams, scheduler = [one.add(request(f"g{n}", prompt_of(n), GREEDY)) for n in LENGTHS], one.core.scheduler
+        while not all(stream.ended for stream in streams):
+            one.step()
+            if one.core.metrics.num_steps % 5 == 0 and scheduler.running:
+                scheduler.preempt(scheduler.running[-1])
+        assert scheduler.num_preemptions > 1
+        assert [stream.token_ids for stream in streams] == expected["greedy"]
+        assert [stream.accepted for stream in streams] == [stream.accepted for stream in alone["greedy"]]
+    sizes: Settings = {"block_size": 16, "max_num_batched_tokens": 20, "decode": {"block_size": 7}}
+    with pair(tmp_path, **settings_of(folder, made), **sizes) as two:
+        for mode, params, name in (("push", GREEDY, "greedy"), ("pull", SAMPLED, "drawn"), ("pull", GREEDY, "greedy")):
+            legs = [two.legs(f"{mode}{name}{n}", prompt_of(n), params, _mode(mode)) for n in LENGTHS]
+            two.step_until(lambda legs=legs: all(told.ended and rest.ended for told, rest in legs), limit_s=60.0)
+            two.settle()
+            assert [rest.token_ids for _, rest in legs] == expected[name]
+            assert [rest.accepted for _, rest in legs] == [stream.accepted for stream in alone[name]]
+        metrics = two.decode.core.metrics
+        assert (metrics.num_handoffs["committed"], metrics.recoveries) == (3 * len(LENGTHS), {})
+
+
+def _mode(name: str) -> Mode:
+    return "push" if name == "push" else "pull"
+
+
+def test_a_model_that_drafts_for_itself_is_always_right(folder: Path) -> None:
+    drafter = {"method": "draft_model", "model": str(folder / "target"), "num_speculative_tokens": 3}
+    with stepped(**settings_of(folder, drafter)) as one:
+        for params in (GREEDY, SAMPLED):
+            for n in LENGTHS:
+                stream = one.run(f"{n}{params.seed}", prompt_of(n), params)
+                assert stream.accepted == [3, 3, 1]  # ten tokens: one, four, four, one
+
+
+def test_drafts_are_those_of_the_small_model_computed_whole(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter = windowed_draft_model(folder / "small")
+    model, seen = load_model(drafter["model"]), []
+
+    def whole(tokens: list[int], num: int) -> list[int]:
+        import torch
+
+        found: list[int] = []
+        for _ in range(num):
+            ids = torch.tensor(tokens + found)
+            hidden, _ = model(ids, torch.arange(len(ids)), WholeSequence(model))
+            found.append(int(model.compute_logits(hidden[-1:]).argmax()))
+        return found
+
+    original = LocalExecutor.draft
+
+    def draft(self: LocalExecutor, plan: DraftPlan) -> list[list[int]]:
+        drafts = original(self, plan)
+        seen.extend(zip([context.tolist() for context in plan.contexts], drafts, strict=True))
+        return drafts
+
+    monkeypatch.setattr(LocalExecutor, "draft", draft)
+    with stepped(**settings_of(folder, drafter, max_num_batched_tokens=20)) as one:
+        run_all(one, "g", GREEDY)
+    drafted = [(context, drafts) for context, drafts in seen if drafts]
+    assert len(drafted) > 3 * len(LENGTHS)
+    for context, drafts in drafted:
+        assert drafts == whole(context, len(drafts))
+
+
+def test_behind_the_context_of_a_draft_model_there_are_no_drafts(folder: Path, tmp_path: Path) -> None:
+    drafter = draft_model(tmp_path / "short", max_position_embeddings=24)
+    params = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
+    prompts = [prompt_of(n) for n in (3, 15, 22, 23, 24, 40)]
+    with stepped(**settings_of(folder, None)) as one:
+        expected = [one.run(str(i), prompt, params).token_ids for i, prompt in enumerate(prompts)]
+    with stepped(**settings_of(folder, drafter, max_num_batched_tokens=10)) as one:
+        streams = [one.run(str(i), prompt, params) for i, prompt in enumerate(prompts)]
+        assert [stream.token_ids for stream in streams] == expected
+        assert streams[0].accepted
+        assert not streams[-1].accepted
+
+
+def test_models_that_cannot_draft_for_a_target_are_refused(folder: Path, tmp_path: Path) -> None:
+    drafter = draft_model(tmp_path / "other", vocab_size=300)
+    with (
+        pytest.raises(CheckpointError, match="drafter: vocab_size is 300, the target's is 260"),
+        stepped(**settings_of(folder, drafter)),
+    ):
+        pass
