@@ -67,8 +67,7 @@ LENIENT: dict[str, tuple[Settings | None, Settings | None]] = {
 }
 
 
-@pytest.mark.parametrize("case", LENIENT)
-@pytest.mark.parametrize("policy", ["prefer", "drop"])
+@pytest.mark.parametrize(("case", "policy"), [*((case, "prefer") for case in LENIENT), ("another method", "drop")])
 def test_engines_that_draft_unlike_each_other_give_the_same_tokens(
     case: str, policy: str, tmp_path: Path, expected: dict[int | None, list[list[int]]]
 ) -> None:
@@ -91,7 +90,7 @@ def test_engines_that_draft_unlike_each_other_give_the_same_tokens(
         assert bytes_of(two) == bytes_of(plain)
 
 
-@pytest.mark.parametrize("num", [0, 1, 3, 5])
+@pytest.mark.parametrize("num", [0, 1, 5])
 def test_a_drafter_of_both_moves_whatever_number_of_drafts_each_makes(
     num: int, tmp_path: Path, expected: dict[int | None, list[list[int]]]
 ) -> None:
