@@ -89,6 +89,7 @@ class Engine:
             self.metrics,
             ends,
             VOCAB,
+            settings.num_drafts,
             settings.recovery,
             timeout,
             clock=process.clock,

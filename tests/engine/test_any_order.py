@@ -78,7 +78,7 @@ class Engine:
             return until_stop(request, [token], {EOS}, CONTEXT)[1] is not None
 
         agent: Any = self
-        self.legs = HandoffLegs(agent, self.scheduler, metrics, ends, 100, recovery, 1000.0)
+        self.legs = HandoffLegs(agent, self.scheduler, metrics, ends, 100, LOOKAHEAD, recovery, 1000.0)
         none: Any = None
         self.core = EngineCore(none, self.scheduler, self.legs, [EOS], CONTEXT, LOOKAHEAD, False, self.emit, agent)
         self.prefills: dict[AttemptKey, Attempt] = {}

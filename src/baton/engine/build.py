@@ -36,6 +36,7 @@ from baton.handoff.node.instance import Agent, InstanceAgent
 from baton.handoff.plan.planner import Instance, RankGeometry
 from baton.handoff.protocol.digests import MemoryDigester
 from baton.handoff.protocol.events import HandoffEvent
+from baton.handoff.protocol.messages import MAX_DRAFTS
 from baton.handoff.protocol.ticket import Redeemer, load_or_create_key
 from baton.kv.cache import KVCache
 from baton.kv.geometry import Geometry
@@ -230,13 +231,14 @@ def _legs(
     max_model_len: int,
     transport: Transport,
 ) -> HandoffLegs:
-    eos_ids = frozenset(loaded.tokenizer.eos_token_ids)
+    eos_ids, spec = frozenset(loaded.tokenizer.eos_token_ids), config.speculative_config
     return HandoffLegs(
         agent,
         scheduler,
         EngineMetrics(),
         lambda request, token: until_stop(request, [token], eos_ids, max_model_len)[1] is not None,
         loaded.model.vocab_size,
+        config.num_drafts if spec is not None and spec.draft_kv == "require" else MAX_DRAFTS,
         config.recovery,
         config.kv_transfer_config.handoff_timeout_s,
         getattr(transport, "alter_seeds", None),

@@ -91,18 +91,20 @@ class HandoffLegs:
         metrics: EngineMetrics,
         ends: Callable[[Request, int], bool],
         vocab_size: int,
+        most_drafts: int,
         recovery: Recovery,
         handoff_timeout_s: float,
         alter_seeds: Callable[[Seeds], Seeds] | None = None,
         clock: Clock | None = None,
     ) -> None:
-        """`ends(request, token)`: whether a token that comes next ends a request. `alter_seeds` is the seam at which
+        """`ends(request, token)`: whether a token that comes next ends a request. `most_drafts`: how many may come with
+        the first token. `alter_seeds` is the seam at which
         the `faulty` transport breaks seeds on purpose."""
         self.agent, self.scheduler, self.cache, self.metrics = agent, scheduler, scheduler.cache, metrics
         self.alter_seeds = alter_seeds
         self._clock = clock or SystemClock()
         self._ends = ends
-        self.vocab_size = vocab_size
+        self.vocab_size, self.most_drafts = vocab_size, most_drafts
         self.recovery = recovery
         self.handoff_timeout_s = handoff_timeout_s
         self.open: dict[AttemptKey, Leg] = {}
@@ -276,8 +278,8 @@ class HandoffLegs:
     def _fault(self, request: Request, seeds: Seeds, finished: bool) -> str | None:
         """What is wrong with the seeds, if anything."""
         ids = [seeds.first_token, *seeds.draft_token_ids]
-        if not all(0 <= i < self.vocab_size for i in ids):
-            return "token ids out of range"
+        if not all(0 <= i < self.vocab_size for i in ids) or len(seeds.draft_token_ids) > self.most_drafts:
+            return "token ids out of range or too many drafts"
         if request.num_output > 0 and seeds.first_token != request.token_ids[request.prefill_len]:
             return "the first token is not the last one known"
         if request.num_output == 0 and request.params.logprobs is not None and seeds.first_logprobs is None:
