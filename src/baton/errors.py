@@ -57,6 +57,10 @@ class UnauthorizedError(RequestError):
     """The request needs a token that it does not bring (HTTP 401)."""
 
 
+class InvalidApiKeyError(UnauthorizedError):
+    """The request brings none of the server's API keys (HTTP 401)."""
+
+
 class ForbiddenError(RequestError):
     """The request carries a ticket that the router has not signed for it, or comes from where none may (HTTP 403)."""
 

@@ -142,6 +142,9 @@ class ListenOptions:
     shutdown_timeout: Annotated[
         float, typer.Option(min=0.0, help="Seconds that requests have to end after SIGTERM; then they end in an error.")
     ] = SHUTDOWN_TIMEOUT_S
+    api_key: Annotated[
+        list[str] | None, typer.Option(envvar="BATON_API_KEY", help="Clients must bring one of these keys; repeat.")
+    ] = None
 
 
 @dataclass(frozen=True, slots=True)

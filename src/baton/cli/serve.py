@@ -67,7 +67,7 @@ def serve_command(
         def make_engine() -> AsyncEngine:
             return AsyncEngine(config, reporter.progress)
 
-        run_engine(make_engine, tokenizer, listener, on_ready, listen.shutdown_timeout)
+        run_engine(make_engine, tokenizer, listener, on_ready, listen.shutdown_timeout, listen.api_key or ())
 
 
 @with_options
@@ -114,6 +114,7 @@ def up_command(
                 prefill=tuple(deployment.prefill_urls),
                 decode=tuple(deployment.decode_urls),
                 both=tuple(deployment.both_urls),
+                api_keys=tuple(listen.api_key or ()),
             )
 
             def on_ready(url: str) -> None:

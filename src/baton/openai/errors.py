@@ -16,6 +16,7 @@ from baton.errors import (
     ForbiddenError,
     HandoffError,
     IncompatiblePeerError,
+    InvalidApiKeyError,
     OverloadedError,
     ProtocolError,
     RequestError,
@@ -66,6 +67,7 @@ class ApiError:
 # How errors are told: the first class that fits, with its HTTP status, type and code.
 _TOLD: tuple[tuple[type[BatonError], int, str, str | None], ...] = (
     (UnknownModelError, 404, "invalid_request_error", "model_not_found"),
+    (InvalidApiKeyError, 401, "invalid_request_error", "invalid_api_key"),
     (UnauthorizedError, 401, "authentication_error", "invalid_admin_token"),
     (ForbiddenError, 403, "permission_error", "forbidden"),
     (RequestError, 400, "invalid_request_error", None),

@@ -57,7 +57,6 @@ _UNSERVED: tuple[tuple[str, tuple[object, ...], str], ...] = (
     (_STRUCTURED, ({"type": "text"},), "response_format"),
     (_PROMPT, (), "prompt_embeds input_ids truncate_prompt_tokens truncation_side suffix session_params"),
     (_TEMPLATE, (), "chat_template documents task"),
-    (_TEMPLATE, (False,), "continue_final_message"),
     (_OUTPUT, (), "prompt_logprobs logprob_token_ids"),
     (_OUTPUT, (True,), "spaces_between_special_tokens"),
     (_OUTPUT, (False,), "echo return_hidden_states return_routed_experts return_cached_tokens_details"),

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 
 import msgspec
 from aiohttp import web
 from prometheus_client import generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
+from baton import __version__
 from baton.errors import EngineUnavailableError
+from baton.openai.access import ApiKeys, name_response
 from baton.openai.errors import ApiError, to_api_error
 from baton.openai.limits import Bodies, HttpLimits
 from baton.openai.metrics import FrontMetrics
@@ -63,9 +65,12 @@ LIMITS: web.AppKey[HttpLimits] = web.AppKey("limits", HttpLimits)
 BODIES: web.AppKey[Bodies] = web.AppKey("bodies", Bodies)
 
 
-def new_app(metrics: FrontMetrics, limits: HttpLimits | None = None) -> web.Application:
-    """Return an app that answers every error in OpenAI's shape and serves `GET /metrics`."""
-    drain, limits = Drain(), limits or HttpLimits()
+def new_app(metrics: FrontMetrics, limits: HttpLimits | None = None, api_keys: Sequence[str] = ()) -> web.Application:
+    """Return an app that answers every error in OpenAI's shape and serves `GET /metrics`.
+
+    `api_keys`: clients of the API must bring one of them. Raises `ConfigError` for an empty one.
+    """
+    drain, limits, keys = Drain(), limits or HttpLimits(), ApiKeys(api_keys)
 
     @web.middleware
     async def shape_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -74,6 +79,7 @@ def new_app(metrics: FrontMetrics, limits: HttpLimits | None = None) -> web.Appl
         status = 499  # counted for a client that went away, which gets no answer
         try:
             with contextlib.nullcontext() if endpoint == "/metrics" else drain.running():
+                keys.check(request)
                 response = await handler(request)
             status = response.status
             return response
@@ -99,16 +105,31 @@ def new_app(metrics: FrontMetrics, limits: HttpLimits | None = None) -> web.Appl
         return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     app = web.Application(middlewares=[shape_errors])
+    app.on_response_prepare.append(name_response)
     app[DRAIN], app[LIMITS], app[BODIES] = drain, limits, Bodies(limits)
     app.router.add_get("/metrics", show_metrics)
     return app
 
 
 def add_openai_routes(app: web.Application, service: OpenAIService) -> None:
-    """Add `/v1/models`, `/v1/completions` and `/v1/chat/completions`."""
+    """Add OpenAI's models, completions and chat completions, and vLLM's `/tokenize`, `/detokenize` and `/version`."""
 
     async def models(request: web.Request) -> web.StreamResponse:
         return json_response(service.models())
+
+    async def model(request: web.Request) -> web.StreamResponse:
+        return json_response(service.model_card(request.match_info["name"]))
+
+    async def version(request: web.Request) -> web.StreamResponse:
+        return json_response({"version": __version__})
+
+    async def tokenize(request: web.Request) -> web.StreamResponse:
+        async with app[BODIES].read(request) as body:
+            return json_response(await service.tokenize(body))
+
+    async def detokenize(request: web.Request) -> web.StreamResponse:
+        async with app[BODIES].read(request) as body:
+            return json_response(await service.detokenize(body))
 
     async def completions(request: web.Request) -> web.StreamResponse:
         return await _reply(request, await service.answer(await plan(request, False)))
@@ -120,7 +141,11 @@ def add_openai_routes(app: web.Application, service: OpenAIService) -> None:
         async with app[BODIES].read(request) as body:
             return await service.plan(body, chat)
 
+    app.router.add_get("/version", version)
     app.router.add_get("/v1/models", models)
+    app.router.add_get("/v1/models/{name:.+}", model)  # names of the hub have slashes
+    app.router.add_post("/tokenize", tokenize)
+    app.router.add_post("/detokenize", detokenize)
     app.router.add_post("/v1/completions", completions)
     app.router.add_post("/v1/chat/completions", chat)
 

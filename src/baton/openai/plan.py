@@ -7,16 +7,27 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
 from baton.errors import RequestError, UnknownModelError
 from baton.openai.backend import ServedModel
-from baton.openai.requests import ChatRequest, CompletionRequest, Message, chat_logprobs, decode, sampling_params
+from baton.openai.requests import (
+    ChatRequest,
+    CompletionRequest,
+    Message,
+    TokenizeRequest,
+    chat_logprobs,
+    decode,
+    sampling_params,
+)
 from baton.wire import GenerateRequest, Mode, PromptIds, SamplingParams
 
 MAX_CHOICES = 256  # prompts times n in one request
 MAX_MESSAGES = 4096
+# Marks the end of a message that the model goes on with. The space shows whether the template trims messages.
+_END = "<|baton-end-of-message|> "
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +51,7 @@ class Plan:
 
 def plan_completion(request: CompletionRequest, model: ServedModel) -> Plan:
     """Raises `RequestError` naming what cannot be served, `UnknownModelError` for another model."""
-    _check_model(request.model, model)
+    check_model(request.model, model)
     special = request.add_special_tokens is not False
     prompts = _prompts(request.prompt, model, special)
     default = 16
@@ -54,22 +65,13 @@ def plan_completion(request: CompletionRequest, model: ServedModel) -> Plan:
 
 def plan_chat(request: ChatRequest, model: ServedModel) -> Plan:
     """Raises `RequestError` naming what cannot be served, `UnknownModelError` for another model."""
-    _check_model(request.model, model)
-    if not request.messages:
-        raise RequestError("messages must not be empty", "messages")
-    if len(request.messages) > MAX_MESSAGES:
-        raise RequestError(f"messages must be at most {MAX_MESSAGES} messages", "messages")
-    messages = [_message(index, message) for index, message in enumerate(request.messages)]
-    # Checked before the template runs, whose time grows with the messages.
-    _check_num_chars(sum(len(text) for message in messages for text in message.values()), "messages", model)
+    check_model(request.model, model)
     variables = dict(request.chat_template_kwargs or {})
     if request.reasoning_effort is not None:
         variables["reasoning_effort"] = request.reasoning_effort
         if "reasoning_effort" not in model.tokenizer.template_variables:
             raise RequestError("reasoning_effort: this model's chat template knows no such thing", "reasoning_effort")
-    text = model.tokenizer.apply_chat_template(messages, request.add_generation_prompt is not False, variables)
-    # The template wrote BOS itself.
-    prompt = _encode(text, model, request.add_special_tokens is True, "messages")
+    prompt = chat_prompt(request, request.messages, variables, model)
     asked, param = request.max_completion_tokens, "max_completion_tokens"
     if asked is None:
         asked, param = request.max_tokens, "max_tokens"
@@ -79,6 +81,44 @@ def plan_chat(request: ChatRequest, model: ServedModel) -> Plan:
     _check_lengths([prompt], max_tokens, param, "messages", model)
     params = sampling_params(request, max_tokens, chat_logprobs(request), model.vocab_size)
     return _plan(request, model, [prompt], params, chat=True)
+
+
+def chat_prompt(
+    request: ChatRequest | TokenizeRequest, messages: list[Message], variables: dict[str, Any], model: ServedModel
+) -> PromptIds:
+    """The tokens of a conversation by the model's chat template, which gets `variables` too.
+
+    Raises `RequestError` naming what cannot be served.
+    """
+    if not messages:
+        raise RequestError("messages must not be empty", "messages")
+    if len(messages) > MAX_MESSAGES:
+        raise RequestError(f"messages must be at most {MAX_MESSAGES} messages", "messages")
+    shown = [_message(index, message) for index, message in enumerate(messages)]
+    # Checked before the template runs, whose time grows with the messages.
+    check_num_chars(sum(len(text) for message in shown for text in message.values()), "messages", model)
+    goes_on = bool(request.continue_final_message)
+    if goes_on and request.add_generation_prompt:
+        raise RequestError(
+            "continue_final_message and add_generation_prompt exclude each other", "continue_final_message"
+        )
+    if goes_on:
+        shown[-1]["content"] += _END
+    begins = not goes_on and request.add_generation_prompt is not False
+    text = model.tokenizer.apply_chat_template(shown, begins, variables)
+    if goes_on:
+        text = _until_end(text)
+    # The template wrote BOS itself.
+    return encode(text, model, request.add_special_tokens is True, "messages")
+
+
+def _until_end(text: str) -> str:
+    """A rendered conversation up to `_END`, without the spaces that its template would have trimmed there."""
+    found = text.rfind(_END.strip())
+    if found < 0:
+        what = "continue_final_message"
+        raise RequestError(f"{what}: the chat template does not show the end of the last message", what)
+    return text[:found] if text.startswith(_END, found) else text[:found].rstrip()
 
 
 def make_plan(body: bytes, model: ServedModel, chat: bool) -> Plan:
@@ -128,7 +168,7 @@ def _plan(
     )
 
 
-def _check_model(asked: str | None, model: ServedModel) -> None:
+def check_model(asked: str | None, model: ServedModel) -> None:
     if asked is not None and asked != model.name:
         raise UnknownModelError(
             f"the model {reprlib.repr(asked)} does not exist; this endpoint serves {model.name!r}", "model"
@@ -156,7 +196,7 @@ def _check_lengths(
             )
 
 
-def _check_num_chars(num_chars: int, param: str, model: ServedModel) -> None:
+def check_num_chars(num_chars: int, param: str, model: ServedModel) -> None:
     """Raise `RequestError` for text that cannot fit whatever its tokens are, without the cost of tokenising it."""
     limit = model.max_model_len * model.tokenizer.max_token_chars
     if num_chars > limit:
@@ -167,21 +207,21 @@ def _check_num_chars(num_chars: int, param: str, model: ServedModel) -> None:
         )
 
 
-def _encode(text: str, model: ServedModel, special: bool, param: str) -> PromptIds:
-    _check_num_chars(len(text), param, model)
+def encode(text: str, model: ServedModel, special: bool, param: str) -> PromptIds:
+    check_num_chars(len(text), param, model)
     return PromptIds(model.tokenizer.encode(text, special))
 
 
 def _prompts(value: str | list[str | int | list[int]], model: ServedModel, special: bool) -> list[PromptIds]:
     if isinstance(value, str):
-        return [_encode(value, model, special, "prompt")]
+        return [encode(value, model, special, "prompt")]
     if not value:
         raise RequestError("prompt must not be empty", "prompt")
     if len(value) > MAX_CHOICES and not isinstance(value[0], int):
         raise RequestError(f"prompt must be at most {MAX_CHOICES} prompts", "prompt")
     texts = [item for item in value if isinstance(item, str)]
     if len(texts) == len(value):
-        return [_encode(text, model, special, "prompt") for text in texts]
+        return [encode(text, model, special, "prompt") for text in texts]
     if all(isinstance(item, int) for item in value):
         lists = [PromptIds(item for item in value if isinstance(item, int))]
     else:

@@ -94,10 +94,32 @@ class ChatRequest(_Request, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
 
 
+class TokenizeRequest(msgspec.Struct, kw_only=True):
+    """Body of `POST /tokenize`, vLLM's: a `prompt`, or `messages` for the chat template."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True):
+    """Body of `POST /detokenize`, vLLM's."""
+
+    tokens: list[int]
+    model: str | None = None
+
+
+B = TypeVar("B")
 R = TypeVar("R", CompletionRequest, ChatRequest)
 # Sampling parameters that are taken as they are, with the defaults of `SamplingParams`.
 _AS_ASKED = (
@@ -107,14 +129,11 @@ _AS_ASKED = (
 )
 
 
-def decode(body: bytes, kind: type[R]) -> R:
-    """Return the request in `body`.
-
-    Raises `RequestError` naming the parameter that is malformed or not served.
-    """
+def decode_body(body: bytes, kind: type[B]) -> B:
+    """Return what `body` holds. Raises `RequestError` naming the parameter that is malformed or not served."""
     try:
         refuse_unserved(msgspec.json.decode(body, type=dict[str, msgspec.Raw]))
-        request = msgspec.json.decode(body, type=kind)
+        return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
         message = str(error)
         path = _PATH.search(message)
@@ -123,6 +142,14 @@ def decode(body: bytes, kind: type[R]) -> R:
         raise RequestError(f"{param or 'body'}: {_PATH.sub('', message)}", param) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RequestError(f"the request body is not valid JSON: {error}") from None
+
+
+def decode(body: bytes, kind: type[R]) -> R:
+    """Return the request for a completion in `body`.
+
+    Raises `RequestError` naming the parameter that is malformed or not served.
+    """
+    request = decode_body(body, kind)
     if request.best_of is not None and request.best_of != (request.n or 1):
         raise RequestError("best_of must be n: all samples are returned", "best_of")
     options = request.stream_options

@@ -16,7 +16,8 @@ from baton.openai.backend import Backend
 from baton.openai.errors import to_api_error
 from baton.openai.metrics import FrontMetrics, SequenceTimer
 from baton.openai.output import Delta, SampleOutput
-from baton.openai.plan import Plan, make_plan
+from baton.openai.plan import Plan, check_model, make_plan
+from baton.openai.tokens import detokenize, tokenize
 from baton.waiting import Queue
 
 # Longer bodies are planned on a worker thread, so that their tokenisation does not stop streams.
@@ -39,27 +40,43 @@ class OpenAIService:
 
     def models(self) -> dict[str, object]:
         """Return the body of `GET /v1/models`."""
+        return {"object": "list", "data": [self.model_card(None)]}
+
+    def model_card(self, name: str | None) -> dict[str, object]:
+        """Return the body of `GET /v1/models/NAME`. Raises `UnknownModelError` for another name than the model's."""
         model = self._backend.model()
-        card = {
+        check_model(name, model)
+        return {
             "id": model.name,
             "object": "model",
             "created": 0,
             "owned_by": "baton",
             "max_model_len": model.max_model_len,
         }
-        return {"object": "list", "data": [card]}
 
     async def plan(self, body: bytes, chat: bool) -> Plan:
         """Parse the body of `POST /v1/completions` or, with `chat`, of `POST /v1/chat/completions`."""
         self.queue.check()
+        return await self._understand(make_plan, body, chat)
+
+    async def tokenize(self, body: bytes) -> dict[str, object]:
+        """Answer the body of `POST /tokenize`."""
+        return await self._understand(tokenize, body)
+
+    async def detokenize(self, body: bytes) -> dict[str, object]:
+        """Answer the body of `POST /detokenize`."""
+        return await self._understand(detokenize, body)
+
+    async def _understand(self, read: Callable[..., T], body: bytes, *more: object) -> T:
+        """`read(body, model, *more)`, on a worker thread where the body is long."""
         model = self._backend.model()
         if len(body) <= _MAX_INLINE_BYTES:
-            return make_plan(body, model, chat)
+            return read(body, model, *more)
         # The semaphore, not the pool's queue, holds those that wait: the body of a client that leaves is then dropped.
         # A plan that has begun is completed.
         await self._free_workers.acquire()
         loop = asyncio.get_running_loop()
-        work = self._workers.submit(make_plan, body, model, chat)
+        work = self._workers.submit(read, body, model, *more)
         work.add_done_callback(lambda _: _call_on(loop, self._free_workers.release))
         return await asyncio.wrap_future(work)
 

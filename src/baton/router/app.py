@@ -37,7 +37,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     sends its token to the decode server, and `near_tie` excuses other first tokens, in nats. `kv_mode` None: push, or
     the one that the connector has. `admin_token` None: instances cannot be changed at run time. `host_names`: by which
     it is called there. `max_queued_requests`: choices that may wait for their first token. `ticket_life`: seconds in
-    which both legs must reach their engines."""
+    which both legs must reach their engines. `api_keys`: clients must bring one of them; none: all may ask."""
 
     prefill: tuple[str, ...] = ()
     decode: tuple[str, ...] = ()
@@ -57,6 +57,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     host_names: tuple[str, ...] = ()
     max_queued_requests: int = MAX_QUEUED_REQUESTS
     ticket_life: float = TICKET_LIFE_S
+    api_keys: tuple[str, ...] = ()
 
 
 class _AddInstance(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -108,7 +109,7 @@ async def build_app(config: RouterConfig) -> web.Application:
         await session.close()
         raise
     metrics = FrontMetrics()
-    app = new_app(metrics)
+    app = new_app(metrics, api_keys=config.api_keys)
     service = OpenAIService(backend, metrics, config.max_queued_requests)
     add_openai_routes(app, service)
     metrics.registry.register(RowCollector(lambda: _rows(backend, service.queue)))

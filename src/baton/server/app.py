@@ -8,7 +8,7 @@ front door sees both. An engine of role both serves it only with `--token-api`: 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -53,11 +53,14 @@ class EngineBackend:
         return self._engine.generate(request)
 
 
-def build_app(engine: AsyncEngine, tokenizer: Tokenizer, limits: HttpLimits | None = None) -> web.Application:
-    """Return the app of a started engine. Closing the engine is left to the caller."""
+def build_app(
+    engine: AsyncEngine, tokenizer: Tokenizer, limits: HttpLimits | None = None, api_keys: Sequence[str] = ()
+) -> web.Application:
+    """Return the app of a started engine, for clients with one of the `api_keys`. Closing the engine is left to the
+    caller. Raises `ConfigError` for an empty key."""
     metrics = FrontMetrics()
     metrics.registry.register(RowCollector(lambda: engine.metrics().collect_rows()))
-    app = new_app(metrics, limits)
+    app = new_app(metrics, limits, api_keys)
     add_openai_routes(app, OpenAIService(EngineBackend(engine, tokenizer), metrics))
 
     async def generate(request: web.Request) -> web.StreamResponse:

@@ -9,7 +9,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
@@ -32,6 +32,7 @@ def run_engine(
     listener: socket.socket,
     on_ready: Callable[[AsyncEngine, str], None],
     shutdown_timeout_s: float = SHUTDOWN_TIMEOUT_S,
+    api_keys: Sequence[str] = (),
 ) -> None:
     """Serve one engine until SIGINT or SIGTERM, then close it. After SIGTERM requests have `shutdown_timeout_s` to end.
 
@@ -43,7 +44,7 @@ def run_engine(
         engine = make_engine()
         try:
             engine.start()
-            app = build_app(engine, tokenizer)
+            app = build_app(engine, tokenizer, api_keys=api_keys)
             ready = functools.partial(on_ready, engine, url_of(listener))
             failure = asyncio.run(_serve(engine, app, listener, ready, shutdown_timeout_s))
         finally:

@@ -1,0 +1,34 @@
+"""Text to tokens and back for clients: vLLM's `POST /tokenize` and `POST /detokenize`."""
+
+from __future__ import annotations
+
+from baton.errors import RequestError
+from baton.openai.backend import ServedModel
+from baton.openai.plan import chat_prompt, check_model, encode
+from baton.openai.requests import DetokenizeRequest, TokenizeRequest, decode_body
+
+
+def tokenize(body: bytes, model: ServedModel) -> dict[str, object]:
+    """The tokens of a text or a conversation as a completion or a chat would get them, and their number.
+
+    Raises `RequestError` naming what is malformed, and as `chat_prompt` does.
+    """
+    request = decode_body(body, TokenizeRequest)
+    check_model(request.model, model)
+    if (request.prompt is None) == (request.messages is None):
+        raise RequestError("exactly one of prompt and messages is needed", "prompt")
+    if request.messages is not None:
+        ids = list(chat_prompt(request, request.messages, dict(request.chat_template_kwargs or {}), model))
+    else:
+        ids = list(encode(request.prompt or "", model, request.add_special_tokens is not False, "prompt"))
+    strings = [model.tokenizer.token_text(token) for token in ids] if request.return_token_strs else None
+    return {"count": len(ids), "max_model_len": model.max_model_len, "tokens": ids, "token_strs": strings}
+
+
+def detokenize(body: bytes, model: ServedModel) -> dict[str, object]:
+    """The text of tokens, special tokens included. Raises `RequestError` naming what is malformed."""
+    request = decode_body(body, DetokenizeRequest)
+    check_model(request.model, model)
+    if not all(0 <= token < model.vocab_size for token in request.tokens):
+        raise RequestError(f"tokens must be in [0, {model.vocab_size})", "tokens")
+    return {"prompt": model.tokenizer.decode(request.tokens, skip_special_tokens=False)}

@@ -1,0 +1,125 @@
+"""`/tokenize`, `/detokenize`, `/version`, one model by its name, and messages that the model goes on with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import tokenizers
+from tokenizers.processors import TemplateProcessing
+
+from baton import __version__
+from baton.errors import RequestError
+from baton.openai.backend import ServedModel
+from baton.openai.plan import plan_chat
+from baton.openai.requests import ChatRequest, decode
+from baton.server import build_app
+from baton.text import Tokenizer
+from tests.server.fake_serving import EOS, MAX_MODEL_LEN, FakeEngine, served, write_tokenizer
+
+BOS = 256
+LAST = [{"role": "user", "content": "a"}, {"role": "assistant", "content": " b m "}]
+
+
+async def asked(session: aiohttp.ClientSession, url: str, body: Any) -> tuple[int, dict[str, Any]]:
+    async with session.post(url, json=body) as response:
+        return response.status, await response.json()
+
+
+async def test_tokens_of_texts_and_chats(tmp_path: Path, session: aiohttp.ClientSession) -> None:
+    file = write_tokenizer(tmp_path) / "tokenizer.json"
+    backend = tokenizers.Tokenizer.from_file(str(file))
+    backend.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", BOS)])
+    backend.save(str(file))
+    engine, tokenizer = FakeEngine(tmp_path), Tokenizer.load(tmp_path)
+    async with served(build_app(engine, tokenizer)) as url:
+        status, answer = await asked(session, f"{url}/tokenize", {"prompt": "hé", "return_token_strs": True})
+        ids = tokenizer.encode("hé")
+        assert (status, answer["tokens"], answer["count"]) == (200, ids, len(ids))
+        assert answer["token_strs"] == [tokenizer.token_text(i) for i in ids]
+        assert answer["max_model_len"] == MAX_MODEL_LEN
+        _, plain = await asked(session, f"{url}/tokenize", {"prompt": "hé", "add_special_tokens": False})
+        assert plain["tokens"] == tokenizer.encode("hé", add_special_tokens=False) == ids[1:]
+        assert plain["token_strs"] is None
+        # What a chat is answered of, to the token.
+        chat = {"messages": [{"role": "user", "content": "a"}]}
+        _, shown = await asked(session, f"{url}/tokenize", chat)
+        await asked(session, f"{url}/v1/chat/completions", {**chat, "max_tokens": 1})
+        assert shown["tokens"] == list(engine.requests[-1].prompt_token_ids)
+        # A body that is read on a worker thread.
+        long = {"prompt": "x" * 200, "chat_template_kwargs": {"y" * 5000: 1}}
+        assert (await asked(session, f"{url}/tokenize", long))[1]["count"] == 201
+        _, text = await asked(session, f"{url}/detokenize", {"tokens": [*ids, EOS]})
+        assert text == {"prompt": "<bos>hé<eos>"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("tokenize", {}, "prompt"),
+        ("tokenize", {"prompt": "a", "messages": []}, "prompt"),
+        ("tokenize", {"messages": []}, "messages"),
+        ("tokenize", {"prompt": "a", "model": "other"}, "model"),
+        ("tokenize", {"prompt": "a" * 100_000}, "prompt"),
+        ("detokenize", {}, "tokens"),
+        ("detokenize", {"tokens": [-1]}, "tokens"),
+        ("detokenize", {"tokens": [1 << 40]}, "tokens"),
+        ("detokenize", {"tokens": ["a"]}, "tokens[0]"),
+    ],
+)
+async def test_what_is_malformed_is_named(
+    directory: Path, session: aiohttp.ClientSession, path: str, body: Any, param: str
+) -> None:
+    async with served(build_app(FakeEngine(directory), Tokenizer.load(directory))) as url:
+        status, answer = await asked(session, f"{url}/{path}", body)
+    assert status in (400, 404)
+    assert answer["error"]["param"] == param
+
+
+async def test_the_version_and_one_model(directory: Path, session: aiohttp.ClientSession) -> None:
+    async with served(build_app(FakeEngine(directory), Tokenizer.load(directory))) as url:
+        async with session.get(f"{url}/version") as response:
+            assert await response.json() == {"version": __version__}
+        async with session.get(f"{url}/v1/models/fake") as response:
+            assert (await response.json())["id"] == "fake"
+        async with session.get(f"{url}/v1/models/org/other") as response:
+            assert response.status == 404
+            assert (await response.json())["error"]["code"] == "model_not_found"
+
+
+def chat(**fields: Any) -> ChatRequest:
+    return decode(json.dumps(fields).encode(), ChatRequest)
+
+
+@pytest.mark.parametrize(
+    ("template", "end"),
+    [
+        ("{% for m in messages %}<{{ m.role }}>{{ m.content }}<end m>{% endfor %}", "<assistant> b m "),
+        # A template that trims leaves no space behind the message, and its own words are not the message's.
+        ("{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}<end m>{% endfor %}", "<assistant>b m"),
+    ],
+)
+def test_a_message_is_gone_on_with(tmp_path: Path, template: str, end: str) -> None:
+    (write_tokenizer(tmp_path) / "chat_template.jinja").write_text(template)
+    tokenizer = Tokenizer.load(tmp_path)
+    model = ServedModel("fake", tokenizer, 256, 258, 0)
+
+    def text(**fields: Any) -> str:
+        return tokenizer.decode(plan_chat(chat(messages=LAST, **fields), model).prompts[0])
+
+    assert text(continue_final_message=True, add_generation_prompt=False) == f"<user>a<end m>{end}"
+    assert text(continue_final_message=True) == text(continue_final_message=True, add_generation_prompt=False)
+    assert text(add_generation_prompt=False).endswith("<end m>")
+    with pytest.raises(RequestError, match="exclude each other"):
+        text(continue_final_message=True, add_generation_prompt=True)
+
+
+def test_a_template_that_hides_messages_cannot_go_on(tmp_path: Path) -> None:
+    (write_tokenizer(tmp_path) / "chat_template.jinja").write_text("{{ messages | length }}")
+    model = ServedModel("fake", Tokenizer.load(tmp_path), 256, 258, 0)
+    with pytest.raises(RequestError, match="does not show the end") as refused:
+        plan_chat(chat(messages=LAST, continue_final_message=True), model)
+    assert refused.value.param == "continue_final_message"
