@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from baton.models.cache import KVLayerSpec, LayerCache, LayerSpec
 from baton.models.config import ModelConfig, RawConfig, RopeSpec
-from baton.models.layers import DecoderLayer, RMSNorm
+from baton.models.layers import DecoderLayer, make_norm
 from baton.models.linear import Build, Linear
 from baton.models.rotary import Rotary
 
@@ -37,7 +37,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, build)
         self.layers = nn.ModuleList(layers)
-        self.norm = RMSNorm(config.hidden_size, config.rms_eps, build)
+        self.norm = make_norm(config, config.hidden_size, build)
         self._multiplier = config.embedding_multiplier
         self.rotaries, self._rotary_of = _rotaries(config, build)
 

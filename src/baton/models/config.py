@@ -60,8 +60,10 @@ class ModelConfig:
 
     `windows[l]` is the sliding window of layer l in tokens, or None for full attention. `rotary_dim`: the first
     dimensions of a head that are rotated, None: all. `layer_ropes`: the rotary embedding of each layer, where not all
-    have `rope`. `attention_multiplier`: the scale of attention scores, None: head_dim^-0.5. `moe`: experts in place of
-    some layers' MLP. `latent`: latent attention in place of grouped-query attention.
+    have `rope`. `attention_multiplier`: the scale of attention scores, None: head_dim^-0.5. `has_sinks`: each head has
+    a logit of its own in the softmax. `norm_offset` None: weights of norms multiply numbers that are rounded to the
+    model's dtype; else they do so before the rounding, this much added to them. `moe`: experts in
+    place of some layers' MLP. `latent`: latent attention in place of grouped-query attention.
     """
 
     vocab_size: int
@@ -84,6 +86,8 @@ class ModelConfig:
     layer_ropes: tuple[RopeSpec, ...] = ()
     embedding_multiplier: float = 1.0
     attention_multiplier: float | None = None
+    has_sinks: bool = False
+    norm_offset: float | None = None
     moe: MoESpec | None = None
     latent: LatentSpec | None = None
 
@@ -193,16 +197,21 @@ def get_rotary_dim(raw: RawConfig, head_dim: int, default_factor: float) -> int:
 def layer_windows(raw: RawConfig, num_layers: int, max_window_layers_default: int) -> tuple[int | None, ...]:
     """Sliding windows as Qwen states them: `use_sliding_window`, `layer_types` or `max_window_layers`."""
     window = get_int(raw, "sliding_window", 4096) if get_bool(raw, "use_sliding_window") else None
-    types = raw.get("layer_types")
-    if types is None:
+    if raw.get("layer_types") is None:
         first = get_int(raw, "max_window_layers", max_window_layers_default, minimum=0)
         return tuple(window if layer >= first else None for layer in range(num_layers))
+    slides = sliding_layers(raw["layer_types"], num_layers)
+    if window is None and any(slides):
+        raise CheckpointError("config.json: layer_types has sliding_attention, use_sliding_window is false")
+    return tuple(window if slide else None for slide in slides)
+
+
+def sliding_layers(types: object, num_layers: int) -> tuple[bool, ...]:
+    """Which layers have a window, as `layer_types` says. Raises `CheckpointError` for layers of other types."""
     known = ("full_attention", "sliding_attention")
     if not isinstance(types, list) or len(types) != num_layers or any(kind not in known for kind in types):
         raise CheckpointError(f"config.json: layer_types must be {num_layers} of {' or '.join(known)}, got {types!r}")
-    if window is None and "sliding_attention" in types:
-        raise CheckpointError("config.json: layer_types has sliding_attention, use_sliding_window is false")
-    return tuple(window if kind == "sliding_attention" else None for kind in types)
+    return tuple(kind == "sliding_attention" for kind in types)
 
 
 def decoder_fields(
@@ -210,16 +219,18 @@ def decoder_fields(
     max_position_default: int,
     head_dim_default: int | None = None,
     partial_rotary_default: float | None = None,
+    activation: tuple[str, str] = ("hidden_act", "silu"),
 ) -> dict[str, Any]:
     """The fields every supported decoder shares, as keyword arguments of `ModelConfig`.
 
     `head_dim_default` is the architecture's own default; None derives it from hidden size and heads.
     `partial_rotary_default` likewise; None: the architecture rotates whole heads, and anything else is refused.
+    `activation`: the field that names it, and the one that the architecture has here.
     `windows` is full attention everywhere; an architecture with sliding windows replaces it.
     """
-    activation = raw.get("hidden_act", "silu")
-    if activation != "silu":
-        raise CheckpointError(f"config.json: hidden_act is {activation!r}, only 'silu' is supported")
+    field, known = activation
+    if raw.get(field, known) != known:
+        raise CheckpointError(f"config.json: {field} is {raw[field]!r}, only {known!r} is supported")
     if (quantization := raw.get("quantization_config")) is not None:
         method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
         raise CheckpointError(f"config.json: quantization_config is set ({method!r}), such weights are not supported")

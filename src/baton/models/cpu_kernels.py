@@ -30,6 +30,9 @@ _LN2_LOW = np.float32(-2.12194440e-4)
 _SMALLEST = np.float32(-87.0)
 _LARGEST = np.float32(88.0)
 _ONE = np.float32(1.0)
+# 2 sqrt(2 / pi), and the same times 0.044715.
+_GELU_LINEAR = np.float32(1.5957691216057308)
+_GELU_CUBIC = np.float32(0.07135481627159025)
 # Minimax coefficients of (e^r - 1 - r) / r^2 on [-ln 2 / 2, ln 2 / 2] (Cephes expf, Moshier 1989).
 _C0 = np.float32(1.9875691500e-4)
 _C1 = np.float32(1.3981999507e-3)
@@ -144,6 +147,31 @@ def _rms_norm(x: Any, weight: Any, eps: Any, out: Any) -> None:
 
 
 @jit
+def _rms_norm_wide(x: Any, weight: Any, offset: Any, eps: Any, out: Any) -> None:
+    rows, size = x.shape
+    element, whole = x[0, 0], size - size % LANES
+    for t in range(rows):
+        total = square_sum(element, np.int64(x.ctypes.data) + t * x.strides[0], whole)
+        for i in range(whole, size):
+            total += to_f32(x[t, i]) * to_f32(x[t, i])
+        factor = _ONE / np.sqrt(total / np.float32(size) + eps)
+        for i in range(size):
+            out[t, i] = from_f32(element, to_f32(x[t, i]) * factor * (offset + weight[i]))
+
+
+@jit
+def _gelu_mul(gate_up: Any, out: Any) -> None:
+    rows, width = out.shape
+    element = gate_up[0, 0]
+    for t in range(rows):
+        for i in range(width):
+            gate = to_f32(gate_up[t, i])
+            # tanh(y) is 2 / (1 + e^-2y) - 1.
+            twice = gate * (_GELU_LINEAR + _GELU_CUBIC * gate * gate)
+            out[t, i] = from_f32(element, gate / (_ONE + exp32(-twice)) * to_f32(gate_up[t, width + i]))
+
+
+@jit
 def _rotate(heads: Any, count: int, cos: Any, sin: Any) -> None:
     rows, half = heads.shape[0], cos.shape[2]
     element = heads[0, 0, 0]
@@ -190,6 +218,25 @@ def rms_norm(x: Tensor, weight: Tensor, eps: np.float32) -> Tensor:
     if out.numel():
         flat = (-1, x.shape[-1])
         _rms_norm(array(x).reshape(flat), array(weight), eps, array(out).reshape(flat))
+    return out
+
+
+def rms_norm_wide(x: Tensor, weight: Tensor, offset: np.float32, eps: np.float32) -> Tensor:
+    """RMSNorm over the last dimension of a CPU tensor, times `offset` + `weight` in float32: see `layers.WideNorm`."""
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    if out.numel():
+        flat = (-1, x.shape[-1])
+        _rms_norm_wide(array(x).reshape(flat), array(weight), offset, eps, array(out).reshape(flat))
+    return out
+
+
+def gelu_mul(gate_up: Tensor) -> Tensor:
+    """gelu(gate) * up of a CPU tensor [T, 2I], gate first, gelu in its form with tanh (Hendrycks & Gimpel, 2016,
+    arXiv:1606.08415): [T, I] in its dtype, computed in float32."""
+    out = torch.empty(gate_up.shape[0], gate_up.shape[1] // 2, dtype=gate_up.dtype)
+    if len(out):
+        _gelu_mul(array(gate_up.contiguous()), array(out))
     return out
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -9,7 +11,7 @@ from torch import Tensor, nn
 
 from baton.models.cache import Attend
 from baton.models.config import ModelConfig
-from baton.models.cpu_kernels import fits, rms_norm, silu_mul
+from baton.models.cpu_kernels import fits, rms_norm, rms_norm_wide, silu_mul
 from baton.models.linear import Build, Linear, MergedLinear
 from baton.models.rotary import rotate
 
@@ -34,6 +36,33 @@ class RMSNorm(nn.Module):
         return self.weight * wide.to(x.dtype)
 
 
+class WideNorm(nn.Module):
+    """RMSNorm that multiplies by its weight, plus an offset, in float32, and rounds once.
+
+    gpt-oss has no offset; Gemma's is 1, and its weights lie around zero.
+    """
+
+    def __init__(self, size: int, eps: float, offset: float, build: Build) -> None:
+        super().__init__()
+        self.weight = replace(build, dtype=torch.float32).empty(size)
+        self._eps, self._offset = eps, offset
+        self._on_cpu = fits(build.device, build.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self._on_cpu:
+            return rms_norm_wide(x, self.weight, np.float32(self._offset), np.float32(self._eps))
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self._eps)
+        return (wide * (self._offset + self.weight)).to(x.dtype)
+
+
+def make_norm(config: ModelConfig, size: int, build: Build) -> nn.Module:
+    """A norm over `size` numbers as this architecture has it."""
+    if config.norm_offset is None:
+        return RMSNorm(size, config.rms_eps, build)
+    return WideNorm(size, config.rms_eps, config.norm_offset, build)
+
+
 class MLP(nn.Module):
     """SwiGLU (Shazeer, 2020): down(silu(gate(x)) * up(x)), [T, E] -> [T, E]."""
 
@@ -44,11 +73,14 @@ class MLP(nn.Module):
         self._on_cpu = fits(build.device, build.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate_up = self.gate_up_proj(x)
+        return self.down_proj(self.gated(self.gate_up_proj(x)))  # type: ignore[no-any-return]
+
+    def gated(self, gate_up: Tensor) -> Tensor:
+        """Gates and what they let through, side by side [T, 2I] -> [T, I]."""
         if self._on_cpu:
-            return self.down_proj(silu_mul(gate_up))  # type: ignore[no-any-return]
+            return silu_mul(gate_up)
         gate, up = gate_up.chunk(2, dim=-1)
-        return self.down_proj(F.silu(gate) * up)  # type: ignore[no-any-return]
+        return F.silu(gate) * up
 
 
 class Attention(nn.Module):
@@ -68,8 +100,9 @@ class Attention(nn.Module):
         parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
         self.qkv_proj = MergedLinear(in_features or config.hidden_size, parts, build, config.qkv_bias)
         self.o_proj = Linear(q_size, config.hidden_size, build, config.o_bias)
-        self.q_norm = RMSNorm(config.head_dim, config.rms_eps, build) if config.qk_norm else None
-        self.k_norm = RMSNorm(config.head_dim, config.rms_eps, build) if config.qk_norm else None
+        self.q_norm = make_norm(config, config.head_dim, build) if config.qk_norm else None
+        self.k_norm = make_norm(config, config.head_dim, build) if config.qk_norm else None
+        self.sinks = replace(build, dtype=torch.float32).empty(config.num_heads) if config.has_sinks else None
 
     def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor] | None, attend: Attend) -> Tensor:
         heads = self.qkv_proj(x).view(x.shape[0], self._heads + 2 * self._kv_heads, self._head_dim)
@@ -79,7 +112,8 @@ class Attention(nn.Module):
         if cos_sin is not None:
             heads = rotate(heads, self._heads + self._kv_heads, *cos_sin)
         q, k, v = torch.split(heads, self._split, dim=1)
-        out = attend(self._layer_id, q, k, v, self._scale)
+        sinks = () if self.sinks is None else (self.sinks,)
+        out = attend(self._layer_id, q, k, v, self._scale, *sinks)
         return self.o_proj(out.reshape(x.shape[0], -1))  # type: ignore[no-any-return]
 
 
@@ -99,9 +133,9 @@ class DecoderLayer(nn.Module):
         mlp: nn.Module | None = None,
     ) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_eps, build) if input_norm else None
+        self.input_layernorm = make_norm(config, config.hidden_size, build) if input_norm else None
         self.self_attn = attention or Attention(config, layer_id, build)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_eps, build)
+        self.post_attention_layernorm = make_norm(config, config.hidden_size, build)
         self.mlp = mlp or MLP(config.hidden_size, config.intermediate_size, config.mlp_bias, build)
 
     def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], attend: Attend) -> Tensor:

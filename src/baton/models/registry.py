@@ -11,6 +11,7 @@ MODELS = {
     "granitemoehybrid": "baton.models.granitemoehybrid:GraniteMoeHybrid",
     "deepseek_v2": "baton.models.deepseek_v2:DeepseekV2",
     "deepseek_v3": "baton.models.deepseek_v3:DeepseekV3",
+    "gemma3_text": "baton.models.gemma3:Gemma3",
     "glm4_moe": "baton.models.glm4_moe:Glm4Moe",
     "llama": "baton.models.llama:Llama",
     "mistral": "baton.models.mistral:Mistral",
