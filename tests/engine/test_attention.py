@@ -13,6 +13,7 @@ from torch import Tensor
 
 from baton.engine.attention import BACKENDS, AttnBatch, get_backend
 from baton.errors import BatonError, ConfigError
+from baton.models import cpu_team
 
 LAYERS, LAYER = 3, 1
 
@@ -146,7 +147,15 @@ def test_paged_rows_are_equal_to_the_bit(dtype: torch.dtype, window: int | None,
         assert all(torch.equal(a, b) for a, b in zip(whole, other, strict=True))
 
 
-def test_threads_change_no_bit() -> None:
+@pytest.mark.parametrize("runtime", ["of PyTorch", "none"])
+def test_threads_change_no_bit(runtime: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if runtime == "none":
+        monkeypatch.setattr(cpu_team, "_team", lambda: None)
+    teams: list[int] = []
+    count = cpu_team.threads_for
+    monkeypatch.setattr(
+        "baton.engine.attention_paged_cpu.threads_for", lambda *work: teams.append(count(*work)) or teams[-1]
+    )
     q, k, v = random_qkv(600, 4, 2, 64, seed=4)
     results = []
     for threads in (1, 2):
@@ -154,8 +163,8 @@ def test_threads_change_no_bit() -> None:
         pool = Pool(2, 64, 16, [600], torch.float32)
         backend = get_backend("paged_cpu", "cpu")
         results.append(backend.write_and_attend(pool.kv, LAYER, q, k, v, 0.1, pool.batch({0: (0, 600)}), None))
-        assert (backend._pool is not None) == (threads == 2)  # type: ignore[attr-defined]
     torch.set_num_threads(1)
+    assert teams == [1, 2]
     assert torch.equal(results[0], results[1])
 
 

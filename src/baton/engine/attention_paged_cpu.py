@@ -5,35 +5,54 @@ The arithmetic, and why it is batch-invariant, is in `attention_paged_kernels`.
 
 from __future__ import annotations
 
-import threading
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from baton.engine.attention import AttnBatch, slot_error
-from baton.engine.attention_paged_kernels import attend, write
+from baton.engine.attention_paged_kernels import ATTEND, FAULT, WRITE
 from baton.errors import ConfigError
+from baton.models.cpu_team import arguments, float_bits, threads_for
 
-# Multiply-adds below which starting a second thread costs more than it saves.
-_PARALLEL_WORK = 1 << 23
-_NO_SINKS = np.empty(0, np.float32)
+# Multiply-adds that are worth one more thread.
+_PARALLEL_WORK = 1 << 17
+
+
+@dataclass(frozen=True, slots=True)
+class _Where:
+    """Addresses of a batch's arrays, which it keeps alive; the same for all layers of a forward."""
+
+    batch: AttnBatch
+    arrays: tuple[np.ndarray, np.ndarray, np.ndarray]
+    addresses: tuple[int, int, int]
+    # How many keys all rows see together, at most.
+    num_pairs: int
+
+    @classmethod
+    def of(cls, batch: AttnBatch) -> _Where:
+        arrays = (
+            np.ascontiguousarray(batch.positions, dtype=np.int64),
+            np.ascontiguousarray(batch.query_start, dtype=np.int32),
+            np.ascontiguousarray(batch.page_table, dtype=np.int32),
+        )
+        positions, query_start, page_table = (int(array.ctypes.data) for array in arrays)
+        num_pairs = int(arrays[0].sum()) + arrays[0].size
+        return cls(batch, arrays, (positions, query_start, page_table), num_pairs)
 
 
 class PagedCpuBackend:
     """See `AttentionBackend`. float32 and bfloat16; arithmetic in float32; releases the GIL.
 
-    Large steps are split over as many threads as torch may use, which changes no result.
+    Work is shared among as many threads as torch may use, which changes no result.
     """
 
     name = "paged_cpu"
     batch_invariant = True
 
     def __init__(self) -> None:
-        self._pool: ThreadPoolExecutor | None = None
-        self._pool_lock = threading.Lock()
+        self._where: _Where | None = None
 
     def write_and_attend(
         self,
@@ -47,42 +66,56 @@ class PagedCpuBackend:
         window: int | None,
         sinks_H: Tensor | None = None,
     ) -> Tensor:
-        narrow = kv.dtype == torch.bfloat16
-        if not narrow and kv.dtype != torch.float32:
+        if kv.dtype not in (torch.float32, torch.bfloat16):
             raise ConfigError("dtype", f"paged_cpu attends in float32 or bfloat16, not {kv.dtype}")
         if not kv.is_contiguous():
             raise ConfigError("kv", "paged_cpu needs a contiguous region")
-        region, k, v = _array(kv, narrow), _array(k_TGD, narrow), _array(v_TGD, narrow)
-        where = (batch.positions, batch.query_start, batch.page_table)
-        if not write(region, layer, k, v, *where):
-            raise slot_error()
-        query = _array(q_THD.to(kv.dtype), narrow)
-        out = torch.empty(q_THD.shape, dtype=kv.dtype)
-        sinks = _NO_SINKS if sinks_H is None else _array(sinks_H.float(), narrow=False)
-        arguments = (region, layer, query, _array(out, narrow), *where, np.float32(scale), window or 0, sinks)
-        parts = self._parts(batch, query.size)
-        # The other threads begin first, and every one is waited for, also after one has failed: they write into `out`.
-        jobs = [self._threads(parts).submit(attend, *arguments, part, parts) for part in range(1, parts)]
-        fine = attend(*arguments, 0, parts)
-        if False in [fine, *[job.result() for job in jobs]]:
+        where = self._where
+        if where is None or where.batch is not batch:
+            where = self._where = _Where.of(batch)
+        num_rows, heads, size = q_THD.shape
+        q, k, v, width = _side_by_side(q_THD.to(kv.dtype), k_TGD.to(kv.dtype), v_TGD.to(kv.dtype))
+        sinks = None if sinks_H is None else sinks_H.float().contiguous()
+        out = torch.empty(num_rows, heads, size, dtype=kv.dtype)
+        num_pages, num_layers, _, page_size, kv_heads, _ = kv.shape
+        given = arguments(
+            0,
+            num_rows,
+            len(where.arrays[1]) - 1,
+            where.arrays[2].shape[1],
+            width,
+            kv.data_ptr(),
+            num_pages,
+            num_layers,
+            page_size,
+            kv_heads,
+            size,
+            layer,
+            heads // kv_heads,
+            window or 0,
+            float_bits(scale),
+            *where.addresses,
+            q.data_ptr(),
+            k.data_ptr(),
+            v.data_ptr(),
+            out.data_ptr(),
+            0 if sinks is None else sinks.data_ptr(),
+        )
+        narrow = kv.dtype == torch.bfloat16
+        WRITE[narrow].short(given)
+        if not given[FAULT]:
+            ATTEND[narrow].call(given, threads_for(where.num_pairs * heads * size, _PARALLEL_WORK))
+        if given[FAULT]:
             raise slot_error()
         return out.to(q_THD.dtype)
 
-    def _parts(self, batch: AttnBatch, query_size: int) -> int:
-        threads = torch.get_num_threads()
-        if threads == 1 or not len(batch.positions):
-            return 1
-        work = query_size * int(batch.positions.mean() + 1)
-        return threads if work >= _PARALLEL_WORK else 1
 
-    def _threads(self, count: int) -> ThreadPoolExecutor:
-        with self._pool_lock:
-            if self._pool is None:
-                self._pool = ThreadPoolExecutor(count, thread_name_prefix="attention")
-            return self._pool
-
-
-def _array(tensor: Tensor, narrow: bool) -> Any:
-    """A numpy view: bfloat16 as its bits. Copies where it must."""
-    tensor = tensor.contiguous()
-    return tensor.view(torch.uint16).numpy() if narrow else tensor.numpy()
+def _side_by_side(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
+    """The tensors as they are, if their rows are parts of one tensor's rows, as a joint projection leaves them; else
+    copies that are; and how many numbers lie from row to row."""
+    width, size = q.stride(0), q.shape[2]
+    if all(tensor.stride() == (width, size, 1) for tensor in (q, k, v)):
+        return q, k, v, width
+    joined = torch.cat((q, k, v), dim=1)
+    heads, kv_heads = q.shape[1], k.shape[1]
+    return joined, joined[:, heads:], joined[:, heads + kv_heads :], joined.stride(0)

@@ -16,22 +16,53 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from numba import carray  # type: ignore[attr-defined]
 
 from baton.models.cpu_kernels import exp32, from_f32, jit, to_f32
-from baton.models.cpu_vectors import LANES, WIDE, exponentials, largest, products, transpose, widen
+from baton.models.cpu_team import Kernel, float_of, pointer, take
+from baton.models.cpu_vectors import LANES, WIDE, exponentials, largest, prefetch, products, transpose, widen
 
 _TILE = WIDE * LANES
 # Query vectors that share one load of a tile; their queries and outputs stay in a core's cache.
 _VECTORS = 128
 _TOGETHER = 4
 _F32_BYTES = 4
+# Bytes that memory is read by.
+_LINE = 64
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 _MINUS_INFINITY = np.float32(-np.inf)
+# Arguments of WRITE and ATTEND, behind the counter of `take`; names of arrays stand for addresses. FAULT begins as 0.
+NUM_ARGUMENTS = 24
+(
+    FAULT,
+    _ROWS,
+    _REQUESTS,
+    _COLUMNS,
+    _WIDTH,
+    _KV,
+    _PAGES,
+    _LAYERS,
+    _PAGE_SIZE,
+    _HEADS,
+    _SIZE,
+    _LAYER,
+    _GROUP,
+    _WINDOW,
+    _SCALE,
+    _POSITIONS,
+    _QUERY_START,
+    _PAGE_TABLE,
+    _QUERIES,
+    _KEYS,
+    _VALUES,
+    _OUT,
+    _SINKS,
+) = range(1, NUM_ARGUMENTS)
 
 
 @jit
-def write(kv: Any, layer: int, k: Any, v: Any, positions: Any, query_start: Any, page_table: Any) -> bool:
-    """Store k and v [T, G, D] in their slots. Checks all slots before it writes; False: one is bad."""
+def _write(kv: Any, layer: int, k: Any, v: Any, positions: Any, query_start: Any, page_table: Any) -> bool:
+    """Store k and v [T, G * D or more] in their slots. Checks all slots before it writes; False: one is bad."""
     page_size = kv.shape[3]
     for r in range(len(query_start) - 1):
         for row in range(query_start[r], query_start[r + 1]):
@@ -41,15 +72,15 @@ def write(kv: Any, layer: int, k: Any, v: Any, positions: Any, query_start: Any,
             page = page_table[r, column]
             if page <= 0 or page >= kv.shape[0]:
                 return False
-    heads, size = k.shape[1], k.shape[2]
+    heads, size = kv.shape[4], kv.shape[5]
     for r in range(len(query_start) - 1):
         for row in range(query_start[r], query_start[r + 1]):
             column = positions[row] // page_size
             page, slot = page_table[r, column], positions[row] - column * page_size
             for h in range(heads):
                 for d in range(size):
-                    kv[page, layer, 0, slot, h, d] = k[row, h, d]
-                    kv[page, layer, 1, slot, h, d] = v[row, h, d]
+                    kv[page, layer, 0, slot, h, d] = k[row, h * size + d]
+                    kv[page, layer, 1, slot, h, d] = v[row, h * size + d]
     return True
 
 
@@ -96,6 +127,26 @@ def _load_tile(
 
 
 @jit
+def _prefetch_tile(kv: Any, layer: int, head: int, pages: Any, first: int, last: int) -> None:
+    """Ask for the keys and values of tokens [first, last). A page's slots lie far apart in memory, and a CPU that
+    computes on a tile does not ask for the next by itself."""
+    page_size = kv.shape[3]
+    token = first
+    while token < last:
+        column = token // page_size
+        slot, page = token - column * page_size, np.int64(pages[column])
+        if page < 0 or page >= kv.shape[0]:
+            return
+        count = min(page_size - slot, last - token)
+        at = np.int64(kv.ctypes.data) + page * kv.strides[0] + layer * kv.strides[1] + head * kv.strides[4]
+        for j in range(slot, slot + count):
+            for offset in range(0, kv.strides[4], _LINE):
+                prefetch(at + j * kv.strides[3] + offset)
+                prefetch(at + j * kv.strides[3] + kv.strides[2] + offset)
+        token += count
+
+
+@jit
 def _multiply(
     num_rows: int, left: Any, row_bytes: int, right: Any, right_bytes: int, steps: int, factors: Any, out: Any,
     out_bytes: int, width: int,
@@ -136,11 +187,11 @@ def _multiply(
 
 @jit
 def _attend_block(
-    kv: Any, layer: int, head: int, query: Any, out: Any, start: int, end: int, positions: Any, pages: Any, scale: Any,
-    window: int, sinks: Any,
+    kv: Any, layer: int, head: int, group: int, query: Any, out: Any, start: int, end: int, positions: Any, pages: Any,
+    scale: Any, window: int, sinks: Any,
 ) -> bool:  # fmt: skip
     """Fill out for rows [start, end) of one request and the query heads of one KV head. False: a bad page id."""
-    size, group = kv.shape[5], query.shape[1] // kv.shape[4]
+    size = kv.shape[5]
     padded, count = (size + LANES - 1) // LANES * LANES, (end - start) * group
     keys, values = np.empty((size, _TILE), np.float32), np.empty((_TILE, padded), np.float32)
     queries, sums = np.empty((count, size), np.float32), np.zeros((count, padded), np.float32)
@@ -156,7 +207,7 @@ def _attend_block(
     score_bytes, sum_bytes = _F32_BYTES * _TILE, _F32_BYTES * padded
     for i in range(count):
         for d in range(size):
-            queries[i, d] = to_f32(query[start + i // group, head * group + i % group, d]) * scale
+            queries[i, d] = to_f32(query[start + i // group, (head * group + i % group) * size + d]) * scale
         if len(sinks):
             # A sink is a logit that has been summed before the first tile, with no value.
             maxima[i], totals[i] = sinks[head * group + i % group], _ONE
@@ -164,11 +215,13 @@ def _attend_block(
     values[:, size:] = _ZERO
     limit = positions[end - 1] + 1
     oldest = max(positions[start] - window + 1, 0) if window > 0 else 0
+    _prefetch_tile(kv, layer, head, pages, oldest, min(oldest // _TILE * _TILE + _TILE, limit))
     for base in range(oldest // _TILE * _TILE, limit, _TILE):
         if not _load_tile(
             kv, layer, head, pages, base, max(base, oldest), min(base + _TILE, limit), keys, values, rows
         ):
             return False
+        _prefetch_tile(kv, layer, head, pages, base + _TILE, min(base + 2 * _TILE, limit))
         for i in range(0, count, _TOGETHER):
             together = min(_TOGETHER, count - i)
             first, last = _TILE, 0
@@ -200,32 +253,85 @@ def _attend_block(
                 together, scores_at + first * _F32_BYTES, score_bytes, values_at + first * sum_bytes, sum_bytes,
                 last - first, factors_at, sums_at + i * sum_bytes, sum_bytes, padded,
             )  # fmt: skip
-    element = out[0, 0, 0]
+    element = out[0, 0]
     for i in range(count):
         for d in range(size):
-            out[start + i // group, head * group + i % group, d] = from_f32(element, sums[i, d] / totals[i])
+            out[start + i // group, (head * group + i % group) * size + d] = from_f32(element, sums[i, d] / totals[i])
     return True
 
 
 @jit
-def attend(
-    kv: Any, layer: int, query: Any, out: Any, positions: Any, query_start: Any, page_table: Any, scale: Any,
-    window: int, sinks: Any, part: int, parts: int,
-) -> bool:  # fmt: skip
-    """Fill the share of `part` of out [T, H, D]; all `parts` fill it whole. window 0: none; `sinks` float32 [H], or
-    empty. False: a bad page id."""
-    heads = kv.shape[4]
-    step = max(1, _VECTORS * heads // query.shape[1])
-    turn = 0
-    for r in range(len(query_start) - 1):
-        for start in range(query_start[r], query_start[r + 1], step):
-            end = min(start + step, query_start[r + 1])
-            if positions[end - 1] // kv.shape[3] >= page_table.shape[1]:
-                return False
+def _region(a: Any, element: Any) -> Any:
+    """The group's keys and values."""
+    return carray(pointer(a[_KV], element), (a[_PAGES], a[_LAYERS], 2, a[_PAGE_SIZE], a[_HEADS], a[_SIZE]))
+
+
+@jit
+def _batch(a: Any) -> Any:
+    """Positions, query starts and page table of `AttnBatch`."""
+    num_requests = a[_REQUESTS]
+    return (
+        carray(pointer(a[_POSITIONS], np.int64(0)), (a[_ROWS],)),
+        carray(pointer(a[_QUERY_START], np.int32(0)), (num_requests + 1,)),
+        carray(pointer(a[_PAGE_TABLE], np.int32(0)), (num_requests, a[_COLUMNS])),
+    )
+
+
+@jit
+def _write_step(arguments: Any, element: Any) -> None:
+    a = carray(arguments, NUM_ARGUMENTS)
+    positions, query_start, page_table = _batch(a)
+    # Rows of queries, keys and values lie side by side in one array.
+    shape = (a[_ROWS], a[_WIDTH])
+    k, v = carray(pointer(a[_KEYS], element), shape), carray(pointer(a[_VALUES], element), shape)
+    if not _write(_region(a, element), a[_LAYER], k, v, positions, query_start, page_table):
+        a[FAULT] = 1
+
+
+@jit
+def _attend_step(arguments: Any, element: Any) -> None:
+    a = carray(arguments, NUM_ARGUMENTS)
+    positions, query_start, page_table = _batch(a)
+    kv, layer, group, window = _region(a, element), a[_LAYER], a[_GROUP], a[_WINDOW]
+    num_requests, heads = a[_REQUESTS], a[_HEADS]
+    query = carray(pointer(a[_QUERIES], element), (a[_ROWS], a[_WIDTH]))
+    out = carray(pointer(a[_OUT], element), (a[_ROWS], heads * group * a[_SIZE]))
+    # float32 [H], or empty.
+    sinks = carray(pointer(a[_SINKS], _ZERO), (heads * group if a[_SINKS] else 0,))
+    scale, step = float_of(a[_SCALE]), max(1, _VECTORS // group)
+    # Long prompts' last rows see most keys: the longest pieces come first, so that threads end together.
+    mine, number = take(arguments), 0
+    for r in range(num_requests - 1, -1, -1):
+        begin, stop = query_start[r], query_start[r + 1]
+        for block in range((stop - begin + step - 1) // step - 1, -1, -1):
+            start = begin + block * step
+            end = min(start + step, stop)
             for head in range(heads):
-                if turn % parts == part and not _attend_block(
-                    kv, layer, head, query, out, start, end, positions, page_table[r], scale, window, sinks
-                ):
-                    return False
-                turn += 1
-    return True
+                if number == mine:
+                    if positions[end - 1] // kv.shape[3] >= page_table.shape[1] or not _attend_block(
+                        kv, layer, head, group, query, out, start, end, positions, page_table[r], scale, window, sinks
+                    ):
+                        a[FAULT] = 1
+                        return
+                    mine = take(arguments)
+                number += 1
+
+
+def _write_wide(arguments: Any) -> None:
+    _write_step(arguments, _ZERO)
+
+
+def _write_narrow(arguments: Any) -> None:
+    _write_step(arguments, np.uint16(0))
+
+
+def _attend_wide(arguments: Any) -> None:
+    _attend_step(arguments, _ZERO)
+
+
+def _attend_narrow(arguments: Any) -> None:
+    _attend_step(arguments, np.uint16(0))
+
+
+# Of float32, and of bfloat16.
+WRITE, ATTEND = (Kernel(_write_wide), Kernel(_write_narrow)), (Kernel(_attend_wide), Kernel(_attend_narrow))

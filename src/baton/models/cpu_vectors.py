@@ -141,6 +141,19 @@ def _widened(typing_context: Any, element: Any, source: Any, destination: Any) -
     return numba.void(element, numba.int64, numba.int64), generate
 
 
+def _prefetched(typing_context: Any, address: Any) -> Any:
+    """The line of memory at this address is wanted soon."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        byte = ir.IntType(8).as_pointer()
+        function_type = ir.FunctionType(ir.VoidType(), [byte, _I32, _I32, _I32])
+        function = cgutils.get_or_insert_function(builder.module, function_type, "llvm.prefetch.p0")
+        builder.call(function, [builder.inttoptr(args[0], byte), *(ir.Constant(_I32, value) for value in (0, 3, 1))])
+        return context.get_dummy_value()
+
+    return numba.void(numba.int64), generate
+
+
 def _products(
     typing_context: Any, num_rows: Any, left: Any, row_bytes: Any, step_bytes: Any, right: Any, right_bytes: Any,
     steps: Any, num_chunks: Any, factors: Any, out: Any, out_bytes: Any,
@@ -285,6 +298,7 @@ def _silu_times(typing_context: Any, element: Any, gate: Any, up: Any, out: Any)
 Kernel = Callable[..., Any]
 transpose = cast(Kernel, intrinsic(_transposed))
 widen = cast(Kernel, intrinsic(_widened))
+prefetch = cast(Kernel, intrinsic(_prefetched))
 products = cast(Kernel, intrinsic(prefer_literal=True)(_products))
 largest = cast(Kernel, intrinsic(_largest))
 exponentials = cast(Kernel, intrinsic(_exponentials))

@@ -1,0 +1,132 @@
+"""Compiled kernels on the threads that PyTorch computes with.
+
+Threads of OpenMP look for their next work for some milliseconds before they sleep, so threads of another pool would
+share the cores with threads that wait. Kernels therefore run in the same team, through the entry that compilers call in
+GNU's runtime (libgomp), which PyTorch's wheels for Linux carry. Elsewhere threads of Python do it.
+
+A kernel takes one pointer, to its arguments as int64: numbers, and addresses of arrays. All threads of a team run it
+with the same arguments, and share the work by `take`; what is computed must not depend on who takes what.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, cast
+
+import numba
+import numpy as np
+import torch
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba.extending import intrinsic
+
+# Numba's types and decorators have no types of their own.
+_numba: Any = numba
+_ARGUMENTS = _numba.types.CPointer(numba.int64)
+
+
+def _take(typing_context: Any, arguments: Any) -> Any:
+    """The number of the next piece of work, from the first argument, which begins at 0: each is given out once."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.atomic_rmw("add", args[0], ir.Constant(ir.IntType(64), 1), "monotonic")
+
+    return numba.int64(_ARGUMENTS), generate
+
+
+def _pointer(typing_context: Any, address: Any, element: Any) -> Any:
+    """A pointer to numbers of the type of `element`, for `numba.carray`."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], context.get_value_type(_numba.types.CPointer(element)))
+
+    return _numba.types.CPointer(element)(address, element), generate
+
+
+def _float_of(typing_context: Any, bits: Any) -> Any:
+    """The float32 of these bits."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(builder.trunc(args[0], ir.IntType(32)), ir.FloatType())
+
+    return numba.float32(numba.int64), generate
+
+
+take = cast(Callable[[Any], Any], intrinsic(_take))
+pointer = cast(Callable[[Any, Any], Any], intrinsic(_pointer))
+float_of = cast(Callable[[Any], Any], intrinsic(_float_of))
+
+
+class Kernel:
+    """A function of a pointer to int64 arguments, compiled when it is first called; `call` waits for all threads."""
+
+    def __init__(self, function: Callable[[Any], None]) -> None:
+        self._function = function
+
+    @functools.cached_property
+    def _compiled(self) -> Any:
+        signature = numba.void(_ARGUMENTS)
+        return _numba.cfunc(signature, nopython=True, cache=True, error_model="numpy")(self._function)
+
+    @functools.cached_property
+    def _entries(self) -> tuple[Any, Any, int]:
+        address = self._compiled.address
+        # The first keeps Python's lock, which short work should not have to win back.
+        return (
+            ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(address),
+            ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address),
+            address,
+        )
+
+    def short(self, arguments: Any) -> None:
+        """Run in this thread, for a few microseconds."""
+        self._entries[0](arguments)
+
+    def call(self, arguments: Any, threads: int) -> None:
+        """Run in `threads` threads, of which this is one."""
+        _, alone, address = self._entries
+        if threads == 1:
+            alone(arguments)
+        elif (team := _team()) is not None:
+            team(address, arguments, threads, 0)
+        else:
+            # The other threads begin first, and every one is waited for: they write into the arguments' arrays.
+            jobs = [_pool(threads).submit(alone, arguments) for _ in range(threads - 1)]
+            alone(arguments)
+            for job in jobs:
+                job.result()
+
+
+@functools.cache
+def _team() -> Any:
+    """`GOMP_parallel` of the runtime that is loaded already; None where it is another."""
+    try:
+        function = ctypes.CDLL("libgomp.so.1", mode=os.RTLD_NOLOAD).GOMP_parallel
+    except (AttributeError, OSError):
+        return None
+    function.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+    function.restype = None
+    return function
+
+
+@functools.cache
+def _pool(threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads, thread_name_prefix="kernels")
+
+
+def threads_for(work: float, least: float) -> int:
+    """How many threads are worth their start for `work`, of which `least` are worth one more."""
+    return max(1, min(torch.get_num_threads(), int(work / least)))
+
+
+def arguments(*values: int) -> Any:
+    """Arguments of a kernel, behind the counter of `take`."""
+    return (ctypes.c_int64 * (1 + len(values)))(0, *values)
+
+
+def float_bits(value: float) -> int:
+    """A float32 as an argument; kernels read it with `float_of`."""
+    return int(np.float32(value).view(np.int32))
