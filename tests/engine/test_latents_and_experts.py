@@ -8,13 +8,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from baton.engine.config import SpeculativeConfig
+from baton.engine.executor import LocalExecutor
+from baton.engine.plan import Rows
+from baton.errors import CheckpointError
+from baton.models import load_model
+from baton.models.registry import model_class
 from baton.wire import SamplingParams
-from tests.engine.engines import Stepped, Stream, request, stepped
-from tests.engine.test_transformers_equality import judge, load_reference
+from tests.engine.engines import Mode, Stepped, Stream, pair, request, stepped
+from tests.engine.test_transformers_equality import judge, load_reference, make_predictable
+from tests.support.checkpoints import make_drafter
 from tests.support.checkpoints_moe import SHAPES, make_moe_checkpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -63,3 +72,150 @@ def test_greedy_tokens_are_those_of_transformers(shape: str, seed: int, tmp_path
             if got != expected:
                 is_tie, text = judge(model, prompt, expected, got)
                 assert is_tie, (invariant, len(prompt), text)
+
+
+# ---------------------------------------------------------------- a row's bits are its own
+
+LENGTH = 100
+Span = tuple[int, int, int]  # request, first row, end
+
+
+def hidden_of(one: Stepped, forwards: list[list[Span]]) -> list[Tensor]:
+    """Final states of both requests' rows, from forwards over some of them at a time."""
+    assert isinstance(one.core.executor, LocalExecutor)
+    runner = one.core.executor.runner
+    rng = np.random.default_rng(0)
+    ids = np.random.default_rng(1).integers(0, 256, (2, LENGTH))
+    tables = {}
+    for group in runner.spec.target_groups:
+        count = -(-LENGTH // runner.kv[group].spec.page_size)
+        tables[group] = rng.permutation(np.arange(1, 2 * count + 1, dtype=np.int32)).reshape(2, count)
+    found: list[list[Tensor]] = [[], []]
+    for spans in forwards:
+        rows = Rows(
+            token_ids=np.concatenate([ids[r, start:stop] for r, start, stop in spans]),
+            positions=np.concatenate([np.arange(start, stop) for _, start, stop in spans]),
+            query_start=np.cumsum([0, *(stop - start for _, start, stop in spans)]).astype(np.int32),
+            tables={name: table[[r for r, _, _ in spans]] for name, table in tables.items()},
+        )
+        hidden = runner.forward(rows).hidden_TE
+        for (r, _, _), part in zip(spans, hidden.split([stop - start for _, start, stop in spans]), strict=True):
+            found[r].append(part)
+    return [torch.cat(parts) for parts in found]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", ["deepseek_v2-groups", "deepseek_v3", "deepseek_v3-odd", "glm4_moe", "qwen3_moe"])
+def test_a_rows_bits_depend_on_its_own_request_alone(shape: str, dtype: str, tmp_path: Path) -> None:
+    target = make_moe_checkpoint(tmp_path, shape)
+    ways: list[tuple[int, list[list[Span]]]] = [
+        (16, [[(0, 0, LENGTH)], [(1, 0, LENGTH)]]),
+        (16, [[(0, 0, LENGTH), (1, 0, LENGTH)]]),
+        (7, [[(1, 0, 64), (0, 0, 1)], [(0, 1, 40), (1, 64, 65)], [(1, 65, LENGTH), (0, 40, 90)], [(0, 90, LENGTH)]]),
+        (16, [*([(1, i, i + 1), (0, i, i + 1)] for i in range(LENGTH))]),
+    ]
+    expected: list[Tensor] | None = None
+    for block_size, forwards in ways:
+        with stepped(
+            **settings_of(target, block_size=str(block_size), batch_invariant=True, **{"dtype": dtype})
+        ) as one:
+            found = hidden_of(one, forwards)
+        expected = expected or found
+        for r in (0, 1):
+            assert torch.equal(found[r], expected[r]), (block_size, r)
+
+
+# ---------------------------------------------------------------- through the cache and through handoffs
+
+CACHED = ("deepseek_v2-lite", "deepseek_v3", "glm4_moe", "qwen3_moe")
+
+
+def with_head(folder: Path, shape: str, method: str) -> Settings:
+    """A target and a Llama-type head of it: EAGLE-3 of random weights, or an EAGLE head that guesses some tokens."""
+    target = make_moe_checkpoint(folder / "target", shape)
+    head = make_drafter(folder / "head", method, target)
+    if method == "eagle":
+        make_predictable(target, head)
+    return settings_of(target, head, method, batch_invariant=True)
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle3"])
+@pytest.mark.parametrize("shape", CACHED)
+def test_neither_hits_nor_preemption_nor_handoffs_change_a_token(shape: str, method: str, tmp_path: Path) -> None:
+    settings = with_head(tmp_path, shape, method)
+    plain = tokens_of({**settings, "speculative_config": None}, PROMPTS)
+    with stepped(**settings, max_num_batched_tokens=24) as one:
+        whole = all_of(one, PROMPTS)
+        again = all_of(one, PROMPTS)
+        assert one.core.metrics.num_cached_tokens > 0
+        assert [stream.token_ids for stream in whole] == plain
+        assert [stream.token_ids for stream in again] == plain
+        num_accepted = sum(sum(stream.accepted) for stream in whole)
+        assert method == "eagle3" or num_accepted > 0
+    few = (LONGEST + NUM_TOKENS + 4) // 8 + 2
+    sizes = {"block_size": "8", "max_model_len": 8 * few, "kv_cache_memory": memory_of(settings, 8, 2 * few)}
+    with stepped(**settings, **sizes, max_num_seqs=4) as one:
+        assert [stream.token_ids for stream in all_of(one, PROMPTS[1:] * 2)] == plain[1:] * 2
+        assert one.core.scheduler.num_preemptions > 0
+    modes: tuple[Mode, Mode] = ("push", "pull")
+    with pair(tmp_path, {"block_size": "7,draft=9"}, **settings, integrity="full", max_num_batched_tokens=24) as two:
+        for mode in modes:
+            legs = [two.legs(f"{mode}-{len(prompt)}", prompt, GREEDY, mode) for prompt in PROMPTS]
+            two.step_until(lambda legs=legs: all(told.ended and rest.ended for told, rest in legs), limit_s=60.0)  # type: ignore[misc]
+            two.settle()
+            assert [rest.token_ids for _, rest in legs] == plain
+            assert [rest.accepted for _, rest in legs] == [stream.accepted for stream in whole]
+        assert not two.decode.core.metrics.recoveries
+        assert two.decode.core.metrics.num_handoffs["committed"] == 2 * len(PROMPTS)
+
+
+LONGEST = max(len(prompt) for prompt in PROMPTS)
+
+
+def memory_of(settings: Settings, block_size: int, num_pages: int) -> int:
+    """The bytes of so many pages of every group."""
+    with stepped(**{**settings, "block_size": str(block_size), "kv_cache_memory": 8 << 20}) as one:
+        assert isinstance(one.core.executor, LocalExecutor)
+        return num_pages * sum(memory.spec.page_bytes for memory in one.core.executor.runner.kv.values())
+
+
+# ---------------------------------------------------------------- checkpoints
+
+
+@pytest.mark.parametrize("shape", ["deepseek_v3", "glm4_moe"])
+def test_tensors_of_layers_behind_the_last_are_left_to_a_drafter(shape: str, tmp_path: Path) -> None:
+    target = make_moe_checkpoint(tmp_path, shape, num_nextn_predict_layers=1)
+    file = target / "model.safetensors"
+    save_file({**load_file(file), "model.layers.3.eh_proj.weight": torch.ones(3, 6)}, file, {"format": "pt"})
+    assert len(load_model(target).kv_layers) == 3
+    save_file({**load_file(file), "model.layers.1.eh_proj.weight": torch.ones(3, 6)}, file, {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"unexpected tensor model\.layers\.1\.eh_proj"):
+        load_model(target)
+
+
+@pytest.mark.parametrize(
+    ("shape", "field", "value"),
+    [
+        ("deepseek_v2", "topk_method", "noaux_tc"),
+        ("deepseek_v2", "norm_topk_prob", True),
+        ("deepseek_v2", "scoring_func", "sigmoid"),
+        ("deepseek_v2", "num_experts_per_tok", 9),
+        ("deepseek_v2", "num_key_value_heads", 2),
+        ("deepseek_v3", "scoring_func", "softmax"),
+        ("deepseek_v3", "topk_method", "greedy"),
+        ("deepseek_v3", "n_group", 3),
+        ("deepseek_v3", "n_group", 8),
+        ("deepseek_v3", "quantization_config", {"quant_method": "fp8", "weight_block_size": [128, 128]}),
+        ("glm4_moe", "partial_rotary_factor", 0.4),
+        ("qwen3_moe", "mlp_only_layers", "all"),
+        ("qwen3_moe", "num_experts_per_tok", 9),
+    ],
+)
+def test_what_would_change_results_is_refused_by_name(shape: str, field: str, value: object) -> None:
+    model_type, fields = SHAPES[shape]
+    raw = {
+        **{"vocab_size": 260, "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 3},
+        **{"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16, **fields, field: value},
+    }
+    with pytest.raises(CheckpointError, match="fp8" if field == "quantization_config" else field):
+        model_class(model_type).parse_config(raw)

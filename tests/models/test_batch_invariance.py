@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from baton.engine.attention import AttnBatch, get_backend
 from baton.models import load_model
 from baton.models.cpu_kernels import silu_mul
-from baton.models.linear import Build, Linear, block_heights, blocks
+from baton.models.headwise import invariant_headwise
+from baton.models.linear import Build, Linear, block_heights, blocks, cancelling
 from tests.support.paged import PagedSequence
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -126,3 +127,20 @@ def test_requests_beside_each_other_do_not_change_bits(checkpoint: Any) -> None:
     for prompt, rows in zip(prompts, together.split(lengths), strict=True):
         alone = PagedSequence(model.kv_layers, backend)
         assert torch.equal(model(prompt, alone.rows(0, len(prompt)), alone)[0], rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "inner", "columns"), [(4, 16, 32), (3, 9, 21), (2, 64, 40)])
+def test_headwise_rows_do_not_depend_on_the_number_of_rows(
+    heads: int, inner: int, columns: int, dtype: torch.dtype
+) -> None:
+    """With numbers that leave nothing but the rounding errors of a sum: those of any order would show."""
+    generator = torch.Generator().manual_seed(3)
+    x, weight = cancelling(
+        torch.randn(333, heads, inner, generator=generator), torch.randn(heads, columns, inner, generator=generator)
+    )
+    x, weight = x.to(dtype), weight.to(dtype).transpose(1, 2)
+    whole = invariant_headwise(x, weight)
+    assert whole.count_nonzero() > 0
+    for start, stop in [(0, 1), (5, 6), (7, 9), (10, 13), (16, 32), (1, 70), (99, 333)]:
+        assert torch.equal(invariant_headwise(x[start:stop], weight), whole[start:stop]), (start, stop)

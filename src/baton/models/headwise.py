@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from baton.models.linear import BIG_PROBE, HEIGHTS, TALL, blocks, equal_heights
+from baton.models.linear import BIG_PROBE, HEIGHTS, TALL, blocks, cancelling, equal_heights
 
 
 def headwise(x_THK: Tensor, weight_HKN: Tensor) -> Tensor:
@@ -22,11 +22,13 @@ def _heights(
 ) -> tuple[int, ...]:
     """As `linear.block_heights`, for a weight [H, K, N] that lies so in memory."""
     generator = torch.Generator().manual_seed(0)
-    weight = torch.empty_strided(shape, strides, dtype=dtype, device=device)
-    weight.copy_(torch.randn(shape, generator=generator))
-    heights = [height for height in HEIGHTS if height <= TALL or weight.numel() < BIG_PROBE]
-    x = torch.randn(heights[0], *shape[:2], generator=generator).to(device, dtype)
-    return equal_heights(lambda block: headwise(block, weight), x, heights)
+    heads, inner, columns = shape
+    heights = [height for height in HEIGHTS if height <= TALL or heads * inner * columns < BIG_PROBE]
+    x = torch.randn(heights[0], heads, inner, generator=generator)
+    x, numbers = cancelling(x, torch.randn(heads, columns, inner, generator=generator))
+    weight = torch.empty_strided(shape, strides, dtype=dtype, device=device).copy_(numbers.transpose(1, 2))
+    narrow = x.to(device, dtype)
+    return equal_heights(lambda block: headwise(block, weight), narrow, heights)
 
 
 def invariant_headwise(x_THK: Tensor, weight_HKN: Tensor) -> Tensor:

@@ -79,13 +79,30 @@ def block_heights(
     """
     generator = torch.Generator().manual_seed(0)
     heights = [height for height in HEIGHTS if height <= TALL or rows * columns < BIG_PROBE]
-    weight = torch.randn(rows, columns, generator=generator).to(device, dtype)
-    x = torch.randn(heights[0], columns, generator=generator).to(device, dtype)
+    x, weight = (
+        part.to(device, dtype)
+        for part in cancelling(
+            torch.randn(heights[0], columns, generator=generator), torch.randn(rows, columns, generator=generator)
+        )
+    )
     if is_packed:
         blocked = packed(weight)
         assert blocked is not None
         weight = blocked
     return equal_heights(lambda block: product(block, weight, None), x, heights)
+
+
+def cancelling(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Numbers [..., K] whose products add up to their rounding errors alone: every second product undoes another.
+
+    A sum in bfloat16 keeps 8 bits, so that two orders of summation mostly agree on it; nothing hides them here.
+    """
+    count = x.shape[-1] // 2
+    order = torch.randperm(x.shape[-1], generator=torch.Generator().manual_seed(1))
+    first, second = order[:count], order[count : 2 * count]
+    x, weight = x.clone(), weight.clone()
+    x[..., second], weight[..., second] = x[..., first], -weight[..., first]
+    return x, weight
 
 
 def equal_heights(multiply: Callable[[Tensor], Tensor], x: Tensor, heights: Sequence[int]) -> tuple[int, ...]:
