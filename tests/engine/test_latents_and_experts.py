@@ -76,7 +76,7 @@ def test_greedy_tokens_are_those_of_transformers(shape: str, seed: int, tmp_path
 
 # ---------------------------------------------------------------- a row's bits are its own
 
-LENGTH = 100
+LENGTH = 75
 Span = tuple[int, int, int]  # request, first row, end
 
 
@@ -105,14 +105,14 @@ def hidden_of(one: Stepped, forwards: list[list[Span]]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("shape", ["deepseek_v2-groups", "deepseek_v3", "deepseek_v3-odd", "glm4_moe", "qwen3_moe"])
+@pytest.mark.parametrize("shape", ["deepseek_v2-groups", "deepseek_v3", "deepseek_v3-odd", "qwen3_moe"])
 def test_a_rows_bits_depend_on_its_own_request_alone(shape: str, dtype: str, tmp_path: Path) -> None:
     target = make_moe_checkpoint(tmp_path, shape)
     ways: list[tuple[int, list[list[Span]]]] = [
         (16, [[(0, 0, LENGTH)], [(1, 0, LENGTH)]]),
         (16, [[(0, 0, LENGTH), (1, 0, LENGTH)]]),
-        (7, [[(1, 0, 64), (0, 0, 1)], [(0, 1, 40), (1, 64, 65)], [(1, 65, LENGTH), (0, 40, 90)], [(0, 90, LENGTH)]]),
-        (16, [*([(1, i, i + 1), (0, i, i + 1)] for i in range(LENGTH))]),
+        (7, [[(1, 0, 64), (0, 0, 1)], [(0, 1, 40), (1, 64, 65)], [(1, 65, LENGTH), (0, 40, 66)], [(0, 66, LENGTH)]]),
+        (16, [[(0, 0, 61), (1, 0, 61)], *([(1, i, i + 1), (0, i, i + 1)] for i in range(61, LENGTH))]),
     ]
     expected: list[Tensor] | None = None
     for block_size, forwards in ways:
@@ -139,8 +139,7 @@ def with_head(folder: Path, shape: str, method: str) -> Settings:
     return settings_of(target, head, method, batch_invariant=True)
 
 
-@pytest.mark.parametrize("method", ["eagle", "eagle3"])
-@pytest.mark.parametrize("shape", CACHED)
+@pytest.mark.parametrize(("shape", "method"), [*((shape, "eagle") for shape in CACHED), ("deepseek_v3", "eagle3")])
 def test_neither_hits_nor_preemption_nor_handoffs_change_a_token(shape: str, method: str, tmp_path: Path) -> None:
     settings = with_head(tmp_path, shape, method)
     plain = tokens_of({**settings, "speculative_config": None}, PROMPTS)
@@ -206,7 +205,7 @@ def test_tensors_of_layers_behind_the_last_are_left_to_a_drafter(shape: str, tmp
         ("deepseek_v3", "n_group", 3),
         ("deepseek_v3", "n_group", 8),
         ("deepseek_v3", "quantization_config", {"quant_method": "fp8", "weight_block_size": [128, 128]}),
-        ("glm4_moe", "partial_rotary_factor", 0.4),
+        ("glm4_moe", "partial_rotary_factor", 0.2),
         ("qwen3_moe", "mlp_only_layers", "all"),
         ("qwen3_moe", "num_experts_per_tok", 9),
     ],
