@@ -110,6 +110,10 @@ class CausalLM(nn.Module, ABC):
         is_tied = name == "lm_head.weight" and self.config.tie_word_embeddings
         return None if is_tied or name.endswith("rotary_emb.inv_freq") else name
 
+    def unpack(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
+        """This model's tensors of one that a checkpoint stores under `name`: one, several, or none yet."""
+        return ((name, tensor),)
+
     def forward(
         self, input_ids_T: Tensor, positions_T: Tensor, cache: LayerCache, aux_layers: tuple[int, ...] = ()
     ) -> tuple[Tensor, list[Tensor]]:

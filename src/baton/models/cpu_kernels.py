@@ -172,6 +172,17 @@ def _gelu_mul(gate_up: Any, out: Any) -> None:
 
 
 @jit
+def _clamped_glu(gate_up: Any, alpha: Any, limit: Any, out: Any) -> None:
+    rows, width = out.shape
+    element = gate_up[0, 0]
+    for t in range(rows):
+        for i in range(width):
+            gate = min(to_f32(gate_up[t, 2 * i]), limit)
+            up = min(max(to_f32(gate_up[t, 2 * i + 1]), -limit), limit)
+            out[t, i] = from_f32(element, (up + _ONE) * (gate / (_ONE + exp32(-alpha * gate))))
+
+
+@jit
 def _rotate(heads: Any, count: int, cos: Any, sin: Any) -> None:
     rows, half = heads.shape[0], cos.shape[2]
     element = heads[0, 0, 0]
@@ -237,6 +248,15 @@ def gelu_mul(gate_up: Tensor) -> Tensor:
     out = torch.empty(gate_up.shape[0], gate_up.shape[1] // 2, dtype=gate_up.dtype)
     if len(out):
         _gelu_mul(array(gate_up.contiguous()), array(out))
+    return out
+
+
+def clamped_glu(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
+    """(up + 1) gate sigmoid(alpha gate) of a CPU tensor [T, 2I], gates at even places, gates at most `limit` and ups
+    within +-`limit` (gpt-oss, arXiv:2508.10925): [T, I] in its dtype, computed in float32."""
+    out = torch.empty(gate_up.shape[0], gate_up.shape[1] // 2, dtype=gate_up.dtype)
+    if len(out):
+        _clamped_glu(array(gate_up.contiguous()), np.float32(alpha), np.float32(limit), array(out))
     return out
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ _CONFIG_NOISE = ("_name_or_path", "transformers_version", "use_cache")
 _READ_SIZE = 1 << 22
 
 Rename = Callable[[str], str | None]
+Unpack = Callable[[str, Tensor], Iterable[tuple[str, Tensor]]]
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -111,11 +112,17 @@ def weight_table(module: nn.Module) -> dict[str, Tensor]:
     return table
 
 
-def fill(module: nn.Module, path: str | Path, rename: Rename) -> None:
+def one_tensor(name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
+    """What `fill` takes from a stored tensor where nothing is stacked or packed: it, under its name."""
+    return ((name, tensor),)
+
+
+def fill(module: nn.Module, path: str | Path, rename: Rename, unpack: Unpack = one_tensor) -> None:
     """Copy the checkpoint's tensors into `module`, casting to its dtypes, then pack its linear layers one by one.
 
-    `rename` maps a tensor's name to the module's, or None for one to leave out. Every tensor must have a
-    place of its own shape and every place a tensor, else `CheckpointError` names it.
+    `rename` maps a tensor's name to the module's, or None for one to leave out. `unpack` makes the module's tensors of
+    one that is stored under that name: one, several, or none yet. Every tensor must have a place of its own shape and
+    every place a tensor, else `CheckpointError` names it.
     """
     table = weight_table(module)
     missing = set(table)
@@ -127,14 +134,15 @@ def fill(module: nn.Module, path: str | Path, rename: Rename) -> None:
                 name = rename(stored)
                 if name is None:
                     continue
-                if name not in table:
-                    raise CheckpointError(f"{file}: unexpected tensor {stored}")
-                found, wanted = tuple(tensors.get_slice(stored).get_shape()), tuple(table[name].shape)
-                if found != wanted:
-                    raise CheckpointError(f"{file}: tensor {stored} has shape {list(found)}, expected {list(wanted)}")
-                with torch.no_grad():
-                    table[name].copy_(tensors.get_tensor(stored))
-                missing.discard(name)
+                for place, values in unpack(name, tensors.get_tensor(stored)):
+                    if place not in table:
+                        raise CheckpointError(f"{file}: unexpected tensor {stored}")
+                    found, wanted = list(values.shape), list(table[place].shape)
+                    if found != wanted:
+                        raise CheckpointError(f"{file}: tensor {stored} has shape {found}, expected {wanted}")
+                    with torch.no_grad():
+                        table[place].copy_(values)
+                    missing.discard(place)
     if missing:
         first = ", ".join(sorted(missing)[:3])
         rest = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
@@ -170,7 +178,7 @@ def load_model(
     except (RuntimeError, MemoryError) as error:
         why = str(error).partition("\n")[0]
         raise CheckpointError(f"{path}: the model that config.json describes cannot be allocated: {why}") from None
-    fill(model, path, model.stored_name)
+    fill(model, path, model.stored_name, model.unpack)
     return model.eval()
 
 

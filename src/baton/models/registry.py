@@ -13,6 +13,7 @@ MODELS = {
     "deepseek_v3": "baton.models.deepseek_v3:DeepseekV3",
     "gemma3_text": "baton.models.gemma3:Gemma3",
     "glm4_moe": "baton.models.glm4_moe:Glm4Moe",
+    "gpt_oss": "baton.models.gpt_oss:GptOss",
     "llama": "baton.models.llama:Llama",
     "mistral": "baton.models.mistral:Mistral",
     "qwen2": "baton.models.qwen2:Qwen2",
