@@ -41,6 +41,13 @@ def test_it_needs_keys(extra: dict[str, str]) -> None:
         read_config(extra)
 
 
+@pytest.mark.parametrize("uri", ["local://", "shm", "faulty+shm://?fault=fail"])
+def test_a_transport_that_cannot_open_vllms_memory(uri: str) -> None:
+    with pytest.raises(ConfigError, match=r"kv_transport: (local|shm):// cannot move vLLM's memory"):
+        read_config(KEY | {"kv_transport": uri})
+    assert read_config(KEY | {"kv_transport": "file:///mnt/kv"}).kv_transport == "file:///mnt/kv"
+
+
 def test_an_address_that_no_engine_could_dial() -> None:
     with pytest.raises(ConfigError, match="names no interface"):
         read_config(KEY | {"control_bind": "tcp://0.0.0.0:7100"})

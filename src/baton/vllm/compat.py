@@ -101,6 +101,10 @@ def cache_tables(kv_cache_config: Any) -> list[CacheTable]:
 
     tables = []
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
+        if getattr(group, "host_resident", False) or not getattr(group, "enable_kv_transfer", True):
+            raise ConfigError(
+                "model", f"cache group {index} (HiSparse) has blocks of another pool, or is rebuilt from one"
+            )
         spec = group.kv_cache_spec
         by_layer = spec.kv_cache_specs if isinstance(spec, kv.UniformTypeKVCacheSpecs) else {}
         layers: dict[tuple[Kind, int | None, int], list[str]] = {}
@@ -112,21 +116,27 @@ def cache_tables(kv_cache_config: Any) -> list[CacheTable]:
 
 
 def _kind(spec: Any) -> tuple[Kind, int | None, int]:
-    """Kind, window and block size of a layer's cache."""
+    """Kind, window and block size of a layer's cache. Subclasses are other kinds: their blocks hold other tokens."""
     from vllm.v1 import kv_cache_interface as kv
 
     if isinstance(spec, kv.MambaSpec):
         if spec.mamba_cache_mode != "none":
             raise ConfigError("mamba_cache_mode", f"BatonConnector knows 'none', got {spec.mamba_cache_mode!r}")
         return "state", None, 1
-    if type(spec) is kv.SlidingWindowSpec:
-        return "sliding_window", spec.sliding_window, spec.block_size
-    if type(spec) is kv.MLAAttentionSpec:
-        return "mla", None, spec.block_size
-    if type(spec) is kv.FullAttentionSpec:
+    version = getattr(spec, "model_version", None)
+    kinds: dict[type, Kind] = {
+        kv.SlidingWindowSpec: "sliding_window",
+        kv.MLAAttentionSpec: "mla",
         # vLLM may attend through a window here, but keeps all blocks.
-        return "full", None, spec.block_size
-    raise ConfigError("model", f"BatonConnector does not know a cache of {type(spec).__name__}")
+        kv.FullAttentionSpec: "full",
+    }
+    if type(spec) not in kinds or version:
+        name = f"{version} {type(spec).__name__}" if version else type(spec).__name__
+        raise ConfigError("model", f"BatonConnector does not know a cache of {name}")
+    if (tokens := getattr(spec, "tokens_per_state", 1)) != 1:
+        raise ConfigError("model", f"BatonConnector knows caches of one entry a token, got one for {tokens} tokens")
+    kind = kinds[type(spec)]
+    return kind, spec.sliding_window if kind == "sliding_window" else None, spec.block_size
 
 
 def kernel_layout(config: Any, layer: str) -> KernelLayout:

@@ -13,10 +13,13 @@ from baton.handoff.channel.config import DEFAULT_HANDOFF_TIMEOUT_S, DEFAULT_MAX_
 from baton.handoff.channel.keys import check_bind, ticket_key_file
 from baton.handoff.protocol.messages import MAX_LEASE_S, MAX_ROUNDS
 from baton.handoff.protocol.ticket import load_or_create_key
+from baton.transports.registry import parse_uri
 from baton.vllm.geometry import Granularity
 from baton.wire import Integrity
 
 FIELD = "kv_connector_extra_config"
+# Transports that cannot open the memory of a vLLM worker, and why.
+_OUT_OF_REACH = {"local": "it joins engines of one process", "shm": "it moves memory that it has allocated itself"}
 
 
 class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -64,5 +67,8 @@ def read_config(extra: Mapping[str, Any]) -> ConnectorConfig:
         config = msgspec.convert(dict(extra), ConnectorConfig)
     except msgspec.ValidationError as error:
         raise ConfigError(FIELD, str(error)) from error
+    scheme = parse_uri(config.kv_transport)[0].rpartition("+")[2]
+    if why := _OUT_OF_REACH.get(scheme):
+        raise ConfigError(FIELD, f"kv_transport: {scheme}:// cannot move vLLM's memory: {why}")
     check_bind(config.control_bind, has_keys=True)
     return config

@@ -88,6 +88,36 @@ def deepseek(folder: Path) -> None:
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
+def gpt_oss(folder: Path) -> None:
+    """Windows of 64 tokens in every second layer, attention sinks, experts with biases; beside it, in `eagle3`, a head
+    of heads with another size."""
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    config = GptOssConfig(
+        **COMMON,
+        num_hidden_layers=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        sliding_window=64,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+    )
+    model = GptOssForCausalLM(config)
+    _save(model, folder)
+    _eagle3(folder / "eagle3", model.lm_head.weight)
+
+
+def windowed(folder: Path) -> None:
+    """The demo model with windows of 64 tokens in every second layer: its drafters are still right often."""
+    folder.mkdir(parents=True)
+    config = json.loads((MODEL / "config.json").read_text())
+    config |= {"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"] * 2}
+    (folder / "config.json").write_text(json.dumps(config))
+    for name in ("model.safetensors", *TOKENIZER):
+        shutil.copy(MODEL / name, folder)
+
+
 def shallow(folder: Path, num_layers: int = 3) -> None:
     """The demo model's first layers: a draft model that is right often, and not always."""
     config = json.loads((MODEL / "config.json").read_text()) | {"num_hidden_layers": num_layers}
@@ -98,6 +128,41 @@ def shallow(folder: Path, num_layers: int = 3) -> None:
     save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
     for name in TOKENIZER:
         shutil.copy(MODEL / name, folder)
+
+
+def _eagle3(folder: Path, lm_head: torch.Tensor) -> None:
+    """A random EAGLE-3 head in Llama's form, which chooses between the target's loud tokens."""
+    hidden, inner, heads, kv_heads, dim = COMMON["hidden_size"], 256, 4, 4, 32
+    shapes = {
+        "fc": (hidden, 3 * hidden),
+        "midlayer.self_attn.q_proj": (heads * dim, 2 * hidden),
+        "midlayer.self_attn.k_proj": (kv_heads * dim, 2 * hidden),
+        "midlayer.self_attn.v_proj": (kv_heads * dim, 2 * hidden),
+        "midlayer.self_attn.o_proj": (hidden, heads * dim),
+        "midlayer.mlp.gate_proj": (inner, hidden),
+        "midlayer.mlp.up_proj": (inner, hidden),
+        "midlayer.mlp.down_proj": (hidden, inner),
+    }
+    weights = {f"{name}.weight": torch.randn(shape) * 0.08 for name, shape in shapes.items()}
+    norms = ("midlayer.input_layernorm", "midlayer.hidden_norm", "midlayer.post_attention_layernorm", "norm")
+    weights |= {f"{name}.weight": torch.ones(hidden) for name in norms}
+    weights["lm_head.weight"] = lm_head.detach().clone()
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "dtype": "float32",
+        "draft_vocab_size": COMMON["vocab_size"],
+        "eagle_aux_hidden_state_layer_ids": [1, 2, 3],
+        "num_hidden_layers": 1,
+        "num_key_value_heads": kv_heads,
+        "head_dim": dim,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+    }
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(COMMON | config))
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def _save(model: Any, folder: Path) -> None:

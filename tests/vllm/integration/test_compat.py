@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,6 +34,65 @@ def test_a_group_of_mla_and_full_attention_is_two_kinds_on_one_table() -> None:
         CacheTable(0, "full", None, 16, ("model.layers.1.attn",)),
         CacheTable(1, "sliding_window", 64, 16, ("model.layers.2.attn",)),
     ]
+
+
+ATTENTION = {"block_size": 32, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
+MOVED: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "FullAttentionSpec": (kv.FullAttentionSpec(**ATTENTION), ("full", None, 32)),
+    # With vLLM's hybrid memory off: all blocks are kept, whatever the layer sees of them.
+    "FullAttentionSpec, windowed": (kv.FullAttentionSpec(**ATTENTION, sliding_window=64), ("full", None, 32)),
+    "FullAttentionSpec, chunked": (kv.FullAttentionSpec(**ATTENTION, attention_chunk_size=64), ("full", None, 32)),
+    "SlidingWindowSpec": (kv.SlidingWindowSpec(**ATTENTION, sliding_window=64), ("sliding_window", 64, 32)),
+    "MLAAttentionSpec": (kv.MLAAttentionSpec(**ATTENTION), ("mla", None, 32)),
+    "MambaSpec": (kv.MambaSpec(block_size=32, shapes=((2, 2),), dtypes=(torch.float32,)), ("state", None, 1)),
+}
+BY_GROUP = {"KVCacheSpec", "AttentionSpec", "UniformTypeKVCacheSpecs"}  # abstract ones, and one that holds others
+REFUSED: dict[str, Any] = {
+    "ChunkedLocalAttentionSpec": kv.ChunkedLocalAttentionSpec(**ATTENTION, attention_chunk_size=64),
+    "CircularBufferSpec": kv.CircularBufferSpec(**ATTENTION),
+    "CrossAttentionSpec": kv.CrossAttentionSpec(**ATTENTION),
+    "EncoderOnlyAttentionSpec": kv.EncoderOnlyAttentionSpec(**ATTENTION),
+    "HiSparseHotSpec": kv.HiSparseHotSpec(block_size=32, page_size=64, blocks_per_request=1),
+    "HiSparseResidentSpec": kv.HiSparseResidentSpec(block_size=32, page_size=64),
+    "HiddenStateCacheSpec": kv.HiddenStateCacheSpec(**ATTENTION),
+    "RSWASpec": kv.RSWASpec(**ATTENTION, rswa_window=64),
+    "SinkFullAttentionSpec": kv.SinkFullAttentionSpec(**ATTENTION, sink_len=4),
+    "SlidingWindowMLASpec": kv.SlidingWindowMLASpec(**ATTENTION, sliding_window=64),
+}
+
+
+def tables_of(spec: Any, **group: Any) -> list[CacheTable]:
+    found = kv.KVCacheGroupSpec(["model.layers.0.attn"], spec, **group)
+    return compat.cache_tables(SimpleNamespace(kv_cache_groups=[found]))
+
+
+def test_each_kind_of_cache_is_moved_or_refused_by_name() -> None:
+    for spec, (kind, window, block_size) in MOVED.values():
+        assert tables_of(spec) == [CacheTable(0, kind, window, block_size, ("model.layers.0.attn",))]
+    for name, spec in REFUSED.items():
+        with pytest.raises(ConfigError, match=f"does not know a cache of {name}$"):
+            tables_of(spec)
+
+
+def test_no_kind_of_cache_is_unheard_of() -> None:
+    """A new vLLM's new kinds are here, and in the documentation, before that vLLM is supported."""
+    kinds = {name for name, found in vars(kv).items() if isinstance(found, type) and issubclass(found, kv.KVCacheSpec)}
+    assert kinds == {name.partition(",")[0] for name in MOVED} | REFUSED.keys() | BY_GROUP
+    documented = (Path(__file__).parents[3] / "docs" / "vllm.md").read_text()
+    assert all(f"`{name}`" in documented for name in kinds - BY_GROUP)
+
+
+def test_what_a_known_kind_holds_otherwise_is_refused() -> None:
+    full, latent = MOVED["FullAttentionSpec"][0], MOVED["MLAAttentionSpec"][0]
+    with pytest.raises(ConfigError, match="got one for 4 tokens"):
+        tables_of(dataclasses.replace(latent, tokens_per_state=4))
+    with pytest.raises(ConfigError, match="does not know a cache of deepseek_v4 MLAAttentionSpec"):
+        tables_of(dataclasses.replace(latent, model_version="deepseek_v4"))
+    with pytest.raises(ConfigError, match=r"mamba_cache_mode.*'all'"):
+        tables_of(dataclasses.replace(MOVED["MambaSpec"][0], mamba_cache_mode="all"))
+    for change in ({"host_resident": True}, {"enable_kv_transfer": False}):
+        with pytest.raises(ConfigError, match="HiSparse"):
+            tables_of(full, **change)
 
 
 RANKS = {f"{kind}_parallel_size": 1 for kind in ("tensor", "pipeline", "data", "prefill_context", "decode_context")}

@@ -1,36 +1,57 @@
-"""Models with other caches than full attention: sliding windows, Mamba-2 states, latent vectors (MLA)."""
+"""Models with other caches than full attention: sliding windows, Mamba-2 states, latent vectors (MLA); with drafters of
+another kind of cache than theirs. One goes through a shared directory, the others over NIXL."""
 
 from __future__ import annotations
 
 import asyncio
-import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 
 from benchmarks.vllm_servers import ONE_PROCESS
-from tests.vllm.integration.checkpoints import deepseek, gemma3, mamba2
-from tests.vllm.integration.servers import Mode, Pair, compare, reference, serve_pair, wait_idle
+from tests.vllm.integration.checkpoints import deepseek, gemma3, gpt_oss, mamba2, windowed
+from tests.vllm.integration.servers import (
+    EAGLE3,
+    Mode,
+    Pair,
+    compare,
+    demo_prompts,
+    reference,
+    serve_pair,
+    wait_idle,
+)
 
 pytestmark = pytest.mark.timeout(900)
 
 # The same kernel on all CPUs: with AMX vLLM would take AMX_MLA, for bfloat16 only.
 MLA = "CPU_MLA"
 MTP = {"method": "mtp", "num_speculative_tokens": 3, "attention_backend": MLA}
-CASES: dict[str, tuple[Any, dict[str, Any]]] = {
-    "sliding window": (gemma3, {"prefill": ["--max-num-batched-tokens", "256"]}),
-    "mamba-2": (mamba2, {"both": ["--no-enable-prefix-caching"]}),
-    "mla with mtp": (deepseek, {"spec": MTP, "both": ["--attention-backend", MLA]}),
+Arguments = dict[str, Any]
+CASES: dict[str, tuple[Callable[[Path], None], Callable[[Path], Arguments]]] = {
+    "sliding window": (gemma3, lambda folder: {"prefill": ["--max-num-batched-tokens", "256"]}),
+    "sliding window with eagle3, over files": (
+        windowed,
+        lambda folder: {
+            "spec": EAGLE3,
+            "prefill": ["--max-num-batched-tokens", "256"],
+            "extra": {"kv_transport": f"file://{folder}/kv"},
+        },
+    ),
+    "gpt-oss with eagle3": (gpt_oss, lambda folder: {"spec": EAGLE3 | {"model": str(folder / "model" / "eagle3")}}),
+    "mamba-2": (mamba2, lambda folder: {"both": ["--no-enable-prefix-caching"]}),
+    "mla with mtp": (deepseek, lambda folder: {"spec": MTP, "both": ["--attention-backend", MLA]}),
 }
 
 
 @pytest.fixture(scope="module", params=CASES)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    make, arguments = CASES[request.param]
+    make, arguments_in = CASES[request.param]
     folder = tmp_path_factory.mktemp("hybrid")
     make(folder / "model")
+    arguments = arguments_in(folder)
     more = {**arguments, "both": [*ONE_PROCESS, *arguments.get("both", ())]}
     with serve_pair(folder, model=folder / "model", **more) as found:
         yield found
@@ -39,9 +60,8 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @pytest.mark.parametrize("mode", ["push", "pull"])
 def test_greedy_tokens_and_acceptance_are_those_of_one_vllm(pair: Pair, mode: Mode) -> None:
     async def run() -> None:
-        rng = random.Random(mode)
         lengths = [2, 3, *range(15, 18), 31, 32, 33, *range(62, 100, 2), 95, 97, 300, 700]
-        prompts = [[rng.randrange(3, 2000) for _ in range(length)] for length in lengths]
+        prompts = demo_prompts(lengths, seed=61)
         async with aiohttp.ClientSession() as session:
             expected = [await reference(session, pair.decode, prompt, 24) for prompt in prompts]
         await compare(pair, prompts, 24, mode, expected)
