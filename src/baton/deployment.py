@@ -165,6 +165,30 @@ class Deployment:
         """Return the children that have ended, with the last line each wrote."""
         return {c.name: _last_line(c) for c in self._children if c.process.poll() is not None}
 
+    def kill(self, name: str) -> None:
+        """End a child by SIGKILL, also one that is stopped, and wait until it is gone."""
+        child = self._child(name)
+        child.process.kill()
+        child.process.wait()
+
+    def restart(self, name: str, wait: bool = True) -> None:
+        """Start a child anew at the port it had; one that still runs is killed first.
+
+        With `wait` it runs when this returns. Raises `EngineUnavailableError` with the child's own error line when it
+        does not start.
+        """
+        self.kill(name)
+        old = self._child(name)
+        if old.pipe >= 0:
+            os.close(old.pipe)
+            old.pipe = -1
+        arguments = list(old.arguments)
+        if old.url is not None:
+            arguments[arguments.index("--port") + 1] = old.url.rpartition(":")[2]
+        self._children[self._children.index(old)] = new = self._spawn(name, arguments)
+        if wait:
+            self._await_ready([new])
+
     def close(self) -> None:
         """End every child, by SIGTERM and then by SIGKILL, and delete their files. Idempotent."""
         children = self._children[::-1]  # the router first, so that it sends nothing to engines that end
@@ -184,6 +208,9 @@ class Deployment:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _child(self, name: str) -> Child:
+        return next(child for child in self._children if child.name == name)
 
     def _router_flags(self, port: int) -> list[str]:
         flags = ["--port", str(port), "--ticket-key-file", self.ticket_key_file]

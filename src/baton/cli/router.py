@@ -98,14 +98,16 @@ async def serve_router(
     on_ready: Callable[[str], None],
     beside: Callable[[web.Application], AsyncIterator[None]] | None = None,
     shutdown_timeout_s: float = SHUTDOWN_TIMEOUT_S,
+    stop: asyncio.Event | None = None,
 ) -> None:
-    """Serve a router until SIGINT or SIGTERM; what `beside` starts runs meanwhile. See `baton.openai.serving.serve`."""
+    """Serve a router until SIGINT, SIGTERM or `stop`; what `beside` starts runs meanwhile. Requests may end first, as
+    `baton.openai.serving.serve` says."""
     from baton.router import build_app
 
     app = await build_app(config)
     if beside is not None:
         app.cleanup_ctx.append(beside)
-    await serve(app, listener, lambda: on_ready(url_of(listener)), None, shutdown_timeout_s)
+    await serve(app, listener, lambda: on_ready(url_of(listener)), stop, shutdown_timeout_s)
 
 
 def _split(urls: list[str] | None) -> tuple[str, ...]:

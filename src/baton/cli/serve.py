@@ -26,8 +26,10 @@ from baton.cli.options import (
     with_options,
 )
 from baton.cli.router import serve_router
+from baton.cli.supervision import DEFAULT_MAX_RESTARTS, Supervisor
 from baton.deployment import Deployment, Reporter
 from baton.engine.config import EngineConfig
+from baton.errors import EngineUnavailableError
 from baton.openai.serving import bind
 from baton.wire import Role
 
@@ -80,6 +82,9 @@ def up_command(
     decode: Annotated[int, typer.Option(min=0, help="Decode engines.")] = 1,
     prefill_block_size: BlockSize = None,
     decode_block_size: BlockSize = None,
+    max_restarts: Annotated[
+        int, typer.Option(min=0, help="How often in succession an engine is started again that has ended by itself.")
+    ] = DEFAULT_MAX_RESTARTS,
 ) -> None:
     """A whole P/D deployment on this host: engines as child processes, the router here."""
     from baton.handoff.protocol.ticket import load_or_create_key
@@ -121,9 +126,12 @@ def up_command(
                 _tell(_banner(config, deployment.engines(), url))
                 _tell(f"ready: {url}/v1   (status: {url}/status, Ctrl-C ends all)")
 
-            beside = functools.partial(_tell_of_ends, deployment)
-            asyncio.run(serve_router(router, listener, on_ready, beside, listen.shutdown_timeout))
+            supervisor, stop = Supervisor(deployment, _tell, max_restarts), asyncio.Event()
+            beside = functools.partial(_supervise, supervisor, stop)
+            asyncio.run(serve_router(router, listener, on_ready, beside, listen.shutdown_timeout, stop))
             _tell("ending all processes")
+        if supervisor.failure is not None:
+            raise EngineUnavailableError(supervisor.failure)
 
 
 def _banner(config: EngineConfig, engines: Mapping[str, str], url: str | None) -> str:
@@ -144,17 +152,14 @@ def _tell(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-async def _tell_of_ends(deployment: Deployment, app: web.Application) -> AsyncIterator[None]:
-    """While the app runs, print each child that ends by itself."""
+async def _supervise(supervisor: Supervisor, stop: asyncio.Event, app: web.Application) -> AsyncIterator[None]:
+    """While the app runs, start children again that end by themselves; `stop` it when that is no use."""
 
     async def watch() -> None:
-        told: set[str] = set()
-        while True:
-            for name, line in deployment.ended().items():
-                if name not in told:
-                    told.add(name)
-                    _tell(f"{name} has ended: {line}")
-            await asyncio.sleep(1.0)
+        while supervisor.failure is None:
+            supervisor.look()
+            await asyncio.sleep(0.5)
+        stop.set()
 
     task = asyncio.create_task(watch())
     yield
