@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from baton.drafters.head import HeadDrafter, expect_target_size, fill_drafter, head_tensors
+from baton.drafters.head import HeadDrafter, attention_layers, expect_target_size, fill_drafter, head_tensors
 from baton.drafters.head_config import read_head
 from baton.models.base import CausalLM
-from baton.models.cache import Attend
+from baton.models.cache import LayerCache
 from baton.models.config import ModelConfig
 from baton.models.layers import DecoderLayer
 from baton.models.linear import Build, Linear
@@ -24,7 +24,7 @@ class Eagle(HeadDrafter):
     aux_layers = ()
 
     def __init__(self, config: ModelConfig, target: CausalLM, names: set[str], build: Build) -> None:
-        super().__init__(config, target, names, build)
+        super().__init__(config, attention_layers(config), target, names, build)
         hidden = config.hidden_size
         self.feature_size = hidden
         self.fc = Linear(2 * hidden, hidden, build, bias="fc.bias" in names)
@@ -46,7 +46,7 @@ class Eagle(HeadDrafter):
         return hidden_TE
 
     def forward(
-        self, next_ids_T: Tensor, features_TF: Tensor, positions_T: Tensor, attend: Attend, first: bool
+        self, next_ids_T: Tensor, features_TF: Tensor, positions_T: Tensor, attend: LayerCache, first: bool
     ) -> tuple[Tensor, Tensor]:
         x = self.fc(torch.cat((self._embed(next_ids_T), features_TF), dim=-1))
         cos_sin = self.rotary.at(positions_T)

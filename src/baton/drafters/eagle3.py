@@ -17,12 +17,20 @@ import logging
 import torch
 from torch import Tensor, nn
 
-from baton.drafters.head import HeadDrafter, expect_target_size, fill_drafter, head_tensors, target_ids
+from baton.drafters.head import (
+    HeadDrafter,
+    attention_layers,
+    expect_target_size,
+    fill_drafter,
+    head_tensors,
+    target_ids,
+)
 from baton.drafters.head_config import flag, nested, read_head
 from baton.errors import CheckpointError
 from baton.models.base import CausalLM
-from baton.models.cache import Attend
+from baton.models.cache import LayerCache
 from baton.models.config import ModelConfig, RawConfig, get_bool, get_int
+from baton.models.latent import LatentAttention
 from baton.models.layers import MLP, Attention, DecoderLayer, RMSNorm
 from baton.models.linear import Build, Linear
 
@@ -40,11 +48,11 @@ class FusionLayer(nn.Module):
         self._norm_before_residual = norm_before_residual
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_eps, build)
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_eps, build)
-        self.self_attn = Attention(config, 0, build, in_features=2 * config.hidden_size)
+        self.self_attn = _attention(config, 0, build, 2 * config.hidden_size)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_eps, build)
         self.mlp = MLP(config.hidden_size, config.intermediate_size, config.mlp_bias, build)
 
-    def forward(self, embeds: Tensor, hidden: Tensor, cos_sin: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+    def forward(self, embeds: Tensor, hidden: Tensor, cos_sin: tuple[Tensor, Tensor], attend: LayerCache) -> Tensor:
         normed = self.hidden_norm(hidden)
         residual = normed if self._norm_before_residual else hidden
         joined = torch.cat((self.input_layernorm(embeds), normed), dim=-1)
@@ -52,18 +60,28 @@ class FusionLayer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
 
 
+def _attention(config: ModelConfig, layer_id: int, build: Build, in_features: int) -> nn.Module:
+    """That of a Llama, or over latents (`Eagle3DeepseekV2ForCausalLM`)."""
+    kind = Attention if config.latent is None else LatentAttention
+    return kind(config, layer_id, build, in_features)
+
+
+def _layer(config: ModelConfig, layer_id: int, build: Build) -> DecoderLayer:
+    return DecoderLayer(config, layer_id, build, attention=_attention(config, layer_id, build, config.hidden_size))
+
+
 class Eagle3(HeadDrafter):
     """See the module's docstring. `d2t` int64 [draft_vocab] is optional, as in the published heads."""
 
     def __init__(self, config: ModelConfig, raw: RawConfig, target: CausalLM, names: set[str], build: Build) -> None:
-        super().__init__(config, target, names, build)
+        super().__init__(config, attention_layers(config), target, names, build)
         hidden = config.hidden_size
         self.aux_layers = aux_layer_ids(raw, len(target.kv_layers))
         self.feature_size = target.hidden_size * (len(self.aux_layers) or 1)
         self.fc = Linear(self.feature_size, hidden, build, bias="fc.bias" in names) if self.aux_layers else None
         self._add_norms(raw, target.hidden_size, config.rms_eps, build)
         first = FusionLayer(config, get_bool(raw, "norm_before_residual"), build)
-        self.layers = nn.ModuleList([first, *(DecoderLayer(config, i, build) for i in range(1, config.num_layers))])
+        self.layers = nn.ModuleList([first, *(_layer(config, i, build) for i in range(1, config.num_layers))])
         self.norm = RMSNorm(hidden, config.rms_eps, build)
         draft_vocab = get_int(raw, "draft_vocab_size", config.vocab_size)
         if "lm_head.weight" in names:
@@ -115,7 +133,7 @@ class Eagle3(HeadDrafter):
         return torch.cat(aux, dim=-1) if self.aux_layers else hidden_TE
 
     def forward(
-        self, next_ids_T: Tensor, features_TF: Tensor, positions_T: Tensor, attend: Attend, first: bool
+        self, next_ids_T: Tensor, features_TF: Tensor, positions_T: Tensor, attend: LayerCache, first: bool
     ) -> tuple[Tensor, Tensor]:
         x = self._fuse(features_TF) if first else features_TF
         cos_sin = self.rotary.at(positions_T)

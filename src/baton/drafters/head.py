@@ -7,7 +7,7 @@ slot i of the head's own group. Behind the last known token it goes on from its 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from baton.drafters.base import DraftBatch, IntArray
 from baton.errors import CheckpointError
 from baton.models.base import CausalLM, Embedding
-from baton.models.cache import Attend, KVLayerSpec
+from baton.models.cache import KVLayerSpec, LatentLayerSpec, LayerCache, LayerSpec
 from baton.models.config import ModelConfig
 from baton.models.linear import Build, Linear
 from baton.models.loader import fill, tensor_names
@@ -33,23 +33,26 @@ class HeadDrafter(nn.Module, ABC):
     ids, None when both vocabularies are the same.
     """
 
-    kv_layers: list[KVLayerSpec]
+    kv_layers: list[LayerSpec]
     kv_modules: list[int | None]
     aux_layers: tuple[int, ...]
     feature_size: int
     draft_to_target: Tensor | None
     needs_contexts = False
 
-    def __init__(self, config: ModelConfig, target: CausalLM, names: set[str], build: Build) -> None:
-        """`names`: what the checkpoint holds. A head that lacks embedding or LM head uses the target's."""
+    def __init__(
+        self, config: ModelConfig, layers: Sequence[LayerSpec], target: CausalLM, names: set[str], build: Build
+    ) -> None:
+        """`layers`: what its layers keep. `names`: what the checkpoint holds. A head that lacks embedding or LM head
+        uses the target's."""
         super().__init__()
-        self.kv_layers = [KVLayerSpec(config.num_kv_heads, config.head_dim, window) for window in config.windows]
+        self.kv_layers = list(layers)
         self.kv_modules = [1] * len(self.kv_layers)
         self.draft_to_target = None
         self._device = build.device
         # It drafts wherever its target is, whatever length its own config names.
         length = max(config.max_position, target.max_position)
-        self.rotary = Rotary(config.rope, config.head_dim, length, build.dtype, build.device)
+        self.rotary = Rotary(config.rope, config.rotary_dim or config.head_dim, length, build.dtype, build.device)
         # Functions, not modules: a shared module registered here would count as this head's weights. A head takes rows
         # of the target's table as they are, also where the target scales them.
         self._embed: Callable[[Tensor], Tensor] = partial(F.embedding, weight=target.model.embed_tokens.weight)
@@ -77,7 +80,7 @@ class HeadDrafter(nn.Module, ABC):
 
     @abstractmethod
     def forward(
-        self, next_ids_T: Tensor, features_TF: Tensor, positions_T: Tensor, attend: Attend, first: bool
+        self, next_ids_T: Tensor, features_TF: Tensor, positions_T: Tensor, attend: LayerCache, first: bool
     ) -> tuple[Tensor, Tensor]:
         """One drafter forward over T rows; token ids and positions are int64 [T].
 
@@ -122,6 +125,13 @@ class HeadDrafter(nn.Module, ABC):
     def compute_logits(self, out_TE: Tensor) -> Tensor:
         """Draft logits [T, draft_vocab] in float32."""
         return self._head(out_TE).float()
+
+
+def attention_layers(config: ModelConfig) -> list[LayerSpec]:
+    """What the layers of a head keep: latents, or keys and values."""
+    if config.latent is not None:
+        return [LatentLayerSpec(config.latent.latent_dim, config.latent.rope_dim)] * config.num_layers
+    return [KVLayerSpec(config.num_kv_heads, config.head_dim, window) for window in config.windows]
 
 
 def fill_drafter(drafter: HeadDrafter, path: str, skip: frozenset[str]) -> None:

@@ -16,6 +16,7 @@ from baton.models.registry import model_class
 
 # Heads of any target are Llama layers; some configs name no model type, or the method's own.
 _HEAD_TYPES = ("eagle", "eagle3", None)
+_LATENT_HEADS = ("Eagle3DeepseekV2ForCausalLM", "Eagle3DeepseekV3ForCausalLM")
 # What a `speculators` config says beside its layer's config.
 _SPECULATORS_KEYS = (
     "draft_vocab_size",
@@ -76,8 +77,15 @@ def read_head(path: str) -> tuple[RawConfig, ModelConfig]:
     raw = flat_config(read_config(path))
     for section in (raw, nested(raw)):
         _refuse_flags(section)
-    model_type = raw.get("model_type")
-    return raw, model_class("llama" if model_type in _HEAD_TYPES else model_type).parse_config(raw)
+    return raw, model_class(_layer_type(raw)).parse_config(raw)
+
+
+def _layer_type(raw: RawConfig) -> object:
+    """The model type whose layers a head has. Those of a head of latents are named by its architecture alone."""
+    architectures, model_type = raw.get("architectures"), raw.get("model_type")
+    if isinstance(architectures, list) and any(name in _LATENT_HEADS for name in architectures):
+        return "deepseek_v2" if model_type == "deepseek_v2" else "deepseek_v3"
+    return "llama" if model_type in _HEAD_TYPES else model_type
 
 
 def flat_config(raw: RawConfig) -> RawConfig:

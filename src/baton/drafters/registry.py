@@ -19,6 +19,7 @@ DRAFTERS = {
     "eagle": "baton.drafters.eagle:Eagle",
     "eagle3": "baton.drafters.eagle3:Eagle3",
     "draft_model": "baton.drafters.draft_model:DraftModel",
+    "mtp": "baton.drafters.mtp:Mtp",
     "ngram": "baton.drafters.ngram:NGram",
 }
 

@@ -1,0 +1,117 @@
+"""A target's own MTP module: its drafts are those of transformers, and what is no single module is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers.generation.candidate_generator as candidates
+
+from baton.engine.config import SpeculativeConfig
+from baton.engine.executor import LocalExecutor
+from baton.engine.plan import DraftPlan
+from baton.errors import CheckpointError
+from baton.wire import SamplingParams
+from tests.drafters.test_drafters import edit
+from tests.engine.engines import stepped
+from tests.engine.test_transformers_equality import load_reference
+from tests.support.checkpoints_moe import make_moe_checkpoint
+from tests.support.drafters_layers import make_mtp_checkpoint, mtp
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+NUM_TOKENS = 12
+GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
+
+
+def drafts_of_transformers(path: Path, prompt: list[int], monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], Any]:
+    """Tokens, and by the number of known tokens what was drafted behind them."""
+    found: dict[int, list[int]] = {}
+    original = candidates.MTPCandidateGenerator.get_candidates
+
+    def get(self: Any, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        out = original(self, input_ids, *args, **kwargs)
+        if drafted := out[0][0, input_ids.shape[1] :].tolist():
+            found[input_ids.shape[1]] = drafted
+        return out
+
+    model, ids = load_reference(path), torch.tensor([prompt])
+    with monkeypatch.context() as patch, torch.inference_mode():
+        patch.setattr(candidates.MTPCandidateGenerator, "get_candidates", get)
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=NUM_TOKENS,
+            pad_token_id=0,
+            use_mtp=True,
+        )
+    return out[0, len(prompt) :].tolist(), found
+
+
+def drafts_of_the_engine(
+    path: Path, prompt: list[int], num: int, monkeypatch: pytest.MonkeyPatch, **settings: Any
+) -> tuple[list[int], dict[int, list[int]]]:
+    found: dict[int, list[int]] = {}
+    original = LocalExecutor.draft
+
+    def draft(self: LocalExecutor, plan: DraftPlan) -> list[list[int]]:
+        (drafts,) = out = original(self, plan)
+        if drafts:
+            found[int(plan.rows.positions[-1]) + 2] = drafts
+        return out
+
+    spec = SpeculativeConfig.parse(json.dumps(mtp(num)))
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalExecutor, "draft", draft)
+        with stepped(model=str(path), speculative_config=spec, dtype="float32", **settings) as one:
+            return one.run("r", prompt, GREEDY).token_ids, found
+
+
+@pytest.mark.parametrize("shape", ["deepseek_v3", "deepseek_v3-odd", "glm4_moe", "glm4_moe-groups"])
+def test_drafts_are_those_of_transformers(shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = make_mtp_checkpoint(tmp_path, shape, seed=3)
+    for length in (1, 2, 16, 33):
+        prompt = [3 + (7 * i + i * i) % 200 for i in range(length)]
+        tokens, drafts = drafts_of_transformers(path, prompt, monkeypatch)
+        assert len(drafts) > NUM_TOKENS // 2
+        for settings in ({}, {"max_num_batched_tokens": 10}):
+            got, ours = drafts_of_the_engine(path, prompt, 1, monkeypatch, **settings)
+            assert got == tokens
+            # The last tokens of a request need no drafts, which transformers makes nevertheless.
+            assert ours.items() <= drafts.items()
+            assert len(ours) >= len(drafts) - 1
+        # The module used again drafts the same first token.
+        again, more = drafts_of_the_engine(path, prompt, 3, monkeypatch)
+        assert again == tokens
+        assert {known: three[0] for known, three in more.items() if known in ours}.items() <= {
+            known: one[0] for known, one in ours.items()
+        }.items()
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"num_nextn_predict_layers": 2}, "num_nextn_predict_layers is 2"),
+        ({"num_nextn_predict_layers": 0}, "num_nextn_predict_layers is 0"),
+        ({"mtp_hidden_states_first": True}, "mtp_hidden_states_first is not supported"),
+    ],
+)
+def test_other_modules_are_refused_by_name(fields: dict[str, Any], why: str, tmp_path: Path) -> None:
+    path = make_mtp_checkpoint(tmp_path, "deepseek_v3")
+    edit(path, fields)
+    spec = SpeculativeConfig.parse(json.dumps(mtp()))
+    with pytest.raises(CheckpointError, match=why), stepped(model=str(path), speculative_config=spec):
+        pass
+
+
+def test_targets_without_a_module_are_refused(tmp_path: Path, checkpoint: Any) -> None:
+    spec = SpeculativeConfig.parse(json.dumps(mtp()))
+    why, llama = "mtp is for targets of type deepseek_v3, glm4_moe, this is 'llama'", str(checkpoint("llama"))
+    with pytest.raises(CheckpointError, match=why), stepped(model=llama, speculative_config=spec):
+        pass
+    path = make_moe_checkpoint(tmp_path, "glm4_moe", num_nextn_predict_layers=1)
+    with pytest.raises(CheckpointError, match="missing tensor"), stepped(model=str(path), speculative_config=spec):
+        pass

@@ -1,0 +1,77 @@
+"""Random drafters with layers of DeepSeek's: a target with an MTP module, and an EAGLE-3 head of latents."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+
+from baton.drafters.eagle3 import Eagle3
+from baton.drafters.mtp import Mtp
+from baton.models.loader import load_model, read_config
+from baton.models.registry import model_class
+from tests.support.checkpoints import _random_weights
+from tests.support.checkpoints_moe import make_moe_checkpoint
+
+_LATENT_HEAD = {
+    "architectures": ["Eagle3DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "intermediate_size": 96,
+    "kv_lora_rank": 24,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 64,
+    "torch_dtype": "float32",
+}
+
+
+def make_mtp_checkpoint(path: Path, shape: str, seed: int = 0, **overrides: Any) -> Path:
+    """A random target of a shape of `checkpoints_moe.SHAPES` (deepseek_v3 or glm4_moe) with one MTP module, under the
+    names of the hub; returns `path`."""
+    make_moe_checkpoint(path, shape, seed, num_nextn_predict_layers=1, **overrides)
+    target = load_model(path)
+    prefix = f"model.layers.{target.config.num_layers}."
+    weights = load_file(path / "model.safetensors")
+    for name, tensor in _random_weights(Mtp(target, target.build), seed + 1).items():
+        name = name.removeprefix("layer.")
+        weights[prefix + ("shared_head." + name if name.startswith("norm.") else name)] = tensor
+    # The hub's checkpoints hold copies of what the module shares with its target.
+    embedding = weights["model.embed_tokens.weight"]
+    weights[prefix + "embed_tokens.weight"] = embedding.clone()
+    weights[prefix + "shared_head.head.weight"] = weights.get("lm_head.weight", embedding).clone()
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+def mtp(num: int = 3) -> dict[str, Any]:
+    """The target's own module, as `speculative_config`."""
+    return {"method": "mtp", "num_speculative_tokens": num}
+
+
+def latent_head(path: Path, target_path: Path, seed: int = 0, num: int = 3, **overrides: Any) -> dict[str, Any]:
+    """A random EAGLE-3 head whose layer attends over latents, for any target, as `speculative_config`."""
+    target, known = load_model(target_path), read_config(target_path)
+    layers = len(target.kv_layers)
+    raw = {
+        **_LATENT_HEAD,
+        "hidden_size": known["hidden_size"],
+        "vocab_size": known["vocab_size"],
+        "eagle_aux_hidden_state_layer_ids": sorted({0, layers // 2, layers}),
+        **overrides,
+    }
+    config = model_class("deepseek_v3").parse_config(raw)
+    head = Eagle3(config, raw, target, {"lm_head.weight"}, target.build)
+    weights = {name.replace("layers.0.", "midlayer."): w for name, w in _random_weights(head, seed + 1).items()}
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(raw))
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    return {"method": "eagle3", "model": str(path), "num_speculative_tokens": num}
