@@ -3,6 +3,7 @@ through handoffs the acceptance of one engine."""
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from baton.models.loader import load_model
 from baton.wire import SamplingParams
 from tests.engine.engines import Mode, Stepped, pair, request, stepped
 from tests.support.checkpoints import make_checkpoint, make_drafter
+from tests.support.drafters_layers import latent_head, make_mtp_checkpoint, mtp
 from tests.support.drafters_tokens import draft_model, ngram, windowed_draft_model
 from tests.support.kinds import WholeSequence
 
@@ -41,24 +43,46 @@ MADE: dict[str, Callable[[Path], Settings]] = {
     "draft_model with a window": lambda path: windowed_draft_model(path / "small"),
     "the target itself": lambda path: {"method": "draft_model", "model": str(path / "target")},
     "eagle31": eagle31,
+    "a head of latents": lambda path: latent_head(path / "latent", path / "target"),
+    "a head on latents": lambda path: eagle31(path),
+    "mtp": lambda path: mtp(),
+    "mtp of keys and values": lambda path: mtp(),
 }
+# What they draft for, where it is not a Llama.
+SHAPES = {"a head on latents": "deepseek_v3", "mtp": "deepseek_v3", "mtp of keys and values": "glm4_moe"}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("drafters")
-    make_checkpoint(path / "target", "llama", num_hidden_layers=2, vocab_size=260)
-    return path
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """By the target's type, a directory in which it is."""
+    made = {name: tmp_path_factory.mktemp(name) for name in ("llama", "deepseek_v3", "glm4_moe")}
+    make_checkpoint(made["llama"] / "target", "llama", num_hidden_layers=2, vocab_size=260)
+    for shape in ("deepseek_v3", "glm4_moe"):
+        make_mtp_checkpoint(made[shape] / "target", shape)
+    return made
 
 
 @pytest.fixture(scope="module")
-def expected(folder: Path) -> dict[str, list[list[int]]]:
+def folder(folders: dict[str, Path]) -> Path:
+    return folders["llama"]
+
+
+Expected = dict[str, list[list[int]]]
+
+
+@pytest.fixture(scope="module")
+def plain(folders: dict[str, Path]) -> Callable[[str], Expected]:
     """Tokens of every prompt, greedy and drawn, without a drafter."""
-    with stepped(model=str(folder / "target"), speculative_config=None) as one:
-        return {
-            name: [one.run(f"{name}{n}", prompt_of(n), params).token_ids for n in LENGTHS]
-            for name, params in (("greedy", GREEDY), ("drawn", SAMPLED))
-        }
+
+    @functools.cache
+    def run(target: str) -> Expected:
+        with stepped(**settings_of(folders[target], None)) as one:
+            return {
+                name: [one.run(f"{name}{n}", prompt_of(n), params).token_ids for n in LENGTHS]
+                for name, params in (("greedy", GREEDY), ("drawn", SAMPLED))
+            }
+
+    return run
 
 
 def prompt_of(length: int, salt: int = 0) -> list[int]:
@@ -71,6 +95,22 @@ def settings_of(folder: Path, drafter: Settings | None, **more: Any) -> Settings
     return {"model": str(folder / "target"), "speculative_config": spec, **more}
 
 
+def record_drafts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, tuple[int, ...]]]:
+    """Where and behind which token something was drafted, and what: random drafters are hardly ever right."""
+    found: list[tuple[int, int, tuple[int, ...]]] = []
+    original = LocalExecutor.draft
+
+    def draft(self: LocalExecutor, plan: DraftPlan) -> list[list[int]]:
+        drafts = original(self, plan)
+        last = plan.rows.query_start[1:] - 1
+        places = zip(plan.rows.positions[last].tolist(), plan.rows.token_ids[last].tolist(), strict=True)
+        found.extend((*place, tuple(ids)) for place, ids in zip(places, drafts, strict=True) if ids)
+        return drafts
+
+    monkeypatch.setattr(LocalExecutor, "draft", draft)
+    return found
+
+
 def run_all(one: Stepped, name: str, params: SamplingParams) -> list[Any]:
     streams = [one.add(request(f"{name}{n}", prompt_of(n), params)) for n in LENGTHS]
     while not all(stream.ended for stream in streams):
@@ -80,10 +120,17 @@ def run_all(one: Stepped, name: str, params: SamplingParams) -> list[Any]:
 
 
 @pytest.mark.parametrize("drafter", MADE)
-def test_a_drafter_changes_no_token_and_a_handoff_no_acceptance(
-    drafter: str, folder: Path, tmp_path: Path, expected: dict[str, list[list[int]]]
+def test_a_drafter_changes_no_token_and_a_handoff_neither_drafts_nor_acceptance(
+    drafter: str,
+    folders: dict[str, Path],
+    plain: Callable[[str], Expected],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    target = SHAPES.get(drafter, "llama")
+    folder, expected = folders[target], plain(target)
     made = MADE[drafter](folder)
+    drafted = record_drafts(monkeypatch)
     with stepped(**settings_of(folder, made, block_size=16)) as one:
         alone = {"greedy": run_all(one, "g", GREEDY), "drawn": run_all(one, "d", SAMPLED)}
         again = run_all(one, "again", GREEDY)  # from the prefix cache
@@ -102,6 +149,9 @@ def test_a_drafter_changes_no_token_and_a_handoff_no_acceptance(
         assert scheduler.num_preemptions > 1
         assert [stream.token_ids for stream in streams] == expected["greedy"]
         assert [stream.accepted for stream in streams] == [stream.accepted for stream in alone["greedy"]]
+    by_one = set(drafted)
+    assert len(by_one) > 2 * len(LENGTHS)
+    drafted.clear()
     sizes: Settings = {"block_size": 16, "max_num_batched_tokens": 20, "decode": {"block_size": 7}}
     with pair(tmp_path, **settings_of(folder, made), **sizes) as two:
         for mode, params, name in (("push", GREEDY, "greedy"), ("pull", SAMPLED, "drawn"), ("pull", GREEDY, "greedy")):
@@ -110,6 +160,7 @@ def test_a_drafter_changes_no_token_and_a_handoff_no_acceptance(
             two.settle()
             assert [rest.token_ids for _, rest in legs] == expected[name]
             assert [rest.accepted for _, rest in legs] == [stream.accepted for stream in alone[name]]
+        assert set(drafted) == by_one
         metrics = two.decode.core.metrics
         assert (metrics.num_handoffs["committed"], metrics.recoveries) == (3 * len(LENGTHS), {})
 
