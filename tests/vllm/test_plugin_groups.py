@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +12,8 @@ from baton.errors import ConfigError, IncompatiblePeerError
 from baton.handoff.plan.planner import plan
 from baton.handoff.protocol.digests import MemoryDigester
 from baton.kv.interval import Interval
-from baton.vllm.geometry import CacheLayout, Granularity, KernelLayout, describe, kernel_pages
+from baton.kv.spec import Owner
+from baton.vllm.geometry import CacheLayout, Granularity, KernelLayout, TensorRank, describe, kernel_pages
 from baton.vllm.groups import CacheTable, is_draft, layer_index, split_tables
 
 HEADS, DIM = 2, 8
@@ -35,16 +38,18 @@ def layout(
     return describe(caches, split_tables([table], target_layers), kernels, granularity)
 
 
-def fill(view: torch.Tensor, block_size: int, table: list[int], tokens: int, layer: int) -> None:
-    """Write tokens as the `vec` kernel does: K by dimension, then V by token."""
-    pages = view.reshape(view.shape[0], HEADS, 2 * block_size * DIM)
+def fill(
+    view: torch.Tensor, block_size: int, table: list[int], tokens: int, layer: int, heads: Sequence[int] = range(HEADS)
+) -> None:
+    """Write tokens of the model's `heads` as the `vec` kernel does: K by dimension, then V by token."""
+    pages = view.view(view.shape[0], len(heads), 2 * block_size * DIM)
     for token in range(tokens):
         page, at = table[token // block_size], token % block_size
-        for head in range(HEADS):
+        for here, head in enumerate(heads):
             for e in range(DIM):
                 value = 1.0 + layer * 1e6 + token * 100 + head * 10 + e
-                pages[page, head, e * block_size + at] = value
-                pages[page, head, block_size * DIM + at * DIM + e] = -value
+                pages[page, here, e * block_size + at] = value
+                pages[page, here, block_size * DIM + at * DIM + e] = -value
 
 
 def test_a_drafter_that_shares_a_block_table_becomes_a_group_of_its_own() -> None:
@@ -137,6 +142,72 @@ def test_a_latent_cache_and_a_drafter_with_heads_share_a_block_table() -> None:
         for source, dest, nbytes in zip(copies.source_offset, copies.dest_offset, copies.nbytes, strict=True):
             want.regions[0][dest : dest + nbytes] = have.regions[0][source : source + nbytes]
     assert torch.equal(moved, layouts["expected"][0])
+
+
+KV_HEADS: dict[Owner, int] = {"target": 2, "draft": 4}
+
+
+class Workers:
+    """The KV caches of `size` tensor-parallel workers: a target of two layers with fewer heads than workers may be, and
+    a drafter."""
+
+    def __init__(self, size: int, block_size: int, granularity: Granularity) -> None:
+        self.block_size = block_size
+        self.layouts: list[CacheLayout] = []
+        self.views: list[dict[str, torch.Tensor]] = []
+        self.heads: list[dict[str, list[int]]] = []
+        groups = split_tables([CacheTable(0, "full", None, block_size, names(0, 1, 2))], num_target_layers=2)
+        for rank in range(size):
+            views, heads = {}, {}
+            for group in groups:
+                total = KV_HEADS[group.owner]
+                found = [head for head in range(total) if head * size // total == rank] or [rank * total // size]
+                shape = (len(group.layers), 9, len(found), block_size, 2 * DIM)
+                views |= dict(zip(group.layers, torch.zeros(shape), strict=True))
+                heads |= dict.fromkeys(group.layers, found)
+            worker = TensorRank(rank, size, KV_HEADS)
+            self.layouts.append(describe(views, groups, dict.fromkeys(views, "k_by_dimension"), granularity, worker))
+            self.views.append(views)
+            self.heads.append(heads)
+
+    def fill(self, table: list[int], tokens: int) -> None:
+        """Write tokens to all workers."""
+        for views, heads in zip(self.views, self.heads, strict=True):
+            for layer, name in enumerate(views):
+                fill(views[name], self.block_size, table, tokens, layer, heads[name])
+
+
+@pytest.mark.parametrize(("dest_size", "granularity"), [(32, "page"), (64, "token")])
+@pytest.mark.parametrize("num_dests", [1, 2, 4])
+@pytest.mark.parametrize("num_sources", [1, 2, 4])
+def test_each_worker_gets_its_heads(num_sources: int, num_dests: int, dest_size: int, granularity: Granularity) -> None:
+    sources, tokens = Workers(num_sources, 32, granularity), 75
+    dests, expected = (Workers(num_dests, dest_size, granularity) for _ in range(2))
+    source_table, dest_table = [7, 2, 5], [3, 8, 4]
+    sources.fill(source_table, tokens)
+    expected.fill(dest_table, tokens)
+    for want in dests.layouts:
+        for name, dest in want.geometries.items():
+            ranks = [have.geometries[name] for have in sources.layouts]
+            for rank, copies in plan(ranks, dest, source_table, dest_table, Interval(0, tokens)).items():
+                have = sources.layouts[rank].regions[ranks[rank].geometry.region]
+                into = want.regions[dest.geometry.region]
+                for start, end, nbytes in zip(copies.source_offset, copies.dest_offset, copies.nbytes, strict=True):
+                    into[end : end + nbytes] = have[start : start + nbytes]
+    for found, right in zip(dests.views, expected.views, strict=True):
+        assert all(torch.equal(found[name], right[name]) for name in found)
+
+
+def test_heads_that_workers_do_not_share_evenly() -> None:
+    third = TensorRank(2, 4, {"target": 8, "draft": 2})
+    assert (third.first_head("target", 2), third.first_head("draft", 1)) == (4, 1)
+    assert third.first_head("draft", 2) == 0  # the drafter is whole on each worker
+    with pytest.raises(ConfigError, match="a worker of 4 has 3 of 8 KV heads"):
+        third.first_head("target", 3)
+    groups = split_tables([CacheTable(0, "state", None, 1, names(0))], 1)
+    state = {name: torch.zeros(6, 1, 1, 80, dtype=torch.int8) for name in names(0)}
+    with pytest.raises(ConfigError, match="between single workers"):
+        describe(state, groups, dict.fromkeys(state, "tokens"), worker=third)
 
 
 def test_whole_pages_of_other_sizes_are_refused() -> None:

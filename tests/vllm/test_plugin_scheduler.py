@@ -66,15 +66,28 @@ def side(
     roles: Sequence[str] = ("prefill", "decode"),
     tables: Sequence[CacheTable] = (FULL,),
     pool: Pool | None = None,
+    num_workers: int = 1,
 ) -> SchedulerSide:
+    addresses = [f"tcp://127.0.0.1:{rank + 1}" for rank in range(num_workers)]
     identity = VllmIdentity(
-        engine, f"inc-{engine}", ["tcp://127.0.0.1:1"], "{}", 512, [2], 0, truncate_prefill=truncate, roles=list(roles)
+        engine, f"inc-{engine}", addresses, "{}", 512, [2], 0, truncate_prefill=truncate, roles=list(roles)
     )
     return SchedulerSide(identity, KEY, tables, pool or Pool(), clock=lambda: NOW)
 
 
 def leg(role: Literal["prefill", "decode"], t: Ticket, prompt: Sequence[int] | None = PROMPT, **kw: Any) -> Request:
     return Request(f"{role}-1", prompt, {"baton": {"role": role, "ticket": mint(KEY, t)}}, **kw)
+
+
+def test_a_decode_leg_waits_for_all_workers() -> None:
+    d = side("D", num_workers=2)
+    d.on_new_request(leg("decode", ticket()))
+    # One worker may speak twice: its leg was admitted, and then it failed.
+    for _ in range(2):
+        d.on_admitted([(1, "decode-1")])
+        assert d.num_matched("decode-1", 0) is None
+    d.on_admitted([(0, "decode-1")])
+    assert d.num_matched("decode-1", 0) == 9
 
 
 def test_a_prefill_leg_is_announced_computed_and_held() -> None:
@@ -193,7 +206,7 @@ def test_a_decode_leg_waits_for_all_but_the_last_token() -> None:
     assert d.take_step() == Step(announced=[AnnounceDecode("decode-1", t, 109)])
     # Blocks that it took before the other engine has its own could be those that that one waits for.
     assert d.num_matched("decode-1", 4) is None
-    d.on_admitted({"decode-1", "another"})
+    d.on_admitted({(0, "decode-1"), (0, "another")})
     assert d.num_matched("decode-1", 4) == 5
     assert d.num_matched("decode-1", 4) == 5
     d.on_allocated("decode-1", ([1, 2],), 5)
@@ -225,7 +238,7 @@ def test_an_aborted_decode_leg(receiving: bool) -> None:
     request = leg("decode", t)
     d.on_new_request(request)
     if receiving:
-        d.on_admitted(["decode-1"])
+        d.on_admitted([(0, "decode-1")])
         d.on_allocated("decode-1", ([1, 2],), 9)
         d.take_step()
     assert d.on_finished(request) == (False, None)

@@ -94,7 +94,7 @@ def test_the_whole_prompt_is_handed_over_with_the_first_token() -> None:
     decode = leg(t, "decode", [*PROMPT, FIRST])
     d.on_new_request(decode)
     assert d.take_step().announced == [AnnounceDecode("decode-1", t, FIRST)]
-    d.on_admitted(["decode-1"])
+    d.on_admitted([(0, "decode-1")])
     assert d.num_matched("decode-1", 4) == 6
     d.on_allocated("decode-1", ([5],), 6)
     assert d.take_step().receives == [OpenDecode("decode-1", t, 10, 4, ([5],), True)]

@@ -11,8 +11,9 @@ from typing import Any
 
 from baton.errors import ConfigError
 from baton.kv.interval import Kind
+from baton.kv.spec import Owner
 from baton.models.loader import fingerprint
-from baton.vllm.geometry import KernelLayout
+from baton.vllm.geometry import KernelLayout, TensorRank
 from baton.vllm.groups import CacheTable
 
 SUPPORTED = ((0, 30), (0, 31), (0, 32))
@@ -137,6 +138,15 @@ def _kind(spec: Any) -> tuple[Kind, int | None, int]:
         raise ConfigError("model", f"BatonConnector knows caches of one entry a token, got one for {tokens} tokens")
     kind = kinds[type(spec)]
     return kind, spec.sliding_window if kind == "sliding_window" else None, spec.block_size
+
+
+def tensor_rank(config: Any) -> TensorRank:
+    """Which heads the worker of this process has."""
+    parallel, speculative = config.parallel_config, config.speculative_config
+    heads: dict[Owner, int] = dict.fromkeys(("target", "draft"), config.model_config.get_total_num_kv_heads())
+    if speculative is not None and speculative.draft_model_config is not None:
+        heads["draft"] = speculative.draft_model_config.get_total_num_kv_heads()
+    return TensorRank(parallel.rank % parallel.tensor_parallel_size, parallel.tensor_parallel_size, heads)
 
 
 def kernel_layout(config: Any, layer: str) -> KernelLayout:

@@ -63,12 +63,13 @@ class BatonHandshake(KVConnectorHandshakeMetadata):
 
 @dataclass
 class BatonWorkerMetadata(KVConnectorWorkerMetadata):
-    """The worker's news of a step for the scheduler: requests whose decode legs have been admitted."""
+    """The workers' news of a step for the scheduler: requests whose decode legs have been admitted, each with the rank
+    of the worker that says so."""
 
-    admitted: set[str]
+    admitted: set[tuple[int, str]]
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> BatonWorkerMetadata:
-        """Join the news of two workers. There is one worker, so vLLM joins nothing in practice."""
+        """Join the news of several workers."""
         assert isinstance(other, BatonWorkerMetadata)
         return BatonWorkerMetadata(self.admitted | other.admitted)
 
@@ -115,7 +116,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         groups = split_tables(compat.cache_tables(self._kv_cache_config), compat.num_target_layers(config))
         layers = {layer: kv_caches[layer] for group in groups for layer in group.layers}
         kernels = {layer: compat.kernel_layout(config, layer) for layer in layers}
-        layout = describe(layers, groups, kernels, self._config.granularity)
+        layout = describe(layers, groups, kernels, self._config.granularity, compat.tensor_rank(config))
         facts = compat.facts(config, self._version)
         for group in layout.groups:
             facts[f"group.{group.name}.layout"] = compat.layout_name(config, group.layers[0])
@@ -222,8 +223,8 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_worker_meta(self) -> BatonWorkerMetadata | None:
         """The worker's news for the scheduler besides ends; None when there is none."""
-        admitted = self.worker.take_admitted()
-        return BatonWorkerMetadata(admitted) if admitted else None
+        rank, admitted = self._vllm_config.parallel_config.rank, self.worker.take_admitted()
+        return BatonWorkerMetadata({(rank, request_id) for request_id in admitted}) if admitted else None
 
     # ------------------------------------------------------------ scheduler
 

@@ -20,12 +20,38 @@ from torch import Tensor
 from baton.errors import ConfigError
 from baton.handoff.plan.topology import RankGeometry
 from baton.kv.geometry import Geometry, Plane
+from baton.kv.spec import Cut, Owner
 from baton.transports.base import DeviceMemory, Region
 from baton.vllm.groups import LayerGroup
 
 # How a kernel stores a page: token after token; K by dimension, then V by token; or in a way that is not known.
 KernelLayout = Literal["tokens", "k_by_dimension", "unknown"]
 Granularity = Literal["page", "token"]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRank:
+    """Which heads one of `size` tensor-parallel workers has. `num_kv_heads` are the model's, by owner; where they are
+    fewer than workers, neighbouring workers have the same one."""
+
+    rank: int
+    size: int
+    num_kv_heads: Mapping[Owner, int]
+
+    def first_head(self, owner: Owner, num_heads: int) -> int:
+        """The model's number of the first of the `num_heads` heads of a layer that this worker has.
+
+        Raises `ConfigError` for a number of heads that is neither a worker's share nor all of them.
+        """
+        total = self.num_kv_heads[owner]
+        if self.size == 1 or num_heads == total:
+            return 0
+        if num_heads != max(total // self.size, 1):
+            raise ConfigError("tensor_parallel_size", f"a worker of {self.size} has {num_heads} of {total} KV heads")
+        return self.rank * min(self.size, total) // self.size * num_heads
+
+
+ALONE = TensorRank(0, 1, {"target": 1, "draft": 1})
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +70,16 @@ def describe(
     groups: Sequence[LayerGroup],
     kernels: Mapping[str, KernelLayout],
     granularity: Granularity = "page",
+    worker: TensorRank = ALONE,
 ) -> CacheLayout:
-    """Describe `caches`, the tensors `[blocks, heads, tokens, elements]` that vLLM registers, by layer name. `kernels`
-    is how each layer's attention kernel stores its pages.
+    """Describe `caches`, the tensors `[blocks, heads, tokens, elements]` that vLLM registers in `worker`, by layer.
+    `kernels` is how each layer's attention kernel stores its pages.
 
-    Raises `ConfigError` for memory that is neither the host's nor a GPU's, or of an unknown shape.
+    Raises `ConfigError` for memory that is neither the host's nor a GPU's, or of an unknown shape; for states of
+    several workers, which vLLM cuts in parts that are no heads.
     """
+    if worker.size > 1 and any(group.kind == "state" for group in groups):
+        raise ConfigError("tensor_parallel_size", "states are handed off between single workers")
     regions: dict[int, Region] = {}
     for layer, tensor in caches.items():
         if not isinstance(tensor, Tensor) or tensor.dim() != 4:
@@ -70,9 +100,9 @@ def describe(
             )
             tensors, kernel = [tensor for _, tensor, _ in run], run[0][2]
             region = order[tensors[0].untyped_storage().data_ptr()]
-            geometry = _geometry(part, tensors, kernel, granularity, region).check()
+            geometry = _geometry(part, tensors, kernel, granularity, region, worker).check()
             out.groups.append(part)
-            out.geometries[part.name] = RankGeometry(rank=0, geometry=geometry)
+            out.geometries[part.name] = RankGeometry(rank=worker.rank, geometry=geometry)
             out.blocks_per_page[part.name] = 1 if group.kind == "state" else group.block_size // geometry.page_size
     return out
 
@@ -112,7 +142,12 @@ def _continues(run: _Run, tensor: Tensor, kernel: KernelLayout) -> bool:
 
 
 def _geometry(
-    group: LayerGroup, tensors: Sequence[Tensor], kernel: KernelLayout, granularity: Granularity, region: int
+    group: LayerGroup,
+    tensors: Sequence[Tensor],
+    kernel: KernelLayout,
+    granularity: Granularity,
+    region: int,
+    worker: TensorRank,
 ) -> Geometry:
     first = tensors[0]
     blocks, heads, tokens, width = first.shape
@@ -127,10 +162,11 @@ def _geometry(
     if granularity == "token" and kernel == "unknown":
         raise ConfigError("granularity", f"group {group.name!r}: only whole pages of its kernel are known")
     storage = first.untyped_storage()
+    cut: Cut = "whole" if group.kind in ("mla", "state") else "heads"
     whole = Plane(
         name={"mla": "latent", "state": "state"}.get(group.kind, "kv"),
         dtype=_dtype(first.dtype),
-        cut="whole" if group.kind in ("mla", "state") else "heads",
+        cut=cut,
         num_heads=heads,
         head_dim=width,
         layer_stride=tensors[1].data_ptr() - first.data_ptr() if len(tensors) > 1 else page * blocks,
@@ -138,6 +174,7 @@ def _geometry(
         token_stride=width * size if both else token,
         head_stride=head,
         element_stride=element,
+        first_head=worker.first_head(group.owner, heads) if cut == "heads" else 0,
         base=first.data_ptr() - storage.data_ptr(),
         tile=1 if kernel == "tokens" else tokens,
     )

@@ -66,7 +66,7 @@ class _Prefill:
 class _Decode:
     ticket: SignedTicket
     num_tokens: int
-    admitted: bool = False
+    admitted: set[int] = field(default_factory=set)  # ranks
     receiving: bool = False
 
 
@@ -184,17 +184,20 @@ class SchedulerSide:
 
     def num_matched(self, request_id: str, num_computed: int) -> int | None:
         """How many tokens come from the other engine, if the first `num_computed` are here. None until that engine has
-        admitted the leg, since the leg's blocks could be those that its admission waits for. No side effects."""
+        admitted the leg to all of this one's workers, since the leg's blocks could be those that its admission waits
+        for. No side effects."""
         leg = self._decodes.get(request_id)
         if leg is None or leg.receiving or leg.num_tokens <= num_computed:
             return 0
-        return leg.num_tokens - num_computed if leg.admitted else None
+        everywhere = len(leg.admitted) == len(self.identity.control_addresses)
+        return leg.num_tokens - num_computed if everywhere else None
 
-    def on_admitted(self, request_ids: Iterable[str]) -> None:
-        """The worker reports these decode legs as admitted; or as failed, which vLLM handles once they have blocks."""
-        for request_id in request_ids:
+    def on_admitted(self, news: Iterable[tuple[int, str]]) -> None:
+        """Workers report, each with its rank, decode legs as admitted; or as failed, which vLLM handles once they have
+        blocks."""
+        for rank, request_id in news:
             if (leg := self._decodes.get(request_id)) is not None:
-                leg.admitted = True
+                leg.admitted.add(rank)
 
     def on_allocated(self, request_id: str, tables: Tables, num_external: int) -> None:
         """A request has got its blocks; `num_external` of its tokens come from the other engine."""

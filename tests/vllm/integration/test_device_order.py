@@ -9,13 +9,15 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.worker import kv_connector_model_runner_mixin as mixin
 
 from baton.errors import ConfigError
 from baton.transports.base import DeviceMemory
 from baton.vllm import compat
 from baton.vllm.config import ConnectorConfig
-from baton.vllm.connector import BatonConnector, BatonMetadata, _digester, _unbound
+from baton.vllm.connector import BatonConnector, BatonMetadata, BatonWorkerMetadata, _digester, _unbound
 from baton.vllm.geometry import CacheLayout
 from baton.vllm.steps import Step
 from baton.vllm.worker import Results
@@ -53,6 +55,7 @@ def test_a_step_that_failed_made_nothing_final(calls: list[str], fails: bool, mo
     half.worker.results = lambda idle: Results()  # type: ignore[method-assign]
     half.worker.take_admitted = set  # type: ignore[method-assign]
     half.worker.counts, half._reported = Counter(), {}
+    half._vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(rank=0))
     monkeypatch.setattr(mixin, "get_kv_transfer_group", lambda: half)
     monkeypatch.setattr(mixin, "get_forward_context", lambda: None)
     step: Any = SimpleNamespace(
@@ -63,6 +66,44 @@ def test_a_step_that_failed_made_nothing_final(calls: list[str], fails: bool, mo
     with contextlib.suppress(ZeroDivisionError), mixin.KVConnectorModelRunnerMixin._get_kv_connector_output(step):
         assert not 1 / (not fails) - 1
     assert calls == (["begin"] if fails else ["begin", "wait", "finalise"])
+
+
+def test_a_receive_of_several_workers_ends_with_the_last_and_fails_with_any() -> None:
+    """As vLLM joins what its workers say."""
+
+    def output(rank: int, step: Results, admitted: set[str]) -> Any:
+        half = BatonConnector.__new__(BatonConnector)
+        half._vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(rank=rank))
+        half._connector_metadata, worker = None, SimpleNamespace(results=lambda idle: step)
+        worker.take_admitted = lambda: admitted
+        half._worker = cast("Any", worker)
+        ends = half.get_transfer_results(set())
+        news = KVConnectorOutput(
+            finished_sending=ends.finished_sending,
+            finished_recving=ends.finished_recving,
+            failed_recving=ends.failed_recving,
+            kv_connector_worker_meta=half.build_connector_worker_meta(),
+        )
+        return SimpleNamespace(kv_connector_output=news)
+
+    joined = KVOutputAggregator(expected_finished_count=2)
+    steps = [
+        (Results(received={"good", "bad"}, failed={"bad"}), Results(sent={"own"})),
+        (Results(sent={"own"}), Results(received={"good", "bad"})),
+    ]
+    found = []
+    for first, second in steps:
+        outputs = [output(0, first, {"next"}), output(1, second, set())]
+        found.append(joined.aggregate(outputs).kv_connector_output)  # type: ignore[arg-type, union-attr]
+    assert [(each.finished_sending, each.finished_recving, each.failed_recving) for each in found] == [
+        (None, None, set()),
+        ({"own"}, {"good", "bad"}, {"bad"}),
+    ]
+    assert found[0].kv_connector_worker_meta == BatonWorkerMetadata({(0, "next")})
+    assert found[0].kv_connector_worker_meta.aggregate(BatonWorkerMetadata({(1, "next")})).admitted == {
+        (0, "next"),
+        (1, "next"),
+    }
 
 
 def test_refusals_are_counted_beside_the_scheduler() -> None:
