@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from baton.engine.request import Request
+from baton.kv.states import StatePool
 
 if TYPE_CHECKING:
     from simulation.engine import Engine
@@ -28,6 +29,8 @@ class SimPrefixStore:
 
     def save(self, request: Request, num_final: int) -> None:
         story, pages = self._engine.stories[request.request_id], {}
+        if any(isinstance(pool, StatePool) for pool in self._engine.cache.pools.values()):
+            return  # the prompts are too short for checkpoints, without which nothing is stored
         for name, pool in self._engine.cache.pools.items():
             if not pool.enable_caching:
                 return

@@ -94,10 +94,10 @@ def test_tokens_are_those_of_the_model_computed_whole(trial: Trial, drafter: str
 def test_little_memory_changes_no_token(trial: Trial) -> None:
     """Slots of states for a few requests, and pages that run out while they decode."""
     expected = trial.expect(PROMPTS)
-    settings = trial.settings("guesses", max_model_len=75, kv_cache_memory=110_000, max_num_batched_tokens=16)
+    settings = trial.settings("guesses", max_model_len=75, kv_cache_memory=100_000, max_num_batched_tokens=16)
     with stepped(**settings) as one:
         pools = one.core.cache.pools
-        assert pools["target.state.2"].num_pages - 1 == 6 * 5, "slots for six requests"
+        assert pools["target.state.2"].num_pages - 1 == 6 * 6, "slots for six requests"
         streams = all_of(one, PROMPTS)
         assert [stream.token_ids for stream in streams] == expected
         assert one.core.scheduler.num_preemptions > 0
@@ -149,7 +149,7 @@ def test_block_sizes_are_of_groups_that_there_are(trial: Trial) -> None:
     with stepped(**trial.settings("eagle", block_size="16,target=8,mla=32,draft=5,target.mla=3")) as one:
         sizes = {name: pool.page_size for name, pool in one.core.cache.pools.items()}
     assert sizes == {"target.mla": 3, "target.sliding_window.1": 8, "target.state.2": 1, "draft": 5}
-    for wrong in ("16,window=3", "0", "4,mla=", "mla"):
+    for wrong in ("16,window=3", "0", "4,mla=", "mla", "16,state=4", "target.state.2=4"):
         with pytest.raises(ConfigError, match="block_size"), stepped(**trial.settings("eagle", block_size=wrong)):
             pass
 
@@ -250,7 +250,7 @@ def send_the_state_of_the_step_before(patch: pytest.MonkeyPatch) -> None:
 
 def forget_to_roll_back(patch: pytest.MonkeyPatch) -> None:
     original = KVCache.accept
-    patch.setattr(KVCache, "accept", lambda self, tables, num_accepted: original(self, tables, 0))
+    patch.setattr(KVCache, "accept", lambda self, tables, num_accepted, num: original(self, tables, 0, num))
 
 
 def begin_from_the_slot_of_another(patch: pytest.MonkeyPatch) -> None:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from baton.engine.config import SpeculativeConfig
+from baton.engine.config import KVTransferConfig, SpeculativeConfig
 from baton.errors import CheckpointError
+from baton.kv.cache import BlockTables
 from baton.models import load_model
 from baton.wire import SamplingParams
 from tests.engine.engines import Mode, Stepped, Stream, pair, request, stepped
@@ -152,6 +153,110 @@ def test_the_bytes_of_a_state_do_not_grow_with_the_prompt(find: Find, tmp_path: 
             two.settle()
             head = 2 * 2 * 12 * 4
             assert two.decode.core.metrics.handoff_bytes - before == state + length * (attention + head)
+
+
+# ---------------------------------------------------------------- prefixes
+
+INTERVAL = 16
+CHAT = prompt_of(90)
+# Each begins with some of the one before it.
+TURNS = [CHAT, CHAT[:50] + prompt_of(40, 7), CHAT[:50] + prompt_of(40, 7) + prompt_of(9, 8), CHAT[:64], CHAT[:33]]
+
+
+def hybrid(find: Find, **more: Any) -> dict[str, Any]:
+    common = {"max_num_batched_tokens": 40, "mamba_block_size": INTERVAL}
+    return settings(find("dense 1"), find("dense 1 head"), **{**common, **more})
+
+
+def without_hits(find: Find, prompts: list[list[int]]) -> list[Stream]:
+    with stepped(**hybrid(find, enable_prefix_caching=False)) as one:
+        return all_of(one, prompts)
+
+
+def hits_of(one: Stepped) -> list[int | None]:
+    """Where requests begin to compute, from now on."""
+    hits: list[int | None] = []
+    attach = one.core.cache.attach
+
+    def told(tables: BlockTables, tokens: Sequence[int], num_tokens: int, num_rows: int) -> int | None:
+        hits.append(attach(tables, tokens, num_tokens, num_rows))
+        return hits[-1]
+
+    one.core.cache.attach = told  # type: ignore[method-assign]
+    return hits
+
+
+def test_a_prompt_goes_on_from_the_last_state_that_it_shares(find: Find) -> None:
+    """Tokens, acceptance and bits are those of an engine that keeps nothing."""
+    expected = without_hits(find, TURNS)
+    with stepped(**hybrid(find)) as one:
+        for prompt, whole, hit in zip(TURNS, expected, (0, 48, 80, 48, 32), strict=True):
+            before = one.core.metrics.num_cached_tokens
+            (stream,) = all_of(one, [prompt])
+            assert (stream.result, stream.accepted) == (whole.result, whole.accepted)
+            assert one.core.metrics.num_cached_tokens - before == hit
+
+
+def test_a_conversation_goes_on_from_a_state_behind_generated_tokens(find: Find) -> None:
+    params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+    with stepped(**hybrid(find)) as one:
+        (stream,) = all_of(one, [CHAT], params)
+        longer = CHAT + stream.token_ids + prompt_of(5, 9)
+        found = all_of(one, [longer])[0]
+        assert one.core.metrics.num_cached_tokens == 128
+    expected = without_hits(find, [longer])[0]
+    assert (found.result, found.accepted) == (expected.result, expected.accepted)
+
+
+def test_preempted_requests_go_on_from_their_states(find: Find) -> None:
+    """Pages run out while they decode."""
+    params = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
+    prompts = [prompt_of(40 + i, 3) for i in range(4)]
+    with stepped(**hybrid(find, enable_prefix_caching=False)) as one:
+        expected = [stream.result for stream in all_of(one, prompts, params)]
+    with stepped(**hybrid(find)) as one:
+        pool = one.core.cache.pools["target.full.1"]
+        taken, hits = pool.allocate(pool.num_available - 22), hits_of(one)
+        streams = [one.add(request(f"{i}", prompt, params)) for i, prompt in enumerate(prompts)]
+        while not all(stream.ended for stream in streams):
+            one.step()
+        pool.release(taken)
+        assert one.core.scheduler.num_preemptions
+        assert [stream.result for stream in streams] == expected
+        assert any(hits), "some began behind their first token"
+
+
+def test_both_engines_of_a_handoff_go_on_from_states(find: Find, tmp_path: Path) -> None:
+    expected = without_hits(find, TURNS)
+    with pair(tmp_path, {"block_size": 8}, **hybrid(find, integrity="full")) as two:
+        for number, (prompt, whole) in enumerate(zip(TURNS, expected, strict=True)):
+            mode: Mode = "push" if number % 2 else "pull"
+            _, rest = two.legs(f"{number}", prompt, PARAMS, mode)
+            two.settle()
+            assert (rest.result, rest.accepted) == (whole.result, whole.accepted)
+        assert two.prefill.core.metrics.num_cached_tokens == 48 + 80 + 48 + 32
+        # D computes a prompt itself, so that it has the state behind it; then P need not send it.
+        prompt = prompt_of(64, 5)
+        alone = two.decode.run("alone", prompt, PARAMS)
+        before = two.decode.core.metrics.handoff_bytes
+        _, rest = two.legs("again", prompt, PARAMS, "push")
+        two.settle()
+        assert (rest.token_ids, rest.accepted) == (alone.token_ids, alone.accepted)
+        assert two.decode.core.metrics.handoff_bytes - before == 2 * 2 * 12 * 4, "the drafter's last entry"
+
+
+def test_a_failed_handoff_is_recomputed_from_a_state_that_d_has(find: Find, tmp_path: Path) -> None:
+    transfer = KVTransferConfig(kv_transport="faulty+local://?fault=fail&every=1")
+    expected = without_hits(find, [CHAT])[0]
+    common = hybrid(find, integrity="full", kv_transfer_config=transfer, recovery="recompute")
+    with pair(tmp_path, **common) as two:
+        two.decode.run("before", CHAT[:70], PARAMS)
+        hits = hits_of(two.decode)
+        _, rest = two.legs("r", CHAT, PARAMS, "push")
+        two.settle()
+        assert two.decode.core.metrics.recoveries["recompute"] == 1
+        assert hits == [64]
+        assert (rest.token_ids, rest.accepted) == (expected.token_ids, expected.accepted)
 
 
 @pytest.mark.parametrize(

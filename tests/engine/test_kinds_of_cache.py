@@ -191,11 +191,29 @@ def test_states_are_read_and_written_by_slots() -> None:
     assert ssm[1:5, 1, 0, 1, 4].tolist() == [4, 5, 6, 3]
 
 
-@pytest.mark.parametrize(("read", "write"), [([4], [0]), ([4], [9]), ([9], [1]), ([4], [4]), ([4], [-1])])
+@pytest.mark.parametrize(
+    ("read", "write"), [([4], [0]), ([4], [9]), ([9], [1]), ([4], [4]), ([4], [-1]), ([-1], [1]), ([4, 4], [1])]
+)
 def test_slots_that_are_wrong_change_no_state(read: list[int], write: list[int]) -> None:
     memory = GroupMemory.zeros(STATE, 9, torch.device("cpu"))
     with pytest.raises(BatonError, match="scan"):
         scan(memory.planes, 0, StateBatch(np.array([0, 1], np.int32), slots(read, [0], write)), count)
+    assert not memory.pages.any()
+
+
+def test_states_of_another_shape_are_written_nowhere() -> None:
+    """One state for two rows, and one that would have to be stretched, are faults of a model."""
+    memory = GroupMemory.zeros(STATE, 9, torch.device("cpu"))
+    batch = StateBatch(np.array([0, 2], np.int32), slots([0], [0, 1], [1, 2]))
+    with pytest.raises(BatonError, match="over another"):
+        scan(memory.planes, 0, StateBatch(np.array([0, 2], np.int32), slots([0], [0, 1], [3, 3])), count)
+    for shape in ((1, 2, 5), (2, 2, 1), (2, 1, 5)):
+
+        def stretched(states: States, rows: Scanned, shape: tuple[int, ...] = shape) -> tuple[Tensor, States]:
+            return torch.zeros(2), (torch.ones(2, 3, 2), torch.ones(shape))
+
+        with pytest.raises(BatonError, match="shape"):
+            scan(memory.planes, 0, batch, stretched)
     assert not memory.pages.any()
 
 

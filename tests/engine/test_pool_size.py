@@ -122,12 +122,24 @@ def test_states_get_slots_for_the_requests_that_the_pages_are_for(
     if tokens:
         assert used <= num_bytes
         assert demand.num_bytes(tokens + 1) > num_bytes
-    # One context fits before a second request gets slots; behind it, there are slots for requests of a quarter.
-    if tokens <= context + num_drafts:
-        assert num_seqs <= 1
-    elif tokens - 15 > context + num_drafts:
-        assert num_seqs >= min(max_num_seqs, 4 * (tokens - 15) // context)
+    # One context fits before a second request gets slots; behind it, slots take as much memory as pages.
+    more = (pages["kv"] - 1 - -(-(context + num_drafts) // 16)) * 64
+    if tokens:
+        assert num_seqs == min(max_num_seqs, 1 + max(0, more) // (200 * (num_drafts + 2)))
     assert demand.split(num_bytes + 1000)[1]["s"] >= pages["s"]
+
+
+@pytest.mark.parametrize("num_bytes", [10_000, 123_456, 1_000_000])
+def test_a_long_context_that_nobody_asked_for_leaves_slots_for_many_requests(num_bytes: int) -> None:
+    """And a slot of each for a checkpoint, where prefixes are cached."""
+    plane = PlaneSpec("ssm", "float32", 2, 25)
+    state = GroupSpec(name="s", owner="target", kind="state", planes=(plane,), page_size=1, layer_ids=(1,))
+    demand = Demand([group("kv", 64, 16), state], 3, 1_000_000, 64, needs_context=False, checkpoints=1)
+    _, pages = demand.split(num_bytes)
+    slots = (pages["s"] - 1) // 6
+    assert slots == min(64, (pages["kv"] - 1) * 64 // (6 * 200))
+    assert demand.split(num_bytes)[1] != Demand(demand.groups, 3, 1_000_000, 64, checkpoints=1).split(num_bytes)[1]
+    assert num_bytes * 0.8 < pages["kv"] * 64 + pages["s"] * 200 <= num_bytes
 
 
 @pytest.mark.parametrize(

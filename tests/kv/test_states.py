@@ -1,6 +1,10 @@
-"""Slots of states: what a step wrote is the request's where the step's outcome says so, and nobody else's, ever."""
+"""Slots of states: what a step wrote is the request's where the step's outcome says so, and nobody else's, ever.
+
+What is kept for other prompts is the state behind just the tokens that they share."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +16,7 @@ from baton.kv.interval import Interval, Rules
 from baton.kv.spec import GroupSpec, PlaneSpec, kv_planes
 
 NUM_DRAFTS = 2
+INTERVAL = 3
 PARTS = (PlaneSpec("conv", "bfloat16", 3, 2, "channels"), PlaneSpec("ssm", "float32", 2, 5))
 GROUPS = [
     GroupSpec(name="kv", owner="target", kind="full", planes=kv_planes(1, 1, "uint8"), page_size=3, layer_ids=(0,)),
@@ -32,12 +37,25 @@ class Life(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.cache = KVCache(GROUPS, {"kv": 40, "state": 13}, NUM_DRAFTS, lambda *_: None)
+        self.cache = KVCache(GROUPS, {"kv": 40, "state": 13}, NUM_DRAFTS, self.copy, checkpoint_tokens=INTERVAL)
         self.slots: dict[int, tuple[int, ...]] = {}
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
         self.quarantined: list[BlockTables] = []
         self.num = 0
+
+    def copy(self, group: str, source: int, destination: int) -> None:
+        if group == "state":
+            self.slots[destination] = self.slots[source]
+
+    def attach(self, one: Sequence) -> bool:
+        hit = self.cache.attach(one.tables, one.tokens, len(one.tokens), len(one.tokens))
+        if hit is None:
+            return False
+        assert hit % INTERVAL == 0
+        one.computed = hit
+        self.running.append(one)
+        return True
 
     def step(self, one: Sequence, num_rows: int, num_accepted: int) -> None:
         """Write the states behind `num_rows` rows; those of rows behind the accepted ones saw rejected drafts."""
@@ -46,26 +64,22 @@ class Life(RuleBasedStateMachine):
         for row in range(num_rows):
             right = row <= num_accepted
             self.slots[scratch[row]] = (*before, *one.tokens[one.computed : one.computed + row + 1]) if right else (-1,)
-        self.cache.accept(one.tables, num_accepted)
         one.computed += num_accepted + 1
+        self.cache.accept(one.tables, num_accepted, one.computed)
+        self.cache.advance(one.tables, one.tokens, one.computed, one.computed)
 
-    @rule(length=st.integers(2, 9), same=st.booleans())
-    def start(self, length: int, same: bool) -> None:
+    @rule(length=st.integers(2, 14), same=st.integers(0, 14))
+    def start(self, length: int, same: int) -> None:
         self.num += 1
-        one = Sequence([0 if same else self.num] * length)
-        hit = self.cache.attach(one.tables, one.tokens, length, length)
-        if hit is None:
+        one = Sequence([0] * min(same, length) + [self.num] * max(0, length - same))
+        if not self.attach(one):
             self.waiting.append(one)
-            return
-        assert hit == 0, "no prefix is anything without its state"
-        self.running.append(one)
 
     @precondition(lambda self: self.waiting)
     @rule()
     def resume(self) -> None:
-        one = self.waiting[0]
-        if self.cache.attach(one.tables, one.tokens, len(one.tokens), len(one.tokens)) is not None:
-            self.running.append(self.waiting.pop(0))
+        if self.attach(self.waiting[0]):
+            self.waiting.pop(0)
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
@@ -74,13 +88,17 @@ class Life(RuleBasedStateMachine):
         left = len(one.tokens) - one.computed
         if left < 1:
             return
-        # A chunk keeps the state behind its last row alone.
+        # A chunk keeps the state behind its last row, and those that are due on the way.
         num = data.draw(st.integers(1, left))
         state, scratch = one.tables.slots("state")
         before = self.slots[state] if one.computed else ()
+        self.cache.plan_checkpoints(one.tables, one.tokens, one.computed, one.computed + num)
+        for count, slot in one.tables.checkpoints["state"].items():
+            assert one.computed < count < one.computed + num
+            self.slots[slot] = (*before, *one.tokens[one.computed : count])
         self.slots[scratch[0]] = (*before, *one.tokens[one.computed : one.computed + num])
-        self.cache.accept(one.tables, 0)
         one.computed += num
+        self.cache.accept(one.tables, 0, one.computed)
         self.cache.advance(one.tables, one.tokens, one.computed, one.computed)
 
     @precondition(lambda self: self.running)
@@ -132,7 +150,6 @@ class Life(RuleBasedStateMachine):
         pool = self.cache.pools["state"]
         assert len(set(taken)) == len(taken) == pool.num_referenced
         assert 0 not in taken
-        assert pool.num_cached == 0
         assert pool.num_available == pool.num_pages - 1 - len(taken) - pool.num_quarantined
 
 
@@ -187,7 +204,115 @@ def test_the_state_before_a_step_is_there_until_its_outcome_is_known(num_accepte
     before = [state, *scratch]
     chosen = scratch[num_accepted]
     assert state not in scratch
-    cache.accept(tables, num_accepted)
+    cache.accept(tables, num_accepted, 3)
     assert tables.slots("state")[0] == tables.tables["state"][0] == chosen
     assert state in tables.slots("state")[1]
     assert sorted([tables.slots("state")[0], *tables.slots("state")[1]]) == sorted(before)
+
+
+class Kept:
+    """A cache whose slots hold how many tokens their state has seen."""
+
+    def __init__(self, num_slots: int = 20, interval: int = 4, **settings: Any) -> None:
+        self.seen: dict[int, int] = {}
+        self.cache = KVCache(
+            GROUPS, {"kv": 100, "state": num_slots}, NUM_DRAFTS, self.copy, checkpoint_tokens=interval, **settings
+        )
+
+    def copy(self, group: str, source: int, destination: int) -> None:
+        if group == "state":
+            self.seen[destination] = self.seen[source]
+
+    def prefill(self, tokens: list[int], chunk: int = 1000) -> tuple[BlockTables, int | None]:
+        """All tokens of a prompt but the hit, which is returned."""
+        tables = BlockTables()
+        hit = self.cache.attach(tables, tokens, len(tokens), len(tokens))
+        for start in range(hit or 0, len(tokens), chunk):
+            stop = min(start + chunk, len(tokens))
+            self.cache.plan_checkpoints(tables, tokens, start, stop)
+            self.seen |= {slot: count for count, slot in tables.checkpoints["state"].items()}
+            self.seen[tables.slots("state")[1][0]] = stop
+            self.cache.accept(tables, 0, stop)
+            self.cache.advance(tables, tokens, stop, stop)
+        return tables, hit
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 6, 7, 1000])
+def test_a_prompt_starts_at_the_last_checkpoint_that_it_shares(chunk: int) -> None:
+    """At multiples of whole pages of all groups, whatever the chunks were."""
+    kept, tokens = Kept(), list(range(40))
+    assert kept.cache.checkpoint_interval == 6
+    tables, hit = kept.prefill(tokens, chunk)
+    assert hit == 0
+    kept.cache.release(tables)
+    for length in range(1, 45):
+        again = (tokens + [-1] * 9)[:length]
+        tables, hit = BlockTables(), kept.cache.attach(other := BlockTables(), again, length, length)
+        # One row at least is computed.
+        assert hit == min(length - 1, 40) // 6 * 6
+        assert not hit or kept.seen[other.slots("state")[0]] == hit
+        kept.cache.release(other)
+    diverged = tokens[:20] + [99] * 20
+    assert kept.prefill(diverged)[1] == 18
+
+
+def test_a_destination_needs_no_state_where_it_has_the_one_behind_the_prompt() -> None:
+    kept, tokens = Kept(), list(range(24))
+    kept.cache.release(kept.prefill(tokens)[0])
+    for length in range(1, 25):
+        tables = BlockTables()
+        found = kept.cache.attach_destination(tables, tokens[:length], length)
+        assert found is not None
+        has = length % 6 == 0
+        assert found.hits == {"kv": length, "state": length if has else 0}
+        assert found.wanted["state"] == (Interval(1, 1) if has else Interval(0, 1))
+        assert not has or kept.seen[tables.slots("state")[0]] == length
+        kept.cache.release(tables)
+
+
+def test_a_checkpoint_of_generated_tokens_is_that_of_the_row_behind_which_it_is_due() -> None:
+    """Of a verification that accepts rows on both sides of it."""
+    kept, tokens = Kept(), list(range(10))
+    tables, _ = kept.prefill(tokens)
+    for computed, num_accepted in ((12, 1), (13, 0), (16, 2), (19, 2)):
+        for row, slot in enumerate(tables.slots("state")[1]):
+            kept.seen[slot] = computed - num_accepted + row
+        tokens += range(len(tokens), computed + 1)
+        assert kept.cache.reserve(tables, len(tokens))
+        kept.cache.accept(tables, num_accepted, computed)
+        kept.cache.advance(tables, tokens, computed, computed)
+    assert kept.seen[tables.slots("state")[0]] == 19
+    pool = kept.cache.pools["state"]
+    hits = [pool.lookup(tokens, most) for most in range(20)]
+    assert [hit.num_tokens for hit in hits] == [most // 6 * 6 for most in range(20)]
+    assert all(kept.seen[hit.pages[0]] == hit.num_tokens for hit in hits if hit.pages)
+
+
+def test_checkpoints_make_room_for_requests_and_take_none_from_them() -> None:
+    kept = Kept(num_slots=1 + 4 + 3)
+    long = kept.prefill(list(range(60)))[0]
+    assert kept.cache.pools["state"].num_cached == 2, "of three slots that the request does not need"
+    assert kept.cache.pools["state"].lookup(list(range(60)), 60).num_tokens == 60
+    kept.cache.release(long)
+    first, _ = kept.prefill([100] * 5)
+    second = kept.cache.attach(BlockTables(), [200] * 5, 5, 5)
+    assert second is None, "seven slots are no eight"
+    kept.cache.release(first)
+    assert kept.prefill(list(range(60)))[1] == 54
+
+
+def test_a_checkpoint_outlives_those_before_it_and_others_of_the_prompt() -> None:
+    kept, tokens = Kept(num_slots=1 + 4 + 1), list(range(40))
+    kept.cache.release(kept.prefill(tokens, chunk=6)[0])
+    pool = kept.cache.pools["state"]
+    assert pool.num_cached == 1
+    assert pool.lookup(tokens, 40).num_tokens == 36
+    assert pool.lookup(tokens, 35).num_tokens == 0
+    assert kept.prefill(tokens)[1] == 36
+
+
+def test_without_prefix_caching_no_state_is_kept() -> None:
+    kept, tokens = Kept(enable_prefix_caching=False), list(range(40))
+    kept.cache.release(kept.prefill(tokens)[0])
+    assert kept.cache.pools["state"].num_cached == 0
+    assert kept.prefill(tokens)[1] == 0

@@ -97,6 +97,7 @@ class EngineOptions(StepOptions):
     seed: Annotated[int | None, typer.Option(help="Seed of requests without one; default: a new one each.")] = None
     max_queued_requests: Annotated[int, typer.Option(help="Requests that may wait for a token; more get 429.")] = 1024
     enable_prefix_caching: Annotated[bool, typer.Option(help="Reuse KV of equal prefixes.")] = True
+    mamba_block_size: Annotated[int, typer.Option(help="Tokens between kept states of a prompt.")] = 256
     batch_invariant: Annotated[bool, typer.Option(help="Same bits in every batch, at a cost.")] = False
     queue_timeout_s: Annotated[float, typer.Option(help="Longest wait of a request for its start; 0: any.")] = 0.0
     recovery: Annotated[Recovery, typer.Option(help="Last rung that a failed handoff may take.")] = "full"

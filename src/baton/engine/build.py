@@ -129,7 +129,12 @@ def _build(
     spec = config.speculative_config
     executor = LocalExecutor(ModelRunner(model, drafter, pool.groups, pool.kv, backend, device))
     cache = KVCache(
-        pool.groups, pool.size.num_pages, config.num_drafts, executor.copy_page, config.enable_prefix_caching
+        pool.groups,
+        pool.size.num_pages,
+        config.num_drafts,
+        executor.copy_page,
+        config.enable_prefix_caching,
+        config.mamba_block_size,
     )
     scheduler = Scheduler(cache, config.max_num_batched_tokens, config.max_num_seqs)
     facts = engine_facts(config, loaded.hf_config, pool.groups, model, drafter, backend)

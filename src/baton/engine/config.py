@@ -12,6 +12,8 @@ from baton.engine.hub import checkpoint_directory
 from baton.errors import ConfigError
 from baton.handoff.channel.config import DEFAULT_HANDOFF_TIMEOUT_S
 from baton.handoff.channel.keys import check_bind, ticket_key_file
+from baton.kv.cache import CHECKPOINT_TOKENS
+from baton.kv.interval import MAX_TOKENS
 from baton.transports.registry import check_keys, parse_uri
 from baton.wire import MAX_WORD, Integrity, Recovery, Role
 
@@ -127,6 +129,7 @@ class EngineConfig:
     `kv_cache_memory` is in bytes over all groups; None takes this engine's share of what is free, which is
     `gpu_memory_utilization` of it, on a host too, in equal parts for `engines_per_host` engines (see
     `engine/pool_size.py`). `max_model_len` None takes the checkpoint's, or what fits into that memory.
+    `mamba_block_size`: a prefix hit of a model with states ends at a multiple of so many tokens.
     `keys` is a key directory, which holds the ticket key too; without one the control socket stays on loopback.
     `seed` is that of requests that bring none; None draws one for each. `token_api`: an engine of role both takes
     requests in token ids, from a router, beside those of clients; the other roles always do.
@@ -153,6 +156,7 @@ class EngineConfig:
     engines_per_host: int = 1
     seed: int | None = None
     enable_prefix_caching: bool = True
+    mamba_block_size: int = CHECKPOINT_TOKENS
     batch_invariant: bool = False
     attention_backend: str | None = None
     speculative_config: SpeculativeConfig | None = None
@@ -175,6 +179,7 @@ class EngineConfig:
         need(self.role in get_args(Role), "role", "both, prefill or decode")
         block_sizes(self.block_size)
         need(self.max_model_len is None or self.max_model_len >= 2, "max_model_len", "at least 2")
+        need(1 <= self.mamba_block_size <= MAX_TOKENS, "mamba_block_size", f"1 to {MAX_TOKENS}")
         need(1 <= self.max_num_seqs <= 4096, "max_num_seqs", "1 to 4096")
         need(self.max_queued_requests >= 1, "max_queued_requests", "at least 1")
         need(self.recovery in get_args(Recovery), "recovery", f"one of {', '.join(get_args(Recovery))}")

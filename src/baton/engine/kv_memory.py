@@ -54,7 +54,10 @@ def kv_memory(
     sizes = block_sizes(config.block_size)
     groups = _groups(layers, [0] * len(layers), "target", sizes, dtype)
     groups += _groups(draft_layers, draft_modules, "draft", sizes, dtype)
-    known = {name for group in groups for name in _names(group)}
+    for group in groups:
+        if group.kind == "state" and (named := sizes.keys() & {group.name, group.kind}):
+            raise ConfigError("block_size", f"{min(named)!r}: states have no tokens to a page; see --mamba-block-size")
+    known = {name for group in groups if group.kind != "state" for name in _names(group)}
     if unknown := sizes.keys() - known:
         raise ConfigError("block_size", f"there is no group {min(unknown)!r}; there are {', '.join(sorted(known)[1:])}")
     device = torch.device(config.device)

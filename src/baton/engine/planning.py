@@ -100,16 +100,21 @@ def _rows(ids: list[int], spans: Sequence[tuple[int, int]], requests: Sequence[R
 
 
 def _state_slots(scheduled: Sequence[ScheduledRows], group: str) -> StateSlots:
-    """A prefill keeps the state behind its last row, a verification that behind each: any may be the last accepted."""
+    """A prefill keeps the state behind its last row, and those that become checkpoints; a verification that behind each
+    row: any may be the last accepted."""
     read: list[int] = []
     kept: list[int] = []
     write: list[int] = []
     num_rows = 0
     for rows in scheduled:
+        first = num_rows - rows.start
         num_rows += rows.num_rows
         num_kept = 1 if rows.request.is_prefilling else rows.num_rows
         state, scratch = rows.request.kv.slots(group)
         read.append(state if rows.start else NULL_PAGE)
+        for count, slot in rows.request.kv.checkpoints[group].items():
+            kept.append(first + count - 1)
+            write.append(slot)
         kept += range(num_rows - num_kept, num_rows)
         write += scratch[:num_kept]
     return StateSlots(_array(read), _array(kept), _array(write))

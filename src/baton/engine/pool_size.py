@@ -64,22 +64,51 @@ class PoolSize:
 @dataclass(frozen=True, slots=True)
 class Demand:
     """What requests need of every group, by which one memory is divided: pages for the same number of tokens in each
-    group, and slots of states for as many requests as are likely to have that many tokens."""
+    group, and slots of states for one request, then for as many as take no more memory than those pages.
+
+    `needs_context`: pages for `context` tokens come before slots for a second request. `checkpoints`: slots a request
+    for checkpoints of states.
+    """
 
     groups: Sequence[GroupSpec]
     num_drafts: int = 0
     context: int = 1
     max_num_seqs: int = 1
+    needs_context: bool = True
+    checkpoints: int = 0
 
     def num_pages(self, group: GroupSpec, num_tokens: int) -> int:
         """Of all requests that have so many tokens together, and the null page."""
         if group.kind != "state":
             return 1 + group.rules.num_pages(num_tokens, group.page_size)
-        num_seqs = min(-(-num_tokens * USED_CONTEXT // self.context), self.max_num_seqs)
-        if num_tokens <= self.context + self.num_drafts:
-            # A context fits before there is room for more than one request.
-            num_seqs = min(num_tokens, 1)
-        return 1 + num_seqs * (1 + group.rules.num_scratch(self.num_drafts))
+        return 1 + self._num_seqs(num_tokens) * self._num_slots(group)
+
+    def _num_slots(self, group: GroupSpec) -> int:
+        """Of one request."""
+        return 1 + group.rules.num_scratch(self.num_drafts) + self.checkpoints
+
+    def _slot_bytes(self) -> int:
+        """Of one request."""
+        return sum(group.page_bytes * self._num_slots(group) for group in self.groups if group.kind == "state")
+
+    def _paged_bytes(self, num_tokens: int) -> int:
+        return sum(
+            group.page_bytes * group.rules.num_pages(num_tokens, group.page_size)
+            for group in self.groups
+            if group.kind != "state"
+        )
+
+    def _num_seqs(self, num_tokens: int) -> int:
+        if self.needs_context:
+            first = self._paged_bytes(self.context + self.num_drafts)
+            wanted = 1 + max(0, self._paged_bytes(num_tokens) - first) // self._slot_bytes()
+        else:
+            wanted = max(1, self._paged_bytes(num_tokens) // self._slot_bytes())
+        return min(wanted, self.max_num_seqs, num_tokens)
+
+    def request_bytes(self, num_tokens: int) -> int:
+        """Of one request that has so many tokens."""
+        return self._paged_bytes(num_tokens) + self._slot_bytes()
 
     def num_bytes(self, num_tokens: int) -> int:
         """Of those pages of all groups."""
@@ -113,7 +142,14 @@ def pool_size(
     pool is too small for the context that was asked for, or memory for the pool that was.
     """
     context = config.max_model_len or max_position
-    demand = Demand(groups, num_lookahead_slots, context, config.max_num_seqs)
+    demand = Demand(
+        groups,
+        num_lookahead_slots,
+        context,
+        config.max_num_seqs,
+        needs_context=config.max_model_len is not None,
+        checkpoints=int(config.enable_prefix_caching),
+    )
 
     def bytes_for(tokens: int) -> int:
         return demand.num_bytes(tokens + num_lookahead_slots)
@@ -123,9 +159,9 @@ def pool_size(
         if now.shm_free is not None and num_bytes > now.shm_free:
             raise ConfigError("kv_cache_memory", f"is {num_bytes} bytes, and {SHM_DIR} has {now.shm_free} left")
     else:
-        null_bytes = demand.num_bytes(0)
-        used = max(bytes_for(context), config.max_num_seqs * (bytes_for(context // USED_CONTEXT) - null_bytes))
-        num_bytes = max(0, min(max(MIN_POOL_BYTES, used + null_bytes), _share(config, before, now)))
+        usual = demand.request_bytes(context // USED_CONTEXT + num_lookahead_slots)
+        used = max(bytes_for(context), config.max_num_seqs * usual)
+        num_bytes = max(0, min(max(MIN_POOL_BYTES, used + demand.num_bytes(0)), _share(config, before, now)))
     num_tokens, num_pages = demand.split(num_bytes)
     longest = num_tokens - num_lookahead_slots
     if longest < 2:

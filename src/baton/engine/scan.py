@@ -27,19 +27,26 @@ class StateBatch:
 def scan(planes: Sequence[Tensor], layer: int, batch: StateBatch, recurrence: Recurrence) -> Tensor:
     """Run one layer's recurrence between the slots of its group's `planes` [slots, layers, 1, heads, dim].
 
-    Raises `BatonError` for a slot that is not there, or one that is read and written.
+    Raises `BatonError` for a slot that is not there, is written twice, or is read and written, and for states of other
+    shapes than the planes'.
     """
     slots, count = batch.slots, planes[0].shape[0]
-    if np.any(slots.write <= NULL_PAGE) or max(slots.write.max(initial=0), slots.read.max(initial=0)) >= count:
-        raise BatonError("scan: a row's state would go to no slot")
-    if np.intersect1d(slots.write, slots.read).size:
-        raise BatonError("scan: a state would be written over one that is read")
+    used = np.concatenate((slots.write, slots.read))
+    if np.any(slots.write <= NULL_PAGE) or used.min(initial=0) < 0 or used.max(initial=0) >= count:
+        raise BatonError("scan: a row's state would come from, or go to, no slot")
+    if np.unique(slots.write).size < slots.write.size or np.intersect1d(slots.write, slots.read).size:
+        raise BatonError("scan: a state would be written over another of this step")
+    if len(slots.read) != len(batch.query_start) - 1 or len(slots.kept) != len(slots.write):
+        raise BatonError("scan: slots are not one for each request, and one for each kept row")
     device = planes[0].device
     read, write = torch.from_numpy(slots.read).to(device), torch.from_numpy(slots.write).to(device)
     begins = (read == NULL_PAGE)[:, None, None]
     # The null slot says that a request begins, whatever lies there.
     states = tuple(plane[read, layer, 0].masked_fill(begins, 0) for plane in planes)
     out, kept = recurrence(states, Scanned(batch.query_start, slots.kept))
+    for plane, values in zip(planes, kept, strict=True):
+        if values.shape != (len(write), *plane.shape[3:]):
+            raise BatonError(f"scan: states of shape {tuple(values.shape)} for {len(write)} rows of a plane")
     for plane, values in zip(planes, kept, strict=True):
         plane[write, layer, 0] = values.to(plane.dtype)
     return out

@@ -82,6 +82,11 @@ class Scheduler:
             num_rows = min(budget, request.prefill_len - request.num_computed)
             scheduled[request] = ScheduledRows(request, request.num_computed, num_rows)
             budget -= num_rows
+        for rows in scheduled.values():
+            if rows.request.is_prefilling:
+                # After all requests have their slots.
+                request, stop = rows.request, rows.start + rows.num_rows
+                self.cache.plan_checkpoints(request.kv, request.token_ids, rows.start, stop)
         return list(scheduled.values())
 
     @property

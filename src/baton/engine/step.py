@@ -153,7 +153,7 @@ def _advance(
         else:
             request.num_computed = len(request.token_ids) - 1
             drafts, num_accepted = True, request.num_computed - rows.start - 1
-        core.cache.accept(request.kv, num_accepted)
+        core.cache.accept(request.kv, num_accepted, request.num_computed)
         if core.executor.spec.drafts and request.finish_reason is None:
             num_drafts = core.num_drafts(request) if drafts else 0
             drafted = DraftRows(request, first, rows.start, request.num_computed, num_drafts)

@@ -1,4 +1,4 @@
-"""The KV cache of one engine: pools, block tables of requests, prefix hits, windows, quarantine.
+"""The KV cache of one engine: pools, block tables of requests, prefix hits, windows, states, quarantine.
 
 It stands between the scheduler, which decides who runs, and the pools, which know pages alone. Every group has its own
 page size and number of pages; requests are told in tokens. Bytes are copied by the caller's `copy_page`. Not
@@ -20,20 +20,25 @@ from baton.kv.geometry import NULL_PAGE
 from baton.kv.interval import Interval
 from baton.kv.pool import PagePool, PrefixHit
 from baton.kv.spec import GroupSpec
+from baton.kv.states import StatePool
 
 CopyPage = Callable[[str, int, int], None]
+
+# Tokens between checkpoints of states, each as large as the KV of thousands of tokens.
+CHECKPOINT_TOKENS = 256
 
 
 class BlockTables:
     """One request's pages by group, in token order (null where a window has left them), and `tables`, the same as
     int32 arrays. Of a group of states the one page is the slot of the request's state; the slots that its next step
-    writes are `scratch`, which no interval covers and no peer is shown.
+    writes are `scratch`, which no interval covers and no peer is shown; `checkpoints` are slots, by the token counts
+    whose states they get in this step.
 
     Hashes of its tokens are kept over the loss of the pages, since tokens are only ever added. `uncached` groups hold
     no whole prefix: nothing of them may enter the prefix cache.
     """
 
-    __slots__ = ("chains", "entered", "found", "pages", "scratch", "slid", "tables", "uncached")
+    __slots__ = ("chains", "checkpoints", "entered", "found", "pages", "scratch", "slid", "tables", "uncached")
 
     def __init__(self) -> None:
         self.chains: defaultdict[str, list[bytes]] = defaultdict(list)
@@ -43,6 +48,7 @@ class BlockTables:
     def _clear(self) -> None:
         self.pages: dict[str, list[int]] = {}
         self.scratch: dict[str, list[int]] = {}
+        self.checkpoints: defaultdict[str, dict[int, int]] = defaultdict(dict)
         self.tables: dict[str, npt.NDArray[np.int32]] = {}
         self.entered: dict[str, int] = {}  # pages that the prefix cache was offered
         self.slid: dict[str, int] = {}  # pages that a window has left
@@ -76,7 +82,8 @@ class KVCache:
     """Pools of all groups, and what requests hold of them.
 
     `num_pages` by group counts the null page. `num_lookahead_slots` token slots behind a request's tokens are for
-    drafts. `copy_page(group, source, destination)` copies the bytes of one page before it returns.
+    drafts. `copy_page(group, source, destination)` copies the bytes of one page before it returns. `checkpoint_tokens`
+    is the least number of tokens between checkpoints of states.
     """
 
     def __init__(
@@ -86,25 +93,26 @@ class KVCache:
         num_lookahead_slots: int,
         copy_page: CopyPage,
         enable_prefix_caching: bool = True,
+        checkpoint_tokens: int = CHECKPOINT_TOKENS,
     ) -> None:
         self.rules = {group.name: group.rules for group in groups}
+        # Token counts at which every group is at the end of a page.
+        self._whole_pages = math.lcm(*(group.page_size for group in groups))
+        self.checkpoint_interval = -(-checkpoint_tokens // self._whole_pages) * self._whole_pages
+        self._states = {
+            group.name: StatePool(num_pages[group.name], self.checkpoint_interval, enable_prefix_caching)
+            for group in groups
+            if group.kind == "state"
+        }
         self.pools = {
-            group.name: PagePool(
-                num_pages[group.name],
-                group.page_size,
-                group.rules.reach,
-                # A state is one slot, not a list of pages that begin alike.
-                enable_prefix_caching and group.kind != "state",
-            )
+            group.name: self._states.get(group.name)
+            or PagePool(num_pages[group.name], group.page_size, group.rules.reach, enable_prefix_caching)
             for group in groups
         }
         self.num_lookahead_slots = num_lookahead_slots
         self._copy_page = copy_page
         self._windowed = [group.name for group in groups if group.window is not None]
         self._num_scratch = {group.name: group.rules.num_scratch(num_lookahead_slots) for group in groups}
-        self._states = [name for name, count in self._num_scratch.items() if count]
-        # Token counts at which every group is at the end of a page.
-        self._whole_pages = math.lcm(*(group.page_size for group in groups))
 
     def fits(self, num_tokens: int) -> bool:
         """Whether a request of that many tokens could ever have its pages, with all others gone."""
@@ -126,6 +134,10 @@ class KVCache:
         """
         found = self._look_up(tables, tokens, num_tokens - 1)
         common = min(hit.num_tokens for hit in found.values())
+        while any(found[name].num_tokens > common for name in self._states):
+            # A state starts at its checkpoints alone.
+            found |= {name: pool.lookup(tokens, common, tables.chains[name]) for name, pool in self._states.items()}
+            common = min(hit.num_tokens for hit in found.values())
         # Where there is no page for the copy of one that is hit in part, only whole pages are hit.
         for start in dict.fromkeys((common, common // self._whole_pages * self._whole_pages)):
             rows = min(num_rows, num_tokens - start)
@@ -181,7 +193,8 @@ class KVCache:
         """Share the pages of the hits, copy those that are hit in part, allocate the rest; all groups or none."""
         counts: dict[str, tuple[int, list[int], int]] = {}
         for name, pool in self.pools.items():
-            whole, rest = divmod(hits[name], pool.page_size)
+            # A checkpoint is copied like a page that is hit in part.
+            whole, rest = (0, hits[name]) if name in self._states else divmod(hits[name], pool.page_size)
             held = found[name].pages[: whole + (rest > 0)]
             num_fresh = self._num_pages(name, num_tokens) - whole
             if num_fresh + self._num_scratch[name] > pool.num_available - pool.count_evictable(held):
@@ -214,11 +227,26 @@ class KVCache:
                 tables.set_pages(name, pages + self.pools[name].allocate(count, pages[-1] if pages else None))
         return True
 
-    def accept(self, tables: BlockTables, num_accepted: int) -> None:
+    def plan_checkpoints(self, tables: BlockTables, tokens: Sequence[int], start: int, stop: int) -> None:
+        """Take slots for the checkpoints that prefill rows [start, stop) pass by. There need not be any: they are free
+        slots, or older checkpoints', and never more than half of those, the last ones of the rows."""
+        for name, pool in self._states.items():
+            chain = tables.chains[name]
+            due = [count for count in pool.due(start + 1, stop) if not pool.holds(tokens, count, chain)]
+            due = due[max(0, len(due) - pool.num_available // 2) :]
+            tables.checkpoints[name] |= zip(due, pool.allocate(len(due)), strict=True)
+
+    def accept(self, tables: BlockTables, num_accepted: int, num_computed: int) -> None:
         """A step is over, and `num_accepted` rows behind the request's first count (behind a prefill's last: none). The
-        state behind them is the request's from now on; all other slots are scratch."""
-        for name in self._states:
+        state behind them, which has seen `num_computed` tokens, is the request's from now on; all other slots are
+        scratch."""
+        for name, pool in self._states.items():
             scratch, pages = tables.scratch[name], tables.pages[name]
+            for count in pool.due(num_computed - num_accepted, num_computed + 1):
+                if pool.num_available:
+                    (slot,) = pool.allocate(1)
+                    self._copy_page(name, scratch[count - num_computed + num_accepted], slot)
+                    tables.checkpoints[name][count] = slot
             scratch[num_accepted], pages[0] = pages[0], scratch[num_accepted]
             tables.set_pages(name, pages)
 
@@ -230,8 +258,14 @@ class KVCache:
         return rules.final(num_known, num_computed if rules.module == 0 else num_drafted, seeded=seeded)
 
     def advance(self, tables: BlockTables, tokens: Sequence[int], num_computed: int, num_drafted: int) -> None:
-        """Enter what has become final into the prefix cache."""
+        """Enter what has become final into the prefix cache, and the checkpoints that the step has written."""
+        for name, states in self._states.items():
+            for count, slot in tables.checkpoints[name].items():
+                states.enter(tokens, count, slot, tables.chains[name])
+            states.release(tables.checkpoints.pop(name).values())
         for name, pool in self.pools.items():
+            if name in self._states:
+                continue
             final = self.num_final(name, len(tokens), num_computed, num_drafted)
             if final // pool.page_size > tables.entered[name] and name not in tables.uncached:
                 first, chain = tables.entered[name], tables.chains[name]
@@ -270,7 +304,7 @@ class KVCache:
 
     def _release_scratch(self, tables: BlockTables) -> None:
         for name, slots in tables.scratch.items():
-            self.pools[name].release(slots)
+            self.pools[name].release([*slots, *tables.checkpoints[name].values()])
 
     # ------------------------------------------------------------ pages that a peer may still write
 
@@ -297,7 +331,7 @@ class KVCache:
         uncached = held.uncached
         for name, pages in held.take().items():
             pool = self.pools[name]
-            if name not in uncached:
+            if name not in uncached and name not in self._states:
                 pool.cache(tokens, pages, held.chains[name], proven.get(name, 0))
             pool.leave_quarantine(pages)
 

@@ -193,11 +193,14 @@ class PagePool:
             own, page = chain[index], pages[index]
             if index < first or page == 0 or own in self._by_hash or page in self._cached:
                 continue
-            self.version += 1
-            self._by_hash[own] = page
-            self._cached[page] = (parent, own, identity)
-            insort(self._children.setdefault(parent, []), (identity, page))
+            self._enter(page, parent, own, identity)
         return stop
+
+    def _enter(self, page: int, parent: bytes, own: bytes, identity: tuple[int, ...]) -> None:
+        self.version += 1
+        self._by_hash[own] = page
+        self._cached[page] = (parent, own, identity)
+        insort(self._children.setdefault(parent, []), (identity, page))
 
     def lookup(self, tokens: Sequence[int], max_tokens: int, digests: list[bytes] | None = None) -> PrefixHit:
         """Longest cached prefix of at most `max_tokens` entries, to the token: the last page may match in part.

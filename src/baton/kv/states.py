@@ -1,0 +1,59 @@
+"""Slots of a group of states, and the checkpoints among them.
+
+A state cannot be cut back to a shorter prefix, so a prefix hit needs one that was kept behind just that many tokens: a
+checkpoint, taken at multiples of `interval` tokens. It lies in a slot like any other, is known by the hash chain of the
+tokens before it, and is evicted when a request needs the slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from baton.kv.pool import PagePool, PrefixHit
+from baton.kv.prefix import ROOT, chain_hash, page_identity
+
+
+class StatePool(PagePool):
+    """Slots 1..num_pages-1. A checkpoint stands for all tokens before it, so it is of use without those before it."""
+
+    def __init__(self, num_pages: int, interval: int, enable_caching: bool = True) -> None:
+        super().__init__(num_pages, 1, 0, enable_caching)
+        self.interval = interval
+
+    def due(self, start: int, stop: int) -> range:
+        """Token counts in [start, stop) behind which a checkpoint belongs."""
+        if not self.enable_caching:
+            return range(0)
+        return range(max(1, -(-start // self.interval)) * self.interval, stop, self.interval)
+
+    def holds(self, tokens: Sequence[int], num_tokens: int, chain: list[bytes]) -> bool:
+        """Whether there is a checkpoint behind the first `num_tokens` tokens, which it counts as a use of."""
+        slot = self._by_hash.get(self._digest(tokens, num_tokens // self.interval, chain))
+        if slot is not None:
+            self.share([slot])
+            self.release([slot])
+        return slot is not None
+
+    def enter(self, tokens: Sequence[int], num_tokens: int, slot: int, chain: list[bytes]) -> None:
+        """The referenced `slot` holds the state behind the first `num_tokens` tokens. Released, it stays as a
+        checkpoint, unless there is one. `chain` holds digests of the tokens as far as known, and is extended."""
+        own = self._digest(tokens, num_tokens // self.interval, chain)
+        if own not in self._by_hash and slot not in self._cached:
+            self._enter(slot, own, own, ())
+
+    def lookup(self, tokens: Sequence[int], max_tokens: int, digests: list[bytes] | None = None) -> PrefixHit:
+        """The last checkpoint behind at most `max_tokens` tokens: one slot, or none."""
+        known = [] if digests is None else digests
+        for num_tokens in reversed(self.due(1, max_tokens + 1)):
+            slot = self._by_hash.get(self._digest(tokens, num_tokens // self.interval, known))
+            if slot is not None:
+                return PrefixHit([slot], num_tokens)
+        return PrefixHit()
+
+    def _digest(self, tokens: Sequence[int], count: int, chain: list[bytes]) -> bytes:
+        """Of the first `count` intervals of `tokens`."""
+        for index in range(len(chain), count):
+            identity = page_identity(tokens, index, self.interval, 0)
+            assert identity is not None, "a state saw tokens that are not known"
+            chain.append(chain_hash(chain[-1] if chain else ROOT, identity))
+        return chain[count - 1]
