@@ -9,12 +9,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from baton.engine.attention import AttnBatch, get_backend
 from baton.models import load_model
-from baton.models.cpu_kernels import silu_mul
+from baton.models.cpu_rows import silu_mul
 from baton.models.headwise import invariant_headwise
+from baton.models.layers import RMSNorm
 from baton.models.linear import Build, Linear, block_heights, blocks, cancelling
+from baton.models.rotary import rotate
 from tests.support.paged import PagedSequence
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -65,6 +68,35 @@ def test_blocks_hold_all_rows_and_few_more(total: int, smallest: int, tallest: i
     spare = sum(chosen) - total
     assert 0 <= spare <= max(16, sum(chosen) // 8)
     assert not chosen or spare < chosen[-1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [576, 36])
+def test_rows_between_products_depend_on_nothing_else(dtype: torch.dtype, size: int) -> None:
+    """Not on other rows, not on threads; a residual added with the norm is the same as one added before."""
+    generator = torch.Generator().manual_seed(0)
+    x, delta = (torch.randn(70, size, generator=generator).to(dtype) for _ in range(2))
+    norm = RMSNorm(size, 1e-5, Build(dtype, torch.device("cpu")))
+    norm.weight.copy_(torch.randn(size, generator=generator))
+    angles = torch.randn(70, size // 4, generator=generator)
+    cos, sin = (table.to(dtype).unsqueeze(1) for table in (angles.cos(), angles.sin()))
+
+    def rows(some: slice) -> list[Tensor]:
+        total, normed = norm.after(x[some], delta[some])
+        heads = rotate(x[some].clone().view(-1, 2, size // 2), 1, cos[some], sin[some])
+        return [total, normed, norm(total), silu_mul(x[some]), heads]
+
+    whole = rows(slice(None))
+    assert torch.equal(whole[0], x + delta)
+    assert torch.equal(whole[1], whole[2])
+    assert torch.equal(whole[4][:, 1], x.view(70, 2, -1)[:, 1])
+    for some in (slice(0, 1), slice(31, 64)):
+        assert all(torch.equal(part, full[some]) for part, full in zip(rows(some), whole, strict=True))
+    torch.set_num_threads(2)
+    try:
+        assert all(torch.equal(part, full) for part, full in zip(rows(slice(None)), whole, strict=True))
+    finally:
+        torch.set_num_threads(1)
 
 
 def test_silu_mul_is_accurate_and_invariant() -> None:

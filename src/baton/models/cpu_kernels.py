@@ -17,7 +17,7 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba.extending import intrinsic
 from torch import Tensor
 
-from baton.models.cpu_vectors import LANES, silu_times, square_sum
+from baton.models.cpu_vectors import LANES, square_sum
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -113,37 +113,9 @@ def exp32(x: Any) -> Any:
 
 
 @jit
-def _silu_mul(gate_up: Any, out: Any) -> None:
-    rows, width = out.shape
-    element, whole = gate_up[0, 0], width - width % LANES
-    for t in range(rows):
-        gates = np.int64(gate_up.ctypes.data) + t * gate_up.strides[0]
-        at = np.int64(out.ctypes.data) + t * out.strides[0]
-        for i in range(0, whole * out.itemsize, LANES * out.itemsize):
-            silu_times(element, gates + i, gates + width * out.itemsize + i, at + i)
-        for i in range(whole, width):
-            gate = to_f32(gate_up[t, i])
-            out[t, i] = from_f32(element, gate / (_ONE + exp32(-gate)) * to_f32(gate_up[t, width + i]))
-
-
-@jit
 def _sigmoid(x: Any, out: Any) -> None:
     for i in range(x.size):
         out[i] = _ONE / (_ONE + exp32(-x[i]))
-
-
-@jit
-def _rms_norm(x: Any, weight: Any, eps: Any, out: Any) -> None:
-    rows, size = x.shape
-    element, whole = weight[0], size - size % LANES
-    for t in range(rows):
-        total = square_sum(element, np.int64(x.ctypes.data) + t * x.strides[0], whole)
-        for i in range(whole, size):
-            total += to_f32(x[t, i]) * to_f32(x[t, i])
-        factor = _ONE / np.sqrt(total / np.float32(size) + eps)
-        for i in range(size):
-            rounded = to_f32(from_f32(element, to_f32(x[t, i]) * factor))
-            out[t, i] = from_f32(element, to_f32(weight[i]) * rounded)
 
 
 @jit
@@ -182,21 +154,6 @@ def _clamped_glu(gate_up: Any, alpha: Any, limit: Any, out: Any) -> None:
             out[t, i] = from_f32(element, (up + _ONE) * (gate / (_ONE + exp32(-alpha * gate))))
 
 
-@jit
-def _rotate(heads: Any, count: int, cos: Any, sin: Any) -> None:
-    rows, half = heads.shape[0], cos.shape[2]
-    element = heads[0, 0, 0]
-    for t in range(rows):
-        for h in range(count):
-            for i in range(half):
-                first, second = to_f32(heads[t, h, i]), to_f32(heads[t, h, half + i])
-                c, s = to_f32(cos[t, 0, i]), to_f32(sin[t, 0, i])
-                left, right = to_f32(from_f32(element, first * c)), to_f32(from_f32(element, second * s))
-                heads[t, h, i] = from_f32(element, left - right)
-                left, right = to_f32(from_f32(element, second * c)), to_f32(from_f32(element, first * s))
-                heads[t, h, half + i] = from_f32(element, left + right)
-
-
 def fits(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the functions below take such tensors."""
     return device.type == "cpu" and dtype in (torch.float32, torch.bfloat16)
@@ -207,28 +164,10 @@ def array(tensor: Tensor) -> Any:
     return tensor.view(torch.uint16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up of a CPU tensor [T, 2I], gate first: [T, I] in its dtype, computed in float32."""
-    out = torch.empty(gate_up.shape[0], gate_up.shape[1] // 2, dtype=gate_up.dtype)
-    if len(out):
-        _silu_mul(array(gate_up.contiguous()), array(out))
-    return out
-
-
 def sigmoid(x: Tensor) -> Tensor:
     """1 / (1 + e^-x) of a float32 CPU tensor."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     _sigmoid(array(x.contiguous()).reshape(-1), array(out).reshape(-1))
-    return out
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: np.float32) -> Tensor:
-    """RMSNorm over the last dimension of a CPU tensor, rounded as Hugging Face does: see `layers.RMSNorm`."""
-    x = x.contiguous()
-    out = torch.empty_like(x)
-    if out.numel():
-        flat = (-1, x.shape[-1])
-        _rms_norm(array(x).reshape(flat), array(weight), eps, array(out).reshape(flat))
     return out
 
 
@@ -258,10 +197,3 @@ def clamped_glu(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
     if len(out):
         _clamped_glu(array(gate_up.contiguous()), np.float32(alpha), np.float32(limit), array(out))
     return out
-
-
-def rotate_in_place(heads: Tensor, count: int, cos: Tensor, sin: Tensor) -> None:
-    """Rotate the first `count` heads of a contiguous CPU tensor [T, H, D] by cos and sin [T, 1, at most D/2]; products
-    are rounded to its dtype."""
-    if len(heads):
-        _rotate(array(heads), count, array(cos), array(sin))

@@ -127,6 +127,7 @@ def arguments(*values: int) -> Any:
     return (ctypes.c_int64 * (1 + len(values)))(0, *values)
 
 
+@functools.cache
 def float_bits(value: float) -> int:
     """A float32 as an argument; kernels read it with `float_of`."""
     return int(np.float32(value).view(np.int32))

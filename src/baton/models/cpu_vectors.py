@@ -295,6 +295,34 @@ def _silu_times(typing_context: Any, element: Any, gate: Any, up: Any, out: Any)
     return numba.void(element, numba.int64, numba.int64, numba.int64), generate
 
 
+def _added(typing_context: Any, element: Any, left: Any, right: Any, out: Any) -> Any:
+    """The sum of 16 numbers of the type of `element` each, rounded once."""
+    num_bytes = _element_bytes(element)
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        _, left, right, out = args
+        total = builder.fadd(_load_wide(builder, left, num_bytes), _load_wide(builder, right, num_bytes))
+        _store_narrow(builder, total, out, num_bytes)
+        return context.get_dummy_value()
+
+    return numba.void(element, numba.int64, numba.int64, numba.int64), generate
+
+
+def _scaled(typing_context: Any, element: Any, source: Any, factor: Any, weight: Any, out: Any) -> Any:
+    """16 numbers of the type of `element` times `factor`, rounded, times those at `weight`, rounded again."""
+    num_bytes = _element_bytes(element)
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        _, source, factor, weight, out = args
+        normed = builder.fmul(_load_wide(builder, source, num_bytes), _splat(builder, factor))
+        _store_narrow(builder, normed, out, num_bytes)
+        product = builder.fmul(_load_wide(builder, weight, num_bytes), _load_wide(builder, out, num_bytes))
+        _store_narrow(builder, product, out, num_bytes)
+        return context.get_dummy_value()
+
+    return numba.void(element, numba.int64, numba.float32, numba.int64, numba.int64), generate
+
+
 Kernel = Callable[..., Any]
 transpose = cast(Kernel, intrinsic(_transposed))
 widen = cast(Kernel, intrinsic(_widened))
@@ -304,3 +332,5 @@ largest = cast(Kernel, intrinsic(_largest))
 exponentials = cast(Kernel, intrinsic(_exponentials))
 square_sum = cast(Kernel, intrinsic(_square_sum))
 silu_times = cast(Kernel, intrinsic(_silu_times))
+added = cast(Kernel, intrinsic(_added))
+scaled = cast(Kernel, intrinsic(_scaled))

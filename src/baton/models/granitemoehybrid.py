@@ -13,7 +13,8 @@ from baton.errors import CheckpointError
 from baton.models.base import CausalLM
 from baton.models.cache import LayerCache, LayerSpec
 from baton.models.config import ModelConfig, RawConfig, decoder_fields, get_bool, get_float, get_int
-from baton.models.cpu_kernels import fits, silu_mul
+from baton.models.cpu_kernels import fits
+from baton.models.cpu_rows import silu_mul
 from baton.models.layers import Attention, RMSNorm
 from baton.models.linear import Build, Linear
 from baton.models.mamba2 import Mamba2, Mamba2Spec

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from baton.models.cache import Attend
 from baton.models.config import ModelConfig
-from baton.models.cpu_kernels import fits, rms_norm, rms_norm_wide, silu_mul
+from baton.models.cpu_kernels import fits, rms_norm_wide
+from baton.models.cpu_rows import add_rms_norm, rms_norm, silu_mul
 from baton.models.linear import Build, Linear, MergedLinear
 from baton.models.rotary import rotate
 
@@ -29,11 +30,19 @@ class RMSNorm(nn.Module):
         self._on_cpu = fits(build.device, build.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self._on_cpu:
+        if self._on_cpu and x.dtype == self.weight.dtype:
             return rms_norm(x, self.weight, self._eps32)
         wide = x.float()
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self._eps)
         return self.weight * wide.to(x.dtype)
+
+    def after(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+        """x + delta, and the norm of that."""
+        same = x.dtype == delta.dtype == self.weight.dtype and x.is_contiguous() and delta.is_contiguous()
+        if self._on_cpu and same:
+            return add_rms_norm(x, delta, self.weight, self._eps32)
+        total = x + delta
+        return total, self(total)
 
 
 class WideNorm(nn.Module):
@@ -55,8 +64,13 @@ class WideNorm(nn.Module):
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self._eps)
         return (wide * (self._offset + self.weight)).to(x.dtype)
 
+    def after(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+        """x + delta, and the norm of that."""
+        total = x + delta
+        return total, self(total)
 
-def make_norm(config: ModelConfig, size: int, build: Build) -> nn.Module:
+
+def make_norm(config: ModelConfig, size: int, build: Build) -> RMSNorm | WideNorm:
     """A norm over `size` numbers as this architecture has it."""
     if config.norm_offset is None:
         return RMSNorm(size, config.rms_eps, build)
@@ -140,5 +154,5 @@ class DecoderLayer(nn.Module):
 
     def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
         normed = x if self.input_layernorm is None else self.input_layernorm(x)
-        x = x + self.self_attn(normed, cos_sin, attend)
-        return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
+        x, normed = self.post_attention_layernorm.after(x, self.self_attn(normed, cos_sin, attend))
+        return x + self.mlp(normed)  # type: ignore[no-any-return]

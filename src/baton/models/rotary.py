@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from baton.models.config import RopeSpec
-from baton.models.cpu_kernels import fits, rotate_in_place
+from baton.models.cpu_kernels import fits
+from baton.models.cpu_rows import rotate_in_place
 
 _FIRST_ROWS = 4096
 

@@ -1,0 +1,174 @@
+"""What stands between the matrix products of a layer, row by row on the CPU: norms, rotations, gates.
+
+Each is one call of a kernel; many rows are shared among threads, and no row's result depends on another.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numba import carray  # type: ignore[attr-defined]
+from torch import Tensor
+
+from baton.models.cpu_kernels import exp32, from_f32, jit, to_f32
+from baton.models.cpu_team import Kernel, arguments, float_bits, float_of, pointer, take, threads_for
+from baton.models.cpu_vectors import LANES, added, scaled, silu_times, square_sum
+
+_ONE = np.float32(1.0)
+# Numbers that are worth one more thread; below half of it a kernel keeps Python's lock.
+_PARALLEL_NUMBERS = 1 << 14
+# Rows that a thread takes at once.
+_BLOCK = 16
+# Arguments of all kernels, behind the counter of `take`; what they mean is each kernel's business.
+_NUM_ARGUMENTS = 9
+
+
+@jit
+def _norms(arguments: Any, element: Any) -> None:
+    a = carray(arguments, _NUM_ARGUMENTS)
+    num_rows, size, x_at, weight_at, eps, out_at = a[1], a[2], a[3], a[4], float_of(a[5]), a[6]
+    shape = (num_rows, size)
+    out, weight = carray(pointer(out_at, element), shape), carray(pointer(weight_at, element), (size,))
+    row_bytes, vector_bytes, whole = size * out.itemsize, LANES * out.itemsize, size - size % LANES
+    block = take(arguments)
+    while block * _BLOCK < num_rows:
+        for t in range(block * _BLOCK, min((block + 1) * _BLOCK, num_rows)):
+            source_at = x_at
+            if a[7] != 0:
+                source_at = a[8]
+                for at in range(t * row_bytes, t * row_bytes + whole * out.itemsize, vector_bytes):
+                    added(element, x_at + at, a[7] + at, source_at + at)
+                left, right = carray(pointer(x_at, element), shape), carray(pointer(a[7], element), shape)
+                total_row = carray(pointer(source_at, element), shape)
+                for i in range(whole, size):
+                    total_row[t, i] = from_f32(element, to_f32(left[t, i]) + to_f32(right[t, i]))
+            x = carray(pointer(source_at, element), shape)
+            total = square_sum(element, source_at + t * row_bytes, whole)
+            for i in range(whole, size):
+                total += to_f32(x[t, i]) * to_f32(x[t, i])
+            factor = _ONE / np.sqrt(total / np.float32(size) + eps)
+            for at in range(0, whole * out.itemsize, vector_bytes):
+                row = t * row_bytes + at
+                scaled(element, source_at + row, factor, weight_at + at, out_at + row)
+            for i in range(whole, size):
+                rounded = to_f32(from_f32(element, to_f32(x[t, i]) * factor))
+                out[t, i] = from_f32(element, to_f32(weight[i]) * rounded)
+        block = take(arguments)
+
+
+@jit
+def _gates(arguments: Any, element: Any) -> None:
+    a = carray(arguments, _NUM_ARGUMENTS)
+    num_rows, width, gates_at, out_at = a[1], a[2], a[3], a[4]
+    gate_up = carray(pointer(gates_at, element), (num_rows, 2 * width))
+    out = carray(pointer(out_at, element), (num_rows, width))
+    row_bytes, whole = width * out.itemsize, width - width % LANES
+    block = take(arguments)
+    while block * _BLOCK < num_rows:
+        for t in range(block * _BLOCK, min((block + 1) * _BLOCK, num_rows)):
+            gates, to = gates_at + 2 * t * row_bytes, out_at + t * row_bytes
+            for i in range(0, whole * out.itemsize, LANES * out.itemsize):
+                silu_times(element, gates + i, gates + row_bytes + i, to + i)
+            for i in range(whole, width):
+                gate = to_f32(gate_up[t, i])
+                out[t, i] = from_f32(element, gate / (_ONE + exp32(-gate)) * to_f32(gate_up[t, width + i]))
+        block = take(arguments)
+
+
+@jit
+def _rotations(arguments: Any, element: Any) -> None:
+    a = carray(arguments, _NUM_ARGUMENTS)
+    num_rows, count, half = a[1], a[2], a[5]
+    heads = carray(pointer(a[3], element), (num_rows, a[4], a[6]))
+    cos, sin = carray(pointer(a[7], element), (num_rows, half)), carray(pointer(a[8], element), (num_rows, half))
+    block = take(arguments)
+    while block * _BLOCK < num_rows:
+        for t in range(block * _BLOCK, min((block + 1) * _BLOCK, num_rows)):
+            for h in range(count):
+                for i in range(half):
+                    first, second = to_f32(heads[t, h, i]), to_f32(heads[t, h, half + i])
+                    c, s = to_f32(cos[t, i]), to_f32(sin[t, i])
+                    left, right = to_f32(from_f32(element, first * c)), to_f32(from_f32(element, second * s))
+                    heads[t, h, i] = from_f32(element, left - right)
+                    left, right = to_f32(from_f32(element, second * c)), to_f32(from_f32(element, first * s))
+                    heads[t, h, half + i] = from_f32(element, left + right)
+        block = take(arguments)
+
+
+def _norms_wide(arguments: Any) -> None:
+    _norms(arguments, _ONE)
+
+
+def _norms_narrow(arguments: Any) -> None:
+    _norms(arguments, np.uint16(0))
+
+
+def _gates_wide(arguments: Any) -> None:
+    _gates(arguments, _ONE)
+
+
+def _gates_narrow(arguments: Any) -> None:
+    _gates(arguments, np.uint16(0))
+
+
+def _rotations_wide(arguments: Any) -> None:
+    _rotations(arguments, _ONE)
+
+
+def _rotations_narrow(arguments: Any) -> None:
+    _rotations(arguments, np.uint16(0))
+
+
+# Of float32, and of bfloat16.
+_NORMS = (Kernel(_norms_wide), Kernel(_norms_narrow))
+_GATES = (Kernel(_gates_wide), Kernel(_gates_narrow))
+_ROTATIONS = (Kernel(_rotations_wide), Kernel(_rotations_narrow))
+
+
+def _run(kernels: tuple[Kernel, Kernel], like: Tensor, *values: int) -> None:
+    kernel, numbers = kernels[like.dtype == torch.bfloat16], like.numel()
+    given = arguments(*values, *[0] * (_NUM_ARGUMENTS - 1 - len(values)))
+    if numbers < _PARALLEL_NUMBERS // 2:
+        kernel.short(given)
+    else:
+        kernel.call(given, threads_for(numbers, _PARALLEL_NUMBERS))
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: np.float32) -> Tensor:
+    """RMSNorm over the last dimension of a CPU tensor, rounded as Hugging Face does: see `layers.RMSNorm`."""
+    x, size = x.contiguous(), x.shape[-1]
+    out = torch.empty_like(x)
+    if x.numel():
+        _run(_NORMS, x, x.numel() // size, size, x.data_ptr(), weight.data_ptr(), float_bits(eps), out.data_ptr())
+    return out
+
+
+def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: np.float32) -> tuple[Tensor, Tensor]:
+    """x + delta, contiguous CPU tensors of one shape, and its `rms_norm`."""
+    total, out, size = torch.empty_like(x), torch.empty_like(x), x.shape[-1]
+    if x.numel():
+        shape = x.numel() // size, size
+        where = x.data_ptr(), weight.data_ptr(), float_bits(eps), out.data_ptr(), delta.data_ptr(), total.data_ptr()
+        _run(_NORMS, x, *shape, *where)
+    return total, out
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up of a CPU tensor [T, 2I], gate first: [T, I] in its dtype, computed in float32."""
+    gate_up, width = gate_up.contiguous(), gate_up.shape[1] // 2
+    out = torch.empty(gate_up.shape[0], width, dtype=gate_up.dtype)
+    if out.numel():
+        _run(_GATES, gate_up, len(out), width, gate_up.data_ptr(), out.data_ptr())
+    return out
+
+
+def rotate_in_place(heads: Tensor, count: int, cos: Tensor, sin: Tensor) -> None:
+    """Rotate the first `count` heads of a contiguous CPU tensor [T, H, D] by cos and sin [T, 1, at most D/2] of its
+    dtype, to which products are rounded."""
+    num_rows, num_heads, size = heads.shape
+    cos, sin = cos.contiguous(), sin.contiguous()
+    if num_rows:
+        tables = cos.data_ptr(), sin.data_ptr()
+        _run(_ROTATIONS, heads, num_rows, count, heads.data_ptr(), num_heads, cos.shape[2], size, *tables)
