@@ -57,13 +57,14 @@ class Latents:
         return out
 
     def _is_cheaper_expanded(self, q_THD: Tensor, start: int, stop: int, latent_dim: int, heads: LatentHeads) -> bool:
-        """Whether a request's keys and values cost fewer multiplications to make than its rows save by them."""
+        """Whether a request's keys and values cost less to make than its rows save by them, in multiplications; to make
+        one costs about twice as much, since keys and values are written, padded and read again."""
         rows, kept, value = stop - start, int(self._batch.positions[stop - 1]) + 1, heads.value_dim
         rope = sum(plane.shape[-1] for plane in self._planes) - latent_dim
         nope = q_THD.shape[-1] - rope
         once = kept * latent_dim * (nope + value)
         saved = rows * (latent_dim * (nope + value) + kept * (2 * latent_dim - nope - value))
-        return once < saved
+        return 2 * once < saved
 
     def _requests(self, batch: AttnBatch) -> Iterator[tuple[int, int, int]]:
         """Number and rows of each request that has rows."""
