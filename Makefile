@@ -53,6 +53,7 @@ simulate: $(STAMP)
 
 train: $(STAMP)
 	$(BIN)/python -m tools.train_demo_models
+	$(BIN)/python -m tools.train_demo_deepseek
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info

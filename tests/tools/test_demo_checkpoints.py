@@ -9,12 +9,21 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from tools.demo_training.corpus import load_corpus
+from tools.demo_training.deepseek import eagle3_config, load_deepseek, load_mtp
 from tools.demo_training.heads import EAGLE, EAGLE3
 from tools.demo_training.measure import acceptance, held_out_prompts, load_head
+from tools.demo_training.mtp import MTP
 from tools.demo_training.target import load_target
 from tools.demo_training.vocabulary import ASSISTANT_ID, BOS_ID, USER_ID
 
 E, FFN, Q, KV, V, DRAFT_V = 256, 704, 256, 128, 2048, 1024
+
+
+@pytest.fixture(scope="module")
+def prompts(models):
+    """Held-out prompts; all demo targets have one tokenizer."""
+    tokenizer = Tokenizer.from_file(str(models / "baton-demo-llama" / "tokenizer.json"))
+    return held_out_prompts(load_corpus().held_out, tokenizer, 60)
 
 
 def layer_shapes(prefix: str, input_size: int) -> dict[str, tuple[int, ...]]:
@@ -87,7 +96,8 @@ def test_small_enough_to_commit_and_described(models):
     for path in files:
         sizes[path.relative_to(models).parts[0]] += path.stat().st_size
     assert {path.parent.name for path in files if path.name == "README.md"} == set(sizes)
-    assert set(sizes) == {"baton-demo-llama", "baton-demo-eagle3", "baton-demo-eagle", "baton-smollm2-eagle3"}
+    demos = {"llama", "eagle3", "eagle", "deepseek"}
+    assert set(sizes) == {*(f"baton-demo-{name}" for name in demos), "baton-smollm2-eagle3"}
     assert max(sizes.values()) < 16e6
     assert sum(sizes.values()) < 40e6
 
@@ -109,12 +119,69 @@ def test_chat_template_renders_and_encodes_with_one_bos(models):
 
 
 @pytest.mark.parametrize(("kind", "least"), [(EAGLE3, 0.55), (EAGLE, 0.4)])
-def test_drafts_are_accepted_on_held_out_prompts(models, kind, least):
+def test_drafts_are_accepted_on_held_out_prompts(models, prompts, kind, least):
     target = load_target(models / "baton-demo-llama")
     head = load_head(models / f"baton-demo-{kind}", kind, target.config)
-    tokenizer = Tokenizer.from_file(str(models / "baton-demo-llama" / "tokenizer.json"))
-    prompts = held_out_prompts(load_corpus().held_out, tokenizer, 60)
     measured = acceptance(head, target, prompts, 96)
     assert measured.rounds > 100
     assert measured.rates[0] >= least
     assert list(measured.rates) == sorted(measured.rates, reverse=True)
+
+
+def deepseek_layer(index: int, experts: int) -> dict[str, tuple[int, ...]]:
+    """A layer of the DeepSeek-type target: 6 heads of 32 + 16 and 32, latents of 64 + 16; dense without experts."""
+    prefix, size = f"model.layers.{index}", 192
+    shapes = {
+        "input_layernorm": (size,),
+        "post_attention_layernorm": (size,),
+        "self_attn.q_a_proj": (96, size),
+        "self_attn.q_a_layernorm": (96,),
+        "self_attn.q_b_proj": (6 * 48, 96),
+        "self_attn.kv_a_proj_with_mqa": (80, size),
+        "self_attn.kv_a_layernorm": (64,),
+        "self_attn.kv_b_proj": (6 * 64, 64),
+        "self_attn.o_proj": (size, 6 * 32),
+    }
+    mlps = [f"mlp.experts.{i}" for i in range(experts)] + (["mlp.shared_experts"] if experts else ["mlp"])
+    for mlp in mlps:
+        width = 128 if experts else 512
+        shapes |= {
+            f"{mlp}.gate_proj": (width, size),
+            f"{mlp}.up_proj": (width, size),
+            f"{mlp}.down_proj": (size, width),
+        }
+    if experts:
+        shapes["mlp.gate"] = (experts, size)
+    named = {f"{prefix}.{name}.weight": shape for name, shape in shapes.items()}
+    return named | ({f"{prefix}.mlp.gate.e_score_correction_bias": (experts,)} if experts else {})
+
+
+def test_the_deepseek_files_have_the_names_of_published_ones(models):
+    tensors = load_file(models / "baton-demo-deepseek" / "model.safetensors")
+    wanted = {"model.embed_tokens.weight": (V, 192), "lm_head.weight": (V, 192), "model.norm.weight": (192,)}
+    wanted |= {f"model.layers.4.{name}.weight": (192,) for name in ("enorm", "hnorm", "shared_head.norm")}
+    wanted |= {"model.layers.4.eh_proj.weight": (192, 384)}
+    for layer in range(5):
+        wanted |= deepseek_layer(layer, 8 if layer else 0)
+    assert {name: tuple(value.shape) for name, value in tensors.items()} == wanted
+    biases = {name for name, value in tensors.items() if value.dtype == torch.float32}
+    assert biases == {f"model.layers.{layer}.mlp.gate.e_score_correction_bias" for layer in range(1, 5)}
+    config = json.loads((models / "baton-demo-deepseek" / "config.json").read_text())
+    assert config["num_nextn_predict_layers"] == 1
+    assert [config["n_group"], config["topk_group"], config["num_experts_per_tok"]] == [4, 2, 2]
+
+
+@pytest.mark.parametrize("kind", [MTP])
+def test_drafts_for_the_deepseek_target_are_accepted(models, prompts, kind):
+    directory = models / "baton-demo-deepseek"
+    target = load_deepseek(directory)
+    head = (
+        load_mtp(directory)
+        if kind == MTP
+        else load_head(models / "baton-demo-deepseek-eagle3", kind, eagle3_config(target.config))
+    )
+    same = [(models / f"baton-demo-{name}" / "tokenizer.json").read_bytes() for name in ("deepseek", "llama")]
+    assert same[0] == same[1]
+    measured = acceptance(head, target, prompts[::4], 48)
+    assert measured.rounds > 80
+    assert measured.rates[0] >= 0.5

@@ -15,14 +15,15 @@ REPRODUCE = """## Reproduce
 make train
 ```
 
-runs `tools/train_demo_models.py`, which needs no download. The text and so the weights depend on the Python
+runs `tools/{script}.py`, which needs no download. The text and so the weights depend on the Python
 release; the last bits depend on the CPU and the number of threads too.
 """
+LLAMA_SCRIPT, DEEPSEEK_SCRIPT = "train_demo_models", "train_demo_deepseek"
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """How one checkpoint was trained. `seconds` is wall time, of a CPU that may have been shared."""
+    """How one checkpoint was trained. `seconds` is wall time of a CPU that may have been shared, or CPU time."""
 
     steps: int
     seconds: float
@@ -35,7 +36,7 @@ class Run:
         return (
             f"| parameters | {self.parameters:,} |\n"
             f"| training | {self.steps:,} steps, {self.seconds:.0f} s, "
-            f"{self.threads} CPU threads, seed {self.seed} |\n"
+            f"{self.threads} CPU thread{'s' if self.threads > 1 else ''}, seed {self.seed} |\n"
             f"| made with | Python {platform.python_version()}, torch {torch.__version__.split('+')[0]} |\n"
         )
 
@@ -65,7 +66,7 @@ Trained on windows of 256 and, every eighth step, 1,024 tokens: positions beyond
 seen. The text is CPython's documentation (PSF licence). The chat template has no system role of its own; a
 system message is read like a user's.
 
-{REPRODUCE}""",
+{REPRODUCE.format(script=LLAMA_SCRIPT)}""",
         encoding="utf-8",
     )
 
@@ -78,6 +79,7 @@ def write_head_card(
     on_text: tuple[float, ...],
     prompts: int,
     new_tokens: int,
+    target: str = "baton-demo-llama",
 ) -> None:
     """Card of a head. `on_text`: per draft step, agreement with the target's argmax on held-out text."""
     if kind == EAGLE3:
@@ -91,14 +93,11 @@ def write_head_card(
             "hidden state after its norm; embedding and output projection are the target's. Trained with\n"
             "three unrolled draft steps."
         )
-    rows = "".join(
-        f"| {i + 1} | {rate:.3f} | {text:.3f} |\n"
-        for i, (rate, text) in enumerate(zip(measured.rates, on_text, strict=True))
-    )
+    script = LLAMA_SCRIPT if target == "baton-demo-llama" else DEEPSEEK_SCRIPT
     (directory / "README.md").write_text(
         f"""---
 license: apache-2.0
-base_model: baton-demo-llama
+base_model: {target}
 ---
 # {directory.name}
 
@@ -109,14 +108,75 @@ base_model: baton-demo-llama
 {run.lines()}| text | the target's own continuations of training prompts, and training text |
 | stored as | bf16 |
 
-Acceptance with 3 drafts, greedy, {prompts} held-out prompts, up to {new_tokens} new tokens each
+{acceptance_table(measured, on_text, prompts, new_tokens)}
+{REPRODUCE.format(script=script)}""",
+        encoding="utf-8",
+    )
+
+
+def acceptance_table(measured: Acceptance, on_text: tuple[float, ...], prompts: int, new_tokens: int) -> str:
+    """What a head's drafts are worth, as text and table."""
+    rows = "".join(
+        f"| {i + 1} | {rate:.3f} | {text:.3f} |\n"
+        for i, (rate, text) in enumerate(zip(measured.rates, on_text, strict=True))
+    )
+    return f"""Acceptance with 3 drafts, greedy, {prompts} held-out prompts, up to {new_tokens} new tokens each
 ({measured.rounds:,} rounds, {1 + sum(measured.rates):.2f} tokens per round). A position counts as accepted
 only if all before it are. Beside it, how often the draft equals the target's argmax when both read held-out
 text instead of the target's own.
 
 | position | acceptance | agreement on held-out text |
 |---|---|---|
-{rows}
-{REPRODUCE}""",
+{rows}"""
+
+
+def write_deepseek_card(
+    directory: Path,
+    run: Run,
+    own_run: Run,
+    losses: tuple[float, float],
+    joint: Acceptance,
+    measured: Acceptance,
+    on_text: tuple[float, ...],
+    prompts: int,
+    new_tokens: int,
+) -> None:
+    """Card of the DeepSeek-type target. `losses`: training and held-out text, in nats per token; `own_run`: training of
+    the MTP module alone, before which its drafts for every third prompt were accepted as `joint` says.
+    """
+    before = ", ".join(f"{rate:.3f}" for rate in joint.rates)
+    (directory / "README.md").write_text(
+        f"""---
+license: apache-2.0
+library_name: transformers
+pipeline_tag: text-generation
+---
+# {directory.name}
+
+A very small `DeepseekV3ForCausalLM` with a multi-token prediction (MTP) module, to show and test Baton with: latent
+attention, experts behind a router with groups, one module that drafts. It knows only some of Python's manual and is
+no assistant; do not rely on what it says.
+
+| | |
+|---|---|
+| architecture | 4 layers of width 192, the first dense; 6 heads of 32 + 16 and 32, latents of 64 + 16 |
+| experts | 8 of 128, two a token from 2 of 4 groups, and a shared one; sigmoid router with a trained choice bias |
+{run.lines()}| module alone | {own_run.parameters:,} parameters, {own_run.steps:,} more steps, {own_run.seconds:.0f} s |
+| text | that of baton-demo-llama, whose tokenizer it has |
+| training loss | {losses[0]:.3f} nats per token (plain training text, every eighth window of 256) |
+| held-out loss | {losses[1]:.3f} nats per token (plain held-out text, windows of 256) |
+| stored as | bf16, the choice bias fp32 |
+
+Target and module were trained together from scratch (the module's loss weighs 0.3), then the module alone, with three
+unrolled draft steps, on the target's own continuations. Seconds are CPU time. Windows of 256 and, every eighth step,
+1,024 tokens: positions beyond 1,024 work but were never seen.
+
+The module is `model.layers.4`, without the copies of the target's embedding and output projection that published
+checkpoints repeat there. It drafts all positions, each from its own last state.
+
+{acceptance_table(measured, on_text, prompts, new_tokens)}
+Before the module was trained alone, on a third of these prompts: {before}.
+
+{REPRODUCE.format(script=DEEPSEEK_SCRIPT)}""",
         encoding="utf-8",
     )

@@ -1,5 +1,6 @@
 """Distillation of a draft head from the frozen target, and its files."""
 
+import math
 import time
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, PreTrainedModel
 
 from .heads import EAGLE, EAGLE3, Head, draft_ids, look, unroll
 from .target import TokenStream, cosine_rate, descend, generate_rows, make_optimizers, set_rate
@@ -21,7 +22,7 @@ FEATURE_WEIGHT = 0.2  # EAGLE-1 only: its output is meant to be the target's nex
 GENERATED_LENGTH = 256
 
 
-def generate_corpus(target: LlamaForCausalLM, stream: TokenStream, batches: int, seed: int) -> Tensor:
+def generate_corpus(target: PreTrainedModel, stream: TokenStream, batches: int, seed: int) -> Tensor:
     """Text of the target's own, which is what a head has to predict: int64 [96 * batches, 256].
 
     Prompts are the first 8 to 64 tokens of training documents and chats; half of the rows are greedy, the
@@ -50,7 +51,7 @@ def frequent_ids(generated: Tensor, stream: TokenStream, vocab_size: int, size: 
     return torch.from_numpy(np.sort(np.argsort(-counts, kind="stable")[:size]).astype(np.int64))
 
 
-def head_loss(head: Head, target: LlamaForCausalLM, ids_BT: Tensor, unrolled: int = DRAFT_STEPS) -> Tensor:
+def head_loss(head: Head, target: PreTrainedModel, ids_BT: Tensor, unrolled: int = DRAFT_STEPS) -> Tensor:
     """Loss of all unrolled steps against the target's next-token distributions: a scalar, nats per token."""
     view = look(target, ids_BT, head.aux_layers)
     next_embeds, features = view.embeds[:, 1:], view.features[:, :-1]
@@ -76,28 +77,34 @@ def head_loss(head: Head, target: LlamaForCausalLM, ids_BT: Tensor, unrolled: in
 
 def train_head(
     head: Head,
-    target: LlamaForCausalLM,
+    target: PreTrainedModel,
     stream: TokenStream,
     generated: Tensor,
     steps: int,
     seed: int,
     peak_rate: float = 2e-3,
-) -> Head:
-    """Train in place for `steps` steps of 16 rows: 12 of the target's text and 4 of the corpus.
+    max_seconds: float = math.inf,
+    rows: int = 16,
+) -> int:
+    """Train in place for `steps` steps of `rows` rows, a quarter of them of the corpus, the rest of the target's text.
 
-    Every twelfth step takes 3 corpus rows of 1,024 tokens instead, so that the head knows long contexts.
+    `max_seconds` ends the run by the clock. Every twelfth step takes corpus rows of 1,024 tokens instead, so that the
+    head knows long contexts. Returns how many steps it made.
     """
     rng = np.random.default_rng(seed)
     target.requires_grad_(False)
     optimizers = make_optimizers(head)
     began = time.monotonic()
     for step in range(steps):
-        set_rate(optimizers, cosine_rate(step, steps, peak_rate, warmup=min(30, steps)))
+        done = max(step, int(steps * (time.monotonic() - began) / max_seconds))
+        if done >= steps:
+            break
+        set_rate(optimizers, cosine_rate(done, steps, peak_rate, warmup=min(30, steps)))
         if step % 12 == 11:
-            batch = stream.batch(rng, 3, 1024)
+            batch = stream.batch(rng, max(1, rows * 3 // 16), 1024)
         else:
-            own = generated[torch.from_numpy(rng.integers(0, len(generated), 12))]
-            batch = torch.cat([own, stream.batch(rng, 4, GENERATED_LENGTH)])
+            own = generated[torch.from_numpy(rng.integers(0, len(generated), rows - rows // 4))]
+            batch = torch.cat([own, stream.batch(rng, rows // 4, GENERATED_LENGTH)])
         with torch.autocast("cpu", torch.bfloat16):
             loss = head_loss(head, target, batch)
         descend(head, optimizers, loss)
@@ -106,7 +113,8 @@ def train_head(
                 f"{head.kind} step {step}/{steps} loss {loss.item():.3f} {time.monotonic() - began:.0f} s",
                 flush=True,
             )
-    return head.eval()
+    head.eval()
+    return step + 1 if done < steps else step
 
 
 def head_config(head: Head, config: LlamaConfig) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""The two draft heads as training modules, with parameter names as vLLM loads them.
+"""The two EAGLE heads as training modules, with parameter names as vLLM loads them; all heads' unrolled training pass.
 
 Entry i of a head consumes the target's feature of position i and the token of position i + 1, and predicts
 the token of position i + 2. A head shares the target's token embedding; EAGLE-1 shares its output
@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import LlamaConfig
+
+from .mtp import MtpModule
 
 AUX_LAYERS = (1, 2, 3)  # of the demo's four
 EAGLE, EAGLE3 = "eagle", "eagle3"
@@ -163,7 +165,7 @@ class Eagle3Head(nn.Module):
         return self.lm_head(self.norm(hidden))
 
 
-Head = EagleHead | Eagle3Head
+Head = EagleHead | Eagle3Head | MtpModule
 
 
 def draft_ids(head: Head, vocab_size: int) -> Tensor:
@@ -178,19 +180,21 @@ def start_from_target(head: Head, target: nn.Module) -> None:
     """Begin with the target's last layer, final norm and output rows: the head then speaks the target's language.
 
     The joint projections begin as sums: EAGLE-3's `fc` passes the last auxiliary state, its attention reads the
-    embedding weakly; EAGLE-1's `fc` adds embedding and feature.
+    embedding weakly; EAGLE-1's `fc` adds embedding and feature. A layer of another type than the head's gives its norms
+    alone.
     """
     size = target.config.hidden_size
     source, layer = target.model.layers[-1], head.layer
-    layer.mlp.load_state_dict(source.mlp.state_dict())
     layer.post_attention_layernorm.weight.copy_(source.post_attention_layernorm.weight)
-    layer.self_attn.o_proj.weight.copy_(source.self_attn.o_proj.weight)
-    for name in ("q_proj", "k_proj", "v_proj"):
-        ours, theirs = getattr(layer.self_attn, name).weight, getattr(source.self_attn, name).weight
-        ours[:, -size:].copy_(theirs)
-        if ours.shape[1] > size:
-            ours[:, :size].mul_(0.5)
-    eye = torch.eye(size, device=source.mlp.gate_proj.weight.device)
+    if target.config.model_type == "llama":
+        layer.mlp.load_state_dict(source.mlp.state_dict())
+        layer.self_attn.o_proj.weight.copy_(source.self_attn.o_proj.weight)
+        for name in ("q_proj", "k_proj", "v_proj"):
+            ours, theirs = getattr(layer.self_attn, name).weight, getattr(source.self_attn, name).weight
+            ours[:, -size:].copy_(theirs)
+            if ours.shape[1] > size:
+                ours[:, :size].mul_(0.5)
+    eye = torch.eye(size, device=target.model.norm.weight.device)
     if isinstance(head, Eagle3Head):
         layer.hidden_norm.weight.copy_(source.input_layernorm.weight)
         head.norm.weight.copy_(target.model.norm.weight)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, PreTrainedModel
 
 from .corpus import Document
 from .heads import EAGLE3, Eagle3Head, EagleHead, Head, draft_ids, look, unroll
@@ -59,7 +59,7 @@ def _run(head: Head, embeds: Tensor, hidden: Tensor) -> Tensor:
 
 
 @torch.inference_mode()
-def draft(head: Head, target: LlamaForCausalLM, ids: Sequence[int], features: Tensor, count: int) -> list[int]:
+def draft(head: Head, target: PreTrainedModel, ids: Sequence[int], features: Tensor, count: int) -> list[int]:
     """Greedy drafts for the tokens after `ids`.
 
     Args:
@@ -79,18 +79,25 @@ def draft(head: Head, target: LlamaForCausalLM, ids: Sequence[int], features: Te
     return drafts
 
 
+def greedy_texts(target: PreTrainedModel, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[list[int]]:
+    """Each prompt with its greedy continuation, up to EOS or `new_tokens`. Prompts of one length go together."""
+    texts: dict[int, list[int]] = {}
+    for length in sorted({len(prompt) for prompt in prompts}):
+        chosen = [index for index, prompt in enumerate(prompts) if len(prompt) == length]
+        starts = torch.tensor([list(prompts[index]) for index in chosen])
+        rows = generate_rows(target, starts, new_tokens, torch.zeros(len(chosen)), seed=0)
+        for index, ids in zip(chosen, rows.tolist(), strict=True):
+            texts[index] = ids[: ids.index(EOS_ID, length) + 1] if EOS_ID in ids[length:] else ids
+    return [texts[index] for index in range(len(prompts))]
+
+
 @torch.inference_mode()
 def acceptance(
-    head: Head, target: LlamaForCausalLM, prompts: Sequence[Sequence[int]], new_tokens: int, count: int = 3
+    head: Head, target: PreTrainedModel, prompts: Sequence[Sequence[int]], new_tokens: int, count: int = 3
 ) -> Acceptance:
     """Speculate greedily over each prompt's greedy continuation, up to EOS or `new_tokens`."""
     rounds, accepted = 0, [0] * count
-    for prompt in prompts:
-        start = torch.tensor([list(prompt)])
-        text = generate_rows(target, start, new_tokens, torch.zeros(1), seed=0)
-        ids = text[0].tolist()
-        if EOS_ID in ids[len(prompt) :]:
-            ids = ids[: ids.index(EOS_ID, len(prompt)) + 1]
+    for prompt, ids in zip(prompts, greedy_texts(target, prompts, new_tokens), strict=True):
         # Positions see only earlier tokens, so one forward gives the features of every round.
         features = look(target, torch.tensor([ids]), head.aux_layers).features
         known = len(prompt) + 1
@@ -125,7 +132,7 @@ def held_out_prompts(documents: Sequence[Document], tokenizer: Tokenizer, count:
 
 
 @torch.inference_mode()
-def agreement(head: Head, target: LlamaForCausalLM, windows: Tensor, count: int = 3) -> tuple[float, ...]:
+def agreement(head: Head, target: PreTrainedModel, windows: Tensor, count: int = 3) -> tuple[float, ...]:
     """Per draft step, how often its argmax equals the target's on given text, int64 [n, T]."""
     equal, seen = [0] * count, [0] * count
     targets = draft_ids(head, target.config.vocab_size)
