@@ -45,7 +45,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--target-seconds", type=float, default=math.inf, help="end the target's training by the clock")
     parser.add_argument("--generated-batches", type=int, default=4, help="batches of 96 rows of the target's text")
     parser.add_argument("--mtp-steps", type=int, default=140)
-    parser.add_argument("--eagle3-steps", type=int, default=600)
+    parser.add_argument("--eagle3-steps", type=int, default=443)
     parser.add_argument("--mtp-seconds", type=float, default=math.inf, help="end the module's own training likewise")
     parser.add_argument("--eagle3-seconds", type=float, default=math.inf, help="end the head's training likewise")
     parser.add_argument("--threads", type=int, default=1)

@@ -96,9 +96,10 @@ def test_small_enough_to_commit_and_described(models):
     for path in files:
         sizes[path.relative_to(models).parts[0]] += path.stat().st_size
     assert {path.parent.name for path in files if path.name == "README.md"} == set(sizes)
-    demos = {"llama", "eagle3", "eagle", "deepseek"}
+    demos = {"llama", "eagle3", "eagle", "deepseek", "deepseek-eagle3"}
     assert set(sizes) == {*(f"baton-demo-{name}" for name in demos), "baton-smollm2-eagle3"}
     assert max(sizes.values()) < 16e6
+    assert sizes["baton-demo-deepseek"] + sizes["baton-demo-deepseek-eagle3"] < 11e6
     assert sum(sizes.values()) < 40e6
 
 
@@ -167,11 +168,15 @@ def test_the_deepseek_files_have_the_names_of_published_ones(models):
     biases = {name for name, value in tensors.items() if value.dtype == torch.float32}
     assert biases == {f"model.layers.{layer}.mlp.gate.e_score_correction_bias" for layer in range(1, 5)}
     config = json.loads((models / "baton-demo-deepseek" / "config.json").read_text())
+    head = json.loads((models / "baton-demo-deepseek-eagle3" / "config.json").read_text())
     assert config["num_nextn_predict_layers"] == 1
     assert [config["n_group"], config["topk_group"], config["num_experts_per_tok"]] == [4, 2, 2]
+    assert head["architectures"] == ["LlamaForCausalLMEagle3"]
+    shared = ("hidden_size", "vocab_size", "eos_token_id")
+    assert [head[key] for key in shared] == [config[key] for key in shared]
 
 
-@pytest.mark.parametrize("kind", [MTP])
+@pytest.mark.parametrize("kind", [MTP, EAGLE3])
 def test_drafts_for_the_deepseek_target_are_accepted(models, prompts, kind):
     directory = models / "baton-demo-deepseek"
     target = load_deepseek(directory)
