@@ -11,6 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from tests.support import kinds
 from tests.support.checkpoints import make_checkpoint, make_drafter
+from tests.support.checkpoints_granite import make_granite
+from tests.support.checkpoints_moe import make_moe_checkpoint
 
 NUM_DRAFTS = 3
 WINDOW = 9
@@ -56,6 +58,11 @@ def tiny(model_type: str, **overrides: Any) -> MakeTarget:
     return lambda path, seed: louder(make_checkpoint(path, model_type, seed, **{**TINY, **overrides}))
 
 
+def tiny_moe(shape: str) -> MakeTarget:
+    """A random target with experts, of a shape of the tests."""
+    return lambda path, seed: louder(make_moe_checkpoint(path, shape, seed, **TINY))
+
+
 def head(method: str, **overrides: Any) -> DrafterEntry:
     """A random head of a method."""
 
@@ -84,6 +91,11 @@ TARGETS: Mapping[str, MakeTarget] = {
     "qwen2": tiny("qwen2"),
     "qwen3": tiny("qwen3"),
     "qwen3, full and window": tiny("qwen3", **_IN_TURN),
+    "qwen3_moe": tiny_moe("qwen3_moe"),
+    "deepseek_v2": tiny_moe("deepseek_v2"),
+    "deepseek_v3": tiny_moe("deepseek_v3"),
+    "glm4_moe": tiny_moe("glm4_moe"),
+    "granitemoehybrid": lambda path, seed: louder(make_granite(path, seed)),
     "latents, window and states": every_kind,
 }
 
