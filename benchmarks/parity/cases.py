@@ -21,7 +21,7 @@ ALL_SIZES = (*SIZES, PER_GROUP)
 LENGTHS = (*range(1, 26), 35, 48, 63, 112)
 MAX_MODEL_LEN = 192
 # Prompts are computed in pieces of so many rows, which end anywhere in a page.
-CHUNK = 11
+CHUNK = 17
 NUM_TOKENS = 10
 _FILLER = 25  # as many tokens as make the page around a hit full, whatever its size
 _TEMPERATURES = (0.0, 4.0, 8.0)
@@ -47,6 +47,11 @@ class Case:
     length: int
     number: int
     seed: int
+
+    @property
+    def chunked(self) -> bool:
+        """Whether P computes its prompt in pieces."""
+        return self.condition == "chunked"
 
     @property
     def name(self) -> str:

@@ -53,8 +53,9 @@ class Report:
             _line("condition", "what it is", "identical"),
             _line("---", "---", "---"),
         ]
-        for condition, counts in self._conditions.items():
-            lines.append(_line(condition, CONDITIONS[condition], f"{counts['identical']}/{counts['all']}"))
+        for condition, meaning in CONDITIONS.items():
+            counts = self._conditions[condition]
+            lines.append(_line(condition, meaning, f"{counts['identical']}/{counts['all']}"))
         lines += ["", f"identical {self._identical}/{self._cases}"]
         lines += self.failures[:_MOST_FAILURES]
         if len(self.failures) > _MOST_FAILURES:

@@ -33,6 +33,7 @@ class Cell:
     num_bytes: int = 0
     wanted_bytes: int = 0
     failures: list[str] = field(default_factory=list)
+    different: set[Case] = field(default_factory=set)
 
     def add(self, other: Cell) -> None:
         """Count another batch of the same cell."""
@@ -41,6 +42,7 @@ class Cell:
         self.num_bytes += other.num_bytes
         self.wanted_bytes += other.wanted_bytes
         self.failures += other.failures
+        self.different |= other.different
 
 
 @dataclass(slots=True)
@@ -99,24 +101,24 @@ def run(target: str, drafter: str, folder: Path, cases: Sequence[Case], sizes: S
             outcome.accepted[position] += sum(count > position for count in stream.accepted)
     for name in sizes:
         with trial.pair(name) as two:
-            for condition, mode in dict.fromkeys((case.condition, case.mode) for case in cases):
-                batch = {case: alone[case] for case in cases if (case.condition, case.mode) == (condition, mode)}
+            for chunked, mode in dict.fromkeys((case.chunked, case.mode) for case in cases):
+                batch = {case: alone[case] for case in cases if (case.chunked, case.mode) == (chunked, mode)}
                 cell = compare(two, batch)
                 outcome.cells[mode, name].add(cell)
-                outcome.conditions[condition].update(identical=cell.num_identical, all=cell.num_cases)
+                for case in batch:
+                    outcome.conditions[case.condition].update(all=1, identical=case not in cell.different)
     return outcome
 
 
 def compare(two: Pair, alone: Mapping[Case, Stream], limit_s: float = 120.0) -> Cell:
-    """Hand over requests of one condition and mode, all at once, of which one engine said `alone`."""
-    first = next(iter(alone))
+    """Hand over requests of one mode, chunked or not, all at once, of which one engine said `alone`."""
     scheduler = two.prefill.core.scheduler
     budget, cell = scheduler.max_num_batched_tokens, Cell(num_cases=len(alone))
     for engine, label in ((two.prefill, "P"), (two.decode, "D")):
         _give_first(engine, [prompt for case in alone if (prompt := case.begins_alike(label)) is not None], label)
     two.decode.core.forget_metrics()
     wanted = _Wanted(two.decode)
-    scheduler.max_num_batched_tokens = CHUNK if first.condition == "chunked" else budget
+    scheduler.max_num_batched_tokens = CHUNK if next(iter(alone)).chunked else budget
     expected = {case: Expected(stream, known_rounds(case, stream)) for case, stream in alone.items()}
     names = {f"{case.mode}-{case.number}": case for case in alone}
     legs = {
@@ -134,17 +136,18 @@ def compare(two: Pair, alone: Mapping[Case, Stream], limit_s: float = 120.0) -> 
     scheduler.max_num_batched_tokens = budget
     for case, (_, rest) in legs.items():
         if difference := expected[case].difference(rest):
+            cell.different.add(case)
             cell.failures.append(f"{case.name}: {difference}")
-    cell.num_identical = len(alone) - len(cell.failures)
+    cell.num_identical = len(alone) - len(cell.different)
     metrics = two.decode.core.metrics
     cell.num_bytes, cell.wanted_bytes = metrics.handoff_bytes, wanted.close()
     # Recomputed on D, a handoff that failed would have given the same answer.
     if metrics.num_handoffs["committed"] != len(alone) or metrics.handoff_failures:
-        cell.failures.append(f"{first.name}: of {len(alone)} handoffs not all succeeded: {metrics.handoff_failures}")
+        cell.failures.append(f"of {len(alone)} handoffs not all succeeded: {metrics.handoff_failures}")
     if cell.num_bytes != cell.wanted_bytes:
-        cell.failures.append(f"{first.name}: {cell.num_bytes} bytes were sent, {cell.wanted_bytes} wanted")
+        cell.failures.append(f"{cell.num_bytes} bytes were sent, {cell.wanted_bytes} wanted")
     if waiting:
-        cell.failures.append(f"{first.name}: {len(waiting)} were not preempted")
+        cell.failures.append(f"{len(waiting)} were not preempted")
     return cell
 
 

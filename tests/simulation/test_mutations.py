@@ -10,23 +10,15 @@ from simulation.parallel import run_seeds
 
 # Where a search found them last. It begins there, and goes through all seeds when the protocol has changed since.
 FOUND_AT = {
-    "abort_then_reuse": 70,
-    "any_bye_is_quiet": 48,
-    "blocking_connect": 140,
-    "cancelled_while_copying": 103,
-    "cancelled_while_reading": 33,
-    "commit_after_failure": 38,
-    "confirm_after_release": 24,
-    "duplicate_commit_is_progress": 33,
-    "failed_copy_counts": 69,
-    "finish_while_copying": 43,
-    "free_while_reading": 33,
-    "no_ticket_check": 28,
-    "preempt_keeps_pages": 55,
-    "release_before_quiet": 33,
-    "timeout_frees_source": 95,
-    "timeout_then_reuse": 182,
-    "unfenced_is_fenced": 33,
+    "abort_then_reuse": 184,
+    "any_bye_is_quiet": 148,
+    "cancelled_while_copying": 41,
+    "commit_after_failure": 151,
+    "duplicate_commit_is_progress": 580,
+    "finish_while_copying": 239,
+    "timeout_frees_source": 101,
+    "timeout_then_reuse": 52,
+    "unfenced_is_fenced": 38,
     "wrong_head_share": 31,
 }
 
