@@ -11,8 +11,10 @@ from safetensors.torch import load_file, save_file
 
 from tests.support import kinds
 from tests.support.checkpoints import make_checkpoint, make_drafter
+from tests.support.checkpoints_gemma3 import make_gemma3
 from tests.support.checkpoints_granite import make_granite
 from tests.support.checkpoints_moe import make_moe_checkpoint
+from tests.support.drafters_tokens import ngram, windowed_draft_model
 
 NUM_DRAFTS = 3
 WINDOW = 9
@@ -58,9 +60,9 @@ def tiny(model_type: str, **overrides: Any) -> MakeTarget:
     return lambda path, seed: louder(make_checkpoint(path, model_type, seed, **{**TINY, **overrides}))
 
 
-def tiny_moe(shape: str) -> MakeTarget:
+def tiny_moe(shape: str, **overrides: Any) -> MakeTarget:
     """A random target with experts, of a shape of the tests."""
-    return lambda path, seed: louder(make_moe_checkpoint(path, shape, seed, **TINY))
+    return lambda path, seed: louder(make_moe_checkpoint(path, shape, seed, **{**TINY, **overrides}))
 
 
 def head(method: str, **overrides: Any) -> DrafterEntry:
@@ -70,6 +72,11 @@ def head(method: str, **overrides: Any) -> DrafterEntry:
         return {"method": method, "model": str(louder(make_drafter(path, method, target, seed, **overrides)))}
 
     return DrafterEntry(make)
+
+
+def whole(make: MakeTarget) -> DrafterEntry:
+    """A random model as the drafter of another."""
+    return DrafterEntry(lambda path, target, seed: {"method": "draft_model", "model": str(make(path, seed))})
 
 
 def every_kind(path: Path, seed: int) -> Path:
@@ -84,6 +91,7 @@ _IN_TURN = {
     "sliding_window": WINDOW,
     "layer_types": ["full_attention", "sliding_attention", "full_attention"],
 }
+_EVERY_THIRD_FULL = {"sliding_window": WINDOW, "sliding_window_pattern": 3}
 
 TARGETS: Mapping[str, MakeTarget] = {
     "llama": tiny("llama"),
@@ -95,6 +103,7 @@ TARGETS: Mapping[str, MakeTarget] = {
     "deepseek_v2": tiny_moe("deepseek_v2"),
     "deepseek_v3": tiny_moe("deepseek_v3"),
     "glm4_moe": tiny_moe("glm4_moe"),
+    "gemma3_text": lambda path, seed: louder(make_gemma3(path, "gemma3", seed, **TINY, **_EVERY_THIRD_FULL)),
     "granitemoehybrid": lambda path, seed: louder(make_granite(path, seed)),
     "latents, window and states": every_kind,
 }
@@ -104,4 +113,9 @@ DRAFTERS: Mapping[str, DrafterEntry] = {
     "eagle": head("eagle"),
     "eagle3": head("eagle3"),
     "eagle3, d2t": head("eagle3", draft_vocab_size=100, num_attention_heads=2, num_key_value_heads=1),
+    "eagle3.1": head("eagle3", fc_norm=True, norm_output=True),
+    "ngram": DrafterEntry(lambda path, target, seed: ngram()),
+    "draft_model": whole(tiny("llama", num_hidden_layers=1, num_key_value_heads=1)),
+    "draft_model, window": DrafterEntry(lambda path, target, seed: windowed_draft_model(path)),
+    "draft_model, latents": whole(tiny_moe("deepseek_v3", num_hidden_layers=2)),
 }
