@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from tests.support import kinds
 from tests.support.checkpoints import make_checkpoint, make_drafter
 from tests.support.checkpoints_gemma3 import make_gemma3
+from tests.support.checkpoints_gpt_oss import make_gpt_oss
 from tests.support.checkpoints_granite import make_granite
 from tests.support.checkpoints_moe import make_moe_checkpoint
 from tests.support.drafters_tokens import ngram, windowed_draft_model
@@ -19,7 +20,7 @@ from tests.support.drafters_tokens import ngram, windowed_draft_model
 NUM_DRAFTS = 3
 WINDOW = 9
 # Small enough that thousands of requests take minutes. All contexts are far below the maximum.
-TINY = {
+TINY: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 48,
     "head_dim": 8,
@@ -104,6 +105,7 @@ TARGETS: Mapping[str, MakeTarget] = {
     "deepseek_v3": tiny_moe("deepseek_v3"),
     "glm4_moe": tiny_moe("glm4_moe"),
     "gemma3_text": lambda path, seed: louder(make_gemma3(path, "gemma3", seed, **TINY, **_EVERY_THIRD_FULL)),
+    "gpt_oss": lambda path, seed: louder(make_gpt_oss(path, "gpt_oss", seed, **TINY, sliding_window=WINDOW)),
     "granitemoehybrid": lambda path, seed: louder(make_granite(path, seed)),
     "latents, window and states": every_kind,
 }

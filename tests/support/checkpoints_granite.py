@@ -46,7 +46,7 @@ def make_granite(path: str | Path, seed: int = 0, dtype: torch.dtype = torch.flo
 
     directory = Path(path)
     config = GraniteMoeHybridConfig(**{**_TINY, **overrides})
-    model = GraniteMoeHybridForCausalLM(config)
+    model: Any = GraniteMoeHybridForCausalLM(config)  # its `to` is typed wrongly
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, weight in sorted(model.named_parameters()):
