@@ -1,4 +1,4 @@
-"""Preemption where the target has windows and the drafter has none: several block tables of a request are lost at once."""
+"""Preemption where the target has windows and the drafter has none: a request loses several block tables at once."""
 
 from __future__ import annotations
 
