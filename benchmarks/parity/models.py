@@ -15,6 +15,7 @@ from tests.support.checkpoints_gemma3 import make_gemma3
 from tests.support.checkpoints_gpt_oss import make_gpt_oss
 from tests.support.checkpoints_granite import make_granite
 from tests.support.checkpoints_moe import make_moe_checkpoint
+from tests.support.drafters_layers import latent_head, make_mtp_checkpoint, mtp
 from tests.support.drafters_tokens import ngram, windowed_draft_model
 
 NUM_DRAFTS = 3
@@ -66,6 +67,11 @@ def tiny_moe(shape: str, **overrides: Any) -> MakeTarget:
     return lambda path, seed: louder(make_moe_checkpoint(path, shape, seed, **{**TINY, **overrides}))
 
 
+def with_module(shape: str) -> MakeTarget:
+    """As `tiny_moe`, with a module of multi-token prediction."""
+    return lambda path, seed: louder(make_mtp_checkpoint(path, shape, seed, **TINY))
+
+
 def head(method: str, **overrides: Any) -> DrafterEntry:
     """A random head of a method."""
 
@@ -102,8 +108,8 @@ TARGETS: Mapping[str, MakeTarget] = {
     "qwen3, full and window": tiny("qwen3", **_IN_TURN),
     "qwen3_moe": tiny_moe("qwen3_moe"),
     "deepseek_v2": tiny_moe("deepseek_v2"),
-    "deepseek_v3": tiny_moe("deepseek_v3"),
-    "glm4_moe": tiny_moe("glm4_moe"),
+    "deepseek_v3": with_module("deepseek_v3"),
+    "glm4_moe": with_module("glm4_moe"),
     "gemma3_text": lambda path, seed: louder(make_gemma3(path, "gemma3", seed, **TINY, **_EVERY_THIRD_FULL)),
     "gpt_oss": lambda path, seed: louder(make_gpt_oss(path, "gpt_oss", seed, **TINY, sliding_window=WINDOW)),
     "granitemoehybrid": lambda path, seed: louder(make_granite(path, seed)),
@@ -116,6 +122,11 @@ DRAFTERS: Mapping[str, DrafterEntry] = {
     "eagle3": head("eagle3"),
     "eagle3, d2t": head("eagle3", draft_vocab_size=100, num_attention_heads=2, num_key_value_heads=1),
     "eagle3.1": head("eagle3", fc_norm=True, norm_output=True),
+    "eagle3, latents": DrafterEntry(lambda path, target, seed: latent_head(path, target, seed)),
+    "mtp": DrafterEntry(
+        lambda path, target, seed: mtp(),
+        lambda target: None if target in ("deepseek_v3", "glm4_moe") else "no checkpoints of its type have a module",
+    ),
     "ngram": DrafterEntry(lambda path, target, seed: ngram()),
     "draft_model": whole(tiny("llama", num_hidden_layers=1, num_key_value_heads=1)),
     "draft_model, window": DrafterEntry(lambda path, target, seed: windowed_draft_model(path)),
