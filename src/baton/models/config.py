@@ -22,6 +22,14 @@ RawConfig = Mapping[str, Any]
 MAX_SIZE = 1 << 31
 MAX_LAYERS = 4096
 
+# Fields that change what any decoder computes, and the value of those that are supported.
+_OF_ATTENTION = {
+    "is_causal": True,
+    "use_bidirectional_attention": False,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+}
+
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -228,6 +236,9 @@ def decoder_fields(
     `activation`: the field that names it, and the one that the architecture has here.
     `windows` is full attention everywhere; an architecture with sliding windows replaces it.
     """
+    for name, ordinary in _OF_ATTENTION.items():
+        if raw.get(name) not in (None, ordinary):
+            raise CheckpointError(f"config.json: {name} is {raw[name]!r}, which is not supported")
     field, known = activation
     if raw.get(field, known) != known:
         raise CheckpointError(f"config.json: {field} is {raw[field]!r}, only {known!r} is supported")

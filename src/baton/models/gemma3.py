@@ -51,9 +51,6 @@ class Gemma3(CausalLM):
     @classmethod
     def parse_config(cls, raw: RawConfig) -> ModelConfig:
         raw = {**_DEFAULTS, **raw}
-        for name in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
-            if raw.get(name):
-                raise CheckpointError(f"config.json: {name} is {raw[name]!r}, which is not supported")
         without = {"rope_parameters": None, "rope_scaling": None}
         fields = decoder_fields({**raw, **without}, 131072, head_dim_default=256, activation=_ACTIVATION)
         slides = _sliding(raw, fields["num_layers"])
