@@ -41,6 +41,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "num_attention_heads": 3,
         "num_key_value_heads": 1,
     },
+    "experts": {"num_local_experts": 5, "num_experts_per_tok": 2},
+    "one expert": {"num_local_experts": 1, "num_experts_per_tok": 1, "intermediate_size": 36, "mamba_n_heads": 4},
     "one head": {"mamba_n_heads": 1, "layer_types": ["attention", "mamba", "attention", "mamba"]},
 }
 Find = Callable[[str], Path]
@@ -100,7 +102,9 @@ def reference(path: Path, prompts: list[list[int]]) -> list[list[int]]:
     return found
 
 
-@pytest.mark.parametrize("name", ["dense 1", "dense 2", "rope 3", "groups 4", "one head 5"])
+@pytest.mark.parametrize(
+    "name", ["dense 1", "dense 2", "rope 3", "groups 4", "one head 5", "experts 6", "one expert 7"]
+)
 def test_greedy_tokens_are_those_of_transformers(name: str, find: Find) -> None:
     expected = reference(find(name), PROMPTS)
     assert len({tuple(tokens) for tokens in expected}) > len(PROMPTS) // 2
@@ -109,14 +113,16 @@ def test_greedy_tokens_are_those_of_transformers(name: str, find: Find) -> None:
             assert [stream.token_ids for stream in all_of(one, PROMPTS)] == expected
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_neither_chunks_nor_neighbours_nor_drafts_change_a_bit(dtype: str, find: Find) -> None:
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("groups 4", "float32"), ("groups 4", "bfloat16"), ("experts 6", "bfloat16")]
+)
+def test_neither_chunks_nor_neighbours_nor_drafts_change_a_bit(name: str, dtype: str, find: Find) -> None:
     """Log-probabilities too: of a prompt alone, among others, and in chunks of a few rows."""
     params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True, logprobs=2)
     expected = None
-    for head in (None, find("groups 4 head")):
+    for head in (None, find(f"{name} head")):
         for rows in (7, 2048):
-            with stepped(**settings(find("groups 4"), head, dtype=dtype, max_num_batched_tokens=rows)) as one:
+            with stepped(**settings(find(name), head, dtype=dtype, max_num_batched_tokens=rows)) as one:
                 together = [stream.result for stream in all_of(one, PROMPTS, params)]
                 alone = [all_of(one, [prompt], params)[0].result for prompt in PROMPTS[::4]]
             expected = expected or together
@@ -268,6 +274,7 @@ def test_a_failed_handoff_is_recomputed_from_a_state_that_d_has(find: Find, tmp_
         ("mamba_n_heads", 7),
         ("layer_types", ["mamba", "attention", "mamba", "hyena"]),
         ("hidden_act", "gelu"),
+        ("num_experts_per_tok", 3),
     ],
 )
 def test_what_it_cannot_compute_faithfully_is_refused_by_name(
@@ -275,6 +282,8 @@ def test_what_it_cannot_compute_faithfully_is_refused_by_name(
 ) -> None:
     source = find("dense 1")
     raw = json.loads((source / "config.json").read_text())
+    if field == "num_experts_per_tok":
+        raw["num_local_experts"] = 2
     for file in source.iterdir():
         (tmp_path / file.name).symlink_to(file) if file.name != "config.json" else None
     (tmp_path / "config.json").write_text(json.dumps({**raw, field: value}))

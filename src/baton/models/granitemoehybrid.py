@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any, cast
@@ -16,8 +17,10 @@ from baton.models.config import ModelConfig, RawConfig, decoder_fields, get_bool
 from baton.models.cpu_kernels import fits
 from baton.models.cpu_rows import silu_mul
 from baton.models.layers import Attention, RMSNorm
-from baton.models.linear import Build, Linear
+from baton.models.linear import Build, Linear, packed
 from baton.models.mamba2 import Mamba2, Mamba2Spec
+from baton.models.moe import Router, mixed
+from baton.models.specs import MoESpec
 
 _RECURRENT = ("mamba", "linear_attention")
 _ATTENTION = ("attention", "full_attention")
@@ -42,8 +45,6 @@ class GraniteMoeHybrid(CausalLM):
     def parse_config(cls, raw: RawConfig) -> GraniteConfig:
         fields = decoder_fields(raw, max_position_default=2048)
         bias = get_bool(raw, "attention_bias")
-        if get_int(raw, "num_local_experts", 8, minimum=0):
-            raise CheckpointError("config.json: num_local_experts other than 0 is not supported")
         position = raw.get("position_embedding_type")
         if position not in (None, "nope", "rope"):
             raise CheckpointError(f"config.json: position_embedding_type is {position!r}, expected nope or rope")
@@ -51,6 +52,7 @@ class GraniteMoeHybrid(CausalLM):
             **fields,
             qkv_bias=bias,
             o_bias=bias,
+            moe=_experts(raw, fields),
             embedding_multiplier=get_float(raw, "embedding_multiplier", 1.0),
             attention_multiplier=get_float(raw, "attention_multiplier", 1.0),
             residual_multiplier=get_float(raw, "residual_multiplier", 1.0),
@@ -83,6 +85,7 @@ class GraniteLayer(nn.Module):
         self.mamba = Mamba2(config.mamba, size, eps, layer_id, build) if config.is_recurrent[layer_id] else None
         self.self_attn = None if self.mamba is not None else Attention(config, layer_id, build)
         self.post_attention_layernorm = RMSNorm(size, eps, build)
+        self.block_sparse_moe = None if config.moe is None else SparseMoE(config.moe, size, build)
         self.shared_mlp = SharedMLP(size, config.shared_size, build)
 
     def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], cache: LayerCache) -> Tensor:
@@ -93,7 +96,11 @@ class GraniteLayer(nn.Module):
             assert self.mamba is not None
             mixed = self.mamba(normed, cache)
         x = x + mixed * self._multiplier
-        return x + self.shared_mlp(self.post_attention_layernorm(x)) * self._multiplier  # type: ignore[no-any-return]
+        normed = self.post_attention_layernorm(x)
+        out: Tensor = self.shared_mlp(normed)
+        if self.block_sparse_moe is not None:
+            out = self.block_sparse_moe(normed) + out
+        return x + out * self._multiplier
 
 
 class SharedMLP(nn.Module):
@@ -106,11 +113,59 @@ class SharedMLP(nn.Module):
         self._on_cpu = fits(build.device, build.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate_up = self.input_linear(x)
-        if self._on_cpu:
-            return self.output_linear(silu_mul(gate_up))  # type: ignore[no-any-return]
-        gate, up = gate_up.chunk(2, dim=-1)
-        return self.output_linear(F.silu(gate) * up)  # type: ignore[no-any-return]
+        return self.output_linear(_swiglu(self.input_linear(x), self._on_cpu))  # type: ignore[no-any-return]
+
+
+class SparseMoE(nn.Module):
+    """Experts, each a SwiGLU MLP, beside the shared one: [T, E] -> [T, E]."""
+
+    def __init__(self, spec: MoESpec, hidden: int, build: Build) -> None:
+        super().__init__()
+        self.router = nn.ModuleDict({"layer": Router(spec, hidden, build)})
+        self.input_linear = ExpertLinear(spec.num_experts, hidden, 2 * spec.intermediate_size, build)
+        self.output_linear = ExpertLinear(spec.num_experts, spec.intermediate_size, hidden, build)
+        self._experts = [functools.partial(self._expert, i) for i in range(spec.num_experts)]
+        self._on_cpu = fits(build.device, build.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return mixed(self._experts, x, *cast(Router, self.router["layer"]).choose(x))
+
+    def _expert(self, index: int, x: Tensor) -> Tensor:
+        return self.output_linear.of(index, _swiglu(self.input_linear.of(index, x), self._on_cpu))
+
+
+class ExpertLinear(Linear):
+    """A linear layer of each expert, which a checkpoint keeps as one weight [X, out, in]."""
+
+    def __init__(self, num_experts: int, in_features: int, out_features: int, build: Build) -> None:
+        super().__init__(in_features, out_features, build)
+        self.weight = build.empty(num_experts, out_features, in_features)
+        self._of: list[Tensor] = []
+
+    def pack(self) -> None:
+        if self.weight is not None:
+            self._of = [weight if (blocked := packed(weight)) is None else blocked for weight in self.weight]
+            self.weight = None
+
+    def of(self, expert: int, x: Tensor) -> Tensor:
+        """One expert's product [T, out] of rows [T, in]."""
+        return self._product(x, self._of[expert], None)
+
+
+def _swiglu(gate_up: Tensor, on_cpu: bool) -> Tensor:
+    if on_cpu:
+        return silu_mul(gate_up)
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def _experts(raw: RawConfig, fields: dict[str, Any]) -> MoESpec | None:
+    """The softmax over the chosen experts' logits is that over all of them, divided by its sum over the chosen."""
+    num_experts = get_int(raw, "num_local_experts", 8, minimum=0)
+    if num_experts == 0:
+        return None
+    top_k, layers = get_int(raw, "num_experts_per_tok", 2), (True,) * fields["num_layers"]
+    return MoESpec(layers, num_experts, top_k, fields["intermediate_size"], renormalise=True)
 
 
 def _layer_kinds(raw: RawConfig, num_layers: int) -> tuple[bool, ...]:
