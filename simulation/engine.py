@@ -257,10 +257,11 @@ class Engine:
             memory.writers |= {tables[group][index]: label for index in used if not tokens.empty}
 
         def begin() -> None:
-            # A handoff's time counts from REGISTER on, and the process may be paused before it takes this call.
+            # A pair of ranks counts from its own REGISTER on, and a rank may be paused before it takes this call.
             receipt.deadline = self.process.clock.monotonic() + limit
 
-        self.process.ranks[0].call(begin)
+        for rank in self.process.ranks:
+            rank.call(begin)
 
     def agent_has_run(self) -> None:
         """Nobody waits for a handoff beyond its deadline, but for a rank that is not there."""
