@@ -130,9 +130,9 @@ def count_the_first_token_to_the_prompt(patch: Patch, two: Pair) -> None:
     """D asks for the entries of a prompt with the sampled token behind it."""
     original = Scheduler.start_receive
 
-    def start_receive(self: Scheduler, request: Request) -> Destination | None:
+    def start_receive(self: Scheduler, request: Request, *more: Any) -> Destination | None:
         request.prefill_len += 1
-        return original(self, request)
+        return original(self, request, *more)
 
     patch.setattr(Scheduler, "start_receive", start_receive)
 
@@ -151,8 +151,8 @@ def want_otherwise(patch: Patch, change: Callable[[Destination, KVCache, str], I
     """`change` what D wants of the groups of a kind."""
     original = KVCache.attach_destination
 
-    def attach(self: KVCache, tables: BlockTables, tokens: Sequence[int], num_tokens: int) -> Destination | None:
-        found = original(self, tables, tokens, num_tokens)
+    def attach(self: KVCache, tables: BlockTables, tokens: Sequence[int], *more: Any) -> Destination | None:
+        found = original(self, tables, tokens, *more)
         if found is None:
             return None
         names = [name for name, rules in self.rules.items() if kind in (rules.kind, "draft" if rules.module else "")]
