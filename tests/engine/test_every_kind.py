@@ -128,10 +128,21 @@ def test_a_window_gives_pages_back_while_a_prompt_is_computed(trial: Trial, tmp_
         assert rest.token_ids == expected
 
 
-def test_states_have_no_prefixes_to_store(trial: Trial, tmp_path: Path) -> None:
+def test_prefixes_of_every_kind_are_stored(trial: Trial, tmp_path: Path) -> None:
+    """The last span that ends with a checkpoint, and all before it: another engine goes on from there."""
+    prompts = [prompt_of(300, salt=9), [*prompt_of(270, salt=9)[:255], 1, 2, 3, 4, 5]]
+    expected = trial.expect(prompts)
     transfer = KVTransferConfig(prefix_store=f"file://{tmp_path}")
-    with pytest.raises(ConfigError, match="states"), stepped(**trial.settings(None, kv_transfer_config=transfer)):
-        pass
+    settings = trial.settings("guesses", kv_transfer_config=transfer, mamba_block_size=36, max_num_batched_tokens=100)
+    for loaded in ([0, 0], [252, 252]):
+        with stepped(**settings) as one:
+            for prompt, tokens, num in zip(prompts, expected, loaded, strict=True):
+                before = one.core.metrics.num_cached_tokens
+                assert one.run(f"{len(prompt)}", prompt, GREEDY).token_ids == tokens
+                assert one.core.metrics.num_cached_tokens - before >= num
+            while not one.is_idle():
+                one.step()
+            assert (one.core.metrics.num_loaded_tokens > 0) is (loaded[0] > 0)
 
 
 def test_known_tokens_are_gone_on_from(trial: Trial) -> None:

@@ -283,8 +283,6 @@ def _prefix_store(
     uri = config.kv_transfer_config.prefix_store
     if uri is None:
         return None
-    if any(rules.kind == "state" for rules in cache.rules.values()):
-        raise ConfigError("kv_transfer_config.prefix_store", "a model with states has no prefixes to store")
     # Pages are stored as they lie in memory.
     sizes = {name: pool.page_size for name, pool in cache.pools.items()}
     model = json.dumps({**facts, "block_size": sizes, "layout": PAGE_LAYOUT}, sort_keys=True)

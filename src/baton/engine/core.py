@@ -291,7 +291,8 @@ class EngineCore:
 
     def _num_final(self, request: Request) -> int:
         known, computed, drafted = len(request.token_ids), request.num_computed, request.num_drafted
-        return min(self.cache.num_final(name, known, computed, drafted) for name in self.cache.pools)
+        paged = (name for name, rules in self.cache.rules.items() if rules.kind != "state")
+        return min((self.cache.num_final(name, known, computed, drafted) for name in paged), default=computed)
 
     def num_drafts(self, request: Request) -> int:
         """The token that fills the context follows the last draft, so that no row lies behind the context's end."""

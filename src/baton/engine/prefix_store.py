@@ -5,6 +5,9 @@ and all tokens that they depend on. What a request finds there enters the prefix
 scheduled, so nothing else in the engine knows of the store; what is not found, damaged or too much for the pool is
 computed. Only engines that compute prompts write: what came over a wire may be shared by nobody.
 
+States have an entry of their own, at the last of a prompt's spans that has a checkpoint at its end: that is as far as
+other prompts get by it.
+
 Files are read and written on threads of this class; pages and the prefix cache are touched on the engine thread alone.
 """
 
@@ -12,14 +15,16 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
 
 from baton.engine.request import Request
+from baton.kv.interval import MAX_TOKENS
 from baton.kv.pool import PagePool
+from baton.kv.states import StatePool
 from baton.log_limit import LogLimit
 from baton.transports.base import ByteArray
 from baton.transports.store import FileStore, content_key
@@ -41,10 +46,13 @@ class PrefixStore:
         """`model` is all that decides what KV a model computes for given tokens. `pools` and `kv` (`[pages, ...]`)
         are by group."""
         self._store, self._model, self._pools, self._kv, self._writes = store, model, pools, kv, writes
-        # A span is whole pages in every group.
-        whole = math.lcm(*(pool.page_size for pool in pools.values()))
+        self._states = {name: pool for name, pool in pools.items() if isinstance(pool, StatePool)}
+        self._paged = {name: pool for name, pool in pools.items() if name not in self._states}
+        # A span is whole pages in every group, and ends where checkpoints are.
+        ends = [pool.interval for pool in self._states.values()]
+        whole = math.lcm(*ends, *(pool.page_size for pool in self._paged.values()))
         self._span = max(1, SPAN_TOKENS // whole) * whole
-        self._span_pages = {name: self._span // pool.page_size for name, pool in pools.items()}
+        self._span_pages = {name: self._span // pool.page_size for name, pool in self._paged.items()}
         self._reach = max(pool.reach for pool in pools.values())
         self._num_writing = 0
         self._readers = ThreadPoolExecutor(2, thread_name_prefix="baton-prefix-read")
@@ -82,19 +90,26 @@ class PrefixStore:
         """Write those of a request's entries [0, `num_final`) that are not in the store. The pages stay in use
         meanwhile."""
         num = min(num_final // self._span, self._num_spans(len(request.token_ids)))
+        tokens = list(request.token_ids)
+        slots: Pages = {}
+        while num > 0 and self._states:
+            hits = {name: pool.lookup(tokens, num * self._span) for name, pool in self._states.items()}
+            slots = {name: hit.pages for name, hit in hits.items() if hit.num_tokens == num * self._span}
+            if len(slots) == len(hits):
+                break
+            num -= 1
         # A slow disk must not take the pages that requests need.
-        room = min(pool.num_pages // 4 // self._span_pages[name] for name, pool in self._pools.items())
+        room = min((pool.num_pages // 4 // self._span_pages[name] for name, pool in self._paged.items()), default=num)
         if not self._writes or not 0 < num <= room - self._num_writing:
             return
-        tokens = list(request.token_ids)
-        pages = {name: request.kv.pages[name][: num * count] for name, count in self._span_pages.items()}
+        pages = {name: request.kv.pages[name][: num * count] for name, count in self._span_pages.items()} | slots
         self._num_writing += num
         for name, pool in self._pools.items():
             pool.share(pages[name])
 
         def write() -> None:
             try:
-                self._write(tokens, pages)
+                self._write(tokens, num, pages)
             except Exception as error:
                 log.warning("a prefix was not stored: %s", error)
             finally:
@@ -113,21 +128,35 @@ class PrefixStore:
         for name, pool in self._pools.items():
             pool.share(held[name])
         num = min(len(found), self._num_free_spans())
-        for name, pool in self._pools.items():
-            kv, count = self._kv[name], self._span_pages[name]
+        if self._states and num < len(found):
+            num = 0  # the state is that behind all of them
+        for name, pool in self._paged.items():
+            count = self._span_pages[name]
             pages = pool.allocate(num * count)
             for index in range(num):
-                data = torch.from_numpy(found[index][name]).view(kv.dtype).view(count, *kv.shape[1:])
-                kv[torch.tensor(pages[index * count : (index + 1) * count])] = data.to(kv.device)
+                self._put(name, pages[index * count : (index + 1) * count], found[index][name])
             pool.cache(tokens, [0] * (first * count) + pages, [], (first + num) * self._span)
             pool.release(held[name] + pages)
+        for name, states in self._states.items():
+            slots = states.allocate(min(num, 1))
+            if slots:
+                self._put(name, slots, found[-1][name])
+                states.enter(tokens, (first + num) * self._span, slots[0], [])
+            states.release(held[name] + slots)
         return num * self._span
+
+    def _put(self, name: str, pages: list[int], data: ByteArray) -> None:
+        kv = self._kv[name]
+        kv[torch.tensor(pages)] = torch.from_numpy(data).view(kv.dtype).view(len(pages), *kv.shape[1:]).to(kv.device)
 
     def _num_spans(self, num_tokens: int) -> int:
         return max(0, num_tokens - self._reach) // self._span
 
     def _num_free_spans(self) -> int:
-        return min(pool.num_available // self._span_pages[name] for name, pool in self._pools.items())
+        if not all(pool.num_available for pool in self._pools.values()):
+            return 0
+        free = (pool.num_available // self._span_pages[name] for name, pool in self._paged.items())
+        return min(free, default=MAX_TOKENS)
 
     # ------------------------------------------------------------ threads of the store
 
@@ -140,29 +169,43 @@ class PrefixStore:
 
     def _read(self, tokens: Sequence[int], first: int, last: int) -> list[dict[str, ByteArray]]:
         found: list[dict[str, ByteArray]] = []
+        keys = list(self._keys(tokens, last))
         try:
-            for index, key in enumerate(self._keys(tokens, last)):
-                if index < first:
-                    continue
+            for key in keys[first:]:
                 entry = self._store.get(key)
-                if entry is None or not self._fits(entry.tensors):
+                if entry is None or not self._fits(entry.tensors, self._paged):
                     break
                 found.append(entry.tensors)
+            while found and self._states:
+                entry = self._store.get(_of_states(keys[first + len(found) - 1]))
+                if entry is not None and self._fits(entry.tensors, self._states):
+                    found[-1] |= entry.tensors
+                    break
+                found.pop()
         except Exception as error:  # the request waits for an end of this, whatever happens here
             log.warning("a stored prefix is computed again: %s", error)
+            if self._states:
+                found.clear()
         return found
 
-    def _fits(self, tensors: Mapping[str, ByteArray]) -> bool:
-        sizes = {name: kv[0].nbytes * self._span_pages[name] for name, kv in self._kv.items()}
+    def _fits(self, tensors: Mapping[str, ByteArray], groups: Iterable[str]) -> bool:
+        sizes = {name: self._kv[name][0].nbytes * self._span_pages.get(name, 1) for name in groups}
         return {name: data.size for name, data in tensors.items()} == sizes
 
-    def _write(self, tokens: Sequence[int], pages: Pages) -> None:
-        num = min(len(ids) // self._span_pages[name] for name, ids in pages.items())
-        for index, key in enumerate(self._keys(tokens, num)):
-            if self._store.use(key):
-                continue
-            tensors = {}
-            for name, kv in self._kv.items():
-                count = self._span_pages[name]
-                tensors[name] = kv[torch.tensor(pages[name][index * count : (index + 1) * count])].cpu()
+    def _write(self, tokens: Sequence[int], num: int, pages: Pages) -> None:
+        keys = list(self._keys(tokens, num))
+        for index, key in enumerate(keys):
+            spans = {name: slice(index * count, (index + 1) * count) for name, count in self._span_pages.items()}
+            self._save(key, {name: pages[name][span] for name, span in spans.items()})
+        if self._states:
+            self._save(_of_states(keys[-1]), {name: pages[name] for name in self._states})
+
+    def _save(self, key: str, pages: Pages) -> None:
+        if not self._store.use(key):
+            tensors = {name: self._kv[name][torch.tensor(ids)].cpu() for name, ids in pages.items()}
             self._store.put({name: kv.reshape(-1).view(torch.uint8).numpy() for name, kv in tensors.items()}, key=key)
+
+
+def _of_states(key: str) -> str:
+    """The key of the states behind a span, whose tokens have `key`."""
+    return content_key(f"{key} states", ())
