@@ -130,6 +130,16 @@ def test_prompts_are_expanded_and_few_rows_absorbed(split: bool) -> None:
     assert heads.expansions == 4, "rows behind others, with a mask"
 
 
+def test_no_more_is_expanded_than_memory_is_meant_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    size = HEADS * (NOPE + ROPE + Heads().value_dim)
+    for most, expansions in ((LENGTH * size, 1), (LENGTH * size - 1, 0)):
+        monkeypatch.setattr("baton.engine.attention_latent._MOST_EXPANDED", most)
+        heads = Heads()
+        out = Pool().attend({0: (0, LENGTH)}, heads)
+        torch.testing.assert_close(out[0], reference(0, Heads()), rtol=1e-4, atol=1e-4)
+        assert heads.expansions == expansions
+
+
 @pytest.mark.parametrize("page_size", [1, 7, 16, 64])
 def test_a_row_of_latents_has_the_same_bits_in_every_batch(page_size: int) -> None:
     whole = Pool().attend({1: (0, LENGTH)})[0]

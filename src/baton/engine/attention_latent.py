@@ -22,6 +22,8 @@ from baton.models.cpu_kernels import fits
 
 _TILE = 64
 _ROW_BLOCK = 16
+# Numbers of keys and values that are made at once at most: half a gigabyte in bfloat16, whatever the context.
+_MOST_EXPANDED = 1 << 28
 
 
 class Latents:
@@ -64,7 +66,8 @@ class Latents:
         nope = q_THD.shape[-1] - rope
         once = kept * latent_dim * (nope + value)
         saved = rows * (latent_dim * (nope + value) + kept * (2 * latent_dim - nope - value))
-        return 2 * once < saved
+        made = kept * q_THD.shape[1] * (q_THD.shape[2] + value)
+        return 2 * once < saved and made <= _MOST_EXPANDED
 
     def _requests(self, batch: AttnBatch) -> Iterator[tuple[int, int, int]]:
         """Number and rows of each request that has rows."""

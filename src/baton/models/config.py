@@ -7,6 +7,8 @@ Hugging Face config classes.
 
 from __future__ import annotations
 
+import reprlib
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -118,8 +120,8 @@ def get_float(raw: RawConfig, name: str, default: float | None = None) -> float:
     value = raw.get(name)
     if value is None:
         value = default
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-        found = "is missing" if value is None else f"is {value!r}"
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
+        found = "is missing" if value is None else f"is {reprlib.repr(value)}"
         raise CheckpointError(f"config.json: {name} {found}, expected a positive number")
     return float(value)
 
@@ -137,7 +139,7 @@ def get_bool(raw: RawConfig, name: str, default: bool = False) -> bool:
 def get_dtype(raw: RawConfig) -> torch.dtype:
     """The dtype the weights were saved for: `dtype`, else `torch_dtype`, else float32."""
     name = raw.get("dtype") or raw.get("torch_dtype") or "float32"
-    if name not in _DTYPES:
+    if not isinstance(name, str) or name not in _DTYPES:
         raise CheckpointError(f"config.json: dtype is {name!r}, expected one of {', '.join(_DTYPES)}")
     return _DTYPES[name]
 
@@ -173,9 +175,11 @@ def read_rope(section: RawConfig, raw: RawConfig, max_position: int, theta_defau
     for name, value in section.items():
         if name in ("rope_type", "type", "rope_theta", "partial_rotary_factor") or value is None:
             continue
-        if name not in needed + optional or not isinstance(value, int | float):
+        served = name in needed + optional and isinstance(value, int | float)
+        if not served or not abs(value) <= sys.float_info.max:
+            shown = reprlib.repr(value)
             raise CheckpointError(
-                f"config.json: rope_parameters.{name} is {value!r}, which is not supported for rope_type {kind!r}"
+                f"config.json: rope_parameters.{name} is {shown}, which is not supported for rope_type {kind!r}"
             )
         params[name] = float(value)
     if "original_max_position_embeddings" in optional:

@@ -7,6 +7,9 @@ from typing import Literal
 
 from baton.errors import CheckpointError
 
+# Ten times those of the largest models; each expert is an object, made before a checkpoint's tensors are seen.
+MAX_EXPERTS = 4096
+
 
 @dataclass(frozen=True, slots=True)
 class MoESpec:
@@ -17,7 +20,7 @@ class MoESpec:
     scores are biased for the choice alone. The weights of the chosen are divided by their sum where `renormalise`
     says so, then multiplied by `scale`. `shared_size`: width of the MLP that every row passes besides, 0: none.
 
-    Raises `CheckpointError` for numbers that leave a row no choice.
+    Raises `CheckpointError` for numbers that leave a row no choice, and for more than `MAX_EXPERTS`.
     """
 
     layers: tuple[bool, ...]
@@ -34,6 +37,8 @@ class MoESpec:
     shared_size: int = 0
 
     def __post_init__(self) -> None:
+        if self.num_experts > MAX_EXPERTS:
+            raise CheckpointError(f"config.json: {self.num_experts} experts are more than {MAX_EXPERTS}")
         group_size, rest = divmod(self.num_experts, self.num_groups)
         if rest or self.top_groups > self.num_groups:
             raise CheckpointError(
