@@ -8,6 +8,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from baton.cli.options import ListenOptions
 from baton.errors import ConfigError
 from baton.openai.access import ApiKeys
 from baton.router import RouterConfig
@@ -70,6 +71,14 @@ async def test_a_router_asks_for_keys_and_its_engines_do_not(directory: Path, se
 def test_an_empty_key_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"^api_key: must not be empty"):
         ApiKeys(["good", " "])
+
+
+def test_an_empty_key_of_the_environment_does_not_open_the_api(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ListenOptions().api_keys() == ()
+    monkeypatch.setenv("BATON_API_KEY", "")
+    with pytest.raises(ConfigError, match="api_key: BATON_API_KEY is set and empty"):
+        ListenOptions().api_keys()
+    assert ListenOptions(api_key=["a"]).api_keys() == ("a",)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import inspect
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
@@ -20,6 +21,7 @@ from baton.engine.config import (
     block_sizes,
     parse_size,
 )
+from baton.errors import ConfigError
 from baton.openai.serving import SHUTDOWN_TIMEOUT_S
 from baton.wire import Mode, Recovery, Role
 
@@ -146,6 +148,13 @@ class ListenOptions:
     api_key: Annotated[
         list[str] | None, typer.Option(envvar="BATON_API_KEY", help="Clients must bring one of these keys; repeat.")
     ] = None
+
+    def api_keys(self) -> tuple[str, ...]:
+        """The keys. Raises `ConfigError` where the environment's is set and empty: a secret that did not arrive must
+        not open the API."""
+        if not self.api_key and "BATON_API_KEY" in os.environ:
+            raise ConfigError("api_key", "BATON_API_KEY is set and empty")
+        return tuple(self.api_key or ())
 
 
 @dataclass(frozen=True, slots=True)

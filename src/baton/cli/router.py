@@ -80,7 +80,7 @@ def router_command(options: FrontOptions, listen: ListenOptions, process: Proces
         key_file = str(ticket_key_file(process.keys))
     urls = {role: _split(getattr(options, role)) for role in ("prefill", "decode", "both")}
     key = load_or_create_key(key_file) if key_file else None
-    config = options.to_config(listen.host, ticket_key=key, api_keys=tuple(listen.api_key or ()), **urls)
+    config = options.to_config(listen.host, ticket_key=key, api_keys=listen.api_keys(), **urls)
     listener = bind(listen.host, listen.port)
 
     def on_ready(url: str) -> None:

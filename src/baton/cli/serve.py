@@ -69,7 +69,7 @@ def serve_command(
         def make_engine() -> AsyncEngine:
             return AsyncEngine(config, reporter.progress)
 
-        run_engine(make_engine, tokenizer, listener, on_ready, listen.shutdown_timeout, listen.api_key or ())
+        run_engine(make_engine, tokenizer, listener, on_ready, listen.shutdown_timeout, listen.api_keys())
 
 
 @with_options
@@ -119,7 +119,7 @@ def up_command(
                 prefill=tuple(deployment.prefill_urls),
                 decode=tuple(deployment.decode_urls),
                 both=tuple(deployment.both_urls),
-                api_keys=tuple(listen.api_key or ()),
+                api_keys=listen.api_keys(),
             )
 
             def on_ready(url: str) -> None:
@@ -157,7 +157,10 @@ async def _supervise(supervisor: Supervisor, stop: asyncio.Event, app: web.Appli
 
     async def watch() -> None:
         while supervisor.failure is None:
-            supervisor.look()
+            try:
+                supervisor.look()
+            except OSError as error:  # no memory for a process: its end is counted when it is looked at next
+                _tell(f"an engine could not be started again: {error}")
             await asyncio.sleep(0.5)
         stop.set()
 

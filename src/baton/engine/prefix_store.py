@@ -100,6 +100,8 @@ class PrefixStore:
             num -= 1
         # A slow disk must not take the pages that requests need.
         room = min((pool.num_pages // 4 // self._span_pages[name] for name, pool in self._paged.items()), default=num)
+        if self._states and self._num_writing:
+            room = 0  # requests cannot spare more than one slot
         if not self._writes or not 0 < num <= room - self._num_writing:
             return
         pages = {name: request.kv.pages[name][: num * count] for name, count in self._span_pages.items()} | slots
