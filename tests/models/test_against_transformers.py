@@ -81,15 +81,21 @@ def run(model: CausalLM, ids: Tensor, backend: str, chunks: list[int], page_size
     return torch.cat(logits)
 
 
-@pytest.mark.parametrize(("model_type", "overrides"), CASES)
-def test_logits_match(model_type: str, overrides: dict[str, Any], checkpoint: Any) -> None:
-    path = checkpoint(model_type, **overrides)
+def assert_logits_match(path: Path) -> Tensor:
+    """The logits [LENGTH, V], returned, are those of `transformers`, by every backend, whole and in chunks."""
     model = load_model(path)
     ids = prompt(model)
-    expected = reference(path, ids).logits[0]
+    expected: Tensor = reference(path, ids).logits[0]
     for backend in ("paged_cpu", "sdpa"):
         for chunks in ([LENGTH], [1, 70, 64, 15]):
             torch.testing.assert_close(run(model, ids, backend, chunks), expected, rtol=1e-4, atol=1e-4)
+    return expected
+
+
+@pytest.mark.parametrize(("model_type", "overrides"), CASES)
+def test_logits_match(model_type: str, overrides: dict[str, Any], checkpoint: Any) -> None:
+    path = checkpoint(model_type, **overrides)
+    expected = assert_logits_match(path)
     # The checkpoint tells tokens apart: a wrong implementation cannot hide behind flat logits.
     best = expected.topk(2).values
     assert (best[:, 0] - best[:, 1]).median() > 0.05

@@ -15,7 +15,7 @@ from baton.models.cpu_kernels import gelu_mul
 from baton.models.gemma3 import Gemma3
 from baton.models.layers import WideNorm
 from baton.models.linear import Build
-from tests.models.test_against_transformers import LENGTH, prompt, reference, run
+from tests.models.test_against_transformers import LENGTH, assert_logits_match, prompt, reference, run
 from tests.support.checkpoints_gemma3 import GEMMA3_SHAPES, make_gemma3
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -24,13 +24,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("shape", GEMMA3_SHAPES)
 def test_logits_match(shape: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    path = make_gemma3(tmp_path, shape)
-    model = load_model(path)
-    ids = prompt(model)
-    expected = reference(path, ids).logits[0]
-    for backend in ("paged_cpu", "sdpa"):
-        for chunks in ([LENGTH], [1, 70, 64, 15]):
-            torch.testing.assert_close(run(model, ids, backend, chunks), expected, rtol=1e-4, atol=1e-4)
+    assert_logits_match(make_gemma3(tmp_path, shape))
 
 
 def test_bfloat16_stays_close(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from baton.models.gpt_oss import GptOss
 from baton.models.linear import Build
 from baton.models.loader import weight_table
 from baton.models.mxfp4 import dequantised
-from tests.models.test_against_transformers import LENGTH, prompt, reference, run
+from tests.models.test_against_transformers import LENGTH, assert_logits_match, prompt, reference, run
 from tests.models.test_loader import edit_config, edit_weights, refused
 from tests.support.checkpoints_gpt_oss import GPT_OSS_SHAPES, make_gpt_oss
 
@@ -51,13 +51,7 @@ def unpack(path: Path) -> None:
 
 @pytest.mark.parametrize("shape", GPT_OSS_SHAPES)
 def test_logits_match(shape: str, tmp_path: Path) -> None:
-    path = make_gpt_oss(tmp_path, shape)
-    model = load_model(path)
-    ids = prompt(model)
-    expected = reference(path, ids).logits[0]
-    for backend in ("paged_cpu", "sdpa"):
-        for chunks in ([LENGTH], [1, 70, 64, 15]):
-            torch.testing.assert_close(run(model, ids, backend, chunks), expected, rtol=1e-4, atol=1e-4)
+    assert_logits_match(make_gpt_oss(tmp_path, shape))
 
 
 def test_sinks_matter(tmp_path: Path) -> None:
