@@ -27,7 +27,7 @@ from typing import TypeVar
 from baton.errors import ConfigError, EngineUnavailableError
 from baton.handoff.channel.keys import make_keys, ticket_key_file
 from baton.transports.registry import parse_uri, with_default
-from baton.transports.shm import remove_stale_segments
+from baton.transports.segments import remove_stale_segments
 
 D = TypeVar("D", bound="Deployment")
 START_TIMEOUT_S = 300.0

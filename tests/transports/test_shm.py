@@ -23,7 +23,8 @@ from baton.kv.geometry import CopyList
 from baton.testing.transport_peer import SpawnedPeer
 from baton.transports import mover
 from baton.transports.process import start_time_of
-from baton.transports.shm import SHM_DIR, ShmTransport, remove_stale_segments
+from baton.transports.segments import SHM_DIR, remove_stale_segments
+from baton.transports.shm import ShmTransport
 
 
 @pytest.fixture

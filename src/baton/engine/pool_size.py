@@ -17,7 +17,7 @@ import torch
 from baton.engine.config import EngineConfig
 from baton.errors import ConfigError
 from baton.kv.spec import GroupSpec
-from baton.transports.shm import SHM_DIR
+from baton.transports.segments import SHM_DIR
 
 # Host memory has other users: activations, the page cache, other programs.
 HOST_UTILIZATION = 0.6

@@ -17,7 +17,6 @@ import errno
 import fcntl
 import mmap
 import os
-import re
 import secrets
 import stat
 import weakref
@@ -31,11 +30,10 @@ from msgspec import Meta
 from baton.errors import ProtocolError, TransportError
 from baton.transports.base import ByteArray, Peer, close_at_exit
 from baton.transports.memory import MemoryPeer, MemoryTransport
-from baton.transports.process import ProcessWatch, own_host_key, start_time_of, stat_of
+from baton.transports.process import ProcessWatch, own_host_key, start_time_of
 from baton.transports.registry import refuse_options
+from baton.transports.segments import SEGMENT_NAME, SHM_DIR, remove_stale_segments
 
-SHM_DIR = "/dev/shm"
-_NAME = re.compile(r"baton-([0-9]{1,10})-([0-9]{1,20})-[0-9a-f]{16}", re.ASCII)
 _PID_LIMIT = 1 << 31
 _MAX_DESCRIPTOR = 1 << 16
 # Each segment costs a mapping and, in Python, an open file.
@@ -71,36 +69,6 @@ class _Segment:
     name: str
     fd: int
     memory: ByteArray
-
-
-def _runs(pid: int, start_time: str) -> bool:
-    fields = stat_of(pid)
-    return bool(fields) and fields[19] == start_time and fields[0] not in ("Z", "X")
-
-
-def remove_stale_segments(directory: str = SHM_DIR) -> list[str]:
-    """Unlink this user's segments whose owner is dead, and return their names.
-
-    An owner is dead when no process has its pid and start time, or one that nobody has reaped, and nobody holds
-    the segment's lock; the lock covers owners in other pid namespaces, the pid covers the moment between creating
-    a segment and locking it.
-    """
-    removed = []
-    for name in sorted(os.listdir(directory)):
-        match = _NAME.fullmatch(name)
-        if match is None or _runs(int(match[1]), match[2]):
-            continue
-        path = os.path.join(directory, name)
-        with contextlib.suppress(OSError):  # gone meanwhile, another user's, or locked by a living owner
-            fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-            try:
-                if os.fstat(fd).st_uid == os.geteuid():
-                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    os.unlink(path)
-                    removed.append(name)
-            finally:
-                os.close(fd)
-    return removed
 
 
 def _sweep() -> None:
@@ -245,7 +213,7 @@ class _Watch:
 
 
 def _owner_of(name: str) -> tuple[int, str]:
-    match = _NAME.fullmatch(name)
+    match = SEGMENT_NAME.fullmatch(name)
     if match is None or int(match[1]) >= _PID_LIMIT:
         raise ProtocolError(f"not a name of a shared memory segment: {name!r}")
     return int(match[1]), match[2]

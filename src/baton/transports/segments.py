@@ -1,0 +1,44 @@
+"""The files of `shm://` in /dev/shm, for those that only clean up: nothing here needs a compiler or maps memory."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+
+from baton.transports.process import stat_of
+
+SHM_DIR = "/dev/shm"
+# Process, start time of the process, and random digits.
+SEGMENT_NAME = re.compile(r"baton-([0-9]{1,10})-([0-9]{1,20})-[0-9a-f]{16}", re.ASCII)
+
+
+def _runs(pid: int, start_time: str) -> bool:
+    fields = stat_of(pid)
+    return bool(fields) and fields[19] == start_time and fields[0] not in ("Z", "X")
+
+
+def remove_stale_segments(directory: str = SHM_DIR) -> list[str]:
+    """Unlink this user's segments whose owner is dead, and return their names.
+
+    An owner is dead when no process has its pid and start time, or one that nobody has reaped, and nobody holds
+    the segment's lock; the lock covers owners in other pid namespaces, the pid covers the moment between creating
+    a segment and locking it.
+    """
+    removed = []
+    for name in sorted(os.listdir(directory)):
+        match = SEGMENT_NAME.fullmatch(name)
+        if match is None or _runs(int(match[1]), match[2]):
+            continue
+        path = os.path.join(directory, name)
+        with contextlib.suppress(OSError):  # gone meanwhile, another user's, or locked by a living owner
+            fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                if os.fstat(fd).st_uid == os.geteuid():
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    os.unlink(path)
+                    removed.append(name)
+            finally:
+                os.close(fd)
+    return removed
