@@ -24,6 +24,7 @@ MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIASES = 1024
 MIN_TEMPERATURE = 0.01
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN_ID)]
+MAX_CACHE_SALT_CHARS = 1024
 MAX_TICKET_CHARS = 24 * 1024  # control addresses of all ranks are in it
 RequestId = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 TicketText = Annotated[str, msgspec.Meta(max_length=MAX_TICKET_CHARS)]
@@ -34,6 +35,13 @@ Mode = Literal["push", "pull"]  # who issues the copies: P, or D
 Integrity = Literal["off", "sampled", "full"]  # how much of the KV is digested
 Recovery = Literal["none", "retry", "source", "recompute", "full"]
 RECOVERIES: tuple[Recovery, ...] = get_args(Recovery)
+
+
+def check_salt(salt: object) -> str | None:
+    """`salt` when it can be a `cache_salt`. Raises `RequestError`."""
+    if salt is None or (isinstance(salt, str) and 1 <= len(salt) <= MAX_CACHE_SALT_CHARS):
+        return salt
+    raise RequestError(f"cache_salt must be 1 to {MAX_CACHE_SALT_CHARS} characters", "cache_salt")
 
 
 def recovers(recovery: Recovery, rung: Recovery) -> bool:
@@ -145,7 +153,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """One sample of one prompt, in token ids. `POST /inference/v1/generate` takes it as JSON.
 
     `num_prompt_tokens` counts the client's prompt: on a resumed request (`prompt_token_ids` ends with tokens
-    already sent) it is smaller than the list, so that penalties, limits and positions do not shift.
+    already sent) it is smaller than the list, so that penalties, limits and positions do not shift. Requests share KV
+    of equal prefixes only with those of the same `cache_salt`.
     """
 
     request_id: RequestId
@@ -153,6 +162,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     sampling_params: SamplingParams
     num_prompt_tokens: int | None = None
     handoff: HandoffParams | None = None
+    cache_salt: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_CACHE_SALT_CHARS)] | None = None
 
     @property
     def num_known(self) -> int:

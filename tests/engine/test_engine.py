@@ -89,6 +89,19 @@ def test_prefix_cache_hits_change_nothing(prompts: list[list[int]]) -> None:
         assert [(r.outputs[0].token_ids, r.outputs[0].accepted) for r in results] == expected
 
 
+def test_a_prefix_is_shared_with_those_of_its_salt_alone(prompts: list[list[int]]) -> None:
+    params, long = SamplingParams(max_tokens=4, temperature=0.0), prompts[-1]
+    with LLM(TARGET, batch_invariant=True, speculative_config=EAGLE3) as llm:
+        for salts, cached in (([None], [0]), (["a", "b"], [0, 0]), (["b", "c", "a", None], [80, 0, 80, 80])):
+            asked: Any = [{"prompt_token_ids": long} | ({} if salt is None else {"cache_salt": salt}) for salt in salts]
+            results = llm.generate(asked, params)
+            assert [result.num_cached_tokens for result in results] == cached
+            assert len({tuple(result.outputs[0].token_ids) for result in results}) == 1
+        for bad in ("", 7, "x" * 1025):
+            with pytest.raises(RequestError, match="cache_salt"):
+                llm.generate({"prompt_token_ids": long, "cache_salt": bad}, params)
+
+
 def shortened(source: str, folder: Path, max_position: int) -> str:
     """The checkpoint with a shorter context."""
     folder.mkdir()

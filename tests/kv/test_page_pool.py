@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 from baton.errors import CapacityError
 from baton.kv import pool as page_pool
 from baton.kv.pool import PagePool
+from baton.kv.prefix import Chain, salted_root
 
 
 def fill(pool: PagePool, tokens: list[int]) -> list[int]:
     pages = pool.allocate(-(-len(tokens) // pool.page_size))
-    pool.cache(tokens, pages, [], len(tokens) - pool.reach)
+    pool.cache(tokens, pages, Chain(), len(tokens) - pool.reach)
     return pages
 
 
@@ -47,6 +48,18 @@ def test_prefix_hit_is_exact_to_the_token() -> None:
     assert partial.num_tokens == 6
     assert partial.pages == pages[:2]
     assert pool.lookup([1, 2, 3, 4], 4).num_tokens == 0
+
+
+def test_requests_share_pages_with_those_of_their_salt_alone() -> None:
+    pool, tokens = PagePool(17, 4), list(range(100, 114))
+    pages = pool.allocate(4)
+    pool.cache(tokens, pages, Chain(salted_root("a")), 14)
+    assert pool.lookup(tokens, 14, Chain(salted_root("a"))).num_tokens == 12
+    # The page behind the last whole one may match in part: it has a root too.
+    for tokens_asked in (tokens, tokens[:3]):
+        for salt in (None, "b", ""):
+            assert pool.lookup(tokens_asked, len(tokens_asked), Chain(salted_root(salt))).num_tokens == 0
+    assert pool.lookup(tokens[:3], 3, Chain(salted_root("a"))).num_tokens == 3
 
 
 def test_drafter_identity_includes_the_token_after_the_page() -> None:
@@ -91,7 +104,7 @@ def test_a_lookup_compares_few_pages_however_many_begin_alike(monkeypatch: pytes
     first = pool.allocate(1)
     for branch in range(count):
         own = pool.allocate(1)
-        pool.cache([1, 2, 3, 4, branch, 7, 7, 7], first + own, [], 8)
+        pool.cache([1, 2, 3, 4, branch, 7, 7, 7], first + own, Chain(), 8)
         pool.release(own)
     compared = []
     whole = page_pool._common_prefix
@@ -108,7 +121,7 @@ def test_a_prompt_is_hashed_once_however_often_it_is_looked_up(monkeypatch: pyte
     hashed = []
     whole = page_pool.chain_hash
     monkeypatch.setattr(page_pool, "chain_hash", lambda *a: hashed.append(a) or whole(*a))
-    digests: list[bytes] = []
+    digests = Chain()
     tokens = [*range(38), 99, 99, 99]
     hits = [pool.lookup(tokens, limit, digests) for limit in (41, 41, 22, 41)]
     assert [hit.num_tokens for hit in hits] == [38, 38, 22, 38]
@@ -161,7 +174,7 @@ def test_every_page_is_in_exactly_one_state(operations: list[tuple[int, int]], r
             pool.share(hit.pages)
             held.append(hit.pages)
             if held[0]:
-                pool.cache(tokens, held[0], [], 2 * len(held[0]))
+                pool.cache(tokens, held[0], Chain(), 2 * len(held[0]))
         referenced = {p for pages in held for p in pages}
         assert pool.num_referenced == len(referenced)
         total = pool.num_referenced + pool.num_quarantined + pool.num_available

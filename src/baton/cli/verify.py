@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ import msgspec
 import typer
 
 from baton.cli.options import BlockSize, StepOptions, block_size_flags, with_options
-from baton.deployment import check_shared_transport
+from baton.deployment import Deployment, check_shared_transport
 from baton.engine.config import SpeculativeConfig
 from baton.engine.hub import checkpoint_directory
 from baton.errors import ConfigError
@@ -155,20 +156,25 @@ def verify_command(
     )
     cases = choose_cases(model, want or have, **asdict(prompts), params=params)
 
+    running: list[Deployment] = []
+
     def ask(mode: str) -> Answers:
         if have is not None:
             _say(f"{mode}: {have.url}")
             return have.answers(cases, kv_mode=mode if mode in MODES else None)
         if mode in ("push", "pull"):
-            _say(f"{mode}: starting {started.prefill} prefill and {started.decode} decode engines")
-            return deployment.answers(cases, mode)
+            if not running:
+                _say(f"{mode}: starting {started.prefill} prefill and {started.decode} decode engines")
+                running.append(undo.enter_context(deployment.start()))
+            return deployment.answers(running[0], cases, mode)
         _say(f"{mode}: one engine in this process")
         return InProcess(plain if mode == "single-nospec" else settings).answers(cases)
 
     _say(f"reference: {want.url if want else 'one engine in this process'}, {len(cases)} requests")
     expected = want.answers(cases, salted=True) if want else InProcess(settings).answers(cases)
-    if not _print_reports(cases, expected, chosen, ask, bounds, json_output):
-        raise typer.Exit(1)
+    with contextlib.ExitStack() as undo:
+        if not _print_reports(cases, expected, chosen, ask, bounds, json_output):
+            raise typer.Exit(1)
 
 
 def _print_reports(

@@ -15,7 +15,7 @@ from baton.engine.metrics import EngineMetrics
 from baton.engine.requests import make_request
 from baton.errors import ConfigError, RequestError
 from baton.openai.output import SampleOutput
-from baton.wire import FinishReason, GenerateRequest, SamplingParams, TokenChunk, TokenLogprobs
+from baton.wire import FinishReason, GenerateRequest, SamplingParams, TokenChunk, TokenLogprobs, check_salt
 
 # Text, token ids, or vLLM's {"prompt": text} and {"prompt_token_ids": ids}.
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -118,7 +118,7 @@ class LLM:
         samples: list[list[SampleOutput]] = []
         records = []
         for prompt, one in zip(many, params, strict=True):
-            text, ids = self._read_prompt(prompt)
+            text, ids, salt = self._read_prompt(prompt)
             results.append(RequestOutput(f"llm-{next(self._ids)}", text, ids, 0))
             outputs = []
             for index in range(one.n):
@@ -126,6 +126,7 @@ class LLM:
                     request_id=f"{results[-1].request_id}-{index}",
                     prompt_token_ids=ids,
                     sampling_params=msgspec.structs.replace(one, n=1, sample_index=one.sample_index + index),
+                    cache_salt=salt,
                 )
                 records.append(make_request(engine, wire))
                 outputs.append(SampleOutput(engine.tokenizer, wire))
@@ -144,18 +145,20 @@ class LLM:
                 )
         return results
 
-    def _read_prompt(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        """The text, where there is one, and the token ids."""
+    def _read_prompt(self, prompt: Prompt) -> tuple[str | None, list[int], str | None]:
+        """The text, where there is one, the token ids, and the salt."""
         if not isinstance(prompt, Mapping):
             prompt = {"prompt" if isinstance(prompt, str) else _IDS: prompt}
-        if not prompt or not set(prompt) <= {"prompt", _IDS}:
-            raise RequestError(f"a prompt has prompt or {_IDS}, and nothing else: {sorted(prompt)}", "prompt")
+        if not prompt or not {"cache_salt"} < {*prompt, "cache_salt"} <= {"prompt", _IDS, "cache_salt"}:
+            raise RequestError(
+                f"a prompt has prompt or {_IDS}, cache_salt, and nothing else: {sorted(prompt)}", "prompt"
+            )
         text, ids = prompt.get("prompt"), prompt.get(_IDS)
         if ids is None:
             if self._skips_tokenizer:
                 raise RequestError(f"must be {_IDS}, since skip_tokenizer_init is on", "prompt")
             ids = self._engine.tokenizer.encode(str(text))
-        return text, list(ids)
+        return text, list(ids), check_salt(prompt.get("cache_salt"))
 
     def _run(self, results: Sequence[RequestOutput], samples: Sequence[Sequence[SampleOutput]]) -> None:
         core = self._engine.core

@@ -24,6 +24,7 @@ from torch import Tensor
 from baton.engine.request import Request
 from baton.kv.interval import MAX_TOKENS
 from baton.kv.pool import PagePool
+from baton.kv.prefix import Chain
 from baton.kv.states import StatePool
 from baton.log_limit import LogLimit
 from baton.transports.base import ByteArray
@@ -73,6 +74,8 @@ class PrefixStore:
     def load(self, request: Request, then: Callable[[int], None]) -> bool:
         """Have the store looked through for the request's prompt. False when there is nothing to look for; else
         `then` is called later, with the number of tokens that entered the prefix cache."""
+        if request.is_salted:
+            return False  # what it computes is for those who know its salt, and they are served by memory
         tokens = request.token_ids[: request.prefill_len]
         first = min(pool.lookup(tokens, len(tokens)).num_tokens for pool in self._pools.values()) // self._span
         last = min(self._num_spans(len(tokens)), first + self._num_free_spans())
@@ -89,6 +92,8 @@ class PrefixStore:
     def save(self, request: Request, num_final: int) -> None:
         """Write those of a request's entries [0, `num_final`) that are not in the store. The pages stay in use
         meanwhile."""
+        if request.is_salted:
+            return
         num = min(num_final // self._span, self._num_spans(len(request.token_ids)))
         tokens = list(request.token_ids)
         slots: Pages = {}
@@ -137,13 +142,13 @@ class PrefixStore:
             pages = pool.allocate(num * count)
             for index in range(num):
                 self._put(name, pages[index * count : (index + 1) * count], found[index][name])
-            pool.cache(tokens, [0] * (first * count) + pages, [], (first + num) * self._span)
+            pool.cache(tokens, [0] * (first * count) + pages, Chain(), (first + num) * self._span)
             pool.release(held[name] + pages)
         for name, states in self._states.items():
             slots = states.allocate(min(num, 1))
             if slots:
                 self._put(name, slots, found[-1][name])
-                states.enter(tokens, (first + num) * self._span, slots[0], [])
+                states.enter(tokens, (first + num) * self._span, slots[0], Chain())
             states.release(held[name] + slots)
         return num * self._span
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from baton.engine.sampler import SamplerState
 from baton.kv.cache import BlockTables
+from baton.kv.prefix import salted_root
 from baton.wire import FinishReason, GenerateRequest, SamplingParams, TokenLogprobs
 
 if TYPE_CHECKING:
@@ -74,7 +75,8 @@ class Request:
         self.cold_from: int | None = None
         self.num_cached = 0
         self.draft_ids: list[int] = []
-        self.kv = BlockTables()
+        self.kv = BlockTables(salted_root(wire.cache_salt))
+        self.is_salted = wire.cache_salt is not None
         self.first_logprobs: TokenLogprobs | None = None
         self.set_prefill_length()
 

@@ -19,6 +19,7 @@ from baton.errors import CapacityError
 from baton.kv.geometry import NULL_PAGE
 from baton.kv.interval import Interval
 from baton.kv.pool import PagePool, PrefixHit
+from baton.kv.prefix import ROOT, Chain
 from baton.kv.spec import GroupSpec
 from baton.kv.states import StatePool
 
@@ -40,8 +41,8 @@ class BlockTables:
 
     __slots__ = ("chains", "checkpoints", "entered", "found", "pages", "scratch", "slid", "tables", "uncached")
 
-    def __init__(self) -> None:
-        self.chains: defaultdict[str, list[bytes]] = defaultdict(list)
+    def __init__(self, root: bytes = ROOT) -> None:
+        self.chains: defaultdict[str, Chain] = defaultdict(lambda: Chain(root))
         self.found: dict[str, tuple[tuple[int, int, int], PrefixHit]] = {}  # the last lookup, and what it asked
         self._clear()
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from baton.errors import CapacityError
-from baton.kv.prefix import ROOT, chain_hash, page_identity
+from baton.kv.prefix import Chain, chain_hash, page_identity
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,9 +172,7 @@ class PagePool:
         if not siblings:
             del self._children[parent]
 
-    def cache(
-        self, tokens: Sequence[int], pages: Sequence[int], chain: list[bytes], num_final: int, first: int = 0
-    ) -> int:
+    def cache(self, tokens: Sequence[int], pages: Sequence[int], chain: Chain, num_final: int, first: int = 0) -> int:
         """Enter the full, final pages of a request from page number `first` on; returns the number of the next one.
 
         `num_final`: entries [0, num_final) of the request are final in this group. `chain` holds the digests of its
@@ -187,7 +185,7 @@ class PagePool:
             identity = page_identity(tokens, index, self.page_size, self.reach)
             if identity is None:
                 return max(first, index)
-            parent = chain[index - 1] if index else ROOT
+            parent = chain[index - 1] if index else chain.root
             if index == len(chain):
                 chain.append(chain_hash(parent, identity))
             own, page = chain[index], pages[index]
@@ -202,15 +200,15 @@ class PagePool:
         self._cached[page] = (parent, own, identity)
         insort(self._children.setdefault(parent, []), (identity, page))
 
-    def lookup(self, tokens: Sequence[int], max_tokens: int, digests: list[bytes] | None = None) -> PrefixHit:
+    def lookup(self, tokens: Sequence[int], max_tokens: int, digests: Chain | None = None) -> PrefixHit:
         """Longest cached prefix of at most `max_tokens` entries, to the token: the last page may match in part.
 
         `digests` holds those of the first pages of `tokens` as far as they were asked for before, and is extended, so
         that a prompt that is looked up again while it waits is hashed once.
         """
         pages: list[int] = []
-        parent, index, size = ROOT, 0, self.page_size
-        known = [] if digests is None else digests
+        known = Chain() if digests is None else digests
+        parent, index, size = known.root, 0, self.page_size
         while self.enable_caching and index * size < max_tokens:
             if index == len(known):
                 identity = page_identity(tokens, index, size, self.reach)

@@ -14,6 +14,22 @@ from collections.abc import Sequence
 ROOT = b"baton.prefix"
 
 
+class Chain(list[bytes]):
+    """Digests of a request's first pages in one group, as far as they are known. Requests share pages only where their
+    `root` is the same."""
+
+    __slots__ = ("root",)
+
+    def __init__(self, root: bytes = ROOT) -> None:
+        super().__init__()
+        self.root = root
+
+
+def salted_root(salt: str | None) -> bytes:
+    """The root of requests with `salt`: nobody who does not know it can find their pages, or be served them."""
+    return ROOT if salt is None else hashlib.blake2b(salt.encode(), key=ROOT, digest_size=16).digest()
+
+
 def page_identity(tokens: Sequence[int], page: int, page_size: int, reach: int) -> tuple[int, ...] | None:
     """Tokens that page number `page` of a request depends on beyond its parent; None while they are not all known."""
     start = page * page_size

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from baton.kv.pool import PagePool, PrefixHit
-from baton.kv.prefix import ROOT, chain_hash, page_identity
+from baton.kv.prefix import Chain, chain_hash, page_identity
 
 
 class StatePool(PagePool):
@@ -26,7 +26,7 @@ class StatePool(PagePool):
             return range(0)
         return range(max(1, -(-start // self.interval)) * self.interval, stop, self.interval)
 
-    def holds(self, tokens: Sequence[int], num_tokens: int, chain: list[bytes]) -> bool:
+    def holds(self, tokens: Sequence[int], num_tokens: int, chain: Chain) -> bool:
         """Whether there is a checkpoint behind the first `num_tokens` tokens, which it counts as a use of."""
         slot = self._by_hash.get(self._digest(tokens, num_tokens // self.interval, chain))
         if slot is not None:
@@ -34,26 +34,26 @@ class StatePool(PagePool):
             self.release([slot])
         return slot is not None
 
-    def enter(self, tokens: Sequence[int], num_tokens: int, slot: int, chain: list[bytes]) -> None:
+    def enter(self, tokens: Sequence[int], num_tokens: int, slot: int, chain: Chain) -> None:
         """The referenced `slot` holds the state behind the first `num_tokens` tokens. Released, it stays as a
         checkpoint, unless there is one. `chain` holds digests of the tokens as far as known, and is extended."""
         own = self._digest(tokens, num_tokens // self.interval, chain)
         if own not in self._by_hash and slot not in self._cached:
             self._enter(slot, own, own, ())
 
-    def lookup(self, tokens: Sequence[int], max_tokens: int, digests: list[bytes] | None = None) -> PrefixHit:
+    def lookup(self, tokens: Sequence[int], max_tokens: int, digests: Chain | None = None) -> PrefixHit:
         """The last checkpoint behind at most `max_tokens` tokens: one slot, or none."""
-        known = [] if digests is None else digests
+        known = Chain() if digests is None else digests
         for num_tokens in reversed(self.due(1, max_tokens + 1)):
             slot = self._by_hash.get(self._digest(tokens, num_tokens // self.interval, known))
             if slot is not None:
                 return PrefixHit([slot], num_tokens)
         return PrefixHit()
 
-    def _digest(self, tokens: Sequence[int], count: int, chain: list[bytes]) -> bytes:
+    def _digest(self, tokens: Sequence[int], count: int, chain: Chain) -> bytes:
         """Of the first `count` intervals of `tokens`."""
         for index in range(len(chain), count):
             identity = page_identity(tokens, index, self.interval, 0)
             assert identity is not None, "a state saw tokens that are not known"
-            chain.append(chain_hash(chain[-1] if chain else ROOT, identity))
+            chain.append(chain_hash(chain[-1] if chain else chain.root, identity))
         return chain[count - 1]

@@ -149,7 +149,12 @@ def _plan(
         for index in range(params.n):
             own = msgspec.structs.replace(params, n=1, sample_index=index, seed=seed, stop=())
             requests.append(
-                GenerateRequest(request_id=f"{plan_id}-{len(requests)}", prompt_token_ids=prompt, sampling_params=own)
+                GenerateRequest(
+                    request_id=f"{plan_id}-{len(requests)}",
+                    prompt_token_ids=prompt,
+                    sampling_params=own,
+                    cache_salt=request.cache_salt,
+                )
             )
     options = request.stream_options
     return Plan(

@@ -12,7 +12,7 @@ import msgspec
 
 from baton.errors import RequestError
 from baton.openai.fields import refuse_unserved
-from baton.wire import MAX_LOGPROBS, Mode, SamplingParams
+from baton.wire import MAX_LOGPROBS, Mode, SamplingParams, check_salt
 
 _PATH = re.compile(r" - at `(key in )?\$\.?([^`]*)`\Z")
 _MISSING = re.compile(r"required field `([^`]+)`")
@@ -53,6 +53,7 @@ class _Request(msgspec.Struct, kw_only=True):
     kv_mode: Mode | None = None
     add_special_tokens: bool | None = None
     best_of: int | None = None
+    cache_salt: str | None = None
 
 
 class CompletionRequest(_Request, kw_only=True):
@@ -152,6 +153,7 @@ def decode(body: bytes, kind: type[R]) -> R:
     request = decode_body(body, kind)
     if request.best_of is not None and request.best_of != (request.n or 1):
         raise RequestError("best_of must be n: all samples are returned", "best_of")
+    check_salt(request.cache_salt)
     options = request.stream_options
     if options is not None and not request.stream:
         raise RequestError("stream_options needs stream to be true", "stream_options")

@@ -50,6 +50,8 @@ def completion_body(
         # Samples of one prompt differ; both legs of a sample do not. A server starts its noise anew with each request,
         # and what follows known tokens must not repeat theirs.
         body["seed"] = (params.seed + params.sample_index + num_sent * _SEED_STRIDE) % 2**_SEED_BITS
+    if request.cache_salt is not None:
+        body["cache_salt"] = request.cache_salt
     if params.logit_bias:
         body["logit_bias"] = {str(token): bias for token, bias in params.logit_bias.items()}
     if params.logprobs is not None:

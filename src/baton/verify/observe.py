@@ -93,11 +93,11 @@ async def observe_client(
     cases: Sequence[Case],
     concurrency: int,
     kv_mode: str | None = None,
-    cache_salt: str | None = None,
+    cache_salts: Sequence[str] | None = None,
 ) -> list[Observed]:
     """Answers of `POST /v1/completions`. A failed request is an `Observed` with its error, not an exception.
 
-    With `cache_salt` no request finds another's prefix in vLLM's cache.
+    With `cache_salts`, one for each case, a case finds prefixes of those alone that have the same.
     """
     gate = asyncio.Semaphore(concurrency)
 
@@ -105,8 +105,8 @@ async def observe_client(
         body = completion_body(model, case)
         if kv_mode is not None:
             body["kv_mode"] = kv_mode
-        if cache_salt is not None:
-            body["cache_salt"] = f"{cache_salt}-{index}"
+        if cache_salts is not None:
+            body["cache_salt"] = cache_salts[index]
         async with gate:
             try:
                 return observed(await client.complete(body), case.params.max_tokens)

@@ -77,9 +77,10 @@ class Served:
         async with self._client() as client:
             model = await client.model()
             # Other servers might refuse a field that they do not know.
-            salt = f"verify-{secrets.token_hex(8)}" if salted and model.owned_by == "vllm" else None
+            salt = f"verify-{secrets.token_hex(8)}"
+            salts = [f"{salt}-{i}" for i in range(len(cases))] if salted and model.owned_by == "vllm" else None
             before = await self._counters(client)
-            observed = await observe_client(client, model.id, cases, self.concurrency, kv_mode, salt)
+            observed = await observe_client(client, model.id, cases, self.concurrency, kv_mode, salts)
             counters = await self._counters(client, before)
         if not any(o.accepted for o in observed):
             # A router in front of other engines than Baton's does not know of rounds.
@@ -131,8 +132,8 @@ class InProcess:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A deployment of Baton's own, started anew for each mode: `flags` are for all of its engines, `role_flags` for
-    those of one role. With `recovery` none a handoff that fails shows: recomputed, it would give the same answer."""
+    """A deployment of Baton's own, for all modes: `flags` are for all of its engines, `role_flags` for those of one
+    role. With `recovery` none a handoff that fails shows: recomputed, it would give the same answer."""
 
     model: str
     prefill: int
@@ -143,20 +144,25 @@ class Started:
     recovery: Recovery
     concurrency: int
 
-    def answers(self, cases: Sequence[Case], mode: str) -> Answers:
-        """Start it, ask everything, end it. A second mode in the same one would find the first one's pages."""
-        with Deployment(
+    def start(self) -> Deployment:
+        """Start it; the caller ends it. Raises as `Deployment` does."""
+        return Deployment(
             self.model,
             prefill=self.prefill,
             decode=self.decode,
             engine_flags=[*self.flags, "--recovery", self.recovery],
             role_flags=self.role_flags,
             kv_transport=self.kv_transport,
-            router_flags=["--kv-mode", mode, "--recovery", self.recovery],
-        ) as deployment:
-            return asyncio.run(self._ask(cases, deployment.url, [f"{url}/metrics" for url in deployment.decode_urls]))
+            router_flags=["--allow-mode-override", "--recovery", self.recovery],
+        )
 
-    async def _ask(self, cases: Sequence[Case], url: str, metrics: Sequence[str]) -> Answers:
+    def answers(self, running: Deployment, cases: Sequence[Case], mode: str) -> Answers:
+        """Ask everything in one mode, which finds no pages of another."""
+        return asyncio.run(self._ask(running.url, [f"{url}/metrics" for url in running.decode_urls], cases, mode))
+
+    async def _ask(self, url: str, metrics: Sequence[str], cases: Sequence[Case], mode: str) -> Answers:
         async with connected(url, REQUEST_TIMEOUT_S) as client:
-            observed = await observe_client(client, (await client.model()).id, cases, self.concurrency)
-            return Answers(observed, await read_settled(client, metrics))
+            before = await read_settled(client, metrics)
+            model, salts = (await client.model()).id, [mode] * len(cases)
+            observed = await observe_client(client, model, cases, self.concurrency, mode, salts)
+            return Answers(observed, (await read_settled(client, metrics)).since(before))
