@@ -10,8 +10,9 @@ from baton.engine.handoff import HandoffLegs, Leg
 from baton.engine.request import Request
 from baton.engine.scheduler import Scheduler
 from baton.kv import pool, prefix
-from baton.kv.cache import BlockTables, KVCache
+from baton.kv.cache import KVCache
 from baton.kv.interval import Rules
+from baton.kv.tables import BlockTables
 from simulation.mutations.registry import Patch, around_method, mutation
 
 # ---------------------------------------------------------------- what is final

@@ -8,9 +8,10 @@ from typing import Any
 import msgspec
 
 from baton.handoff.plan import planner
-from baton.kv.cache import BlockTables, Destination, KVCache
+from baton.kv.cache import KVCache
 from baton.kv.geometry import Geometry
 from baton.kv.interval import Interval, Rules
+from baton.kv.tables import BlockTables, Destination
 from simulation.mutations.registry import Patch, mutation
 
 

@@ -182,8 +182,8 @@ class TokenChunk(msgspec.Struct, frozen=True, kw_only=True):
 
     `position` is the output index of the first of `token_ids` (0: the first token after the client's prompt); None
     without tokens. `accepted` holds, per verification round that ended in this chunk, how many draft tokens were
-    accepted. `error` is set only with `finish_reason == "error"` and is `"<reason>: <message>"`; `recoverable` says
-    that the request may succeed elsewhere, from the tokens known so far.
+    accepted, `drafted` of how many. `error` is set only with `finish_reason == "error"` and is
+    `"<reason>: <message>"`; `recoverable` says that the request may succeed elsewhere, from the tokens known so far.
     """
 
     request_id: str
@@ -191,6 +191,7 @@ class TokenChunk(msgspec.Struct, frozen=True, kw_only=True):
     position: int | None = None
     logprobs: list[TokenLogprobs] | None = None
     accepted: list[int] = []
+    drafted: list[int] = []
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
     num_cached_tokens: int = 0

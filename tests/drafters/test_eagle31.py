@@ -126,6 +126,8 @@ def test_layer_ids_of_every_format_are_read_and_logged(
             {"eagle_config": {"use_aux_hidden_state": False}, "norm_before_fc": True},
             "norm_before_fc and fc_norm go with auxiliary",
         ),
+        ({"norm_output": False, "eagle_config": {"norm_output": True}}, "norm_output is False, and in eagle_config"),
+        ({"use_aux_hidden_state": True, "eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state is"),
     ],
 )
 def test_flags_that_would_change_a_head_unseen_are_refused(
@@ -135,3 +137,22 @@ def test_flags_that_would_change_a_head_unseen_are_refused(
     edit(path, config)
     with pytest.raises(CheckpointError, match=words):
         load_drafter("eagle3", path, target)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"norm_output": True},
+        {"eagle_config": {"fc_norm": True}},
+        {"norm_before_residual": True},
+        {"aux_hidden_state_layer_ids": [0, 1, 2]},
+    ],
+)
+def test_an_eagle_head_with_a_flag_of_eagle3_is_refused(
+    tmp_path: Path, target_path: Path, target: CausalLM, config: dict[str, Any]
+) -> None:
+    path = make_drafter(tmp_path, "eagle", target_path)
+    load_drafter("eagle", path, target)
+    edit(path, config)
+    with pytest.raises(CheckpointError, match="is for method eagle3, not eagle"):
+        load_drafter("eagle", path, target)

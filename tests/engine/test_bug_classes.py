@@ -23,10 +23,11 @@ from baton.engine.handoff import HandoffLegs, PagesLetGo
 from baton.engine.planning import DraftRows
 from baton.engine.request import Request
 from baton.engine.scheduler import Scheduler
-from baton.kv.cache import BlockTables, Destination, KVCache
+from baton.kv.cache import KVCache
 from baton.kv.geometry import Geometry
 from baton.kv.interval import Interval
 from baton.kv.spec import GroupSpec
+from baton.kv.tables import BlockTables, Destination
 from baton.models.registry import MODELS
 from benchmarks.parity.cases import CHUNK, Case
 from benchmarks.parity.trial import Cell, Trial, compare

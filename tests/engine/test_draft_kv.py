@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from baton.engine.config import SpeculativeConfig
+from baton.engine.plan import DraftPlan
 from baton.errors import ConfigError
 from baton.wire import SamplingParams, differing_facts
-from tests.engine.engines import EAGLE3, TARGET, Mode, Pair, Stream, pair, stepped
+from tests.engine.engines import EAGLE3, TARGET, Mode, Pair, Stepped, Stream, pair, stepped
 from tests.support.checkpoints import make_checkpoint
 from tests.support.drafters_tokens import draft_model, ngram, windowed_draft_model
 
@@ -52,6 +53,19 @@ def hand_over(two: Pair, mode: Mode, params: SamplingParams, salt: str = "") -> 
     two.step_until(lambda: all(told.ended and rest.ended for told, rest in legs), limit_s=60.0)
     two.settle()
     return [rest for _, rest in legs]
+
+
+def rows_of_drafts(one: Stepped, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many rows the drafter is given in each step, from now on."""
+    sizes: list[int] = []
+    draft = one.core.executor.draft
+
+    def told(plan: DraftPlan) -> list[list[int]]:
+        sizes.append(len(plan.rows.token_ids))
+        return draft(plan)
+
+    monkeypatch.setattr(one.core.executor, "draft", told)
+    return sizes
 
 
 def bytes_of(two: Pair) -> int:
@@ -144,7 +158,9 @@ def test_a_cold_drafter_depends_on_nothing_that_others_left_in_its_pages(tmp_pat
 
 
 @pytest.mark.parametrize("windowed", [False, True])
-def test_a_draft_model_that_starts_cold_computes_the_prompt_itself(windowed: bool, tmp_path: Path) -> None:
+def test_a_draft_model_that_starts_cold_computes_the_prompt_itself(
+    windowed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target = make_checkpoint(tmp_path / "target", "llama", num_hidden_layers=2)
     model = windowed_draft_model(tmp_path / "s") if windowed else draft_model(tmp_path / "s", num_hidden_layers=2)
     itself = {"method": "draft_model", "model": str(target)}
@@ -157,7 +173,9 @@ def test_a_draft_model_that_starts_cold_computes_the_prompt_itself(windowed: boo
             ) as two,
         ):
             alone = [one.run(str(n), prompt_of(n), GREEDY) for n in LENGTHS]
+            sizes = rows_of_drafts(two.decode, monkeypatch)
             streams = hand_over(two, "pull", GREEDY)
+            assert max(sizes) <= 9, "what all requests catch up with is in one budget"
             assert [stream.token_ids for stream in streams] == [stream.token_ids for stream in alone]
             if drafter is itself:
                 # No draft of one that has caught up is wrong.

@@ -13,8 +13,9 @@ import pytest
 from baton.drafters.registry import DRAFTERS
 from baton.engine.config import KVTransferConfig, SpeculativeConfig
 from baton.errors import ConfigError
-from baton.kv.cache import BlockTables, KVCache
+from baton.kv.cache import KVCache
 from baton.kv.interval import Rules
+from baton.kv.tables import BlockTables
 from baton.wire import SamplingParams
 from tests.engine.engines import Mode, Pair, Stepped, Stream, pair, request, stepped
 from tests.support import kinds

@@ -13,7 +13,7 @@ import torch
 
 from baton.engine.config import KVTransferConfig, SpeculativeConfig
 from baton.errors import CheckpointError
-from baton.kv.cache import BlockTables
+from baton.kv.tables import BlockTables
 from baton.models import load_model
 from baton.wire import SamplingParams
 from tests.engine.engines import Mode, Stepped, Stream, pair, request, stepped

@@ -16,8 +16,9 @@ import torch
 from baton.engine.config import SpeculativeConfig
 from baton.engine.core import EngineCore
 from baton.engine.executor import LocalExecutor
-from baton.kv.cache import BlockTables, KVCache
+from baton.kv.cache import KVCache
 from baton.kv.interval import Interval, Rules
+from baton.kv.tables import BlockTables
 from baton.wire import SamplingParams
 from tests.engine.engines import EAGLE3, TARGET, Mode, Pair, Stepped, Stream, kv_of, pair, request, stepped
 from tests.support.checkpoints import make_checkpoint, make_drafter

@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from baton.kv.cache import BlockTables, KVCache
+from baton.kv.cache import KVCache
 from baton.kv.interval import Interval, Rules
 from baton.kv.spec import GroupSpec, PlaneSpec, kv_planes
+from baton.kv.tables import BlockTables
 
 NUM_DRAFTS = 2
 INTERVAL = 3
@@ -299,6 +300,37 @@ def test_checkpoints_make_room_for_requests_and_take_none_from_them() -> None:
     assert second is None, "seven slots are no eight"
     kept.cache.release(first)
     assert kept.prefill(list(range(60)))[1] == 54
+
+
+@pytest.mark.parametrize("destination", [False, True])
+def test_a_hit_needs_no_more_slots_than_none(destination: bool) -> None:
+    """Where a slot is in quarantine, the checkpoint itself becomes the state of the request that it is for."""
+    kept, tokens = Kept(num_slots=1 + 4 + 1), list(range(36))
+    kept.cache.release(kept.prefill(tokens)[0])
+    pool = kept.cache.pools["state"]
+    (checkpoint,) = pool.lookup(tokens, 36).pages
+    other = pool.allocate(1)
+    pool.release(other, quarantine=True)
+    tables = BlockTables()
+    if destination:
+        found = kept.cache.attach_destination(tables, tokens, 36)
+        assert found is not None
+        assert found.hits["state"] == 36
+    else:
+        assert kept.cache.attach(tables, [*tokens, 7, 8], 38, 38) == 36
+    assert tables.slots("state")[0] == checkpoint
+    assert kept.seen[checkpoint] == 36
+    assert pool.lookup(tokens, 36).num_tokens == pool.num_available == 0, "nobody else starts from it"
+    assert kept.cache.attach(BlockTables(), tokens, 36, 36) is None
+    kept.cache.release(tables)
+    assert pool.num_available == 4
+    assert kept.prefill(tokens)[1] == 0, "it has been written since"
+
+
+def test_one_free_slot_is_enough_for_a_checkpoint() -> None:
+    kept, tokens = Kept(num_slots=1 + 4 + 1), list(range(40))
+    kept.cache.release(kept.prefill(tokens)[0])
+    assert kept.cache.pools["state"].lookup(tokens, 40).num_tokens == 36
 
 
 def test_a_checkpoint_outlives_those_before_it_and_others_of_the_prompt() -> None:

@@ -9,8 +9,9 @@ from random import Random
 
 import pytest
 
-from baton.kv.cache import BlockTables, KVCache
+from baton.kv.cache import KVCache
 from baton.kv.interval import Rules
+from baton.kv.tables import BlockTables
 from simulation import run_seed, scenario
 from simulation.settings import FAULTS, GroupModel, Settings, draw
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from baton.drafters.head import HeadDrafter, attention_layers, expect_target_size, fill_drafter, head_tensors
-from baton.drafters.head_config import read_head
+from baton.drafters.head_config import EAGLE3_FIELDS, nested, read_head
+from baton.errors import CheckpointError
 from baton.models.base import CausalLM
 from baton.models.cache import LayerCache
 from baton.models.config import ModelConfig
@@ -35,7 +36,10 @@ class Eagle(HeadDrafter):
     @classmethod
     def load(cls, path: str, target: CausalLM, build: Build) -> Eagle:
         """Build and fill the head of a checkpoint directory. Raises `CheckpointError`."""
-        _, config = read_head(path)
+        raw, config = read_head(path)
+        for name in EAGLE3_FIELDS:
+            if raw.get(name) or nested(raw).get(name):
+                raise CheckpointError(f"drafter: config.json: {name} is for method eagle3, not eagle")
         expect_target_size(config.hidden_size, target)
         drafter = cls(config, target, head_tensors(path), build)
         # Some heads were saved with the input norm that their first layer does not use.

@@ -25,19 +25,16 @@ from baton.drafters.head import (
     head_tensors,
     target_ids,
 )
-from baton.drafters.head_config import flag, nested, read_head
+from baton.drafters.head_config import LAYER_IDS, flag, nested, read_head
 from baton.errors import CheckpointError
 from baton.models.base import CausalLM
 from baton.models.cache import LayerCache
-from baton.models.config import ModelConfig, RawConfig, get_bool, get_int
+from baton.models.config import ModelConfig, RawConfig, get_int
 from baton.models.latent import LatentAttention
 from baton.models.layers import MLP, Attention, DecoderLayer, RMSNorm
 from baton.models.linear import Build, Linear
 
 log = logging.getLogger(__name__)
-
-# The first under the method's own name, the second in some heads of the `speculators` format.
-_LAYER_IDS = ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids")
 
 
 class FusionLayer(nn.Module):
@@ -80,7 +77,7 @@ class Eagle3(HeadDrafter):
         self.feature_size = target.hidden_size * (len(self.aux_layers) or 1)
         self.fc = Linear(self.feature_size, hidden, build, bias="fc.bias" in names) if self.aux_layers else None
         self._add_norms(raw, target.hidden_size, config.rms_eps, build)
-        first = FusionLayer(config, get_bool(raw, "norm_before_residual"), build)
+        first = FusionLayer(config, flag(raw, "norm_before_residual"), build)
         self.layers = nn.ModuleList([first, *(_layer(config, i, build) for i in range(1, config.num_layers))])
         self.norm = RMSNorm(hidden, config.rms_eps, build)
         draft_vocab = get_int(raw, "draft_vocab_size", config.vocab_size)
@@ -157,14 +154,14 @@ class Eagle3(HeadDrafter):
 def aux_layer_ids(raw: RawConfig, num_layers: int) -> tuple[int, ...]:
     """Target layers that feed the head, ascending: from the config, else vLLM's default (2, L // 2, L - 3).
 
-    Id i is the residual stream that enters layer i, as in vLLM. Empty when `eagle_config.use_aux_hidden_state` is
-    false. Raises `CheckpointError` for ids out of range.
+    Id i is the residual stream that enters layer i, as in vLLM. Empty when `use_aux_hidden_state` is false. Raises
+    `CheckpointError` for ids out of range.
     """
     inner = nested(raw)
-    if not get_bool(inner, "use_aux_hidden_state", True):
+    if not flag(raw, "use_aux_hidden_state", True):
         return ()
-    given = [(key, section[key]) for section in (raw, inner) for key in _LAYER_IDS if section.get(key)]
-    key, ids = given[0] if given else (_LAYER_IDS[0], [2, num_layers // 2, num_layers - 3])
+    given = [(key, section[key]) for section in (raw, inner) for key in LAYER_IDS if section.get(key)]
+    key, ids = given[0] if given else (LAYER_IDS[0], [2, num_layers // 2, num_layers - 3])
     if any(other != ids for _, other in given):
         raise CheckpointError(f"drafter: config.json: {key} is {ids!r}, and elsewhere something else")
     valid = isinstance(ids, list | tuple) and all(type(i) is int and 0 <= i <= num_layers for i in ids)

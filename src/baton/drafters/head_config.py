@@ -17,6 +17,10 @@ from baton.models.registry import model_class
 # Heads of any target are Llama layers; some configs name no model type, or the method's own.
 _HEAD_TYPES = ("eagle", "eagle3", None)
 _LATENT_HEADS = ("Eagle3DeepseekV2ForCausalLM", "Eagle3DeepseekV3ForCausalLM")
+# The first under the method's own name, the second in some heads of the `speculators` format.
+LAYER_IDS = ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids")
+# What changes the arithmetic of an EAGLE-3 head, and has no place in another.
+EAGLE3_FIELDS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "use_aux_hidden_state", *LAYER_IDS)
 # What a `speculators` config says beside its layer's config.
 _SPECULATORS_KEYS = (
     "draft_vocab_size",
@@ -75,8 +79,12 @@ _FLAGS = frozenset(
 def read_head(path: str) -> tuple[RawConfig, ModelConfig]:
     """A head's `config.json`, as one flat object and as the layers take it. Raises `CheckpointError`."""
     raw = flat_config(read_config(path))
-    for section in (raw, nested(raw)):
+    inner = nested(raw)
+    for section in (raw, inner):
         _refuse_flags(section)
+    for name, value in inner.items():
+        if value is not None and raw.get(name) not in (None, value):
+            raise CheckpointError(f"drafter: config.json: {name} is {raw[name]!r}, and in eagle_config it is {value!r}")
     return raw, model_class(_layer_type(raw)).parse_config(raw)
 
 
@@ -115,10 +123,10 @@ def nested(raw: RawConfig) -> RawConfig:
     return found
 
 
-def flag(raw: RawConfig, name: str) -> bool:
+def flag(raw: RawConfig, name: str, default: bool = False) -> bool:
     """A flag of the method, from `eagle_config` or from beside it."""
     inner = nested(raw)
-    return get_bool(inner, name) if inner.get(name) is not None else get_bool(raw, name)
+    return get_bool(inner if inner.get(name) is not None else raw, name, default)
 
 
 def _refuse_flags(section: Mapping[str, Any]) -> None:

@@ -58,10 +58,13 @@ class SpeculativeConfig:
         if data is None:
             return None
         _refuse_unknown("speculative_config", data, {f.name for f in fields(cls)})
-        for key in ("method", "model"):
-            optional = key == "model" and data.get("method") in _WITHOUT_MODEL and data.get(key) is None
-            if not optional and (not isinstance(data.get(key), str) or not data[key]):
+        without = data.get("method") in _WITHOUT_MODEL
+        for key in ("method",) if without else ("method", "model"):
+            if not isinstance(data.get(key), str) or not data[key]:
                 raise ConfigError(f"speculative_config.{key}", "is required and must be a string")
+        for key in ("model", "revision"):
+            if without and data.get(key) is not None:
+                raise ConfigError(f"speculative_config.{key}", f"is not for method {data['method']}")
         if not isinstance(data.get("revision"), str | None):
             raise ConfigError("speculative_config.revision", "must be a string")
         _check_int("num_speculative_tokens", data.get("num_speculative_tokens", 3), 0, 32)

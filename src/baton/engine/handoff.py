@@ -28,8 +28,8 @@ from baton.handoff.protocol.events import (
     PrefillReleased,
 )
 from baton.handoff.protocol.messages import AttemptKey, Seeds
-from baton.kv.cache import BlockTables
 from baton.kv.interval import Interval
+from baton.kv.tables import BlockTables
 from baton.wire import Recovery, recovers
 
 

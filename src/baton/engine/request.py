@@ -6,8 +6,8 @@ import enum
 from typing import TYPE_CHECKING
 
 from baton.engine.sampler import SamplerState
-from baton.kv.cache import BlockTables
 from baton.kv.prefix import salted_root
+from baton.kv.tables import BlockTables
 from baton.wire import FinishReason, GenerateRequest, SamplingParams, TokenLogprobs
 
 if TYPE_CHECKING:

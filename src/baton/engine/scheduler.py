@@ -12,8 +12,9 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass
 
 from baton.engine.request import Request, RequestStatus
-from baton.kv.cache import BlockTables, Destination, KVCache
+from baton.kv.cache import KVCache
 from baton.kv.interval import Interval
+from baton.kv.tables import BlockTables, Destination
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,8 +114,9 @@ def _append(core: EngineCore, request: Request, verified: Verified, logits: npt.
     request.token_ids += kept
     request.sampler.advance(kept)
     accepted: list[int] = []
+    drafted: list[int] = []
     if num_drafts:
-        accepted = [min(verified.num_accepted, len(kept))]
+        accepted, drafted = [min(verified.num_accepted, len(kept))], [num_drafts]
         # Counters tell of the drafter, so they count drafts beyond the request's end too, as vLLM's do.
         core.metrics.verified(num_drafts, verified.num_accepted)
     core.metrics.num_generation_tokens += len(kept)
@@ -130,6 +131,7 @@ def _append(core: EngineCore, request: Request, verified: Verified, logits: npt.
         position=position,
         logprobs=logprobs,
         accepted=accepted,
+        drafted=drafted,
         finish_reason=reason,
         stop_reason=stop_reason,
         num_cached_tokens=request.num_cached,
@@ -143,6 +145,7 @@ def _advance(
 ) -> list[DraftRows]:
     """Note how far the target's KV goes now; returns the drafter's rows."""
     draft_rows: list[DraftRows] = []
+    late: list[tuple[Request, int]] = []
     for rows, first in zip(scheduled, plan.rows.query_start.tolist(), strict=False):
         request = rows.request
         if request in failed:
@@ -158,16 +161,25 @@ def _advance(
             num_drafts = core.num_drafts(request) if drafts else 0
             drafted = DraftRows(request, first, rows.start, request.num_computed, num_drafts)
             if core.drafts_from_tokens and request.num_drafted < rows.start:
-                drafted = _catch_up(request, num_drafts, core.scheduler.max_num_batched_tokens)
-            draft_rows.append(drafted)
-    return draft_rows
+                late.append((request, num_drafts))
+            else:
+                draft_rows.append(drafted)
+    return draft_rows + _catch_up(
+        late, core.scheduler.max_num_batched_tokens - sum(r.stop - r.start for r in draft_rows)
+    )
 
 
-def _catch_up(request: Request, num_drafts: int, most: int) -> DraftRows:
-    """Rows of a drafter that lacks entries, at most so many in a step; drafts come when it lacks none."""
-    start = request.num_drafted
-    stop = min(request.num_computed, start + most)
-    return DraftRows(request, 0, start, stop, num_drafts if stop == request.num_computed else 0)
+def _catch_up(late: Sequence[tuple[Request, int]], budget: int) -> list[DraftRows]:
+    """Rows of a drafter that lacks entries of these requests, the first of them first, in what is left of the step's
+    budget; their drafts come when it lacks none."""
+    found: list[DraftRows] = []
+    for request, num_drafts in late:
+        start = request.num_drafted
+        stop = min(request.num_computed, start + budget)
+        if stop > start:
+            found.append(DraftRows(request, 0, start, stop, num_drafts if stop == request.num_computed else 0))
+            budget -= stop - start
+    return found
 
 
 def _draft(core: EngineCore, draft_rows: Sequence[DraftRows]) -> dict[Request, Exception]:

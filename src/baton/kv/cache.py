@@ -8,75 +8,20 @@ thread-safe: the engine thread owns it.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass
-
-import numpy as np
-import numpy.typing as npt
 
 from baton.errors import CapacityError
 from baton.kv.geometry import NULL_PAGE
 from baton.kv.interval import Interval
 from baton.kv.pool import PagePool, PrefixHit
-from baton.kv.prefix import ROOT, Chain
 from baton.kv.spec import GroupSpec
 from baton.kv.states import StatePool
+from baton.kv.tables import BlockTables, Destination
 
 CopyPage = Callable[[str, int, int], None]
 
 # Tokens between checkpoints of states, each as large as the KV of thousands of tokens.
 CHECKPOINT_TOKENS = 256
-
-
-class BlockTables:
-    """One request's pages by group, in token order (null where a window has left them), and `tables`, the same as
-    int32 arrays. Of a group of states the one page is the slot of the request's state; the slots that its next step
-    writes are `scratch`, which no interval covers and no peer is shown; `checkpoints` are slots, by the token counts
-    whose states they get in this step.
-
-    Hashes of its tokens are kept over the loss of the pages, since tokens are only ever added. `uncached` groups hold
-    no whole prefix: nothing of them may enter the prefix cache.
-    """
-
-    __slots__ = ("chains", "checkpoints", "entered", "found", "pages", "scratch", "slid", "tables", "uncached")
-
-    def __init__(self, root: bytes = ROOT) -> None:
-        self.chains: defaultdict[str, Chain] = defaultdict(lambda: Chain(root))
-        self.found: dict[str, tuple[tuple[int, int, int], PrefixHit]] = {}  # the last lookup, and what it asked
-        self._clear()
-
-    def _clear(self) -> None:
-        self.pages: dict[str, list[int]] = {}
-        self.scratch: dict[str, list[int]] = {}
-        self.checkpoints: defaultdict[str, dict[int, int]] = defaultdict(dict)
-        self.tables: dict[str, npt.NDArray[np.int32]] = {}
-        self.entered: dict[str, int] = {}  # pages that the prefix cache was offered
-        self.slid: dict[str, int] = {}  # pages that a window has left
-        self.uncached: set[str] = set()
-
-    def set_pages(self, group: str, pages: list[int]) -> None:
-        """Replace the block table of a group."""
-        self.pages[group] = pages
-        self.tables[group] = np.asarray(pages, dtype=np.int32)
-
-    def slots(self, group: str) -> tuple[int, list[int]]:
-        """Of a group of states: where the request's state is, and where a step writes what may follow it."""
-        return self.pages[group][0], self.scratch[group]
-
-    def take(self) -> dict[str, list[int]]:
-        """Forget all pages; returns them, for the caller to release."""
-        pages = self.pages
-        self._clear()
-        return pages
-
-
-@dataclass(frozen=True, slots=True)
-class Destination:
-    """Where a handoff writes: per group the prefix hit in tokens, and the interval wanted."""
-
-    hits: dict[str, int]
-    wanted: dict[str, Interval]
 
 
 class KVCache:
@@ -191,23 +136,35 @@ class KVCache:
     def _take(
         self, tables: BlockTables, found: Mapping[str, PrefixHit], hits: Mapping[str, int], num_tokens: int
     ) -> bool:
-        """Share the pages of the hits, copy those that are hit in part, allocate the rest; all groups or none."""
+        """Share the pages of the hits, copy those that are hit in part, allocate the rest; all groups or none.
+
+        A checkpoint is copied like a page that is hit in part. Where no slot is left for the copy, and nobody uses the
+        checkpoint, it becomes the request's own state: a hit needs no more slots than none.
+        """
         counts: dict[str, tuple[int, list[int], int]] = {}
+        taken_over: set[str] = set()
         for name, pool in self.pools.items():
-            # A checkpoint is copied like a page that is hit in part.
             whole, rest = (0, hits[name]) if name in self._states else divmod(hits[name], pool.page_size)
             held = found[name].pages[: whole + (rest > 0)]
             num_fresh = self._num_pages(name, num_tokens) - whole
-            if num_fresh + self._num_scratch[name] > pool.num_available - pool.count_evictable(held):
+            num_unused = pool.count_evictable(held)
+            lacking = num_fresh + self._num_scratch[name] - (pool.num_available - num_unused)
+            if name in self._states and lacking == num_unused == 1:
+                taken_over.add(name)
+            elif lacking > 0:
                 return False
             counts[name] = whole, held, num_fresh
         for name, pool in self.pools.items():
             whole, held, num_fresh = counts[name]
             pool.share(held)
-            pages = held[:whole] + pool.allocate(num_fresh, held[whole - 1] if whole else None)
-            for source in held[whole:]:
-                self._copy_page(name, source, pages[whole])
-                pool.release([source])
+            if name in taken_over:
+                pages = held
+                pool.forget(held)
+            else:
+                pages = held[:whole] + pool.allocate(num_fresh, held[whole - 1] if whole else None)
+                for source in held[whole:]:
+                    self._copy_page(name, source, pages[whole])
+                    pool.release([source])
             tables.set_pages(name, pages)
             tables.entered[name] = whole
         for name in self._states:
@@ -230,11 +187,14 @@ class KVCache:
 
     def plan_checkpoints(self, tables: BlockTables, tokens: Sequence[int], start: int, stop: int) -> None:
         """Take slots for the checkpoints that prefill rows [start, stop) pass by. There need not be any: they are free
-        slots, or older checkpoints', and never more than half of those, the last ones of the rows."""
+        slots, or older checkpoints', and of several never more than half, for the last ones of the rows."""
         for name, pool in self._states.items():
             chain = tables.chains[name]
             due = [count for count in pool.due(start + 1, stop) if not pool.holds(tokens, count, chain)]
-            due = due[max(0, len(due) - pool.num_available // 2) :]
+            # That behind the last row is taken when the step is over.
+            spare = pool.num_available - len(pool.due(stop, stop + 1))
+            most = max(min(spare, 1), pool.num_available // 2)
+            due = due[max(0, len(due) - most) :]
             tables.checkpoints[name] |= zip(due, pool.allocate(len(due)), strict=True)
 
     def accept(self, tables: BlockTables, num_accepted: int, num_computed: int) -> None:

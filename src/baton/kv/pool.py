@@ -156,6 +156,11 @@ class PagePool:
                 else:
                     self._set_free(page)
 
+    def forget(self, pages: Iterable[int]) -> None:
+        """Take pages out of the prefix cache: whoever holds a reference may write them from now on."""
+        for page in pages:
+            self._forget(page)
+
     def _set_free(self, page: int) -> None:
         self._free[page] = True
         self._num_free += 1

@@ -25,7 +25,7 @@ class SampleOutput:
     """The growing output of one `GenerateRequest`.
 
     Totals are kept for the end: `text`, `token_ids`, `logprobs`, `accepted` (draft tokens accepted per
-    verification round), `num_cached_tokens`, `finish_reason`, `stop_reason`.
+    verification round), `num_drafted` (those of all these rounds), `num_cached_tokens`, `finish_reason`, `stop_reason`.
     """
 
     def __init__(self, tokenizer: Tokenizer, request: GenerateRequest, stop: Sequence[str] | None = None) -> None:
@@ -38,6 +38,7 @@ class SampleOutput:
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
         self.accepted: list[int] = []
+        self.num_drafted = 0
         self.num_cached_tokens = 0
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
@@ -80,7 +81,9 @@ class SampleOutput:
             delta.finish_reason, delta.stop_reason = chunk.finish_reason, chunk.stop_reason
         if chunk.logprobs is not None:
             delta.logprobs = list(chunk.logprobs[:num_used])
-        self.accepted += _rounds_used(chunk, num_used)
+        num_rounds = _rounds_used(chunk, num_used)
+        self.accepted += chunk.accepted[:num_rounds]
+        self.num_drafted += sum(chunk.drafted[:num_rounds])
         self._add(delta)
         return delta
 
@@ -91,18 +94,16 @@ class SampleOutput:
         self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
 
 
-def _rounds_used(chunk: TokenChunk, num_used: int) -> list[int]:
-    """Return the rounds of `chunk` that made its first `num_used` tokens.
+def _rounds_used(chunk: TokenChunk, num_used: int) -> int:
+    """Return how many rounds of `chunk` made its first `num_used` tokens.
 
     A chunk may carry several engine steps; a stop string in the first must not count the rounds after it, or
     figures would depend on timing. A round makes its accepted tokens and one more; tokens of no round come
     first.
     """
     start = max(0, len(chunk.token_ids) - sum(a + 1 for a in chunk.accepted))
-    used = []
-    for accepted in chunk.accepted:
+    for number, accepted in enumerate(chunk.accepted):
         if start >= num_used and num_used < len(chunk.token_ids):
-            break
-        used.append(accepted)
+            return number
         start += accepted + 1
-    return used
+    return len(chunk.accepted)

@@ -67,7 +67,7 @@ class Joined:
         if num_known >= len(chunk.token_ids):
             if chunk.finish_reason is None:
                 return None
-            return msgspec.structs.replace(chunk, token_ids=[], position=None, logprobs=None, accepted=[])
+            return msgspec.structs.replace(chunk, token_ids=[], position=None, logprobs=None, accepted=[], drafted=[])
         if num_known:
             logprobs = None if chunk.logprobs is None else chunk.logprobs[num_known:]
             tokens = chunk.token_ids[num_known:]
