@@ -19,6 +19,7 @@ from tests.support.drafters_layers import latent_head, make_mtp_checkpoint, mtp
 from tests.support.drafters_tokens import ngram, windowed_draft_model
 
 NUM_DRAFTS = 3
+THREE_MODULES = "deepseek_v3, three modules"
 WINDOW = 9
 # Small enough that thousands of requests take minutes. All contexts are far below the maximum.
 TINY: dict[str, Any] = {
@@ -42,7 +43,7 @@ class DrafterEntry:
     """`needs` says why a drafter does not go with a target, by the target's name; None where it does."""
 
     make: MakeDrafter | None
-    needs: Callable[[str], str | None] = lambda target: None
+    needs: Callable[[str], str | None] = lambda target: "as for deepseek_v3" if target == THREE_MODULES else None
 
 
 def louder(checkpoint: Path) -> Path:
@@ -67,9 +68,9 @@ def tiny_moe(shape: str, **overrides: Any) -> MakeTarget:
     return lambda path, seed: louder(make_moe_checkpoint(path, shape, seed, **{**TINY, **overrides}))
 
 
-def with_module(shape: str) -> MakeTarget:
-    """As `tiny_moe`, with a module of multi-token prediction."""
-    return lambda path, seed: louder(make_mtp_checkpoint(path, shape, seed, **TINY))
+def with_modules(shape: str, num: int = 1) -> MakeTarget:
+    """As `tiny_moe`, with modules of multi-token prediction."""
+    return lambda path, seed: louder(make_mtp_checkpoint(path, shape, seed, num, **TINY))
 
 
 def head(method: str, **overrides: Any) -> DrafterEntry:
@@ -108,16 +109,17 @@ TARGETS: Mapping[str, MakeTarget] = {
     "qwen3, full and window": tiny("qwen3", **_IN_TURN),
     "qwen3_moe": tiny_moe("qwen3_moe"),
     "deepseek_v2": tiny_moe("deepseek_v2"),
-    "deepseek_v3": with_module("deepseek_v3"),
-    "glm4_moe": with_module("glm4_moe"),
+    "deepseek_v3": with_modules("deepseek_v3"),
+    "glm4_moe": with_modules("glm4_moe"),
     "gemma3_text": lambda path, seed: louder(make_gemma3(path, "gemma3", seed, **TINY, **_EVERY_THIRD_FULL)),
     "gpt_oss": lambda path, seed: louder(make_gpt_oss(path, "gpt_oss", seed, **TINY, sliding_window=WINDOW)),
     "granitemoehybrid": lambda path, seed: louder(make_granite(path, seed)),
     "latents, window and states": every_kind,
+    THREE_MODULES: with_modules("deepseek_v3", 3),
 }
 
 DRAFTERS: Mapping[str, DrafterEntry] = {
-    "none": DrafterEntry(None),
+    "none": DrafterEntry(None, lambda target: None),
     "eagle": head("eagle"),
     "eagle3": head("eagle3"),
     "eagle3, d2t": head("eagle3", draft_vocab_size=100, num_attention_heads=2, num_key_value_heads=1),
@@ -125,7 +127,11 @@ DRAFTERS: Mapping[str, DrafterEntry] = {
     "eagle3, latents": DrafterEntry(lambda path, target, seed: latent_head(path, target, seed)),
     "mtp": DrafterEntry(
         lambda path, target, seed: mtp(),
-        lambda target: None if target in ("deepseek_v3", "glm4_moe") else "no checkpoints of its type have a module",
+        lambda target: None if target in ("deepseek_v3", "glm4_moe") else "no checkpoints of its type have one module",
+    ),
+    "mtp, three modules": DrafterEntry(
+        lambda path, target, seed: mtp(),
+        lambda target: None if target == THREE_MODULES else "the target has not three modules",
     ),
     "ngram": DrafterEntry(lambda path, target, seed: ngram()),
     "draft_model": whole(tiny("llama", num_hidden_layers=1, num_key_value_heads=1)),

@@ -10,7 +10,7 @@ from baton.kv.cache import KVCache
 from baton.kv.interval import Interval, Rules
 from benchmarks.parity.__main__ import main
 from benchmarks.parity.cases import ALL_SIZES, CONDITIONS, LENGTHS, MODES, cases
-from benchmarks.parity.models import DRAFTERS, TARGETS
+from benchmarks.parity.models import DRAFTERS, TARGETS, THREE_MODULES
 from benchmarks.parity.trial import run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -29,6 +29,7 @@ def test_the_lengths_end_at_every_place_of_every_page() -> None:
 
 # Each target once, with another drafter each time.
 PAIRS = [(target, list(DRAFTERS)[i % len(DRAFTERS)]) for i, target in enumerate(TARGETS)]
+PAIRS.append((THREE_MODULES, "mtp, three modules"))
 
 
 @pytest.mark.parametrize(("target", "drafter"), [pair for pair in PAIRS if DRAFTERS[pair[1]].needs(pair[0]) is None])

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from baton.drafters import load_drafter
 from baton.drafters.eagle3 import aux_layer_ids
 from baton.drafters.head import HeadDrafter
+from baton.drafters.registry import load_drafter
 from baton.engine.attention import get_backend
 from baton.errors import CheckpointError, ConfigError
 from baton.models import CausalLM, load_model

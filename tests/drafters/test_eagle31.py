@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
-from baton.drafters import load_drafter
 from baton.drafters.eagle3 import aux_layer_ids
+from baton.drafters.registry import load_drafter
 from baton.errors import CheckpointError
 from baton.models import CausalLM, load_model
 from tests.drafters.test_drafters import TOKENS, attention, edit, inputs, layer_weights, mlp, norm, run

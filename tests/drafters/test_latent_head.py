@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
-from baton.drafters import load_drafter
+from baton.drafters.registry import load_drafter
 from baton.engine.attention import AttnBatch, get_backend
 from baton.engine.group_memory import GroupMemory
 from baton.engine.runner import _LayerCache

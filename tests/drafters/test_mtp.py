@@ -12,7 +12,7 @@ import transformers.generation.candidate_generator as candidates
 
 from baton.engine.config import SpeculativeConfig
 from baton.engine.executor import LocalExecutor
-from baton.engine.plan import DraftPlan
+from baton.engine.plan import DraftPlan, DraftResult
 from baton.errors import CheckpointError
 from baton.wire import SamplingParams
 from tests.drafters.test_drafters import edit
@@ -41,7 +41,8 @@ def drafts_of_transformers(path: Path, prompt: list[int], monkeypatch: pytest.Mo
     with monkeypatch.context() as patch, torch.inference_mode():
         patch.setattr(candidates.MTPCandidateGenerator, "get_candidates", get)
         # It knows a module by the number of its layer in the published checkpoint.
-        behind = rf"model\.layers\.{model.config.num_hidden_layers}\..*"
+        first = model.config.num_hidden_layers
+        behind = rf"model\.layers\.({'|'.join(str(first + i) for i in range(9))})\..*"
         patch.setattr(model, "_keys_to_ignore_on_load_unexpected", {behind})
         out = model.generate(
             ids,
@@ -60,8 +61,9 @@ def drafts_of_the_engine(
     found: dict[int, list[int]] = {}
     original = LocalExecutor.draft
 
-    def draft(self: LocalExecutor, plan: DraftPlan) -> list[list[int]]:
-        (drafts,) = out = original(self, plan)
+    def draft(self: LocalExecutor, plan: DraftPlan) -> DraftResult:
+        out = original(self, plan)
+        (drafts,) = out.drafts
         if drafts:
             found[int(plan.rows.positions[-1]) + 2] = drafts
         return out
@@ -94,10 +96,31 @@ def test_drafts_are_those_of_transformers(shape: str, tmp_path: Path, monkeypatc
         }.items()
 
 
+@pytest.mark.parametrize(("shape", "num"), [("deepseek_v3", 2), ("deepseek_v3-odd", 3), ("glm4_moe", 3)])
+def test_several_modules_draft_as_those_of_transformers(
+    shape: str, num: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One after the other, whatever the chunks; behind them the last module goes on."""
+    path = make_mtp_checkpoint(tmp_path, shape, seed=3, num=num)
+    for length in (5, 33):
+        prompt = [3 + (7 * i + i * i) % 200 for i in range(length)]
+        tokens, drafts = drafts_of_transformers(path, prompt, monkeypatch)
+        assert len(drafts) > NUM_TOKENS // 2 - 1
+        for count, settings in ((num, {}), (num, {"max_num_batched_tokens": num + 1}), (1, {}), (num + 2, {})):
+            got, ours = drafts_of_the_engine(path, prompt, count, monkeypatch, **settings)
+            assert got == tokens
+            shared = ours.keys() & drafts.keys()
+            assert len(shared) >= min(len(ours), len(drafts)) - 1
+            for known in shared:
+                least = min(count, num, len(drafts[known]), len(ours[known]))
+                assert ours[known][:least] == drafts[known][:least]
+
+
 @pytest.mark.parametrize(
     ("fields", "why"),
     [
-        ({"num_nextn_predict_layers": 2}, "num_nextn_predict_layers is 2"),
+        ({"num_nextn_predict_layers": 2}, "missing tensor"),
+        ({"num_nextn_predict_layers": 17}, "num_nextn_predict_layers is 17"),
         ({"num_nextn_predict_layers": 0}, "num_nextn_predict_layers is 0"),
         ({"mtp_hidden_states_first": True}, "mtp_hidden_states_first is not supported"),
     ],

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from baton.engine.config import SpeculativeConfig
-from baton.engine.plan import DraftPlan
+from baton.engine.plan import DraftPlan, DraftResult
 from baton.errors import ConfigError
 from baton.wire import SamplingParams, differing_facts
 from tests.engine.engines import EAGLE3, TARGET, Mode, Pair, Stepped, Stream, pair, stepped
@@ -60,7 +60,7 @@ def rows_of_drafts(one: Stepped, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     sizes: list[int] = []
     draft = one.core.executor.draft
 
-    def told(plan: DraftPlan) -> list[list[int]]:
+    def told(plan: DraftPlan) -> DraftResult:
         sizes.append(len(plan.rows.token_ids))
         return draft(plan)
 
@@ -178,8 +178,9 @@ def test_a_draft_model_that_starts_cold_computes_the_prompt_itself(
             assert max(sizes) <= 9, "what all requests catch up with is in one budget"
             assert [stream.token_ids for stream in streams] == [stream.token_ids for stream in alone]
             if drafter is itself:
-                # No draft of one that has caught up is wrong.
-                assert all(set(stream.accepted[:-1]) == {3} for stream in streams)
+                # No draft of one that has caught up is wrong; the longest prompts catch up last.
+                assert all(set(stream.accepted[:-1]) <= {3} for stream in streams)
+                assert sum(len(stream.accepted) for stream in streams) > 2 * len(streams)
             # Now they are prefixes, D's own and of handoffs that bring none.
             again = hand_over(two, "push", GREEDY, "again")
             assert [stream.token_ids for stream in again] == [stream.token_ids for stream in alone]

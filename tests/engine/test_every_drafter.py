@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from baton.engine.config import SpeculativeConfig
 from baton.engine.executor import LocalExecutor
-from baton.engine.plan import DraftPlan
+from baton.engine.plan import DraftPlan, DraftResult
 from baton.errors import CheckpointError
 from baton.models.loader import load_model
 from baton.wire import SamplingParams
@@ -47,18 +48,25 @@ MADE: dict[str, Callable[[Path], Settings]] = {
     "a head on latents": lambda path: eagle31(path),
     "mtp": lambda path: mtp(),
     "mtp of keys and values": lambda path: mtp(),
+    "mtp of three modules": lambda path: mtp(),
 }
 # What they draft for, where it is not a Llama.
-SHAPES = {"a head on latents": "deepseek_v3", "mtp": "deepseek_v3", "mtp of keys and values": "glm4_moe"}
+SHAPES = {
+    "a head on latents": "deepseek_v3",
+    "mtp": "deepseek_v3",
+    "mtp of keys and values": "glm4_moe",
+    "mtp of three modules": "three modules",
+}
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """By the target's type, a directory in which it is."""
-    made = {name: tmp_path_factory.mktemp(name) for name in ("llama", "deepseek_v3", "glm4_moe")}
+    made = {name: tmp_path_factory.mktemp(name) for name in ("llama", "deepseek_v3", "glm4_moe", "three modules")}
     make_checkpoint(made["llama"] / "target", "llama", num_hidden_layers=2, vocab_size=260)
     for shape in ("deepseek_v3", "glm4_moe"):
         make_mtp_checkpoint(made[shape] / "target", shape)
+    make_mtp_checkpoint(made["three modules"] / "target", "glm4_moe", num=3)
     return made
 
 
@@ -100,12 +108,12 @@ def record_drafts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, tuple
     found: list[tuple[int, int, tuple[int, ...]]] = []
     original = LocalExecutor.draft
 
-    def draft(self: LocalExecutor, plan: DraftPlan) -> list[list[int]]:
-        drafts = original(self, plan)
+    def draft(self: LocalExecutor, plan: DraftPlan) -> DraftResult:
+        result = original(self, plan)
         last = plan.rows.query_start[1:] - 1
         places = zip(plan.rows.positions[last].tolist(), plan.rows.token_ids[last].tolist(), strict=True)
-        found.extend((*place, tuple(ids)) for place, ids in zip(places, drafts, strict=True) if ids)
-        return drafts
+        found.extend((*place, tuple(ids)) for place, ids in zip(places, result.drafts, strict=True) if ids)
+        return result
 
     monkeypatch.setattr(LocalExecutor, "draft", draft)
     return found
@@ -165,6 +173,23 @@ def test_a_drafter_changes_no_token_and_a_handoff_neither_drafts_nor_acceptance(
         assert (metrics.num_handoffs["committed"], metrics.recoveries) == (3 * len(LENGTHS), {})
 
 
+def test_states_of_modules_that_do_not_fit_are_not_taken(
+    folders: dict[str, Path], plain: Callable[[str], Expected], tmp_path: Path
+) -> None:
+    expected = plain("three modules")["greedy"]
+    with pair(tmp_path, **settings_of(folders["three modules"], mtp())) as two:
+        assert two.prefill.core.legs is not None
+        for change in (-9999, -4, 4):
+            two.prefill.core.legs.alter_seeds = lambda seeds, change=change: replace(
+                seeds, drafter_states=(seeds.drafter_states + b"1234")[: len(seeds.drafter_states) + change]
+            )
+            _, rest = two.legs(f"{change}", prompt_of(LENGTHS[-1]), GREEDY, "push")
+            two.step_until(lambda rest=rest: rest.ended)
+            assert rest.token_ids == expected[-1]
+            two.settle()
+        assert two.decode.core.metrics.handoff_failures["bad_seeds"] == 3
+
+
 def _mode(name: str) -> Mode:
     return "push" if name == "push" else "pull"
 
@@ -194,10 +219,10 @@ def test_drafts_are_those_of_the_small_model_computed_whole(folder: Path, monkey
 
     original = LocalExecutor.draft
 
-    def draft(self: LocalExecutor, plan: DraftPlan) -> list[list[int]]:
-        drafts = original(self, plan)
-        seen.extend(zip([context.tolist() for context in plan.contexts], drafts, strict=True))
-        return drafts
+    def draft(self: LocalExecutor, plan: DraftPlan) -> DraftResult:
+        result = original(self, plan)
+        seen.extend(zip([context.tolist() for context in plan.contexts], result.drafts, strict=True))
+        return result
 
     monkeypatch.setattr(LocalExecutor, "draft", draft)
     with stepped(**settings_of(folder, drafter, max_num_batched_tokens=20)) as one:

@@ -34,20 +34,21 @@ _LATENT_HEAD = {
 }
 
 
-def make_mtp_checkpoint(path: Path, shape: str, seed: int = 0, **overrides: Any) -> Path:
-    """A random target of a shape of `checkpoints_moe.SHAPES` (deepseek_v3 or glm4_moe) with one MTP module, under the
-    names of the hub; returns `path`."""
-    make_moe_checkpoint(path, shape, seed, num_nextn_predict_layers=1, **overrides)
+def make_mtp_checkpoint(path: Path, shape: str, seed: int = 0, num: int = 1, **overrides: Any) -> Path:
+    """A random target of a shape of `checkpoints_moe.SHAPES` (deepseek_v3 or glm4_moe) with `num` MTP modules, under
+    the names of the hub; returns `path`."""
+    make_moe_checkpoint(path, shape, seed, num_nextn_predict_layers=num, **overrides)
     target = load_model(path)
-    prefix = f"model.layers.{target.config.num_layers}."
     weights = load_file(path / "model.safetensors")
-    for name, tensor in _random_weights(Mtp(target, target.build), seed + 1).items():
-        name = name.removeprefix("layer.")
-        weights[prefix + ("shared_head." + name if name.startswith("norm.") else name)] = tensor
-    # The hub's checkpoints hold copies of what the module shares with its target.
     embedding = weights["model.embed_tokens.weight"]
-    weights[prefix + "embed_tokens.weight"] = embedding.clone()
-    weights[prefix + "shared_head.head.weight"] = weights.get("lm_head.weight", embedding).clone()
+    for module, own in enumerate(Mtp(target, target.build, num).layers):
+        prefix = f"model.layers.{target.config.num_layers + module}."
+        for name, tensor in _random_weights(own, seed + 1 + module).items():
+            name = name.removeprefix("layer.")
+            weights[prefix + ("shared_head." + name if name.startswith("norm.") else name)] = tensor
+        # The hub's checkpoints hold copies of what a module shares with its target.
+        weights[prefix + "embed_tokens.weight"] = embedding.clone()
+        weights[prefix + "shared_head.head.weight"] = weights.get("lm_head.weight", embedding).clone()
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
     return path
 

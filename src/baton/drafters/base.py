@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from baton.drafters.chain import Chain
 from baton.models.cache import LayerCache, LayerSpec
 
 IntArray = npt.NDArray[np.int64]
@@ -47,7 +48,8 @@ class DraftBatch:
     """Rows of which the next token has become known, and how many drafts each request gets behind its last row.
 
     Row i of a request: the target's features of position i, and token x_{i+1}. `features_TF` is None where the drafter
-    takes none. `contexts`: all known tokens per request, int64, where the drafter asks for them; else empty.
+    takes none. `contexts`: all known tokens per request, int64, where the drafter asks for them; else empty. `chain`:
+    where the drafter has modules beyond the first, what they need.
     """
 
     next_ids: IntArray  # [T]
@@ -58,14 +60,16 @@ class DraftBatch:
     contexts: Sequence[IntArray]
     pages: Pages
     choose: Choose
+    chain: Chain | None = None
 
 
 class Drafter(Protocol):
     """One method of drafting. `extend` runs for every batch, `draft` behind it where a request gets drafts.
 
     `kv_layers`: what its layers keep; none needs no pages, layers of several kinds or shapes are several groups.
-    `kv_modules`: for each of them, how many tokens beyond its own an entry depends on (1: row i takes x_{i+1}); None:
-    it sees tokens alone, as the target does, and its rows need not be those that the target has just computed.
+    `kv_modules`: for each of them, how many tokens beyond its own an entry depends on (1: row i takes x_{i+1}; with one
+    above 1 it is a `ChainDrafter`); None: it sees tokens alone, as the target does, and its rows need not be those that
+    the target has just computed.
     `aux_layers`: target layers whose entering residual streams `combine` gets. `needs_contexts`: whether batches bring
     all known tokens of their requests.
     """
@@ -90,3 +94,16 @@ class Drafter(Protocol):
     def draft(self, batch: DraftBatch, extended: Any) -> list[list[int]]:
         """For each request at most `num_drafts` target ids, the likeliest continuation of its known tokens."""
         ...
+
+
+class ChainDrafter(Drafter, Protocol):
+    """A drafter of several modules that are used one after the other: see `Chain`."""
+
+    def carried(self, extended: Any) -> Tensor:
+        """What `extend` leaves for the next batch's `Chain.carried`: [R, K - 1, E]."""
+        ...
+
+
+def num_modules(drafter: Drafter | None) -> int:
+    """Of how many modules a drafter is a chain; 1 of any other, and of none."""
+    return max((module or 1 for module in drafter.kv_modules), default=1) if drafter is not None else 1

@@ -1,8 +1,11 @@
-"""A target's own multi-token prediction module (DeepSeek-V3, arXiv:2412.19437, 2.2; GLM-4.5 has the same).
+"""A target's own multi-token prediction modules (DeepSeek-V3, arXiv:2412.19437, 2.2; GLM-4.5 has the same).
 
-Row i takes the target's final-norm state of position i and x_{i+1}: eh_proj(enorm(embedding), hnorm(state)), one layer
-of the target's own kind, a norm. Its output is both what the target's LM head reads and, for drafts behind the first,
-the state of the next row: one module is used over and over, as vLLM does (transformers stops at one draft).
+Row i of module j (from 1) takes a state of position i and x_{i+j}: eh_proj(enorm(embedding), hnorm(state)), one layer
+of the target's own kind, a norm. The state is the target's final-norm one for the first module, and what module j - 1
+made of row i for the others. What comes out is what the target's LM head reads, too.
+
+Behind the last module its own output is the state of its next row, so that the last one goes on over and over: with one
+module vLLM does that (transformers stops at one draft a module).
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from baton.drafters.head import HeadDrafter
 from baton.errors import CheckpointError
@@ -23,44 +26,62 @@ from baton.models.loader import fill, read_config
 
 # Targets whose checkpoints keep their modules in this shape, behind their last layer.
 _TYPES = ("deepseek_v3", "glm4_moe")
-# The module's own parts; everything else is its layer's.
+# A module's own parts; everything else is its layer's.
 _PARTS = ("enorm.", "hnorm.", "eh_proj.")
 # Copies of the target's.
 _SHARED = ("embed_tokens.", "shared_head.head.")
+MAX_MODULES = 16
 
 
-class Mtp(HeadDrafter):
-    """See the module's docstring. Embedding and LM head are the target's."""
+class Module(nn.Module):
+    """One module: from embeddings and states [T, E] to states [T, E]."""
 
-    aux_layers = ()
-
-    def __init__(self, target: CausalLM, build: Build) -> None:
-        config = _module_config(target.config)
-        super().__init__(config, [target.kv_layer(config, 0)], target, set(), build)
-        hidden = self.feature_size = config.hidden_size
+    def __init__(self, target: CausalLM, config: ModelConfig, layer_id: int, build: Build) -> None:
+        super().__init__()
+        hidden = config.hidden_size
         self.enorm = RMSNorm(hidden, config.rms_eps, build)
         self.hnorm = RMSNorm(hidden, config.rms_eps, build)
         self.eh_proj = Linear(2 * hidden, hidden, build)
-        self.layer = target.layer(config, 0, build)
+        self.layer = target.layer(config, layer_id, build)
         self.norm = RMSNorm(hidden, config.rms_eps, build)
+
+    def forward(self, embeds: Tensor, states: Tensor, cos_sin: tuple[Tensor, Tensor], attend: LayerCache) -> Tensor:
+        x = self.eh_proj(torch.cat((self.enorm(embeds), self.hnorm(states)), dim=-1))
+        return self.norm(self.layer(x, cos_sin, attend))  # type: ignore[no-any-return]
+
+
+class Mtp(HeadDrafter):
+    """One module. Embedding and LM head are the target's."""
+
+    aux_layers = ()
+
+    def __init__(self, target: CausalLM, build: Build, num_modules: int = 1) -> None:
+        config = _modules_config(target.config, num_modules)
+        super().__init__(config, [target.kv_layer(config, i) for i in range(num_modules)], target, set(), build)
+        self.kv_modules = list(range(1, num_modules + 1))
+        self.feature_size = config.hidden_size
+        self.layers = nn.ModuleList(Module(target, config, i, build) for i in range(num_modules))
 
     @classmethod
     def load(cls, path: str, target: CausalLM, build: Build) -> Mtp:
-        """Build and fill the module that the checkpoint directory `path` of the target holds. Raises `CheckpointError`
-        where it holds none, or several."""
-        _check(read_config(path))
-        drafter = cls(target, build)
-        prefix = f"model.layers.{target.config.num_layers}."
+        """Build and fill the modules that the checkpoint directory `path` of the target holds. Raises `CheckpointError`
+        where it holds none, or not all."""
+        from baton.drafters.mtp_chain import MtpChain
+
+        num = _num_modules(read_config(path))
+        drafter = cls(target, build) if num == 1 else MtpChain(target, build, num)
+        behind = target.config.num_layers
 
         def rename(name: str) -> str | None:
-            if not name.startswith(prefix):
+            layer, _, rest = name.removeprefix("model.layers.").partition(".")
+            module = int(layer) - behind if name.startswith("model.layers.") and layer.isdecimal() else -1
+            if not 0 <= module < num or rest.startswith(_SHARED) or rest.endswith("rotary_emb.inv_freq"):
                 return None
-            name = name.removeprefix(prefix)
-            if name.startswith(_SHARED) or name.endswith("rotary_emb.inv_freq"):
-                return None
-            if name.startswith("shared_head."):
-                return name.removeprefix("shared_head.")
-            return name if name.startswith(_PARTS) else f"layer.{name}"
+            if rest.startswith("shared_head."):
+                rest = rest.removeprefix("shared_head.")
+            elif not rest.startswith(_PARTS):
+                rest = f"layer.{rest}"
+            return f"layers.{module}.{rest}"
 
         fill(drafter, path, rename)
         return drafter.eval()
@@ -71,25 +92,26 @@ class Mtp(HeadDrafter):
     def forward(
         self, next_ids_T: Tensor, features_TF: Tensor, positions_T: Tensor, attend: LayerCache, first: bool
     ) -> tuple[Tensor, Tensor]:
-        x = self.eh_proj(torch.cat((self.enorm(self._embed(next_ids_T)), self.hnorm(features_TF)), dim=-1))
-        x = self.norm(self.layer(x, self.rotary.at(positions_T), attend))
+        """One row after another with the last module."""
+        x = self.layers[-1](self._embed(next_ids_T), features_TF, self.rotary.at(positions_T), attend)
         return x, x
 
 
-def _module_config(config: ModelConfig) -> ModelConfig:
-    """The target's, of its last layer alone; of a target with experts, a layer with experts."""
-    moe = config.moe and dataclasses.replace(config.moe, layers=(True,))
-    last = config.windows[-1:]
-    return dataclasses.replace(config, num_layers=1, windows=last, layer_ropes=config.layer_ropes[-1:], moe=moe)
+def _modules_config(config: ModelConfig, num: int) -> ModelConfig:
+    """The target's, of so many layers like its last; of a target with experts, layers with experts."""
+    moe = config.moe and dataclasses.replace(config.moe, layers=(True,) * num)
+    windows, ropes = config.windows[-1:] * num, config.layer_ropes[-1:] * num
+    return dataclasses.replace(config, num_layers=num, windows=windows, layer_ropes=ropes, moe=moe)
 
 
-def _check(raw: RawConfig) -> None:
+def _num_modules(raw: RawConfig) -> int:
     if raw.get("model_type") not in _TYPES:
         known = ", ".join(_TYPES)
         raise CheckpointError(f"drafter: mtp is for targets of type {known}, this is {raw.get('model_type')!r}")
     # Hugging Face reads the second name too.
     num = raw.get("num_nextn_predict_layers", raw.get("num_mtp_layers", 1))
-    if num != 1:
-        raise CheckpointError(f"drafter: config.json: num_nextn_predict_layers is {num!r}, only 1 is supported")
+    if type(num) is not int or not 1 <= num <= MAX_MODULES:
+        raise CheckpointError(f"drafter: config.json: num_nextn_predict_layers is {num!r}, expected 1 to {MAX_MODULES}")
     if get_bool(raw, "mtp_hidden_states_first"):
         raise CheckpointError("drafter: config.json: mtp_hidden_states_first is not supported")
+    return num

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from baton.drafters.base import Drafter
+from baton.drafters.base import Drafter, num_modules
 from baton.drafters.registry import load_drafter
 from baton.engine.attention import get_backend
 from baton.engine.config import EngineConfig
@@ -247,6 +247,7 @@ def _legs(
         config.recovery,
         config.kv_transfer_config.handoff_timeout_s,
         getattr(transport, "alter_seeds", None),
+        drafter_state_bytes=(num_modules(loaded.drafter) - 1) * loaded.model.hidden_size * 4,
     )
 
 

@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from baton.engine.handoff import Effect, HandoffLegs, PagesLetGo, RequestArrived, RequestFailed
 from baton.engine.metrics import EngineMetrics
 from baton.engine.planning import DraftRows
@@ -264,6 +266,7 @@ class EngineCore:
     def _finalise(self, scheduled: Sequence[ScheduledRows], draft_rows: Sequence[DraftRows]) -> None:
         for drafted in draft_rows:
             drafted.request.num_drafted = drafted.stop
+            drafted.request.num_known_drafted = len(drafted.request.token_ids)
         for rows in scheduled:
             request = rows.request
             if request.finish_reason is not None:
@@ -310,6 +313,10 @@ class EngineCore:
             self._emit_seed(request, seeds, None, None)
             request.token_ids.append(seeds.first_token)
             request.sampler.advance([seeds.first_token])
+        request.num_known_drafted = len(request.token_ids)
+        if self.executor.spec.num_modules > 1 and request.cold_from is None:
+            carried = np.frombuffer(seeds.drafter_states, dtype="<f4").astype(np.float32)
+            request.carried = carried.reshape(self.executor.spec.num_modules - 1, -1)
         # The prefill engine's context may be longer, and its drafter may draft more.
         request.draft_ids = list(seeds.draft_token_ids[: self.num_drafts(request)])
         self.scheduler.commit_receive(request)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from baton.engine.choice import choose
-from baton.engine.plan import DraftPlan, IntArray, PlanSpec, StepPlan, StepResult
+from baton.engine.plan import DraftPlan, DraftResult, IntArray, PlanSpec, StepPlan, StepResult
 from baton.engine.runner import ModelRunner, TargetOutput
 
 
@@ -23,8 +23,8 @@ class Executor(Protocol):
         """Target forward, and the choice of tokens."""
         ...
 
-    def draft(self, plan: DraftPlan) -> list[list[int]]:
-        """Drafter forward over rows of the plan executed last; returns at most `num_drafts` tokens per request."""
+    def draft(self, plan: DraftPlan) -> DraftResult:
+        """Drafter forward over rows of the plan executed last."""
         ...
 
     def copy_page(self, group: str, source: int, destination: int) -> None:
@@ -55,7 +55,7 @@ class LocalExecutor:
         return StepResult(choose(logits_NV, plan.sampling), _on_host(logits_NV, plan.logit_rows), features)
 
     @torch.inference_mode()
-    def draft(self, plan: DraftPlan) -> list[list[int]]:
+    def draft(self, plan: DraftPlan) -> DraftResult:
         assert self._output is not None
         return self.runner.draft(plan, self._output)
 

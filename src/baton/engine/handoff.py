@@ -96,15 +96,17 @@ class HandoffLegs:
         handoff_timeout_s: float,
         alter_seeds: Callable[[Seeds], Seeds] | None = None,
         clock: Clock | None = None,
+        drafter_state_bytes: int = 0,
     ) -> None:
         """`ends(request, token)`: whether a token that comes next ends a request. `most_drafts`: how many may come with
-        the first token. `alter_seeds` is the seam at which
-        the `faulty` transport breaks seeds on purpose."""
+        the first token. `alter_seeds` is the seam at which the `faulty` transport breaks seeds on purpose.
+        `drafter_state_bytes`: of `Seeds.drafter_states`, where this engine's drafter needs them."""
         self.agent, self.scheduler, self.cache, self.metrics = agent, scheduler, scheduler.cache, metrics
         self.alter_seeds = alter_seeds
         self._clock = clock or SystemClock()
         self._ends = ends
         self.vocab_size, self.most_drafts = vocab_size, most_drafts
+        self.drafter_state_bytes = drafter_state_bytes
         self.recovery = recovery
         self.handoff_timeout_s = handoff_timeout_s
         self.open: dict[AttemptKey, Leg] = {}
@@ -183,10 +185,12 @@ class HandoffLegs:
         if request.finish_reason is None:
             # Else no drafter has run, and nothing is wanted.
             final = self._final(request, seeded=True)
+        carried = request.carried if request.finish_reason is None else None
         seeds = Seeds(
             first_token=request.token_ids[n],
             first_logprobs=request.first_logprobs,
             draft_token_ids=list(request.draft_ids),
+            drafter_states=b"" if carried is None else carried.astype("<f4").tobytes(),
         )
         if self.alter_seeds is not None:
             seeds = self.alter_seeds(seeds)
@@ -282,6 +286,10 @@ class HandoffLegs:
             return "token ids out of range or too many drafts"
         if request.num_output > 0 and seeds.first_token != request.token_ids[request.prefill_len]:
             return "the first token is not the last one known"
+        # Of a drafter that starts cold none are taken, of a request that has ended none are made.
+        num_bytes = 0 if finished or request.cold_from is not None else self.drafter_state_bytes
+        if num_bytes and len(seeds.drafter_states) != num_bytes:
+            return f"the drafter's states have {len(seeds.drafter_states)} bytes, not {num_bytes}"
         if request.num_output == 0 and request.params.logprobs is not None and seeds.first_logprobs is None:
             return "logprobs are missing"
         # One that goes on from known tokens ended with none of them.

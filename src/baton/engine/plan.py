@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from baton.drafters.chain import Chain
+
 IntArray = npt.NDArray[np.int64]
 Int32Array = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float64]
@@ -29,13 +31,14 @@ def _none() -> IntArray:
 @dataclass(frozen=True, slots=True)
 class PlanSpec:
     """What an executor's plans must hold: block tables of which groups, slots of which groups of states, whether it
-    drafts, and whether its drafter takes all known tokens of a request."""
+    drafts, whether its drafter takes all known tokens of a request, and of how many modules it is a chain (or 1)."""
 
     target_groups: tuple[str, ...]
     draft_groups: tuple[str, ...]
     state_groups: tuple[str, ...]
     drafts: bool
     needs_contexts: bool
+    num_modules: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +161,7 @@ class DraftPlan:
     `rows.token_ids` holds the token after each row. `feature_rows` [T]: the step's row that each goes with.
     `num_drafts` [R]: tokens to draft behind a request's last row. `noise`: [R] each. `contexts`: as
     `PlanSpec.needs_contexts` asks. `first_entry` [R]: the position whose entry is the first of a request's pages; empty
-    where it is 0 for all.
+    where it is 0 for all. `chain`: what a drafter of several modules needs besides.
     """
 
     rows: Rows
@@ -167,6 +170,16 @@ class DraftPlan:
     noise: Noise
     contexts: Sequence[IntArray] = ()
     first_entry: IntArray = field(default_factory=_none)
+    chain: Chain | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DraftResult:
+    """`drafts`: at most `num_drafts` tokens per request. `carried` float32 [R, K - 1, E]: of a chain of K modules, what
+    its next plan is to bring (zeros where a module lacks nothing); of other drafters empty."""
+
+    drafts: list[list[int]]
+    carried: npt.NDArray[np.float32]
 
 
 def one_request(token_ids: Sequence[int], tables: Mapping[str, Sequence[int]], states: Container[str] = ()) -> Rows:

@@ -6,12 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 
+from baton.drafters.chain import Chain
 from baton.engine.plan import DraftPlan, Int32Array, IntArray, PlanSpec, Rows, StateSlots, StepPlan
 from baton.engine.request import Request
 from baton.engine.sampler import ToSample, noise_of, sampling_of
 from baton.engine.scheduler import ScheduledRows
 from baton.kv.geometry import NULL_PAGE
+from baton.kv.interval import known_entries
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +88,28 @@ def draft_plan(draft_rows: Sequence[DraftRows], spec: PlanSpec, rejection: bool)
         first_entry=_array([request.first_drafted for request in requests]),
         noise=replace(noise, temperature=np.zeros(len(requests))) if rejection else noise,
         contexts=[_array(request.token_ids) for request in requests] if spec.needs_contexts else (),
+        chain=_chain(draft_rows, spec.num_modules) if spec.num_modules > 1 else None,
     )
+
+
+def _chain(draft_rows: Sequence[DraftRows], num_modules: int) -> Chain:
+    """What has become known of each module's entries since the drafter ran last, and what it left for them."""
+    modules = range(1, num_modules + 1)
+    spans = np.zeros((len(draft_rows), num_modules, 2), dtype=np.int64)
+    carried_row = np.full((len(draft_rows), num_modules - 1), -1)
+    carried: list[npt.NDArray[np.float32]] = []
+    ahead: list[IntArray] = []
+    for index, rows in enumerate(draft_rows):
+        request = rows.request
+        known = (request.num_known_drafted, rows.start), (len(request.token_ids), rows.stop)
+        for bound, (num_known, computed) in enumerate(known):
+            ends = [known_entries(module, num_known, computed) for module in modules]
+            spans[index, :, bound] = np.maximum(ends, request.first_drafted)
+        ahead.append(_array(request.token_ids[rows.stop + 1 : rows.stop + num_modules]))
+        if request.carried is not None:
+            carried_row[index] = np.arange(num_modules - 1) + len(carried) * (num_modules - 1)
+            carried.append(request.carried)
+    return Chain(spans, ahead, carried_row, *([np.concatenate(carried)] if carried else ()))
 
 
 def _rows(ids: list[int], spans: Sequence[tuple[int, int]], requests: Sequence[Request], groups: Sequence[str]) -> Rows:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import enum
 from typing import TYPE_CHECKING
 
+import numpy as np
+import numpy.typing as npt
+
 from baton.engine.sampler import SamplerState
 from baton.kv.prefix import salted_root
 from baton.kv.tables import BlockTables
@@ -51,6 +54,9 @@ class Request:
     target's features then begins behind the prompt: `first_drafted` is the position whose entry is the first of its
     groups, and there is nothing before it.
 
+    A drafter of several modules has lately seen `num_known_drafted` tokens, and left `carried` float32 [K - 1, E] for
+    its next rows (`baton.drafters.chain`).
+
     `arrival` numbers the requests of an engine as they come; `queued_at` is when it came (monotonic seconds). One that
     has `started`, and lost its pages, goes before those that have not.
     """
@@ -73,6 +79,8 @@ class Request:
         self.num_drafted = 0
         self.first_drafted = 0
         self.cold_from: int | None = None
+        self.num_known_drafted = 0
+        self.carried: npt.NDArray[np.float32] | None = None
         self.num_cached = 0
         self.draft_ids: list[int] = []
         self.kv = BlockTables(salted_root(wire.cache_salt))
@@ -111,4 +119,5 @@ class Request:
         """Its pages are gone, and with them everything computed."""
         self.num_computed = self.num_drafted = self.first_drafted = 0
         self.cold_from = None
+        self.num_known_drafted, self.carried = 0, None
         self.draft_ids = []

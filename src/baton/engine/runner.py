@@ -8,17 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from baton.drafters.base import DraftBatch, Drafter
+from baton.drafters.base import ChainDrafter, DraftBatch, Drafter, num_modules
 from baton.engine.attention import AttentionBackend, AttnBatch
 from baton.engine.attention_latent import Latents
 from baton.engine.choice import DraftChoice
 from baton.engine.group_memory import GroupMemory
-from baton.engine.plan import DraftPlan, Int32Array, IntArray, PlanSpec, Rows
+from baton.engine.plan import DraftPlan, DraftResult, Int32Array, IntArray, PlanSpec, Rows
 from baton.engine.scan import StateBatch, scan
 from baton.kv.spec import GroupSpec
 from baton.models.base import CausalLM
@@ -122,6 +123,7 @@ class ModelRunner:
             state_groups=tuple(g.name for g in target_groups if g.kind == "state"),
             drafts=drafter is not None,
             needs_contexts=drafter is not None and drafter.needs_contexts,
+            num_modules=num_modules(drafter),
         )
 
     @torch.inference_mode()
@@ -147,8 +149,8 @@ class ModelRunner:
         return self.model.compute_logits(output.hidden_TE[self._tensor(rows)])
 
     @torch.inference_mode()
-    def draft(self, plan: DraftPlan, output: TargetOutput) -> list[list[int]]:
-        """Drafter forward: the rows' KV is written; returns the drafts of each request."""
+    def draft(self, plan: DraftPlan, output: TargetOutput) -> DraftResult:
+        """Drafter forward: the rows' KV is written."""
         drafter, rows = self.drafter, plan.rows
         assert drafter is not None
         features = output.features_TF
@@ -167,13 +169,17 @@ class ModelRunner:
                 self, self._draft_layers, {name: rows.tables[name] for name in self.spec.draft_groups}, plan.first_entry
             ),
             choose=DraftChoice(plan.noise, first, self.model.vocab_size),
+            chain=plan.chain,
         )
         extended = drafter.extend(batch)
+        carried = np.zeros((0, 0, 0), dtype=np.float32)
+        if plan.chain is not None:
+            carried = cast(ChainDrafter, drafter).carried(extended).float().cpu().numpy()
         if not plan.num_drafts.any():
-            return [[] for _ in plan.num_drafts]
+            return DraftResult([[] for _ in plan.num_drafts], carried)
         drafts = drafter.draft(batch, extended)
         _check_drafts(drafts, plan.num_drafts.tolist(), self.model.vocab_size, _name(drafter))
-        return drafts
+        return DraftResult(drafts, carried)
 
     def _tensor(self, values: IntArray) -> Tensor:
         return torch.from_numpy(values).to(self.device)

@@ -141,6 +141,7 @@ class Scheduler:
         if hit is None:
             return False
         request.num_computed = request.num_drafted = hit
+        request.num_known_drafted = len(request.token_ids)
         if request.num_output == 0:
             request.num_cached = hit
         request.become(RequestStatus.RUNNING)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from baton.drafters.chain import Chain
 from baton.engine.plan import DraftPlan, Noise, StepPlan, StepResult, one_request
 from baton.engine.planning import DraftRows, Sampled, draft_plan, step_plan
 from baton.engine.request import Request
@@ -89,12 +90,22 @@ def _works(core: EngineCore) -> bool:
         if core.executor.spec.drafts:
             noise = Noise(np.zeros(1, dtype=np.uint64), np.zeros(1, dtype=np.uint64), np.zeros(1))
             contexts = (np.zeros(2, dtype=np.int64),) if core.executor.spec.needs_contexts else ()
-            core.executor.draft(DraftPlan(rows, np.array([0]), one, noise, contexts))
+            core.executor.draft(DraftPlan(rows, np.array([0]), one, noise, contexts, chain=_one_row(core)))
     except Exception:
         return False
     finally:
         core.cache.release(tables)
     return True
+
+
+def _one_row(core: EngineCore) -> Chain | None:
+    """The first row of a request, with which a chain's first module alone has an entry."""
+    num_modules = core.executor.spec.num_modules
+    if num_modules == 1:
+        return None
+    spans = np.zeros((1, num_modules, 2), dtype=np.int64)
+    spans[0, 0, 1] = 1
+    return Chain(spans, [np.zeros(0, dtype=np.int64)], np.full((1, num_modules - 1), -1))
 
 
 def _choose(core: EngineCore, one: Sampled, choices: Sequence[int], result: StepResult) -> None:
@@ -187,9 +198,11 @@ def _draft(core: EngineCore, draft_rows: Sequence[DraftRows]) -> dict[Request, E
     if not draft_rows:
         return {}
     try:
-        drafts = core.executor.draft(draft_plan(draft_rows, core.executor.spec, core.rejection))
-        for rows, ids in zip(draft_rows, drafts, strict=True):
+        result = core.executor.draft(draft_plan(draft_rows, core.executor.spec, core.rejection))
+        for index, (rows, ids) in enumerate(zip(draft_rows, result.drafts, strict=True)):
             rows.request.draft_ids = ids
+            if len(result.carried):
+                rows.request.carried = result.carried[index]
     except Exception as error:
         if len(draft_rows) == 1:
             return {draft_rows[0].request: error}

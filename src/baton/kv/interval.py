@@ -128,7 +128,7 @@ class Rules:
             raise ProtocolError(f"{computed} of {n} tokens computed (seeded: {seeded}) is no state of a request")
         if self.kind == "state":
             return int(computed == n)
-        return min(computed, max(n + seeded - self.reach, 0))
+        return known_entries(self.reach, n + seeded, computed)
 
     def num_pages(self, num_tokens: int, page_size: int) -> int:
         """Pages that a request of `num_tokens` tokens needs; of a state group, slots."""
@@ -151,6 +151,11 @@ class Rules:
         if self.kind == "state":
             return n if found == n else 0
         return min(found, max(n - self.reach, 0))
+
+
+def known_entries(reach: int, n: int, computed: int) -> int:
+    """Of `computed` entries, each of which depends on `reach` tokens behind its own, those that `n` tokens decide."""
+    return min(computed, max(n - reach, 0))
 
 
 def _check(n: int) -> None:

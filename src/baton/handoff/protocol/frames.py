@@ -14,6 +14,7 @@ from msgspec import Meta
 
 from baton.errors import ProtocolError
 from baton.handoff.protocol.messages import (
+    MAX_DRAFTER_STATES,
     Ack,
     Admitted,
     Announce,
@@ -34,9 +35,10 @@ from baton.handoff.protocol.messages import (
     Repair,
 )
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 
 _SMALL = 8 * 1024
+_SEEDS = MAX_DRAFTER_STATES + 64 * 1024
 _TABLES = 8 * 1024 * 1024
 _LIMITS: dict[type[Message], int] = {
     Hello: 1024 * 1024,
@@ -47,7 +49,7 @@ _LIMITS: dict[type[Message], int] = {
     Register: _TABLES,
     Ready: _TABLES,
     ReadDone: _SMALL,
-    Confirm: _SMALL,
+    Confirm: _SEEDS,
     Progress: _TABLES,
     Commit: _TABLES,
     Repair: 256 * 1024,

@@ -19,6 +19,7 @@ from baton.wire import TicketText, TokenLogprobs
 
 MAX_PAGES = 1 << 20
 MAX_DRAFTS = 256
+MAX_DRAFTER_STATES = 1 << 20
 # A digest covers at most this many tokens, and never tokens on both sides of a multiple of it.
 PIECE_TOKENS = 64
 MAX_PIECES = MAX_TOKENS // PIECE_TOKENS
@@ -86,12 +87,15 @@ class Seeds(msgspec.Struct, frozen=True):
     """What lets D start with a verification instead of recomputing the last prompt token.
 
     `first_token` is the token sampled at position n (n prompt tokens), `first_logprobs` its logprobs where
-    asked for, `draft_token_ids` the drafter's guesses for positions n+1 and on.
+    asked for, `draft_token_ids` the drafter's guesses for positions n+1 and on. `drafter_states`: of a drafter of K
+    modules that are used one after the other, the rows [K - 1, E], little-endian float32, that the later modules take
+    from those before them at their first entries behind the prompt; else empty.
     """
 
     first_token: Token
     first_logprobs: TokenLogprobs | None = None
     draft_token_ids: Annotated[list[Token], Meta(max_length=MAX_DRAFTS)] = []
+    drafter_states: Annotated[bytes, Meta(max_length=MAX_DRAFTER_STATES)] = b""
 
 
 # Of a rank that does not sample. No vocabulary has such a token, so whoever took it for one would be found out.
