@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from baton.drafters.chain import Chain
+from baton.drafters.chain import ModuleChain
 from baton.models.cache import LayerCache, LayerSpec
 
 IntArray = npt.NDArray[np.int64]
@@ -60,7 +60,7 @@ class DraftBatch:
     contexts: Sequence[IntArray]
     pages: Pages
     choose: Choose
-    chain: Chain | None = None
+    chain: ModuleChain | None = None
 
 
 class Drafter(Protocol):
@@ -97,10 +97,10 @@ class Drafter(Protocol):
 
 
 class ChainDrafter(Drafter, Protocol):
-    """A drafter of several modules that are used one after the other: see `Chain`."""
+    """A drafter of several modules that are used one after the other: see `ModuleChain`."""
 
     def carried(self, extended: Any) -> Tensor:
-        """What `extend` leaves for the next batch's `Chain.carried`: [R, K - 1, E]."""
+        """What `extend` leaves for the next batch's `ModuleChain.carried`: [R, K - 1, E]."""
         ...
 
 

@@ -22,7 +22,7 @@ def _none() -> npt.NDArray[np.float32]:
 
 
 @dataclass(frozen=True, slots=True)
-class Chain:
+class ModuleChain:
     """Of R requests and K modules, K above 1.
 
     `spans` [R, K, 2]: start and stop of each module's entries that have become known; those of the first are the rows.

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from baton.drafters.chain import Chain
+from baton.drafters.chain import ModuleChain
 
 IntArray = npt.NDArray[np.int64]
 Int32Array = npt.NDArray[np.int32]
@@ -170,7 +170,7 @@ class DraftPlan:
     noise: Noise
     contexts: Sequence[IntArray] = ()
     first_entry: IntArray = field(default_factory=_none)
-    chain: Chain | None = None
+    chain: ModuleChain | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from baton.drafters.chain import Chain
+from baton.drafters.chain import ModuleChain
 from baton.engine.plan import DraftPlan, Int32Array, IntArray, PlanSpec, Rows, StateSlots, StepPlan
 from baton.engine.request import Request
 from baton.engine.sampler import ToSample, noise_of, sampling_of
@@ -92,7 +92,7 @@ def draft_plan(draft_rows: Sequence[DraftRows], spec: PlanSpec, rejection: bool)
     )
 
 
-def _chain(draft_rows: Sequence[DraftRows], num_modules: int) -> Chain:
+def _chain(draft_rows: Sequence[DraftRows], num_modules: int) -> ModuleChain:
     """What has become known of each module's entries since the drafter ran last, and what it left for them."""
     modules = range(1, num_modules + 1)
     spans = np.zeros((len(draft_rows), num_modules, 2), dtype=np.int64)
@@ -109,7 +109,7 @@ def _chain(draft_rows: Sequence[DraftRows], num_modules: int) -> Chain:
         if request.carried is not None:
             carried_row[index] = np.arange(num_modules - 1) + len(carried) * (num_modules - 1)
             carried.append(request.carried)
-    return Chain(spans, ahead, carried_row, *([np.concatenate(carried)] if carried else ()))
+    return ModuleChain(spans, ahead, carried_row, *([np.concatenate(carried)] if carried else ()))
 
 
 def _rows(ids: list[int], spans: Sequence[tuple[int, int]], requests: Sequence[Request], groups: Sequence[str]) -> Rows:

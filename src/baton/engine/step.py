@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from baton.drafters.chain import Chain
+from baton.drafters.chain import ModuleChain
 from baton.engine.plan import DraftPlan, Noise, StepPlan, StepResult, one_request
 from baton.engine.planning import DraftRows, Sampled, draft_plan, step_plan
 from baton.engine.request import Request
@@ -98,14 +98,14 @@ def _works(core: EngineCore) -> bool:
     return True
 
 
-def _one_row(core: EngineCore) -> Chain | None:
+def _one_row(core: EngineCore) -> ModuleChain | None:
     """The first row of a request, with which a chain's first module alone has an entry."""
     num_modules = core.executor.spec.num_modules
     if num_modules == 1:
         return None
     spans = np.zeros((1, num_modules, 2), dtype=np.int64)
     spans[0, 0, 1] = 1
-    return Chain(spans, [np.zeros(0, dtype=np.int64)], np.full((1, num_modules - 1), -1))
+    return ModuleChain(spans, [np.zeros(0, dtype=np.int64)], np.full((1, num_modules - 1), -1))
 
 
 def _choose(core: EngineCore, one: Sampled, choices: Sequence[int], result: StepResult) -> None:
