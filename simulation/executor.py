@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from baton.engine.plan import DraftPlan, PlanSpec, Rows, StepPlan, StepResult
+from baton.engine.plan import DraftPlan, DraftResult, PlanSpec, Rows, StepPlan, StepResult
 from baton.engine.request import Request
 from simulation.memory import GroupMemory
 from simulation.story import VOCAB, Story, extend, follow
@@ -116,7 +116,7 @@ class CellExecutor:
 
     # ------------------------------------------------------------ the drafter
 
-    def draft(self, plan: DraftPlan) -> list[list[int]]:
+    def draft(self, plan: DraftPlan) -> DraftResult:
         """Entries of a module that look further than tokens are known rest on guesses, and are written
         anew by the next step.
         """
@@ -124,7 +124,7 @@ class CellExecutor:
         ids, positions, ends = rows.token_ids.tolist(), rows.positions.tolist(), rows.query_start.tolist()
         if [self._positions[row] for row in plan.feature_rows.tolist()] != positions:
             self._world.fail("wrong_features", f"{self._engine.name} drafts from features of other rows")
-        drafts = []
+        drafts: list[list[int]] = []
         computed = [self._last[int(plan.feature_rows[first])] for first in ends[:-1]]
         self._may_fail(computed, "drafter")
         for index, (first, one) in enumerate(zip(ends, computed, strict=False)):
@@ -148,7 +148,7 @@ class CellExecutor:
                         continue
                     memory.put(self._own(memory, table, entry), entry, state)
             drafts.append(self._guesses(states[stop], count))
-        return drafts
+        return DraftResult(drafts, np.zeros((0, 0, 0), dtype=np.float32))
 
     def _guesses(self, state: int, count: int) -> list[int]:
         """Right until one is wrong, as a rule."""
