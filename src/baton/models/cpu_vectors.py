@@ -35,7 +35,7 @@ def _at(builder: Any, address: Any, byte_offset: Any, type_: Any = _VECTOR) -> A
     return builder.inttoptr(builder.add(address, byte_offset), type_.as_pointer())
 
 
-def _load(builder: Any, address: Any, byte_offset: Any = 0, type_: Any = _VECTOR) -> Any:
+def load(builder: Any, address: Any, byte_offset: Any = 0, type_: Any = _VECTOR) -> Any:
     return builder.load(_at(builder, address, byte_offset, type_), align=1)
 
 
@@ -43,28 +43,28 @@ def _store(builder: Any, value: Any, address: Any, byte_offset: Any = 0) -> None
     builder.store(value, _at(builder, address, byte_offset, value.type), align=1)
 
 
-def _load_wide(builder: Any, address: Any, num_bytes: int) -> Any:
+def load_wide(builder: Any, address: Any, num_bytes: int) -> Any:
     """16 numbers as float32: those of a bfloat16 (2 bytes) widened exactly."""
     if num_bytes == 4:
-        return _load(builder, address)
-    words = builder.zext(_load(builder, address, 0, _NARROW), _WORDS)
-    return builder.bitcast(builder.shl(words, _splat(builder, ir.Constant(_I32, 16))), _VECTOR)
+        return load(builder, address)
+    words = builder.zext(load(builder, address, 0, _NARROW), _WORDS)
+    return builder.bitcast(builder.shl(words, splat(builder, ir.Constant(_I32, 16))), _VECTOR)
 
 
-def _store_narrow(builder: Any, vector: Any, address: Any, num_bytes: int) -> None:
+def store_narrow(builder: Any, vector: Any, address: Any, num_bytes: int) -> None:
     """16 float32, as they are or rounded to the nearest bfloat16 (2 bytes)."""
     if num_bytes == 4:
         return _store(builder, vector, address)
-    half, one, most = (_splat(builder, ir.Constant(_I32, value)) for value in (16, 1, 0x7FFF))
+    half, one, most = (splat(builder, ir.Constant(_I32, value)) for value in (16, 1, 0x7FFF))
     bits = builder.bitcast(vector, _WORDS)
     even = builder.and_(builder.lshr(bits, half), one)
     rounded = builder.lshr(builder.add(builder.add(bits, most), even), half)
     is_nan = builder.fcmp_unordered("uno", vector, vector)
-    rounded = builder.select(is_nan, _splat(builder, ir.Constant(_I32, 0x7FC0)), rounded)
+    rounded = builder.select(is_nan, splat(builder, ir.Constant(_I32, 0x7FC0)), rounded)
     _store(builder, builder.trunc(rounded, _NARROW), address)
 
 
-def _splat(builder: Any, scalar: Any) -> Any:
+def splat(builder: Any, scalar: Any) -> Any:
     type_ = ir.VectorType(scalar.type, LANES)
     one = builder.insert_element(ir.Constant(type_, ir.Undefined), scalar, ir.Constant(_I32, 0))
     return _shuffle(builder, one, one, [0] * LANES)
@@ -76,7 +76,7 @@ def _shuffle(builder: Any, a: Any, b: Any, lanes: Sequence[int]) -> Any:
 
 
 def _constant(builder: Any, value: float) -> Any:
-    return _splat(builder, ir.Constant(_F32, struct.unpack("f", struct.pack("f", value))[0]))
+    return splat(builder, ir.Constant(_F32, struct.unpack("f", struct.pack("f", value))[0]))
 
 
 def _fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
@@ -101,7 +101,7 @@ def _folded(builder: Any, vector: Any, combine: Callable[[Any, Any, Any], Any]) 
 def _visible(builder: Any, first: Any, last: Any, chunk: int) -> Any:
     """Which of the lanes of this chunk of a tile lie in [first, last)."""
     lanes = ir.Constant(_WORDS, [chunk * LANES + lane for lane in range(LANES)])
-    low, high = (_splat(builder, builder.trunc(edge, _I32)) for edge in (first, last))
+    low, high = (splat(builder, builder.trunc(edge, _I32)) for edge in (first, last))
     return builder.and_(builder.icmp_signed(">=", lanes, low), builder.icmp_signed("<", lanes, high))
 
 
@@ -112,7 +112,7 @@ def _transposed(typing_context: Any, element: Any, rows: Any, destination: Any, 
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         _, rows, destination, stride = args
-        block = [_load_wide(builder, _load(builder, rows, 8 * j, _I64), num_bytes) for j in range(LANES)]
+        block = [load_wide(builder, load(builder, rows, 8 * j, _I64), num_bytes) for j in range(LANES)]
         # Rows j and j + distance swap quarters, eighths...: log2(16) rounds of two-input shuffles.
         distance = LANES // 2
         while distance:
@@ -135,7 +135,7 @@ def _widened(typing_context: Any, element: Any, source: Any, destination: Any) -
     num_bytes = _element_bytes(element)
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        _store(builder, _load_wide(builder, args[1], num_bytes), args[2])
+        _store(builder, load_wide(builder, args[1], num_bytes), args[2])
         return context.get_dummy_value()
 
     return numba.void(element, numba.int64, numba.int64), generate
@@ -175,19 +175,19 @@ def _products(
         with builder.if_else(has_factors) as (then, otherwise):
             with then:
                 for row in range(rows):
-                    factor = _splat(builder, _load(builder, factors, 4 * row, _F32))
+                    factor = splat(builder, load(builder, factors, 4 * row, _F32))
                     for chunk in range(chunks):
                         at = builder.add(offset[row], ir.Constant(_I64, 4 * LANES * chunk))
-                        builder.store(builder.fmul(_load(builder, out, at), factor), sums[row, chunk])
+                        builder.store(builder.fmul(load(builder, out, at), factor), sums[row, chunk])
             with otherwise:
                 for place in places:
                     builder.store(_constant(builder, 0.0), sums[place])
         with cgutils.for_range(builder, steps, intp=_I64) as loop:
             base = builder.add(right, builder.mul(loop.index, right_bytes))
-            vectors = [_load(builder, base, 4 * LANES * chunk) for chunk in range(chunks)]
+            vectors = [load(builder, base, 4 * LANES * chunk) for chunk in range(chunks)]
             for row in range(rows):
                 at = builder.add(builder.mul(row_bytes, ir.Constant(_I64, row)), builder.mul(loop.index, step_bytes))
-                scalar = _splat(builder, _load(builder, left, at, _F32))
+                scalar = splat(builder, load(builder, left, at, _F32))
                 for chunk in range(chunks):
                     total = builder.load(sums[row, chunk])
                     builder.store(_fma(builder, scalar, vectors[chunk], total), sums[row, chunk])
@@ -209,7 +209,7 @@ def _largest(typing_context: Any, scores: Any, first: Any, last: Any) -> Any:
         least = _constant(builder, float("-inf"))
         found = least
         for chunk in range(WIDE):
-            values = _load(builder, scores, 4 * LANES * chunk)
+            values = load(builder, scores, 4 * LANES * chunk)
             values = builder.select(_visible(builder, first, last, chunk), values, least)
             found = _larger(builder, values, found)
         return _folded(builder, found, _larger)
@@ -232,8 +232,8 @@ def _exp(builder: Any, x: Any) -> Any:
     for coefficient in _EXP[1:]:
         poly = _fma(builder, poly, r, _constant(builder, coefficient))
     value = builder.fadd(_fma(builder, poly, builder.fmul(r, r), r), _constant(builder, 1.0))
-    biased = builder.add(builder.bitcast(shifted, _WORDS), _splat(builder, ir.Constant(_I32, 127)))
-    power = builder.bitcast(builder.shl(biased, _splat(builder, ir.Constant(_I32, 23))), _VECTOR)
+    biased = builder.add(builder.bitcast(shifted, _WORDS), splat(builder, ir.Constant(_I32, 127)))
+    power = builder.bitcast(builder.shl(biased, splat(builder, ir.Constant(_I32, 23))), _VECTOR)
     return builder.fmul(value, power)
 
 
@@ -244,10 +244,10 @@ def _exponentials(typing_context: Any, scores: Any, first: Any, last: Any, peak:
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         scores, first, last, peak = args
-        nothing, peaks = _constant(builder, 0.0), _splat(builder, peak)
+        nothing, peaks = _constant(builder, 0.0), splat(builder, peak)
         weights = []
         for chunk in range(WIDE):
-            values = builder.fsub(_load(builder, scores, 4 * LANES * chunk), peaks)
+            values = builder.fsub(load(builder, scores, 4 * LANES * chunk), peaks)
             values = builder.select(_visible(builder, first, last, chunk), _exp(builder, values), nothing)
             _store(builder, values, scores, 4 * LANES * chunk)
             weights.append(values)
@@ -270,7 +270,7 @@ def _square_sum(typing_context: Any, element: Any, source: Any, count: Any) -> A
         builder.store(_constant(builder, 0.0), total)
         with cgutils.for_range(builder, builder.sdiv(count, ir.Constant(_I64, LANES)), intp=_I64) as loop:
             at = builder.add(source, builder.mul(loop.index, ir.Constant(_I64, LANES * num_bytes)))
-            values = _load_wide(builder, at, num_bytes)
+            values = load_wide(builder, at, num_bytes)
             builder.store(_fma(builder, values, values, builder.load(total)), total)
         return _folded(builder, builder.load(total), lambda builder, a, b: builder.fadd(a, b))
 
@@ -283,13 +283,13 @@ def _silu_times(typing_context: Any, element: Any, gate: Any, up: Any, out: Any)
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         _, gate, up, out = args
-        gates, ups = _load_wide(builder, gate, num_bytes), _load_wide(builder, up, num_bytes)
+        gates, ups = load_wide(builder, gate, num_bytes), load_wide(builder, up, num_bytes)
         # Beyond this the quotient is 0 anyway, and the exponential would overflow.
         minus = builder.fsub(_constant(builder, 0.0), gates)
         most = _constant(builder, 88.0)
         minus = builder.select(builder.fcmp_ordered(">", minus, most), most, minus)
         below = builder.fadd(_exp(builder, minus), _constant(builder, 1.0))
-        _store_narrow(builder, builder.fmul(builder.fdiv(gates, below), ups), out, num_bytes)
+        store_narrow(builder, builder.fmul(builder.fdiv(gates, below), ups), out, num_bytes)
         return context.get_dummy_value()
 
     return numba.void(element, numba.int64, numba.int64, numba.int64), generate
@@ -301,8 +301,8 @@ def _added(typing_context: Any, element: Any, left: Any, right: Any, out: Any) -
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         _, left, right, out = args
-        total = builder.fadd(_load_wide(builder, left, num_bytes), _load_wide(builder, right, num_bytes))
-        _store_narrow(builder, total, out, num_bytes)
+        total = builder.fadd(load_wide(builder, left, num_bytes), load_wide(builder, right, num_bytes))
+        store_narrow(builder, total, out, num_bytes)
         return context.get_dummy_value()
 
     return numba.void(element, numba.int64, numba.int64, numba.int64), generate
@@ -314,10 +314,10 @@ def _scaled(typing_context: Any, element: Any, source: Any, factor: Any, weight:
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         _, source, factor, weight, out = args
-        normed = builder.fmul(_load_wide(builder, source, num_bytes), _splat(builder, factor))
-        _store_narrow(builder, normed, out, num_bytes)
-        product = builder.fmul(_load_wide(builder, weight, num_bytes), _load_wide(builder, out, num_bytes))
-        _store_narrow(builder, product, out, num_bytes)
+        normed = builder.fmul(load_wide(builder, source, num_bytes), splat(builder, factor))
+        store_narrow(builder, normed, out, num_bytes)
+        product = builder.fmul(load_wide(builder, weight, num_bytes), load_wide(builder, out, num_bytes))
+        store_narrow(builder, product, out, num_bytes)
         return context.get_dummy_value()
 
     return numba.void(element, numba.int64, numba.float32, numba.int64, numba.int64), generate

@@ -1,13 +1,14 @@
 """Linear layers: packed weights, and what makes rows batch-invariant.
 
 On a CPU a filled layer keeps oneDNN's blocked copy of its weight instead of the weight: reading it takes half the
-time for a few rows of bfloat16. Where PyTorch or the CPU has no such copy, the weight stays as it is.
+time for a few rows of bfloat16. Where PyTorch or the CPU has no such copy, the weight stays as it is. A few rows of
+bfloat16 need no call of oneDNN: see `cpu_products`.
 
 A GEMM library picks its algorithm by the number of rows, so the same row can come out with other last bits in another
 batch (oneDNN, 1,536 columns in float32: a lone row differs from the same row among others). With `batch_invariant` rows
 go through the GEMM in blocks of fixed heights, short ones padded. Sixteen rows is the definition; the other heights
 exist for speed, and are used for a weight's shape only if a probe finds each of their rows equal to the definition's
-bit for bit.
+bit for bit. So are the rows of `cpu_products`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from baton.models import cpu_products
 
 _REFERENCE_HEIGHT = 16
 HEIGHTS = (512, 256, 128, 64, 32, 16, 8, 4, 2, 1)
@@ -79,19 +82,38 @@ def block_heights(
     `threads` is part of the key because the library's choice may depend on it. Falls back to single rows,
     which are invariant by themselves, where even the definition's rows depend on their place in the block.
     """
-    generator = torch.Generator().manual_seed(0)
     heights = [height for height in HEIGHTS if height <= TALL or rows * columns < BIG_PROBE]
-    x, weight = (
-        part.to(device, dtype)
-        for part in cancelling(
-            torch.randn(heights[0], columns, generator=generator), torch.randn(rows, columns, generator=generator)
-        )
-    )
+    x, weight = _probe(heights[0], rows, columns, dtype, device)
     if is_packed:
         blocked = packed(weight)
         assert blocked is not None
         weight = blocked
     return equal_heights(lambda block: product(block, weight, None), x, heights)
+
+
+def _probe(height: int, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Rows [height, columns] and a weight [rows, columns] whose products show how they are summed."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(height, columns, generator=generator), torch.randn(rows, columns, generator=generator)
+    x, weight = cancelling(x, weight)
+    return x.to(device, dtype), weight.to(device, dtype)
+
+
+@functools.cache
+def few_rows_agree(rows: int, columns: int, threads: int) -> bool:
+    """Whether `cpu_products` gives each row of bfloat16 the bits of the definition, with a bias and without."""
+    x, weight = _probe(cpu_products.MOST_ROWS, rows, columns, torch.bfloat16, torch.device("cpu"))
+    blocked = packed(weight)
+    at = None if blocked is None else cpu_products.address(weight, blocked)
+    if blocked is None or at is None:
+        return False
+    for bias in (None, weight[:, 0].contiguous()):
+        expected = torch.cat([product(block, blocked, bias) for block in torch.split(x, _REFERENCE_HEIGHT)])
+        for height in (1, 2, 4, len(x)):
+            made = [cpu_products.multiply(block, at, rows, bias) for block in torch.split(x, height)]
+            if not torch.equal(torch.cat(made), expected):
+                return False
+    return True
 
 
 def cancelling(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -165,20 +187,34 @@ class Linear(nn.Module):
 
     def __init__(self, in_features: int, out_features: int, build: Build, bias: bool = False) -> None:
         super().__init__()
+        self.out_features = out_features
         self.weight = build.empty(out_features, in_features)
         self.bias = build.empty(out_features) if bias else None
         self._packed: Tensor | None = None
+        # Where `cpu_products` reads the packed weight.
+        self._address: int | None = None
+        self._batch_invariant = build.batch_invariant
         self._product = invariant_product if build.batch_invariant else product
 
     def pack(self) -> None:
         """Keep the packed weight instead of the plain one, where there is one; the layer must be filled."""
         if self.weight is not None and (blocked := packed(self.weight)) is not None:
+            self._address = cpu_products.address(self.weight, blocked)
             self._packed, self.weight = blocked, None
 
     def forward(self, x: Tensor) -> Tensor:
+        if self._address is not None and self._takes(x):
+            return cpu_products.multiply(x, self._address, self.out_features, self.bias)
         weight = self.weight if self._packed is None else self._packed
         assert weight is not None
         return self._product(x, weight, self.bias)
+
+
+    def _takes(self, x: Tensor) -> bool:
+        """Whether these rows are some that `cpu_products` multiplies."""
+        if len(x) > cpu_products.MOST_ROWS or x.dtype is not torch.bfloat16 or not x.is_contiguous():
+            return False
+        return not self._batch_invariant or few_rows_agree(self.out_features, x.shape[1], torch.get_num_threads())
 
 
 class MergedLinear(Linear):

@@ -1,0 +1,204 @@
+"""A few rows of bfloat16 times a packed weight: one call, which reads the weight as fast as memory gives it.
+
+The kernel reads oneDNN's own blocked copy where that lies as [N / 64][K / 2][64][2], pairs of one output's weights side
+by side, which is how AVX-512's instruction for pairs of bfloat16 takes them. An output is summed in order of its pairs,
+in spans whose sums are added up in order: a row comes out the same whatever rows stand beside it, and with the spans
+that oneDNN 3 takes it has the bits of oneDNN's rows. `linear` relies on that only where a probe finds it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+from typing import Any, cast
+
+import numba
+import numpy as np
+import torch
+from llvmlite import binding, ir  # type: ignore[import-untyped]
+from numba import carray  # type: ignore[attr-defined]
+from numba.core import config as untyped_config
+from numba.extending import intrinsic
+from torch import Tensor
+
+from baton.models.cpu_kernels import jit
+from baton.models.cpu_team import Kernel, arguments, take, threads_for
+from baton.models.cpu_vectors import LANES, WIDE, cgutils, load, load_wide, splat, store_narrow
+
+_config: Any = untyped_config
+# Rows up to which a call costs less than oneDNN's; above, both are limited by products alone.
+MOST_ROWS = 64
+_BLOCK = WIDE * LANES
+_ROW_BYTES, _HALF_BYTES = 4 * _BLOCK, 2 * _BLOCK
+# Weights that are worth one more thread.
+_PARALLEL_WEIGHTS = 1 << 16
+# Columns that oneDNN sums before it adds the sum to what it has, for weights of at most 1,024 columns and of more.
+_SPANS = (512, 1024)
+_NUM_ARGUMENTS = 9
+_I32, _I64 = ir.IntType(32), ir.IntType(64)
+_VECTOR = ir.VectorType(ir.FloatType(), LANES)
+
+
+class _BFloat(ir.Type):  # type: ignore[misc]
+    """LLVM's type, which llvmlite does not name."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat)
+
+
+_PAIRS = ir.VectorType(_BFloat(), 2 * LANES)
+
+
+def _pair_products(
+    typing_context: Any, num_rows: Any, num_chunks: Any, left: Any, row_bytes: Any, right: Any, steps: Any, span: Any,
+    bias: Any, out: Any, out_bytes: Any,
+) -> Any:  # fmt: skip
+    """out [num_rows, 16 * num_chunks] = sum over `steps` pairs of left [row, pair] * right [pair], plus bias.
+
+    Addresses of bfloat16, and bytes from row to row of `left` and `out`. Sums of `span` pairs each run in order, in
+    float32, are added in order, and rounded once. `bias` 0: none. `num_rows` and `num_chunks` are literals.
+    """
+    rows, chunks = num_rows.literal_value, num_chunks.literal_value
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        _, _, left, row_bytes, right, steps, span, bias, out, out_bytes = args
+        nothing = ir.Constant(_VECTOR, [0.0] * LANES)
+        places = [(row, chunk) for row in range(rows) for chunk in range(chunks)]
+        totals = {place: cgutils.alloca_once(builder, _VECTOR) for place in places}
+        sums = {place: cgutils.alloca_once(builder, _VECTOR) for place in places}
+        for place in places:
+            builder.store(nothing, totals[place])
+        function_type = ir.FunctionType(_VECTOR, [_VECTOR, _PAIRS, _PAIRS])
+        name = "llvm.x86.avx512bf16.dpbf16ps.512"
+        multiply_add = cgutils.get_or_insert_function(builder.module, function_type, name)
+        starts = [builder.add(left, builder.mul(row_bytes, ir.Constant(_I64, row))) for row in range(rows)]
+        one = ir.Constant(_I64, 1)
+        num_spans = builder.sdiv(builder.add(steps, builder.sub(span, one)), span)
+        with cgutils.for_range(builder, num_spans, intp=_I64) as outer:
+            first = builder.mul(outer.index, span)
+            last = builder.add(first, span)
+            last = builder.select(builder.icmp_signed("<", last, steps), last, steps)
+            for place in places:
+                builder.store(nothing, sums[place])
+            with cgutils.for_range_slice(builder, first, last, one, intp=_I64) as (step, _):
+                here = builder.add(right, builder.mul(step, ir.Constant(_I64, _ROW_BYTES)))
+                weights = [builder.bitcast(load(builder, here, 4 * LANES * chunk), _PAIRS) for chunk in range(chunks)]
+                offset = builder.mul(step, ir.Constant(_I64, 4))
+                for row in range(rows):
+                    pair = builder.bitcast(splat(builder, load(builder, starts[row], offset, _I32)), _PAIRS)
+                    for chunk in range(chunks):
+                        total = builder.load(sums[row, chunk])
+                        builder.store(builder.call(multiply_add, [total, weights[chunk], pair]), sums[row, chunk])
+            for place in places:
+                total = builder.fadd(builder.load(totals[place]), builder.load(sums[place]))
+                builder.store(total, totals[place])
+        with builder.if_then(builder.icmp_signed("!=", bias, ir.Constant(_I64, 0))):
+            for row, chunk in places:
+                added = load_wide(builder, builder.add(bias, ir.Constant(_I64, 2 * LANES * chunk)), 2)
+                builder.store(builder.fadd(builder.load(totals[row, chunk]), added), totals[row, chunk])
+        for row, chunk in places:
+            at = builder.add(out, builder.mul(out_bytes, ir.Constant(_I64, row)))
+            at = builder.add(at, ir.Constant(_I64, 2 * LANES * chunk))
+            store_narrow(builder, builder.load(totals[row, chunk]), at, 2)
+        return context.get_dummy_value()
+
+    return numba.void(num_rows, num_chunks, *[numba.int64] * 8), generate
+
+
+_products = cast(Callable[..., Any], intrinsic(prefer_literal=True)(_pair_products))
+
+
+@jit
+def _block(
+    num_rows: int, left: Any, row_bytes: int, right: Any, steps: int, span: int, bias: Any, out: Any, out_bytes: int,
+    is_half: bool,
+) -> None:  # fmt: skip
+    """All rows of one block of outputs, or of half of it; as many at once as registers hold sums of."""
+    row = 0
+    while row < num_rows:
+        x, y, more = left + row * row_bytes, out + row * out_bytes, num_rows - row
+        if is_half:
+            if more >= 4:
+                _products(4, 2, x, row_bytes, right, steps, span, bias, y, out_bytes)
+                row += 4
+            else:
+                _products(1, 2, x, row_bytes, right, steps, span, bias, y, out_bytes)
+                row += 1
+        elif more >= 6:
+            _products(6, 4, x, row_bytes, right, steps, span, bias, y, out_bytes)
+            row += 6
+        elif more >= 4:
+            _products(4, 4, x, row_bytes, right, steps, span, bias, y, out_bytes)
+            row += 4
+        elif more >= 2:
+            _products(2, 4, x, row_bytes, right, steps, span, bias, y, out_bytes)
+            row += 2
+        else:
+            _products(1, 4, x, row_bytes, right, steps, span, bias, y, out_bytes)
+            row += 1
+
+
+def _multiply(arguments: Any) -> None:
+    a = carray(arguments, _NUM_ARGUMENTS)
+    num_rows, columns, outputs, x, weight, span, bias, out = a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8]
+    steps = columns // 2
+    # An odd block is cut in two, so that two threads end together.
+    whole = outputs // _BLOCK // 2 * 2
+    piece = take(arguments)
+    while piece * _BLOCK < outputs + (outputs // _BLOCK % 2) * _BLOCK:
+        is_half = piece >= whole
+        half = piece - whole if is_half else 0
+        block = min(piece, whole)
+        at = block * _BLOCK + half * (_BLOCK // 2)
+        right = weight + block * steps * _ROW_BYTES + half * _HALF_BYTES
+        bias_at = bias + 2 * at if bias != 0 else bias
+        _block(num_rows, x, 2 * columns, right, steps, span // 2, bias_at, out + 2 * at, 2 * outputs, is_half)
+        piece = take(arguments)
+
+
+_MULTIPLY = Kernel(_multiply)
+
+
+@functools.cache
+def _has_instruction() -> bool:
+    return not _config.CPU_NAME and bool(binding.get_host_cpu_features().get("avx512bf16"))
+
+
+def address(weight: Tensor, packed: Tensor) -> int | None:
+    """Where the numbers of `packed` [N, K] lie, a copy of bfloat16 `weight`; None where the kernel cannot read them:
+    on another CPU, of other sizes, or where this oneDNN lays them out otherwise."""
+    outputs, columns = weight.shape
+    if weight.dtype is not torch.bfloat16 or outputs % _BLOCK or columns % 2 or not _has_instruction():
+        return None
+    operators: Any = torch.ops.mkldnn
+    try:
+        at, num_bytes = int(operators.data_ptr(packed)), int(operators._nbytes(packed))
+    except (AttributeError, RuntimeError):
+        return None
+    if num_bytes != 2 * outputs * columns or not at:
+        return None
+    # The numbers themselves say how they lie.
+    half = columns // 2
+    stored = np.ctypeslib.as_array((ctypes.c_uint16 * (outputs * columns)).from_address(at)).reshape(-1, half, _BLOCK, 2)
+    plain = weight.view(torch.uint16).numpy().reshape(-1, _BLOCK, half, 2)
+    some = [0, len(stored) // 2, len(stored) - 1]
+    return at if np.array_equal(stored[some], plain[some].transpose(0, 2, 1, 3)) else None
+
+
+def multiply(x: Tensor, at: int, outputs: int, bias: Tensor | None) -> Tensor:
+    """Rows x [T, K] times the weight [N, K] whose `address` is `at`, plus bias [N]: [T, N]. All bfloat16, contiguous."""
+    num_rows, columns = x.shape
+    out = torch.empty(num_rows, outputs, dtype=x.dtype)
+    if num_rows:
+        span = _SPANS[columns > _SPANS[1]]
+        bias_at = 0 if bias is None else bias.data_ptr()
+        given = arguments(num_rows, columns, outputs, x.data_ptr(), at, span, bias_at, out.data_ptr())
+        _MULTIPLY.call(given, threads_for(outputs * columns, _PARALLEL_WEIGHTS))
+    return out
