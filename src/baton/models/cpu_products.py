@@ -186,14 +186,16 @@ def address(weight: Tensor, packed: Tensor) -> int | None:
         return None
     # The numbers themselves say how they lie.
     half = columns // 2
-    stored = np.ctypeslib.as_array((ctypes.c_uint16 * (outputs * columns)).from_address(at)).reshape(-1, half, _BLOCK, 2)
+    stored = np.ctypeslib.as_array((ctypes.c_uint16 * (outputs * columns)).from_address(at)).reshape(
+        -1, half, _BLOCK, 2
+    )
     plain = weight.view(torch.uint16).numpy().reshape(-1, _BLOCK, half, 2)
     some = [0, len(stored) // 2, len(stored) - 1]
     return at if np.array_equal(stored[some], plain[some].transpose(0, 2, 1, 3)) else None
 
 
 def multiply(x: Tensor, at: int, outputs: int, bias: Tensor | None) -> Tensor:
-    """Rows x [T, K] times the weight [N, K] whose `address` is `at`, plus bias [N]: [T, N]. All bfloat16, contiguous."""
+    """Rows x [T, K] times the weight [N, K] whose `address` is `at`, plus bias [N]: [T, N]. bfloat16, contiguous."""
     num_rows, columns = x.shape
     out = torch.empty(num_rows, outputs, dtype=x.dtype)
     if num_rows:

@@ -209,7 +209,6 @@ class Linear(nn.Module):
         assert weight is not None
         return self._product(x, weight, self.bias)
 
-
     def _takes(self, x: Tensor) -> bool:
         """Whether these rows are some that `cpu_products` multiplies."""
         if len(x) > cpu_products.MOST_ROWS or x.dtype is not torch.bfloat16 or not x.is_contiguous():

@@ -1,0 +1,71 @@
+"""A few rows times a packed weight: the rows are right, and are those of oneDNN to the bit where a probe says so."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from baton.models import cpu_products
+from baton.models.linear import Build, Linear, cancelling, packed
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def _made(outputs: int, columns: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
+    """Rows, a weight, its packed copy and where that lies; skips the test on a CPU that cannot read it."""
+    generator = torch.Generator().manual_seed(outputs)
+    x, weight = cancelling(
+        torch.randn(cpu_products.MOST_ROWS, columns, generator=generator),
+        torch.randn(outputs, columns, generator=generator),
+    )
+    x, weight = x.bfloat16(), weight.bfloat16()
+    blocked = packed(weight)
+    at = None if blocked is None else cpu_products.address(weight, blocked)
+    if blocked is None or at is None:
+        pytest.skip("this CPU has no products of bfloat16 pairs, or packs weights otherwise")
+    return x, weight, blocked, at
+
+
+@pytest.mark.parametrize(("outputs", "columns"), [(64, 576), (192, 1536), (320, 128)])
+def test_rows_depend_on_no_other_row_and_on_no_thread(outputs: int, columns: int) -> None:
+    x, weight, _copy, at = _made(outputs, columns)
+    bias = weight[:, 0].contiguous()
+    whole = cpu_products.multiply(x, at, outputs, bias)
+    # The products cancel, so that what a sum rounds is all there is; a bias that is lost or shifted shows.
+    expected = x.double() @ weight.double().T + bias.double()
+    torch.testing.assert_close(whole.double(), expected, rtol=1e-2, atol=1e-3)
+    for height in (1, 2, 3, 5, 8, 13):
+        rows = [cpu_products.multiply(block, at, outputs, bias) for block in torch.split(x, height)]
+        assert torch.equal(torch.cat(rows), whole), height
+    torch.set_num_threads(2)
+    try:
+        assert torch.equal(cpu_products.multiply(x, at, outputs, bias), whole)
+    finally:
+        torch.set_num_threads(1)
+
+
+def test_a_layer_uses_it_and_keeps_its_bits_beyond_its_rows() -> None:
+    """With batch invariance a row of a tall block, which oneDNN multiplies, has the same bits."""
+    x, weight, _, _ = _made(128, 1536)
+    layer = Linear(1536, 128, Build(torch.bfloat16, torch.device("cpu"), batch_invariant=True))
+    assert layer.weight is not None
+    layer.weight.copy_(weight)
+    layer.pack()
+    tall = layer(x.repeat(3, 1))
+    assert torch.equal(layer(x[5:6]), tall[5:6])
+    assert torch.equal(layer(x[:40]), tall[:40])
+    # Rows that do not lie one behind another are multiplied too.
+    assert torch.equal(layer(x.repeat(1, 2)[:3, :1536]), tall[:3])
+
+
+def test_a_copy_that_lies_otherwise_is_not_read() -> None:
+    """Neither sizes that would be padded, nor numbers that are not this weight's."""
+    _, weight, _, _ = _made(64, 576)
+    other = packed(weight.flip(0))
+    assert other is not None
+    assert cpu_products.address(weight, other) is None
+    for shape in ((100, 64), (64, 37)):
+        odd = torch.randn(*shape).bfloat16()
+        blocked = packed(odd)
+        assert blocked is not None
+        assert cpu_products.address(odd, blocked) is None
