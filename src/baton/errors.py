@@ -140,6 +140,7 @@ REASONS = frozenset(
         "not_final",
         "peer_lost",
         "preempted",
+        "prefix_missing",
         "queue_timeout",
         "refused",
         "register_refused",

@@ -143,9 +143,10 @@ class PromptIds(list[int]):
 
 
 class HandoffParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What makes a request one leg of a handoff. `ticket` is signed by the router (`baton.handoff.protocol.ticket`)."""
+    """What makes a request one leg of a handoff, or one that an engine of a deployment computes `alone`. `ticket` is
+    signed by the router (`baton.handoff.protocol.ticket`); of a request alone it names the engine on both sides."""
 
-    role: LegRole
+    role: Literal["prefill", "decode", "alone"]
     ticket: TicketText
 
 
@@ -154,7 +155,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     `num_prompt_tokens` counts the client's prompt: on a resumed request (`prompt_token_ids` ends with tokens
     already sent) it is smaller than the list, so that penalties, limits and positions do not shift. Requests share KV
-    of equal prefixes only with those of the same `cache_salt`.
+    of equal prefixes only with those of the same `cache_salt`. An engine that lacks the KV of more than
+    `max_prefill_tokens` of its tokens declines it as `prefix_missing`; None: it computes them.
     """
 
     request_id: RequestId
@@ -163,6 +165,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     num_prompt_tokens: int | None = None
     handoff: HandoffParams | None = None
     cache_salt: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_CACHE_SALT_CHARS)] | None = None
+    max_prefill_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
 
     @property
     def num_known(self) -> int:
@@ -251,7 +254,8 @@ class EngineInfo(EngineIdentity, frozen=True, kw_only=True):
     """`GET /inference/v1/info`: what a router needs to know of an engine to mint tickets and check requests.
 
     `default_seed`: the seed of requests that bring none; None draws one for each. `token_api`: whether it serves
-    `POST /inference/v1/generate`. `kv_tokens`: how many its pages hold at once.
+    `POST /inference/v1/generate`. `kv_tokens`: how many its pages hold at once. `prefix_step`: a prompt that was handed
+    to it is found again in multiples of so many tokens; 0: not at all.
     """
 
     role: Role
@@ -259,6 +263,7 @@ class EngineInfo(EngineIdentity, frozen=True, kw_only=True):
     model_path: str
     max_model_len: int
     kv_tokens: int = 0
+    prefix_step: int = 0
     batch_invariant: bool
     default_seed: int | None = None
     token_api: bool = True

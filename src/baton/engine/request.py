@@ -70,6 +70,7 @@ class Request:
         self.sampler = sampler
         self.role = wire.handoff.role if wire.handoff else None
         self.ticket = ticket
+        self.max_prefill_tokens = wire.max_prefill_tokens
         self._status = RequestStatus.WAITING
         self.arrival = 0
         self.started = False

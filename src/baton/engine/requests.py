@@ -13,7 +13,7 @@ from baton.engine.sampler import SamplerState
 from baton.errors import ForbiddenError, ProtocolError, RequestError, WrongEngineError
 from baton.handoff.protocol.ticket import SignedTicket, request_digest
 from baton.log_limit import LogLimit
-from baton.wire import MIN_TEMPERATURE, GenerateRequest
+from baton.wire import MIN_TEMPERATURE, GenerateRequest, LegRole
 
 if TYPE_CHECKING:
     from baton.engine.build import Engine
@@ -48,6 +48,8 @@ def make_request(engine: Engine, wire: GenerateRequest) -> Request:
     ticket: SignedTicket | None = None
     if wire.handoff is not None:
         ticket = _ticket(engine, wire)
+        if wire.handoff.role == "alone":
+            wire, ticket = msgspec.structs.replace(wire, handoff=None), None
     if params.normalised() is not params:
         log.warning("%s: temperature %g counts as %g", wire.request_id, params.temperature, MIN_TEMPERATURE)
         params = params.normalised()
@@ -67,8 +69,13 @@ def _ticket(engine: Engine, wire: GenerateRequest) -> SignedTicket:
     if engine.redeemer is None:
         raise RequestError("this engine takes no part in handoffs: it has no ticket key", "handoff")
     digest = request_digest(wire.prompt_token_ids, wire.sampling_params, wire.num_prompt_tokens)
+    alone = wire.handoff.role == "alone"
+    role: LegRole = "prefill" if wire.handoff.role == "prefill" else "decode"
     try:
-        return engine.redeemer.redeem(wire.handoff.ticket, wire.handoff.role, digest, engine.core.clock.monotonic())
+        ticket = engine.redeemer.redeem(wire.handoff.ticket, role, digest, engine.core.clock.monotonic())
+        if (ticket.prefill_incarnation == ticket.decode_incarnation) is not alone:
+            raise ProtocolError("the ticket is for one engine alone, or for two")
+        return ticket
     except ProtocolError as error:
         log.warning("refused the ticket of a request: %s", error)
         if isinstance(error, WrongEngineError):

@@ -78,18 +78,28 @@ class KVCache:
         Every group is trimmed to the common hit, and one row at least is left to compute: it yields the logits, or the
         features that a drafter starts from. Returns the hit in tokens; None, changing nothing, where there is no room.
         """
-        found = self._look_up(tables, tokens, num_tokens - 1)
-        common = min(hit.num_tokens for hit in found.values())
-        while any(found[name].num_tokens > common for name in self._states):
-            # A state starts at its checkpoints alone.
-            found |= {name: pool.lookup(tokens, common, tables.chains[name]) for name, pool in self._states.items()}
-            common = min(hit.num_tokens for hit in found.values())
+        found, common = self._common_hit(tables, tokens, num_tokens)
         # Where there is no page for the copy of one that is hit in part, only whole pages are hit.
         for start in dict.fromkeys((common, common // self._whole_pages * self._whole_pages)):
             rows = min(num_rows, num_tokens - start)
             if self._take(tables, found, dict.fromkeys(self.pools, start), start + rows):
                 return start
         return None
+
+    def num_found(self, tables: BlockTables, tokens: Sequence[int], num_tokens: int) -> int:
+        """The hit in tokens that `attach` would give now, if there were room."""
+        return self._common_hit(tables, tokens, num_tokens)[1]
+
+    def _common_hit(
+        self, tables: BlockTables, tokens: Sequence[int], num_tokens: int
+    ) -> tuple[dict[str, PrefixHit], int]:
+        found = self._look_up(tables, tokens, num_tokens - 1)
+        common = min(hit.num_tokens for hit in found.values())
+        while any(found[name].num_tokens > common for name in self._states):
+            # A state starts at its checkpoints alone.
+            found |= {name: pool.lookup(tokens, common, tables.chains[name]) for name, pool in self._states.items()}
+            common = min(hit.num_tokens for hit in found.values())
+        return found, common
 
     def attach_destination(
         self, tables: BlockTables, tokens: Sequence[int], num_tokens: int, brought: Container[str] | None = None

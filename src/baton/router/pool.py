@@ -26,6 +26,7 @@ from baton.errors import (
 )
 from baton.openai import ServedModel
 from baton.router.client import EngineClient
+from baton.router.prefixes import KnownPrefixes
 from baton.router.timers import RouterTimers
 from baton.text import Tokenizer
 from baton.wire import EngineInfo, Role, differing_facts
@@ -41,7 +42,7 @@ NewClient = Callable[[aiohttp.ClientSession, str, RouterTimers, Role], EngineCli
 class Instance:
     """One engine. `num_inflight` counts this router's legs on it; `problem` says why it is not used.
 
-    `answered`: when it last answered, in monotonic seconds; `num_silent`: questions unanswered since. `evicted`: its
+    `known`: what it holds of prompts that were sent to it. `answered`: when it last answered, in monotonic seconds; `num_silent`: questions unanswered since. `evicted`: its
     lease has ended, and its legs were told so.
     """
 
@@ -54,6 +55,7 @@ class Instance:
     answered: float = 0.0
     num_silent: int = 0
     evicted: bool = False
+    known: KnownPrefixes = field(default_factory=KnownPrefixes)
     _on_lost: list[OnLost] = field(default_factory=list)
 
     @property
@@ -151,24 +153,22 @@ class EnginePool:
             raise RequestError(f"{url} is not an instance", "url")
         return instance
 
-    def pick(self, role: Role, avoid: Sequence[Instance] = ()) -> Instance | None:
-        """Return the instance of `role` whose turn it is, or None; those of `avoid`, and then those that were silent
-        when last asked, only for want of another."""
-        mine = [i for i in self._instances.values() if i.role == role]
-        usable = [i for i in mine if i.healthy] or [i for i in mine if i.suspected]
-        usable = [i for i in usable if i not in avoid] or usable
-        if not usable:
-            return None
+    def usable(self, healthy: bool) -> list[Instance]:
+        """The instances that may get requests: the `healthy`, or those that were silent when last asked."""
+        return [i for i in self._instances.values() if (i.healthy if healthy else i.suspected)]
+
+    def take(self, among: Sequence[Instance]) -> Instance:
+        """The one of these instances whose turn it is. There is one at least."""
         self._turn += 1
         if self._policy == "least_loaded":
-            chosen = min(usable, key=lambda i: (i.num_inflight, i.order))
+            chosen = min(among, key=lambda i: (i.num_inflight, i.order))
         else:
-            chosen = min(usable, key=lambda i: i.order)
+            chosen = min(among, key=lambda i: i.order)
         chosen.order = self._turn  # equal loads take turns
         return chosen
 
     def has_other(self, instance: Instance, avoid: Sequence[Instance] = ()) -> bool:
-        """Whether `pick` could choose another of its role, not one of `avoid`."""
+        """Whether there is another of its role for new requests, not one of `avoid`."""
         mine = (i for i in self._instances.values() if i.role == instance.role and i.healthy)
         return any(i is not instance and i not in avoid for i in mine)
 
@@ -232,6 +232,8 @@ class EnginePool:
                 raise ConfigError("tokenizer", f"{error}; name its directory with --tokenizer") from None
             if self._model is None:
                 self._model = ServedModel.of(info, tokenizer)
+        if instance.info is None or instance.info.incarnation != info.incarnation:
+            instance.known = KnownPrefixes(info.prefix_step, info.kv_tokens)
         instance.info, instance.problem = info, None
         instance.answered, instance.num_silent, instance.evicted = time.monotonic(), 0, False
 

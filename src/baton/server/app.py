@@ -137,5 +137,5 @@ def _check(wire: GenerateRequest, info: EngineInfo) -> None:
     if wire.sampling_params.stop:
         raise RequestError("stop strings are not for legs: the front door applies them", "stop")
     role = wire.handoff.role if wire.handoff is not None else None
-    if info.role != "both" and role != info.role:
+    if info.role != "both" and role not in (info.role, "alone"):
         raise RequestError(f"this engine's role is {info.role!r}, the request's is {role!r}", "handoff")

@@ -74,6 +74,13 @@ class Connector(ABC):
         Raises `EngineUnavailableError` when an engine is not known any more.
         """
 
+    def alone(self, request: GenerateRequest, engine: Instance) -> Chunks:
+        """Return the one leg of a request that `engine`, of any role, computes whole; nothing is sent before it is read.
+
+        Raises `EngineUnavailableError` when the engine is not known any more.
+        """
+        return engine.client.generate(request)
+
     def check(self, params: SamplingParams) -> None:
         """Raise `RequestError` for a parameter that cannot be honoured here. A seed of None: the client gave none."""
         for name, neutral in _NOT_SEEDED.items():

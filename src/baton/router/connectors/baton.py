@@ -33,3 +33,11 @@ class EngineConnector(Connector):
             )
 
         return Legs({"prefill": leg("prefill", prefill), "decode": leg("decode", decode)})
+
+    def alone(self, request: GenerateRequest, engine: Instance) -> Chunks:
+        """An engine of a deployment computes what a router has signed, alone too."""
+        if engine.role != "both":
+            digest = request_digest(request.prompt_token_ids, request.sampling_params, request.num_prompt_tokens)
+            ticket = mint_ticket(self.config.ticket_key, engine, engine, "push", digest, self.config.ticket_life_s)
+            request = msgspec.structs.replace(request, handoff=HandoffParams(role="alone", ticket=ticket))
+        return engine.client.generate(request)

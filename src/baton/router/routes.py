@@ -1,0 +1,122 @@
+"""Where a request runs, and why: handed off between two engines, or whole on one of them.
+
+The roles of engines are what they are for, not what they can do: each can prefill and decode. So a request is handed
+off where that pays and both roles are there, and is computed on one engine elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from baton.router.pool import EnginePool, Instance
+from baton.router.prefixes import chain_of
+from baton.wire import GenerateRequest, Role
+
+Why = Literal["handed_off", "cached", "short", "no_prefill_engine", "no_decode_engine", "both_roles", "resumed"]
+WHYS: tuple[Why, ...] = get_args(Why)
+# How many more legs an engine may have than the one whose turn it is, and still be chosen for what it holds.
+_SLACK_LEGS = 1
+_LAST = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """One attempt's engines. Without `prefill`, `decode` does all; it declines where it lacks the KV of more than
+    `max_prefill_tokens` of the prompt (None: any number)."""
+
+    why: Why
+    decode: Instance
+    prefill: Instance | None = None
+    max_prefill_tokens: int | None = None
+
+
+class Decisions:
+    """Counts of routes by reason: all, and those of the last 100 requests. `stale`: routes to an engine that lacked
+    more than was thought."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.stale = 0
+        self._last: deque[Why] = deque(maxlen=_LAST)
+
+    def took(self, why: Why) -> None:
+        """The first attempt of a request goes this way."""
+        self.counts[why] += 1
+        self._last.append(why)
+
+    def summary(self) -> str:
+        """The last requests in words."""
+        last = Counter(self._last)
+        handed = last.pop("handed_off", 0)
+        local = ", ".join(f"{why.replace('_', ' ')} {last[why]}" for why in WHYS if last[why])
+        text = f"{handed} of the last {len(self._last)} handed off, {sum(last.values())} local"
+        return f"{text}: {local}" if local else text
+
+
+class Routes:
+    """Chooses among the engines of `pool`. A prompt of which the decode engine lacks at most
+    `max_local_prefill_length` tokens is computed there; 0: none is, while there is a prefill engine."""
+
+    def __init__(self, pool: EnginePool, max_local_prefill_length: int = 0) -> None:
+        self._pool = pool
+        self._most = max_local_prefill_length
+
+    def choose(self, request: GenerateRequest, tried: Sequence[Instance], hand_off: bool) -> Route | None:
+        """A route over engines that were not `tried`, or for want of those over others, or over silent ones; None where
+        there is no engine. `hand_off`: whatever the decode engine holds."""
+        for healthy, avoided in ((True, tried), (True, ()), (False, ())):
+            found: dict[Role, list[Instance]] = {"prefill": [], "decode": [], "both": []}
+            for instance in self._pool.usable(healthy):
+                if instance not in avoided:
+                    found[instance.role].append(instance)
+            route = self._among(request, found["prefill"], found["decode"], found["both"], hand_off)
+            if route is not None:
+                return route
+        return None
+
+    def _among(
+        self,
+        request: GenerateRequest,
+        prefill: list[Instance],
+        decode: list[Instance],
+        both: list[Instance],
+        hand_off: bool,
+    ) -> Route | None:
+        take = self._pool.take
+        if prefill and decode:
+            chosen = take(decode)
+            local = None if hand_off or not self._most else self._local(request, decode, chosen)
+            return local or Route("handed_off", chosen, take(prefill))
+        if both:
+            return Route("both_roles", take(both))
+        if decode:
+            return Route("no_prefill_engine", take(decode))
+        return Route("no_decode_engine", take(prefill)) if prefill else None
+
+    def _local(self, request: GenerateRequest, decode: list[Instance], chosen: Instance) -> Route | None:
+        tokens = request.prompt_token_ids
+        if len(tokens) <= self._most:
+            return Route("short", chosen)
+        chain = chain_of(tokens)
+        near = [
+            engine
+            for engine in decode
+            if engine.num_inflight <= chosen.num_inflight + _SLACK_LEGS
+            and len(tokens) - engine.known.num_tokens(chain) <= self._most
+        ]
+        if not near:
+            return None
+        best = chosen if chosen in near else min(near, key=lambda engine: engine.num_inflight)
+        return Route("cached", best, max_prefill_tokens=self._most)
+
+    def served(self, route: Route, tokens: Sequence[int]) -> None:
+        """The engine that decodes has, or had, the KV of `tokens`."""
+        if self._most:
+            route.decode.known.learn(chain_of(tokens))
+
+    def declined(self, route: Route, tokens: Sequence[int]) -> None:
+        """It lacks more of `tokens` than was thought."""
+        route.decode.known.forget(chain_of(tokens))
