@@ -214,6 +214,8 @@ class Deployment:
 
     def _router_flags(self, port: int) -> list[str]:
         flags = ["--port", str(port), "--ticket-key-file", self.ticket_key_file]
+        # Who starts a deployment to look at handoffs has them, whatever the length of prompts.
+        flags += ["--max-local-prefill-length", "0"]
         for role, urls in self._urls.items():
             for url in urls:
                 flags += [f"--{role}", url]

@@ -233,6 +233,8 @@ async def test_instances_join_and_leave(directory: Path) -> None:
         assert both.requests[0].handoff is None
         assert [e["role"] for e in (await status_of(session, url))["engines"]] == ["decode", "both"]
         assert (await change("remove", url=third))[0] == 200
+        assert (await complete(session, url, max_tokens=6))[1]["choices"][0]["text"] == TEXT[:6], "by the other alone"
+        assert (await change("remove", url=setup.urls[1]))[0] == 200
         assert (await complete(session, url))[0] == 503
 
 

@@ -170,11 +170,16 @@ class FakeEngine:
         role, start = "both", known
         if request.handoff is not None:
             role = request.handoff.role
-            ticket = tickets.verify(KEY, request.handoff.ticket, request.handoff.role, self.info.clock)
+            signed_for = "prefill" if role == "prefill" else "decode"
+            ticket = tickets.verify(KEY, request.handoff.ticket, signed_for, self.info.clock)  # type: ignore[arg-type]
             digest = tickets.request_digest(request.prompt_token_ids, params, request.num_prompt_tokens)
             if ticket.request_digest != digest:
                 raise ProtocolError("another request's ticket")
             future = self.handed.setdefault(ticket.transfer_id, asyncio.get_running_loop().create_future())
+        if request.max_prefill_tokens is not None and self.fail == "evicted":
+            error = "prefix_missing: too much of the prompt is not here"
+            yield TokenChunk(request_id=name, finish_reason="error", error=error, recoverable=True)
+            return
         if role == "decode":
             if self.fail == "handoff":
                 yield TokenChunk(request_id=name, finish_reason="error", error="handoff_timeout: no commit")

@@ -25,6 +25,9 @@ from baton.errors import ConfigError
 from baton.openai.serving import SHUTDOWN_TIMEOUT_S
 from baton.wire import Mode, Recovery, Role
 
+# As many rows delay the decodes beside them by less than a handoff's own share (docs/performance.md).
+MAX_LOCAL_PREFILL_LENGTH = 64
+
 if TYPE_CHECKING:
     from baton.router import RouterConfig
 
@@ -178,6 +181,12 @@ class RouterOptions:
     policy: Annotated[Literal["round_robin", "least_loaded"], typer.Option(help="How engines are chosen.")] = (
         "round_robin"
     )
+    max_local_prefill_length: Annotated[
+        int,
+        typer.Option(
+            min=0, help="Tokens of a prompt that a decode engine may lack to compute it itself; 0: hand off all."
+        ),
+    ] = MAX_LOCAL_PREFILL_LENGTH
     allow_mode_override: Annotated[bool, typer.Option(help="Let a request choose by its field kv_mode.")] = False
     admin_token_file: Annotated[
         str | None,

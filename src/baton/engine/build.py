@@ -177,7 +177,7 @@ def _build(
     )
     if agent is not None:
         agent.start()
-    info = _info(config, loaded, pool.size, facts, incarnation, [agent.address] if agent else [])
+    info = _info(config, loaded, pool.size, facts, incarnation, [agent.address] if agent else [], cache)
     redeemer = Redeemer(ticket_key, config.engine_id, incarnation) if ticket_key else None
     return Engine(info, core, loaded.tokenizer, agent, transport, redeemer)
 
@@ -258,7 +258,12 @@ def _info(
     facts: dict[str, str],
     incarnation: str,
     control_addresses: list[str],
+    cache: KVCache,
 ) -> EngineInfo:
+    spec = config.speculative_config
+    moves_all = spec is None or spec.draft_kv == "require"
+    # Of a window or a state only what is needed to go on comes with a handoff, and that is no prefix.
+    refound = config.enable_prefix_caching and moves_all and {r.kind for r in cache.rules.values()} <= {"full", "mla"}
     return EngineInfo(
         engine_id=config.engine_id,
         incarnation=incarnation,
@@ -267,6 +272,7 @@ def _info(
         model_path=str(Path(config.model).resolve()),
         max_model_len=size.max_model_len,
         kv_tokens=size.num_tokens,
+        prefix_step=int(refound),
         vocab_size=loaded.model.vocab_size,
         eos_token_ids=list(loaded.tokenizer.eos_token_ids),
         control_addresses=control_addresses,

@@ -147,15 +147,10 @@ class EngineCore:
 
     def add(self, request: Request) -> None:
         """Queue a request, or decline it. Its id is not in use."""
-        if request.max_prefill_tokens is not None:
-            found = self.cache.num_found(request.kv, request.token_ids, request.prefill_len)
-            if request.prefill_len - found > request.max_prefill_tokens:
-                error = f"prefix_missing: {request.prefill_len - found} tokens are not here"
-                declined = TokenChunk(
-                    request_id=request.request_id, finish_reason="error", error=error, recoverable=True
-                )
-                self.emit(declined, True)
-                return
+        if request.max_prefill_tokens is not None and self.scheduler.missing(request) > request.max_prefill_tokens:
+            error = "prefix_missing: too much of the prompt is not here"
+            chunk = TokenChunk(request_id=request.request_id, finish_reason="error", error=error, recoverable=True)
+            return self.emit(chunk, True)
         self.requests[request.request_id] = request
         request.arrival, request.queued_at = next(self._arrivals), self.clock.monotonic()
         self.metrics.num_prompt_tokens += request.num_prompt

@@ -149,6 +149,11 @@ class Scheduler:
         self.running.append(request)
         return True
 
+    def missing(self, request: Request) -> int:
+        """How many tokens of a request that waits would have to be computed."""
+        found = self.cache.find(request.kv, request.token_ids, request.prefill_len)
+        return request.prefill_len - min(hit.num_tokens for hit in found.values())
+
     def start_receive(self, request: Request, brought: Container[str] | None = None) -> Destination | None:
         """Give a decode leg its destination pages, or None when there is no room yet. `brought`: as
         `KVCache.attach_destination`."""

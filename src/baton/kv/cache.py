@@ -78,28 +78,23 @@ class KVCache:
         Every group is trimmed to the common hit, and one row at least is left to compute: it yields the logits, or the
         features that a drafter starts from. Returns the hit in tokens; None, changing nothing, where there is no room.
         """
-        found, common = self._common_hit(tables, tokens, num_tokens)
+        found = self.find(tables, tokens, num_tokens)
+        common = min(hit.num_tokens for hit in found.values())
         # Where there is no page for the copy of one that is hit in part, only whole pages are hit.
         for start in dict.fromkeys((common, common // self._whole_pages * self._whole_pages)):
-            rows = min(num_rows, num_tokens - start)
-            if self._take(tables, found, dict.fromkeys(self.pools, start), start + rows):
+            if self._take(tables, found, dict.fromkeys(self.pools, start), start + min(num_rows, num_tokens - start)):
                 return start
         return None
 
-    def num_found(self, tables: BlockTables, tokens: Sequence[int], num_tokens: int) -> int:
-        """The hit in tokens that `attach` would give now, if there were room."""
-        return self._common_hit(tables, tokens, num_tokens)[1]
-
-    def _common_hit(
-        self, tables: BlockTables, tokens: Sequence[int], num_tokens: int
-    ) -> tuple[dict[str, PrefixHit], int]:
+    def find(self, tables: BlockTables, tokens: Sequence[int], num_tokens: int) -> dict[str, PrefixHit]:
+        """The prefix hits with which `attach` would begin now; the shortest is common to all groups."""
         found = self._look_up(tables, tokens, num_tokens - 1)
         common = min(hit.num_tokens for hit in found.values())
         while any(found[name].num_tokens > common for name in self._states):
             # A state starts at its checkpoints alone.
             found |= {name: pool.lookup(tokens, common, tables.chains[name]) for name, pool in self._states.items()}
             common = min(hit.num_tokens for hit in found.values())
-        return found, common
+        return found
 
     def attach_destination(
         self, tables: BlockTables, tokens: Sequence[int], num_tokens: int, brought: Container[str] | None = None
@@ -184,11 +179,9 @@ class KVCache:
     def reserve(self, tables: BlockTables, num_tokens: int) -> bool:
         """Extend every block table to `num_tokens` tokens and the slots for drafts. False, changing nothing, where
         there is no room."""
-        missing: dict[str, int] = {}
-        for name, pool in self.pools.items():
-            missing[name] = self._num_pages(name, num_tokens) - len(tables.pages[name])
-            if missing[name] > pool.num_available:
-                return False
+        missing = {name: self._num_pages(name, num_tokens) - len(tables.pages[name]) for name in self.pools}
+        if any(count > self.pools[name].num_available for name, count in missing.items()):
+            return False
         for name, count in missing.items():
             if count > 0:
                 pages = tables.pages[name]
@@ -299,14 +292,11 @@ class KVCache:
     def leave_quarantine(self, held: BlockTables, tokens: Sequence[int], proven: Mapping[str, int]) -> None:
         """The pages are quiet. Those whose entries are `proven` final up to there stay, as a prefix from which a
         recomputation may start."""
-        uncached = held.uncached
         for name, pages in held.take().items():
             pool = self.pools[name]
-            if name not in uncached and name not in self._states:
+            if name not in held.uncached and name not in self._states:
                 pool.cache(tokens, pages, held.chains[name], proven.get(name, 0))
             pool.leave_quarantine(pages)
-
-    # ------------------------------------------------------------ a few pages for the engine itself
 
     def spare(self) -> BlockTables | None:
         """Tables of one page per group that belong to no request; None where there is no room. `release` ends them."""

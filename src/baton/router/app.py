@@ -22,6 +22,7 @@ from baton.router.client import new_session
 from baton.router.connectors import BATON_ENGINES, create_connector
 from baton.router.connectors.base import ConnectorConfig
 from baton.router.pool import EnginePool, Instance, Policy
+from baton.router.routes import WHYS
 from baton.router.timers import RouterTimers
 from baton.waiting import MAX_QUEUED_REQUESTS, Queue
 from baton.wire import EngineLoad, Mode, Recovery, Role
@@ -36,8 +37,10 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     runs there, Baton's own engines or vLLM; with vLLM, `kv_connector` is what it hands over with, `seed_first_token`
     sends its token to the decode server, and `near_tie` excuses other first tokens, in nats. `kv_mode` None: push, or
     the one that the connector has. `admin_token` None: instances cannot be changed at run time. `host_names`: by which
-    it is called there. `max_queued_requests`: choices that may wait for their first token. `ticket_life`: seconds in
-    which both legs must reach their engines. `api_keys`: clients must bring one of them; none: all may ask."""
+    it is called there. `max_local_prefill_length`: a prompt of which the decode engine lacks at most so many tokens is
+    computed there; 0: none is, while there is a prefill engine. `max_queued_requests`: choices that may wait for their
+    first token. `ticket_life`: seconds in which both legs must reach their engines. `api_keys`: clients must bring one
+    of them; none: all may ask."""
 
     prefill: tuple[str, ...] = ()
     decode: tuple[str, ...] = ()
@@ -47,6 +50,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     allow_mode_override: bool = False
     policy: Policy = "round_robin"
     tokenizer: str | None = None
+    max_local_prefill_length: int = 0
     recovery: Recovery = "full"
     timers: RouterTimers = RouterTimers()
     engine: EngineKind = "baton"
@@ -95,6 +99,7 @@ async def build_app(config: RouterConfig) -> web.Application:
         config.allow_mode_override,
         config.recovery,
         config.near_tie if vllm else 0.0,  # Baton's own engines compute nothing twice
+        config.max_local_prefill_length,
     )
     roles: tuple[tuple[Role, tuple[str, ...]], ...] = (
         ("prefill", config.prefill),
@@ -182,6 +187,7 @@ async def _status(backend: RouterBackend) -> dict[str, object]:
             **{name: backend.handoffs[name] for name in backend.OUTCOMES},
             "failures": dict(backend.failures),
         },
+        "decisions": backend.decisions.describe(),
         "recoveries": dict(backend.recoveries),
         "near_ties": backend.near_ties,
     }
@@ -205,6 +211,12 @@ def _rows(backend: RouterBackend, queue: Queue) -> Iterator[Row]:
         yield counter("router_handoffs", "Handoffs by outcome.", backend.handoffs[outcome], outcome=outcome)
     for reason, count in sorted(backend.failures.items()):
         yield counter("router_handoff_failures", "Failed handoffs by reason.", count, reason=reason)
+    for why in WHYS:
+        yield counter(
+            "router_decisions", "Requests by where they ran, and why.", backend.decisions.counts[why], why=why
+        )
+    text = "Requests that an engine declined, since it lacked more of their prompt than was thought."
+    yield counter("router_stale_prefixes", text, backend.decisions.stale)
     for rung, count in sorted(backend.recoveries.items()):
         yield counter("router_recoveries", "Requests sent again, by rung.", count, rung=rung)
     yield counter("router_near_ties", "First tokens that differed by a near-tie.", backend.near_ties)

@@ -12,6 +12,8 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Coroutine
 from typing import Any, get_args
 
+import msgspec
+
 from baton.errors import (
     BatonError,
     EngineLostError,
@@ -28,6 +30,7 @@ from baton.router.connectors.base import Connector, Legs, Outcome
 from baton.router.join import Chunks, Items, Joined, LegFailed, TokenMismatch, join_legs
 from baton.router.near_tie import measure_gap
 from baton.router.pool import EnginePool, Instance, OnLost
+from baton.router.routes import PREFIX_MISSING, Decisions, Route, Routes
 from baton.timeouts import timeout
 from baton.wire import GenerateRequest, LegRole, Mode, Recovery, SamplingParams, TokenChunk, recovers
 
@@ -61,8 +64,11 @@ class RouterBackend:
         allow_mode_override: bool = False,
         recovery: Recovery = "full",
         near_tie: float = 0.0,
+        max_local_prefill_length: int = 0,
     ) -> None:
         self.pool = pool
+        self.decisions = Decisions()
+        self._routes = Routes(pool, max_local_prefill_length)
         self.allows_kv_mode = allow_mode_override
         self.handoffs: Counter[str] = Counter()
         self.failures: Counter[str] = Counter()
@@ -87,32 +93,51 @@ class RouterBackend:
         joined = Joined(request)
         tried: list[Instance] = []
         attempt = fruitless = 0
-        chosen: tuple[Instance, ...] = ()
+        route: Route | None = None
+        hand_off = kv_mode is not None  # who names a mode wants it
+        decided = False
         while True:
-            chosen = chosen or await self._choose(tried, self.pool.timers.patience if attempt else 0.0)
+            rest = joined.rest(attempt)
+            if route is None:
+                route = await self._choose(rest, tried, hand_off, self.pool.timers.patience if attempt else 0.0)
+            if not decided and route.max_prefill_tokens is None:
+                decided = True
+                self.decisions.took(route.why)
             num_known = len(joined.token_ids)
-            run = self._run(joined.rest(attempt), chosen, kv_mode or self._kv_mode)
             try:
-                async with contextlib.aclosing(run) as chunks:
+                async with contextlib.aclosing(self._run(rest, route, kv_mode or self._kv_mode)) as chunks:
                     async for chunk in chunks:
+                        if not decided:  # it was not declined
+                            decided = True
+                            self.decisions.took(route.why)
                         new = joined.push(chunk)
                         if new is not None:
                             yield new
                 return
             except TokenMismatch as mismatch:
-                if not await self._is_near_tie(joined, mismatch, chosen[0]):
+                if route.prefill is None or not await self._is_near_tie(joined, mismatch, route.prefill):
                     self.failures[mismatch.reason] += 1
                     raise
                 self.near_ties += 1
                 attempt += 1
-                chosen = chosen[-1:]  # the decode engine, which holds nearly all of the KV
+                route = Route("resumed", route.decode)  # which holds nearly all of the KV
                 continue
             except LegFailed as failure:
                 failed = failure
             except ProtocolError as error:
                 failed = LegFailed("decode", error)
+            finally:
+                if len(joined.token_ids) > max(num_known, 1):  # more than a prefill engine says
+                    self._routes.served(route, request, joined.token_ids)
+            attempt += 1
+            if isinstance(failed.error, HandoffError) and failed.error.reason == PREFIX_MISSING and not hand_off:
+                self.decisions.stale += 1
+                self._routes.declined(route, rest)
+                hand_off, route = True, None
+                continue
             # A decode engine that says why it cannot go on is well; what it misses is the prefill engine's.
-            lost = chosen[0] if failed.leg == "prefill" or failed.reported else chosen[-1]
+            blamed = route.prefill if failed.leg == "prefill" or failed.reported else None
+            lost = blamed or route.decode
             # An overloaded engine is healthy, and another of its role may have room. Engines take resumed requests
             # however full they are.
             full = isinstance(failed.error, OverloadedError) and not joined.token_ids
@@ -127,16 +152,14 @@ class RouterBackend:
                 raise failed.error
             if joined.token_ids and not self._connector.can_resume(request.sampling_params):
                 raise failed.error
-            attempt += 1
             self.recoveries[rung] += 1
             logger.warning("%s: going on from %d tokens: %s", request.request_id, len(joined.token_ids), failed)
             tried.append(lost)
-            chosen = ()
+            route = None
 
     def ready(self) -> bool:
         """Whether a request could be taken now."""
-        usable = {instance.role for instance in self.pool.instances if instance.healthy}
-        return "both" in usable or {"prefill", "decode"} <= usable
+        return bool(self.pool.usable(healthy=True))
 
     async def close(self) -> None:
         """Cancel the background work of requests that have ended."""
@@ -144,35 +167,31 @@ class RouterBackend:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
 
-    async def _choose(self, tried: list[Instance], patience_s: float) -> tuple[Instance, ...]:
-        """Return (prefill, decode), or one engine that does both; wait up to `patience_s` while there are none.
-
-        Raises `EngineUnavailableError`.
-        """
+    async def _choose(
+        self, request: GenerateRequest, tried: list[Instance], hand_off: bool, patience_s: float
+    ) -> Route:
+        """Return a route; wait up to `patience_s` while there is none. Raises `EngineUnavailableError`."""
         deadline = time.monotonic() + patience_s
         while True:
-            prefill, decode = self.pool.pick("prefill", tried), self.pool.pick("decode", tried)
-            if prefill is not None and decode is not None:
-                return prefill, decode
-            both = self.pool.pick("both", tried)
-            if both is not None:
-                return (both,)
+            route = self._routes.choose(request, tried, hand_off)
+            if route is not None:
+                return route
             if time.monotonic() >= deadline:
                 problems = [f"{i.url}: {i.problem}" for i in self.pool.instances if i.problem is not None]
                 raise EngineUnavailableError("; ".join(["no engine can take the request now", *problems]))
             await asyncio.sleep(_PATIENCE_STEP_S)
 
-    async def _run(
-        self, request: GenerateRequest, chosen: tuple[Instance, ...], kv_mode: Mode
-    ) -> AsyncGenerator[TokenChunk, None]:
+    async def _run(self, request: GenerateRequest, route: Route, kv_mode: Mode) -> AsyncGenerator[TokenChunk, None]:
         """One attempt. Raises `LegFailed` where another may succeed."""
-        if len(chosen) == 1:
-            joining = self._join({"decode": chosen[0]}, Legs({"decode": chosen[0].client.generate(request)}))
+        prefill, decode = route.prefill, route.decode
+        if prefill is None:
+            if route.max_prefill_tokens is not None:
+                request = msgspec.structs.replace(request, max_prefill_tokens=route.max_prefill_tokens)
+            joining = self._join({"decode": decode}, Legs({"decode": self._connector.alone(request, decode)}))
             async with contextlib.aclosing(joining) as joined:
                 async for chunk, _ in joined:
                     yield _checked(chunk)
             return
-        prefill, decode = chosen
         legs = self._connector.legs(request, prefill, decode, kv_mode)
         self.handoffs["started"] += 1
         self.num_active_handoffs += 1

@@ -42,8 +42,8 @@ NewClient = Callable[[aiohttp.ClientSession, str, RouterTimers, Role], EngineCli
 class Instance:
     """One engine. `num_inflight` counts this router's legs on it; `problem` says why it is not used.
 
-    `known`: what it holds of prompts that were sent to it. `answered`: when it last answered, in monotonic seconds; `num_silent`: questions unanswered since. `evicted`: its
-    lease has ended, and its legs were told so.
+    `answered`: when it last answered, in monotonic seconds; `num_silent`: questions unanswered since. `evicted`: its
+    lease has ended, and its legs were told so. `known`: what it holds of prompts that were sent to it.
     """
 
     client: EngineClient

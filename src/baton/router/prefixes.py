@@ -15,10 +15,10 @@ from collections.abc import Sequence
 BLOCK_TOKENS = 16
 
 
-def chain_of(tokens: Sequence[int]) -> list[bytes]:
-    """16 bytes for each whole block of tokens, over it and all before it."""
+def chain_of(tokens: Sequence[int], salt: str = "") -> list[bytes]:
+    """16 bytes for each whole block of tokens, over it, all before it, and the salt of its request."""
     data, size = array("q", tokens).tobytes(), BLOCK_TOKENS * 8
-    running, chain = hashlib.blake2b(digest_size=16), []
+    running, chain = hashlib.blake2b(salt.encode(), digest_size=16), []
     for start in range(0, len(data) - size + 1, size):
         running.update(data[start : start + size])
         chain.append(running.copy().digest())

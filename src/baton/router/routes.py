@@ -17,6 +17,7 @@ from baton.wire import GenerateRequest, Role
 
 Why = Literal["handed_off", "cached", "short", "no_prefill_engine", "no_decode_engine", "both_roles", "resumed"]
 WHYS: tuple[Why, ...] = get_args(Why)
+PREFIX_MISSING = "prefix_missing"  # why an engine declines
 # How many more legs an engine may have than the one whose turn it is, and still be chosen for what it holds.
 _SLACK_LEGS = 1
 _LAST = 100
@@ -47,8 +48,12 @@ class Decisions:
         self.counts[why] += 1
         self._last.append(why)
 
-    def summary(self) -> str:
-        """The last requests in words."""
+    def describe(self) -> dict[str, object]:
+        """All counts, and the last requests in words."""
+        counts: dict[str, object] = {why: self.counts[why] for why in WHYS}
+        return {"summary": self._summary(), **counts, "stale": self.stale}
+
+    def _summary(self) -> str:
         last = Counter(self._last)
         handed = last.pop("handed_off", 0)
         local = ", ".join(f"{why.replace('_', ' ')} {last[why]}" for why in WHYS if last[why])
@@ -65,14 +70,16 @@ class Routes:
         self._most = max_local_prefill_length
 
     def choose(self, request: GenerateRequest, tried: Sequence[Instance], hand_off: bool) -> Route | None:
-        """A route over engines that were not `tried`, or for want of those over others, or over silent ones; None where
-        there is no engine. `hand_off`: whatever the decode engine holds."""
-        for healthy, avoided in ((True, tried), (True, ()), (False, ())):
-            found: dict[Role, list[Instance]] = {"prefill": [], "decode": [], "both": []}
-            for instance in self._pool.usable(healthy):
-                if instance not in avoided:
-                    found[instance.role].append(instance)
-            route = self._among(request, found["prefill"], found["decode"], found["both"], hand_off)
+        """A route over healthy engines, or for want of those over silent ones; None where there is none. Of a role, one
+        that was `tried` is only for want of another. `hand_off`: whatever the decode engine holds."""
+        for healthy in (True, False):
+            usable = self._pool.usable(healthy)
+
+            def of(role: Role, usable: list[Instance] = usable) -> list[Instance]:
+                mine = [instance for instance in usable if instance.role == role]
+                return [instance for instance in mine if instance not in tried] or mine
+
+            route = self._among(request, of("prefill"), of("decode"), of("both"), hand_off)
             if route is not None:
                 return route
         return None
@@ -100,7 +107,7 @@ class Routes:
         tokens = request.prompt_token_ids
         if len(tokens) <= self._most:
             return Route("short", chosen)
-        chain = chain_of(tokens)
+        chain = _chain(request)
         near = [
             engine
             for engine in decode
@@ -112,11 +119,15 @@ class Routes:
         best = chosen if chosen in near else min(near, key=lambda engine: engine.num_inflight)
         return Route("cached", best, max_prefill_tokens=self._most)
 
-    def served(self, route: Route, tokens: Sequence[int]) -> None:
-        """The engine that decodes has, or had, the KV of `tokens`."""
+    def served(self, route: Route, request: GenerateRequest, output: Sequence[int]) -> None:
+        """The engine that decodes has had the KV of the request and its `output`."""
         if self._most:
-            route.decode.known.learn(chain_of(tokens))
+            route.decode.known.learn(_chain(request, output))
 
-    def declined(self, route: Route, tokens: Sequence[int]) -> None:
-        """It lacks more of `tokens` than was thought."""
-        route.decode.known.forget(chain_of(tokens))
+    def declined(self, route: Route, request: GenerateRequest) -> None:
+        """It lacks more of the request than was thought."""
+        route.decode.known.forget(_chain(request))
+
+
+def _chain(request: GenerateRequest, output: Sequence[int] = ()) -> list[bytes]:
+    return chain_of([*request.prompt_token_ids, *output], request.cache_salt or "")

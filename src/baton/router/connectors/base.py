@@ -75,7 +75,8 @@ class Connector(ABC):
         """
 
     def alone(self, request: GenerateRequest, engine: Instance) -> Chunks:
-        """Return the one leg of a request that `engine`, of any role, computes whole; nothing is sent before it is read.
+        """Return the one leg of a request that `engine`, of any role, computes whole. Nothing is sent before it is
+        read.
 
         Raises `EngineUnavailableError` when the engine is not known any more.
         """

@@ -1,0 +1,152 @@
+"""Where requests run: handed off where it pays, whole on one engine elsewhere, and never a wrong token."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from baton.router.prefixes import BLOCK_TOKENS, KnownPrefixes, chain_of
+from baton.router.timers import RouterTimers
+from tests.router.test_recovery import Cluster, bare, complete, expected_answer, recoveries
+from tests.server.fake_serving import FakeEngine, status_of, until
+
+LONG = "a long prompt of which all tokens are bytes, and so " * 3
+
+
+def holding(cluster: Cluster) -> Cluster:
+    """Engines that find again what was handed to them."""
+    for engine in cluster.prefills + cluster.decodes:
+        engine.info = msgspec.structs.replace(engine.info, kv_tokens=4096, prefix_step=1)
+    return cluster
+
+
+async def decisions(session: Any, url: str) -> dict[str, Any]:
+    found = (await status_of(session, url))["decisions"]
+    return {name: count for name, count in found.items() if count and name != "summary"}
+
+
+def test_what_is_known_of_prefixes() -> None:
+    tokens = list(range(5 * BLOCK_TOKENS + 3))
+    chain = chain_of(tokens)
+    assert len(chain) == 5
+    assert chain_of(tokens[: 2 * BLOCK_TOKENS]) == chain[:2]
+    assert not set(chain_of(tokens, "salt")) & set(chain)
+    assert not set(chain_of([7, *tokens])) & set(chain)
+    known = KnownPrefixes(1, 4 * BLOCK_TOKENS)
+    known.learn(chain)
+    assert known.num_tokens(chain) == 4 * BLOCK_TOKENS, "no more than the engine holds"
+    assert known.num_tokens(chain_of([7, *tokens])) == 0
+    other = chain_of([7] * 2 * BLOCK_TOKENS)
+    known.learn(other)
+    assert known.num_tokens(chain) == 2 * BLOCK_TOKENS, "the ends of what was used first have gone"
+    known.forget(chain)
+    assert (known.num_tokens(chain), known.num_tokens(other)) == (0, 2 * BLOCK_TOKENS)
+    coarse = KnownPrefixes(3 * BLOCK_TOKENS, 99 * BLOCK_TOKENS)
+    coarse.learn(chain)
+    assert coarse.num_tokens(chain) == 3 * BLOCK_TOKENS
+    nothing = KnownPrefixes(0, 99 * BLOCK_TOKENS)
+    nothing.learn(chain)
+    assert nothing.num_tokens(chain) == 0
+
+
+async def test_a_prompt_that_the_decode_engine_holds_needs_no_prefill_engine(directory: Path) -> None:
+    cluster = holding(Cluster(directory, num_prefill=1, num_decode=2))
+    async with cluster.run(max_local_prefill_length=40) as (url, session):
+        expected = await expected_answer(directory, session, prompt=LONG)
+        for _ in range(2):
+            assert bare((await complete(session, url, prompt=LONG))[1]) == expected
+        assert await decisions(session, url) == {"handed_off": 1, "cached": 1}
+        await until(lambda: cluster.prefills[0].running == 0)
+        cluster.stop(cluster.prefills[0])
+        assert bare((await complete(session, url, prompt=LONG))[1]) == expected
+        assert len(cluster.prefills[0].requests) == 1
+        # Whichever's turn it is, the engine that holds the prompt is asked.
+        assert sorted(len(engine.requests) for engine in cluster.decodes) == [0, 3]
+        cluster.cont(cluster.prefills[0])
+        assert bare((await complete(session, url))[1]) == await expected_answer(directory, session)
+        assert await decisions(session, url) == {"handed_off": 1, "cached": 2, "short": 1}
+        for salt in ("x", "y"):
+            assert (await complete(session, url, prompt=LONG, cache_salt=salt))[0] == 200
+        assert await decisions(session, url) == {"handed_off": 3, "cached": 2, "short": 1}
+        summary = (await status_of(session, url))["decisions"]["summary"]
+        assert summary == "3 of the last 6 handed off, 3 local: cached 2, short 1"
+        async with session.get(f"{url}/metrics") as response:
+            assert 'baton:router_decisions_total{why="cached"} 2.0' in await response.text()
+
+
+async def test_an_engine_that_has_evicted_it_declines(directory: Path) -> None:
+    """And nothing is recomputed behind anybody's back, whatever the ladder."""
+    cluster = holding(Cluster(directory, num_prefill=1, num_decode=1))
+    async with cluster.run(max_local_prefill_length=40, recovery="none") as (url, session):
+        expected = await expected_answer(directory, session, prompt=LONG)
+        assert bare((await complete(session, url, prompt=LONG))[1]) == expected
+        cluster.decodes[0].fail = "evicted"
+        assert bare((await complete(session, url, prompt=LONG))[1]) == expected
+        assert await decisions(session, url) == {"handed_off": 2, "stale": 1}
+        assert await recoveries(session, url) == {}
+        before = cluster.decodes[0].requests[-2]
+        assert (before.max_prefill_tokens, before.handoff and before.handoff.role) == (40, "alone")
+
+
+async def test_a_restarted_engine_holds_nothing(directory: Path) -> None:
+    cluster = holding(Cluster(directory, num_prefill=1, num_decode=1))
+    async with cluster.run(max_local_prefill_length=40) as (url, session):
+        assert (await complete(session, url, prompt=LONG))[0] == 200
+        engine = cluster.decodes[0]
+        engine.info = msgspec.structs.replace(engine.info, incarnation="2")
+
+        async def seen() -> bool:
+            return bool((await status_of(session, url))["engines"][1]["info"]["incarnation"] == "2")
+
+        while not await seen():
+            pass
+        assert (await complete(session, url, prompt=LONG))[0] == 200
+        assert await decisions(session, url) == {"handed_off": 2}
+
+
+@pytest.mark.parametrize(("gone", "why"), [("prefill", "no_prefill_engine"), ("decode", "no_decode_engine")])
+@pytest.mark.parametrize("how", ["silent", "down"])
+async def test_one_role_does_all_when_the_other_is_gone(directory: Path, gone: str, why: str, how: str) -> None:
+    cluster = Cluster(directory, num_prefill=1, num_decode=1)
+    lost: FakeEngine = (cluster.prefills if gone == "prefill" else cluster.decodes)[0]
+    async with cluster.run(timers=RouterTimers(check=0.05, answer=0.3, lease=60.0)) as (url, session):
+        if how == "silent":
+            cluster.stop(lost)
+        else:
+            lost.load = _down  # type: ignore[method-assign]
+
+        async def seen() -> bool:
+            async with session.get(f"{url}/health") as response:
+                assert response.status == 200
+            return not all(engine["healthy"] for engine in (await status_of(session, url))["engines"])
+
+        while not await seen():
+            pass
+        status, answer = await complete(session, url)
+        assert status == 200
+        assert bare(answer) == await expected_answer(directory, session)
+        assert await decisions(session, url) == {why: 1}
+        state = await status_of(session, url)
+        assert why.replace("_", " ") in state["decisions"]["summary"]
+
+
+def _down() -> Any:
+    from baton.errors import EngineUnavailableError
+
+    raise EngineUnavailableError("it is gone")
+
+
+async def test_a_stream_that_lost_the_only_decode_engine_ends_on_the_prefill_engine(directory: Path) -> None:
+    cluster = Cluster(directory, num_prefill=1, num_decode=1)
+    engine = cluster.decodes[0]
+    engine.fail = "dies"
+    engine.load = lambda: _down() if engine.fail == "down" else FakeEngine.load(engine)  # type: ignore[method-assign]
+    async with cluster.run() as (url, session):
+        _, answer = await complete(session, url)
+        assert bare(answer) == await expected_answer(directory, session)
+        assert await recoveries(session, url) == {"full": 1}
+        last = cluster.prefills[0].requests[-1]
+        assert (last.handoff and last.handoff.role, last.num_prompt_tokens) == ("alone", 1)
