@@ -1,0 +1,87 @@
+"""Real engines whose roles are what they are for and not what they can do: one goes on without the other, exactly."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from baton.bench.client import stream_completion
+from benchmarks.deployment import BreakableDeployment
+from benchmarks.scrape import get_json, scrape, until_idle
+
+TARGET = "models/baton-demo-llama"
+EAGLE3 = {"method": "eagle3", "model": "models/baton-demo-eagle3", "num_speculative_tokens": 3}
+TOKEN = "t" * 32
+PROMPT = [3 + (7 * i) % 2000 for i in range(300)]
+
+
+@pytest.fixture(scope="module")
+def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BreakableDeployment]:
+    """A prefill and a decode engine that share nothing but this file's requests, in order."""
+    token: Path = tmp_path_factory.mktemp("admin") / "token"
+    token.write_text(TOKEN)
+    token.chmod(0o600)
+    with BreakableDeployment(
+        TARGET,
+        engine_flags=["--batch-invariant", "--speculative-config", json.dumps(EAGLE3)],
+        router_flags=["--max-local-prefill-length", "64", "--admin-token-file", str(token)],
+    ) as running:
+        yield running
+
+
+async def ask(session: aiohttp.ClientSession, url: str, prompt: list[int], **more: Any) -> tuple[int, ...]:
+    body = {"prompt": prompt, "max_tokens": 40, "temperature": 0.0, "seed": 0, **more}
+    return tuple((await stream_completion(session, url, body)).token_ids)
+
+
+async def decisions(session: aiohttp.ClientSession, url: str) -> dict[str, int]:
+    found = (await get_json(session, f"{url}/status"))["decisions"]
+    return {name: count for name, count in found.items() if count and name != "summary"}
+
+
+async def accepted(session: aiohttp.ClientSession, engine: str) -> list[float]:
+    return await scrape(session, engine, "baton:spec_decode_num_accepted_tokens_per_pos")
+
+
+def test_a_held_prompt_and_a_lost_role(deployment: BreakableDeployment) -> None:
+    asyncio.run(_a_held_prompt_and_a_lost_role(deployment))
+
+
+async def _a_held_prompt_and_a_lost_role(up: BreakableDeployment) -> None:
+    p, d = up.engine_urls
+    async with aiohttp.ClientSession() as session:
+        want = await ask(session, up.url, PROMPT)
+        once = await accepted(session, d)
+        assert await decisions(session, up.url) == {"handed_off": 1}
+        assert await ask(session, up.url, PROMPT) == want
+        assert await accepted(session, d) == [2 * count for count in once], "the same drafts are accepted"
+        assert await decisions(session, up.url) == {"handed_off": 1, "cached": 1}
+        # The next turn of a conversation: what D has said is there too.
+        turn = [*PROMPT, *want, *range(5, 25)]
+        said = await ask(session, up.url, turn)
+        assert await decisions(session, up.url) == {"handed_off": 1, "cached": 2}
+        assert await ask(session, up.url, turn, cache_salt="x") == said, "handed off, and computed anew"
+        assert await decisions(session, up.url) == {"handed_off": 2, "cached": 2}
+
+        up.stop("prefill-0")
+        assert await ask(session, up.url, PROMPT) == want
+        assert await ask(session, up.url, PROMPT[:50]) != want
+        assert await decisions(session, up.url) == {"handed_off": 2, "cached": 3, "short": 1}
+        while all(engine["healthy"] for engine in (await get_json(session, f"{up.url}/status"))["engines"]):
+            await asyncio.sleep(0.05)
+        assert await ask(session, up.url, PROMPT, cache_salt="y") == want
+        assert (await decisions(session, up.url))["no_prefill_engine"] == 1
+        up.cont("prefill-0")
+
+        up.kill("decode-0")
+        while (await get_json(session, f"{up.url}/status"))["engines"][1]["healthy"]:
+            await asyncio.sleep(0.05)
+        assert await ask(session, up.url, PROMPT) == want
+        assert (await decisions(session, up.url))["no_decode_engine"] == 1
+        await until_idle(session, [p])
