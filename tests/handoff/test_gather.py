@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.errors import ProtocolError
-from baton.handoff.plan.topology import RankGeometry
+from baton.errors import IncompatiblePeerError, ProtocolError
+from baton.handoff.plan.topology import Instance, RankGeometry
 from baton.handoff.protocol.events import (
     DecodeAdmitted,
     DecodeCommitted,
@@ -21,7 +21,7 @@ from baton.handoff.protocol.events import (
     HandoffEvent,
     PrefillReleased,
 )
-from baton.handoff.protocol.gather import DecodeGather, EndPair, Pair, PrefillGather, pairs
+from baton.handoff.protocol.gather import DecodeGather, EndPair, Pair, PrefillGather, pairs, pairs_with
 from baton.handoff.protocol.messages import AttemptKey, Seeds
 from baton.kv.geometry import Geometry
 from baton.kv.spec import GroupSpec, kv_planes, latent_planes
@@ -259,3 +259,16 @@ def test_the_pairs_of_two_instances() -> None:
     latents = {"target": ranks("target", 2, 1, "mla")[:1]}
     sources = {"target": [RankGeometry(rank=3, geometry=latents["target"][0].geometry)]}
     assert pairs(sources, latents, 5) == {(3, 0): both, (5, 0): frozenset()}
+
+
+def test_what_no_pair_can_bring_is_said_of_the_side_that_lacks_it() -> None:
+    """An error names first what is here, on either side."""
+    p = Instance(rank=0, groups={"target": ranks("target", 2, 4)[:1]})
+    d = Instance(rank=0, groups={"target": ranks("target", 1, 4)})
+    lacks, wants = "nobody holds layer 0 head 2 of plane 'k'", "each head and layer from one rank"
+    for here, peer, sends, order in ((p, d, True, (lacks, wants)), (d, p, False, (wants, lacks))):
+        with pytest.raises(IncompatiblePeerError) as raised:
+            pairs_with(here, peer, sends=sends)
+        own, theirs = raised.value.fields["ranks"]
+        assert order[0] in str(own)
+        assert order[1] in str(theirs)

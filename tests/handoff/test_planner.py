@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -223,6 +224,14 @@ def test_latents_come_from_one_rank_each() -> None:
     for rank in range(6):
         dest = RankGeometry(rank=rank, geometry=make(heads=(0, 1), kind="mla"))
         assert senders(sources, dest) == (rank % 4,)
+
+
+def test_data_parallel_ranks_take_turns() -> None:
+    """Rank 0 of each is not served by one and the same rank; the turn comes over the wire with the geometry."""
+    sources = ranks(*[make(heads=(0, 1), kind="mla") for _ in range(4)])
+    dests = [RankGeometry(rank=0, geometry=make(heads=(0, 1), kind="mla"), turn=turn) for turn in range(6)]
+    told = [msgspec.msgpack.decode(msgspec.msgpack.encode(dest), type=RankGeometry) for dest in dests]
+    assert [senders(sources, dest) for dest in told] == [(0,), (1,), (2,), (3,), (0,), (1,)]
 
 
 @pytest.mark.parametrize(("p_size", "d_size"), [(1, 1), (1, 4), (2, 1), (4, 2)])

@@ -22,7 +22,7 @@ from baton.handoff.channel.connecting import Connector
 from baton.handoff.channel.health import Health
 from baton.handoff.plan.planner import Instance
 from baton.handoff.protocol.fingerprint import check_pair, compare, geometry_fields, target_groups
-from baton.handoff.protocol.gather import LEAD, pairs_of
+from baton.handoff.protocol.gather import LEAD, pairs_with
 from baton.handoff.protocol.greeting import Side, is_proven, prove, session_key
 from baton.handoff.protocol.messages import CHALLENGE_BYTES, Announce, Bye, Hello, Pair, Register, Renew
 from baton.handoff.protocol.ticket import MAX_TICKET_LIFE_S, Ticket, verify
@@ -199,7 +199,7 @@ class Sessions:
 
     def _pairs(self, here: Instance, peer: Instance, dialled: bool) -> dict[Pair, frozenset[str]]:
         if self._gathered:
-            return pairs_of(peer, here) if dialled else pairs_of(here, peer)
+            return pairs_with(here, peer, sends=not dialled)
         check_pair(here, peer)
         return {LEAD: frozenset(here.groups)}
 

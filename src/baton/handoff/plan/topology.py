@@ -2,8 +2,8 @@
 
 Sharded heads come from the ranks that hold them, pipeline stages by layer id, and of replicas (more ranks
 than heads, MLA latents) exactly one sends. Every group is decided on its own, so an MLA target with an MHA
-drafter has two sets of senders. Both ends compute the same answer from the same geometries; attention data
-parallelism enters by passing only the chosen rank's group as sources.
+drafter has two sets of senders. Both ends compute the same answer from the same geometries. With attention data
+parallelism each data-parallel rank is an instance, which a request's ticket names: only its ranks take part.
 """
 
 from __future__ import annotations
@@ -25,13 +25,20 @@ from baton.kv.interval import ALL_LAYERS, Interval
 GroupName = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[ -~]*\Z")]
 MAX_GROUPS = 64
 MAX_RANKS = 64
+_MAX_TURN = (1 << 16) - 1
 
 
 class RankGeometry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, cache_hash=True):
-    """The geometry of one group on one rank. Ranks count within one instance and differ."""
+    """The geometry of one group on one rank. Ranks count within one instance and differ.
+
+    Where several source ranks hold the same, `turn` says which of them sends to this one; it is `rank` where none is
+    given. An engine of several data-parallel ranks, each an instance, counts it on over all of them: else rank 0 of
+    each would have its latents from one and the same rank of the source.
+    """
 
     rank: Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
     geometry: Geometry
+    turn: Annotated[int, Meta(ge=0, le=_MAX_TURN)] | None = None
 
 
 class Instance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -101,8 +108,8 @@ def senders(sources: Sequence[RankGeometry], dest: RankGeometry) -> tuple[int, .
     """The source ranks that send to `dest` in this group, ascending: the COMMITs the destination must count.
 
     Each (layer, plane, head) that `dest` owns has exactly one sender. Where several source ranks hold it (replicated
-    heads, MLA latents), destination rank r takes the (r mod replicas)-th holder, so that senders are spread
-    evenly.
+    heads, MLA latents), the destination rank whose turn is r takes the (r mod replicas)-th holder, so that senders are
+    spread evenly.
 
     Raises `IncompatiblePeerError` for layouts that cannot be copied, `ProtocolError` for a cell that nobody
     holds.
@@ -186,13 +193,12 @@ def _share(ordered: Sequence[RankGeometry], dest: RankGeometry, first: int, coun
         layer, part = (int(i) for i in np.argwhere(replicas == 0)[0])
         cell = f"layer {to.layer_ids[layer]} head {int(bounds[part])}"
         raise ProtocolError(f"group {to.group!r}: nobody holds {cell} of plane {want.name!r}")
-    turn = dest.rank % replicas
+    turn = (dest.rank if dest.turn is None else dest.turn) % replicas
     chosen = np.argmax(np.cumsum(holds, axis=0) == turn + 1, axis=0)
     out: dict[int, tuple[Box, ...]] = {}
-    for index, source in enumerate(ordered):
-        boxes = _boxes(chosen == index, bounds, source.geometry, to, first, count)
-        if boxes:
-            out[source.rank] = boxes
+    for index in np.unique(chosen).tolist():
+        source = ordered[index]
+        out[source.rank] = _boxes(chosen == index, bounds, source.geometry, to, first, count)
     return out
 
 
@@ -204,9 +210,9 @@ def _boxes(
     local = {layer: i for i, layer in enumerate(have.layer_ids)}
     source, dest = have.planes[first : first + count], to.planes[first : first + count]
     source_step, dest_step = (planes[1].base - planes[0].base if count > 1 else 0 for planes in (source, dest))
+    edges = np.diff(cells.astype(np.int8), prepend=0, append=0, axis=1)
     for dest_layer in range(to.num_layers):
-        edges = np.flatnonzero(np.diff(cells[dest_layer].astype(np.int8), prepend=0, append=0))
-        heads = bounds[edges].tolist()
+        heads = bounds[np.flatnonzero(edges[dest_layer])].tolist()
         for start, stop in zip(heads[::2], heads[1::2], strict=True):
             box = Box(
                 plane=first,

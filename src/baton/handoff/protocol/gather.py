@@ -51,7 +51,7 @@ LEAD: Pair = (0, 0)  # it always comes, and its attempt's key is that of the who
 def pairs_of(source: Instance, dest: Instance) -> dict[Pair, frozenset[str]]:
     """The pairs that bring `dest` all of its groups from `source`, and the one that leads them.
 
-    Raises `IncompatiblePeerError` naming what no pair can bring.
+    Raises `IncompatiblePeerError` naming what no pair can bring, of each field first the value at the source.
     """
     try:
         if alone := sorted(source.groups.keys() ^ dest.groups.keys()):
@@ -60,7 +60,17 @@ def pairs_of(source: Instance, dest: Instance) -> dict[Pair, frozenset[str]]:
     except IncompatiblePeerError:
         raise
     except ProtocolError as error:
-        raise IncompatiblePeerError({"ranks": ("each head and layer from one rank", str(error))}) from error
+        raise IncompatiblePeerError({"ranks": (str(error), "each head and layer from one rank")}) from error
+
+
+def pairs_with(here: Instance, peer: Instance, *, sends: bool) -> dict[Pair, frozenset[str]]:
+    """As `pairs_of`, of an engine and its peer; `sends`: this one is the source. An error names first what is here."""
+    if sends:
+        return pairs_of(here, peer)
+    try:
+        return pairs_of(peer, here)
+    except IncompatiblePeerError as error:
+        raise IncompatiblePeerError({name: (own, peers) for name, (peers, own) in error.fields.items()}) from error
 
 
 class PrefillGather:
