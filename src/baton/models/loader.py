@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ _SINGLE = "model.safetensors"
 # Written by other tools, without influence on any result.
 _CONFIG_NOISE = ("_name_or_path", "transformers_version", "use_cache")
 _READ_SIZE = 1 << 22
+# Of a weight file at once.
+_MAPPED_SIZE = 1 << 26
 
 Rename = Callable[[str], str | None]
 Unpack = Callable[[str, Tensor], Iterable[tuple[str, Tensor]]]
@@ -118,38 +121,77 @@ def one_tensor(name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
 
 
 def fill(module: nn.Module, path: str | Path, rename: Rename, unpack: Unpack = one_tensor) -> None:
-    """Copy the checkpoint's tensors into `module`, casting to its dtypes, then pack its linear layers one by one.
+    """Copy the checkpoint's tensors into `module`, casting to its dtypes, and pack each linear layer once it is whole.
 
     `rename` maps a tensor's name to the module's, or None for one to leave out. `unpack` makes the module's tensors of
     one that is stored under that name: one, several, or none yet. Every tensor must have a place of its own shape and
-    every place a tensor, else `CheckpointError` names it.
+    every place a tensor, else `CheckpointError` names it. At its peak the weights are in memory once, with one layer
+    and a piece of a file besides.
     """
+    # Places leave the table as they are filled, lest it keeps what a layer has packed.
     table = weight_table(module)
-    missing = set(table)
+    places = set(table)
+    unfilled = _Unfilled(module, table)
     for file in weight_files(path):
-        with _open(file) as tensors:
-            # Shown on a terminal only, and not where loading is quick.
-            bar = tqdm(tensors.keys(), file.name, delay=2.0, disable=None, leave=False, unit="tensor")
-            for stored in bar:
-                name = rename(stored)
-                if name is None:
-                    continue
-                for place, values in unpack(name, tensors.get_tensor(stored)):
-                    if place not in table:
-                        raise CheckpointError(f"{file}: unexpected tensor {stored}")
-                    found, wanted = list(values.shape), list(table[place].shape)
-                    if found != wanted:
-                        raise CheckpointError(f"{file}: tensor {stored} has shape {found}, expected {wanted}")
-                    with torch.no_grad():
-                        table[place].copy_(values)
-                    missing.discard(place)
-    if missing:
-        first = ", ".join(sorted(missing)[:3])
-        rest = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        for stored, tensor in _stored(file, rename):
+            for place, values in unpack(str(rename(stored)), tensor):
+                if place not in places:
+                    raise CheckpointError(f"{file}: unexpected tensor {stored}")
+                if place not in table:
+                    raise CheckpointError(f"{file}: tensor {stored} has the place of one before it")
+                found, wanted = list(values.shape), list(table[place].shape)
+                if found != wanted:
+                    raise CheckpointError(f"{file}: tensor {stored} has shape {found}, expected {wanted}")
+                with torch.no_grad():
+                    table.pop(place).copy_(values)
+                unfilled.filled(place)
+    if table:
+        first = ", ".join(sorted(table)[:3])
+        rest = f" and {len(table) - 3} more" if len(table) > 3 else ""
         raise CheckpointError(f"{path}: missing tensor {first}{rest}")
-    for layer in module.modules():
-        if isinstance(layer, Linear):
-            layer.pack()
+
+
+def _stored(file: Path, rename: Rename) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a file that have a name here. What is mapped of an open file counts as this process's memory, so
+    the file is opened anew after some of it."""
+    with _open(file) as tensors:
+        names = [name for name in tensors.keys() if rename(name) is not None]  # noqa: SIM118 - not a mapping
+    # Shown on a terminal only, and not where loading is quick.
+    left = iter(tqdm(names, file.name, delay=2.0, disable=None, leave=False, unit="tensor"))
+    name = next(left, None)
+    while name is not None:
+        with _open(file) as tensors:
+            num_bytes = 0
+            while name is not None and num_bytes < _MAPPED_SIZE:
+                tensor = tensors.get_tensor(name)
+                num_bytes += tensor.nbytes
+                yield name, tensor
+                name = next(left, None)
+            del tensor
+
+
+class _Unfilled:
+    """Which places each linear layer of a module still waits for. A layer that shares its weight is packed with it."""
+
+    def __init__(self, module: nn.Module, table: Mapping[str, Tensor]) -> None:
+        owners: dict[int, Linear] = {}
+        for layer in module.modules():
+            if isinstance(layer, Linear):
+                owners |= {tensor.untyped_storage().data_ptr(): layer for tensor in layer.parameters(recurse=False)}
+        self._layers = {
+            place: owners[pointer]
+            for place, tensor in table.items()
+            if (pointer := tensor.untyped_storage().data_ptr()) in owners
+        }
+        self._left = Counter(self._layers.values())
+
+    def filled(self, place: str) -> None:
+        """The place has its values."""
+        layer = self._layers.get(place)
+        if layer is not None:
+            self._left[layer] -= 1
+            if not self._left[layer]:
+                layer.pack()
 
 
 def resolve_dtype(dtype: torch.dtype | str, raw: RawConfig) -> torch.dtype:
