@@ -28,6 +28,14 @@ class BreakableDeployment(Deployment):
         """Let a child go on that `stop` halted."""
         self._child(name).process.send_signal(signal.SIGCONT)
 
+    def terminate(self, name: str) -> None:
+        """Tell a child to end: what runs there may end first."""
+        self._child(name).process.terminate()
+
+    def wait(self, name: str) -> int:
+        """Wait until a child has ended; its exit status. Blocks; may be called on another thread."""
+        return self._child(name).process.wait()
+
     def await_ready(self, name: str) -> None:
         """Wait for a child that `restart` has started. Blocks; may be called on another thread."""
         self._await_ready([self._child(name)])

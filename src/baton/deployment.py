@@ -69,8 +69,9 @@ class Deployment:
 
     `role_flags` are flags for the engines of one role, after `engine_flags`. `url` is the first
     router's, or the first engine's without one. Ports are free ones, but for `port`, the first router's.
-    With `kv_transport` `file` and no path, KV goes through a directory that ends with the deployment. Create it on
-    a thread that outlives it: on Linux the parent is the thread, not the process.
+    A deployment is closed after its requests have ended; those of a child that is told to end alone have
+    `shutdown_timeout_s`. With `kv_transport` `file` and no path, KV goes through a directory that ends with the
+    deployment. Create it on a thread that outlives it: on Linux the parent is the thread, not the process.
 
     Raises `EngineUnavailableError` with the child's own error line when one does not start, `ConfigError` for a
     transport that processes cannot share. Then no child is left.
@@ -91,6 +92,7 @@ class Deployment:
         routers: int = 1,
         show_progress: bool = False,
         command: Sequence[str] | None = None,
+        shutdown_timeout_s: float = 0.0,
     ) -> None:
         if min(prefill, decode, both) < 0 or (prefill == 0) != (decode == 0) or prefill + both == 0:
             raise ConfigError("prefill", "there must be engines of both roles, or engines of role both")
@@ -98,6 +100,7 @@ class Deployment:
             check_shared_transport(kv_transport)
         self._command = tuple(BATON if command is None else command)
         self._show_progress = show_progress
+        self._shutdown_timeout_s = shutdown_timeout_s
         self._children: list[Child] = []
         # mkdtemp makes the directory for its owner only.
         self._directory = Path(tempfile.mkdtemp(prefix="baton-"))
@@ -165,6 +168,10 @@ class Deployment:
         """Return the children that have ended, with the last line each wrote."""
         return {c.name: _last_line(c) for c in self._children if c.process.poll() is not None}
 
+    def told(self, name: str) -> bool:
+        """Whether a child has ended because it was told to."""
+        return self._child(name).process.poll() == 0
+
     def kill(self, name: str) -> None:
         """End a child by SIGKILL, also one that is stopped, and wait until it is gone."""
         child = self._child(name)
@@ -227,8 +234,10 @@ class Deployment:
         try:
             with log.open("ab") as output:
                 process = subprocess.Popen(
-                    # A deployment is closed after its requests have ended.
-                    [*self._command, *arguments, "--shutdown-timeout", "0", "--ready-fd", str(write)],
+                    [
+                        *(*self._command, *arguments, "--ready-fd", str(write)),
+                        *("--shutdown-timeout", str(self._shutdown_timeout_s)),
+                    ],
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,

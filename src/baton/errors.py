@@ -10,7 +10,8 @@ BatonError
 ├── OverloadedError      too much is waiting already (HTTP 429)
 ├── EngineUnavailableError   an engine is down or refuses work (HTTP 503)
 │   ├── EngineLostError      an engine went away with a request that it had taken
-│   └── EngineStalledError   an engine's thread has been at one step for too long
+│   ├── EngineStalledError   an engine's thread has been at one step for too long
+│   └── DrainingError        a server ends what runs and takes nothing new
 ├── CapacityError        pages or slots that can never fit were asked for
 ├── ProtocolError        a peer sent a message that is malformed or out of bounds
 │   ├── IncompatiblePeerError   P and D differ in a field that must be equal
@@ -79,6 +80,10 @@ class EngineLostError(EngineUnavailableError):
 
 class EngineStalledError(EngineUnavailableError):
     """An engine's thread has not come to an end of what it does for `stall_timeout_s`: it may hang."""
+
+
+class DrainingError(EngineUnavailableError):
+    """A server is about to end: what runs there may end first, and nothing new is taken."""
 
 
 class CapacityError(BatonError):

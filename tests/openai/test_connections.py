@@ -237,7 +237,8 @@ async def test_what_still_runs_at_the_end_is_told(directory: Path, session: aioh
     await until(lambda: server.engine.running == 2)
     (server.asked if how == "timeout" else server.ended).set()
     events = await stream
-    assert json.loads(events[-1])["error"]["message"] == "this server is shutting down"
+    assert json.loads(events[-2])["error"]["message"] == "this server is shutting down"
+    assert events[-1] == "[DONE]"
     async with await whole as response:
         assert response.status == 503
         assert (await response.json())["error"]["type"] == "service_unavailable_error"

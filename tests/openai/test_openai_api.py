@@ -287,7 +287,7 @@ async def test_unknown_model_and_engine_errors(directory: Path, session: aiohttp
         assert refused.value.param == "seed"
 
 
-async def test_an_error_in_mid_stream_is_an_event_without_done(
+async def test_an_error_in_mid_stream_is_an_event_before_done(
     directory: Path, session: aiohttp.ClientSession, caplog: pytest.LogCaptureFixture
 ) -> None:
     endpoint = Endpoint(FakeEngine(directory, fail="mid-stream"))
@@ -296,9 +296,9 @@ async def test_an_error_in_mid_stream_is_an_event_without_done(
         async with session.post(f"{url}/v1/completions", json=body) as response:
             text = await response.text()
         assert response.status == 200
-        last = text.strip().split("\n\n")[-1]
+        *_, last, done = text.strip().split("\n\n")
         assert json.loads(last.removeprefix("data: "))["error"]["code"] == "internal_error"
-        assert "[DONE]" not in text
+        assert done == "data: [DONE]"
         assert "a bug" not in text, "details stay in the log"
         del body["stream"]
         async with session.post(f"{url}/v1/completions", json=body) as response:

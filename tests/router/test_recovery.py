@@ -39,6 +39,7 @@ class Cluster:
         self.prefills = [FakeEngine(directory, role="prefill", handed=handed) for _ in range(num_prefill)]
         self.decodes = [FakeEngine(directory, role="decode", handed=handed) for _ in range(num_decode)]
         self._running: dict[int, asyncio.Event] = {}
+        self.apps: dict[FakeEngine, web.Application] = {}
 
     def stop(self, engine: FakeEngine) -> None:
         self._running[id(engine)].clear()
@@ -61,7 +62,7 @@ class Cluster:
                 raise
             return response
 
-        app = build_engine_app(engine, Tokenizer.load(self.directory))
+        app = self.apps[engine] = build_engine_app(engine, Tokenizer.load(self.directory))
         app.middlewares.insert(0, gate)
         return app
 

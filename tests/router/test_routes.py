@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from baton.openai.http import DRAIN
 from baton.router.prefixes import BLOCK_TOKENS, KnownPrefixes, chain_of
 from baton.router.timers import RouterTimers
 from tests.router.test_recovery import Cluster, bare, complete, expected_answer, recoveries
-from tests.server.fake_serving import FakeEngine, status_of, until
+from tests.server.fake_serving import ADMIN, ADMIN_TOKEN, FakeEngine, status_of, until
 
 LONG = "a long prompt of which all tokens are bytes, and so " * 3
 
@@ -150,3 +152,57 @@ async def test_a_stream_that_lost_the_only_decode_engine_ends_on_the_prefill_eng
         assert await recoveries(session, url) == {"full": 1}
         last = cluster.prefills[0].requests[-1]
         assert (last.handoff and last.handoff.role, last.num_prompt_tokens) == ("alone", 1)
+
+
+@pytest.mark.parametrize("hurry", [False, True])
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_an_engine_is_drained_and_then_gone(directory: Path, role: str, hurry: bool) -> None:
+    cluster = Cluster(directory)
+    some = cluster.prefills if role == "prefill" else cluster.decodes
+    for engine in cluster.prefills + cluster.decodes:
+        engine.step_s = 0.05
+    async with cluster.run(admin_token=ADMIN_TOKEN) as (url, session):
+        expected = await expected_answer(directory, session)
+        first = [asyncio.create_task(complete(session, url)) for _ in range(4)]
+        await until(lambda: some[0].running == 2)
+        target = (await status_of(session, url))["engines"][0 if role == "prefill" else 2]["url"]
+
+        async def drain() -> tuple[int, Any]:
+            async with session.post(f"{url}/instances/drain", json={"url": target}, headers=ADMIN) as response:
+                return response.status, await response.json()
+
+        status, described = await drain()
+        assert (status, described["draining"], described["healthy"]) == (200, True, False)
+        state = next(e for e in (await status_of(session, url))["engines"] if e["url"] == target)
+        assert (state["draining"], state["num_inflight"]) == (True, 2)
+        if hurry:
+            assert (await drain())[0] == 200
+        second = [asyncio.create_task(complete(session, url)) for _ in range(3)]
+        for status, answer in await asyncio.gather(*first, *second):
+            assert (status, bare(answer)) == (200, expected)
+        assert len(some[0].requests) == 2, "nothing new"
+        # Without its prefill leg a decode engine recomputes by itself.
+        assert await recoveries(session, url) == ({"full": 2} if hurry and role == "decode" else {})
+        assert target not in [e["url"] for e in (await status_of(session, url))["engines"]]
+        assert (await drain())[0] == 400
+
+
+async def test_an_engine_that_is_told_to_end_says_so(directory: Path) -> None:
+    cluster = Cluster(directory, num_decode=1)
+    async with cluster.run() as (url, session):
+        expected = await expected_answer(directory, session)
+        app = cluster.apps[cluster.decodes[0]]
+        app[DRAIN].begin()
+
+        async def state() -> Any:
+            return (await status_of(session, url))["engines"][2]
+
+        while not (await state())["draining"]:
+            pass
+        assert "is draining" in (await state())["problem"]
+        assert bare((await complete(session, url))[1]) == expected
+        assert await decisions(session, url) == {"no_decode_engine": 1}
+        app[DRAIN].begun = False
+        while (await state())["draining"]:
+            pass
+        assert (await state())["healthy"]

@@ -83,8 +83,9 @@ async def test_a_stream_that_began_ends_in_an_error(directory: Path, name: str, 
         pair.d.halted = None
         rest = (await response.content.read()).decode()
     assert json.loads(first[6:])["choices"][0]["token_ids"] == said(1)
-    assert "[DONE]" not in rest
-    events = [json.loads(line[6:]) for line in rest.split("\n\n") if line.strip()]
+    *lines, done = [line for line in rest.split("\n\n") if line.strip()]
+    assert done == "data: [DONE]"
+    events = [json.loads(line[6:]) for line in lines]
     assert [list(event) for event in events] == [["error"]]
     assert events[0]["error"]["code"] == ("engine_error" if fail in ("error", "stream") else "engine_unavailable")
 

@@ -33,6 +33,9 @@ class Children:
     def ended(self) -> dict[str, str]:
         return dict(self.dead)
 
+    def told(self, name: str) -> bool:
+        return self.dead[name] == "told"
+
     def restart(self, name: str, wait: bool = True) -> None:
         assert not wait, "the router must go on meanwhile"
         del self.dead[name]
@@ -75,6 +78,16 @@ def test_who_was_calm_has_a_new_chance_and_others_are_not_counted() -> None:
         children.dead["decode-0"] = "z"
         children.pass_until(supervisor, children.now + 20.0)
     assert supervisor.failure == "decode-0 has ended 3 times, the last time with: z"
+
+
+def test_who_was_told_to_end_comes_back_at_once_and_is_not_counted() -> None:
+    children = Children()
+    supervisor = children.watched(1)
+    for end in (1.0, 2.0, 3.0):
+        children.dead["decode-0"] = "told"
+        children.pass_until(supervisor, end)
+    assert children.started == [(0.25, "decode-0"), (1.25, "decode-0"), (2.25, "decode-0")]
+    assert supervisor.failure is None
 
 
 def test_without_restarts_the_first_end_is_the_last() -> None:

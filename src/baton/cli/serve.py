@@ -111,6 +111,7 @@ def up_command(
             kv_transport=config.kv_transfer_config.kv_transport,
             router=False,
             show_progress=True,
+            shutdown_timeout_s=listen.shutdown_timeout,
         )
         with deployment:
             router = msgspec.structs.replace(

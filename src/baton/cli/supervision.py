@@ -24,6 +24,10 @@ class Processes(Protocol):
         """Those that have ended, with the last line that each wrote."""
         ...
 
+    def told(self, name: str) -> bool:
+        """Whether it has ended because it was told to."""
+        ...
+
     def restart(self, name: str, wait: bool = True) -> None:
         """Start a child anew at the address that it had; without `wait` it may not serve yet."""
         ...
@@ -42,7 +46,7 @@ class Supervisor:
     """Looks at `processes` whenever `look` is called, and tells by `tell` what it saw and did.
 
     A child may be started `max_restarts` times in succession; then `failure` says what ended it last, and no more is
-    done. `clock` gives seconds.
+    done. One that was told to end is started at once, and not counted. `clock` gives seconds.
     """
 
     def __init__(
@@ -64,7 +68,10 @@ class Supervisor:
         now = self._clock()
         for name, line in self._processes.ended().items():
             past = self._pasts.setdefault(name, _Past(started=self._begun))
-            if past.due is None:
+            if past.due is None and self._processes.told(name):
+                past.due = now
+                self._tell(f"{name} has ended as it was told to")
+            elif past.due is None:
                 if now - past.started >= _CALM_S:
                     past.restarts = 0
                 if past.restarts == self._max_restarts:

@@ -11,6 +11,7 @@ import msgspec
 from baton.errors import (
     BatonError,
     CapacityError,
+    DrainingError,
     EngineStalledError,
     EngineUnavailableError,
     ForbiddenError,
@@ -34,8 +35,8 @@ _ADDRESS = re.compile(
     re.VERBOSE,
 )
 
-# A router recognises by this code an engine that answers, but may never make a token again.
-ENGINE_STALLED = "engine_stalled"
+# A router recognises by these codes an engine that answers, but may never make a token again, and one that will end.
+ENGINE_STALLED, DRAINING = "engine_stalled", "draining"
 
 # Reasons in an error chunk that mean that this engine cannot serve now, not that the request failed.
 _UNAVAILABLE_REASONS = frozenset(
@@ -74,6 +75,7 @@ _TOLD: tuple[tuple[type[BatonError], int, str, str | None], ...] = (
     (OverloadedError, 429, "rate_limit_error", "overloaded"),
     (CapacityError, 400, "invalid_request_error", "capacity"),
     (EngineStalledError, 503, "service_unavailable_error", ENGINE_STALLED),
+    (DrainingError, 503, "service_unavailable_error", DRAINING),
     (EngineUnavailableError, 503, "service_unavailable_error", "engine_unavailable"),
     (IncompatiblePeerError, 409, "server_error", "incompatible_peer"),
     (ProtocolError, 409, "server_error", "protocol_error"),

@@ -12,7 +12,7 @@ from prometheus_client import generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from baton import __version__
-from baton.errors import EngineUnavailableError
+from baton.errors import DrainingError
 from baton.openai.access import ApiKeys, name_response
 from baton.openai.errors import ApiError, to_api_error
 from baton.openai.limits import Bodies, HttpLimits
@@ -47,7 +47,7 @@ class Drain:
     def running(self) -> Iterator[None]:
         """Count the current task as a request. Raises `EngineUnavailableError` when none is taken."""
         if self.begun:
-            raise EngineUnavailableError("this server is shutting down")
+            raise DrainingError("this server is shutting down")
         task = asyncio.current_task()
         assert task is not None
         self.tasks.add(task)
@@ -188,10 +188,10 @@ async def _reply(request: web.Request, reply: bytes | AsyncGenerator[bytes, None
         except asyncio.CancelledError:
             if not request.app[DRAIN].ended:
                 raise
-            await write(request, response, b"data: " + _shutting_down().body() + b"\n\n")
+            await write(request, response, b"data: " + _shutting_down().body() + b"\n\ndata: [DONE]\n\n")
         await response.write_eof()
     return response
 
 
 def _shutting_down() -> ApiError:
-    return to_api_error(EngineUnavailableError("this server is shutting down"))
+    return to_api_error(DrainingError("this server is shutting down"))

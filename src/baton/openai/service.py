@@ -113,9 +113,9 @@ class OpenAIService:
             if not begun:
                 raise
             yield b"data: " + to_api_error(error).body() + b"\n\n"
-            return
-        if plan.include_usage:
-            yield _event(fmt.streamed_usage(plan, outputs))
+        else:
+            if plan.include_usage:
+                yield _event(fmt.streamed_usage(plan, outputs))
         yield b"data: [DONE]\n\n"
 
     async def _run(self, plan: Plan, outputs: Sequence[SampleOutput]) -> AsyncGenerator[tuple[int, Delta], None]:

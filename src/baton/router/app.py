@@ -69,11 +69,11 @@ class _AddInstance(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     role: Role
 
 
-class _RemoveInstance(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _Instance(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     url: str
 
 
-T = TypeVar("T", _AddInstance, _RemoveInstance)
+T = TypeVar("T", _AddInstance, _Instance)
 
 
 async def build_app(config: RouterConfig) -> web.Application:
@@ -151,13 +151,19 @@ def _add_router_routes(app: web.Application, backend: RouterBackend, admin: Admi
 
     async def remove(request: web.Request) -> web.StreamResponse:
         admin.check(request)
-        asked = await _body(request, _RemoveInstance)
+        asked = await _body(request, _Instance)
         return json_response(_describe(pool.remove(asked.url), None))
+
+    async def drain(request: web.Request) -> web.StreamResponse:
+        admin.check(request)
+        asked = await _body(request, _Instance)
+        return json_response(_describe(pool.drain(asked.url), None))
 
     app.router.add_get("/health", health)
     app.router.add_get("/status", status)
     app.router.add_post("/instances/add", add)
     app.router.add_post("/instances/remove", remove)
+    app.router.add_post("/instances/drain", drain)
 
 
 async def _body(request: web.Request, kind: type[T]) -> T:
@@ -198,6 +204,7 @@ def _describe(instance: Instance, load: EngineLoad | None) -> dict[str, object]:
         "url": instance.url,
         "role": instance.role,
         "healthy": instance.healthy,
+        "draining": instance.draining,
         "problem": instance.problem,
         "num_inflight": instance.num_inflight,
         "info": instance.info,

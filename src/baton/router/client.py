@@ -13,6 +13,7 @@ import msgspec
 
 from baton.errors import (
     BatonError,
+    DrainingError,
     EngineLostError,
     EngineUnavailableError,
     OverloadedError,
@@ -20,7 +21,7 @@ from baton.errors import (
 )
 from baton.openai.answers import decode, read_error
 from baton.openai.client import describe, failures, read_body, read_refusal
-from baton.openai.errors import ENGINE_STALLED
+from baton.openai.errors import DRAINING, ENGINE_STALLED
 from baton.router.timers import RouterTimers
 from baton.wire import EngineInfo, EngineLoad, GenerateRequest, PromptIds, TokenChunk
 
@@ -96,6 +97,8 @@ class EngineClient(ABC):
                 if response.status == 503 and ENGINE_STALLED.encode() in body:
                     # A stalled engine answers, but its requests make no progress.
                     raise EngineLostError(f"engine {self.url} is stalled")
+                if response.status == 503 and DRAINING.encode() in body:
+                    raise DrainingError(f"engine {self.url} is draining")
                 if response.status != 200:
                     raise EngineUnavailableError(f"engine {self.url}: HTTP {response.status} from {path}")
                 return body

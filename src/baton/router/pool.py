@@ -18,6 +18,7 @@ import msgspec
 from baton.errors import (
     BatonError,
     ConfigError,
+    DrainingError,
     EngineLostError,
     EngineUnavailableError,
     IncompatiblePeerError,
@@ -43,7 +44,8 @@ class Instance:
     """One engine. `num_inflight` counts this router's legs on it; `problem` says why it is not used.
 
     `answered`: when it last answered, in monotonic seconds; `num_silent`: questions unanswered since. `evicted`: its
-    lease has ended, and its legs were told so. `known`: what it holds of prompts that were sent to it.
+    lease has ended, and its legs were told so. `draining`: it gets no new requests, as the operator asked (`leaving`)
+    or it says itself. `known`: what it holds of prompts that were sent to it.
     """
 
     client: EngineClient
@@ -55,7 +57,10 @@ class Instance:
     answered: float = 0.0
     num_silent: int = 0
     evicted: bool = False
+    draining: bool = False
+    leaving: bool = False
     known: KnownPrefixes = field(default_factory=KnownPrefixes)
+    when_idle: Callable[[], None] = lambda: None
     _on_lost: list[OnLost] = field(default_factory=list)
 
     @property
@@ -66,12 +71,12 @@ class Instance:
     @property
     def healthy(self) -> bool:
         """Whether requests may be sent to it."""
-        return self.problem is None and self.info is not None
+        return self.problem is None and self.info is not None and not self.leaving
 
     @property
     def suspected(self) -> bool:
         """Whether it is silent, but not for long enough to give it up."""
-        return self.info is not None and self.num_silent > 0 and not self.evicted
+        return self.info is not None and self.num_silent > 0 and not self.evicted and not self.leaving
 
     @contextlib.contextmanager
     def leg(self, on_lost: OnLost) -> Iterator[None]:
@@ -83,6 +88,8 @@ class Instance:
         finally:
             self.num_inflight -= 1
             self._on_lost.remove(on_lost)
+            if not self.num_inflight:
+                self.when_idle()
 
     def evict(self, error: EngineLostError) -> None:
         """Give the engine up: tell its legs that it is lost."""
@@ -153,6 +160,25 @@ class EnginePool:
             raise RequestError(f"{url} is not an instance", "url")
         return instance
 
+    def drain(self, url: str) -> Instance:
+        """Send an engine no new requests, and remove it when its last leg has ended. Asked again, tell its legs that it
+        is lost: they go on elsewhere. Raises `RequestError` if it is unknown."""
+        instance = self._instances.get(_checked_url(url))
+        if instance is None:
+            raise RequestError(f"{url} is not an instance", "url")
+        if instance.leaving:
+            instance.evict(EngineLostError(f"engine {instance.url} is drained in a hurry"))
+        instance.draining = instance.leaving = True
+        if not instance.num_inflight:
+            del self._instances[instance.url]
+        else:
+            instance.when_idle = lambda: self._left(instance)
+        return instance
+
+    def _left(self, instance: Instance) -> None:
+        if self._instances.get(instance.url) is instance:
+            del self._instances[instance.url]
+
     def usable(self, healthy: bool) -> list[Instance]:
         """The instances that may get requests: the `healthy`, or those that were silent when last asked."""
         return [i for i in self._instances.values() if (i.healthy if healthy else i.suspected)]
@@ -204,6 +230,8 @@ class EnginePool:
             if instance.problem != str(error):
                 logger.warning("engine %s: %s", instance.url, error)
             instance.problem = str(error)
+            # One that is gone after it said so has ended what it had; it is known by this until it is back.
+            instance.draining |= isinstance(error, DrainingError)
             if not isinstance(error, EngineLostError):
                 instance.num_silent = 0
                 return
@@ -235,6 +263,7 @@ class EnginePool:
         if instance.info is None or instance.info.incarnation != info.incarnation:
             instance.known = KnownPrefixes(info.prefix_step, info.kv_tokens)
         instance.info, instance.problem = info, None
+        instance.draining = instance.leaving
         instance.answered, instance.num_silent, instance.evicted = time.monotonic(), 0, False
 
     def _check_same_model(self, instance: Instance, info: EngineInfo) -> None:
