@@ -137,7 +137,13 @@ class Cluster:
             return False
         process = random.choice(fit)
         rank = random.choice(process.ranks)
-        if kind == "pause_rank":
+        if kind == "cut_rank":
+            far = random.choice(sorted(name for name, role in self._names.items() if role != process.role))
+            world.note("net", f"{rank.uid} cannot reach {far}")
+            pair = frozenset((rank.address, far))
+            self.network.cut.add(pair)
+            world.after(random.choice((0.5, 5.0, 12.0)) * random.random(), self._heal, pair)
+        elif kind == "pause_rank":
             rank.pause()
             world.after(random.choice((0.3, 3.0, 15.0)) * random.random(), rank.resume)
         else:

@@ -70,7 +70,7 @@ class Engine:
         self._memories = {memory.model.name: memory for memory in process.memories}
         executor: Any = CellExecutor(self)
         self.executor: CellExecutor = executor
-        specs = [memory.ranks[0].spec for memory in process.memories]
+        specs = [next(iter(memory.ranks.values())).spec for memory in process.memories]
         num_pages = {name: memory.num_pages for name, memory in self._memories.items()}
         self.cache = KVCache(specs, num_pages, settings.num_drafts, executor.copy_page)
         longest = (LONGEST_SMALL if settings.has("full_pools") else LONGEST) + MAX_OUTPUT + 1

@@ -7,65 +7,78 @@ last written to them, also when their page is freed, as real memory does. Who ho
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from baton.errors import ProtocolError
 from baton.handoff.protocol.digests import Cell, cells_of, pieces
 from baton.handoff.protocol.messages import PieceDigest
 from baton.kv.geometry import NULL_PAGE, Axis, Geometry
 from baton.kv.interval import Interval
-from baton.kv.spec import GroupSpec, kv_planes, latent_planes
+from baton.kv.spec import GroupSpec, Planes, PlaneSpec, kv_planes, latent_planes
 from simulation.settings import GroupModel
 from simulation.story import Story
 
 CELL_BYTES = 8
+MAX_LAYERS = 2
 
 
 class RankMemory:
-    """One rank's share of a group, in one region: all of a latent or a state, some heads of K and V. Page 0 is the null
-    page. A cell is one plane of one head of one token.
+    """One rank's share of a group, in one region: some layers, and all of a latent or some heads of anything else. Page
+    0 is the null page. A cell is one plane of one head of one token in one layer.
     """
 
     def __init__(
-        self, model: GroupModel, region: int, num_pages: int, page_size: int, order: tuple[Axis, ...], heads: range
+        self,
+        model: GroupModel,
+        region: int,
+        num_pages: int,
+        page_size: int,
+        order: tuple[Axis, ...],
+        heads: range,
+        layers: range,
     ) -> None:
-        whole = model.num_planes == 1
+        planes: Planes = kv_planes(len(heads), 2, "float32")
+        if model.kind == "mla":
+            planes, heads = latent_planes(1, 1, "float32"), range(1)
+        elif model.kind == "state":
+            planes = (PlaneSpec("state", "float32", len(heads), 2),)
         self.spec = GroupSpec(
             name=model.name,
             owner=model.owner,
             kind=model.kind,
-            planes=latent_planes(1, 1, "float32") if whole else kv_planes(len(heads), 2, "float32"),
+            planes=planes,
             page_size=page_size,
             window=model.window,
-            layer_ids=(model.salt,),
+            layer_ids=tuple(model.salt * MAX_LAYERS + layer for layer in layers),
             module=model.module,
         )
-        first = 0 if whole else heads.start
-        self.geometry = Geometry.from_order(self.spec, num_pages, order, region=region, first_head=first)
+        self.geometry = Geometry.from_order(self.spec, num_pages, order, region=region, first_head=heads.start)
         self.nbytes = self.geometry.region_bytes
         self.cells = [0] * (self.nbytes // CELL_BYTES)
-        planes = self.geometry.planes
-        self._page_step = planes[0].page_stride // CELL_BYTES
-        self._plane_step = (planes[-1].base - planes[0].base) // CELL_BYTES
-        self._token_step = planes[0].token_stride // CELL_BYTES
+        one = self.geometry.planes[0]
+        self._page_step, self._token_step = one.page_stride // CELL_BYTES, one.token_stride // CELL_BYTES
+        # After so many cells the pages of the next plane or layer begin.
+        by_layer = one.layer_stride > one.page_stride
+        self._period = self._page_step * num_pages if by_layer else len(self.cells)
         self._page_size = page_size
-        # By plane and head of the model: where its cell is behind a token's first.
+        # By layer, plane and head of the model: where its cell is behind a token's first.
         self._parts = {
-            (index, head): (plane.base + (head - first) * plane.head_stride) // CELL_BYTES
-            for index, plane in enumerate(planes)
+            (layer, index, head): (
+                plane.base + place * plane.layer_stride + (head - plane.first_head) * plane.head_stride
+            )
+            // CELL_BYTES
+            for place, layer in enumerate(self.spec.layer_ids)
+            for index, plane in enumerate(self.geometry.planes)
             for head in range(plane.first_head, plane.last_head)
         }
-        self._values = [(offset, hash((model.salt, *part))) for part, offset in self._parts.items()]
+        self._values = [(offset, hash(part)) for part, offset in self._parts.items()]
 
     def _cell(self, page: int, token: int) -> int:
         return page * self._page_step + token * self._token_step
 
     def pages_of(self, start: int, count: int) -> set[int]:
         """The pages in which `count` cells from `start` on lie."""
-        step, plane = self._page_step, self._plane_step
-        if plane <= step:
-            return set(range(start // step, (start + count - 1) // step + 1))
-        return {cell % plane // step for cell in range(start, start + count)}
+        return {cell % self._period // self._page_step for cell in range(start, start + count)}
 
     def put(self, page: int, token: int, state: int) -> None:
         """As `GroupMemory.put`."""
@@ -78,9 +91,9 @@ class RankMemory:
         at = self._cell(page, token)
         return all(self.cells[at + offset] == hash((state, salt)) for offset, salt in self._values)
 
-    def read(self, table: Sequence[int], tokens: Interval, plane: int, heads: range) -> list[int]:
-        """The cells of some heads of a plane."""
-        offsets = [self._parts[plane, head] for head in heads]
+    def read(self, table: Sequence[int], tokens: Interval, layer: int, plane: int, heads: range) -> list[int]:
+        """The cells of some heads of a plane in a layer."""
+        offsets = [self._parts[layer, plane, head] for head in heads]
         places = [divmod(entry, self._page_size) for entry in range(tokens.start, tokens.stop)]
         return [self.cells[self._cell(table[page], token) + at] for page, token in places for at in offsets]
 
@@ -93,17 +106,17 @@ class RankMemory:
 
 
 class GroupMemory:
-    """One group in one engine, on all its ranks, which have the same pages. `writers`: pages that a peer may write, by
-    the label of the attempt that they are open to.
+    """One group in one engine, on all ranks that have a part of it (by number), which have the same pages. `writers`:
+    pages that a peer may write, by the label of the attempt that they are open to.
     """
 
-    def __init__(self, model: GroupModel, num_pages: int, page_size: int, ranks: Sequence[RankMemory]) -> None:
+    def __init__(self, model: GroupModel, num_pages: int, page_size: int, ranks: Mapping[int, RankMemory]) -> None:
         self.model, self.num_pages, self.page_size, self.ranks = model, num_pages, page_size, ranks
         self.writers: dict[int, str] = {}
 
     def put(self, table: Sequence[int], entry: int, state: int) -> None:
         """Write one entry, which stands for the tokens that `state` stands for."""
-        for rank in self.ranks:
+        for rank in self.ranks.values():
             rank.put(table[entry // self.page_size], entry % self.page_size, state)
 
     def holds(self, table: Sequence[int], entry: int, state: int) -> bool:
@@ -111,7 +124,7 @@ class GroupMemory:
         index = entry // self.page_size
         if index >= len(table) or table[index] == NULL_PAGE:
             return False
-        return all(rank.holds(table[index], entry % self.page_size, state) for rank in self.ranks)
+        return all(rank.holds(table[index], entry % self.page_size, state) for rank in self.ranks.values())
 
     def wrong(self, story: Story, num_tokens: int, table: Sequence[int], start: int, stop: int) -> int | None:
         """The first entry in `[start, stop)` that is not the story's, of whose tokens `num_tokens` were computed; None
@@ -129,7 +142,7 @@ class GroupMemory:
 
     def copy_page(self, source: int, dest: int) -> None:
         """The engine's own copy of one page's content."""
-        for rank in self.ranks:
+        for rank in self.ranks.values():
             rank.copy_page(source, dest)
 
 
@@ -152,7 +165,7 @@ class CellDigester:
         for piece in pieces(tokens):
             hashes = bytearray()
             for layer, plane, first, last in share:
-                values = memory.read(pages, piece, plane, range(first, last))
+                values = memory.read(pages, piece, layer, plane, range(first, last))
                 found = hash((layer, plane, first, last, piece.start, piece.stop, *values))
                 hashes += found.to_bytes(8, "little", signed=True)
             out.append(PieceDigest(piece, bytes(hashes)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -28,7 +29,7 @@ class Network:
     def __init__(self, world: World) -> None:
         self.world = world
         self.bound: dict[str, Rank] = {}
-        self.cut: set[frozenset[str]] = set()  # pairs of names
+        self.cut: set[frozenset[str]] = set()  # pairs of names of engines, or of addresses of ranks
         self.overhear: Callable[[Connection, bytes], None] | None = None
         self._last: dict[tuple[int, bool], float] = {}
         self._parked: dict[str, list[tuple[SimChannel, Connection, bytes]]] = {}
@@ -74,7 +75,9 @@ class Network:
             world.after(delay, arrive, *args)
 
     def _reachable(self, one: Rank, other: Rank) -> bool:
-        return frozenset((one.name, other.name)) not in self.cut
+        return not any(
+            frozenset(pair) in self.cut for pair in product((one.name, one.address), (other.name, other.address))
+        )
 
     def _arrive(self, sender: SimChannel, connection: Connection, frame: bytes) -> None:
         receiver = self.bound.get(connection.address)

@@ -72,20 +72,30 @@ class Process:
         )
         self.memories = self._allocate()
         groups = {
-            memory.model.name: [RankGeometry(rank=i, geometry=part.geometry) for i, part in enumerate(memory.ranks)]
+            memory.model.name: [RankGeometry(rank=i, geometry=part.geometry) for i, part in memory.ranks.items()]
             for memory in self.memories
         }
-        shares = list(zip(*(memory.ranks for memory in self.memories), strict=True))
-        instances = [Instance(rank=number, groups=groups) for number in range(len(shares))]
-        self.ranks = [Rank(self, instance, share) for instance, share in zip(instances, shares, strict=True)]
+        tp, stages = self.shape
+        instances = [Instance(rank=number, groups=groups, sampling=tp * (stages - 1)) for number in range(tp * stages)]
+        # One rank of an engine of several may lag behind the others all the time.
+        late = random.randrange(tp * stages) if world.settings.has("slow_rank") and tp * stages > 1 else None
+        self.ranks = [
+            Rank(
+                self,
+                instance,
+                [memory.ranks[instance.rank] for memory in self.memories if instance.rank in memory.ranks],
+                slow=instance.rank == late,
+            )
+            for instance in instances
+        ]
         self.engine: Engine = Engine(self, instances[0])
 
     def _allocate(self) -> list[GroupMemory]:
         settings, random = self.world.settings, self.world.random
-        num_ranks = random.choice((1, 2)) if settings.num_heads > 1 else 1
-        each = settings.num_heads // num_ranks
+        tp, stages = self.shape = random.choice(settings.shapes)
         memories: list[GroupMemory] = []
-        for region, model in enumerate(settings.groups):
+        regions = [0] * (tp * stages)
+        for model in settings.groups:
             size = 1 if model.kind == "state" else random.randint(1, 6)
             tokens = random.randint(45, 70) if settings.has("full_pools") else random.randint(180, 300)
             if model.kind == "state":
@@ -93,8 +103,20 @@ class Process:
                 tokens = tokens // 6
             num_pages = -(-tokens // size) + 1
             order = random.choice((BLOCK_MAJOR_NHD, LAYER_MAJOR_NHD))
-            heads = [range(first, first + each) for first in range(0, settings.num_heads, each)]
-            parts = [RankMemory(model, region, num_pages, size, order, share) for share in heads]
+            parts: dict[int, RankMemory] = {}
+            for rank in range(tp * stages):
+                stage, shard = divmod(rank, tp)
+                # A drafter's layers are all on the last stage, in some engines on one rank of it.
+                draft = model.owner == "draft"
+                alone = draft and settings.draft_alone
+                if draft and (stage + 1 < stages or (alone and shard)):
+                    continue
+                each = settings.num_heads // (1 if alone else tp)
+                width = settings.num_layers // (1 if draft else stages)
+                first = 0 if draft else stage * width
+                heads, layers = range(each * shard, each * (shard + 1)), range(first, first + width)
+                parts[rank] = RankMemory(model, regions[rank], num_pages, size, order, heads, layers)
+                regions[rank] += 1
             memories.append(GroupMemory(model, num_pages, size, parts))
         return memories
 

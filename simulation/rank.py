@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from simulation.world import World
 
 _AGENT_STEP = (0.0, 0.002)
+_SLOW_AGENT_STEP = (0.01, 0.3)
 _TICK = 0.001
 _LOOK_S = 0.01
 _MAX_IDLE_TURNS = 20
@@ -30,8 +31,10 @@ _MAX_IDLE_TURNS = 20
 class Rank:
     """A node of its own, with channel and transport. It lives no longer than its engine, and may stop or die alone."""
 
-    def __init__(self, process: Process, instance: Instance, memories: Sequence[RankMemory]) -> None:
-        self.process, self.memories = process, memories
+    def __init__(
+        self, process: Process, instance: Instance, memories: Sequence[RankMemory], *, slow: bool = False
+    ) -> None:
+        self.process, self.memories, self.slow = process, memories, slow
         self.world: World = process.world
         self.cluster, self.name, self.clock = process.cluster, process.name, process.clock
         self.config: AgentConfig = process.config
@@ -58,6 +61,7 @@ class Rank:
         self._idle_turns = 0
         self.blocked_on: Future[Any] | None = None  # its agent waits for a call to end
         self._dead = self._paused = False
+        self._pace = _SLOW_AGENT_STEP if slow else _AGENT_STEP
 
     @property
     def dead(self) -> bool:
@@ -104,7 +108,7 @@ class Rank:
 
     def wake(self, delay: float | None = None) -> None:
         """The agent's loop runs soon, or in `delay` seconds at the latest."""
-        at = self.world.now + (self.world.random.uniform(*_AGENT_STEP) if delay is None else delay)
+        at = self.world.now + (self.world.random.uniform(*self._pace) if delay is None else delay)
         if at < self.next_wake and not self.dead:
             self.next_wake = at
             self.world.after(at - self.world.now, self._woken, at)

@@ -39,6 +39,7 @@ STRIKES: dict[str, int] = {
     "pause_decode": 4,
     "crash_rank": 2,
     "pause_rank": 3,
+    "cut_rank": 3,
     "partition": 3,
     "broken_connection": 3,
     "leave": 1,
@@ -48,12 +49,17 @@ STRIKES: dict[str, int] = {
     "stranger": 6,
 }
 # Properties of the whole run.
-TRAITS = ("clock_rates", "full_pools", "burst", "slow_engine", "prefix_store")
+TRAITS = ("clock_rates", "full_pools", "burst", "slow_engine", "slow_rank", "prefix_store")
 FAULTS = (*RATES, *STRIKES, *TRAITS)
 # Faults that must cost a request nothing but time, however small the pools are.
 HARMLESS = frozenset(
-    {"reorder", "duplicate", "forged_register", "clock_step", "stranger", "late_leg", *TRAITS} - {"clock_rates"}
+    {"reorder", "duplicate", "forged_register", "clock_step", "stranger", "late_leg", *TRAITS}
+    - {"clock_rates", "slow_rank"}
 )
+# Faults of one rank of an engine of several.
+OF_RANKS = frozenset({"crash_rank", "pause_rank", "cut_rank", "slow_rank"})
+# Tensor ranks and stages of engines, by the number of heads that there are to share.
+SHAPES = {1: ((1, 1),), 2: ((1, 1), (2, 1), (1, 2), (2, 2)), 4: ((1, 1), (2, 1), (4, 1), (2, 2))}
 # Faults that matter most when others strike at the same moment.
 COMPANIONS: dict[str, tuple[str, ...]] = {
     "corrupt": ("duplicate", "delay", "reorder", "slow_copy", "late_copy", "client_abort"),
@@ -106,7 +112,10 @@ class Settings:
     life: int
     patience: float
     num_drafts: int
-    num_heads: int  # of K and V; more than one: some engines are two ranks that share them
+    num_heads: int  # of K, V and states
+    num_layers: int  # of each group
+    shapes: tuple[tuple[int, int], ...]  # what engines may be: tensor ranks, which share heads, and stages, layers
+    draft_alone: bool  # the drafter is on one rank of those that share the target's heads
     groups: tuple[GroupModel, ...]
     faults: frozenset[str]
     rates: dict[str, float] = field(default_factory=dict)
@@ -154,7 +163,7 @@ def draw(random: Random, allowed: Collection[str] = FAULTS) -> Settings:
         integrity = "sampled"
     harmless = faults <= HARMLESS
     # Ranks that fail alone are those of engines that have several.
-    num_heads = 2 if faults & {"crash_rank", "pause_rank"} else random.choice((1, 1, 1, 2))
+    num_heads = random.choice((2, 2, 4)) if faults & OF_RANKS else random.choice((1, 1, 1, 2))
     return Settings(
         num_routers=random.choice((1, 1, 2)),
         announces=harmless or num_heads > 1 or random.random() < 0.7,
@@ -171,6 +180,9 @@ def draw(random: Random, allowed: Collection[str] = FAULTS) -> Settings:
         patience=400.0 if harmless else random.uniform(12.0, 30.0),
         num_drafts=random.randint(0, 3),
         num_heads=num_heads,
+        num_layers=1 if num_heads == 1 else 2,
+        shapes=SHAPES[num_heads],
+        draft_alone=random.random() < 0.3,
         groups=_groups(random),
         faults=frozenset(faults),
         rates={kind: random.uniform(*RATES[kind]) for kind in sorted(faults & set(RATES))},

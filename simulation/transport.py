@@ -205,7 +205,7 @@ class SimTransport:
         random.shuffle(runs)
         operation = SimOperation(tag, peer, direction, runs)
         operation.late, operation.corrupt = self.world.hit("late_copy"), self.world.hit("corrupt")
-        slow = self.world.hit("slow_copy")
+        slow = self.process.slow or self.world.hit("slow_copy")
         operation.window = random.uniform(0.2, 4.0) if slow else random.uniform(0.0002, 0.01)
         if self.world.hit("failed_copy"):
             # Ends in an error with some of its runs done.

@@ -122,6 +122,7 @@ class WrongEngineError(ProtocolError):
 REASONS = frozenset(
     {
         "aborted",
+        "agent_lost",
         "bad_seeds",
         "cancelled",
         "engine_closed",

@@ -13,7 +13,7 @@ from baton.handoff.node.agent import AgentConfig, HandoffAgent
 from baton.handoff.node.instance import InstanceAgent
 from baton.handoff.plan.planner import Instance, RankGeometry
 from baton.handoff.protocol.digests import MemoryDigester
-from baton.handoff.protocol.events import DecodeCommitted, DecodeProgress, HandoffEvent, PrefillReleased
+from baton.handoff.protocol.events import DecodeAdmitted, DecodeCommitted, DecodeProgress, HandoffEvent, PrefillReleased
 from baton.handoff.protocol.messages import AttemptKey, Seeds
 from baton.handoff.protocol.ticket import SignedTicket, Ticket, new_transfer_id
 from baton.kv.geometry import BLOCK_MAJOR_NHD, Geometry
@@ -109,6 +109,7 @@ class Rank:
         self.regions = regions
         for region in regions:
             region.view(np.float32)[:] = UNTOUCHED
+        on_lost: Callable[[str], None] = config.pop("on_lost", lambda why: None)  # type: ignore[assignment]
         defaults: dict[str, object] = {"ticket_key": KEY, "timers": TIMERS, "integrity": "full"}
         settings = AgentConfig(name, f"{name}-1", **{**defaults, **config})  # type: ignore[arg-type]
         self.agent = HandoffAgent(
@@ -119,6 +120,7 @@ class Rank:
             on_event,
             MemoryDigester(self.geometries, regions),
             on_peer=on_peer,
+            on_lost=on_lost,
         )
         self.agent.start()
 
@@ -227,6 +229,18 @@ def ticket_for(p: Engine, d: Engine, mode: str, **changes: object) -> SignedTick
         "request_digest": bytes(32),
     }
     return signed(Ticket(**{**fields, **changes}), KEY)  # type: ignore[arg-type]
+
+
+def begin_one(p: Engine, d: Engine) -> AttemptKey:
+    """A handoff that P has admitted, and for which D has pages."""
+    ticket = ticket_for(p, d, "push")
+    p.together.open_prefill(ticket)
+    p.together.admit_prefill(ticket.key)
+    d.together.announce_decode(ticket)
+    while not isinstance(d.events.get(timeout=30), DecodeAdmitted):
+        pass
+    d.together.open_decode(ticket, 13, wanted_of(13, 0), d.pages(2, 13))
+    return ticket.key
 
 
 def settle(*engines: Engine) -> None:

@@ -264,6 +264,23 @@ def test_quarantined_pages_come_back_with_what_is_proven() -> None:
     assert found_again == {"target": 20, "window": 6, "draft": 12}
 
 
+def test_a_window_that_begins_within_a_page_is_no_prefix_whatever_is_proven() -> None:
+    """The entries before it in that page never came: another prompt that begins alike must not be given them."""
+    memory, tokens = Memory(), list(range(30))
+    size = memory.cache.pools["window"].page_size
+    for n in range(1, 30):
+        tables = BlockTables()
+        found = memory.cache.attach_destination(tables, tokens, n)
+        assert found is not None
+        inside = 0 < found.wanted["window"].start < size
+        held = memory.cache.quarantine(tables, found.wanted)
+        memory.cache.leave_quarantine(held, tokens, {"window": n} if inside else {})
+        if inside:
+            break
+    assert inside
+    assert memory.cache.pools["window"].lookup(tokens, n).num_tokens == 0
+
+
 def test_spare_pages_are_all_or_none() -> None:
     memory = Memory(num_pages=3)
     taken = memory.cache.pools["draft"].allocate(4)

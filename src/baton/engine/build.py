@@ -28,7 +28,7 @@ from baton.engine.prefix_store import PrefixStore
 from baton.engine.runner import ModelRunner
 from baton.engine.scheduler import Scheduler
 from baton.engine.stopping import until_stop
-from baton.errors import ConfigError
+from baton.errors import ConfigError, HandoffError
 from baton.handoff.channel.config import DEFAULT_MAX_RETRIES
 from baton.handoff.channel.keys import KeyRing
 from baton.handoff.node.agent import AgentConfig, HandoffAgent, Timers
@@ -160,6 +160,7 @@ def _build(
             transport,
             lambda event: core.post(lambda: core.on_handoff(event)),
             lambda: core.busy_s() > config.stall_timeout_s,
+            lambda why: core.post(lambda: _end(why)),
         )
         undo.callback(agent.close)
         legs = _legs(config, ranks, scheduler, loaded, pool.size.max_model_len, transport)
@@ -198,6 +199,11 @@ def _load(config: EngineConfig, progress: Callable[[str], None]) -> _Loaded:
     return _Loaded(hf_config, model, drafter, tokenizer)
 
 
+def _end(why: str) -> None:
+    """End the engine's thread, and with it the engine: pages that its agent may touch are nobody's any more."""
+    raise HandoffError("agent_lost", why)
+
+
 def _integrity(config: EngineConfig) -> Integrity:
     if config.integrity == "auto":
         return default_integrity(config.kv_transfer_config.kv_transport)
@@ -210,6 +216,7 @@ def _agent(
     transport: Transport,
     emit: Callable[[HandoffEvent], None],
     stalled: Callable[[], bool],
+    lost: Callable[[str], None],
 ) -> tuple[HandoffAgent, InstanceAgent]:
     geometries = {
         group.name: RankGeometry(
@@ -222,7 +229,7 @@ def _agent(
     # A peer may have more ranks than this engine's one.
     ranks = InstanceAgent(instance, emit)
     agent = HandoffAgent(
-        identity, instance, transport, descriptor, ranks.on_event, digester, stalled, on_peer=ranks.on_peer
+        identity, instance, transport, descriptor, ranks.on_event, digester, stalled, ranks.on_peer, lost
     )
     ranks.bind([agent])
     return agent, ranks

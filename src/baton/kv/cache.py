@@ -292,9 +292,10 @@ class KVCache:
     def leave_quarantine(self, held: BlockTables, tokens: Sequence[int], proven: Mapping[str, int]) -> None:
         """The pages are quiet. Those whose entries are `proven` final up to there stay, as a prefix from which a
         recomputation may start."""
+        uncached = held.uncached  # `take` forgets them
         for name, pages in held.take().items():
             pool = self.pools[name]
-            if name not in held.uncached and name not in self._states:
+            if name not in uncached and name not in self._states:
                 pool.cache(tokens, pages, held.chains[name], proven.get(name, 0))
             pool.leave_quarantine(pages)
 

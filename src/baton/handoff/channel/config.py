@@ -26,6 +26,8 @@ class Timers:
 
     A handoff may take `handoff` seconds from REGISTER on; what it waits before, in queues, does not count.
 
+    An agent whose thread has not come round for `hang` seconds is lost, see `baton.handoff.node.agent.HandoffAgent`.
+
     Raises `ConfigError` for durations that contradict each other.
     """
 
@@ -37,9 +39,13 @@ class Timers:
     lease: float = 5.0  # this engine may be taken for dead after so long a silence
     handoff: float = DEFAULT_HANDOFF_TIMEOUT_S
     close: float = 5.0  # closing waits at most this long for copies to end
+    hang: float = 30.0
 
     def __post_init__(self) -> None:
-        if min(self.retry_min, self.check, self.renew, self.handoff, self.close) <= 0 or self.retry < self.retry_min:
+        if (
+            min(self.retry_min, self.check, self.renew, self.handoff, self.close, self.hang) <= 0
+            or self.retry < self.retry_min
+        ):
             raise ConfigError("timers", "durations must be positive, and retry at least retry_min")
         if not 3 * self.renew <= self.lease <= MAX_LEASE_S:
             raise ConfigError("timers.lease", f"must be at least three times renew and at most {MAX_LEASE_S} s")

@@ -20,6 +20,7 @@ from baton.handoff.channel.sockets import Channel
 from baton.handoff.node.execution import OnPeer
 from baton.handoff.node.figures import AgentStats
 from baton.handoff.node.node import HandoffNode
+from baton.handoff.node.watch import ThreadWatch
 from baton.handoff.node.worker import WorkerThread
 from baton.handoff.plan.planner import Instance
 from baton.handoff.protocol import events as ev
@@ -45,6 +46,9 @@ class HandoffAgent:
     unless `config.integrity` is off. While `is_stalled()`, peers are told that the engine behind this agent hangs. The
     owner closes the transport after the agent.
 
+    `on_lost` is called once, with the cause and on another thread, when the agent's own thread has ended or hangs. What
+    is open then ends by no event: nobody can prove that its pages are quiet, so the engine is to end, and its process.
+
     Per opened prefill exactly one `PrefillReleased` comes. Per opened decode exactly one of
     `DecodeCommitted`, `DecodeFinished` and `DecodeReleased` comes, a `DecodeFailed` before the last one
     unless the engine itself aborted. Pages belong to the agent from the open call until that event. A decode that was
@@ -64,6 +68,7 @@ class HandoffAgent:
         digester: Digester | None = None,
         is_stalled: Callable[[], bool] = lambda: False,
         on_peer: OnPeer | None = None,
+        on_lost: Callable[[str], None] = lambda why: None,
     ) -> None:
         if config.integrity != "off":
             if digester is None:
@@ -93,21 +98,27 @@ class HandoffAgent:
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="baton-handoff", daemon=True)
+        self._turned = time.monotonic()
+        self._watch = ThreadWatch(self._thread, lambda: self._turned, config.timers.hang, on_lost)
 
     def start(self) -> None:
-        """Start the thread."""
+        """Start the thread, and the one that watches it."""
         self._thread.start()
+        self._watch.start()
 
     def close(self) -> None:
-        """Give up on what is open, wait a bounded time for copies, tell the peers, and stop. Idempotent."""
+        """Give up on what is open, wait a bounded time for copies, tell the peers, and stop. Idempotent. A thread that
+        is lost is not waited for: it closes its sockets itself, should it ever go on.
+        """
         if self._closing:
             return
         self._closing = True
+        self._watch.close()
         self._channel.wake()
-        if self._thread.ident is not None:
-            self._thread.join()
-        else:
+        if not self._thread.is_alive():
             self._channel.close()
+        elif self._watch.lost is None:
+            self._thread.join()
 
     # ------------------------------------------------------------ the engine's calls, from any thread
 
@@ -220,6 +231,7 @@ class HandoffAgent:
 
     def _step(self) -> None:
         """Wait for something, and deal with all of it. No error of one attempt ends the thread."""
+        self._turned = time.monotonic()
         try:
             wait = self._node.on_time()
             if self._closing:

@@ -1,0 +1,64 @@
+"""Looks after a thread that should come round all the time: an agent that says nothing cannot say that it is lost."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+from baton.handoff.channel.base import Clock, SystemClock
+
+log = logging.getLogger(__name__)
+
+
+class ThreadWatch:
+    """Calls `on_lost` once, with the cause, when `thread` has ended, or has not come round for `limit_s` seconds.
+
+    `turned` says when it came round last, by `clock`. A process that was itself asleep is given the time anew. `start`
+    and `close` are for the owner; `on_lost` is called on a thread of the watch, and must not wait for `thread`.
+    """
+
+    def __init__(
+        self,
+        thread: threading.Thread,
+        turned: Callable[[], float],
+        limit_s: float,
+        on_lost: Callable[[str], None],
+        clock: Clock | None = None,
+    ) -> None:
+        self._watched, self._turned, self._limit_s, self._on_lost = thread, turned, limit_s, on_lost
+        self._clock = clock or SystemClock()
+        self._every_s = limit_s / 8
+        self._looked = self._since = self._clock.monotonic()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"{thread.name}-watch", daemon=True)
+        self.lost: str | None = None
+
+    def start(self) -> None:
+        """Begin to look; the thread that is watched runs."""
+        self._since = self._clock.monotonic()
+        self._thread.start()
+
+    def close(self) -> None:
+        """Look no more. Any thread."""
+        self._closing.set()
+
+    def look(self) -> str | None:
+        """Why the thread is lost; None while it is not."""
+        now, before = self._clock.monotonic(), self._looked
+        self._looked = now
+        if now - before > 4 * self._every_s:
+            self._since = now
+        if not self._watched.is_alive():
+            return "its thread has ended"
+        idle = now - max(self._since, self._turned())
+        return f"its thread has done nothing for {idle:.0f} s" if idle > self._limit_s else None
+
+    def _run(self) -> None:
+        while not self._closing.wait(self._every_s):
+            why = self.look()
+            if why is not None and not self._closing.is_set():
+                self.lost = why
+                log.critical("the handoff agent is lost: %s", why)
+                self._on_lost(why)
+                return

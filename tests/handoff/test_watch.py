@@ -1,0 +1,120 @@
+"""An agent whose thread has ended or hangs is told of, once: it ends its engine, and closing it waits for nothing."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from baton.errors import ConfigError, HandoffError
+from baton.handoff.channel.config import Timers
+from baton.handoff.node.watch import ThreadWatch
+from tests.handoff.ranks import Engine, Shape, begin_one
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def running() -> Iterator[threading.Thread]:
+    end = threading.Event()
+    thread = threading.Thread(target=end.wait, daemon=True)
+    thread.start()
+    yield thread
+    end.set()
+    thread.join()
+
+
+def watched(thread: threading.Thread, clock: Clock, turned: list[float]) -> ThreadWatch:
+    return ThreadWatch(thread, lambda: turned[0], 8.0, print, clock)
+
+
+def look_for(watch: ThreadWatch, clock: Clock, seconds: float) -> str | None:
+    until, why = clock.now + seconds, None
+    while clock.now < until and why is None:
+        clock.now += 1.0
+        why = watch.look()
+    return why
+
+
+def test_a_thread_that_comes_round_is_not_lost_and_one_that_does_not_is(running: threading.Thread) -> None:
+    clock, turned = Clock(), [100.0]
+    watch = watched(running, clock, turned)
+    for _ in range(40):
+        clock.now += 1.0
+        turned[0] = clock.now - 0.9
+        assert watch.look() is None
+    assert look_for(watch, clock, 7.0) is None
+    assert look_for(watch, clock, 3.0) == "its thread has done nothing for 9 s"
+
+
+def test_a_process_that_slept_does_not_blame_its_thread(running: threading.Thread) -> None:
+    clock, turned = Clock(), [100.0]
+    watch = watched(running, clock, turned)
+    clock.now += 3600.0
+    assert watch.look() is None
+    assert look_for(watch, clock, 8.0) is None
+    assert look_for(watch, clock, 2.0) is not None
+
+
+def test_a_thread_that_has_ended_is_lost() -> None:
+    thread = threading.Thread(target=lambda: None)
+    thread.start()
+    thread.join()
+    assert watched(thread, Clock(), [100.0]).look() == "its thread has ended"
+
+
+def test_a_limit_must_be_positive() -> None:
+    with pytest.raises(ConfigError, match="durations must be positive"):
+        Timers(hang=0.0)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("how", ["hangs", "has ended"])
+def test_an_agent_that_is_lost_says_so_and_proves_nothing(how: str) -> None:
+    told: queue.Queue[str] = queue.Queue()
+    go_on = threading.Event()
+    engines = [
+        Engine(name, Shape(tp=2), ("local://",), {"timers": Timers(hang=0.4), "on_lost": told.put})
+        for name in ("P", "D")
+    ]
+    p, d = engines
+    try:
+        begin_one(p, d)
+
+        def hang() -> None:
+            go_on.wait()
+
+        def end() -> None:
+            raise SystemExit
+
+        d.ranks[1].agent._call(hang if how == "hangs" else end)
+        why = told.get(timeout=20)
+        assert ("done nothing" if how == "hangs" else "has ended") in why
+        began = time.monotonic()
+        d.ranks[1].agent.close()
+        assert time.monotonic() - began < 1.0
+        d.ranks[0].agent.close()
+        # Nobody can prove that the lost rank's pages are quiet.
+        assert not [event for event in list(d.events.queue) if type(event).__name__ == "DecodeReleased"]
+        assert told.empty()
+    finally:
+        go_on.set()
+        d.ranks[1].agent._thread.join(20)
+        for engine in engines:
+            engine.close()
+
+
+def test_an_engine_whose_agent_is_lost_ends_with_the_cause() -> None:
+    from baton.engine.build import _end
+
+    with pytest.raises(HandoffError, match="agent_lost: its thread has ended"):
+        _end("its thread has ended")
