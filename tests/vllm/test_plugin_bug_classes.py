@@ -1,0 +1,423 @@
+"""Bugs that engines elsewhere have had, each put into the plug-in for vLLM and seen; without vLLM.
+
+Both halves of the plug-in run, on P and on D, over memory whose entries say which layer and tokens they were made of.
+In the place of vLLM stands what matters of it: chunks, blocks for drafts behind the tokens, windows that leave blocks
+behind, blocks that others overwrite once nobody holds them. In the place of the agents stands the planner: copies run
+at once, or as late as is allowed.
+
+A *mutant* takes one cure out of the plug-in's own code. Classes as in `tests/engine/test_bug_classes.py`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from baton.handoff.plan.planner import plan
+from baton.handoff.protocol import events as ev
+from baton.handoff.protocol.messages import Seeds
+from baton.kv.interval import Interval
+from baton.vllm import geometry
+from baton.vllm import worker as worker_module
+from baton.vllm.geometry import CacheLayout, describe
+from baton.vllm.groups import CacheTable, LayerGroup, split_tables
+from baton.vllm.scheduler import SchedulerSide
+from baton.vllm.worker import WorkerSide
+from tests.vllm.test_plugin_scheduler import Pool, Request, leg, side, ticket
+from tests.vllm.test_plugin_worker import FakeAgent
+
+Patch = pytest.MonkeyPatch
+KERNEL_TOKENS = 4
+WINDOW = 6
+NUM_TARGET_LAYERS = 4
+DRAFTER = 4
+LOOKAHEAD = 3
+GARBAGE = -1.0
+
+
+def layer_name(layer: int) -> str:
+    return f"model.layers.{layer}.attn"
+
+
+def entry_of(layer: int, tokens: Sequence[int]) -> float:
+    """What a layer keeps of the last of `tokens`, having seen them all."""
+    return float(zlib.crc32(repr((layer, list(tokens))).encode()) % (1 << 20))
+
+
+class Engine:
+    """An engine's memory, block pool and both halves of the plug-in. `block_size` of vLLM; its kernel's is 4."""
+
+    def __init__(self, role: str, block_size: int, with_states: bool) -> None:
+        full = [0, 1, 2] if with_states else [0, 1, 2, DRAFTER]
+        other = ("state", None, 1) if with_states else ("sliding_window", WINDOW, block_size)
+        self.tables = [
+            CacheTable(0, "full", None, block_size, tuple(map(layer_name, full))),
+            CacheTable(1, *other, (layer_name(3),)),  # type: ignore[arg-type]
+        ]
+        # Layers do not lie at equal distances.
+        place = {0: 0, 1: 1, 2: 3, DRAFTER: 2}
+        pages = 100 * block_size // KERNEL_TOKENS
+        buffer = torch.full((4, pages, 1, KERNEL_TOKENS, 2), GARBAGE)
+        rest = torch.full((100, 1, 1, 2) if with_states else (pages, 1, KERNEL_TOKENS, 2), GARBAGE)
+        self.caches = {layer_name(layer): buffer[place[layer]] for layer in full} | {layer_name(3): rest}
+        groups = split_tables(self.tables, NUM_TARGET_LAYERS)
+        self.layout: CacheLayout = describe(self.caches, groups, dict.fromkeys(self.caches, "tokens"), "token")
+        self.pool, self.agent = Pool(), Agent()
+        self.scheduler = side(role, truncate=with_states and role == "P", tables=self.tables, pool=self.pool)
+        self.worker = WorkerSide(self.layout)
+        self.worker.bind(self.agent)
+        self.blocks: tuple[list[int], ...] = ([], [])
+        self._free = [list(range(98, 0, -3)), list(range(1, 99, 2))]
+
+    def reserve(self, num_tokens: int) -> tuple[list[int], ...]:
+        """Blocks for so many tokens; returns those that are new."""
+        fresh: tuple[list[int], ...] = ([], [])
+        for number, table in enumerate(self.tables):
+            wanted = 1 if table.kind == "state" else -(-num_tokens // table.block_size)
+            while len(self.blocks[number]) < wanted:
+                block = self._free[number].pop()
+                self.blocks[number].append(block)
+                fresh[number].append(block)
+        return fresh
+
+    def slot(self, table: int, layer: int, token: int) -> torch.Tensor:
+        size = self.tables[table].block_size
+        if self.tables[table].kind == "state":
+            return self.caches[layer_name(layer)][self.blocks[table][0]][0, 0]
+        page, at = divmod(self.blocks[table][token // size] * size + token % size, KERNEL_TOKENS)
+        return self.caches[layer_name(layer)][page][0, at]
+
+    def compute(self, tokens: Sequence[int], start: int, stop: int) -> None:
+        """Entries [start, stop) of all layers, and guesses behind them."""
+        for layer, token in itertools.product((0, 1, 2), range(start, stop)):
+            self.slot(0, layer, token)[:] = entry_of(layer, tokens[: token + 1])
+        if self.tables[1].kind == "state":
+            self.slot(1, 3, 0)[:] = entry_of(3, tokens[:stop])
+            return
+        for token in range(start, stop):
+            self.slot(1, 3, token)[:] = entry_of(3, tokens[: token + 1])
+            # Behind the last known token the drafter takes what was sampled.
+            self.slot(0, DRAFTER, token)[:] = entry_of(DRAFTER, [*tokens, -7][: token + 2])
+        for layer, token in itertools.product((0, 1, 2, DRAFTER), range(stop, stop + LOOKAHEAD)):
+            self.slot(0, layer, token)[:] = GARBAGE
+
+    def overwrite(self, table: int, blocks: Sequence[int]) -> None:
+        """Other requests get these blocks, unless somebody holds them."""
+        size = self.tables[table].block_size // KERNEL_TOKENS or 1
+        for block in blocks:
+            if self.pool.references[block] <= 0:
+                for name in self.tables[table].layers:
+                    self.caches[name][block * size : (block + 1) * size] = GARBAGE
+
+
+class Agent(FakeAgent):
+    """Keeps what was said last."""
+
+    def said(self, what: str) -> tuple[Any, ...] | None:
+        return next((call for call in reversed(self.calls) if call[0] == what), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A prompt of `length` tokens, of which D holds `hit` already and P computes `chunk` at a time. `late`: nothing is
+    copied before P's request has ended. `other_end`: P was sent another last token."""
+
+    length: int
+    chunk: int = 100
+    hit: int = 0
+    late: bool = False
+    with_states: bool = False
+    other_end: bool = False
+
+
+CASES = [
+    Case(length, chunk, hit, late)
+    for length, chunk, late in itertools.product((9, 12, 13, 17, 25), (5, 100), (False, True))
+    for hit in ((0, 8) if length > 9 else (0,))
+]
+CASES += [Case(length, chunk, with_states=True) for length, chunk in itertools.product((9, 14), (5, 100))]
+CASES += [Case(13, other_end=True)]
+
+
+def faults(case: Case) -> list[str]:
+    """What went wrong in a handoff: wrong entries that D takes for right ones, and blocks that nobody gives back."""
+    prompt = list(range(200, 200 + case.length))
+    on_p = [*prompt[:-1], 7] if case.other_end else prompt
+    n = case.length - 1
+    p, d = Engine("P", 8, case.with_states), Engine("D", 4, case.with_states)
+    t = ticket(prompt)
+    request, waiting = leg("prefill", t, on_p[:n] if case.with_states else on_p), leg("decode", t, prompt)
+    p.scheduler.on_new_request(request)
+    d.scheduler.on_new_request(waiting)
+    p.worker.begin(p.scheduler.take_step())
+    d.worker.begin(d.scheduler.take_step())
+    d.worker.post(ev.DecodeAdmitted(t.key))
+    d.worker.results()
+    d.scheduler.on_admitted((0, one) for one in d.worker.take_admitted())
+    d.reserve(case.length + LOOKAHEAD)
+    if case.hit:
+        d.compute(prompt, 0, case.hit)
+    num = d.scheduler.num_matched(waiting.request_id, case.hit)
+    assert num == n - case.hit
+    d.scheduler.on_allocated(waiting.request_id, d.blocks, num)
+    d.worker.begin(d.scheduler.take_step())
+    copies = _Copies(p, d, case.late)
+    _prefill(p, request, case, copies)
+    finished = p.agent.said("finish_prefill")
+    p.worker.post(ev.PrefillReleased(t.key, "committed"))
+    for one in p.worker.results().sent:
+        p.scheduler.on_sent(one)
+        for table in (0, 1):
+            p.pool.free_blocks(p.blocks[table])
+    seeds = finished[2] if finished is not None else Seeds(first_token=0)
+    d.worker.post(ev.DecodeCommitted(t.key, seeds, 0, 0))
+    results = d.worker.results()
+    assert results.received == {waiting.request_id}
+    found = [f"block {block} is held for ever" for block, count in p.pool.references.items() if count > 0]
+    if results.failed:
+        return found if case.other_end else [*found, "D took nothing"]
+    return found + _wrong(d, prompt, n)
+
+
+def _prefill(p: Engine, request: Request, case: Case, copies: _Copies) -> None:
+    """P's steps, as vLLM makes them."""
+    tokens = list(request.prompt_token_ids or ())
+    for start in range(0, len(tokens), case.chunk):
+        stop = min(start + case.chunk, len(tokens))
+        new = p.reserve(stop + LOOKAHEAD)
+        for table in (0, 1):
+            p.pool.touch(new[table])
+        p.scheduler.on_scheduled(request.request_id, stop, tuple(list(part) for part in new), replace=start == 0)
+        step = p.scheduler.take_step()
+        p.worker.begin(step)
+        copies.run()
+        p.compute(tokens, start, stop)
+        p.worker.finalise(step.computed)
+        copies.run()
+        left = p.tables[1].first_block(stop) if p.tables[1].kind == "sliding_window" else 0
+        gone = [block for block in p.blocks[1][:left] if block not in copies.gone]
+        copies.gone += gone
+        p.pool.free_blocks(gone)
+        p.overwrite(1, gone)
+    held, _ = p.scheduler.on_finished(request)
+    assert held
+    p.worker.begin(p.scheduler.take_step())
+    p.blocks = (p.blocks[0], [block for block in p.blocks[1] if block not in copies.gone])
+    copies.late = False
+    copies.run()
+
+
+class _Copies:
+    """What the agents do: bring D what it wants, as far as P has declared it final."""
+
+    def __init__(self, p: Engine, d: Engine, late: bool) -> None:
+        self.p, self.d, self.late = p, d, late
+        self.gone: list[int] = []  # blocks that P's window has left
+        self._done: dict[str, int] = {}
+
+    def run(self) -> None:
+        declared, opened = self.p.agent.said("declare_final"), self.d.agent.said("open_decode")
+        if self.late or declared is None or opened is None:
+            return
+        for name, wanted in opened[3].items():
+            source, dest = self.p.layout.geometries[name], self.d.layout.geometries[name]
+            start = max(wanted.start, self._done.get(name, 0))
+            stop = min(wanted.stop, declared[4][name])
+            if start >= stop:
+                continue
+            for runs in plan([source], dest, declared[3][name], opened[4][name], Interval(start, stop)).values():
+                read = _bytes(self.p, runs.source_region)
+                write = _bytes(self.d, runs.dest_region)
+                for at, to, size in zip(runs.source_offset, runs.dest_offset, runs.nbytes, strict=True):
+                    write[to : to + size] = read[at : at + size]
+            self._done[name] = stop
+
+
+def _bytes(engine: Engine, region: int) -> np.ndarray:
+    memory = engine.layout.regions[region]
+    assert isinstance(memory, np.ndarray)
+    return memory.reshape(-1).view(np.uint8)
+
+
+def _wrong(d: Engine, prompt: list[int], n: int) -> list[str]:
+    """Entries of the first n tokens that D goes on from, and that are not what it would have computed."""
+    first = max(0, n - WINDOW + 1)
+    places = [(0, layer, token, entry_of(layer, prompt[: token + 1])) for layer in (0, 1, 2) for token in range(n)]
+    if d.tables[1].kind == "state":
+        places.append((1, 3, 0, entry_of(3, prompt[:n])))
+    else:
+        places += [(1, 3, token, entry_of(3, prompt[: token + 1])) for token in range(first, n)]
+        places += [(0, DRAFTER, token, entry_of(DRAFTER, prompt[: token + 2])) for token in range(n)]
+    return [
+        f"layer {layer}, token {token}"
+        for table, layer, token, value in places
+        if d.slot(table, layer, token).tolist() != [value] * 2
+    ]
+
+
+# ---------------------------------------------------------------- A: the drafter's lifecycle
+
+
+def declare_before_the_forward_passes(patch: Patch) -> None:
+    begin = WorkerSide.begin
+
+    def both(self: WorkerSide, step: Any) -> None:
+        begin(self, step)
+        self.finalise(step.computed)
+
+    patch.setattr(WorkerSide, "begin", both)
+
+
+def lose_the_end_of_sending(patch: Patch) -> None:
+    patch.setattr(WorkerSide, "_settle", lambda self, key, leg: None)
+
+
+# ---------------------------------------------------------------- B: counts of blocks, and lookahead
+
+
+def trim_blocks_for_drafts_from_the_front(patch: Patch) -> None:
+    """P sends as many blocks as D has, the last ones of those that it has allocated."""
+    finalise = WorkerSide.finalise
+
+    def cut(self: WorkerSide, computed: Any) -> None:
+        pages = self._pages
+
+        def trimmed(tables: Any) -> dict[str, list[int]]:
+            found = pages(tables)
+            for group in self._layout.groups:
+                count = -(-max(leg.num_tokens for leg in self._prefills.values()) // KERNEL_TOKENS)
+                if group.kind != "state" and len(found[group.name]) > count:
+                    found[group.name] = found[group.name][-count:]
+            return found
+
+        with patch.context() as inner:
+            inner.setattr(self, "_pages", trimmed, raising=False)
+            finalise(self, computed)
+
+    patch.setattr(WorkerSide, "finalise", cut)
+
+
+def want_a_hit_at_the_wrong_end(patch: Patch) -> None:
+    wanted = LayerGroup.wanted
+
+    def front(self: LayerGroup, num_tokens: int, hit: int) -> Interval:
+        found = wanted(self, num_tokens, hit)
+        return Interval(found.start - hit, found.stop - hit) if self.kind == "full" else found
+
+    patch.setattr(LayerGroup, "wanted", front)
+
+
+def forget_the_blocks_of_earlier_chunks(patch: Patch) -> None:
+    on_scheduled = SchedulerSide.on_scheduled
+
+    def replaced(self: SchedulerSide, request_id: str, num_computed: int, new: Any, replace: bool) -> None:
+        on_scheduled(self, request_id, num_computed, new, replace=True)
+
+    patch.setattr(SchedulerSide, "on_scheduled", replaced)
+
+
+def take_blocks_of_vllm_for_those_of_its_kernel(patch: Patch) -> None:
+    patch.setattr(worker_module, "kernel_pages", lambda table, blocks_per_page: list(table))
+
+
+# ---------------------------------------------------------------- C: the first decode step
+
+
+def take_a_prompt_with_another_end(patch: Patch) -> None:
+    """The drafter's last entry was computed with a token that D's prompt does not have."""
+    received = WorkerSide._received
+
+    def trust(self: WorkerSide, decode: Any, event: Any) -> None:
+        decode.next_token = event.seeds.first_token
+        received(self, decode, event)
+
+    patch.setattr(WorkerSide, "_received", trust)
+
+
+def hand_over_a_placeholder(patch: Patch) -> None:
+    """The token behind those that are handed over is not said."""
+    commit = WorkerSide._commit
+    patch.setattr(WorkerSide, "_commit", lambda self, key, token: commit(self, key, None))
+
+
+# ---------------------------------------------------------------- D: geometry
+
+
+def take_layers_for_equally_distant(patch: Patch) -> None:
+    patch.setattr(geometry, "_continues", lambda run, tensor, kernel: True)
+
+
+# ---------------------------------------------------------------- E: auxiliary state
+
+
+def let_the_window_go_on(patch: Patch) -> None:
+    """Nobody keeps the block that vLLM's window leaves with the token that D computes."""
+    patch.setattr(SchedulerSide, "_pin", lambda self, leg: None)
+
+
+def _without(patch: Patch, kind: str) -> None:
+    wanted = LayerGroup.wanted
+
+    def nothing(self: LayerGroup, num_tokens: int, hit: int) -> Interval:
+        return Interval(0, 0) if self.kind == kind else wanted(self, num_tokens, hit)
+
+    patch.setattr(LayerGroup, "wanted", nothing)
+
+
+def skip_states(patch: Patch) -> None:
+    _without(patch, "state")
+
+
+def skip_windows(patch: Patch) -> None:
+    _without(patch, "sliding_window")
+
+
+def skip_the_drafter(patch: Patch) -> None:
+    wanted = LayerGroup.wanted
+
+    def nothing(self: LayerGroup, num_tokens: int, hit: int) -> Interval:
+        return Interval(0, 0) if self.owner == "draft" else wanted(self, num_tokens, hit)
+
+    patch.setattr(LayerGroup, "wanted", nothing)
+
+
+MUTANTS: dict[str, list[Callable[[Patch], None]]] = {
+    "A": [declare_before_the_forward_passes, lose_the_end_of_sending, skip_the_drafter],
+    "B": [
+        trim_blocks_for_drafts_from_the_front,
+        want_a_hit_at_the_wrong_end,
+        forget_the_blocks_of_earlier_chunks,
+        take_blocks_of_vllm_for_those_of_its_kernel,
+    ],
+    "C": [take_a_prompt_with_another_end, hand_over_a_placeholder],
+    "D": [take_layers_for_equally_distant],
+    "E": [let_the_window_go_on, skip_states, skip_windows],
+}
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_case_is_right_as_it_is(case: Case) -> None:
+    assert faults(case) == []
+
+
+@pytest.mark.parametrize(
+    "mutant", [pytest.param(mutant, id=f"{name}-{mutant.__name__}") for name, ms in MUTANTS.items() for mutant in ms]
+)
+def test_a_cure_that_is_taken_out_is_missed(mutant: Callable[[Patch], None], monkeypatch: Patch) -> None:
+    mutant(monkeypatch)
+
+    def broken(case: Case) -> bool:
+        try:
+            return bool(faults(case))
+        except Exception:
+            # What is not even a plan was refused by name.
+            return True
+
+    assert any(broken(case) for case in CASES)
