@@ -67,11 +67,12 @@ def check_shared_transport(uri: str) -> None:
 class Deployment:
     """Engines of one model, and unless `router` is False `routers` of them, running when the constructor returns.
 
-    `role_flags` are flags for the engines of one role, after `engine_flags`. `url` is the first
-    router's, or the first engine's without one. Ports are free ones, but for `port`, the first router's.
-    A deployment is closed after its requests have ended; those of a child that is told to end alone have
-    `shutdown_timeout_s`. With `kv_transport` `file` and no path, KV goes through a directory that ends with the
-    deployment. Create it on a thread that outlives it: on Linux the parent is the thread, not the process.
+    `role_flags` are flags for the engines of one role, after `engine_flags`. `url` is the first router's, or the first
+    engine's without one. Ports are free ones, but for `port`, the first router's, and those of engines from
+    `engine_port_base` on, unless that is 0. A deployment is closed after its requests have ended; those of a child that
+    is told to end alone have `shutdown_timeout_s`. With `kv_transport` `file` and no path, KV goes through a directory
+    that ends with the deployment. Create it on a thread that outlives it: on Linux the parent is the thread, not the
+    process.
 
     Raises `EngineUnavailableError` with the child's own error line when one does not start, `ConfigError` for a
     transport that processes cannot share. Then no child is left.
@@ -93,6 +94,7 @@ class Deployment:
         show_progress: bool = False,
         command: Sequence[str] | None = None,
         shutdown_timeout_s: float = 0.0,
+        engine_port_base: int = 0,
     ) -> None:
         if min(prefill, decode, both) < 0 or (prefill == 0) != (decode == 0) or prefill + both == 0:
             raise ConfigError("prefill", "there must be engines of both roles, or engines of role both")
@@ -115,8 +117,12 @@ class Deployment:
             names = [f"{role}-{roles[:number].count(role)}" for number, role in enumerate(roles)]
             make_keys(keys, names)
             self.ticket_key_file = str(ticket_key_file(keys))
-            for name, role in zip(names, roles, strict=True):
-                flags = ["--role", role, "--engine-id", name, "--port", "0", "--engines-per-host", str(len(names))]
+            if engine_port_base + len(names) > 65536:
+                raise ConfigError("engine_port_base", f"leaves no ports for {len(names)} engines")
+            for number, (name, role) in enumerate(zip(names, roles, strict=True)):
+                port_flag = str(engine_port_base + number if engine_port_base else 0)
+                flags = ["--role", role, "--engine-id", name, "--port", port_flag]
+                flags += ["--engines-per-host", str(len(names)), "--log-level", "warning"]
                 flags += [*engine_flags, *transport_flags]
                 flags += role_flags.get(role, ())
                 if role != "both":

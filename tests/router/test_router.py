@@ -276,3 +276,10 @@ async def test_router_metrics(directory: Path) -> None:
         assert 'baton:router_handoffs_total{outcome="completed"} 1.0' in text
         assert "baton:time_to_first_token_seconds_count 1.0" in text
         assert 'role="decode"' in text
+        # Those of the engines, with their names; what the router measures itself is there once.
+        for role in ("prefill", "decode"):
+            assert f'baton:fake_pages{{engine="{role}-engine",role="{role}"}} 7.0' in text
+        assert text.count("# TYPE baton:fake_pages ") == 1
+        assert text.count("vllm:time_to_first_token_seconds_count") == 1
+        assert 'vllm:generation_tokens_total{model_name="fake"} 7.0' in text
+        assert "_created" not in text

@@ -7,12 +7,14 @@ import functools
 import inspect
 import json
 import os
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import typer
 
+from baton.cli.logs import LogFormat, LogLevel, log_to_stderr
 from baton.engine.config import (
     EngineConfig,
     IntegritySetting,
@@ -22,7 +24,7 @@ from baton.engine.config import (
     parse_size,
 )
 from baton.errors import ConfigError
-from baton.openai.serving import SHUTDOWN_TIMEOUT_S
+from baton.openai.serving import SHUTDOWN_TIMEOUT_S, bind
 from baton.wire import Mode, Recovery, Role
 
 # As many rows delay the decodes beside them by less than a handoff's own share (docs/performance.md).
@@ -151,6 +153,16 @@ class ListenOptions:
     api_key: Annotated[
         list[str] | None, typer.Option(envvar="BATON_API_KEY", help="Clients must bring one of these keys; repeat.")
     ] = None
+
+    log_level: Annotated[LogLevel, typer.Option(help="Least level of log lines; info has a line for each request.")] = (
+        "info"
+    )
+    log_format: Annotated[LogFormat, typer.Option(help="Of log lines, on stderr.")] = "text"
+
+    def bind(self) -> socket.socket:
+        """Begin to log, and listen. Raises `ConfigError` for an address that cannot be had."""
+        log_to_stderr(self.log_level, self.log_format)
+        return bind(self.host, self.port)
 
     def api_keys(self) -> tuple[str, ...]:
         """The keys. Raises `ConfigError` where the environment's is set and empty: a secret that did not arrive must

@@ -17,7 +17,7 @@ from baton.deployment import Reporter
 from baton.errors import ConfigError
 from baton.handoff.channel.keys import ticket_key_file
 from baton.handoff.protocol.ticket import MAX_TICKET_LIFE_S, TICKET_LIFE_S, load_or_create_key
-from baton.openai.serving import SHUTDOWN_TIMEOUT_S, bind, serve, url_of
+from baton.openai.serving import SHUTDOWN_TIMEOUT_S, serve, url_of
 from baton.waiting import MAX_QUEUED_REQUESTS
 from baton.wire import Recovery
 
@@ -81,7 +81,7 @@ def router_command(options: FrontOptions, listen: ListenOptions, process: Proces
     urls = {role: _split(getattr(options, role)) for role in ("prefill", "decode", "both")}
     key = load_or_create_key(key_file) if key_file else None
     config = options.to_config(listen.host, ticket_key=key, api_keys=listen.api_keys(), **urls)
-    listener = bind(listen.host, listen.port)
+    listener = listen.bind()
 
     def on_ready(url: str) -> None:
         reporter.ready(url)

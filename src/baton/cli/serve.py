@@ -30,7 +30,6 @@ from baton.cli.supervision import DEFAULT_MAX_RESTARTS, Supervisor
 from baton.deployment import Deployment, Reporter
 from baton.engine.config import EngineConfig
 from baton.errors import EngineUnavailableError
-from baton.openai.serving import bind
 from baton.wire import Role
 
 if TYPE_CHECKING:
@@ -48,7 +47,7 @@ def serve_command(
 ) -> None:
     """Serve one engine with the OpenAI API."""
     reporter = Reporter(process.ready_fd)
-    listener = bind(listen.host, listen.port)
+    listener = listen.bind()
     with contextlib.closing(listener):
         name = engine_id or f"{role}-{listener.getsockname()[1]}"
         config = options.to_config(model, role, name, process.ticket_key_file, process.keys)
@@ -82,6 +81,9 @@ def up_command(
     decode: Annotated[int, typer.Option(min=0, help="Decode engines.")] = 1,
     prefill_block_size: BlockSize = None,
     decode_block_size: BlockSize = None,
+    engine_port_base: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port of the first engine, the others behind it; 0: free ones.")
+    ] = 0,
     max_restarts: Annotated[
         int, typer.Option(min=0, help="How often in succession an engine is started again that has ended by itself.")
     ] = DEFAULT_MAX_RESTARTS,
@@ -90,7 +92,7 @@ def up_command(
     from baton.handoff.protocol.ticket import load_or_create_key
     from baton.server.run import ending_on_sigterm
 
-    listener = bind(listen.host, listen.port)
+    listener = listen.bind()
     with contextlib.closing(listener), ending_on_sigterm():
         # Checked here too, so that a bad flag gives one error line instead of one per engine.
         config = options.to_config(model)
@@ -112,6 +114,7 @@ def up_command(
             router=False,
             show_progress=True,
             shutdown_timeout_s=listen.shutdown_timeout,
+            engine_port_base=engine_port_base,
         )
         with deployment:
             router = msgspec.structs.replace(

@@ -48,6 +48,7 @@ class EngineMetrics:
         for reason, count in sorted(self.num_requests.items()):
             yield counter("request_success", "Finished requests by reason.", count, finished_reason=reason)
         yield counter("prompt_tokens", "Prompt tokens of admitted requests.", self.num_prompt_tokens)
+        yield counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", self.num_prompt_tokens)
         yield counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.", self.num_cached_tokens)
         yield counter("prefix_store_tokens", "Prompt tokens loaded from the prefix store.", self.num_loaded_tokens)
         yield counter("generation_tokens", "Tokens generated.", self.num_generation_tokens)

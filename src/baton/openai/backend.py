@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -46,8 +46,11 @@ class Backend(Protocol):
         None where it gave none, `n` samples."""
         ...
 
-    def generate(self, request: GenerateRequest, kv_mode: Mode | None = None) -> AsyncGenerator[TokenChunk, None]:
-        """Yield the request's tokens; closing the generator aborts the request.
+    def generate(
+        self, request: GenerateRequest, kv_mode: Mode | None = None, went: Callable[[str], None] | None = None
+    ) -> AsyncGenerator[TokenChunk, None]:
+        """Yield the request's tokens; closing the generator aborts the request. `went` is told where it runs, and why,
+        in a word.
 
         The last chunk has `finish_reason`. Raises `RequestError` or `EngineUnavailableError` from the first
         step when the request is refused.

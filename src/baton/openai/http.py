@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
 
 import msgspec
 from aiohttp import web
-from prometheus_client import generate_latest
+from prometheus_client.core import Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from baton import __version__
@@ -16,7 +16,7 @@ from baton.errors import DrainingError
 from baton.openai.access import ApiKeys, name_response
 from baton.openai.errors import ApiError, to_api_error
 from baton.openai.limits import Bodies, HttpLimits
-from baton.openai.metrics import FrontMetrics
+from baton.openai.metrics import FrontMetrics, exposed
 from baton.openai.plan import Plan
 from baton.openai.service import OpenAIService
 
@@ -65,10 +65,16 @@ LIMITS: web.AppKey[HttpLimits] = web.AppKey("limits", HttpLimits)
 BODIES: web.AppKey[Bodies] = web.AppKey("bodies", Bodies)
 
 
-def new_app(metrics: FrontMetrics, limits: HttpLimits | None = None, api_keys: Sequence[str] = ()) -> web.Application:
+def new_app(
+    metrics: FrontMetrics,
+    limits: HttpLimits | None = None,
+    api_keys: Sequence[str] = (),
+    families: Callable[[], Awaitable[Iterable[Metric]]] | None = None,
+) -> web.Application:
     """Return an app that answers every error in OpenAI's shape and serves `GET /metrics`.
 
-    `api_keys`: clients of the API must bring one of them. Raises `ConfigError` for an empty one.
+    `api_keys`: clients of the API must bring one of them. `families`: what `/metrics` shows; None: `metrics`. Raises
+    `ConfigError` for an empty key.
     """
     drain, limits, keys = Drain(), limits or HttpLimits(), ApiKeys(api_keys)
 
@@ -101,7 +107,7 @@ def new_app(metrics: FrontMetrics, limits: HttpLimits | None = None, api_keys: S
             metrics.requests.labels(endpoint, str(status)).inc()
 
     async def show_metrics(request: web.Request) -> web.StreamResponse:
-        body = generate_latest(metrics.registry)
+        body = exposed(metrics.registry.collect() if families is None else await families())
         return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     app = web.Application(middlewares=[shape_errors])

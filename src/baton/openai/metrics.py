@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 _TTFT_BUCKETS_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5.0, 10.0, 30.0)
 _ITL_BUCKETS_S = (0.001, 0.002, 0.004, 0.008, 0.015, 0.03, 0.06, 0.12, 0.25, 0.5, 1.0, 2.5)
+
+_E2E_BUCKETS_S = (0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 240.0)
+_TOKENS_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
+_MODEL = "model_name"
+_ITL = "Between tokens of one sequence; tokens of one step share its time evenly."
+_VLLM_HISTOGRAMS: tuple[tuple[str, str, Sequence[float]], ...] = (
+    ("time_to_first_token_seconds", "From the arrival of a request to its first token.", _TTFT_BUCKETS_S),
+    ("inter_token_latency_seconds", _ITL, _ITL_BUCKETS_S),
+    ("request_time_per_output_token_seconds", "Mean time of a request's tokens after the first.", _ITL_BUCKETS_S),
+    ("e2e_request_latency_seconds", "From the arrival of a request to its end.", _E2E_BUCKETS_S),
+    ("request_decode_time_seconds", "From the first token of a request to its last.", _E2E_BUCKETS_S),
+    ("request_prompt_tokens", "Prompt tokens of a request.", _TOKENS_BUCKETS),
+    ("request_generation_tokens", "Tokens generated for a request.", _TOKENS_BUCKETS),
+)
 
 Row = tuple[str, str, str, Mapping[str, str], float]  # type is "counter" or "gauge"
 
@@ -25,11 +38,40 @@ def gauge(name: str, text: str, value: float, **labels: str) -> Row:
     return f"baton:{name}", "gauge", text, labels, float(value)
 
 
+# Figures of engines that vLLM has too, under the same names.
+_VLLM_NAMES = frozenset(
+    {
+        "kv_cache_usage_perc",
+        "num_preemptions",
+        "num_requests_running",
+        "num_requests_waiting",
+        "prefix_cache_hits",
+        "prefix_cache_queries",
+        "spec_decode_num_accepted_tokens",
+        "spec_decode_num_accepted_tokens_per_pos",
+        "spec_decode_num_draft_tokens",
+        "spec_decode_num_drafts",
+    }
+)
+
+
+def with_vllm_names(rows: Iterable[Row], model: str) -> Iterator[Row]:
+    """The rows of an engine, and those that vLLM has once more in its names, with its labels."""
+    for row in rows:
+        yield row
+        name, kind, text, labels, value = row
+        name = name.removeprefix("baton:")
+        if name in _VLLM_NAMES:
+            yield f"vllm:{name}", kind, text, {"model_name": model, "engine": "0", **labels}, value
+
+
 class FrontMetrics:
-    """Counters and histograms in a registry of their own, so that two apps in one process do not mix."""
+    """Counters and histograms in a registry of their own, so that two apps in one process do not mix. What vLLM has too
+    is there in its names as well, by model. `running`: sequences that are served now."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self.running = 0
         # An endpoint is a route, never a client's path.
         self.requests = self._counter(
             "baton:http_requests", "Requests by endpoint and HTTP status.", "endpoint", "status"
@@ -39,50 +81,37 @@ class FrontMetrics:
         self.ttft = self._histogram(
             "baton:time_to_first_token_seconds", "From the arrival of a request to its first token.", _TTFT_BUCKETS_S
         )
-        self.itl = self._histogram(
-            "baton:inter_token_latency_seconds",
-            "Between tokens of one sequence; tokens of one step share its time evenly.",
-            _ITL_BUCKETS_S,
-        )
+        self.itl = self._histogram("baton:inter_token_latency_seconds", _ITL, _ITL_BUCKETS_S)
         self.rounds = self._counter("baton:front_spec_rounds", "Verification rounds of delivered tokens.")
         self.accepted = self._counter(
             "baton:front_spec_accepted_per_pos", "Rounds in which the draft at this position was accepted.", "position"
         )
+        self.vllm_prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens received.", _MODEL)
+        self.vllm_output_tokens = self._counter("vllm:generation_tokens", "Tokens generated.", _MODEL)
+        self.vllm_success = self._counter(
+            "vllm:request_success", "Requests that ended, by reason.", _MODEL, "finished_reason"
+        )
+        self.vllm = {
+            name: self._histogram(f"vllm:{name}", text, buckets, _MODEL) for name, text, buckets in _VLLM_HISTOGRAMS
+        }
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(name, text, labels, registry=self.registry)
 
-    def _histogram(self, name: str, text: str, buckets_s: Sequence[float]) -> Histogram:
-        return Histogram(name, text, registry=self.registry, buckets=buckets_s)
+    def _histogram(self, name: str, text: str, buckets: Sequence[float], *labels: str) -> Histogram:
+        return Histogram(name, text, labels, registry=self.registry, buckets=buckets)
 
 
-class SequenceTimer:
-    """Times one sequence's tokens for `FrontMetrics`, from its arrival on."""
+def exposed(families: Iterable[Metric]) -> bytes:
+    """Families as Prometheus reads them, without the times at which their counters were made."""
 
-    def __init__(self, metrics: FrontMetrics, num_prompt_tokens: int) -> None:
-        metrics.prompt_tokens.inc(num_prompt_tokens)
-        self._metrics = metrics
-        self._last = time.perf_counter()
-        self._any = False
+    class Families(CollectorRegistry):
+        def collect(self) -> Iterator[Metric]:
+            for family in families:
+                family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
+                yield family
 
-    def tokens(self, num_tokens: int, accepted: Iterable[int] = ()) -> None:
-        """Record that `num_tokens` tokens came now, and of each verification round how many drafts it accepted."""
-        metrics = self._metrics
-        metrics.output_tokens.inc(num_tokens)
-        for count in accepted:
-            metrics.rounds.inc()
-            for position in range(count):
-                metrics.accepted.labels(str(position)).inc()
-        if num_tokens == 0:
-            return
-        now = time.perf_counter()
-        elapsed, self._last = now - self._last, now
-        if self._any:
-            for _ in range(num_tokens):
-                metrics.itl.observe(elapsed / num_tokens)
-        else:
-            self._any = True
-            metrics.ttft.observe(elapsed)
+    return generate_latest(Families())
 
 
 class RowCollector(Collector):

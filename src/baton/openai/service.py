@@ -14,9 +14,10 @@ from baton.errors import EngineUnavailableError, RequestError
 from baton.openai import format as fmt
 from baton.openai.backend import Backend
 from baton.openai.errors import to_api_error
-from baton.openai.metrics import FrontMetrics, SequenceTimer
+from baton.openai.metrics import FrontMetrics
 from baton.openai.output import Delta, SampleOutput
 from baton.openai.plan import Plan, check_model, make_plan
+from baton.openai.records import SequenceRecord
 from baton.openai.tokens import detokenize, tokenize
 from baton.waiting import Queue
 
@@ -135,18 +136,28 @@ class OpenAIService:
         self, plan: Plan, index: int, output: SampleOutput, served: Callable[[], None]
     ) -> AsyncGenerator[Delta, None]:
         request = plan.requests[index]
-        timer = SequenceTimer(self._metrics, len(request.prompt_token_ids))
-        async with contextlib.aclosing(self._backend.generate(request, plan.kv_mode)) as chunks:
-            async for chunk in chunks:
-                if chunk.token_ids and not output.token_ids:
-                    served()
-                num_rounds = len(output.accepted)
-                delta = output.push(chunk)
-                timer.tokens(len(delta.token_ids), output.accepted[num_rounds:])
-                yield delta
-                if delta.finish_reason is not None:
-                    return
-        raise EngineUnavailableError("the engine's stream ended before the request did")
+        record = SequenceRecord(self._metrics, request.request_id, plan.model.name, len(request.prompt_token_ids))
+        try:
+            chunks = self._backend.generate(request, plan.kv_mode, record.went)
+            async with contextlib.aclosing(chunks):
+                async for chunk in chunks:
+                    if chunk.token_ids and not output.token_ids:
+                        served()
+                    num_rounds = len(output.accepted)
+                    delta = output.push(chunk)
+                    record.tokens(len(delta.token_ids), output.accepted[num_rounds:])
+                    record.num_cached_tokens = output.num_cached_tokens
+                    if delta.finish_reason is not None:
+                        record.end(delta.finish_reason)
+                    yield delta
+                    if delta.finish_reason is not None:
+                        return
+            raise EngineUnavailableError("the engine's stream ended before the request did")
+        except Exception:
+            record.end("error")
+            raise
+        finally:
+            record.end("abort")  # whoever asked has left
 
 
 def _call_on(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:

@@ -16,6 +16,7 @@ from baton.handoff.protocol.ticket import TICKET_LIFE_S
 from baton.openai import FrontMetrics, OpenAIService
 from baton.openai.http import BODIES, add_openai_routes, json_response, new_app
 from baton.openai.metrics import Row, RowCollector, counter, gauge
+from baton.openai.records import reporting
 from baton.router.admin import Admin
 from baton.router.backend import RouterBackend
 from baton.router.client import new_session
@@ -23,6 +24,7 @@ from baton.router.connectors import BATON_ENGINES, create_connector
 from baton.router.connectors.base import ConnectorConfig
 from baton.router.pool import EnginePool, Instance, Policy
 from baton.router.routes import WHYS
+from baton.router.scrape import families
 from baton.router.timers import RouterTimers
 from baton.waiting import MAX_QUEUED_REQUESTS, Queue
 from baton.wire import EngineLoad, Mode, Recovery, Role
@@ -114,12 +116,17 @@ async def build_app(config: RouterConfig) -> web.Application:
         await session.close()
         raise
     metrics = FrontMetrics()
-    app = new_app(metrics, api_keys=config.api_keys)
+    app = new_app(
+        metrics,
+        api_keys=config.api_keys,
+        families=lambda: families(metrics.registry.collect(), pool.instances),
+    )
     service = OpenAIService(backend, metrics, config.max_queued_requests)
     add_openai_routes(app, service)
     metrics.registry.register(RowCollector(lambda: _rows(backend, service.queue)))
     _add_router_routes(app, backend, Admin(config.admin_token, config.host_names))
     app.cleanup_ctx.append(lambda _: _lifetime(session, backend))
+    app.cleanup_ctx.append(lambda _: reporting(metrics, lambda: _report(backend, service.queue)))
     return app
 
 
@@ -210,6 +217,10 @@ def _describe(instance: Instance, load: EngineLoad | None) -> dict[str, object]:
         "info": instance.info,
         "load": load,
     }
+
+
+def _report(backend: RouterBackend, queue: Queue) -> str:
+    return f", waiting {queue.num_waiting}; {backend.decisions.summary()}"
 
 
 def _rows(backend: RouterBackend, queue: Queue) -> Iterator[Row]:

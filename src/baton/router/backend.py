@@ -9,7 +9,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any, get_args
 
 import msgspec
@@ -88,7 +88,9 @@ class RouterBackend:
     def check(self, params: SamplingParams) -> None:
         self._connector.check(params)
 
-    async def generate(self, request: GenerateRequest, kv_mode: Mode | None = None) -> AsyncGenerator[TokenChunk, None]:
+    async def generate(
+        self, request: GenerateRequest, kv_mode: Mode | None = None, went: Callable[[str], None] | None = None
+    ) -> AsyncGenerator[TokenChunk, None]:
         """Yield the request's chunks, over all attempts. Raises the error of the last one."""
         joined = Joined(request)
         tried: list[Instance] = []
@@ -103,6 +105,8 @@ class RouterBackend:
             if not decided and route.max_prefill_tokens is None:
                 decided = True
                 self.decisions.took(route.why)
+            if went is not None:
+                went(route.why)
             num_known = len(joined.token_ids)
             try:
                 async with contextlib.aclosing(self._run(rest, route, kv_mode or self._kv_mode)) as chunks:

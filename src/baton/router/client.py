@@ -17,6 +17,7 @@ from baton.errors import (
     EngineLostError,
     EngineUnavailableError,
     OverloadedError,
+    ProtocolError,
     RequestError,
 )
 from baton.openai.answers import decode, read_error
@@ -27,6 +28,7 @@ from baton.wire import EngineInfo, EngineLoad, GenerateRequest, PromptIds, Token
 
 _MAX_LINE_BYTES = 2**20
 _MAX_ASK_BYTES = 2**20
+_MAX_METRICS_BYTES = 2**24
 _PIECE_BYTES = 2**16
 
 T = TypeVar("T")
@@ -62,6 +64,13 @@ class EngineClient(ABC):
     @abstractmethod
     async def load(self) -> EngineLoad:
         """Return the engine's load. Raises `EngineUnavailableError` or `ProtocolError`."""
+
+    async def metrics_text(self) -> str:
+        """The engine's `/metrics`. Raises `EngineUnavailableError`, or `ProtocolError` for what is no text."""
+        try:
+            return (await self._get("/metrics", _MAX_METRICS_BYTES)).decode()
+        except UnicodeDecodeError:
+            raise ProtocolError(f"the metrics of {self.url} are no text") from None
 
     @abstractmethod
     def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:

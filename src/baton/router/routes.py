@@ -51,9 +51,10 @@ class Decisions:
     def describe(self) -> dict[str, object]:
         """All counts, and the last requests in words."""
         counts: dict[str, object] = {why: self.counts[why] for why in WHYS}
-        return {"summary": self._summary(), **counts, "stale": self.stale}
+        return {"summary": self.summary(), **counts, "stale": self.stale}
 
-    def _summary(self) -> str:
+    def summary(self) -> str:
+        """The last requests in words."""
         last = Counter(self._last)
         handed = last.pop("handed_off", 0)
         local = ", ".join(f"{why.replace('_', ' ')} {last[why]}" for why in WHYS if last[why])

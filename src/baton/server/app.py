@@ -8,7 +8,7 @@ front door sees both. An engine of role both serves it only with `--token-api`: 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -19,7 +19,8 @@ from baton.openai import FrontMetrics, OpenAIService, ServedModel
 from baton.openai.errors import to_api_error
 from baton.openai.http import BODIES, add_openai_routes, json_response, new_app, write
 from baton.openai.limits import HttpLimits
-from baton.openai.metrics import RowCollector, SequenceTimer
+from baton.openai.metrics import RowCollector, with_vllm_names
+from baton.openai.records import SequenceRecord, reporting
 from baton.text import Tokenizer
 from baton.wire import EngineInfo, GenerateRequest, Mode, SamplingParams, TokenChunk
 
@@ -48,7 +49,9 @@ class EngineBackend:
     def check(self, params: SamplingParams) -> None:
         """An engine honours all that a plan may hold."""
 
-    def generate(self, request: GenerateRequest, kv_mode: Mode | None = None) -> AsyncGenerator[TokenChunk, None]:
+    def generate(
+        self, request: GenerateRequest, kv_mode: Mode | None = None, went: Callable[[str], None] | None = None
+    ) -> AsyncGenerator[TokenChunk, None]:
         """The engine's chunks; it moves no KV."""
         return self._engine.generate(request)
 
@@ -59,8 +62,10 @@ def build_app(
     """Return the app of a started engine, for clients with one of the `api_keys`. Closing the engine is left to the
     caller. Raises `ConfigError` for an empty key."""
     metrics = FrontMetrics()
-    metrics.registry.register(RowCollector(lambda: engine.metrics().collect_rows()))
+    model = engine.info.model
+    metrics.registry.register(RowCollector(lambda: with_vllm_names(engine.metrics().collect_rows(), model)))
     app = new_app(metrics, limits, api_keys)
+    app.cleanup_ctx.append(lambda _: reporting(metrics, lambda: _load_text(engine)))
     add_openai_routes(app, OpenAIService(EngineBackend(engine, tokenizer), metrics))
 
     async def generate(request: web.Request) -> web.StreamResponse:
@@ -94,7 +99,8 @@ async def _generate(engine: AsyncEngine, metrics: FrontMetrics, request: web.Req
         raise RequestError(f"the body is not a GenerateRequest: {error}") from None
     _check(wire, engine.info)
     response: web.StreamResponse | None = None
-    timer = SequenceTimer(metrics, len(wire.prompt_token_ids))
+    record = SequenceRecord(metrics, wire.request_id, engine.info.model, len(wire.prompt_token_ids))
+    reason = "abort"
     try:
         async with contextlib.aclosing(engine.generate(wire)) as chunks:
             async for chunk in chunks:
@@ -102,7 +108,8 @@ async def _generate(engine: AsyncEngine, metrics: FrontMetrics, request: web.Req
                     # Not before the first chunk: a refusal must still be able to set the HTTP status.
                     response = web.StreamResponse(headers={"Content-Type": NDJSON})
                     await response.prepare(request)
-                timer.tokens(len(chunk.token_ids), chunk.accepted)
+                record.tokens(len(chunk.token_ids), chunk.accepted)
+                reason = chunk.finish_reason or reason
                 await write(request, response, msgspec.json.encode(chunk) + b"\n")
     except ConnectionResetError:
         raise
@@ -123,11 +130,22 @@ async def _generate(engine: AsyncEngine, metrics: FrontMetrics, request: web.Req
             error=f"{api_error.code or 'engine_error'}: {api_error.message}",
         )
         await response.write(msgspec.json.encode(chunk) + b"\n")
+        reason = "error"
+    finally:
+        record.end(reason, log=False)  # the front door has the line
     if response is None:
         response = web.StreamResponse(headers={"Content-Type": NDJSON})
         await response.prepare(request)
     await response.write_eof()
     return response
+
+
+def _load_text(engine: AsyncEngine) -> str:
+    try:
+        load = engine.load()
+    except EngineUnavailableError:
+        return ""
+    return f", waiting {load.num_waiting}, KV in use {load.kv_usage:.0%}"
 
 
 def _check(wire: GenerateRequest, info: EngineInfo) -> None:

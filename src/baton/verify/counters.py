@@ -30,21 +30,21 @@ def metrics_urls(text: str, field: str) -> tuple[str, ...]:
 
 
 def count_drafts(samples: Sequence[Sample]) -> Acceptance | None:
-    """The sum over engines and labels; None where there are no such counters. Raises `ProtocolError`."""
-    num_drafts: int | None = None
+    """The sum over engines and labels; None where there are no such counters. Engines of Baton's have both names for
+    one count. Raises `ProtocolError`."""
+    prefix = next((p for p in _PREFIXES if any(sample.name == p + _DRAFTS for sample in samples)), None)
+    if prefix is None:
+        return None
+    num_drafts = 0
     accepted: Counter[int] = Counter()
     try:
         for sample in samples:
-            prefix = next((p for p in _PREFIXES if sample.name.startswith(p)), "")
-            name = sample.name.removeprefix(prefix) if prefix else ""
-            if name == _DRAFTS:
-                num_drafts = (num_drafts or 0) + _count(sample.value)
-            elif name == _ACCEPTED:
+            if sample.name == prefix + _DRAFTS:
+                num_drafts += _count(sample.value)
+            elif sample.name == prefix + _ACCEPTED:
                 accepted[int(sample.labels["position"])] += _count(sample.value)
     except (ValueError, KeyError) as error:
         raise ProtocolError(f"the metrics are malformed: {printable(str(error))}") from None
-    if num_drafts is None:
-        return None
     if any(not 0 <= position < MAX_POSITIONS for position in accepted):
         raise ProtocolError(f"the metrics are malformed: draft positions must be below {MAX_POSITIONS}")
     return Acceptance(num_drafts, tuple(accepted[position] for position in range(max(accepted, default=-1) + 1)))

@@ -1,0 +1,124 @@
+"""One sequence's times and counts: for metrics, and one line in the log when it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Iterable
+
+from prometheus_client import Counter
+
+from baton.openai.metrics import FrontMetrics
+
+logger = logging.getLogger("baton.requests")
+_REPORT_S = 10.0
+
+
+class SequenceRecord:
+    """Books one sequence, from its arrival on, in `FrontMetrics`.
+
+    `where`: where it runs and why, as the backend tells. Times are in seconds.
+    """
+
+    def __init__(self, metrics: FrontMetrics, request_id: str, model: str, num_prompt_tokens: int) -> None:
+        self._metrics, self._id, self._model = metrics, request_id, model
+        self._num_prompt, self._num_output = num_prompt_tokens, 0
+        self._began = self._first = self._last = time.perf_counter()
+        self._over = False
+        self.where = "one_engine"
+        self.num_cached_tokens = 0
+        metrics.prompt_tokens.inc(num_prompt_tokens)
+        metrics.vllm_prompt_tokens.labels(model).inc(num_prompt_tokens)
+        metrics.running += 1
+
+    def went(self, where: str) -> None:
+        """The backend tells where the sequence runs."""
+        self.where = where
+
+    def tokens(self, num_tokens: int, accepted: Iterable[int] = ()) -> None:
+        """Record that `num_tokens` tokens came now, and of each verification round how many drafts it accepted."""
+        metrics = self._metrics
+        metrics.output_tokens.inc(num_tokens)
+        metrics.vllm_output_tokens.labels(self._model).inc(num_tokens)
+        for count in accepted:
+            metrics.rounds.inc()
+            for position in range(count):
+                metrics.accepted.labels(str(position)).inc()
+        if num_tokens == 0:
+            return
+        now = time.perf_counter()
+        elapsed, self._last = now - self._last, now
+        if self._num_output:
+            for _ in range(num_tokens):
+                metrics.itl.observe(elapsed / num_tokens)
+                self._observe("inter_token_latency_seconds", elapsed / num_tokens)
+        else:
+            self._first = now
+            metrics.ttft.observe(elapsed)
+            self._observe("time_to_first_token_seconds", elapsed)
+        self._num_output += num_tokens
+
+    def end(self, reason: str, log: bool = True) -> None:
+        """The sequence is over, for this reason. The first call counts."""
+        if self._over:
+            return
+        self._over = True
+        self._metrics.running -= 1
+        self._metrics.vllm_success.labels(self._model, reason).inc()
+        decode_s = self._last - self._first
+        tpot_s = decode_s / (self._num_output - 1) if self._num_output > 1 else None
+        self._observe("e2e_request_latency_seconds", time.perf_counter() - self._began)
+        self._observe("request_prompt_tokens", self._num_prompt)
+        self._observe("request_generation_tokens", self._num_output)
+        if self._num_output:
+            self._observe("request_decode_time_seconds", decode_s)
+        if tpot_s is not None:
+            self._observe("request_time_per_output_token_seconds", tpot_s)
+        if not log or not logger.isEnabledFor(logging.INFO):
+            return
+        fields: dict[str, object] = {
+            "id": self._id,
+            "model": self._model,
+            "prompt_tokens": self._num_prompt,
+            "output_tokens": self._num_output,
+            "cached_tokens": self.num_cached_tokens,
+            "where": self.where,
+            "ttft_ms": round((self._first - self._began) * 1e3, 2) if self._num_output else None,
+            "tpot_ms": None if tpot_s is None else round(tpot_s * 1e3, 2),
+            "finish": reason,
+        }
+        text = " ".join(f"{name}={value}" for name, value in fields.items() if value is not None)
+        logger.info("%s", text, extra={"fields": fields})
+
+    def _observe(self, name: str, value: float) -> None:
+        self._metrics.vllm[name].labels(self._model).observe(value)
+
+
+async def report_throughput(metrics: FrontMetrics, more: Callable[[], str], every_s: float = _REPORT_S) -> None:
+    """For ever, log how many tokens there were a second, while there are any; `more` says what else is of interest."""
+    counters = (metrics.prompt_tokens, metrics.output_tokens)
+    before = [_value(counter) for counter in counters]
+    while True:
+        started = time.perf_counter()
+        await asyncio.sleep(every_s)
+        now = [_value(counter) for counter in counters]
+        prompt, output = ((b - a) / (time.perf_counter() - started) for a, b in zip(before, now, strict=True))
+        before = now
+        if prompt or output or metrics.running:
+            text = "prompt %.1f tokens/s, output %.1f tokens/s, running %d%s"
+            logger.info(text, prompt, output, metrics.running, more())
+
+
+async def reporting(metrics: FrontMetrics, more: Callable[[], str]) -> AsyncIterator[None]:
+    """`report_throughput` while an app runs."""
+    task = asyncio.create_task(report_throughput(metrics, more))
+    yield
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+
+
+def _value(counter: Counter) -> float:
+    return next(sample.value for family in counter.collect() for sample in family.samples)

@@ -1,0 +1,49 @@
+"""One page of metrics for a whole deployment: the router's own, and those of its engines with their names."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+
+from prometheus_client.core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
+
+from baton.errors import BatonError
+from baton.router.pool import Instance
+
+# Of vLLM's names, what the router itself measures is not told a second time for each leg.
+_OWN = "vllm:"
+
+
+async def families(own: Iterable[Metric], instances: Sequence[Instance]) -> list[Metric]:
+    """The router's `own` families, and those of its engines with the labels `engine` and `role`. An engine that does
+    not answer, or not with metrics, is left out."""
+    pages = await asyncio.gather(*(_page(instance) for instance in instances))
+    found = {family.name: family for family in own}
+    mine = {name for name in found if name.startswith(_OWN)}
+    for instance, page in zip(instances, pages, strict=True):
+        assert instance.info is not None or not page
+        name = instance.info.engine_id if instance.info is not None else ""
+        for family in page:
+            if family.name in mine:
+                continue
+            into = found.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+            if into.type == family.type:
+                into.samples += [_labelled(sample, name, instance.role) for sample in family.samples]
+    return list(found.values())
+
+
+async def _page(instance: Instance) -> list[Metric]:
+    if not instance.healthy and not instance.draining:
+        return []
+    try:
+        return list(text_string_to_metric_families(await instance.client.metrics_text()))
+    except (BatonError, ValueError, KeyError, IndexError, OverflowError):
+        return []
+
+
+def _labelled(sample: Sample, engine: str, role: str) -> Sample:
+    """Labels that the engine has itself by these names are kept as Prometheus keeps them."""
+    labels = {f"exported_{name}" if name in ("engine", "role") else name: text for name, text in sample.labels.items()}
+    return sample._replace(labels={**labels, "engine": engine, "role": role})
