@@ -24,7 +24,7 @@ def fields(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
 
 
 async def test_a_line_for_each_request(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "baton.requests")
+    caplog.set_level(logging.INFO, "baton.openai.records")
     engine = FakeEngine(directory, step_s=0.01)
     async with served(build_app(engine, Tokenizer.load(directory))) as url, aiohttp.ClientSession() as session:
         _, answer = await complete(session, url, prompt="abc", max_tokens=7)
@@ -60,7 +60,7 @@ async def test_a_line_for_each_request(directory: Path, caplog: pytest.LogCaptur
 
 
 async def test_throughput_is_told_while_there_is_any(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "baton.requests")
+    caplog.set_level(logging.INFO, "baton.openai.records")
     metrics = FrontMetrics()
     task = asyncio.create_task(report_throughput(metrics, lambda: ", waiting 2", every_s=0.02))
     await asyncio.sleep(0.1)
@@ -85,15 +85,15 @@ def test_lines_of_a_log(form: Any, capsys: pytest.CaptureFixture[str]) -> None:
     before = root.handlers[:], root.level, baton.level
     try:
         log_to_stderr("info", form)
-        logging.getLogger("baton.requests").info("a\tb", extra={"fields": {"id": "7"}})
-        logging.getLogger("baton.requests").debug("too much")
+        logging.getLogger("baton.openai.records").info("a\tb", extra={"fields": {"id": "7"}})
+        logging.getLogger("baton.openai.records").debug("too much")
         logging.getLogger("aiohttp").info("too much")
     finally:
         root.handlers[:], root.level, baton.level = before
     (line,) = capsys.readouterr().err.splitlines()
     if form == "text":
-        assert line.endswith("Z INFO baton.requests: a\tb")
+        assert line.endswith("Z INFO baton.openai.records: a\tb")
         return
     found = json.loads(line)
     assert found.pop("time").endswith("Z")
-    assert found == {"level": "info", "logger": "baton.requests", "message": "a\tb", "id": "7"}
+    assert found == {"level": "info", "logger": "baton.openai.records", "message": "a\tb", "id": "7"}

@@ -12,7 +12,7 @@ from prometheus_client import Counter
 
 from baton.openai.metrics import FrontMetrics
 
-logger = logging.getLogger("baton.requests")
+logger = logging.getLogger(__name__)
 _REPORT_S = 10.0
 
 
