@@ -156,11 +156,11 @@ def test_config_fields_are_named(path: Path, fields: dict[str, Any], words: list
 
 
 def test_sharded_equals_single(path: Path) -> None:
-    single = {name: tensor.clone() for name, tensor in weight_table(load_model(path)).items()}
+    single = {name: place.tensor.clone() for name, place in weight_table(load_model(path)).items()}
     shard(path)
     sharded = weight_table(load_model(path))
     assert single.keys() == sharded.keys()
-    assert all(torch.equal(single[name], sharded[name]) for name in single)
+    assert all(torch.equal(single[name], sharded[name].tensor) for name in single)
 
 
 def test_missing_shard_and_bad_index(path: Path) -> None:
@@ -232,7 +232,7 @@ def test_dtype_argument(path: Path) -> None:
 def test_merged_linears_keep_their_parts_apart(path: Path) -> None:
     stored, table = load_file(path / "model.safetensors"), weight_table(load_model(path))
     assert stored.keys() == table.keys()
-    assert all(torch.equal(stored[name], table[name]) for name in stored)
+    assert all(torch.equal(stored[name], table[name].tensor) for name in stored)
 
 
 def test_fingerprint_follows_weights_and_config(path: Path) -> None:

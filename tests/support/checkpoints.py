@@ -133,7 +133,9 @@ def _random_weights(module: nn.Module, seed: int) -> dict[str, Tensor]:
     """Random values for every tensor of the module, under checkpoint names, in a fixed order."""
     generator = torch.Generator().manual_seed(seed)
     weights: dict[str, Tensor] = {}
-    for name, place in sorted(weight_table(module).items()):
+    table = weight_table(module)
+    for name in sorted(table):
+        place = table[name].tensor
         if not place.is_floating_point():
             continue
         noise = torch.randn(place.shape, generator=generator)

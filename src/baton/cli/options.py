@@ -20,7 +20,6 @@ from baton.engine.config import (
     IntegritySetting,
     KVTransferConfig,
     SpeculativeConfig,
-    block_sizes,
     parse_size,
 )
 from baton.errors import ConfigError
@@ -34,19 +33,6 @@ if TYPE_CHECKING:
     from baton.router import RouterConfig
 
 Model = Annotated[str, typer.Argument(help="Checkpoint directory in Hugging Face format, or ORG/NAME on the hub.")]
-BlockSize = Annotated[
-    str | None, typer.Option(help="Tokens per KV page on engines of that role [default: --block-size].")
-]
-
-
-def block_size_flags(prefill: str | None, decode: str | None) -> dict[str, list[str]]:
-    """Flags by role, for engines of a deployment. Raises `ConfigError` naming the option that is out of range."""
-    flags: dict[str, list[str]] = {}
-    for role, size in (("prefill", prefill), ("decode", decode)):
-        if size is not None:
-            block_sizes(size, f"{role}_block_size")
-            flags[role] = ["--block-size", size]
-    return flags
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +51,10 @@ class StepOptions:
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu"
     kv_cache_memory: Annotated[
         int | None, typer.Option(parser=parse_size, metavar="SIZE", help="KV cache: bytes, 512M, 2G; default: a share.")
+    ] = None
+    tensor_parallel_size: Annotated[int, typer.Option(help="Ranks that share the model, a process each.")] = 1
+    reduction_slices: Annotated[
+        int | None, typer.Option(help="With --batch-invariant: engines of equal number compute alike; default: ranks.")
     ] = None
     integrity: Annotated[IntegritySetting, typer.Option(help="Digests of bytes: auto, off, sampled or full.")] = "auto"
 

@@ -16,15 +16,14 @@ import msgspec
 import typer
 
 from baton.cli.options import (
-    BlockSize,
     EngineOptions,
     ListenOptions,
     Model,
     ProcessOptions,
     RouterOptions,
-    block_size_flags,
     with_options,
 )
+from baton.cli.roles import RoleOptions
 from baton.cli.router import serve_router
 from baton.cli.supervision import DEFAULT_MAX_RESTARTS, Supervisor
 from baton.deployment import Deployment, Reporter
@@ -76,11 +75,10 @@ def up_command(
     options: EngineOptions,
     listen: ListenOptions,
     routing: RouterOptions,
+    roles: RoleOptions,
     model: Model,
     prefill: Annotated[int, typer.Option(min=0, help="Prefill engines.")] = 1,
     decode: Annotated[int, typer.Option(min=0, help="Decode engines.")] = 1,
-    prefill_block_size: BlockSize = None,
-    decode_block_size: BlockSize = None,
     engine_port_base: Annotated[
         int, typer.Option(min=0, max=65535, help="Port of the first engine, the others behind it; 0: free ones.")
     ] = 0,
@@ -95,8 +93,9 @@ def up_command(
     listener = listen.bind()
     with contextlib.closing(listener), ending_on_sigterm():
         # Checked here too, so that a bad flag gives one error line instead of one per engine.
+        role_flags = roles.flags()
+        options = roles.alike(options, options.batch_invariant)
         config = options.to_config(model)
-        role_flags = block_size_flags(prefill_block_size, decode_block_size)
         router = routing.to_config(
             listen.host,
             tokenizer=config.model,

@@ -12,7 +12,8 @@ from typing import Annotated
 import msgspec
 import typer
 
-from baton.cli.options import BlockSize, StepOptions, block_size_flags, with_options
+from baton.cli.options import StepOptions, with_options
+from baton.cli.roles import RoleOptions
 from baton.deployment import Deployment, check_shared_transport
 from baton.engine.config import SpeculativeConfig
 from baton.engine.hub import checkpoint_directory
@@ -94,8 +95,6 @@ class DeploymentOptions:
 
     prefill: _Engines = 1
     decode: _Engines = 1
-    prefill_block_size: BlockSize = None
-    decode_block_size: BlockSize = None
     kv_transport: Annotated[str, typer.Option(help="Of the deployment: shm, nixl, mooncake, file or a URI.")] = "shm"
     recovery: Annotated[Recovery, typer.Option(help="Of the deployment; without it a broken handoff shows.")] = "none"
     batch_invariant: bool = True
@@ -109,6 +108,7 @@ def verify_command(
     allowed: BoundOptions,
     engine: StepOptions,
     started: DeploymentOptions,
+    roles: RoleOptions,
     model: Annotated[
         str | None, typer.Argument(help="Checkpoint of what verify starts: a directory, or ORG/NAME on the hub.")
     ] = None,
@@ -123,7 +123,8 @@ def verify_command(
     Each is what verify starts from MODEL, or any OpenAI-compatible server.
     """
     check_shared_transport(started.kv_transport)
-    role_flags = block_size_flags(started.prefill_block_size, started.decode_block_size)
+    role_flags = roles.flags()
+    engine = roles.alike(engine, started.batch_invariant)
     chosen = parse_modes(modes, servers.candidate is not None)
     want, have = servers.side("reference"), servers.side("candidate")
     if model is None and (want is None or have is None):
@@ -138,9 +139,10 @@ def verify_command(
     params = SamplingParams(**asdict(sampling)).check()
     if bounds.near_tie:
         params = msgspec.structs.replace(params, logprobs=max(sampling.logprobs, 2))
-    # The reference keeps the default memory, and hands nothing over.
+    # The reference is one rank, keeps the default memory, and hands nothing over.
     plain = asdict(engine) | {"model": model, "batch_invariant": started.batch_invariant}
-    del plain["kv_cache_memory"], plain["integrity"], plain["speculative_config"]
+    for name in ("kv_cache_memory", "integrity", "speculative_config", "tensor_parallel_size"):
+        del plain[name]
     drafting = SpeculativeConfig.parse(engine.speculative_config) is not None
     spec = json.loads(engine.speculative_config) if drafting and engine.speculative_config else None
     settings = plain | {"speculative_config": spec}

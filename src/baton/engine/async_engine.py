@@ -106,9 +106,9 @@ class AsyncEngine:
         metrics = self._engine.core.metrics
         metrics.load = self._engine.core.load()
         metrics.num_preemptions = self._engine.core.scheduler.num_preemptions
-        agent, redeemer = self._engine.agent, self._engine.redeemer
-        if agent is not None:
-            metrics.agent = agent.stats()
+        agents, redeemer = self._engine.agents, self._engine.redeemer
+        if agents:
+            metrics.agent = agents[0].stats().over_ranks([agent.stats() for agent in agents[1:]])
             metrics.recoveries["retry"] = metrics.agent.retries + metrics.agent.repairs
             metrics.refused_tickets = redeemer.refused if redeemer is not None else None
         return metrics
@@ -179,9 +179,9 @@ class AsyncEngine:
             # Clients learn the kind of error, whoever reads the log of the process all of it.
             self._dead = f"the engine failed: {type(error).__name__}"
             self._fail_streams()
-            if self._engine.agent is not None:
+            for agent in self._engine.agents:
                 # Its thread lives and would go on telling peers that all is well.
-                self._engine.agent.close()
+                agent.close()
             with self._lock:
                 self._failure, call = f"the engine failed: {error!r}", self._on_failure
             if call is not None:

@@ -6,42 +6,39 @@ import contextlib
 import json
 import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from baton.drafters.base import Drafter, num_modules
-from baton.drafters.registry import load_drafter
+from baton.drafters.base import num_modules
 from baton.engine.attention import get_backend
 from baton.engine.config import EngineConfig
 from baton.engine.core import EmitChunk, EngineCore
-from baton.engine.executor import LocalExecutor
+from baton.engine.executor import Executor, LocalExecutor
 from baton.engine.facts import engine_facts
 from baton.engine.group_memory import GroupMemory
 from baton.engine.handoff import HandoffLegs
-from baton.engine.kv_memory import KVMemory, kv_memory
+from baton.engine.kv_memory import kv_memory, model_groups
+from baton.engine.loading import Loaded, load_checkpoints
 from baton.engine.metrics import EngineMetrics
 from baton.engine.pool_size import Memory, PoolSize
 from baton.engine.prefix_store import PrefixStore
+from baton.engine.ranks.agents import make_agents
+from baton.engine.ranks.executor import RankExecutor
+from baton.engine.ranks.followers import start_followers
 from baton.engine.runner import ModelRunner
 from baton.engine.scheduler import Scheduler
 from baton.engine.stopping import until_stop
-from baton.errors import ConfigError, HandoffError
+from baton.errors import BatonError, ConfigError, EngineUnavailableError, HandoffError
 from baton.handoff.channel.config import DEFAULT_MAX_RETRIES
 from baton.handoff.channel.keys import KeyRing
 from baton.handoff.node.agent import AgentConfig, HandoffAgent, Timers
-from baton.handoff.node.instance import Agent, InstanceAgent
-from baton.handoff.plan.planner import Instance, RankGeometry
-from baton.handoff.protocol.digests import MemoryDigester
-from baton.handoff.protocol.events import HandoffEvent
+from baton.handoff.node.instance import Agent
 from baton.handoff.protocol.messages import MAX_DRAFTS
 from baton.handoff.protocol.ticket import Redeemer, load_or_create_key
 from baton.kv.cache import KVCache
-from baton.kv.geometry import Geometry
-from baton.models.base import CausalLM
-from baton.models.loader import load_model, read_config
 from baton.text import Tokenizer
 from baton.transports.base import Transport
 from baton.transports.registry import create_transport, default_integrity
@@ -57,25 +54,30 @@ PAGE_LAYOUT = "block-major 1"
 
 @dataclass(slots=True)
 class Engine:
-    """A ready engine. `agent`, `transport` and `redeemer` are None without handoffs."""
+    """A ready engine. `agents` and `transports` are those of its ranks; none, and no `redeemer`, without handoffs."""
 
     info: EngineInfo
     core: EngineCore
     tokenizer: Tokenizer
-    agent: HandoffAgent | None
-    transport: Transport | None
+    agents: Sequence[HandoffAgent]
+    transports: Sequence[Transport]
     redeemer: Redeemer | None
 
+    @property
+    def agent(self) -> HandoffAgent | None:
+        """The first rank's."""
+        return self.agents[0] if self.agents else None
+
     def close(self) -> None:
-        """End the agent's thread and give the pool's memory back."""
-        if self.agent is not None:
-            self.agent.close()
+        """End the agents' threads and the other ranks, and give the pool's memory back."""
+        for agent in self.agents:
+            agent.close()
         if self.core.prefix_store is not None:
             self.core.prefix_store.close()
         # The pool is a view of the transport's memory.
         self.core.executor.close()
-        if self.transport is not None:
-            self.transport.close()
+        for transport in self.transports:
+            transport.close()
 
 
 def build_engine(config: EngineConfig, emit: EmitChunk, progress: Callable[[str], None] = lambda text: None) -> Engine:
@@ -84,16 +86,6 @@ def build_engine(config: EngineConfig, emit: EmitChunk, progress: Callable[[str]
         engine = _build(config, emit, progress, undo)
         undo.pop_all()
     return engine
-
-
-@dataclass(frozen=True, slots=True)
-class _Loaded:
-    """What comes from checkpoints."""
-
-    hf_config: dict[str, object]
-    model: CausalLM
-    drafter: Drafter | None
-    tokenizer: Tokenizer
 
 
 def _build(
@@ -106,28 +98,26 @@ def _build(
         raise ConfigError("device", "cuda is not available here")
     # Made before the weights are loaded, which takes long, so that a missing library ends the start at once.
     ticket_key = load_or_create_key(config.ticket_key_path) if config.ticket_key_path else None
-    transport = create_transport(config.kv_transfer_config.kv_transport) if ticket_key else None
-    if transport is not None:
-        undo.callback(transport.close)
-    uses_shm = transport is not None and transport.scheme.rpartition("+")[2] == ShmTransport.scheme
+    transports: list[Transport] = []
+    for _ in range(config.tensor_parallel_size if ticket_key else 0):
+        transports.append(create_transport(config.kv_transfer_config.kv_transport))
+        undo.callback(transports[-1].close)
+    uses_shm = bool(transports) and transports[0].scheme.rpartition("+")[2] == ShmTransport.scheme
     memory = Memory.measure(device, uses_shm)
-    loaded = _load(config, progress)
+    followers = start_followers(config, progress)
+    undo.callback(followers.close)
+    loaded = load_checkpoints(config, progress, followers.join())
     model, drafter = loaded.model, loaded.drafter
-    pool = kv_memory(
-        config,
-        model.kv_layers,
-        drafter.kv_layers if drafter is not None else (),
-        drafter.kv_modules if drafter is not None else (),
-        str(next(model.parameters()).dtype).removeprefix("torch."),
-        model.max_position,
-        memory,
-        uses_shm,
-        transport,
-        progress,
-    )
+    whole = model_groups(config, model, drafter)
+    followers.answered()
+    pool = kv_memory(config, whole, model.max_position, memory, uses_shm, transports, progress)
+    followers.share(pool)
     backend = get_backend(config.attention_backend, config.device)
     spec = config.speculative_config
-    executor = LocalExecutor(ModelRunner(model, drafter, pool.groups, pool.kv, backend, device))
+    facts = engine_facts(config, loaded.hf_config, whole, pool.groups, model, drafter, backend)
+    followers.answered()
+    local = LocalExecutor(ModelRunner(model, drafter, pool.groups, pool.kv, backend, device))
+    executor: Executor = local if config.tensor_parallel_size == 1 else RankExecutor(local, followers)
     cache = KVCache(
         pool.groups,
         pool.size.num_pages,
@@ -137,12 +127,11 @@ def _build(
         config.mamba_block_size,
     )
     scheduler = Scheduler(cache, config.max_num_batched_tokens, config.max_num_seqs)
-    facts = engine_facts(config, loaded.hf_config, pool.groups, model, drafter, backend)
     incarnation = secrets.token_hex(8)
-    agent: HandoffAgent | None = None
+    agents: Sequence[HandoffAgent] = ()
     legs: HandoffLegs | None = None
     core: EngineCore
-    if transport is not None and ticket_key is not None:
+    if transports and ticket_key is not None:
         identity = AgentConfig(
             engine_id=config.engine_id,
             incarnation=incarnation,
@@ -154,16 +143,18 @@ def _build(
             integrity=_integrity(config),
             max_retries=0 if config.recovery == "none" else DEFAULT_MAX_RETRIES,
         )
-        agent, ranks = _agent(
+        agents, instance = make_agents(
             identity,
+            whole,
             pool,
-            transport,
+            transports,
             lambda event: core.post(lambda: core.on_handoff(event)),
             lambda: core.busy_s() > config.stall_timeout_s,
-            lambda why: core.post(lambda: _end(why)),
+            lambda why: core.post(lambda: _end(HandoffError("agent_lost", why))),
         )
-        undo.callback(agent.close)
-        legs = _legs(config, ranks, scheduler, loaded, pool.size.max_model_len, transport)
+        for agent in agents:
+            undo.callback(agent.close)
+        legs = _legs(config, instance, scheduler, loaded, pool.size.max_model_len, transports[0])
     core = EngineCore(
         executor,
         scheduler,
@@ -176,32 +167,18 @@ def _build(
         _prefix_store(config, facts, cache, pool.kv),
         config.queue_timeout_s,
     )
-    if agent is not None:
+    for agent in agents:
         agent.start()
-    info = _info(config, loaded, pool.size, facts, incarnation, [agent.address] if agent else [], cache)
+    followers.watch(lambda cause: core.post(lambda: _end(EngineUnavailableError(cause))))
+    info = _info(config, loaded, pool.size, facts, incarnation, [agent.address for agent in agents], cache)
     redeemer = Redeemer(ticket_key, config.engine_id, incarnation) if ticket_key else None
-    return Engine(info, core, loaded.tokenizer, agent, transport, redeemer)
+    return Engine(info, core, loaded.tokenizer, agents, transports, redeemer)
 
 
-def _load(config: EngineConfig, progress: Callable[[str], None]) -> _Loaded:
-    progress(f"loading target {config.model}")
-    hf_config = read_config(config.model)
-    model = load_model(config.model, config.dtype, config.device, config.batch_invariant)
-    tokenizer = Tokenizer.load(config.model, config.skip_tokenizer_init)
-    spec = config.speculative_config
-    drafter: Drafter | None = None
-    if spec is not None:
-        path = spec.model or config.model
-        progress(f"loading drafter {path} ({spec.method})")
-        drafter = load_drafter(
-            spec.method, path, model, config.dtype, config.device, config.batch_invariant, spec.options
-        )
-    return _Loaded(hf_config, model, drafter, tokenizer)
-
-
-def _end(why: str) -> None:
-    """End the engine's thread, and with it the engine: pages that its agent may touch are nobody's any more."""
-    raise HandoffError("agent_lost", why)
+def _end(error: BatonError) -> None:
+    """End the thread that calls it, the engine's, and with it the engine: what its ranks' memory holds, or who writes
+    there, is not known any more."""
+    raise error
 
 
 def _integrity(config: EngineConfig) -> Integrity:
@@ -210,36 +187,11 @@ def _integrity(config: EngineConfig) -> Integrity:
     return config.integrity
 
 
-def _agent(
-    identity: AgentConfig,
-    pool: KVMemory,
-    transport: Transport,
-    emit: Callable[[HandoffEvent], None],
-    stalled: Callable[[], bool],
-    lost: Callable[[str], None],
-) -> tuple[HandoffAgent, InstanceAgent]:
-    geometries = {
-        group.name: RankGeometry(
-            rank=0, geometry=Geometry.block_major(group, pool.size.num_pages[group.name], region=index)
-        )
-        for index, group in enumerate(pool.groups)
-    }
-    digester = None if identity.integrity == "off" else MemoryDigester(geometries, pool.regions)
-    instance, descriptor = Instance.of_one_rank(geometries), transport.register(pool.regions)
-    # A peer may have more ranks than this engine's one.
-    ranks = InstanceAgent(instance, emit)
-    agent = HandoffAgent(
-        identity, instance, transport, descriptor, ranks.on_event, digester, stalled, ranks.on_peer, lost
-    )
-    ranks.bind([agent])
-    return agent, ranks
-
-
 def _legs(
     config: EngineConfig,
     agent: Agent,
     scheduler: Scheduler,
-    loaded: _Loaded,
+    loaded: Loaded,
     max_model_len: int,
     transport: Transport,
 ) -> HandoffLegs:
@@ -260,7 +212,7 @@ def _legs(
 
 def _info(
     config: EngineConfig,
-    loaded: _Loaded,
+    loaded: Loaded,
     size: PoolSize,
     facts: dict[str, str],
     incarnation: str,

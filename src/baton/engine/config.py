@@ -25,6 +25,7 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M
 DTYPES = ("auto", "float32", "bfloat16")
 
 MAX_BLOCK_SIZE = 1024
+RANKS = (1, 2, 4, 8)
 
 
 # Methods whose drafter is no checkpoint of its own: it has no weights, or they are the target's.
@@ -133,6 +134,8 @@ class EngineConfig:
     `gpu_memory_utilization` of it, on a host too, in equal parts for `engines_per_host` engines (see
     `engine/pool_size.py`). `max_model_len` None takes the checkpoint's, or what fits into that memory.
     `mamba_block_size`: a prefix hit of a model with states ends at a multiple of so many tokens.
+    `tensor_parallel_size` ranks share the target's heads and inner widths, a process each. With `batch_invariant`
+    engines of equal `reduction_slices` compute the same bits whatever their number of ranks (None: as many slices).
     `keys` is a key directory, which holds the ticket key too; without one the control socket stays on loopback.
     `seed` is that of requests that bring none; None draws one for each. `token_api`: an engine of role both takes
     requests in token ids, from a router, beside those of clients; the other roles always do.
@@ -161,6 +164,8 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     mamba_block_size: int = CHECKPOINT_TOKENS
     batch_invariant: bool = False
+    tensor_parallel_size: int = 1
+    reduction_slices: int | None = None
     attention_backend: str | None = None
     speculative_config: SpeculativeConfig | None = None
     kv_transfer_config: KVTransferConfig = field(default_factory=KVTransferConfig)
@@ -199,6 +204,12 @@ class EngineConfig:
             re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", self.engine_id) is not None, "engine_id", "1-64 of A-Z a-z 0-9 _ . -"
         )
         need(0 < self.stall_timeout_s <= 86400, "stall_timeout_s", "in (0, 86400]")
+        need(self.tensor_parallel_size in RANKS, "tensor_parallel_size", f"one of {', '.join(map(str, RANKS))}")
+        slices = self.reduction_slices
+        fits = slices is None or (slices in RANKS and slices % self.tensor_parallel_size == 0)
+        need(fits, "reduction_slices", "a power of two up to 8, and a multiple of tensor_parallel_size")
+        need(slices is None or self.batch_invariant, "reduction_slices", "left out without batch_invariant")
+        need(self.tensor_parallel_size == 1 or self.device == "cpu", "tensor_parallel_size", "1 unless device is cpu")
         spec = self.speculative_config
         if spec is not None and spec.num_speculative_tokens == 0 and self.role != "prefill":
             raise ConfigError("speculative_config.num_speculative_tokens", "may be 0 with role prefill alone")
@@ -226,6 +237,11 @@ class EngineConfig:
             spec = replace(spec, model=head, revision=None)
         name = self.served_model_name or (None if model == self.model else self.model)
         return replace(self, model=model, revision=None, speculative_config=spec, served_model_name=name)
+
+    @property
+    def num_slices(self) -> int:
+        """Into how many slices the sums of row-parallel products are cut."""
+        return self.reduction_slices or self.tensor_parallel_size
 
     @property
     def num_drafts(self) -> int:

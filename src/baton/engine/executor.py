@@ -55,6 +55,13 @@ class LocalExecutor:
         return StepResult(choose(logits_NV, plan.sampling), _on_host(logits_NV, plan.logit_rows), features)
 
     @torch.inference_mode()
+    def follow(self, plan: StepPlan) -> None:
+        """What another rank than the first computes of a plan: all but the choice of tokens."""
+        output = self._output = self.runner.forward(plan.rows)
+        if len(plan.sample_rows):
+            self.runner.logits(output, plan.sample_rows)
+
+    @torch.inference_mode()
     def draft(self, plan: DraftPlan) -> DraftResult:
         assert self._output is not None
         return self.runner.draft(plan, self._output)

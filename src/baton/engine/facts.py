@@ -29,12 +29,16 @@ PROBE_TOKENS = 75
 def engine_facts(
     config: EngineConfig,
     hf_config: dict[str, object],
+    whole: Sequence[GroupSpec],
     groups: Sequence[GroupSpec],
     model: CausalLM,
     drafter: Drafter | None,
     backend: AttentionBackend,
 ) -> dict[str, str]:
-    """Every fact by its name. With `config.batch_invariant` the numbers that this machine computes are among them."""
+    """Every fact by its name. `whole` are the groups over all ranks, `groups` this rank's.
+
+    With `config.batch_invariant` the numbers that this machine computes are among them, by all ranks together.
+    """
     spec = config.speculative_config
     parameter = next(model.parameters())
     facts = {
@@ -49,7 +53,7 @@ def engine_facts(
         "sampler.batch_invariant": str(config.batch_invariant),
         "drafter.method": spec.method if spec else "none",
     }
-    for group in groups:
+    for group in whole:
         planes = [(plane.name, plane.dtype, plane.num_heads, plane.head_dim) for plane in group.planes]
         facts[f"group.{group.name}"] = repr((group.kind, planes, group.window, group.layer_ids))
     if spec is not None and drafter is not None:

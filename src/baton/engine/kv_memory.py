@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 import numpy as np
 import torch
 
+from baton.drafters.base import Drafter
 from baton.engine.config import EngineConfig, block_sizes
 from baton.engine.group_memory import GroupMemory
 from baton.engine.pool_size import Memory, PoolSize, pool_size
 from baton.errors import ConfigError
 from baton.kv.interval import Kind
 from baton.kv.spec import GroupSpec, Owner, Planes, PlaneSpec, kv_planes, latent_planes
+from baton.models.base import CausalLM
 from baton.models.cache import KVLayerSpec, LatentLayerSpec, LayerSpec, StateLayerSpec
+from baton.models.parallel import share_of_heads
 from baton.transports.base import Transport
 
 log = logging.getLogger(__name__)
@@ -24,51 +27,77 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class KVMemory:
-    """`regions` as a transport knows them (none without one), and the same as tensors by group."""
+    """`groups` are those of rank 0, `kv` its memory by group. `regions`: of each rank, as its transport knows them
+    (none without one)."""
 
     groups: list[GroupSpec]
     size: PoolSize
-    regions: list[np.ndarray]
+    regions: list[list[np.ndarray]]
     kv: dict[str, GroupMemory]
 
 
-def kv_memory(
-    config: EngineConfig,
-    layers: Sequence[LayerSpec],
-    draft_layers: Sequence[LayerSpec],
-    draft_modules: Sequence[int | None],
-    dtype: str,
-    max_position: int,
-    before: Memory,
-    uses_shm: bool,
-    transport: Transport | None,
-    progress: Callable[[str], None],
-) -> KVMemory:
-    """Size and allocate the pages of an engine that has loaded its weights; `before`: memory as it was before that.
-
-    `draft_modules`: as `Drafter.kv_modules`. `max_position` is the checkpoint's context. Raises ConfigError,
-    TransportError.
-    """
-    if config.max_model_len is not None and config.max_model_len > max_position:
-        raise ConfigError("max_model_len", f"must be at most the checkpoint's {max_position}")
-    sizes = block_sizes(config.block_size)
-    groups = _groups(layers, [0] * len(layers), "target", sizes, dtype)
-    groups += _groups(draft_layers, draft_modules, "draft", sizes, dtype)
+def model_groups(config: EngineConfig, model: CausalLM, drafter: Drafter | None) -> list[GroupSpec]:
+    """The groups of an engine's layers, over all its ranks. Raises `ConfigError` for a block size of no group."""
+    sizes, dtype = block_sizes(config.block_size), str(next(model.parameters()).dtype).removeprefix("torch.")
+    groups = _groups(model.kv_layers, [0] * len(model.kv_layers), "target", sizes, dtype)
+    if drafter is not None:
+        groups += _groups(drafter.kv_layers, drafter.kv_modules, "draft", sizes, dtype)
     for group in groups:
         if group.kind == "state" and (named := sizes.keys() & {group.name, group.kind}):
             raise ConfigError("block_size", f"{min(named)!r}: states have no tokens to a page; see --mamba-block-size")
     known = {name for group in groups if group.kind != "state" for name in _names(group)}
     if unknown := sizes.keys() - known:
         raise ConfigError("block_size", f"there is no group {min(unknown)!r}; there are {', '.join(sorted(known)[1:])}")
+    return groups
+
+
+def cut_group(group: GroupSpec, rank: int, size: int) -> tuple[GroupSpec, int]:
+    """What one of `size` tensor ranks holds of a group, and the model's number of its first head. Drafters are on every
+    rank whole, as latents are."""
+    if size == 1 or group.owner == "draft" or any(plane.cut == "whole" for plane in group.planes):
+        return group, 0
+    share = share_of_heads(group.planes[0].num_heads, rank, size)
+    planes = tuple(msgspec.structs.replace(plane, num_heads=share.length) for plane in group.planes)
+    return msgspec.structs.replace(group, planes=planes), share.start
+
+
+def kv_memory(
+    config: EngineConfig,
+    whole: Sequence[GroupSpec],
+    max_position: int,
+    before: Memory,
+    uses_shm: bool,
+    transports: Sequence[Transport],
+    progress: Callable[[str], None],
+) -> KVMemory:
+    """Size and allocate the pages of an engine that has loaded its weights; `before`: memory as it was before that.
+
+    `whole`: its groups over all ranks, which have a transport each, or none. `max_position` is the checkpoint's
+    context. Raises ConfigError, TransportError.
+    """
+    if config.max_model_len is not None and config.max_model_len > max_position:
+        raise ConfigError("max_model_len", f"must be at most the checkpoint's {max_position}")
+    # All ranks hold as many bytes.
+    groups = [cut_group(group, 0, config.tensor_parallel_size)[0] for group in whole]
     device = torch.device(config.device)
     now = Memory.measure(device, uses_shm)
-    size = pool_size(config, before, now, groups, config.num_drafts, max_position)
+    parts = replace(config, engines_per_host=config.engines_per_host * config.tensor_parallel_size)
+    size = pool_size(parts, before, now, groups, config.num_drafts, max_position)
     if size.lowered:
         log.warning("%s", size)
     num_bytes = sum(group.page_bytes * size.num_pages[group.name] for group in groups)
     most_pages = max(size.num_pages.values())
     progress(f"{size}; allocating {most_pages} pages of {config.block_size} tokens, {num_bytes >> 20} MiB")
-    return KVMemory(groups, size, *_allocate(groups, size.num_pages, transport, device))
+    if not transports:
+        return KVMemory(
+            groups, size, [], {g.name: GroupMemory.zeros(g, size.num_pages[g.name], device) for g in groups}
+        )
+    if device.type != "cpu":
+        raise ConfigError("kv_transfer_config.kv_transport", f"{transports[0].scheme} moves host memory only")
+    regions = [[t.allocate(g.name, size.num_pages[g.name] * g.page_bytes) for g in groups] for t in transports]
+    own = zip(groups, regions[0], strict=True)
+    kv = {g.name: GroupMemory.over(g, torch.from_numpy(region).view(-1, g.page_bytes)) for g, region in own}
+    return KVMemory(groups, size, regions, kv)
 
 
 def _groups(
@@ -112,19 +141,3 @@ def _kept(layer: LayerSpec, dtype: str) -> tuple[Kind, Planes]:
         case StateLayerSpec(planes):
             parts = (PlaneSpec(p.name, p.dtype or dtype, p.num_heads, p.head_dim, p.cut) for p in planes)
             return "state", tuple(parts)
-
-
-def _allocate(
-    groups: Sequence[GroupSpec], num_pages: Mapping[str, int], transport: Transport | None, device: torch.device
-) -> tuple[list[np.ndarray], dict[str, GroupMemory]]:
-    if transport is None:
-        return [], {group.name: GroupMemory.zeros(group, num_pages[group.name], device) for group in groups}
-    if device.type != "cpu":
-        raise ConfigError("kv_transfer_config.kv_transport", f"{transport.scheme} moves host memory only")
-    regions: list[np.ndarray] = []
-    kv: dict[str, GroupMemory] = {}
-    for group in groups:
-        region = transport.allocate(group.name, num_pages[group.name] * group.page_bytes)
-        regions.append(region)
-        kv[group.name] = GroupMemory.over(group, torch.from_numpy(region).view(-1, group.page_bytes))
-    return regions, kv

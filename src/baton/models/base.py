@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -72,10 +73,12 @@ def _rotaries(config: ModelConfig, build: Build) -> tuple[list[Rotary], list[int
 class CausalLM(nn.Module, ABC):
     """A target model. It knows nothing of pages or batches: `cache` does.
 
-    `kv_layers[l]` describes the cache of layer l; `max_position` is the longest context in tokens.
+    `kv_layers[l]` describes the cache of layer l, over all ranks; `can_be_cut`: tensor ranks can share a model of this
+    kind. `max_position` is the longest context in tokens.
     """
 
     kv_layers: list[LayerSpec]
+    can_be_cut = True
     vocab_size: int
     hidden_size: int
     max_position: int
@@ -87,7 +90,11 @@ class CausalLM(nn.Module, ABC):
         self.max_position = config.max_position
         self.kv_layers = [self.kv_layer(config, i) for i in range(config.num_layers)]
         self.model = Decoder(config, (self.layer(config, i, build) for i in range(config.num_layers)), build)
-        self.lm_head = Linear(config.hidden_size, config.vocab_size, build)
+        # A vocabulary that ranks cannot share equally, and one that is tied, is on all of them.
+        is_cut = config.vocab_size % build.ranks.size == 0 and not config.tie_word_embeddings
+        share = build.ranks.share(config.vocab_size, "tokens") if is_cut else None
+        self.lm_head = Linear(config.hidden_size, share.length if share else config.vocab_size, build, share=share)
+        self._is_cut = is_cut and build.ranks.size > 1
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
@@ -129,4 +136,4 @@ class CausalLM(nn.Module, ABC):
     def compute_logits(self, hidden_TE: Tensor) -> Tensor:
         """Logits [T, V] in float32 of final-norm hidden states [T, E]."""
         logits: Tensor = self.lm_head(hidden_TE)
-        return logits.float()
+        return torch.cat(tuple(self.build.ranks.gather(logits)), dim=-1).float() if self._is_cut else logits.float()

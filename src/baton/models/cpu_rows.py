@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numba import carray  # type: ignore[attr-defined]
 from torch import Tensor
 
-from baton.models.cpu_kernels import exp32, from_f32, jit, to_f32
+from baton.models.cpu_kernels import from_f32, jit, to_f32
 from baton.models.cpu_team import Kernel, arguments, float_bits, float_of, pointer, take, threads_for
 from baton.models.cpu_vectors import LANES, added, scaled, silu_times, square_sum
 
@@ -62,7 +63,6 @@ def _norms(arguments: Any, element: Any) -> None:
 def _gates(arguments: Any, element: Any) -> None:
     a = carray(arguments, _NUM_ARGUMENTS)
     num_rows, width, gates_at, out_at = a[1], a[2], a[3], a[4]
-    gate_up = carray(pointer(gates_at, element), (num_rows, 2 * width))
     out = carray(pointer(out_at, element), (num_rows, width))
     row_bytes, whole = width * out.itemsize, width - width % LANES
     block = take(arguments)
@@ -71,9 +71,11 @@ def _gates(arguments: Any, element: Any) -> None:
             gates, to = gates_at + 2 * t * row_bytes, out_at + t * row_bytes
             for i in range(0, whole * out.itemsize, LANES * out.itemsize):
                 silu_times(element, gates + i, gates + row_bytes + i, to + i)
-            for i in range(whole, width):
-                gate = to_f32(gate_up[t, i])
-                out[t, i] = from_f32(element, gate / (_ONE + exp32(-gate)) * to_f32(gate_up[t, width + i]))
+            if whole < width:
+                # The last vector overlaps the one before: where a number stands must not change how it is rounded,
+                # since tensor ranks cut rows at places of their own.
+                i = row_bytes - LANES * out.itemsize
+                silu_times(element, gates + i, gates + row_bytes + i, to + i)
         block = take(arguments)
 
 
@@ -157,7 +159,12 @@ def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: np.float32) -> t
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) * up of a CPU tensor [T, 2I], gate first: [T, I] in its dtype, computed in float32."""
-    gate_up, width = gate_up.contiguous(), gate_up.shape[1] // 2
+    width = gate_up.shape[1] // 2
+    if 0 < width < LANES:
+        # The kernel takes whole vectors.
+        parts = gate_up.reshape(len(gate_up), 2, width)
+        return silu_mul(F.pad(parts, (0, LANES - width)).flatten(1))[:, :width]
+    gate_up = gate_up.contiguous()
     out = torch.empty(gate_up.shape[0], width, dtype=gate_up.dtype)
     if out.numel():
         _run(_GATES, gate_up, len(out), width, gate_up.data_ptr(), out.data_ptr())

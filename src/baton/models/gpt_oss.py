@@ -52,6 +52,8 @@ class GptOssConfig(ModelConfig):
 
 
 class GptOss(CausalLM):
+    can_be_cut = False  # its experts are tensors of their own
+
     def __init__(self, config: ModelConfig, build: Build) -> None:
         super().__init__(config, build)
         self._pairs = Mxfp4Pairs()

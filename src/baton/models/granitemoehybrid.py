@@ -41,6 +41,8 @@ class GraniteConfig(ModelConfig):
 class GraniteMoeHybrid(CausalLM):
     """As Llama with other layers, and four multipliers: of embeddings, residuals, attention scores and logits."""
 
+    can_be_cut = False  # its states and experts are tensors of their own
+
     @classmethod
     def parse_config(cls, raw: RawConfig) -> GraniteConfig:
         fields = decoder_fields(raw, max_position_default=2048)

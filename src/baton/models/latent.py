@@ -17,6 +17,7 @@ from baton.models.headwise import headwise, invariant_headwise
 from baton.models.layers import RMSNorm
 from baton.models.linear import Build, Linear
 from baton.models.rotary import deinterleaved, rotate, yarn_mscale
+from baton.models.row_linear import RowLinear
 from baton.models.specs import LatentSpec
 
 # Whatever rms_norm_eps says.
@@ -28,9 +29,11 @@ class LatentProjection(nn.Module):
 
     def __init__(self, spec: LatentSpec, num_heads: int, build: Build) -> None:
         super().__init__()
-        self.weight = build.empty(num_heads * (spec.nope_dim + spec.value_dim), spec.latent_dim)
+        heads = build.ranks.share(num_heads, "attention heads")
+        self.weight = build.empty(heads.length * (spec.nope_dim + spec.value_dim), spec.latent_dim)
+        self.cuts = {"weight": (0, heads.times(spec.nope_dim + spec.value_dim))}
         self.value_dim, self.always_absorbed = spec.value_dim, build.batch_invariant
-        self._num_heads, self._nope, self._latent = num_heads, spec.nope_dim, spec.latent_dim
+        self._num_heads, self._nope, self._latent = heads.length, spec.nope_dim, spec.latent_dim
         self._headwise = invariant_headwise if build.batch_invariant else headwise
 
     def expand(self, kept_SW: Tensor) -> tuple[Tensor, Tensor]:
@@ -62,19 +65,20 @@ class LatentAttention(nn.Module):
         super().__init__()
         spec, size = config.latent, in_features or config.hidden_size
         assert spec is not None
-        self._layer_id, self._heads, self._spec = layer_id, config.num_heads, spec
+        heads = build.ranks.share(config.num_heads, "attention heads")
+        self._layer_id, self._heads, self._spec = layer_id, heads.length, spec
         self._scale = (spec.nope_dim + spec.rope_dim) ** -0.5 * _yarn_scale(config.rope)
-        q_size = config.num_heads * (spec.nope_dim + spec.rope_dim)
+        q_size = heads.times(spec.nope_dim + spec.rope_dim)
         if spec.query_rank is None:
-            self.q_proj = Linear(size, q_size, build)
+            self.q_proj = Linear(size, q_size.length, build, share=q_size)
         else:
             self.q_a_proj = Linear(size, spec.query_rank, build, config.qkv_bias)
             self.q_a_layernorm = RMSNorm(spec.query_rank, _LATENT_EPS, build)
-            self.q_b_proj = Linear(spec.query_rank, q_size, build)
+            self.q_b_proj = Linear(spec.query_rank, q_size.length, build, share=q_size)
         self.kv_a_proj_with_mqa = Linear(size, spec.latent_dim + spec.rope_dim, build, config.qkv_bias)
         self.kv_a_layernorm = RMSNorm(spec.latent_dim, _LATENT_EPS, build)
         self.kv_b_proj = LatentProjection(spec, config.num_heads, build)
-        self.o_proj = Linear(config.num_heads * spec.value_dim, config.hidden_size, build, config.o_bias)
+        self.o_proj = RowLinear(heads.times(spec.value_dim), config.hidden_size, build, config.o_bias)
 
     def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], cache: LayerCache) -> Tensor:
         spec = self._spec

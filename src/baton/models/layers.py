@@ -13,8 +13,9 @@ from baton.models.cache import Attend
 from baton.models.config import ModelConfig
 from baton.models.cpu_kernels import fits, rms_norm_wide
 from baton.models.cpu_rows import add_rms_norm, rms_norm, silu_mul
-from baton.models.linear import Build, Linear, MergedLinear
+from baton.models.linear import Build, Cut, MergedLinear
 from baton.models.rotary import rotate
+from baton.models.row_linear import RowLinear
 
 
 class RMSNorm(nn.Module):
@@ -82,12 +83,17 @@ class MLP(nn.Module):
 
     def __init__(self, hidden: int, intermediate: int, bias: bool, build: Build) -> None:
         super().__init__()
-        self.gate_up_proj = MergedLinear(hidden, {"gate_proj": intermediate, "up_proj": intermediate}, build, bias)
-        self.down_proj = Linear(intermediate, hidden, build, bias)
+        share = build.ranks.share(intermediate, "inner numbers of an MLP")
+        self.gate_up_proj = MergedLinear(hidden, {"gate_proj": share, "up_proj": share}, build, bias)
+        self.down_proj = RowLinear(share, hidden, build, bias)
         self._on_cpu = fits(build.device, build.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(self.gated(self.gate_up_proj(x)))  # type: ignore[no-any-return]
+
+    def partials(self, x: Tensor) -> list[Tensor]:
+        """This rank's partial sums of what `forward` returns (see `RowLinear.partials`)."""
+        return self.down_proj.partials(self.gated(self.gate_up_proj(x)))
 
     def gated(self, gate_up: Tensor) -> Tensor:
         """Gates and what they let through, side by side [T, 2I] -> [T, I]."""
@@ -107,16 +113,19 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, layer_id: int, build: Build, in_features: int | None = None) -> None:
         super().__init__()
         self._layer_id, self._head_dim = layer_id, config.head_dim
-        self._heads, self._kv_heads = config.num_heads, config.num_kv_heads
-        self._split = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
+        heads = build.ranks.share(config.num_heads, "attention heads")
+        kv_heads = build.ranks.kv_heads(config.num_kv_heads)
+        self._heads, self._kv_heads = heads.length, kv_heads.length
+        self._split = [heads.length, kv_heads.length, kv_heads.length]
         self._scale = config.attention_multiplier or config.head_dim**-0.5
-        q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        q_size, kv_size = heads.times(config.head_dim), kv_heads.times(config.head_dim)
         parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
         self.qkv_proj = MergedLinear(in_features or config.hidden_size, parts, build, config.qkv_bias)
-        self.o_proj = Linear(q_size, config.hidden_size, build, config.o_bias)
+        self.o_proj = RowLinear(q_size, config.hidden_size, build, config.o_bias)
         self.q_norm = make_norm(config, config.head_dim, build) if config.qk_norm else None
         self.k_norm = make_norm(config, config.head_dim, build) if config.qk_norm else None
-        self.sinks = replace(build, dtype=torch.float32).empty(config.num_heads) if config.has_sinks else None
+        self.sinks = replace(build, dtype=torch.float32).empty(heads.length) if config.has_sinks else None
+        self.cuts: dict[str, Cut] = {"sinks": (0, heads)}
 
     def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor] | None, attend: Attend) -> Tensor:
         heads = self.qkv_proj(x).view(x.shape[0], self._heads + 2 * self._kv_heads, self._head_dim)

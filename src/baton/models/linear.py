@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from baton.models import cpu_products
+from baton.models.parallel import ALONE, Share, TensorRank
 
 _REFERENCE_HEIGHT = 16
 HEIGHTS = (512, 256, 128, 64, 32, 16, 8, 4, 2, 1)
@@ -37,13 +38,17 @@ _PACKED_ROWS = 16
 _PACKED_DTYPES = (torch.float32, torch.bfloat16)
 
 
+Cut = tuple[int, Share]
+
+
 @dataclass(frozen=True, slots=True)
 class Build:
-    """How the tensors of a model are made: dtype, device, and whether rows must be batch-invariant."""
+    """How the tensors of a model are made: dtype, device, whether rows must be batch-invariant, and for which rank."""
 
     dtype: torch.dtype
     device: torch.device
     batch_invariant: bool = False
+    ranks: TensorRank = ALONE
 
     def empty(self, *shape: int) -> nn.Parameter:
         """An uninitialised parameter of `shape` that takes no gradient."""
@@ -181,13 +186,20 @@ def invariant_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class Linear(nn.Module):
-    """y = x W^T + b for x [T, in] -> [T, out]. Weight [out, in] as in Hugging Face, None once it is packed."""
+    """y = x W^T + b for x [T, in] -> [T, out]. Weight [out, in] as in Hugging Face, None once it is packed.
+
+    With `share`, which is this rank's part of the outputs, the layer makes these alone. `cuts`: of a parameter, the
+    dimension that ranks share and this rank's part of it.
+    """
 
     weight: nn.Parameter | None
 
-    def __init__(self, in_features: int, out_features: int, build: Build, bias: bool = False) -> None:
+    def __init__(
+        self, in_features: int, out_features: int, build: Build, bias: bool = False, share: Share | None = None
+    ) -> None:
         super().__init__()
         self.out_features = out_features
+        self.cuts: dict[str, Cut] = {} if share is None else {"weight": (0, share), "bias": (0, share)}
         self.weight = build.empty(out_features, in_features)
         self.bias = build.empty(out_features) if bias else None
         self._packed: Tensor | None = None
@@ -203,11 +215,15 @@ class Linear(nn.Module):
             self._packed, self.weight = blocked, None
 
     def forward(self, x: Tensor) -> Tensor:
+        return self.multiplied(x, self.bias)
+
+    def multiplied(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x W^T + `bias`."""
         if self._address is not None and self._takes(x):
-            return cpu_products.multiply(x, self._address, self.out_features, self.bias)
+            return cpu_products.multiply(x, self._address, self.out_features, bias)
         weight = self.weight if self._packed is None else self._packed
         assert weight is not None
-        return self._product(x, weight, self.bias)
+        return self._product(x, weight, bias)
 
     def _takes(self, x: Tensor) -> bool:
         """Whether these rows are some that `cpu_products` multiplies."""
@@ -217,11 +233,11 @@ class Linear(nn.Module):
 
 
 class MergedLinear(Linear):
-    """Several linears of one input as one GEMM; `parts` names them, in order, with their output sizes.
+    """Several linears of one input as one GEMM; `parts` names them, in order, with this rank's part of their outputs.
 
     A checkpoint stores the parts under their own names, beside this module's (see `loader.weight_table`).
     """
 
-    def __init__(self, in_features: int, parts: dict[str, int], build: Build, bias: bool = False) -> None:
-        super().__init__(in_features, sum(parts.values()), build, bias)
+    def __init__(self, in_features: int, parts: dict[str, Share], build: Build, bias: bool = False) -> None:
+        super().__init__(in_features, sum(share.length for share in parts.values()), build, bias)
         self.parts = dict(parts)

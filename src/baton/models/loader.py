@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from baton.errors import CheckpointError
+from baton.errors import CheckpointError, ConfigError
 from baton.models.base import CausalLM
 from baton.models.config import RawConfig, get_dtype
-from baton.models.linear import Build, Linear, MergedLinear
+from baton.models.linear import Build, Cut, Linear, MergedLinear
+from baton.models.parallel import ALONE, TensorRank
 from baton.models.registry import model_class
 
 _INDEX = "model.safetensors.index.json"
@@ -99,19 +101,45 @@ def _open(file: Path) -> Any:
         raise CheckpointError(f"{file}: truncated or not a safetensors file ({error})") from None
 
 
-def weight_table(module: nn.Module) -> dict[str, Tensor]:
-    """Checkpoint name -> tensor to fill, for all parameters and buffers; merged linears as their parts."""
-    table: dict[str, Tensor] = {}
-    merged = {name: m for name, m in module.named_modules() if isinstance(m, MergedLinear)}
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A tensor to fill; of a checkpoint's tensor it is the part `cut`, where ranks share it."""
+
+    tensor: Tensor
+    cut: Cut | None = None
+
+    @property
+    def shape(self) -> list[int]:
+        """That of the checkpoint's tensor."""
+        shape = list(self.tensor.shape)
+        if self.cut is not None:
+            shape[self.cut[0]] = self.cut[1].total
+        return shape
+
+    def fill(self, values: Tensor) -> None:
+        """Copy this rank's part of `values`, which are of that shape."""
+        if self.cut is not None:
+            dim, share = self.cut
+            values = values.narrow(dim, share.start, share.length)
+        with torch.no_grad():
+            self.tensor.copy_(values)
+
+
+def weight_table(module: nn.Module) -> dict[str, Place]:
+    """Checkpoint name -> place to fill, for all parameters and buffers; merged linears as their parts."""
+    table: dict[str, Place] = {}
+    modules = dict(module.named_modules())
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         owner, _, kind = name.rpartition(".")
-        if owner not in merged:
-            table[name] = tensor
+        layer = modules[owner]
+        if not isinstance(layer, MergedLinear):
+            table[name] = Place(tensor, getattr(layer, "cuts", {}).get(kind))
             continue
         parent, start = owner.rpartition(".")[0], 0
-        for part, rows in merged[owner].parts.items():
-            table[".".join(filter(None, (parent, part, kind)))] = tensor[start : start + rows]
-            start += rows
+        for part, share in layer.parts.items():
+            own = tensor[start : start + share.length]
+            table[".".join(filter(None, (parent, part, kind)))] = Place(own, (0, share))
+            start += share.length
     return table
 
 
@@ -139,11 +167,10 @@ def fill(module: nn.Module, path: str | Path, rename: Rename, unpack: Unpack = o
                     raise CheckpointError(f"{file}: unexpected tensor {stored}")
                 if place not in table:
                     raise CheckpointError(f"{file}: tensor {stored} has the place of one before it")
-                found, wanted = list(values.shape), list(table[place].shape)
+                found, wanted = list(values.shape), table[place].shape
                 if found != wanted:
                     raise CheckpointError(f"{file}: tensor {stored} has shape {found}, expected {wanted}")
-                with torch.no_grad():
-                    table.pop(place).copy_(values)
+                table.pop(place).fill(values)
                 unfilled.filled(place)
     if table:
         first = ", ".join(sorted(table)[:3])
@@ -173,15 +200,15 @@ def _stored(file: Path, rename: Rename) -> Iterator[tuple[str, Tensor]]:
 class _Unfilled:
     """Which places each linear layer of a module still waits for. A layer that shares its weight is packed with it."""
 
-    def __init__(self, module: nn.Module, table: Mapping[str, Tensor]) -> None:
+    def __init__(self, module: nn.Module, table: Mapping[str, Place]) -> None:
         owners: dict[int, Linear] = {}
         for layer in module.modules():
             if isinstance(layer, Linear):
                 owners |= {tensor.untyped_storage().data_ptr(): layer for tensor in layer.parameters(recurse=False)}
         self._layers = {
-            place: owners[pointer]
-            for place, tensor in table.items()
-            if (pointer := tensor.untyped_storage().data_ptr()) in owners
+            name: owners[pointer]
+            for name, place in table.items()
+            if (pointer := place.tensor.untyped_storage().data_ptr()) in owners
         }
         self._left = Counter(self._layers.values())
 
@@ -206,17 +233,21 @@ def load_model(
     dtype: torch.dtype | str = "auto",
     device: torch.device | str = "cpu",
     batch_invariant: bool = False,
+    ranks: TensorRank = ALONE,
 ) -> CausalLM:
-    """Build the model of a checkpoint directory and fill it. Raises `CheckpointError`.
+    """Build the model of a checkpoint directory, or this rank's part of it, and fill it.
 
-    `dtype` is a torch dtype, its name, or "auto" for the checkpoint's own.
+    `dtype` is a torch dtype, its name, or "auto" for the checkpoint's own. Raises `CheckpointError`, and `ConfigError`
+    for a model that cannot be cut for so many ranks.
     """
     raw = read_config(path)
     cls = model_class(raw.get("model_type"))
+    if ranks.num_slices > 1 and not cls.can_be_cut:
+        raise ConfigError("tensor_parallel_size", f"must be 1 for model_type {raw.get('model_type')}")
     weight_files(path)
     config = cls.parse_config(raw)
     try:
-        model = cls(config, Build(resolve_dtype(dtype, raw), torch.device(device), batch_invariant))
+        model = cls(config, Build(resolve_dtype(dtype, raw), torch.device(device), batch_invariant, ranks))
     except (RuntimeError, MemoryError) as error:
         why = str(error).partition("\n")[0]
         raise CheckpointError(f"{path}: the model that config.json describes cannot be allocated: {why}") from None

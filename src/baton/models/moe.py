@@ -68,14 +68,15 @@ def _row_sum(values: Tensor) -> Tensor:
     return total
 
 
-def mixed(experts: Sequence[Expert], x: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+def mixed(experts: Sequence[Expert], x: Tensor, ids_TK: Tensor, weights_TK: Tensor, num_parts: int = 1) -> Tensor:
     """The weighted sum [T, E] of what each row's experts make of it, in x's dtype. `ids_TK` says which, in the order in
-    which they are added; each expert is called once, with all its rows."""
+    which they are added; each expert is called once, with all its rows. Experts that make `num_parts` partial sums,
+    side by side, are summed part by part."""
     num_rows, top_k = ids_TK.shape
     flat = ids_TK.flatten()
     order = flat.argsort(stable=True)
     chosen = x[order // top_k]
-    made = torch.empty(num_rows * top_k, x.shape[1], dtype=x.dtype, device=x.device)
+    made = torch.empty(num_rows * top_k, num_parts * x.shape[1], dtype=x.dtype, device=x.device)
     start = 0
     for expert, count in enumerate(torch.bincount(flat, minlength=len(experts)).tolist()):
         if count:
@@ -99,10 +100,22 @@ class MoE(nn.Module):
         self.gate = Router(spec, hidden, build)
         self.experts = nn.ModuleList(MLP(hidden, spec.intermediate_size, False, build) for _ in range(spec.num_experts))
         self.shared_experts = MLP(hidden, spec.shared_size, False, build) if spec.shared_size else None
+        self._ranks = build.ranks
+        self._num_parts = self._ranks.num_slices // self._ranks.size
 
     def forward(self, x: Tensor) -> Tensor:
-        out = mixed(list(self.experts), x, *self.gate.choose(x))
+        if self._ranks.num_slices == 1:
+            out = mixed(list(self.experts), x, *self.gate.choose(x))
+        else:
+            # Each expert is cut like any MLP; what ranks have of a row is added once, for all its experts.
+            makers = [self._side_by_side(expert) for expert in self.experts]
+            made = mixed(makers, x, *self.gate.choose(x), self._num_parts)
+            out = self._ranks.add(made.chunk(self._num_parts, dim=1))
         return out if self.shared_experts is None else out + self.shared_experts(x)
+
+    def _side_by_side(self, expert: nn.Module) -> Expert:
+        assert isinstance(expert, MLP)
+        return lambda rows: torch.cat(expert.partials(rows), dim=1)
 
 
 def feed_forward(config: ModelConfig, layer_id: int, build: Build) -> nn.Module:

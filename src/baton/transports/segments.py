@@ -6,7 +6,12 @@ import contextlib
 import fcntl
 import os
 import re
+from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
+
+from baton.errors import ConfigError
 from baton.transports.process import stat_of
 
 SHM_DIR = "/dev/shm"
@@ -42,3 +47,21 @@ def remove_stale_segments(directory: str = SHM_DIR) -> list[str]:
             finally:
                 os.close(fd)
     return removed
+
+
+def file_of(memory: npt.NDArray[np.uint8]) -> tuple[str, int]:
+    """The file of `shm://` in which `memory` lies, and where in it that begins. Processes of this user can map it.
+
+    Raises `ConfigError` for memory that lies in no such file.
+    """
+    address = memory.ctypes.data
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, _, offset, _, _, *path = line.split(maxsplit=5)
+        start, stop = (int(end, 16) for end in span.split("-"))
+        if start <= address and address + memory.nbytes <= stop and path:
+            name = Path(path[0])
+            if str(name.parent) == SHM_DIR and SEGMENT_NAME.fullmatch(name.name):
+                return str(name), int(offset, 16) + address - start
+    raise ConfigError(
+        "kv_transport", "must be shm with several tensor ranks: they are processes that share their pages"
+    )

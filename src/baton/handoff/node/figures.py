@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from baton.errors import reason_label
 from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.copies import CopyLedger
+
+_BY_RANK = (
+    *("bytes", "runs", "retries", "repairs", "bad_pieces", "lost_leases", "rejected", "malformed", "frames"),
+    *("refused", "evicted", "unknown", "sessions"),
+)
 
 
 @dataclass(slots=True)
@@ -38,6 +44,11 @@ class AgentStats:
     quarantined: int = 0
     unknown: int = 0
     sessions: int = 0
+
+    def over_ranks(self, others: Sequence[AgentStats]) -> AgentStats:
+        """Those of an engine whose first rank has these: handoffs and attempts are counted once for all ranks."""
+        sums = {name: sum(getattr(s, name) for s in (self, *others)) for name in _BY_RANK}
+        return replace(self, **sums)
 
     @property
     def runs_per_handoff(self) -> float:

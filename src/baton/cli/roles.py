@@ -1,0 +1,53 @@
+"""Flags of engines of one role, where the engines of a deployment are unlike each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Annotated, TypeVar
+
+import typer
+
+from baton.cli.options import StepOptions
+from baton.engine.config import RANKS, block_sizes
+from baton.errors import ConfigError
+
+BlockSize = Annotated[
+    str | None, typer.Option(help="Tokens per KV page on engines of that role [default: --block-size].")
+]
+TensorRanks = Annotated[
+    int | None, typer.Option(help="Tensor ranks of engines of that role [default: --tensor-parallel-size].")
+]
+Options = TypeVar("Options", bound=StepOptions)
+
+
+@dataclass(frozen=True, slots=True)
+class RoleOptions:
+    """What may differ between the engines of two roles."""
+
+    prefill_block_size: BlockSize = None
+    decode_block_size: BlockSize = None
+    prefill_tensor_parallel_size: TensorRanks = None
+    decode_tensor_parallel_size: TensorRanks = None
+
+    def flags(self) -> dict[str, list[str]]:
+        """By role. Raises `ConfigError` naming the option that is out of range."""
+        found: dict[str, list[str]] = {}
+        for role in ("prefill", "decode"):
+            size, ranks = getattr(self, f"{role}_block_size"), getattr(self, f"{role}_tensor_parallel_size")
+            own = found.setdefault(role, [])
+            if size is not None:
+                block_sizes(size, f"{role}_block_size")
+                own += ["--block-size", size]
+            if ranks is not None:
+                if ranks not in RANKS:
+                    raise ConfigError(f"{role}_tensor_parallel_size", f"must be one of {RANKS}, got {ranks}")
+                own += ["--tensor-parallel-size", str(ranks)]
+        return found
+
+    def alike(self, options: Options, batch_invariant: bool) -> Options:
+        """`options` with which engines of both roles compute the same bits, if they are to."""
+        sizes = (options.tensor_parallel_size, self.prefill_tensor_parallel_size, self.decode_tensor_parallel_size)
+        most = max(size for size in sizes if size is not None)
+        if not batch_invariant or options.reduction_slices is not None or most == 1:
+            return options
+        return replace(options, reduction_slices=most)

@@ -1,0 +1,44 @@
+"""What an engine, or one rank of it, computes with: the checkpoints of target and drafter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from baton.drafters.base import Drafter
+from baton.drafters.registry import load_drafter
+from baton.engine.config import EngineConfig
+from baton.models.base import CausalLM
+from baton.models.loader import load_model, read_config
+from baton.models.parallel import ALONE, TensorRank
+from baton.text import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What comes from checkpoints."""
+
+    hf_config: dict[str, object]
+    model: CausalLM
+    drafter: Drafter | None
+    tokenizer: Tokenizer
+
+
+def load_checkpoints(config: EngineConfig, progress: Callable[[str], None], ranks: TensorRank = ALONE) -> Loaded:
+    """Load this rank's part of the target, and the drafter, which every rank has whole.
+
+    Raises `CheckpointError`, and `ConfigError` for a target that cannot be cut for so many ranks.
+    """
+    progress(f"loading target {config.model}")
+    hf_config = read_config(config.model)
+    model = load_model(config.model, config.dtype, config.device, config.batch_invariant, ranks)
+    tokenizer = Tokenizer.load(config.model, config.skip_tokenizer_init)
+    spec = config.speculative_config
+    drafter: Drafter | None = None
+    if spec is not None:
+        path = spec.model or config.model
+        progress(f"loading drafter {path} ({spec.method})")
+        drafter = load_drafter(
+            spec.method, path, model, config.dtype, config.device, config.batch_invariant, spec.options
+        )
+    return Loaded(hf_config, model, drafter, tokenizer)

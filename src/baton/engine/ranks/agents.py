@@ -1,0 +1,57 @@
+"""The handoff agents of an engine's ranks. All of them live in rank 0's process: it can reach every rank's pages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from baton.engine.kv_memory import KVMemory, cut_group
+from baton.handoff.node.agent import AgentConfig, HandoffAgent
+from baton.handoff.node.instance import InstanceAgent
+from baton.handoff.plan.planner import Instance, RankGeometry
+from baton.handoff.protocol.digests import MemoryDigester
+from baton.handoff.protocol.events import HandoffEvent
+from baton.kv.geometry import Geometry
+from baton.kv.spec import GroupSpec
+from baton.transports.base import Transport
+
+
+def make_agents(
+    identity: AgentConfig,
+    whole: Sequence[GroupSpec],
+    pool: KVMemory,
+    transports: Sequence[Transport],
+    emit: Callable[[HandoffEvent], None],
+    stalled: Callable[[], bool],
+    lost: Callable[[str], None],
+) -> tuple[list[HandoffAgent], InstanceAgent]:
+    """One for each rank, with its transport, which has not registered its regions yet; and the same as one agent.
+
+    `whole`: the groups over all ranks. With several ranks a control port that is named is the first rank's, and the
+    others have those behind it.
+    """
+    parts: dict[str, list[RankGeometry]] = {group.name: [] for group in whole}
+    size = len(transports)
+    for rank in range(size):
+        for region, group in enumerate(whole):
+            own, first_head = cut_group(group, rank, size)
+            pages = pool.size.num_pages[group.name]
+            geometry = Geometry.block_major(own, pages, region=region, first_head=first_head)
+            parts[group.name].append(RankGeometry(rank=rank, geometry=geometry))
+    # A peer may have more ranks than this engine, or fewer.
+    instance = InstanceAgent(Instance(rank=0, groups=parts), emit)
+    agents = []
+    for rank, (transport, regions) in enumerate(zip(transports, pool.regions, strict=True)):
+        here = Instance(rank=rank, groups=parts)
+        digester = None if identity.integrity == "off" else MemoryDigester(here.here, regions)
+        config = replace(identity, bind=_own_port(identity.bind, rank))
+        descriptor = transport.register(regions)
+        heard, met = instance.on_event, instance.on_peer
+        agents.append(HandoffAgent(config, here, transport, descriptor, heard, digester, stalled, met, lost))
+    instance.bind(agents)
+    return agents, instance
+
+
+def _own_port(bind: str, rank: int) -> str:
+    host, _, port = bind.rpartition(":")
+    return f"{host}:{int(port) + rank}" if rank and port.isdecimal() else bind

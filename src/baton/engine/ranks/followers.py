@@ -1,0 +1,176 @@
+"""The processes of an engine's ranks but the first, as rank 0 sees them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import msgspec
+import torch
+
+from baton.engine.config import EngineConfig
+from baton.engine.kv_memory import KVMemory
+from baton.engine.ranks.collective import tensor_rank
+from baton.engine.ranks.messages import MAX_MESSAGE_BYTES, Done, Failed, Memory, Order, Start, decode_answer, encode
+from baton.errors import EngineUnavailableError
+from baton.models.parallel import TensorRank
+from baton.transports.segments import file_of
+
+log = logging.getLogger(__name__)
+
+END_LIMIT_S = 10.0
+# A rank that ends takes its connections along before its parent can see that it has.
+BLAME_LIMIT_S = 0.5
+
+
+class Followers:
+    """Starts a process for each rank from 1 on; there may be none.
+
+    Ranks compute in lockstep: each order is answered by all before the next. One that ends, or answers with a failure,
+    ends them all: what it should have written is not known, so nothing may be handed over or decoded from it.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._size, self._num_slices = config.tensor_parallel_size, config.num_slices
+        # By a file in it the ranks find each other; no other user can read it.
+        self._directory = Path(tempfile.mkdtemp(prefix="baton-ranks-")) if self._size > 1 else None
+        self._store = str(self._directory and self._directory / "store")
+        self._pipes: list[Connection] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._failure: str | None = None
+        self._closing = False
+        threads = max(1, torch.get_num_threads() // self._size)
+        try:
+            for rank in range(1, self._size):
+                self._start(threads)
+                self._send(rank, Start(config, rank, self._size, self._num_slices, self._store))
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, threads: int) -> None:
+        here, there = Pipe()
+        with there:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "baton.engine.ranks.worker", str(there.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=sys.stderr.fileno() if _has_fileno(sys.stderr) else None,
+                pass_fds=[there.fileno()],
+                env={**os.environ, "OMP_NUM_THREADS": str(threads)},
+            )
+        self._pipes.append(here)
+        self._processes.append(process)
+
+    def join(self) -> TensorRank:
+        """Rank 0's place, once all ranks are there. Raises `EngineUnavailableError`."""
+        try:
+            return tensor_rank(self._store, 0, self._size, self._num_slices)
+        except RuntimeError as error:
+            raise self.blame(error) from error
+
+    def watch(self, on_end: Callable[[str], None]) -> None:
+        """Have `on_end` called, from another thread, with the cause when a process ends by itself."""
+        for rank, process in enumerate(self._processes, 1):
+            threading.Thread(target=self._wait, args=(rank, process, on_end), daemon=True, name="baton-rank").start()
+
+    def _wait(self, rank: int, process: subprocess.Popen[bytes], on_end: Callable[[str], None]) -> None:
+        status = process.wait()
+        if not self._closing:
+            on_end(self._fail(f"rank {rank} ended with status {status}"))
+
+    def order(self, message: Order) -> None:
+        """Send it to all ranks; `answered` must follow. Raises `EngineUnavailableError`."""
+        data = encode(message)
+        for rank in range(1, self._size):
+            self._send(rank, data)
+
+    def _send(self, rank: int, message: Order | bytes) -> None:
+        if self._failure is not None:
+            raise EngineUnavailableError(self._failure)
+        try:
+            self._pipes[rank - 1].send_bytes(message if isinstance(message, bytes) else encode(message))
+        except OSError as error:
+            raise EngineUnavailableError(self._fail(f"rank {rank} has gone: {error}")) from None
+
+    def answered(self) -> None:
+        """Wait until all ranks have done what they were told. Raises `EngineUnavailableError`."""
+        for rank, pipe in enumerate(self._pipes, 1):
+            if self._failure is not None:
+                raise EngineUnavailableError(self._failure)
+            try:
+                answer = decode_answer(pipe.recv_bytes(MAX_MESSAGE_BYTES))
+            except (OSError, EOFError, msgspec.MsgspecError) as error:
+                raise EngineUnavailableError(self._fail(f"rank {rank} has gone: {error!r}")) from None
+            if isinstance(answer, Failed):
+                raise EngineUnavailableError(self._fail(f"rank {rank} failed: {answer.cause}"))
+            assert isinstance(answer, Done)
+
+    def share(self, pool: KVMemory) -> None:
+        """Tell each rank from 1 on where its pages lie; `answered` must follow. Raises `EngineUnavailableError`, and
+        `ConfigError` where no other process can reach them."""
+        for rank in range(1, self._size):
+            files = None
+            if pool.regions:
+                named = zip(pool.groups, pool.regions[rank], strict=True)
+                files = {group.name: file_of(region) for group, region in named}
+            self._send(rank, Memory(dict(pool.size.num_pages), files))
+
+    def blame(self, error: Exception) -> EngineUnavailableError:
+        """What to raise when `error` ended rank 0's part of an order: no rank can go on. Where another rank has ended,
+        that is the cause."""
+        deadline = time.monotonic() + BLAME_LIMIT_S
+        while not self._closing and time.monotonic() < deadline:
+            for rank, process in enumerate(self._processes, 1):
+                if process.poll() is not None:
+                    return EngineUnavailableError(self._fail(f"rank {rank} ended with status {process.returncode}"))
+            time.sleep(0.01)
+        return EngineUnavailableError(self._fail(f"rank 0 failed: {type(error).__name__}: {error}"))
+
+    def _fail(self, cause: str) -> str:
+        if self._failure is None:
+            self._failure = cause
+            log.error("%s: the engine ends", cause)
+            self._closing = True
+            for process in self._processes:
+                process.kill()
+        return self._failure
+
+    def close(self) -> None:
+        """End the processes."""
+        self._closing = True
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(END_LIMIT_S)
+                continue
+            process.kill()
+            process.wait()
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def _has_fileno(stream: object) -> bool:
+    try:
+        stream.fileno()  # type: ignore[attr-defined]
+    except (AttributeError, OSError, ValueError):
+        return False
+    return True
+
+
+def start_followers(config: EngineConfig, progress: Callable[[str], None]) -> Followers:
+    """Start the other ranks, which load their parts while rank 0 loads its own."""
+    if config.tensor_parallel_size > 1:
+        progress(f"starting {config.tensor_parallel_size} tensor ranks")
+    return Followers(config)

@@ -1,0 +1,112 @@
+"""`python -m baton.engine.ranks.worker FD`: one rank of an engine but the first. It does what rank 0 says over the
+pipe, and ends with it."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import os
+import signal
+import sys
+from multiprocessing.connection import Connection
+from typing import NoReturn
+
+import numpy as np
+import torch
+
+from baton.engine.attention import get_backend
+from baton.engine.executor import LocalExecutor
+from baton.engine.facts import numeric_probe
+from baton.engine.group_memory import GroupMemory
+from baton.engine.kv_memory import cut_group, model_groups
+from baton.engine.loading import load_checkpoints
+from baton.engine.ranks.collective import tensor_rank
+from baton.engine.ranks.messages import (
+    MAX_MESSAGE_BYTES,
+    Copy,
+    Done,
+    Draft,
+    Failed,
+    Memory,
+    Order,
+    Start,
+    Step,
+    decode_order,
+    encode,
+)
+from baton.engine.runner import ModelRunner
+from baton.kv.spec import GroupSpec
+
+log = logging.getLogger(__name__)
+_PR_SET_PDEATHSIG = 1
+
+
+def serve(pipe: Connection) -> None:
+    """Follow rank 0 until it closes the pipe."""
+    start = _next(pipe)
+    assert isinstance(start, Start)
+    config, device = start.config, torch.device(start.config.device)
+    ranks = tensor_rank(start.store, start.rank, start.size, start.num_slices)
+    loaded = load_checkpoints(config, lambda text: None, ranks)
+    whole = model_groups(config, loaded.model, loaded.drafter)
+    groups = [cut_group(group, start.rank, start.size)[0] for group in whole]
+    pipe.send_bytes(encode(Done()))
+    memory = _next(pipe)
+    assert isinstance(memory, Memory)
+    kv = {group.name: _memory(group, memory, device) for group in groups}
+    backend = get_backend(config.attention_backend, config.device)
+    executor = LocalExecutor(ModelRunner(loaded.model, loaded.drafter, groups, kv, backend, device))
+    if config.batch_invariant:
+        numeric_probe(loaded.model, groups, backend, device)
+    pipe.send_bytes(encode(Done()))
+    while True:
+        match _next(pipe):
+            case Step(plan):
+                executor.follow(plan)
+            case Draft(plan):
+                executor.draft(plan)
+            case Copy(group, source, destination):
+                executor.copy_page(group, source, destination)
+            case other:
+                raise AssertionError(f"rank 0 said {type(other).__name__} to a rank that computes")
+        pipe.send_bytes(encode(Done()))
+
+
+def _next(pipe: Connection) -> Order:
+    return decode_order(pipe.recv_bytes(MAX_MESSAGE_BYTES))
+
+
+def _memory(group: GroupSpec, memory: Memory, device: torch.device) -> GroupMemory:
+    num_pages = memory.num_pages[group.name]
+    if memory.files is None:
+        return GroupMemory.zeros(group, num_pages, device)
+    path, offset = memory.files[group.name]
+    size = num_pages * group.page_bytes
+    region = np.memmap(path, dtype=np.uint8, mode="r+", offset=offset, shape=(size,))
+    return GroupMemory.over(group, torch.from_numpy(region).view(-1, group.page_bytes))
+
+
+def main(fd: int) -> NoReturn:
+    """Serve; whatever goes wrong is told to rank 0, and ends this process."""
+    # Rank 0 may end in the middle of a forward, where this process does not look at its pipe.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; rank 0 decides
+    pipe = Connection(fd)
+    status = 0
+    try:
+        serve(pipe)
+    except EOFError:
+        pass  # rank 0 has closed the pipe
+    except Exception as error:
+        status = 1
+        log.exception("a rank fails")
+        with contextlib.suppress(OSError):  # rank 0 has gone, which is why this one failed
+            pipe.send_bytes(encode(Failed(f"{type(error).__name__}: {error}"[:1000])))
+    # Threads of libraries may still wait for the other ranks.
+    sys.stderr.flush()
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

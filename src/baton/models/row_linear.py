@@ -1,0 +1,48 @@
+"""The linear layer behind which ranks' partial sums become one (see `parallel`)."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from baton.models.linear import Build, Linear
+from baton.models.parallel import Share
+
+
+class RowLinear(Linear):
+    """y = x W^T + b, cut by its inputs: x [T, in of this rank] -> [T, out], the same on all ranks.
+
+    `share` is this rank's part of the inputs; the weight is [out, share.length]. With several slices each has a product
+    of its own.
+    """
+
+    def __init__(self, share: Share, out_features: int, build: Build, bias: bool = False) -> None:
+        super().__init__(share.length, out_features, build, bias)
+        self.cuts = {"weight": (1, share)}
+        self._build = build
+        self._num_slices = build.ranks.slices(share.total, "inputs of a projection")
+        self._slices: list[Linear] = []
+
+    def pack(self) -> None:
+        """As `Linear.pack`, slice by slice where there are several."""
+        if self._num_slices == 1:
+            super().pack()
+        elif self.weight is not None:
+            for part in self.weight.detach().chunk(self._num_slices, dim=1):
+                one = Linear(part.shape[1], self.out_features, self._build)
+                one.weight = nn.Parameter(part.contiguous(), requires_grad=False)
+                one.pack()
+                self._slices.append(one)
+            self.weight = None
+
+    def partials(self, x: Tensor) -> list[Tensor]:
+        """The partial sums [T, out] of this rank's slices, without the bias."""
+        if self._num_slices == 1:
+            return [self.multiplied(x, None)]
+        parts = x.chunk(self._num_slices, dim=1)
+        return [one(part.contiguous()) for part, one in zip(parts, self._slices, strict=True)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self._build.ranks.num_slices == 1:
+            return super().forward(x)
+        out = self._build.ranks.add(self.partials(x))
+        return out if self.bias is None else out + self.bias

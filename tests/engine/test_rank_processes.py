@@ -1,0 +1,133 @@
+"""An engine of two tensor ranks, as processes: one rank's tokens and drafts, and an end with it when either dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from baton import LLM, SamplingParams
+from baton.engine.plan import StepPlan, one_request
+from baton.engine.ranks.executor import RankExecutor
+from baton.engine.ranks.messages import Step, decode_order, encode
+from baton.errors import BatonError, ConfigError, EngineUnavailableError
+from baton.transports.segments import file_of
+
+TARGET = "models/baton-demo-llama"
+EAGLE3 = {"method": "eagle3", "model": "models/baton-demo-eagle3", "num_speculative_tokens": 3}
+PARAMS = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+PROMPTS = ["The for statement", "def f(x):\n    return", "A list is a mutable sequence and " * 6, "x"]
+SETTINGS: dict[str, Any] = {"batch_invariant": True, "speculative_config": EAGLE3, "kv_cache_memory": 2 << 20}
+
+
+def answers(llm: LLM) -> list[tuple[list[int], list[int]]]:
+    return [(r.outputs[0].token_ids, r.outputs[0].accepted) for r in llm.generate(PROMPTS, PARAMS)]
+
+
+def followers(pid: int) -> list[int]:
+    found = subprocess.run(["pgrep", "-P", str(pid), "-f", "ranks.worker"], capture_output=True, text=True, check=False)
+    return [int(line) for line in found.stdout.split()]
+
+
+def until_gone(pids: list[int]) -> None:
+    deadline = time.monotonic() + 30
+    while any(Path(f"/proc/{pid}/stat").exists() and _state(pid) != "Z" for pid in pids):
+        assert time.monotonic() < deadline, f"still there: {pids}"
+        time.sleep(0.02)
+
+
+def _state(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return "Z"
+
+
+def test_two_ranks_give_what_one_gives_and_end_together() -> None:
+    with LLM(TARGET, **SETTINGS, reduction_slices=2) as llm:
+        expected = answers(llm)
+    with LLM(TARGET, **SETTINGS, tensor_parallel_size=2) as llm:
+        assert answers(llm) == expected
+        # Prefixes are hit now, pages copied, requests preempted.
+        assert answers(llm) == expected
+        (other,) = followers(os.getpid())
+        os.kill(other, signal.SIGKILL)
+        with pytest.raises(EngineUnavailableError, match=r"rank 1 (ended with status -9|has gone)"):
+            llm.generate(PROMPTS, PARAMS)
+    assert followers(os.getpid()) == []
+
+
+def test_a_rank_ends_with_the_first() -> None:
+    code = (
+        "from baton import LLM; import sys, time\n"
+        f"llm = LLM({TARGET!r}, tensor_parallel_size=2, kv_cache_memory=1 << 20)\n"
+        "print('ready', flush=True); time.sleep(60)"
+    )
+    first = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert first.stdout is not None
+    with first, first.stdout:
+        assert first.stdout.readline() == "ready\n"
+        others = followers(first.pid)
+        assert len(others) == 1
+        first.kill()
+        first.wait()
+        until_gone(others)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"tensor_parallel_size": 3}, "tensor_parallel_size: must be one of 1, 2, 4, 8, got 3"),
+        ({"tensor_parallel_size": 4, "reduction_slices": 2, "batch_invariant": True}, "reduction_slices: must be a "),
+        ({"tensor_parallel_size": 2, "reduction_slices": 2}, "reduction_slices: must be left out without"),
+        ({"tensor_parallel_size": 2, "device": "cuda"}, "tensor_parallel_size: must be 1 unless device is cpu"),
+    ],
+)
+def test_settings_that_cannot_be_are_named(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        LLM(TARGET, **settings)
+
+
+def test_a_model_that_cannot_be_cut_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt_oss"}))
+    with pytest.raises(BatonError, match="tensor_parallel_size: must be 1 for model_type gpt_oss"):
+        LLM(str(tmp_path), tensor_parallel_size=2)
+    assert followers(os.getpid()) == []
+
+
+def test_plans_travel_as_they_are() -> None:
+    plan = StepPlan(one_request([5, 6, 7], {"full": [3, 1], "state": [2]}, {"state"}), np.array([2]))
+    got = decode_order(encode(Step(plan)))
+    assert isinstance(got, Step)
+    assert encode(got) == encode(Step(plan))
+    assert got.plan.rows.query_start.dtype == np.int32
+    assert got.plan.rows.tables["full"].tolist() == [[3, 1]]
+    for bad in (b"", b"\x80", msgspec.msgpack.encode({"type": "step"}), encode(Step(plan))[:-3]):
+        with pytest.raises(msgspec.MsgspecError):
+            decode_order(bad)
+
+
+def test_memory_that_no_other_process_reaches_is_named() -> None:
+    with pytest.raises(ConfigError, match="kv_transport: must be shm with several tensor ranks"):
+        file_of(np.zeros(16, dtype=np.uint8))
+
+
+def test_a_plan_that_fails_ends_the_ranks() -> None:
+    """A rank that raised is in the middle of a sum, in which the others wait."""
+    with LLM(TARGET, **SETTINGS, tensor_parallel_size=2) as llm:
+        executor = llm._engine.core.executor
+        assert isinstance(executor, RankExecutor)
+        rows = one_request([1, 2], {name: [99999] for name in executor.spec.target_groups})
+        with pytest.raises(EngineUnavailableError, match="rank"):
+            executor.execute(StepPlan(rows, np.array([1])))
+        with pytest.raises(EngineUnavailableError, match="rank"):
+            llm.generate(PROMPTS, PARAMS)

@@ -1,0 +1,118 @@
+"""Models cut over tensor ranks: with as many slices, any number of ranks gives the same bits."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from baton.engine.attention import get_backend
+from baton.engine.config import EngineConfig
+from baton.engine.facts import numeric_probe
+from baton.engine.kv_memory import cut_group, model_groups
+from baton.errors import ConfigError
+from baton.models import linear
+from baton.models.linear import MergedLinear
+from baton.models.loader import load_model, weight_table
+from baton.models.parallel import TensorRank
+from tests.support.rank_threads import on_ranks
+
+Checkpoint = Callable[..., Path]
+# Heads and widths of which four ranks can have a share; two KV heads are on two ranks each.
+FOUR: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2}
+EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1}
+EXPERTS |= {"first_k_dense_replace": 1, "n_shared_experts": 1, "routed_scaling_factor": 1.0}
+LATENTS = {"num_key_value_heads": 4, "kv_lora_rank": 32, "q_lora_rank": 24, "qk_rope_head_dim": 8}
+LATENTS |= {"qk_nope_head_dim": 16, "v_head_dim": 16}
+CASES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {},
+    "gemma3_text": {},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "glm4_moe": EXPERTS,
+    "deepseek_v3": {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, **EXPERTS, **LATENTS},
+}
+
+
+@pytest.fixture
+def unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights stay as they are filled."""
+    monkeypatch.setattr(linear, "packed", lambda weight: None)
+
+
+def probe(path: Path, dtype: str, ranks: TensorRank) -> str:
+    """Of a prompt's logits, as each rank has them."""
+    model = load_model(path, dtype, "cpu", True, ranks)
+    whole = model_groups(EngineConfig(str(path)), model, None)
+    groups = [cut_group(group, ranks.rank, ranks.size)[0] for group in whole]
+    return numeric_probe(model, groups, get_backend(None, "cpu"), torch.device("cpu"))
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("model_type", CASES)
+def test_any_number_of_ranks_gives_the_same_bits(checkpoint: Checkpoint, model_type: str, dtype: str) -> None:
+    path = checkpoint(model_type, **{**FOUR, **CASES[model_type]})
+    one = probe(path, dtype, TensorRank(num_slices=4))
+    for size in (2, 4):
+        assert on_ranks(size, 4, lambda ranks: probe(path, dtype, ranks)) == [one] * size
+
+
+@pytest.mark.usefixtures("one_thread", "unpacked")
+@pytest.mark.parametrize("model_type", CASES)
+def test_ranks_hold_all_of_each_weight_between_them(checkpoint: Checkpoint, model_type: str) -> None:
+    path = checkpoint(model_type, **{**FOUR, **CASES[model_type]})
+    whole = weight_table(load_model(path))
+    tables = [weight_table(load_model(path, ranks=TensorRank(rank, 4, 4))) for rank in range(4)]
+    num_cut = 0
+    for name, place in whole.items():
+        parts = [table[name] for table in tables]
+        if parts[0].cut is None:
+            assert all(torch.equal(part.tensor, place.tensor) for part in parts), name
+            continue
+        dim, num_cut = parts[0].cut[0], num_cut + 1
+        held = torch.full_like(place.tensor, torch.nan)
+        for part in parts:
+            assert part.cut is not None
+            held.narrow(dim, part.cut[1].start, part.cut[1].length).copy_(part.tensor)
+        assert torch.equal(held, place.tensor), name
+    assert num_cut >= 5 * 2  # of each layer at least q, o, gate, up, down
+
+
+@pytest.mark.parametrize(
+    ("size", "fields", "words"),
+    [
+        (4, {"num_attention_heads": 6, "num_key_value_heads": 2}, "does not divide the model's 6 attention heads"),
+        (2, {"num_attention_heads": 6, "num_key_value_heads": 3}, "neither divides nor is a multiple of 3 KV heads"),
+        (4, {**FOUR, "intermediate_size": 90}, "does not divide the model's 90 inner numbers of an MLP"),
+    ],
+)
+def test_what_cannot_be_cut_is_named(checkpoint: Checkpoint, size: int, fields: dict[str, Any], words: str) -> None:
+    path = checkpoint("llama", **fields)
+    with pytest.raises(ConfigError, match=f"tensor_parallel_size: is {size}, which {words}"):
+        load_model(path, ranks=TensorRank(0, size, size))
+
+
+@pytest.mark.parametrize("model_type", ["gpt_oss", "granitemoehybrid"])
+def test_kinds_that_cannot_be_cut_are_named(tmp_path: Path, model_type: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    with pytest.raises(ConfigError, match=f"tensor_parallel_size: must be 1 for model_type {model_type}"):
+        load_model(tmp_path, ranks=TensorRank(0, 2, 2))
+
+
+def test_slices_that_do_not_fit_are_named(checkpoint: Checkpoint) -> None:
+    path = checkpoint("llama", **FOUR, intermediate_size=92)
+    with pytest.raises(ConfigError, match="reduction_slices: is 8, which does not divide the model's 92 inputs"):
+        load_model(path, batch_invariant=True, ranks=TensorRank(num_slices=8))
+
+
+def test_a_merged_layer_knows_each_part(checkpoint: Checkpoint) -> None:
+    model = load_model(checkpoint("llama", **FOUR), ranks=TensorRank(3, 4, 4))
+    qkv = next(layer for layer in model.modules() if isinstance(layer, MergedLinear) and "k_proj" in layer.parts)
+    heads = {name: share.start * 4 // share.total for name, share in qkv.parts.items()}
+    assert heads == {"q_proj": 3, "k_proj": 2, "v_proj": 2}
