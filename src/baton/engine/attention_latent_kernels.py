@@ -1,6 +1,6 @@
 """Kernels of absorbed latent attention on the CPU: a row comes out with the same bits in every batch.
 
-The arithmetic is that of `attention_paged_kernels`, for keys and values of one memory: a key is a kept row, a value its
+The arithmetic is that of `attention_tiles`, for keys and values of one memory: a key is a kept row, a value its
 first numbers. All heads of all rows of a request are vectors that share the loaded tiles.
 
 Shapes: T rows, H heads, W numbers of a kept row, C of them its latent.
@@ -12,15 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from baton.engine.attention_paged_kernels import _multiply
-from baton.models.cpu_kernels import exp32, from_f32, jit, to_f32
-from baton.models.cpu_vectors import LANES, WIDE, exponentials, largest, transpose, widen
+from baton.engine.attention_tiles import F32_BYTES, MINUS_INFINITY, TILE, TOGETHER, attend_tile
+from baton.models.cpu_kernels import from_f32, jit, to_f32
+from baton.models.cpu_vectors import LANES, transpose, widen
 
-_TILE = WIDE * LANES
-_TOGETHER = 4
-_F32_BYTES = 4
-_ZERO, _ONE = np.float32(0.0), np.float32(1.0)
-_MINUS_INFINITY = np.float32(-np.inf)
+_ZERO = np.float32(0.0)
 
 
 @jit
@@ -36,7 +32,7 @@ def _load_tile(
     page_size, width = plane.shape[2], plane.shape[4]
     whole, whole_values = width - width % LANES, num_values - num_values % LANES
     element, region = plane[0, 0, 0, 0, 0], np.int64(plane.ctypes.data)
-    key_bytes, value_bytes = _F32_BYTES * _TILE, _F32_BYTES * values.shape[1]
+    key_bytes, value_bytes = F32_BYTES * TILE, F32_BYTES * values.shape[1]
     values_at, keys_at, rows_at = np.int64(values.ctypes.data), np.int64(keys.ctypes.data), np.int64(rows.ctypes.data)
     for lane in range(0, limit - base, LANES):
         column = (base + lane) // page_size
@@ -52,13 +48,13 @@ def _load_tile(
             rows[j] = region + page * plane.strides[0] + layer * plane.strides[1] + slot * plane.strides[2]
             at = values_at + (lane + j) * value_bytes
             for d in range(0, whole_values, LANES):
-                widen(element, rows[j] + d * plane.itemsize, at + d * _F32_BYTES)
+                widen(element, rows[j] + d * plane.itemsize, at + d * F32_BYTES)
             for d in range(whole_values, num_values):
                 values[lane + j, d] = to_f32(plane[page, layer, slot, 0, d])
             for d in range(whole, width):
                 keys[offset + d, lane + j] = to_f32(plane[page, layer, slot, 0, d])
         for d in range(0, whole, LANES):
-            transpose(element, rows_at, keys_at + (offset + d) * key_bytes + lane * _F32_BYTES, key_bytes)
+            transpose(element, rows_at, keys_at + (offset + d) * key_bytes + lane * F32_BYTES, key_bytes)
             for j in range(LANES):
                 rows[j] += LANES * plane.itemsize
     return True
@@ -71,60 +67,28 @@ def _attend_block(
     """Fill vectors [start, end) of out [T * H, C] from those of query [T * H, W], of one request."""
     size, latent, heads, count = query.shape[1], out.shape[1], query.shape[0] // len(positions), end - start
     padded = (latent + LANES - 1) // LANES * LANES
-    keys, values = np.empty((size, _TILE), np.float32), np.empty((_TILE, padded), np.float32)
+    keys, values = np.empty((size, TILE), np.float32), np.empty((TILE, padded), np.float32)
     queries, sums = np.empty((count, size), np.float32), np.zeros((count, padded), np.float32)
-    maxima, totals = np.full(count, _MINUS_INFINITY), np.zeros(count, np.float32)
-    scores, factors = np.empty((_TOGETHER, _TILE), np.float32), np.empty(_TOGETHER, np.float32)
-    rows, high = np.empty(LANES, np.int64), np.empty(_TOGETHER, np.int64)
-    values_at, keys_at, scores_at = (
-        np.int64(values.ctypes.data),
-        np.int64(keys.ctypes.data),
-        np.int64(scores.ctypes.data),
-    )
-    sums_at, factors_at = np.int64(sums.ctypes.data), np.int64(factors.ctypes.data)
-    score_bytes, sum_bytes = _F32_BYTES * _TILE, _F32_BYTES * padded
+    maxima, totals = np.full(count, MINUS_INFINITY), np.zeros(count, np.float32)
+    scores, factors = np.empty((TOGETHER, TILE), np.float32), np.empty(TOGETHER, np.float32)
+    rows, edges, seen = np.empty(LANES, np.int64), np.empty((2, TOGETHER), np.int64), np.empty(count, np.int64)
     for i in range(count):
+        seen[i] = positions[(start + i) // heads]
         for d in range(size):
             queries[i, d] = to_f32(query[start + i, d]) * scale
     # Columns that no row reads stay finite.
     values[:, latent:] = _ZERO
     limit = positions[(end - 1) // heads] + 1
-    for base in range(0, limit, _TILE):
+    for base in range(0, limit, TILE):
         offset = 0
         for plane in planes:
             num_values = min(plane.shape[4], latent - offset) if offset < latent else 0
             if not _load_tile(
-                plane, layer, pages, base, min(base + _TILE, limit), offset, num_values, keys, values, rows
+                plane, layer, pages, base, min(base + TILE, limit), offset, num_values, keys, values, rows
             ):
                 return False
             offset += plane.shape[4]
-        for i in range(0, count, _TOGETHER):
-            together, last = min(_TOGETHER, count - i), 0
-            for j in range(together):
-                high[j] = min(positions[(start + i + j) // heads] + 1 - base, _TILE)
-                last = max(last, high[j])
-            if last <= 0:
-                continue
-            # Numba frees an array behind its last use by name, and its address is none: this is the queries' last.
-            left = np.int64(queries.ctypes.data) + i * size * _F32_BYTES
-            _multiply(
-                together, left, size * _F32_BYTES, keys_at, score_bytes, size, 0, scores_at, score_bytes, _TILE
-            )  # fmt: skip
-            for j in range(together):
-                at = scores_at + j * score_bytes
-                factors[j] = _ONE
-                if high[j] <= 0:
-                    scores[j] = _ZERO
-                    continue
-                peak = max(maxima[i + j], largest(at, 0, high[j]))
-                if maxima[i + j] < peak:
-                    factors[j] = exp32(maxima[i + j] - peak) if maxima[i + j] > _MINUS_INFINITY else _ZERO
-                    maxima[i + j] = peak
-                totals[i + j] = totals[i + j] * factors[j] + exponentials(at, 0, high[j], peak)
-            _multiply(
-                together, scores_at, score_bytes, values_at, sum_bytes, last, factors_at, sums_at + i * sum_bytes,
-                sum_bytes, padded,
-            )  # fmt: skip
+        attend_tile(base, 0, seen, queries, keys, values, sums, maxima, totals, scores, factors, edges)
     element = out[0, 0]
     for i in range(count):
         for d in range(latent):

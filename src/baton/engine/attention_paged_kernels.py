@@ -1,12 +1,9 @@
 """Kernels of paged attention on the CPU: a row comes out with the same bits in every batch.
 
-Online softmax (Milakov & Gimelshein, 2018) over tiles of 64 keys at ABSOLUTE positions 0, 64, 128, ... For
+Tiles of 64 keys at ABSOLUTE positions go through `attention_tiles`, transposed while they are loaded. For
 one row and head the sequence of floating-point operations depends on its position, its window and the head
 size, on nothing else: not on the other rows, not on the chunk it came in, not on page size or page order.
 Rows are blocked only to share the loaded tile, and the query heads of one KV head share it too.
-
-A tile's keys are transposed while they are loaded, so that scores of 64 keys are 64 independent lanes and
-the sum over the head size runs in order. Scores and outputs of four vectors at a time stay in registers.
 
 Every kernel is a plain function of its module: what closes over another kernel would be compiled anew by each process.
 """
@@ -18,19 +15,20 @@ from typing import Any
 import numpy as np
 from numba import carray  # type: ignore[attr-defined]
 
-from baton.models.cpu_kernels import exp32, from_f32, jit, to_f32
+from baton.engine.attention_tiles import F32_BYTES, MINUS_INFINITY, TILE, TOGETHER, attend_tile
+from baton.models.cpu_kernels import from_f32, jit, to_f32
 from baton.models.cpu_team import Kernel, float_of, pointer, take
-from baton.models.cpu_vectors import LANES, WIDE, exponentials, largest, prefetch, products, transpose, widen
+from baton.models.cpu_vectors import LANES, touch, transpose, widen
 
-_TILE = WIDE * LANES
 # Query vectors that share one load of a tile; their queries and outputs stay in a core's cache.
 _VECTORS = 128
-_TOGETHER = 4
-_F32_BYTES = 4
 # Bytes that memory is read by.
 _LINE = 64
+# Keys and values that are read ahead together: they stay in a core's cache until all heads have used them.
+_STRETCH_BYTES = 1 << 18
+# Requests among which threads share the work well enough without sharing that of one.
+_REQUESTS_TOGETHER = 4
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
-_MINUS_INFINITY = np.float32(-np.inf)
 # Arguments of WRITE and ATTEND, behind the counter of `take`; names of arrays stand for addresses. FAULT begins as 0.
 NUM_ARGUMENTS = 24
 (
@@ -95,7 +93,7 @@ def _load_tile(
     page_size, size = kv.shape[3], kv.shape[5]
     whole = size - size % LANES
     element, region = kv[0, 0, 0, 0, 0, 0], np.int64(kv.ctypes.data)
-    key_bytes, value_bytes = _F32_BYTES * _TILE, _F32_BYTES * values.shape[1]
+    key_bytes, value_bytes = F32_BYTES * TILE, F32_BYTES * values.shape[1]
     values_at, keys_at, rows_at = np.int64(values.ctypes.data), np.int64(keys.ctypes.data), np.int64(rows.ctypes.data)
     for lane in range((first - base) // LANES * LANES, last - base, LANES):
         # Lanes without a token repeat one that is there.
@@ -115,21 +113,21 @@ def _load_tile(
             )
             at = values_at + (lane + j) * value_bytes
             for d in range(0, whole, LANES):
-                widen(element, rows[j] + kv.strides[2] + d * kv.itemsize, at + d * _F32_BYTES)
+                widen(element, rows[j] + kv.strides[2] + d * kv.itemsize, at + d * F32_BYTES)
             for d in range(whole, size):
                 keys[d, lane + j] = to_f32(kv[page, layer, 0, slot, head, d])
                 values[lane + j, d] = to_f32(kv[page, layer, 1, slot, head, d])
         for d in range(0, whole, LANES):
-            transpose(element, rows_at, keys_at + d * key_bytes + lane * _F32_BYTES, key_bytes)
+            transpose(element, rows_at, keys_at + d * key_bytes + lane * F32_BYTES, key_bytes)
             for j in range(LANES):
                 rows[j] += LANES * kv.itemsize
     return True
 
 
 @jit
-def _prefetch_tile(kv: Any, layer: int, head: int, pages: Any, first: int, last: int) -> None:
-    """Ask for the keys and values of tokens [first, last). A page's slots lie far apart in memory, and a CPU that
-    computes on a tile does not ask for the next by itself."""
+def _read_ahead(kv: Any, layer: int, head: int, num_heads: int, pages: Any, first: int, last: int) -> None:
+    """Bring keys and values of tokens [first, last) and some heads into this core's cache. Memory gives what lies in a
+    row several times faster than pieces of it, so a page's keys are read from end to end, and then its values."""
     page_size = kv.shape[3]
     token = first
     while token < last:
@@ -138,74 +136,32 @@ def _prefetch_tile(kv: Any, layer: int, head: int, pages: Any, first: int, last:
         if page < 0 or page >= kv.shape[0]:
             return
         count = min(page_size - slot, last - token)
-        at = np.int64(kv.ctypes.data) + page * kv.strides[0] + layer * kv.strides[1] + head * kv.strides[4]
-        for j in range(slot, slot + count):
-            for offset in range(0, kv.strides[4], _LINE):
-                prefetch(at + j * kv.strides[3] + offset)
-                prefetch(at + j * kv.strides[3] + kv.strides[2] + offset)
+        keys_at = np.int64(kv.ctypes.data) + page * kv.strides[0] + layer * kv.strides[1] + head * kv.strides[4]
+        for at in (keys_at, keys_at + kv.strides[2]):
+            for j in range(slot, slot + count):
+                for offset in range(0, num_heads * kv.strides[4], _LINE):
+                    touch(at + j * kv.strides[3] + offset)
         token += count
 
 
 @jit
-def _multiply(
-    num_rows: int, left: Any, row_bytes: int, right: Any, right_bytes: int, steps: int, factors: Any, out: Any,
-    out_bytes: int, width: int,
-) -> None:  # fmt: skip
-    """As `products`, of 1 to 4 rows with `width` numbers each, a multiple of 16; `left` steps by one number."""
-    done = 0
-    while done < width:
-        here, there = right + done * _F32_BYTES, out + done * _F32_BYTES
-        if width - done >= _TILE:
-            if num_rows == 4:
-                products(4, left, row_bytes, _F32_BYTES, here, right_bytes, steps, WIDE, factors, there, out_bytes)
-            elif num_rows == 3:
-                products(3, left, row_bytes, _F32_BYTES, here, right_bytes, steps, WIDE, factors, there, out_bytes)
-            elif num_rows == 2:
-                products(2, left, row_bytes, _F32_BYTES, here, right_bytes, steps, WIDE, factors, there, out_bytes)
-            else:
-                products(1, left, row_bytes, _F32_BYTES, here, right_bytes, steps, WIDE, factors, there, out_bytes)
-            done += _TILE
-        else:
-            for row in range(num_rows):
-                factor = factors + row * _F32_BYTES if factors != 0 else factors
-                at = left + row * row_bytes
-                products(
-                    1,
-                    at,
-                    row_bytes,
-                    _F32_BYTES,
-                    here,
-                    right_bytes,
-                    steps,
-                    1,
-                    factor,
-                    there + row * out_bytes,
-                    out_bytes,
-                )
-            done += LANES
-
-
-@jit
 def _attend_block(
-    kv: Any, layer: int, head: int, group: int, query: Any, out: Any, start: int, end: int, positions: Any, pages: Any,
-    scale: Any, window: int, sinks: Any,
+    kv: Any, layer: int, head: int, ahead: int, group: int, query: Any, out: Any, start: int, end: int, positions: Any,
+    pages: Any, scale: Any, window: int, sinks: Any,
 ) -> bool:  # fmt: skip
-    """Fill out for rows [start, end) of one request and the query heads of one KV head. False: a bad page id."""
+    """Fill out for rows [start, end) of one request and the query heads of one KV head. False: a bad page id.
+
+    `ahead`: how many heads' keys and values to read ahead, from this head on.
+    """
     size = kv.shape[5]
     padded, count = (size + LANES - 1) // LANES * LANES, (end - start) * group
-    keys, values = np.empty((size, _TILE), np.float32), np.empty((_TILE, padded), np.float32)
+    keys, values = np.empty((size, TILE), np.float32), np.empty((TILE, padded), np.float32)
     queries, sums = np.empty((count, size), np.float32), np.zeros((count, padded), np.float32)
-    maxima, totals = np.full(count, _MINUS_INFINITY), np.zeros(count, np.float32)
-    scores, factors = np.empty((_TOGETHER, _TILE), np.float32), np.empty(_TOGETHER, np.float32)
-    rows, low, high = np.empty(LANES, np.int64), np.empty(_TOGETHER, np.int64), np.empty(_TOGETHER, np.int64)
-    values_at, keys_at, scores_at = (
-        np.int64(values.ctypes.data),
-        np.int64(keys.ctypes.data),
-        np.int64(scores.ctypes.data),
-    )
-    sums_at, factors_at = np.int64(sums.ctypes.data), np.int64(factors.ctypes.data)
-    score_bytes, sum_bytes = _F32_BYTES * _TILE, _F32_BYTES * padded
+    maxima, totals = np.full(count, MINUS_INFINITY), np.zeros(count, np.float32)
+    scores, factors = np.empty((TOGETHER, TILE), np.float32), np.empty(TOGETHER, np.float32)
+    rows, edges, seen = np.empty(LANES, np.int64), np.empty((2, TOGETHER), np.int64), np.empty(count, np.int64)
     for i in range(count):
+        seen[i] = positions[start + i // group]
         for d in range(size):
             queries[i, d] = to_f32(query[start + i // group, (head * group + i % group) * size + d]) * scale
         if len(sinks):
@@ -215,44 +171,13 @@ def _attend_block(
     values[:, size:] = _ZERO
     limit = positions[end - 1] + 1
     oldest = max(positions[start] - window + 1, 0) if window > 0 else 0
-    _prefetch_tile(kv, layer, head, pages, oldest, min(oldest // _TILE * _TILE + _TILE, limit))
-    for base in range(oldest // _TILE * _TILE, limit, _TILE):
-        if not _load_tile(
-            kv, layer, head, pages, base, max(base, oldest), min(base + _TILE, limit), keys, values, rows
-        ):
+    stretch = max(1, _STRETCH_BYTES // (2 * TILE * max(1, ahead) * kv.strides[4])) * TILE
+    for base in range(oldest // TILE * TILE, limit, TILE):
+        if ahead > 0 and (base - oldest // TILE * TILE) % stretch == 0:
+            _read_ahead(kv, layer, head, ahead, pages, max(base, oldest), min(base + stretch, limit))
+        if not _load_tile(kv, layer, head, pages, base, max(base, oldest), min(base + TILE, limit), keys, values, rows):
             return False
-        _prefetch_tile(kv, layer, head, pages, base + _TILE, min(base + 2 * _TILE, limit))
-        for i in range(0, count, _TOGETHER):
-            together = min(_TOGETHER, count - i)
-            first, last = _TILE, 0
-            for j in range(together):
-                position = positions[start + (i + j) // group]
-                low[j] = max(position - window + 1 - base, 0) if window > 0 else 0
-                high[j] = min(position + 1 - base, _TILE)
-                if low[j] < high[j]:
-                    first, last = min(first, low[j]), max(last, high[j])
-            if first >= last:
-                continue
-            # Numba frees an array behind its last use by name, and its address is none: this is the queries' last.
-            left = np.int64(queries.ctypes.data) + i * size * _F32_BYTES
-            _multiply(
-                together, left, size * _F32_BYTES, keys_at, score_bytes, size, 0, scores_at, score_bytes, _TILE
-            )  # fmt: skip
-            for j in range(together):
-                at = scores_at + j * score_bytes
-                factors[j] = _ONE
-                if low[j] >= high[j]:
-                    scores[j] = _ZERO
-                    continue
-                peak = max(maxima[i + j], largest(at, low[j], high[j]))
-                if maxima[i + j] < peak:
-                    factors[j] = exp32(maxima[i + j] - peak) if maxima[i + j] > _MINUS_INFINITY else _ZERO
-                    maxima[i + j] = peak
-                totals[i + j] = totals[i + j] * factors[j] + exponentials(at, low[j], high[j], peak)
-            _multiply(
-                together, scores_at + first * _F32_BYTES, score_bytes, values_at + first * sum_bytes, sum_bytes,
-                last - first, factors_at, sums_at + i * sum_bytes, sum_bytes, padded,
-            )  # fmt: skip
+        attend_tile(base, window, seen, queries, keys, values, sums, maxima, totals, scores, factors, edges)
     element = out[0, 0]
     for i in range(count):
         for d in range(size):
@@ -299,18 +224,25 @@ def _attend_step(arguments: Any, element: Any) -> None:
     # float32 [H], or empty.
     sinks = carray(pointer(a[_SINKS], _ZERO), (heads * group if a[_SINKS] else 0,))
     scale, step = float_of(a[_SCALE]), max(1, _VECTORS // group)
-    # Long prompts' last rows see most keys: the longest pieces come first, so that threads end together.
+    # Long prompts' last rows see most keys: the longest pieces come first, so that threads end together. Heads of few
+    # rows are one piece, since their keys and values lie side by side; a lone request's are shared among threads.
+    together = heads if num_requests >= _REQUESTS_TOGETHER and a[_ROWS] < 2 * num_requests else 1
     mine, number = take(arguments), 0
     for r in range(num_requests - 1, -1, -1):
         begin, stop = query_start[r], query_start[r + 1]
         for block in range((stop - begin + step - 1) // step - 1, -1, -1):
             start = begin + block * step
             end = min(start + step, stop)
-            for head in range(heads):
+            for first in range(0, heads, together):
                 if number == mine:
-                    if positions[end - 1] // kv.shape[3] >= page_table.shape[1] or not _attend_block(
-                        kv, layer, head, group, query, out, start, end, positions, page_table[r], scale, window, sinks
-                    ):
+                    fine = positions[end - 1] // kv.shape[3] < page_table.shape[1]
+                    for head in range(first, first + together):
+                        ahead = together if head == first else 0
+                        fine = fine and _attend_block(
+                            kv, layer, head, ahead, group, query, out, start, end, positions, page_table[r], scale,
+                            window, sinks,
+                        )  # fmt: skip
+                    if not fine:
                         a[FAULT] = 1
                         return
                     mine = take(arguments)

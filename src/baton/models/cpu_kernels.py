@@ -17,6 +17,7 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba.extending import intrinsic
 from torch import Tensor
 
+from baton.models.cpu_cache import compiled
 from baton.models.cpu_vectors import LANES, square_sum
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -44,12 +45,12 @@ _C5 = np.float32(5.0000001201e-1)
 
 def jit(function: F) -> F:
     """Compile in nopython mode without the GIL, strict IEEE arithmetic, cached on disk."""
-    return cast(F, numba.njit(nogil=True, cache=True, error_model="numpy")(function))
+    return cast(F, compiled(function, nogil=True, error_model="numpy"))
 
 
 def jit_contract(function: F) -> F:
     """As `jit`, and lets a multiply and an add become one fused instruction (order is still kept)."""
-    return cast(F, numba.njit(nogil=True, cache=True, error_model="numpy", fastmath={"contract"})(function))
+    return cast(F, compiled(function, nogil=True, error_model="numpy", fastmath={"contract"}))
 
 
 def _to_f32(typing_context: Any, value: Any) -> Any:

@@ -23,6 +23,8 @@ import torch
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba.extending import intrinsic
 
+from baton.models.cpu_cache import callback
+
 # Numba's types and decorators have no types of their own.
 _numba: Any = numba
 _ARGUMENTS = _numba.types.CPointer(numba.int64)
@@ -68,8 +70,7 @@ class Kernel:
 
     @functools.cached_property
     def _compiled(self) -> Any:
-        signature = numba.void(_ARGUMENTS)
-        return _numba.cfunc(signature, nopython=True, cache=True, error_model="numpy")(self._function)
+        return callback(self._function, numba.void(_ARGUMENTS), error_model="numpy")
 
     @functools.cached_property
     def _entries(self) -> tuple[Any, Any, int]:

@@ -141,14 +141,13 @@ def _widened(typing_context: Any, element: Any, source: Any, destination: Any) -
     return numba.void(element, numba.int64, numba.int64), generate
 
 
-def _prefetched(typing_context: Any, address: Any) -> Any:
-    """The line of memory at this address is wanted soon."""
+def _touched(typing_context: Any, address: Any) -> Any:
+    """Read the 8 bytes around this address. CPUs may drop a prefetch, and do where it would help most."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        byte = ir.IntType(8).as_pointer()
-        function_type = ir.FunctionType(ir.VoidType(), [byte, _I32, _I32, _I32])
-        function = cgutils.get_or_insert_function(builder.module, function_type, "llvm.prefetch.p0")
-        builder.call(function, [builder.inttoptr(args[0], byte), *(ir.Constant(_I32, value) for value in (0, 3, 1))])
+        # Atomic: else the compiler would leave out a read that nobody uses.
+        aligned = builder.and_(args[0], ir.Constant(_I64, -8))
+        builder.load_atomic(builder.inttoptr(aligned, _I64.as_pointer()), "monotonic", 8)
         return context.get_dummy_value()
 
     return numba.void(numba.int64), generate
@@ -326,7 +325,7 @@ def _scaled(typing_context: Any, element: Any, source: Any, factor: Any, weight:
 Kernel = Callable[..., Any]
 transpose = cast(Kernel, intrinsic(_transposed))
 widen = cast(Kernel, intrinsic(_widened))
-prefetch = cast(Kernel, intrinsic(_prefetched))
+touch = cast(Kernel, intrinsic(_touched))
 products = cast(Kernel, intrinsic(prefer_literal=True)(_products))
 largest = cast(Kernel, intrinsic(_largest))
 exponentials = cast(Kernel, intrinsic(_exponentials))

@@ -1,0 +1,107 @@
+"""One tile of keys and values and the vectors that see it: what all attention kernels on the CPU compute.
+
+Online softmax (Milakov & Gimelshein, 2018) over tiles of 64 keys at ABSOLUTE positions 0, 64, 128, ... A tile's keys
+come transposed, so that scores of 64 keys are 64 independent lanes and the sum over the size runs in order. Scores and
+outputs of four vectors at a time stay in registers, which changes no vector's bits.
+
+Shapes: N vectors, D numbers of a query, C of a value, P of them with those that fill a row of 16.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from baton.models.cpu_kernels import exp32, jit
+from baton.models.cpu_vectors import LANES, WIDE, exponentials, largest, products
+
+TILE = WIDE * LANES
+TOGETHER = 4
+F32_BYTES = 4
+_ZERO, _ONE = np.float32(0.0), np.float32(1.0)
+MINUS_INFINITY = np.float32(-np.inf)
+
+
+@jit
+def _multiply(
+    num_rows: int, left: Any, row_bytes: int, right: Any, right_bytes: int, steps: int, factors: Any, out: Any,
+    out_bytes: int, width: int,
+) -> None:  # fmt: skip
+    """As `products`, of 1 to 4 rows with `width` numbers each, a multiple of 16; `left` steps by one number."""
+    done = 0
+    while done < width:
+        here, there = right + done * F32_BYTES, out + done * F32_BYTES
+        if width - done >= TILE:
+            if num_rows == 4:
+                products(4, left, row_bytes, F32_BYTES, here, right_bytes, steps, WIDE, factors, there, out_bytes)
+            elif num_rows == 3:
+                products(3, left, row_bytes, F32_BYTES, here, right_bytes, steps, WIDE, factors, there, out_bytes)
+            elif num_rows == 2:
+                products(2, left, row_bytes, F32_BYTES, here, right_bytes, steps, WIDE, factors, there, out_bytes)
+            else:
+                products(1, left, row_bytes, F32_BYTES, here, right_bytes, steps, WIDE, factors, there, out_bytes)
+            done += TILE
+        else:
+            for row in range(num_rows):
+                factor = factors + row * F32_BYTES if factors != 0 else factors
+                at = left + row * row_bytes
+                products(
+                    1,
+                    at,
+                    row_bytes,
+                    F32_BYTES,
+                    here,
+                    right_bytes,
+                    steps,
+                    1,
+                    factor,
+                    there + row * out_bytes,
+                    out_bytes,
+                )
+            done += LANES
+
+
+@jit
+def attend_tile(
+    base: int, window: int, seen: Any, queries: Any, keys: Any, values: Any, sums: Any, maxima: Any, totals: Any,
+    scores: Any, factors: Any, edges: Any,
+) -> None:  # fmt: skip
+    """Add the tile of tokens [base, base + 64) to the `sums` [N, P], `maxima` [N] and `totals` [N] of all vectors.
+
+    `seen` int64 [N]: the position of each vector, which sees the `window` tokens up to there; 0: all. queries [N, D],
+    keys [D, 64], values [64, P], float32; lanes that no vector sees may hold anything. Room: `scores` [4, 64],
+    `factors` [4], `edges` int64 [2, 4].
+    """
+    count, size, padded = queries.shape[0], queries.shape[1], values.shape[1]
+    keys_at, values_at = np.int64(keys.ctypes.data), np.int64(values.ctypes.data)
+    scores_at, factors_at = np.int64(scores.ctypes.data), np.int64(factors.ctypes.data)
+    queries_at, sums_at = np.int64(queries.ctypes.data), np.int64(sums.ctypes.data)
+    score_bytes, sum_bytes, low, high = F32_BYTES * TILE, F32_BYTES * padded, edges[0], edges[1]
+    for i in range(0, count, TOGETHER):
+        together = min(TOGETHER, count - i)
+        first, last = TILE, 0
+        for j in range(together):
+            low[j] = max(seen[i + j] - window + 1 - base, 0) if window > 0 else 0
+            high[j] = min(seen[i + j] + 1 - base, TILE)
+            if low[j] < high[j]:
+                first, last = min(first, low[j]), max(last, high[j])
+        if first >= last:
+            continue
+        left = queries_at + i * size * F32_BYTES
+        _multiply(together, left, size * F32_BYTES, keys_at, score_bytes, size, 0, scores_at, score_bytes, TILE)
+        for j in range(together):
+            at = scores_at + j * score_bytes
+            factors[j] = _ONE
+            if low[j] >= high[j]:
+                scores[j] = _ZERO
+                continue
+            peak = max(maxima[i + j], largest(at, low[j], high[j]))
+            if maxima[i + j] < peak:
+                factors[j] = exp32(maxima[i + j] - peak) if maxima[i + j] > MINUS_INFINITY else _ZERO
+                maxima[i + j] = peak
+            totals[i + j] = totals[i + j] * factors[j] + exponentials(at, low[j], high[j], peak)
+        _multiply(
+            together, scores_at + first * F32_BYTES, score_bytes, values_at + first * sum_bytes, sum_bytes,
+            last - first, factors_at, sums_at + i * sum_bytes, sum_bytes, padded,
+        )  # fmt: skip

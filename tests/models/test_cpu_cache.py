@@ -1,0 +1,52 @@
+"""Compiled functions on disk are used again, and only while all their sources are what they were."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+import numba
+import pytest
+
+from baton.models import cpu_cache
+
+_INNER = """\
+from baton.models.cpu_kernels import jit
+
+@jit
+def number():
+    return {number}
+"""
+_OUTER = """\
+from baton_probe.inner import number
+from baton.models.cpu_kernels import jit
+
+@jit
+def twice():
+    return 2 * number()
+"""
+
+
+def test_a_change_in_another_file_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "baton_probe"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "outer.py").write_text(_OUTER)
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def answer(number: int) -> tuple[int, int]:
+        """What a new process would get, and whether from the disk."""
+        (package / "inner.py").write_text(_INNER.format(number=number))
+        for name in [name for name in sys.modules if name.startswith("baton_probe")]:
+            monkeypatch.delitem(sys.modules, name)
+        importlib.invalidate_caches()
+        cpu_cache.digest.cache_clear()
+        twice = importlib.import_module("baton_probe.outer").twice
+        return twice(), sum(twice.stats.cache_hits.values())
+
+    assert answer(3) == (6, 0)
+    assert answer(3) == (6, 1)
+    assert answer(4) == (8, 0)
