@@ -23,6 +23,7 @@ MAX_STOP_STRINGS, MAX_STOP_CHARS = 16, 1024
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIASES = 1024
 MIN_TEMPERATURE = 0.01
+MAX_GRAMMAR_CHARS = 64 * 1024
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN_ID)]
 MAX_CACHE_SALT_CHARS = 1024
 MAX_TICKET_CHARS = 24 * 1024  # control addresses of all ranks are in it
@@ -47,6 +48,32 @@ def check_salt(salt: object) -> str | None:
 def recovers(recovery: Recovery, rung: Recovery) -> bool:
     """Whether `--recovery` allows a rung of the ladder: each value allows the rungs up to its own."""
     return RECOVERIES.index(recovery) >= RECOVERIES.index(rung)
+
+
+class StructuredOutputsParams(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
+    """What the output must be, vLLM's names: JSON of a schema (its text), a match of a regular expression, one of the
+    texts, or a text of a grammar (Lark or GBNF). Exactly one of the four.
+    """
+
+    json: str | None = None
+    regex: str | None = None
+    choice: tuple[str, ...] | None = None
+    grammar: str | None = None
+    disable_any_whitespace: bool = False
+
+    def check(self) -> None:
+        """Raise `RequestError` for what no grammar can be made of; whether it can be compiled is an engine's to say."""
+        given = [text for text in (self.json, self.regex, self.grammar) if text is not None]
+        if len(given) + (self.choice is not None) != 1:
+            raise RequestError("needs exactly one of json, regex, choice, grammar", "structured_outputs")
+        if self.choice is not None and not (self.choice and all(self.choice)):
+            raise RequestError("choice must hold texts that are not empty", "structured_outputs")
+        if self.disable_any_whitespace and self.json is None:
+            raise RequestError("disable_any_whitespace is for json alone", "structured_outputs")
+        if sum(len(text) for text in (*given, *(self.choice or ()))) > MAX_GRAMMAR_CHARS:
+            raise RequestError(f"a grammar must be at most {MAX_GRAMMAR_CHARS} characters", "structured_outputs")
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -75,6 +102,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    structured_outputs: StructuredOutputsParams | None = None
 
     def check(self, vocab_size: int | None = None) -> SamplingParams:
         """Return self when every value is in range, else raise `RequestError` naming the parameter."""
@@ -111,6 +139,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             "stop_token_ids",
             f"at most {MAX_STOP_TOKEN_IDS} token ids between 0 and {last_token}",
         )
+        if self.structured_outputs is not None:
+            self.structured_outputs.check()
+            need(
+                not self.ignore_eos, "ignore_eos", "false where the output follows a grammar, which says where it ends"
+            )
         if self.logit_bias is not None:
             in_range = all(-100.0 <= bias <= 100.0 for bias in self.logit_bias.values())
             need(

@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
@@ -16,7 +17,7 @@ from baton.engine.metrics import EngineMetrics
 from baton.engine.requests import make_request
 from baton.errors import EngineStalledError, EngineUnavailableError, RequestError
 from baton.waiting import Queue
-from baton.wire import EngineInfo, EngineLoad, GenerateRequest, SamplingParams, TokenChunk
+from baton.wire import EngineInfo, EngineLoad, GenerateRequest, SamplingParams, StructuredOutputsParams, TokenChunk
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +55,7 @@ class AsyncEngine:
         self._warm_up()
         self._thread = threading.Thread(target=self._run, name="baton-engine", daemon=True)
         self._stall_timeout_s = config.stall_timeout_s
+        self._compiling = ThreadPoolExecutor(2, thread_name_prefix="baton-grammars")
         self._dead: str | None = None
         self._failure: str | None = None
         self._on_failure: Callable[[str], None] | None = None
@@ -75,6 +77,7 @@ class AsyncEngine:
         self._engine.core.stop()
         if self._thread.ident is not None:
             self._thread.join()
+        self._compiling.shutdown(wait=False, cancel_futures=True)
         self._engine.close()
         self._fail_streams()
 
@@ -123,9 +126,10 @@ class AsyncEngine:
         if not self._thread.is_alive():
             raise EngineUnavailableError("the engine is not running")
         core = self._engine.core
-        if request.request_id in self._streams:
-            raise RequestError(f"request id {request.request_id!r} is in use", "request_id")
         with self._queue.waiting(1, bounded=request.num_known == 0) as served:
+            await self._compile(request.sampling_params.structured_outputs)
+            if request.request_id in self._streams:
+                raise RequestError(f"request id {request.request_id!r} is in use", "request_id")
             record = make_request(self._engine, request)
             stream = self._streams[request.request_id] = _Stream()
 
@@ -153,6 +157,15 @@ class AsyncEngine:
                 self._streams.pop(request.request_id, None)
                 if not ended:
                     core.post(lambda: core.abort(request.request_id))
+
+    async def _compile(self, asked: StructuredOutputsParams | None) -> None:
+        """Have a grammar checked and compiled, which may take seconds: streams and the engine go on meanwhile."""
+        grammars = self._engine.grammars
+        if asked is None or grammars is None:
+            return
+        asked.check()
+        await asyncio.get_running_loop().run_in_executor(self._compiling, grammars.check, asked)
+        self._check_alive()
 
     def _warm_up(self) -> None:
         """Run a small request: what is compiled on first use would else hold up a client, and the leases of peers."""

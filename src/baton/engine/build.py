@@ -39,6 +39,7 @@ from baton.handoff.node.instance import Agent
 from baton.handoff.protocol.messages import MAX_DRAFTS
 from baton.handoff.protocol.ticket import Redeemer, load_or_create_key
 from baton.kv.cache import KVCache
+from baton.structured import Grammars
 from baton.text import Tokenizer
 from baton.transports.base import Transport
 from baton.transports.registry import create_transport, default_integrity
@@ -54,7 +55,8 @@ PAGE_LAYOUT = "block-major 1"
 
 @dataclass(slots=True)
 class Engine:
-    """A ready engine. `agents` and `transports` are those of its ranks; none, and no `redeemer`, without handoffs."""
+    """A ready engine. `agents` and `transports` are those of its ranks; none, and no `redeemer`, without handoffs.
+    `grammars`: None without a tokenizer or an end token."""
 
     info: EngineInfo
     core: EngineCore
@@ -62,6 +64,7 @@ class Engine:
     agents: Sequence[HandoffAgent]
     transports: Sequence[Transport]
     redeemer: Redeemer | None
+    grammars: Grammars | None = None
 
     @property
     def agent(self) -> HandoffAgent | None:
@@ -74,6 +77,8 @@ class Engine:
             agent.close()
         if self.core.prefix_store is not None:
             self.core.prefix_store.close()
+        if self.grammars is not None:
+            self.grammars.close()
         # The pool is a view of the transport's memory.
         self.core.executor.close()
         for transport in self.transports:
@@ -116,7 +121,7 @@ def _build(
     spec = config.speculative_config
     facts = engine_facts(config, loaded.hf_config, whole, pool.groups, model, drafter, backend)
     followers.answered()
-    local = LocalExecutor(ModelRunner(model, drafter, pool.groups, pool.kv, backend, device))
+    local = LocalExecutor(ModelRunner(model, drafter, pool.groups, pool.kv, backend, device, loaded.grammars))
     executor: Executor = local if config.tensor_parallel_size == 1 else RankExecutor(local, followers)
     cache = KVCache(
         pool.groups,
@@ -172,7 +177,7 @@ def _build(
     followers.watch(lambda cause: core.post(lambda: _end(EngineUnavailableError(cause))))
     info = _info(config, loaded, pool.size, facts, incarnation, [agent.address for agent in agents], cache)
     redeemer = Redeemer(ticket_key, config.engine_id, incarnation) if ticket_key else None
-    return Engine(info, core, loaded.tokenizer, agents, transports, redeemer)
+    return Engine(info, core, loaded.tokenizer, agents, transports, redeemer, loaded.grammars)
 
 
 def _end(error: BatonError) -> None:

@@ -1,19 +1,21 @@
 """Choice of tokens from logits, for a batch at once and where the logits are.
 
-Order of processing (as in vLLM): logit_bias, min_tokens, penalties, temperature, min_p, top_k, top_p, noise. Every
-number is what the same operation gives for one row alone, in float64: on a device only what is exact is computed, that
-is selections and single IEEE operations; logarithms, exponentials and sums are NumPy's everywhere.
+Order of processing (as in vLLM): grammar, logit_bias, min_tokens, penalties, temperature, min_p, top_k, top_p, noise.
+Every number is what the same operation gives for one row alone, in float64: on a device only what is exact is computed,
+that is selections and single IEEE operations; logarithms, exponentials and sums are NumPy's everywhere.
 """
 
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from baton.engine.noise import gumbel_rows, uniform
 from baton.engine.plan import FloatArray, IntArray, Noise, Sampling
 from baton.engine.verifier import rejection_choice
+from baton.structured.drafting import Constrained
 
 # Scores that are processed at once: several passes over them stay in a cache.
 _BLOCK = 1 << 19
@@ -79,6 +81,9 @@ def _verified(scores: FloatArray, sampling: Sampling, row: int, noise: FloatArra
 def processed(logits_SV: Tensor, sampling: Sampling) -> Tensor:
     """Processed logits float64 [S, V], all but top_p, which is left to rows that are reached; -inf where masked."""
     scores = logits_SV.double()
+    if len(sampling.allowed.row):
+        rows = _tensor(sampling.allowed.row, scores)
+        scores[rows] = scores[rows].masked_fill(~_unpacked(sampling.allowed.bits, scores), _MINUS_INFINITY)
     if len(sampling.bias.row):
         at = _tensor(sampling.bias.row, scores), _tensor(sampling.bias.token, scores)
         scores[at] = scores[at] + _tensor(sampling.bias.value, scores)
@@ -141,11 +146,30 @@ class DraftChoice:
     `first_position` [R]: where the first draft of each request stands.
     """
 
-    def __init__(self, noise: Noise, first_position: IntArray, vocab_size: int) -> None:
+    def __init__(
+        self, noise: Noise, first_position: IntArray, vocab_size: int, constrained: Constrained | None = None
+    ) -> None:
         self._noise, self._first, self._vocab_size = noise, first_position, vocab_size
+        self._constrained = constrained
         self._greedy = not noise.temperature.any()
 
     def __call__(self, logits_RV: Tensor, requests: IntArray, step: int, target_ids: Tensor | None) -> IntArray:
+        if self._constrained is None:
+            return self._choose(logits_RV, requests, step, target_ids)
+        some = [(row, self._constrained.bits(request)) for row, request in enumerate(requests.tolist())]
+        bits = {row: allowed for row, allowed in some if allowed is not None}
+        if bits:
+            allowed_RV = _unpacked(np.stack(list(bits.values())), logits_RV, self._vocab_size)
+            allowed_RV = allowed_RV if target_ids is None else allowed_RV.index_select(1, target_ids)
+            rows = _tensor(np.array(list(bits)), logits_RV)
+            masked_RV = logits_RV.index_select(0, rows).masked_fill(~allowed_RV, _MINUS_INFINITY)
+            logits_RV = logits_RV.index_copy(0, rows, masked_RV)
+        chosen = self._choose(logits_RV, requests, step, target_ids)
+        for request, token in zip(requests.tolist(), chosen.tolist(), strict=True):
+            self._constrained.chose(request, token)
+        return chosen
+
+    def _choose(self, logits_RV: Tensor, requests: IntArray, step: int, target_ids: Tensor | None) -> IntArray:
         if self._greedy:
             likeliest = logits_RV.argmax(dim=-1)
             ids: IntArray = (likeliest if target_ids is None else target_ids[likeliest]).cpu().numpy()
@@ -166,6 +190,12 @@ class DraftChoice:
             return best
         picked: IntArray = target_ids.index_select(0, _tensor(best, target_ids)).cpu().numpy()
         return picked
+
+
+def _unpacked(bits: npt.NDArray[np.uint8], like: Tensor, vocab_size: int | None = None) -> Tensor:
+    """Bits of tokens [rows, bytes] as bool [rows, V], where `like` is; V is that of its rows, or as given."""
+    unpacked = np.unpackbits(bits, axis=1, count=vocab_size or like.shape[1], bitorder="little")
+    return torch.from_numpy(unpacked).to(like.device).bool()
 
 
 def _tensor(values: np.ndarray, like: Tensor) -> Tensor:

@@ -11,17 +11,19 @@ from baton.engine.config import EngineConfig
 from baton.models.base import CausalLM
 from baton.models.loader import load_model, read_config
 from baton.models.parallel import ALONE, TensorRank
+from baton.structured import Grammars
 from baton.text import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What comes from checkpoints."""
+    """What comes from checkpoints. `grammars`: None without a tokenizer or an end token."""
 
     hf_config: dict[str, object]
     model: CausalLM
     drafter: Drafter | None
     tokenizer: Tokenizer
+    grammars: Grammars | None
 
 
 def load_checkpoints(config: EngineConfig, progress: Callable[[str], None], ranks: TensorRank = ALONE) -> Loaded:
@@ -41,4 +43,7 @@ def load_checkpoints(config: EngineConfig, progress: Callable[[str], None], rank
         drafter = load_drafter(
             spec.method, path, model, config.dtype, config.device, config.batch_invariant, spec.options
         )
-    return Loaded(hf_config, model, drafter, tokenizer)
+    grammars = None
+    if tokenizer.eos_token_ids and not config.skip_tokenizer_init:
+        grammars = Grammars(tokenizer, model.vocab_size)
+    return Loaded(hf_config, model, drafter, tokenizer, grammars)

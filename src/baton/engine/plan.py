@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.drafters.chain import ModuleChain
+from baton.structured import Known
 
 IntArray = npt.NDArray[np.int64]
 Int32Array = npt.NDArray[np.int32]
@@ -91,6 +92,20 @@ class Entries:
 
 
 @dataclass(frozen=True, slots=True)
+class Masks:
+    """Which tokens may be chosen in some rows; `row`, ascending, indexes the rows of a `Sampling`. `bits` uint8
+    [rows, bytes]: a bit for each token, the lowest first, for the vocabulary or more."""
+
+    row: IntArray
+    bits: npt.NDArray[np.uint8]
+
+    def take(self, rows: IntArray) -> Masks:
+        """Those of `rows`, which are ascending, and counted anew from 0."""
+        kept = np.isin(self.row, rows)
+        return Masks(np.searchsorted(rows, self.row[kept]), self.bits[kept])
+
+
+@dataclass(frozen=True, slots=True)
 class Sampling:
     """How tokens are chosen in S of the rows with logits, where it is not just the likeliest: [S] arrays.
 
@@ -110,6 +125,7 @@ class Sampling:
     presence: FloatArray
     bias: Entries  # added to logits
     masked: Entries  # -inf: not to be chosen
+    allowed: Masks  # where a grammar says what may be chosen
     counts: Entries  # of tokens of the prompt and behind it: how often they were put out; where penalties want it
     rejection: bool
 
@@ -118,7 +134,7 @@ class Sampling:
         if len(rows) == len(self.row):
             return self
         changed: dict[str, Any] = {
-            name: getattr(self, name).take(rows) for name in ("noise", "bias", "masked", "counts")
+            name: getattr(self, name).take(rows) for name in ("noise", "bias", "masked", "allowed", "counts")
         }
         for name in _COLUMNS:
             changed[name] = getattr(self, name)[rows]
@@ -162,6 +178,7 @@ class DraftPlan:
     `num_drafts` [R]: tokens to draft behind a request's last row. `noise`: [R] each. `contexts`: as
     `PlanSpec.needs_contexts` asks. `first_entry` [R]: the position whose entry is the first of a request's pages; empty
     where it is 0 for all. `chain`: what a drafter of several modules needs besides.
+    `constraints`: grammars of requests that have any; empty where none has.
     """
 
     rows: Rows
@@ -169,6 +186,7 @@ class DraftPlan:
     num_drafts: IntArray
     noise: Noise
     contexts: Sequence[IntArray] = ()
+    constraints: Sequence[Known | None] = ()
     first_entry: IntArray = field(default_factory=_none)
     chain: ModuleChain | None = None
 

@@ -15,6 +15,7 @@ from baton.engine.sampler import ToSample, noise_of, sampling_of
 from baton.engine.scheduler import ScheduledRows
 from baton.kv.geometry import NULL_PAGE
 from baton.kv.interval import known_entries
+from baton.structured import Known
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,7 @@ def step_plan(scheduled: Sequence[ScheduledRows], spec: PlanSpec, rejection: boo
             continue
         sampled.append(Sampled(request, len(sample_rows), len(logit_rows)))
         if not request.sampler.plain_greedy:
-            to_sample.append(ToSample(request.sampler, len(sample_rows), request.draft_ids))
+            to_sample.append(ToSample(request.sampler, len(sample_rows), request.draft_ids, request.allowed()))
         if request.params.logprobs is not None:
             logit_rows += range(len(sample_rows), len(sample_rows) + len(wanted))
         sample_rows += wanted
@@ -88,8 +89,20 @@ def draft_plan(draft_rows: Sequence[DraftRows], spec: PlanSpec, rejection: bool)
         first_entry=_array([request.first_drafted for request in requests]),
         noise=replace(noise, temperature=np.zeros(len(requests))) if rejection else noise,
         contexts=[_array(request.token_ids) for request in requests] if spec.needs_contexts else (),
+        constraints=_constraints(draft_rows),
         chain=_chain(draft_rows, spec.num_modules) if spec.num_modules > 1 else None,
     )
+
+
+def _constraints(draft_rows: Sequence[DraftRows]) -> Sequence[Known | None]:
+    found = [
+        Known(request.request_id, request.params.structured_outputs, _array(request.output_ids))
+        if rows.num_drafts and request.params.structured_outputs is not None
+        else None
+        for rows in draft_rows
+        for request in [rows.request]
+    ]
+    return found if any(found) else ()
 
 
 def _chain(draft_rows: Sequence[DraftRows], num_modules: int) -> ModuleChain:

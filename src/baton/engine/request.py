@@ -11,6 +11,7 @@ import numpy.typing as npt
 from baton.engine.sampler import SamplerState
 from baton.kv.prefix import salted_root
 from baton.kv.tables import BlockTables
+from baton.structured import Allowed, Matcher
 from baton.wire import FinishReason, GenerateRequest, SamplingParams, TokenLogprobs
 
 if TYPE_CHECKING:
@@ -54,6 +55,8 @@ class Request:
     target's features then begins behind the prompt: `first_drafted` is the position whose entry is the first of its
     groups, and there is nothing before it.
 
+    Its `matcher` knows its grammar, if it has one.
+
     A drafter of several modules has lately seen `num_known_drafted` tokens, and left `carried` float32 [K - 1, E] for
     its next rows (`baton.drafters.chain`).
 
@@ -61,13 +64,20 @@ class Request:
     has `started`, and lost its pages, goes before those that have not.
     """
 
-    def __init__(self, wire: GenerateRequest, sampler: SamplerState, ticket: SignedTicket | None = None) -> None:
+    def __init__(
+        self,
+        wire: GenerateRequest,
+        sampler: SamplerState,
+        ticket: SignedTicket | None = None,
+        matcher: Matcher | None = None,
+    ) -> None:
         self.request_id = wire.request_id
         self.params: SamplingParams = wire.sampling_params
         self.stop_token_ids = frozenset(self.params.stop_token_ids)
         self.token_ids: list[int] = list(wire.prompt_token_ids)
         self.num_prompt = wire.num_prompt_tokens or len(wire.prompt_token_ids)
         self.sampler = sampler
+        self.matcher = matcher
         self.role = wire.handoff.role if wire.handoff else None
         self.ticket = ticket
         self.max_prefill_tokens = wire.max_prefill_tokens
@@ -111,6 +121,20 @@ class Request:
     @property
     def num_output(self) -> int:
         return len(self.token_ids) - self.num_prompt
+
+    @property
+    def output_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt :]
+
+    def allowed(self) -> Allowed | None:
+        """What its grammar allows for the next token and behind its drafts; None without one. Raises `RequestError`."""
+        return self.matcher.allowed(self.output_ids, self.draft_ids) if self.matcher is not None else None
+
+    def drafted(self, draft_ids: list[int]) -> None:
+        """Take drafts, as far as its grammar allows them."""
+        if self.matcher is not None:
+            draft_ids = draft_ids[: self.matcher.follows(self.output_ids, draft_ids)]
+        self.draft_ids = draft_ids
 
     @property
     def is_prefilling(self) -> bool:

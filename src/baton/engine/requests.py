@@ -13,6 +13,8 @@ from baton.engine.sampler import SamplerState
 from baton.errors import ForbiddenError, ProtocolError, RequestError, WrongEngineError
 from baton.handoff.protocol.ticket import SignedTicket, request_digest
 from baton.log_limit import LogLimit
+from baton.structured import Matcher
+from baton.structured.source import PARAM
 from baton.wire import MIN_TEMPERATURE, GenerateRequest, LegRole
 
 if TYPE_CHECKING:
@@ -61,7 +63,20 @@ def make_request(engine: Engine, wire: GenerateRequest) -> Request:
     wire = msgspec.structs.replace(wire, sampling_params=params)
     sampler = SamplerState(params, prompt[:num_prompt], info.vocab_size, info.eos_token_ids)
     sampler.advance(prompt[num_prompt:])
-    return Request(wire, sampler, ticket)
+    return Request(wire, sampler, ticket, _matcher(engine, wire, prompt[num_prompt:]))
+
+
+def _matcher(engine: Engine, wire: GenerateRequest, known: list[int]) -> Matcher | None:
+    """Its grammar's, behind the output that it begins with."""
+    asked = wire.sampling_params.structured_outputs
+    if asked is None:
+        return None
+    if engine.grammars is None:
+        raise RequestError("the output follows no grammar here: the engine has no tokenizer or no end token", PARAM)
+    engine.grammars.check(asked)
+    matcher = engine.grammars.matcher(asked)
+    matcher.move(known)
+    return matcher
 
 
 def _ticket(engine: Engine, wire: GenerateRequest) -> SignedTicket:

@@ -24,6 +24,7 @@ from baton.engine.scan import StateBatch, scan
 from baton.kv.spec import GroupSpec
 from baton.models.base import CausalLM
 from baton.models.cache import LatentHeads, Recurrence
+from baton.structured import Constrained, DraftMatchers, Grammars
 
 LayerMap = Sequence[tuple[GroupMemory, int]]
 
@@ -101,7 +102,7 @@ class _DraftPages:
 
 
 class ModelRunner:
-    """`kv` is the memory of every group; its pages are the mutable state."""
+    """`kv` is the memory of every group; its pages are the mutable state. Without `grammars` drafts follow none."""
 
     def __init__(
         self,
@@ -111,8 +112,10 @@ class ModelRunner:
         kv: dict[str, GroupMemory],
         backend: AttentionBackend,
         device: torch.device,
+        grammars: Grammars | None = None,
     ) -> None:
         self.model, self.drafter, self.kv, self.backend, self.device = model, drafter, kv, backend, device
+        self._matchers = DraftMatchers(grammars) if grammars is not None else None
         target_groups = [g for g in groups if g.owner == "target"]
         draft_groups = [g for g in groups if g.owner == "draft"]
         self._target_layers, self._draft_layers = _layer_map(target_groups, kv), _layer_map(draft_groups, kv)
@@ -168,7 +171,7 @@ class ModelRunner:
             pages=_DraftPages(
                 self, self._draft_layers, {name: rows.tables[name] for name in self.spec.draft_groups}, plan.first_entry
             ),
-            choose=DraftChoice(plan.noise, first, self.model.vocab_size),
+            choose=DraftChoice(plan.noise, first, self.model.vocab_size, self._constrained(plan)),
             chain=plan.chain,
         )
         extended = drafter.extend(batch)
@@ -180,6 +183,9 @@ class ModelRunner:
         drafts = drafter.draft(batch, extended)
         _check_drafts(drafts, plan.num_drafts.tolist(), self.model.vocab_size, _name(drafter))
         return DraftResult(drafts, carried)
+
+    def _constrained(self, plan: DraftPlan) -> Constrained | None:
+        return self._matchers.at(plan.constraints) if plan.constraints and self._matchers is not None else None
 
     def _tensor(self, values: IntArray) -> Tensor:
         return torch.from_numpy(values).to(self.device)

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from baton.engine.plan import Entries, FloatArray, IntArray, Noise, Sampling
+from baton.engine.plan import Entries, FloatArray, IntArray, Masks, Noise, Sampling
+from baton.structured import Allowed
 from baton.wire import SamplingParams, TokenLogprobs
 
 # Token ids, and a value for each.
@@ -48,7 +49,11 @@ class SamplerState:
         # How often each token was put out; those of the prompt are there from the start.
         self._counts: dict[int, int] = dict.fromkeys(prompt_ids, 0) if self._penalised else {}
         self.plain_greedy = (
-            params.temperature == 0.0 and not self._penalised and not params.logit_bias and params.min_tokens == 0
+            params.temperature == 0.0
+            and not self._penalised
+            and not params.logit_bias
+            and params.min_tokens == 0
+            and params.structured_outputs is None
         )
 
     def advance(self, token_ids: Sequence[int]) -> None:
@@ -89,11 +94,20 @@ def _count(counts: dict[int, int], token_ids: Sequence[int]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ToSample:
-    """A request's rows with logits, the first of which is number `first_row`: one, and one behind each draft."""
+    """A request's rows with logits, the first of which is number `first_row`: one, and one behind each draft.
+    `allowed`: what its grammar allows there, where it has one."""
 
     state: SamplerState
     first_row: int
     drafts: Sequence[int]
+    allowed: Allowed | None = None
+
+    def masked(self, row: int) -> ForTokens | None:
+        """As the state says. Tokens that end the output are not masked where the grammar allows nothing else."""
+        masked = self.state.masked(row)
+        if masked is None or self.allowed is None or row >= len(self.allowed.bits):
+            return masked
+        return masked if self.allowed.has_other_than(row, masked[0]) else None
 
 
 def sampling_of(asked: Sequence[ToSample], rejection: bool) -> Sampling | None:
@@ -115,7 +129,8 @@ def sampling_of(asked: Sequence[ToSample], rejection: bool) -> Sampling | None:
         frequency=columns[4],
         presence=columns[5],
         bias=_entries([one.state.biased() for one, _ in rows]),
-        masked=_entries([one.state.masked(row) for one, row in rows]),
+        masked=_entries([one.masked(row) for one, row in rows]),
+        allowed=_masks(asked),
         counts=_entries([one.state.counted(one.drafts[:row]) for one, row in rows]),
         rejection=rejection,
     )
@@ -129,6 +144,18 @@ def noise_of(params: Sequence[SamplingParams]) -> Noise:
         sample_index=np.array([p.sample_index for p in params], dtype=np.uint64),
         temperature=np.array([p.temperature for p in params], dtype=np.float64),
     )
+
+
+def _masks(asked: Sequence[ToSample]) -> Masks:
+    rows: list[int] = []
+    bits = [np.zeros((0, 0), dtype=np.uint8)]
+    first = 0
+    for one in asked:
+        if one.allowed is not None:
+            rows += range(first, first + len(one.allowed.bits))
+            bits.append(one.allowed.bits)
+        first += 1 + len(one.drafts)
+    return Masks(np.array(rows, dtype=np.int64), np.concatenate(bits[1:]) if rows else bits[0])
 
 
 def _entries(by_row: Sequence[ForTokens | None]) -> Entries:

@@ -200,7 +200,7 @@ def _draft(core: EngineCore, draft_rows: Sequence[DraftRows]) -> dict[Request, E
     try:
         result = core.executor.draft(draft_plan(draft_rows, core.executor.spec, core.rejection))
         for index, (rows, ids) in enumerate(zip(draft_rows, result.drafts, strict=True)):
-            rows.request.draft_ids = ids
+            rows.request.drafted(ids)
             if len(result.carried):
                 rows.request.carried = result.carried[index]
     except Exception as error:

@@ -20,6 +20,9 @@ def until_stop(
     for token in token_ids:
         kept.append(token)
         num_output = request.num_output + len(kept)
+        if token in eos_ids and params.structured_outputs is not None:
+            # A grammar says where the output may end. Before `min_tokens` it does so where nothing else is allowed.
+            return kept, "stop", None
         if num_output >= params.min_tokens:
             if token in eos_ids and not params.ignore_eos:
                 return kept, "stop", None

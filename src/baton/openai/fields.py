@@ -29,7 +29,7 @@ class Refused:
 
 
 _DECODING = "is not supported: tokens are chosen by the sampling parameters alone"
-_STRUCTURED = "is not supported: output is not constrained by a grammar"
+_STRUCTURED = "is called structured_outputs here"
 _MULTIMODAL = "is not supported: only text is served"
 _TOOLS = "is not supported: there are no tools"
 _TEMPLATE = "is not supported: the prompt is what the model's own chat template makes of the messages"
@@ -48,13 +48,8 @@ _UNSERVED: tuple[tuple[str, tuple[object, ...], str], ...] = (
     (_DECODING, (False,), "use_beam_search watermarking"),
     (_DECODING, (1, 1.0), "length_penalty"),
     ("is called include_stop_str_in_output here", (False,), "no_stop_trim"),
-    (
-        _STRUCTURED,
-        (),
-        "structured_outputs guided_json guided_regex guided_choice guided_grammar json_schema regex ebnf",
-    ),
-    (_STRUCTURED, (), "guided_decoding_backend guided_whitespace_pattern regex ebnf"),
-    (_STRUCTURED, ({"type": "text"},), "response_format"),
+    (_STRUCTURED, (), "guided_json guided_regex guided_choice guided_grammar json_schema regex ebnf"),
+    (_STRUCTURED, (), "guided_decoding_backend guided_whitespace_pattern"),
     (_PROMPT, (), "prompt_embeds input_ids truncate_prompt_tokens truncation_side suffix session_params"),
     (_TEMPLATE, (), "chat_template documents task"),
     (_OUTPUT, (), "prompt_logprobs logprob_token_ids"),

@@ -22,6 +22,7 @@ from baton.openai.requests import (
     decode,
     sampling_params,
 )
+from baton.openai.structured import structured_params
 from baton.wire import GenerateRequest, Mode, PromptIds, SamplingParams
 
 MAX_CHOICES = 256  # prompts times n in one request
@@ -33,7 +34,8 @@ _END = "<|baton-end-of-message|> "
 @dataclass(frozen=True, slots=True)
 class Plan:
     """One API request, checked. `requests[i]` makes choice i; choices of one prompt are neighbours. `asked`: the
-    sampling parameters as the client gave them. The front applies stop strings, so `requests` have none."""
+    sampling parameters as the client gave them. The front applies stop strings, so `requests` have none.
+    `grammar_field`: which field names the grammar, if there is one."""
 
     id: str
     created: int
@@ -47,6 +49,7 @@ class Plan:
     return_token_ids: bool
     return_tokens_as_token_ids: bool
     kv_mode: Mode | None
+    grammar_field: str
 
 
 def plan_completion(request: CompletionRequest, model: ServedModel) -> Plan:
@@ -170,6 +173,7 @@ def _plan(
         return_token_ids=bool(request.return_token_ids),
         return_tokens_as_token_ids=bool(request.return_tokens_as_token_ids),
         kv_mode=request.kv_mode,
+        grammar_field=structured_params(request.response_format, request.structured_outputs)[1],
     )
 
 

@@ -12,6 +12,7 @@ import msgspec
 
 from baton.errors import RequestError
 from baton.openai.fields import refuse_unserved
+from baton.openai.structured import ResponseFormat, StructuredOutputs, structured_params
 from baton.wire import MAX_LOGPROBS, Mode, SamplingParams, check_salt
 
 _PATH = re.compile(r" - at `(key in )?\$\.?([^`]*)`\Z")
@@ -54,6 +55,8 @@ class _Request(msgspec.Struct, kw_only=True):
     add_special_tokens: bool | None = None
     best_of: int | None = None
     cache_salt: str | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
 
 
 class CompletionRequest(_Request, kw_only=True):
@@ -179,6 +182,7 @@ def sampling_params(
         logprobs=logprobs,
         stop=stop,
         stop_token_ids=tuple(request.stop_token_ids or ()),
+        structured_outputs=structured_params(request.response_format, request.structured_outputs)[0],
         **{name: value for name, value in asked.items() if value is not None},
     ).check(vocab_size)
 

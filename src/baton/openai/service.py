@@ -18,6 +18,7 @@ from baton.openai.metrics import FrontMetrics
 from baton.openai.output import Delta, SampleOutput
 from baton.openai.plan import Plan, check_model, make_plan
 from baton.openai.records import SequenceRecord
+from baton.openai.structured import named
 from baton.openai.tokens import detokenize, tokenize
 from baton.waiting import Queue
 
@@ -153,6 +154,9 @@ class OpenAIService:
                     if delta.finish_reason is not None:
                         return
             raise EngineUnavailableError("the engine's stream ended before the request did")
+        except RequestError as error:
+            record.end("error")
+            raise named(error, plan.grammar_field) from None
         except Exception:
             record.end("error")
             raise

@@ -34,7 +34,7 @@ async def measure_gap(client: EngineClient, joined: Joined, mismatch: TokenMisma
 def _is_plain(params: SamplingParams) -> bool:
     """Whether the most likely token is the one to choose."""
     plain = SamplingParams(temperature=0.0)
-    return all(
+    return params.structured_outputs is None and all(
         getattr(params, name) == getattr(plain, name)
         for name in ("temperature", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias")
     )

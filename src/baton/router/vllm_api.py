@@ -54,6 +54,8 @@ def completion_body(
         body["cache_salt"] = request.cache_salt
     if params.logit_bias:
         body["logit_bias"] = {str(token): bias for token, bias in params.logit_bias.items()}
+    if params.structured_outputs is not None:
+        body["structured_outputs"] = params.structured_outputs
     if params.logprobs is not None:
         body |= {"logprobs": params.logprobs, "return_tokens_as_token_ids": True}
     if kv_transfer_params is not None:
@@ -88,9 +90,9 @@ def to_chunk(request: GenerateRequest, choice: Choice, position: int) -> TokenCh
 
 def can_resume(params: SamplingParams) -> bool:
     """Whether a vLLM server that is sent output tokens as a prompt goes on as one that made them itself would: it
-    counts presence and frequency over its own output alone.
+    counts presence and frequency over its own output alone, and begins a grammar anew.
     """
-    return params.presence_penalty == 0.0 and params.frequency_penalty == 0.0
+    return params.structured_outputs is None and params.presence_penalty == 0.0 and params.frequency_penalty == 0.0
 
 
 def _top(found: dict[str, float] | None) -> list[tuple[int, float]]:

@@ -92,6 +92,10 @@ class Tokenizer:
         text = self.decode([token_id], skip_special_tokens=False)
         return text or str(self._backend.id_to_token(token_id) or "")
 
+    def json(self) -> str:
+        """The tokenizer as tokenizer.json has it."""
+        return str(self._backend.to_str())
+
     @property
     def template_variables(self) -> frozenset[str]:
         """The names that the chat template asks for; none without a template."""

@@ -56,7 +56,7 @@ def serve(pipe: Connection) -> None:
     assert isinstance(memory, Memory)
     kv = {group.name: _memory(group, memory, device) for group in groups}
     backend = get_backend(config.attention_backend, config.device)
-    executor = LocalExecutor(ModelRunner(loaded.model, loaded.drafter, groups, kv, backend, device))
+    executor = LocalExecutor(ModelRunner(loaded.model, loaded.drafter, groups, kv, backend, device, loaded.grammars))
     if config.batch_invariant:
         numeric_probe(loaded.model, groups, backend, device)
     pipe.send_bytes(encode(Done()))

@@ -1,0 +1,92 @@
+"""`response_format` of OpenAI and `structured_outputs` of vLLM, as the parameters of a request."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from baton.errors import RequestError
+from baton.wire import StructuredOutputsParams
+
+FIELD = "structured_outputs"
+_SCHEMA = "response_format.json_schema.schema"
+_ANY_OBJECT = '{"type":"object"}'
+
+
+class JsonSchema(msgspec.Struct, kw_only=True):
+    """`response_format.json_schema`. A schema is followed whether it is called `strict` or not; name and description
+    do not reach the model."""
+
+    name: str | None = None
+    description: str | None = None
+    schema: dict[str, Any] | bool | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, kw_only=True):
+    """`response_format`."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """`structured_outputs`: exactly one of the first five. `json` is a schema, or its text."""
+
+    json: dict[str, Any] | bool | str | None = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    disable_any_whitespace: bool | None = None
+
+
+def structured_params(
+    response_format: ResponseFormat | None, structured: StructuredOutputs | None
+) -> tuple[StructuredOutputsParams | None, str]:
+    """What the output must follow, if anything, and the field that says so. Raises `RequestError` naming it."""
+    found = None if response_format is None or response_format.type == "text" else response_format
+    if found is not None and structured is not None:
+        raise RequestError("response_format and structured_outputs exclude each other", FIELD)
+    if structured is not None:
+        params, field = _own(structured), FIELD
+    elif found is None:
+        return None, FIELD
+    elif found.type == "json_object":
+        return StructuredOutputsParams(json=_ANY_OBJECT), "response_format"
+    else:
+        field = _SCHEMA
+        schema = found.json_schema.schema if found.json_schema is not None else None
+        if schema is None:
+            raise RequestError(f"{field} is needed where response_format.type is json_schema", field)
+        params = StructuredOutputsParams(json=_text(schema))
+    try:
+        params.check()
+    except RequestError as error:
+        raise named(error, field) from None
+    return params, field
+
+
+def named(error: RequestError, field: str) -> RequestError:
+    """The refusal of a grammar, by the name of the request's field."""
+    return RequestError(f"{field}: {error}", field) if error.param == FIELD else error
+
+
+def _own(structured: StructuredOutputs) -> StructuredOutputsParams:
+    schema = structured.json
+    if structured.json_object:
+        if schema is not None:
+            raise RequestError("structured_outputs: json and json_object exclude each other", FIELD)
+        schema = _ANY_OBJECT
+    return StructuredOutputsParams(
+        json=schema if schema is None or isinstance(schema, str) else _text(schema),
+        regex=structured.regex,
+        choice=None if structured.choice is None else tuple(structured.choice),
+        grammar=structured.grammar,
+        disable_any_whitespace=bool(structured.disable_any_whitespace),
+    )
+
+
+def _text(schema: dict[str, Any] | bool) -> str:
+    return msgspec.json.encode(schema).decode()

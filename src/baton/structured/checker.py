@@ -1,0 +1,75 @@
+"""A process that compiles grammars, to see whether they can be: `python -m baton.structured.checker`.
+
+What a hostile grammar makes the compiler do cannot be interrupted, and may end the process: so it is done here first.
+One JSON value a line comes in on standard input, first `[tokenizer.json, vocab_size, eos_ids]`, then sources; for each
+goes out on standard output what is wrong with it, as a JSON string, which is empty for one that is sound. It ends with
+its input.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import time
+
+from llguidance import LLMatcher, LLTokenizer
+
+from baton.structured.source import limits
+from baton.structured.vocabulary import vocabulary
+
+# Far above what the bounds allow a sound grammar, with the vocabulary's own memory.
+_MAX_MEMORY = 4 << 30
+# A walk through the grammar, along which no step may hold up an engine.
+_NUM_STEPS = 16
+_STRIDE = 7919
+_MAX_STEP_S = 0.25
+
+
+def problem(tokens: LLTokenizer, source: str) -> str:
+    """What is wrong with a grammar, or with its first steps; empty where nothing is."""
+    matcher = LLMatcher(tokens, source, log_level=0, limits=limits())
+    if matcher.is_error():
+        return matcher.get_error()
+    for step in range(_NUM_STEPS):
+        began = time.thread_time()
+        allowed = _ids(matcher.compute_bitmask())
+        if matcher.is_error():
+            # Later steps are the engine's to end.
+            return "" if step else matcher.get_error()
+        if not allowed:
+            return "" if step else "it allows no output"
+        matcher.try_consume_tokens([allowed[step * _STRIDE % len(allowed)]])
+        if time.thread_time() - began > _MAX_STEP_S:
+            return "one step of it takes too much work"
+        if matcher.is_stopped():
+            break
+    return ""
+
+
+def _ids(bits: bytes) -> list[int]:
+    return [8 * index + bit for index, byte in enumerate(bits) if byte for bit in range(8) if byte >> bit & 1]
+
+
+def main() -> None:
+    """Answer until the input ends."""
+    resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY, _MAX_MEMORY))
+    tokenizer_json, vocab_size, eos_ids = json.loads(sys.stdin.readline())
+    try:
+        tokens = vocabulary(tokenizer_json, vocab_size, eos_ids)
+    except ValueError as error:
+        say(str(error))
+        return
+    say("")
+    for line in sys.stdin:
+        say(problem(tokens, json.loads(line)))
+
+
+def say(text: str) -> None:
+    """One line out, at once."""
+    sys.stdout.write(json.dumps(text) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""Has grammars compiled in a process of its own, with a limit on its time."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from baton.structured.source import refused
+
+START_LIMIT_S = 60.0
+CHECK_LIMIT_S = 5.0
+
+
+class Checker:
+    """Runs `baton.structured.checker`, from its first grammar on. Thread-safe: one grammar is checked at a time."""
+
+    def __init__(self, tokenizer_json: Callable[[], str], vocab_size: int, eos_ids: Sequence[int]) -> None:
+        self._tokenizer_json, self._vocab_size, self._eos_ids = tokenizer_json, vocab_size, list(eos_ids)
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def check(self, source: str) -> None:
+        """Raise `RequestError` for a grammar that cannot be compiled in time, or at all."""
+        with self._lock:
+            if self._process is None or self._process.poll() is not None:
+                self._end()
+                self._start()
+            try:
+                problem = self._ask(source, CHECK_LIMIT_S)
+            except TimeoutError:
+                self._end()
+                raise refused(f"it takes more than {CHECK_LIMIT_S:g} s to compile") from None
+            except (OSError, ValueError):
+                self._end()
+                raise refused("it takes too much memory or nests too deeply to be compiled") from None
+            if problem:
+                raise refused(problem)
+
+    def close(self) -> None:
+        """End the process."""
+        with self._lock:
+            self._end()
+
+    def _start(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "baton.structured.checker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            # It computes on one thread, and Ctrl-C is not for it.
+            env={**os.environ, "OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1"},
+            start_new_session=True,
+        )
+        try:
+            problem = self._ask([self._tokenizer_json(), self._vocab_size, self._eos_ids], START_LIMIT_S)
+        except (TimeoutError, OSError, ValueError):
+            problem = "the process that checks grammars did not start"
+        if problem:
+            self._end()
+            raise refused(problem)
+
+    def _ask(self, value: object, limit_s: float) -> str:
+        """What the process says of it. Raises `TimeoutError`, and OSError or ValueError where it has ended."""
+        assert self._process is not None
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        deadline = time.monotonic() + limit_s
+        self._process.stdin.write(json.dumps(value).encode() + b"\n")
+        self._process.stdin.flush()
+        said = bytearray()
+        with selectors.DefaultSelector() as ready:
+            ready.register(self._process.stdout, selectors.EVENT_READ)
+            while not said.endswith(b"\n"):
+                if not ready.select(max(0.0, deadline - time.monotonic())):
+                    raise TimeoutError
+                data = os.read(self._process.stdout.fileno(), 1 << 16)
+                if not data:
+                    raise ValueError("the process ended")
+                said += data
+        return str(json.loads(said))
+
+    def _end(self) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError):
+                    pipe.close()

@@ -1,0 +1,75 @@
+"""Grammars where drafts are made, from plain data: that may be another process than the one that knows requests."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from baton.errors import RequestError
+from baton.structured.grammars import Grammars
+from baton.structured.matcher import Bits, Matcher
+from baton.wire import StructuredOutputsParams
+
+# Requests whose place in their grammar is remembered; that of others is found again from their tokens.
+MAX_REQUESTS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A request's grammar, and its output tokens so far, int64."""
+
+    request_id: str
+    grammar: StructuredOutputsParams
+    output_ids: npt.NDArray[np.int64]
+
+
+class DraftMatchers:
+    """The matchers of a drafter's requests. Not thread-safe."""
+
+    def __init__(self, grammars: Grammars) -> None:
+        self._grammars = grammars
+        self._matchers: OrderedDict[tuple[str, StructuredOutputsParams], Matcher] = OrderedDict()
+
+    def at(self, known: Sequence[Known | None]) -> Constrained:
+        """The requests of one plan; None for those without a grammar."""
+        return Constrained([self._at(one) if one is not None else None for one in known])
+
+    def _at(self, known: Known) -> Matcher | None:
+        key = known.request_id, known.grammar
+        try:
+            matcher = self._matchers.pop(key, None) or self._grammars.matcher(known.grammar)
+            matcher.move(known.output_ids.tolist())
+        except RequestError:
+            return None  # it ends where its next token is chosen
+        self._matchers[key] = matcher
+        if len(self._matchers) > MAX_REQUESTS:
+            self._matchers.popitem(last=False)
+        return matcher
+
+
+class Constrained:
+    """Which drafts the grammars of a plan's requests allow, as drafts are chosen one after another."""
+
+    def __init__(self, matchers: Sequence[Matcher | None]) -> None:
+        self._matchers = list(matchers)
+
+    def bits(self, request: int) -> Bits | None:
+        """What the next draft of a request may be, as `Matcher.bits`; None: anything."""
+        matcher = self._matchers[request]
+        if matcher is None:
+            return None
+        try:
+            return matcher.bits()
+        except RequestError:
+            self._matchers[request] = None
+            return None
+
+    def chose(self, request: int, token: int) -> None:
+        """A draft was chosen. Behind one that ends the output all is allowed: nothing of it is used."""
+        matcher = self._matchers[request]
+        if matcher is not None and not matcher.consume(token):
+            self._matchers[request] = None

@@ -1,0 +1,100 @@
+"""Where one request's output stands in its grammar."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from llguidance import LLMatcher
+
+from baton.structured.source import refused
+
+Bits = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class Allowed:
+    """Which tokens may stand in the first rows of a request: `bits` uint8 [rows, bytes], the lowest bit first."""
+
+    bits: Bits
+
+    def has_other_than(self, row: int, token_ids: npt.NDArray[np.int64]) -> bool:
+        """Whether a row allows any token besides these."""
+        allowed = np.unpackbits(self.bits[row], bitorder="little")
+        allowed[token_ids] = 0
+        return bool(allowed.any())
+
+
+class Matcher:
+    """A grammar and a position in it, which moves to wherever it is asked for: the tokens that are common to both
+    places are kept, and the others taken back. Not thread-safe.
+
+    `eos_ids` are allowed where the grammar may end. Their tokens take up no place in it: nothing follows them.
+    """
+
+    def __init__(self, compiled: LLMatcher, vocab_size: int, eos_ids: Container[int]) -> None:
+        """`compiled` is not changed. `vocab_size`: that of `compiled`'s vocabulary, at least the model's."""
+        self._compiled, self._eos_ids = compiled, eos_ids
+        self._num_bytes = (vocab_size + 31) // 32 * 4
+        self._matcher = compiled.deep_copy()
+        self._tokens: list[int] = []
+
+    def move(self, output_ids: Sequence[int]) -> None:
+        """Stand behind these output tokens of the request. Raises `RequestError` where they do not follow the grammar,
+        or it takes too much work."""
+        num_same = _num_common(self._tokens, output_ids)
+        surplus = len(self._tokens) - num_same
+        if surplus and not self._matcher.rollback(surplus):
+            self._matcher, num_same = self._compiled.deep_copy(), 0
+        self._tokens = list(output_ids[:num_same])
+        for token in output_ids[num_same:]:
+            if not self.consume(token):
+                raise refused(self._matcher.get_error() or "the output does not follow it")
+
+    def consume(self, token: int) -> bool:
+        """Take one token more; False, and nothing is changed, where it is not allowed, or ends the output."""
+        if token in self._eos_ids or self._matcher.try_consume_tokens([token]) != 1:
+            return False
+        self._tokens.append(token)
+        return True
+
+    def bits(self) -> Bits:
+        """The tokens that are allowed here, uint8 [bytes]. Raises `RequestError` where that takes too much work, or
+        there is none."""
+        bits = np.zeros(self._num_bytes, dtype=np.uint8)
+        if not self._matcher.is_error():
+            self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+        if self._matcher.is_error() or not bits.any():
+            raise refused(self._matcher.get_error() or "no token can go on")
+        return bits
+
+    def allowed(self, output_ids: Sequence[int], drafts: Sequence[int]) -> Allowed:
+        """For the next token, and behind each draft up to the first that is not allowed: no row behind it counts.
+
+        Raises `RequestError` as `move` and `bits` do.
+        """
+        self.move(output_ids)
+        rows = [self.bits()]
+        for draft in drafts:
+            if not self.consume(draft):
+                break
+            rows.append(self.bits())
+        return Allowed(np.stack(rows))
+
+    def follows(self, output_ids: Sequence[int], drafts: Sequence[int]) -> int:
+        """How many of the drafts the grammar allows behind this output."""
+        self.move(output_ids)
+        for count, draft in enumerate(drafts):
+            if not self.consume(draft):
+                ends = draft in self._eos_ids and self._matcher.is_accepting()
+                return count + ends
+        return len(drafts)
+
+
+def _num_common(one: Sequence[int], other: Sequence[int]) -> int:
+    num = min(len(one), len(other))
+    if one[:num] == other[:num]:
+        return num
+    return next(i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)

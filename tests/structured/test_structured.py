@@ -1,0 +1,243 @@
+"""Masks, matchers that move over drafts, vocabularies as bytes, and hostile grammars."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from baton.errors import RequestError
+from baton.structured import DraftMatchers, Grammars, Known, Matcher
+from baton.structured.vocabulary import vocabulary
+from baton.text import Tokenizer
+from baton.wire import MAX_GRAMMAR_CHARS, StructuredOutputsParams
+
+DEMO = "models/baton-demo-llama"
+SCHEMA = StructuredOutputsParams(
+    json=json.dumps({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}),
+    disable_any_whitespace=True,
+)
+KINDS = [
+    SCHEMA,
+    StructuredOutputsParams(regex=r"[a-c]{2,5}(é|€)?"),
+    StructuredOutputsParams(choice=("red", "green", 'with "quotes"\n', "\\d")),
+    StructuredOutputsParams(grammar='root ::= "x" root "y" | "z"'),
+    StructuredOutputsParams(grammar='start: "a"+ ["b"]'),
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.load(DEMO)
+
+
+@pytest.fixture(scope="module")
+def grammars(tokenizer: Tokenizer) -> Iterator[Grammars]:
+    made = Grammars(tokenizer, tokenizer.vocab_size + 5)  # as where a model's table is padded
+    yield made
+    made.close()
+
+
+def ids_of(bits: np.ndarray) -> list[int]:
+    found: list[int] = np.flatnonzero(np.unpackbits(bits, bitorder="little")).tolist()
+    return found
+
+
+def walk(matcher: Matcher, eos: int, seed: int, length: int = 24) -> list[int]:
+    """Tokens drawn from what is allowed, to the end of the grammar or so many."""
+    draw, tokens = random.Random(seed), list[int]()
+    for _ in range(length):
+        matcher.move(tokens)
+        token = draw.choice(ids_of(matcher.bits()))
+        if token == eos:
+            return tokens
+        tokens.append(token)
+    return tokens
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_masks_behind_drafts_are_those_of_a_fresh_matcher(
+    grammars: Grammars, tokenizer: Tokenizer, kind: StructuredOutputsParams
+) -> None:
+    eos = tokenizer.eos_token_ids[0]
+    moved = grammars.matcher(kind)
+    for seed in range(4):
+        tokens = walk(grammars.matcher(kind), eos, seed)
+        draw = random.Random(seed)
+        for _ in range(6):
+            cut = draw.randrange(len(tokens) + 1)
+            drafts = tokens[cut : cut + 3]
+            if draw.random() < 0.4 and drafts:
+                drafts[-1] = draw.randrange(tokenizer.vocab_size)
+            rows = moved.allowed(tokens[:cut], drafts).bits
+            for row, bits in enumerate(rows):
+                fresh = grammars.matcher(kind)
+                fresh.move([*tokens[:cut], *drafts[:row]])
+                assert np.array_equal(bits, fresh.bits())
+                assert max(ids_of(bits)) < tokenizer.vocab_size
+            # The first draft that is not allowed ends them.
+            if len(rows) <= len(drafts):
+                assert drafts[len(rows) - 1] not in ids_of(rows[-1]) or drafts[len(rows) - 1] == eos
+            assert moved.follows(tokens[:cut], drafts) >= len(rows) - 1
+
+
+def test_texts_of_a_grammar_match_it(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    eos = tokenizer.eos_token_ids[0]
+    texts = {tokenizer.decode(walk(grammars.matcher(KINDS[2]), eos, seed)) for seed in range(12)}
+    assert texts <= set(KINDS[2].choice or ())
+    assert len(texts) > 1
+    kind = StructuredOutputsParams(regex=r"\{\"a\": -?[1-9][0-9]{1,5}\}")
+    for seed in range(8):
+        assert abs(json.loads(tokenizer.decode(walk(grammars.matcher(kind), eos, seed)))["a"]) >= 10
+
+
+def test_the_end_is_allowed_where_the_grammar_may_end_alone(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    eos = tokenizer.eos_token_ids[0]
+    matcher = grammars.matcher(StructuredOutputsParams(regex="ab?"))
+    (a,), (b,) = (tokenizer.encode(text, add_special_tokens=False)[-1:] for text in ("a", "b"))
+    ends = {tuple(tokens): eos in ids_of(matcher.allowed(tokens, []).bits[0]) for tokens in ([], [a], [a, b])}
+    assert ends == {(): False, (a,): True, (a, b): True}
+    assert ids_of(matcher.allowed([a, b], []).bits[0]) == [eos]
+    # No row counts behind an end, and a draft that ends the output is taken.
+    assert len(matcher.allowed([a], [eos, a]).bits) == 1
+    assert matcher.follows([a], [b, eos, a]) == 2
+    assert matcher.follows([], [b, eos]) == 0
+
+
+def test_output_that_does_not_follow_is_refused(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    known = tokenizer.encode("no JSON", add_special_tokens=False)
+    with pytest.raises(RequestError, match="does not follow"):
+        grammars.matcher(SCHEMA).move(known)
+
+
+def test_drafts_are_chosen_under_the_grammar_from_tokens_alone(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    eos = tokenizer.eos_token_ids[0]
+    tokens = walk(grammars.matcher(SCHEMA), eos, 1)
+    drafts = DraftMatchers(grammars)
+    for cut in (3, 5, 2, 4):  # as after a rejected draft, or a resumption
+        known = Known("a", SCHEMA, np.array(tokens[:cut]))
+        constrained = drafts.at([None, known])
+        assert constrained.bits(0) is None
+        for token in tokens[cut : cut + 2]:
+            fresh = grammars.matcher(SCHEMA)
+            fresh.move(tokens[:cut])
+            bits = constrained.bits(1)
+            assert bits is not None
+            assert token in ids_of(bits)
+            constrained.chose(1, token)
+        constrained.chose(1, eos)
+        assert constrained.bits(1) is None
+
+
+def byte_fallback() -> tokenizers.Tokenizer:
+    """As sentencepiece's: spaces are ▁, unknown characters bytes <0x..>."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), "▁", "a", "b", "▁a", "ab", "é", "▁ab"]
+    made = tokenizers.Tokenizer(
+        models.BPE({piece: i for i, piece in enumerate(pieces)}, [("▁", "a")], unk_token="<unk>", byte_fallback=True)
+    )
+    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
+    made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    made.add_special_tokens(["<unk>", "<s>", "</s>"])
+    return made
+
+
+def test_tokens_of_byte_fallback_stand_for_their_bytes() -> None:
+    made = byte_fallback()
+    tokens = vocabulary(made.to_str(), made.get_vocab_size(), [2])
+    for piece, want in {"<0xC3>": b"\xc3", "▁ab": b" ab", "é": "é".encode(), "a": b"a", "<0x20>": b" "}.items():
+        assert tokens.decode_bytes([made.token_to_id(piece)]) == want, piece
+
+
+def test_tokens_of_byte_level_stand_for_their_bytes(tokenizer: Tokenizer) -> None:
+    tokens = vocabulary(tokenizer.json(), tokenizer.vocab_size, tokenizer.eos_token_ids)
+    token_bytes = [tokens.decode_bytes([i]) for i in range(tokenizer.vocab_size)]
+    assert sum(not spelt for spelt in token_bytes) <= 1 + len(tokenizer.special_ids)  # byte 0xFF is in no text
+    for i in range(tokenizer.vocab_size):
+        if i not in tokenizer.special_ids and token_bytes[i]:
+            assert token_bytes[i].decode("utf-8", "replace") == tokenizer.decode([i])
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"a": schema}}
+    return schema
+
+
+def of(schema: object) -> StructuredOutputsParams:
+    return StructuredOutputsParams(json=json.dumps(schema))
+
+
+HOSTILE = {
+    "repeats its repetitions": StructuredOutputsParams(regex="((a{1000}){1000}){1000}"),
+    "repeats them in a pattern": of({"items": {"pattern": "^((a{1000}){1000}){1000}$"}}),
+    "repeats them in a grammar": StructuredOutputsParams(grammar="start: /((a{999}){999}){999}/"),
+    "takes long to compile": of({"type": "integer", "multipleOf": 999983}),
+    "deep": of(nested(300)),
+    "deep beyond Python": StructuredOutputsParams(json="[" * 20_000),
+    "deep regex": StructuredOutputsParams(regex="(" * 9000 + "a" + ")" * 9000),
+    "deep Lark": StructuredOutputsParams(grammar="start: " + "(" * 20_000 + '"a"' + ")" * 20_000),
+    "refers to itself": of({"$ref": "#"}),
+    "exponential": of({"allOf": [{"anyOf": [{"required": [f"a{i}"]}, {"required": [f"b{i}"]}]} for i in range(20)]}),
+    "no schema": of([1]),
+    "no JSON": StructuredOutputsParams(json="{"),
+    "allows nothing": of(False),
+    "not implemented": of({"not": {"type": "string"}}),
+    "elsewhere": of({"$ref": "http://127.0.0.1:1/schema.json"}),
+    "options": of({"type": "object", "x-guidance": {"item_separator": "!"}}),
+    "no regex": StructuredOutputsParams(regex="(a"),
+    "no grammar": StructuredOutputsParams(grammar="start: missing"),
+    "endless": StructuredOutputsParams(grammar="start: start"),
+}
+
+
+def test_hostile_grammars_are_refused_in_time(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    grammars.check(KINDS[1])
+    monkeypatch.setattr("baton.structured.checking.CHECK_LIMIT_S", 1.0)
+    for name, hostile in HOSTILE.items():
+        began = time.monotonic()
+        hostile.check()
+        with pytest.raises(RequestError) as refused:
+            grammars.check(hostile)
+        assert refused.value.param == "structured_outputs", name
+        assert len(str(refused.value)) < 400, name
+        assert time.monotonic() - began < 20.0, name
+    grammars.check(StructuredOutputsParams(regex="sound"))  # by a new process
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        StructuredOutputsParams(),
+        StructuredOutputsParams(regex="a", grammar="b"),
+        StructuredOutputsParams(choice=()),
+        StructuredOutputsParams(choice=("a", "")),
+        StructuredOutputsParams(regex="a" * (MAX_GRAMMAR_CHARS + 1)),
+        StructuredOutputsParams(regex="a", disable_any_whitespace=True),
+    ],
+    ids=lambda asked: str(asked)[:60],
+)
+def test_what_no_grammar_can_be_made_of_is_refused(asked: StructuredOutputsParams) -> None:
+    with pytest.raises(RequestError) as refused:
+        asked.check()
+    assert refused.value.param == "structured_outputs"
+
+
+def test_a_tokenizer_without_bytes_is_refused(tmp_path: Path) -> None:
+    made = tokenizers.Tokenizer(models.WordLevel({"a": 0, "</s>": 1}, unk_token="a"))
+    made.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text('{"eos_token_id": 1}')
+    grammars = Grammars(Tokenizer.load(tmp_path), 2)
+    try:
+        with pytest.raises(RequestError, match="grammar is refused"):
+            grammars.check(StructuredOutputsParams(regex="b"))
+    finally:
+        grammars.close()
