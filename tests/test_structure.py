@@ -197,4 +197,4 @@ def test_every_export_exists() -> None:
 
 
 def test_top_level_exports() -> None:
-    assert set(baton.__all__) == {"LLM", "SamplingParams", "__version__"}
+    assert set(baton.__all__) == {"LLM", "SamplingParams", "StructuredOutputsParams", "__version__"}

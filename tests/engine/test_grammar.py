@@ -43,7 +43,7 @@ PARAMS = [
     for grammar in GRAMMARS
     for seed, (temperature, more) in enumerate([(0.0, {}), (0.8, {}), (1.0, PENALISED)])
 ]
-COSTLY = StructuredOutputsParams(grammar='root ::= "a"{1,100000} root')
+COSTLY = StructuredOutputsParams(grammar='root ::= "a"{1,60000} root')
 POOL = {"kv_cache_memory": 16 << 20}
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -14,23 +15,26 @@ from baton.engine.config import SpeculativeConfig
 from baton.engine.executor import LocalExecutor
 from baton.engine.plan import DraftPlan, StepPlan, one_request
 from baton.engine.sampler import SamplerState, ToSample, sampling_of
-from baton.wire import SamplingParams
+from baton.wire import SamplingParams, StructuredOutputsParams
 from tests.engine.engines import EAGLE3, Stepped, request, stepped
 
-PROMPTS = [[5, 6, 7, 8] * 6, [9, 9, 9], [1], list(range(40, 90))]
+PROMPTS = [[5, 6, 7, 8] * 6, [9, 9, 9], [1], list(range(40, 90)), [3, 4]]
 PARAMS = [
     SamplingParams(max_tokens=16, temperature=0.0),
     SamplingParams(max_tokens=16, temperature=0.9, seed=2**64 - 1, presence_penalty=0.5, logprobs=2),
     SamplingParams(max_tokens=16, temperature=0.7, seed=3, logit_bias={7: 2.0}, min_tokens=9, top_p=0.9, top_k=50),
     SamplingParams(max_tokens=16, temperature=0.0, repetition_penalty=1.3),
+    SamplingParams(max_tokens=16, temperature=0.0, structured_outputs=StructuredOutputsParams(regex="[a-z ]+")),
 ]
 
 
 def through_bytes(value: Any) -> Any:
     """The value as another process would make it from bytes. Fails for whatever is not plain data."""
     if isinstance(value, np.ndarray):
-        assert value.dtype in (np.int32, np.int64, np.uint64, np.float32, np.float64)
+        assert value.dtype in (np.uint8, np.int32, np.int64, np.uint64, np.float32, np.float64)
         return np.frombuffer(bytearray(value.tobytes()), dtype=value.dtype.name).reshape(value.shape)
+    if isinstance(value, msgspec.Struct):
+        return msgspec.msgpack.decode(msgspec.msgpack.encode(value), type=type(value))
     if is_dataclass(value):
         return type(value)(**{f.name: through_bytes(getattr(value, f.name)) for f in fields(value)})
     if isinstance(value, Mapping):
@@ -102,7 +106,7 @@ def test_a_result_brings_logits_and_features_of_the_rows_asked_for() -> None:
 
 def test_a_plan_says_of_greedy_requests_nothing_more_than_their_rows() -> None:
     states = [SamplerState(params, prompt, 100, [0]) for prompt, params in zip(PROMPTS, PARAMS, strict=True)]
-    assert [state.plain_greedy for state in states] == [True, False, False, False]
+    assert [state.plain_greedy for state in states] == [True, False, False, False, False]
     assert SamplerState(SamplingParams(temperature=0.0, logprobs=1), [1], 100, [0]).plain_greedy
     assert sampling_of([], False) is None
     sampling = sampling_of([ToSample(states[3], 4, [8, 9]), ToSample(states[2], 9, [])], False)

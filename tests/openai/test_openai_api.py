@@ -234,8 +234,8 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ),
     (
         "chat/completions",
-        {"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "json_object"}},
-        "response_format",
+        {"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "json_schema"}},
+        "response_format.json_schema.schema",
     ),
 ]
 

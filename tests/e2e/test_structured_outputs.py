@@ -1,0 +1,107 @@
+"""JSON, regular expressions and choices by the `openai` client against `baton up`: P's first token and D's tokens are
+those of one engine without speculation."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from baton import LLM, SamplingParams, StructuredOutputsParams
+from tests.e2e.running import Running, running_up
+
+MODEL = "models/baton-demo-llama"
+PROMPT = "The with statement is used to"
+MESSAGES: list[openai.types.chat.ChatCompletionMessageParam] = [{"role": "user", "content": "What is a list?"}]
+SCHEMA = {
+    "type": "object",
+    "properties": {"kind": {"enum": ["list", "tuple"]}, "size": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["kind", "size"],
+    "additionalProperties": False,
+}
+COMPACT = {"json": SCHEMA, "disable_any_whitespace": True}
+ASKED: list[tuple[dict[str, Any], StructuredOutputsParams]] = [
+    (COMPACT, StructuredOutputsParams(json=json.dumps(SCHEMA), disable_any_whitespace=True)),
+    ({"regex": "[a-z]{4,9}!"}, StructuredOutputsParams(regex="[a-z]{4,9}!")),
+    ({"choice": ["yes", "no"]}, StructuredOutputsParams(choice=("yes", "no"))),
+    ({"grammar": 'root ::= "<" root ">" | "o"'}, StructuredOutputsParams(grammar='root ::= "<" root ">" | "o"')),
+]
+
+
+@pytest.fixture(scope="module")
+def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with running_up(
+        MODEL, tmp_path_factory.mktemp("up") / "log", "--batch-invariant", "--max-local-prefill-length", "0"
+    ) as up:
+        yield up
+
+
+@pytest.fixture(scope="module")
+def client(up: Running) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{up.url}/v1", api_key="none", max_retries=0, timeout=60.0) as made:
+        yield made
+
+
+def test_the_tokens_are_those_of_one_engine(client: openai.OpenAI) -> None:
+    with LLM(MODEL, kv_cache_memory=8 << 20, batch_invariant=True) as llm:
+        for body, structured in ASKED:
+            for temperature in (0.0, 0.9):
+                params = SamplingParams(max_tokens=32, temperature=temperature, seed=3, structured_outputs=structured)
+                (want,) = llm.generate(PROMPT, params)
+                have = client.completions.create(
+                    model="baton-demo-llama",
+                    prompt=PROMPT,
+                    max_tokens=32,
+                    temperature=temperature,
+                    seed=3,
+                    extra_body={"structured_outputs": body, "return_token_ids": True},
+                ).choices[0]
+                assert have.model_dump()["token_ids"] == want.outputs[0].token_ids
+                assert (have.text, have.finish_reason) == (want.outputs[0].text, want.outputs[0].finish_reason)
+    assert re.fullmatch("<*o>*", have.text)
+
+
+def test_a_schema_as_clients_ask_for_it(client: openai.OpenAI) -> None:
+    schema = {"name": "answer", "schema": SCHEMA, "strict": True}
+    answer = client.chat.completions.create(
+        model="baton-demo-llama",
+        messages=MESSAGES,
+        seed=5,
+        max_completion_tokens=120,
+        response_format={"type": "json_schema", "json_schema": schema},  # type: ignore[typeddict-item]
+    ).choices[0]
+    if answer.finish_reason == "stop":
+        assert set(json.loads(answer.message.content or "")) == {"kind", "size"}
+    stream = client.chat.completions.create(
+        model="baton-demo-llama", messages=MESSAGES, stream=True, extra_body={"structured_outputs": COMPACT}, seed=5
+    )
+    text = "".join(event.choices[0].delta.content or "" for event in stream)
+    assert json.loads(text)["kind"] in ("list", "tuple")
+    whole = client.chat.completions.create(
+        model="baton-demo-llama", messages=MESSAGES, response_format={"type": "json_object"}, max_completion_tokens=4
+    )
+    assert (whole.choices[0].message.content or "").startswith("{")
+
+
+@pytest.mark.parametrize(
+    ("param", "fields"),
+    [
+        ("structured_outputs", {"structured_outputs": {"regex": "(a"}}),
+        ("structured_outputs", {"structured_outputs": {"regex": "a", "choice": ["b"]}}),
+        ("structured_outputs", {"structured_outputs": {"regex": "((a{999}){999}){999}"}}),
+        ("response_format.json_schema.schema", {"response_format": {"json_schema": {"schema": {"not": {}}}}}),
+        ("response_format.json_schema.schema", {"response_format": {"json_schema": {"schema": {"$ref": "#"}}}}),
+        ("ignore_eos", {"structured_outputs": {"regex": "a"}, "ignore_eos": True}),
+    ],
+    ids=str,
+)
+def test_refusals_name_the_field(client: openai.OpenAI, param: str, fields: dict[str, Any]) -> None:
+    if "response_format" in fields:
+        fields = {"response_format": {"type": "json_schema", **fields["response_format"]}}
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(model="baton-demo-llama", messages=MESSAGES, extra_body=fields)
+    assert refused.value.param == param
