@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from baton.engine.config import DTYPES
 from benchmarks.parity.cases import cases
 from benchmarks.parity.models import DRAFTERS, TARGETS
 from benchmarks.parity.report import Report
@@ -22,6 +23,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="TARGET/DRAFTER: pairs whose name contains this")
     parser.add_argument("--seed", type=int, default=0, help="of weights, prompts and noise")
     parser.add_argument("--cases", type=int, help="requests of each mode and condition (default: every length)")
+    parser.add_argument("--dtype", default="auto", choices=DTYPES, help="of weights and KV (default: float32)")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     began, report = time.process_time(), Report()
@@ -35,7 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
                 report.leave_out(target, drafter, reason)
                 continue
             with tempfile.TemporaryDirectory() as folder:
-                report.add(target, drafter, run(target, drafter, Path(folder), batch))
+                report.add(target, drafter, run(target, drafter, Path(folder), batch, dtype=options.dtype))
             print(f"{target}/{drafter}: {time.process_time() - began:.0f} s", file=sys.stderr, flush=True)
     if not report.rows:
         parser.error(f"no pair is called {options.only!r}")

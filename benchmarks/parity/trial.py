@@ -59,7 +59,7 @@ class Outcome:
 class Trial:
     """One pair of target and drafter, in a folder of its own."""
 
-    def __init__(self, target: str, drafter: str, folder: Path, seed: int = 0) -> None:
+    def __init__(self, target: str, drafter: str, folder: Path, seed: int = 0, dtype: str = "auto") -> None:
         self._folder = folder
         model = TARGETS[target](folder / "target", seed)
         make, spec = DRAFTERS[drafter].make, None
@@ -70,6 +70,7 @@ class Trial:
             "model": str(model),
             "speculative_config": spec,
             "skip_tokenizer_init": True,
+            "dtype": dtype,
             "kv_cache_memory": _KV_BYTES,
             "max_model_len": MAX_MODEL_LEN,
         }
@@ -91,9 +92,16 @@ class Trial:
             yield two
 
 
-def run(target: str, drafter: str, folder: Path, cases: Sequence[Case], sizes: Sequence[str] = ALL_SIZES) -> Outcome:
+def run(
+    target: str,
+    drafter: str,
+    folder: Path,
+    cases: Sequence[Case],
+    sizes: Sequence[str] = ALL_SIZES,
+    dtype: str = "auto",
+) -> Outcome:
     """All cases of a pair. Raises whatever an engine raises."""
-    trial = Trial(target, drafter, folder, cases[0].seed)
+    trial = Trial(target, drafter, folder, cases[0].seed, dtype)
     alone, outcome = trial.alone(cases), Outcome()
     for stream in alone.values():
         outcome.rounds += len(stream.accepted)

@@ -1,0 +1,84 @@
+"""`python -m benchmarks.bfloat16`: greedy tokens in bfloat16 beside those of `transformers` in bfloat16, as Markdown.
+
+The two round in other places, so random models part sooner or later. Both are judged by `transformers` in float32 over
+the same rounded weights: a *near-tie* is an answer whose tokens are all as close to that judge's best as the logits of
+`transformers` in bfloat16 are to the judge's, twice over (both may be off), along the same tokens.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM
+
+from baton.wire import SamplingParams
+from benchmarks.parity.models import TARGETS
+from tests.engine.engines import stepped
+
+LENGTHS = (1, 2, 5, 9, 17, 33, 41, 64, 100, 120)
+NEW_TOKENS = 24
+_GREEDY = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True)
+# Not of `transformers`, or like another one.
+_WITHOUT = ("latents, window and states", "deepseek_v3, three modules")
+
+
+def logits_of(model: Any, tokens: list[int], prompt_len: int) -> torch.Tensor:
+    """Float32 [generated, vocabulary]: what each generated token was chosen from."""
+    with torch.inference_mode():
+        found: torch.Tensor = model(torch.tensor([tokens])).logits[0, prompt_len - 1 : -1].float()
+    return found
+
+
+def compare(path: Path) -> tuple[int, int, int, float]:
+    """How many answers are equal, near-ties, and others; and the furthest below the judge's best, as a share of what
+    makes a near-tie."""
+    theirs: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, local_files_only=True)
+    judge: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, local_files_only=True).float()
+    theirs.generation_config.eos_token_id = theirs.config.eos_token_id = None
+    equal = ties = others = 0
+    furthest = 0.0
+    with stepped(model=str(path), speculative_config=None, dtype="bfloat16", skip_tokenizer_init=True) as one:
+        for length in LENGTHS:
+            prompt = [3 + (7 * i + i * i) % 200 for i in range(length)]
+            got, ids = one.run(str(length), prompt, _GREEDY).token_ids, torch.tensor([prompt])
+            with torch.inference_mode():
+                out = theirs.generate(
+                    ids,
+                    attention_mask=torch.ones_like(ids),
+                    do_sample=False,
+                    max_new_tokens=NEW_TOKENS,
+                    pad_token_id=0,
+                )
+            if out[0, length:].tolist() == got:
+                equal += 1
+                continue
+            exact = logits_of(judge, prompt + got, length)
+            off = float((logits_of(theirs, prompt + got, length) - exact).abs().max())
+            below = float((exact.amax(-1) - exact.gather(1, torch.tensor(got)[:, None])[:, 0]).max())
+            furthest = max(furthest, below / (2 * off))
+            ties, others = (ties + 1, others) if below <= 2 * off else (ties, others + 1)
+    return equal, ties, others, furthest
+
+
+def main() -> int:
+    """Print the table; returns the exit code."""
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    print("| target | equal | near-ties | others | furthest, of what makes a near-tie |")
+    print("| --- | --- | --- | --- | --- |")
+    for name, make in TARGETS.items():
+        if name in _WITHOUT or sys.argv[1:2] not in ([], [name]):
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            equal, ties, others, furthest = compare(make(Path(folder) / "target", 0))
+        print(f"| {name} | {equal} | {ties} | {others} | {furthest:.2f} |", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
