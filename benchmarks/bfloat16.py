@@ -7,13 +7,13 @@ the same rounded weights: a *near-tie* is an answer whose tokens are all as clos
 
 from __future__ import annotations
 
+import logging
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from transformers import AutoModelForCausalLM
 
 from baton.wire import SamplingParams
@@ -38,7 +38,8 @@ def compare(path: Path) -> tuple[int, int, int, float]:
     """How many answers are equal, near-ties, and others; and the furthest below the judge's best, as a share of what
     makes a near-tie."""
     theirs: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, local_files_only=True)
-    judge: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, local_files_only=True).float()
+    judge: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, local_files_only=True)
+    judge.float()
     theirs.generation_config.eos_token_id = theirs.config.eos_token_id = None
     equal = ties = others = 0
     furthest = 0.0
@@ -68,7 +69,7 @@ def compare(path: Path) -> tuple[int, int, int, float]:
 def main() -> int:
     """Print the table; returns the exit code."""
     torch.set_num_threads(1)
-    transformers.logging.set_verbosity_error()
+    logging.getLogger("transformers").setLevel(logging.ERROR)
     print("| target | equal | near-ties | others | furthest, of what makes a near-tie |")
     print("| --- | --- | --- | --- | --- |")
     for name, make in TARGETS.items():

@@ -72,7 +72,8 @@ class Engine:
         self.executor: CellExecutor = executor
         specs = [next(iter(memory.ranks.values())).spec for memory in process.memories]
         num_pages = {name: memory.num_pages for name, memory in self._memories.items()}
-        self.cache = KVCache(specs, num_pages, settings.num_drafts, executor.copy_page)
+        # The least interval that whole pages allow: prompts are short.
+        self.cache = KVCache(specs, num_pages, settings.num_drafts, executor.copy_page, checkpoint_tokens=1)
         longest = (LONGEST_SMALL if settings.has("full_pools") else LONGEST) + MAX_OUTPUT + 1
         assert self.cache.fits(longest)
         self.scheduler = Scheduler(self.cache, random.choice((8, 16, 64)), random.choice((2, 4, 16)))

@@ -30,7 +30,7 @@ class SimPrefixStore:
     def save(self, request: Request, num_final: int) -> None:
         story, pages = self._engine.stories[request.request_id], {}
         if any(isinstance(pool, StatePool) for pool in self._engine.cache.pools.values()):
-            return  # the prompts are too short for checkpoints, without which nothing is stored
+            return  # how states are stored is not modelled
         for name, pool in self._engine.cache.pools.items():
             if not pool.enable_caching:
                 return
