@@ -19,7 +19,15 @@ HAS_VLLM = importlib.util.find_spec("vllm") is not None
 NEED_VLLM = ("baton.vllm",)
 # The rooms, lowest first, and what each may import of Baton besides itself and the modules that all may know. A room
 # sees only rooms above its own line here, so no two import each other.
-COMMON = {"baton.errors", "baton.wire", "baton.directories", "baton.log_limit", "baton.timeouts", "baton.waiting"}
+COMMON = {
+    "baton.directories",
+    "baton.distribution",
+    "baton.errors",
+    "baton.log_limit",
+    "baton.timeouts",
+    "baton.waiting",
+    "baton.wire",
+}
 ROOMS: dict[str, set[str]] = {
     "kv": set(),
     "transports": {"kv"},

@@ -58,6 +58,13 @@ async def _a_held_prompt_and_a_lost_role(up: BreakableDeployment) -> None:
     async with aiohttp.ClientSession() as session:
         want = await ask(session, up.url, PROMPT)
         once = await accepted(session, d)
+        for name in ("plan", "post", "transfer"):
+            assert sum(await scrape(session, p, f"baton:handoff_{name}_seconds_count")) >= 2, "of target and drafter"
+        assert len(await scrape(session, p, "baton:handoff_copied_bytes")) == 2
+        for name in ("register_to_commit", "commit_to_first_step"):
+            assert await scrape(session, d, f"baton:handoff_{name}_seconds_count") == [1.0]
+        # One page has them all.
+        assert len(await scrape(session, up.url, "baton:handoff_plan_seconds_count")) == 2
         assert await decisions(session, up.url) == {"handed_off": 1}
         assert await ask(session, up.url, PROMPT) == want
         assert await accepted(session, d) == [2 * count for count in once], "the same drafts are accepted"

@@ -9,7 +9,7 @@ import pytest
 
 import baton
 from baton.errors import REASONS, reason_label
-from baton.handoff.node.figures import Figures
+from baton.handoff.node.figures import CopyFigures, Figures
 from baton.handoff.protocol.copies import CopyLedger
 from baton.handoff.protocol.events import DecodeFailed, PrefillReleased
 from baton.handoff.protocol.messages import AttemptKey
@@ -25,7 +25,7 @@ def test_a_peers_own_words_are_one_label(text: str) -> None:
     figures.note(DecodeFailed(KEY, text, ""), CopyLedger())
     figures.note(PrefillReleased(KEY, text + "!"), CopyLedger())
     figures.note(PrefillReleased(KEY, "peer_lost"), CopyLedger())
-    assert figures.snapshot().failures == {"other": 2, "peer_lost": 1}
+    assert figures.snapshot(CopyFigures()).failures == {"other": 2, "peer_lost": 1}
     assert reason_label(text) == "other"
 
 

@@ -323,6 +323,7 @@ class EngineCore:
             request.carried = carried.reshape(self.executor.spec.num_modules - 1, -1)
         # The prefill engine's context may be longer, and its drafter may draft more.
         request.draft_ids = list(seeds.draft_token_ids[: self.num_drafts(request)])
+        request.committed_at = self.clock.monotonic()
         self.scheduler.commit_receive(request)
         self._enter(request)
 

@@ -40,7 +40,8 @@ class Leg:
 
     On D: `ready`: nothing else keeps the request from its queue; `brought` are the groups of which P sends anything
     (None: all); `wanted` are, per group, the entries that P may write; `proven` the end of those that digests have
-    shown to be final; `quarantined` the pages that the request has given up.
+    shown to be final; `quarantined` the pages that the request has given up; `registered` is when it had pages, in
+    monotonic seconds.
     """
 
     request: Request
@@ -51,6 +52,7 @@ class Leg:
     wanted: dict[str, Interval] = field(default_factory=dict)
     proven: dict[str, int] = field(default_factory=dict)
     quarantined: BlockTables | None = None
+    registered: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +160,7 @@ class HandoffLegs:
             if destination is None:
                 break
             scheduler.receive_queue.popleft()
-            leg.wanted = destination.wanted
+            leg.wanted, leg.registered = destination.wanted, self._clock.monotonic()
             pages = {name: request.kv.pages[name] for name in leg.wanted}
             self.agent.open_decode(ticket, request.prefill_len, leg.wanted, pages)
 
@@ -256,6 +258,7 @@ class HandoffLegs:
             metrics.num_handoffs["committed"] += 1
             metrics.handoff_bytes += event.num_bytes
             metrics.handoff_runs += event.num_runs
+            metrics.register_to_commit.observe(self._clock.monotonic() - leg.registered)
             if self._receives(leg):
                 return self._take(leg, event.seeds, finished=False)
         elif isinstance(event, DecodeFinished):

@@ -6,8 +6,9 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from baton.distribution import SECONDS, Distribution
 from baton.handoff.node.figures import AgentStats
-from baton.openai.metrics import Row, counter, gauge
+from baton.openai.metrics import Row, counter, gauge, histogram
 from baton.wire import EngineLoad
 
 
@@ -29,6 +30,8 @@ class EngineMetrics:
     handoff_bytes: int = 0
     handoff_runs: int = 0
     handoff_failures: Counter[str] = field(default_factory=Counter)
+    register_to_commit: Distribution = field(default_factory=lambda: Distribution(SECONDS))
+    commit_to_first_step: Distribution = field(default_factory=lambda: Distribution(SECONDS))
     recoveries: Counter[str] = field(default_factory=Counter)
     agent: AgentStats = field(default_factory=AgentStats)
     refused_tickets: int | None = None
@@ -72,8 +75,22 @@ class EngineMetrics:
         yield counter("lost_leases", "Peers that were silent for longer than their lease.", self.agent.lost_leases)
         yield counter("handoff_bytes", "KV bytes received.", self.handoff_bytes)
         yield counter("handoff_runs", "Contiguous copies that received KV took.", self.handoff_runs)
+        yield from self._handoff_times()
         for name, (figure, text) in _GAUGES.items() if self.load is not None else ():
             yield gauge(name, text, getattr(self.load, figure))
+
+    def _handoff_times(self) -> Iterator[Row]:
+        copies = self.agent.copies
+        yield histogram("handoff_plan_seconds", "Seconds to plan a copy.", copies.plan)
+        yield histogram("handoff_post_seconds", "Seconds to hand a copy to the transport.", copies.post)
+        yield histogram("handoff_transfer_seconds", "Seconds from a copy's post to its end.", copies.transfer)
+        yield histogram("handoff_copy_runs", "Contiguous runs of a copy.", copies.runs)
+        for group, num in sorted(copies.bytes.items()):
+            yield counter("handoff_copied_bytes", "Bytes of copies that this side issued.", num, group=group)
+        text = "Seconds from the pages of a decode leg to its commit."
+        yield histogram("handoff_register_to_commit_seconds", text, self.register_to_commit)
+        text = "Seconds from a decode leg's commit to the tokens of its first step."
+        yield histogram("handoff_commit_to_first_step_seconds", text, self.commit_to_first_step)
 
     def _refused(self) -> Iterator[tuple[str, int]]:
         if self.refused_tickets is not None:

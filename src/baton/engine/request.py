@@ -85,6 +85,7 @@ class Request:
         self.arrival = 0
         self.started = False
         self.queued_at = 0.0
+        self.committed_at: float | None = None  # until its first step
         self.finish_reason: FinishReason | None = None
         self.num_computed = 0
         self.num_drafted = 0

@@ -131,6 +131,9 @@ def _append(core: EngineCore, request: Request, verified: Verified, logits: npt.
         # Counters tell of the drafter, so they count drafts beyond the request's end too, as vLLM's do.
         core.metrics.verified(num_drafts, verified.num_accepted)
     core.metrics.num_generation_tokens += len(kept)
+    if request.committed_at is not None:
+        core.metrics.commit_to_first_step.observe(core.clock.monotonic() - request.committed_at)
+        request.committed_at = None
     if position == 0:
         core.metrics.num_cached_tokens += request.num_cached
     request.finish_reason = reason

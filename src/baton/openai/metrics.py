@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+
+from baton.distribution import Distribution
 
 _TTFT_BUCKETS_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5.0, 10.0, 30.0)
 _ITL_BUCKETS_S = (0.001, 0.002, 0.004, 0.008, 0.015, 0.03, 0.06, 0.12, 0.25, 0.5, 1.0, 2.5)
@@ -25,7 +27,8 @@ _VLLM_HISTOGRAMS: tuple[tuple[str, str, Sequence[float]], ...] = (
     ("request_generation_tokens", "Tokens generated for a request.", _TOKENS_BUCKETS),
 )
 
-Row = tuple[str, str, str, Mapping[str, str], float]  # type is "counter" or "gauge"
+# The type is "counter" or "gauge", or "histogram" of a `Distribution`.
+Row = tuple[str, str, str, Mapping[str, str], float | Distribution]
 
 
 def counter(name: str, text: str, value: float, **labels: str) -> Row:
@@ -36,6 +39,11 @@ def counter(name: str, text: str, value: float, **labels: str) -> Row:
 def gauge(name: str, text: str, value: float, **labels: str) -> Row:
     """A row of `RowCollector`: a gauge of Baton's own."""
     return f"baton:{name}", "gauge", text, labels, float(value)
+
+
+def histogram(name: str, text: str, value: Distribution, **labels: str) -> Row:
+    """A row of `RowCollector`: a histogram of Baton's own."""
+    return f"baton:{name}", "histogram", text, labels, value
 
 
 # Figures of engines that vLLM has too, under the same names.
@@ -126,10 +134,18 @@ class RowCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield one family per name; rows of one name must have the same label names."""
-        families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
+        families: dict[str, CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily] = {}
         for name, kind, text, labels, value in self._rows():
             if name not in families:
-                family = CounterMetricFamily if kind == "counter" else GaugeMetricFamily
-                families[name] = family(name, text, labels=list(labels))
-            families[name].add_metric([str(label) for label in labels.values()], value)
+                families[name] = _FAMILIES[kind](name, text, labels=list(labels))
+            family, values = families[name], [str(label) for label in labels.values()]
+            if isinstance(family, HistogramMetricFamily):
+                assert isinstance(value, Distribution)
+                family.add_metric(values, value.buckets(), value.total)
+            else:
+                assert not isinstance(value, Distribution)
+                family.add_metric(values, value)
         yield from families.values()
+
+
+_FAMILIES = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily, "histogram": HistogramMetricFamily}

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
+from baton.distribution import RUNS, SECONDS, Distribution
 from baton.errors import reason_label
 from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.copies import CopyLedger
@@ -16,6 +19,26 @@ _BY_RANK = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class CopyFigures:
+    """Of the copies that this side issued: seconds to plan one, to hand it to the transport, and from then to its end;
+    contiguous runs in one; bytes of those that ended well, by group."""
+
+    plan: Distribution = field(default_factory=lambda: Distribution(SECONDS))
+    post: Distribution = field(default_factory=lambda: Distribution(SECONDS))
+    transfer: Distribution = field(default_factory=lambda: Distribution(SECONDS))
+    runs: Distribution = field(default_factory=lambda: Distribution(RUNS))
+    bytes: Counter[str] = field(default_factory=Counter)
+
+    def over_ranks(self, others: Sequence[CopyFigures]) -> CopyFigures:
+        """Those of all ranks of an engine."""
+        all_ = (self, *others)
+        plan, post, transfer, runs = (
+            Distribution.sum_of([getattr(one, name) for one in all_]) for name in ("plan", "post", "transfer", "runs")
+        )
+        return CopyFigures(plan, post, transfer, runs, sum((one.bytes for one in all_), Counter()))
+
+
 @dataclass(slots=True)
 class AgentStats:
     """Counts since the start: handoffs committed, or `finished` by the first token; `bytes` and `runs` of the committed
@@ -23,7 +46,8 @@ class AgentStats:
     digests, peers whose lease ended; `failures` by reason; messages `rejected` and `malformed` of all `frames` that
     came, connections `refused`, sessions `evicted` by newer ones.
 
-    Now: `outstanding` and `quarantined` attempts, `unknown` copies (cancelled, and not proven quiet), ready `sessions`.
+    `copies`: each of them. Now: `outstanding` and `quarantined` attempts, `unknown` copies (cancelled, and not proven
+    quiet), ready `sessions`.
     """
 
     handoffs: int = 0
@@ -44,11 +68,12 @@ class AgentStats:
     quarantined: int = 0
     unknown: int = 0
     sessions: int = 0
+    copies: CopyFigures = field(default_factory=CopyFigures)
 
     def over_ranks(self, others: Sequence[AgentStats]) -> AgentStats:
         """Those of an engine whose first rank has these: handoffs and attempts are counted once for all ranks."""
         sums = {name: sum(getattr(s, name) for s in (self, *others)) for name in _BY_RANK}
-        return replace(self, **sums)
+        return replace(self, **sums, copies=self.copies.over_ranks([s.copies for s in others]))
 
     @property
     def runs_per_handoff(self) -> float:
@@ -89,7 +114,7 @@ class Figures:
         self._stats.bytes += num_bytes
         self._stats.runs += num_runs
 
-    def snapshot(self, **now: int) -> AgentStats:
+    def snapshot(self, copies: CopyFigures, **now: Any) -> AgentStats:
         """The counts so far, with those figures of `AgentStats` that are kept elsewhere."""
         with self._lock:
-            return replace(self._stats, failures=dict(self._stats.failures), **now)
+            return replace(self._stats, failures=dict(self._stats.failures), copies=copies, **now)

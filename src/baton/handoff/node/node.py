@@ -184,6 +184,7 @@ class HandoffNode:
         """Figures, but those of the sockets. Any thread."""
         live = self.execution.live()
         return self.execution.figures.snapshot(
+            self.operations.figures,
             outstanding=len(live),
             quarantined=sum(attempt.machine.closing for attempt in live),
             unknown=self.operations.num_unknown,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from baton.errors import BatonError, ProtocolError
+from baton.handoff.node.figures import CopyFigures
 from baton.handoff.plan.planner import CopyList, Instance, plan
 from baton.handoff.protocol.events import CopyEnded, StartCopy
 from baton.transports.base import Direction, Operation, Peer, Transport
@@ -25,6 +27,8 @@ class _Running(Generic[Owner]):
     num_runs: int
     peer: Peer
     direction: Direction
+    group: str
+    posted: float
     cancelled: bool = False
 
 
@@ -37,6 +41,7 @@ class Operations(Generic[Owner]):
         self._transport = transport
         self._wake = wake
         self._running: list[_Running[Owner]] = []
+        self.figures = CopyFigures()
 
     def __len__(self) -> int:
         return len(self._running)
@@ -58,14 +63,22 @@ class Operations(Generic[Owner]):
     ) -> CopyEnded | None:
         """Plan and submit what the rank of `source` sends to that of `dest`; its end at once when it cannot start."""
         try:
+            began = time.perf_counter()
             copies = self._plan(copy, source, dest)
+            planned = time.perf_counter()
             operation = self._transport.submit(peer, direction, copies, tag)
         except Exception as error:
             # Nothing was submitted, so nothing is outstanding.
             if not isinstance(error, BatonError):
                 log.exception("copy %s could not be started", tag)
             return CopyEnded(copy.copy_id, ok=False, message=f"group {copy.group}: {error}")
-        self._running.append(_Running(owner, copy.copy_id, operation, copies.total, len(copies), peer, direction))
+        posted = time.perf_counter()
+        self.figures.plan.observe(planned - began)
+        self.figures.post.observe(posted - planned)
+        self.figures.runs.observe(len(copies))
+        self._running.append(
+            _Running(owner, copy.copy_id, operation, copies.total, len(copies), peer, direction, copy.group, posted)
+        )
         operation.add_done_callback(self._wake)
         return None
 
@@ -94,6 +107,8 @@ class Operations(Generic[Owner]):
             elif state == "pending":
                 still.append(run)
             elif state == "done":
+                self.figures.transfer.observe(time.perf_counter() - run.posted)
+                self.figures.bytes[run.group] += run.num_bytes
                 end = CopyEnded(run.copy_id, ok=True, num_bytes=run.num_bytes, num_runs=run.num_runs)
                 out.append((run.owner, end))
             else:

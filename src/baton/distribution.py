@@ -1,0 +1,47 @@
+"""Figures of which the spread matters: how many lie at or below each of some bounds, as Prometheus counts them."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+
+# From what a plan takes to what a handoff may wait.
+SECONDS = (2e-5, 1e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0, 30.0)
+RUNS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096, 16_384, 65_536)
+
+
+class Distribution:
+    """One thread observes; others may read at any time, with no consistency between the counts."""
+
+    __slots__ = ("_bounds", "_counts", "total")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = tuple(bounds)
+        self._counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def observe(self, value: float) -> None:
+        """One more figure."""
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self.total += value
+
+    @classmethod
+    def sum_of(cls, many: Sequence[Distribution]) -> Distribution:
+        """The figures of several with the same bounds."""
+        found = cls(many[0]._bounds)
+        found._counts = [sum(counts) for counts in zip(*(one._counts for one in many), strict=True)]
+        found.total = sum(one.total for one in many)
+        return found
+
+    @property
+    def count(self) -> int:
+        """How many figures there were."""
+        return sum(self._counts)
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """(bound, how many figures lie at or below it), the last bound being "+Inf"."""
+        found, sum_ = [], 0
+        for bound, count in zip((*map(float, self._bounds), "+Inf"), self._counts, strict=True):
+            sum_ += count
+            found.append((str(bound), float(sum_)))
+        return found
