@@ -34,6 +34,8 @@ START_TIMEOUT_S = 300.0
 END_TIMEOUT_S = 10.0
 _PR_SET_PDEATHSIG = 1
 BATON = (sys.executable, "-m", "baton.cli")
+# Variables whose names begin so are flags of the command that was given.
+FLAG_VARIABLES = "BATON_FLAG_"
 
 
 @dataclass(slots=True)
@@ -52,10 +54,12 @@ class Child:
 
 def _environment(engines: int) -> dict[str, str]:
     """That of the children of a deployment. An operation waits for the slowest of its threads, so all engines together
-    have no more threads than there are cores; a number that the user has set stays."""
+    have no more threads than there are cores; a number that the user has set stays. Flags of the command that started
+    the deployment are not their own."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith(FLAG_VARIABLES)}
     if engines == 1 or not hasattr(os, "sched_getaffinity"):
-        return dict(os.environ)
-    return {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // engines)), **os.environ}
+        return own
+    return {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // engines)), **own}
 
 
 def check_shared_transport(uri: str) -> None:

@@ -22,6 +22,8 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    # Tables cut names of flags short on narrow terminals.
+    rich_markup_mode=None,
 )
 
 

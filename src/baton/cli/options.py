@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 import typer
 
 from baton.cli.logs import LogFormat, LogLevel, log_to_stderr
+from baton.cli.settings import Config
 from baton.engine.config import (
     EngineConfig,
     IntegritySetting,
@@ -133,6 +134,7 @@ class EngineOptions(StepOptions):
 class ListenOptions:
     """Where a command serves, and how it ends."""
 
+    config: Config = None
     host: Annotated[str, typer.Option(help="Address to listen on; loopback unless you protect it yourself.")] = (
         "127.0.0.1"
     )

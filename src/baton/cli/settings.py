@@ -1,0 +1,123 @@
+"""Flags of a command from a file (`--config`) and from the environment, with the same checks as on the command line.
+
+The command line goes before the environment, and the environment before the file, as in vLLM.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+import yaml
+
+from baton.deployment import FLAG_VARIABLES
+from baton.errors import ConfigError
+
+_MAX_BYTES = 1 << 20
+_ENDINGS = (".toml", ".yaml", ".yml")
+
+
+def read_file(path: str) -> dict[str, Any]:
+    """Return what a TOML or YAML file says, by names of flags with underscores. Raises `ConfigError`."""
+    file = Path(path)
+    if file.suffix not in _ENDINGS:
+        raise ConfigError("config", f"{path} must end in one of {', '.join(_ENDINGS)}")
+    try:
+        with file.open("rb") as source:
+            data = source.read(_MAX_BYTES + 1)
+    except OSError as error:
+        raise ConfigError("config", f"{path} cannot be read: {error.strerror}") from None
+    if len(data) > _MAX_BYTES:
+        raise ConfigError("config", f"{path} is larger than {_MAX_BYTES} bytes")
+    try:
+        if file.suffix == ".toml":
+            found = msgspec.toml.decode(data)
+        else:
+            # YAML has the last of two equal keys, in silence.
+            for key in _keys_twice(yaml.compose(data.decode(), Loader=yaml.SafeLoader), []):
+                raise ConfigError("config", f"{path} has {key} twice")
+            found = msgspec.yaml.decode(data)
+    except (msgspec.MsgspecError, yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError("config", f"{path}: {' '.join(str(error).split())}") from None
+    if not isinstance(found, dict):
+        raise ConfigError("config", f"{path} must map names of flags to values")
+    settings: dict[str, Any] = {}
+    for key, value in found.items():
+        name = str(key).replace("-", "_")
+        if name in settings:
+            raise ConfigError("config", f"{path} has {name} twice")
+        settings[name] = value
+    return settings
+
+
+def read_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return flags from variables named `BATON_FLAG_` and the flag's name in capitals, by names with underscores."""
+    start = len(FLAG_VARIABLES)
+    return {name[start:].lower(): value for name, value in environment.items() if name.startswith(FLAG_VARIABLES)}
+
+
+def _apply(context: typer.Context, path: str | None) -> str | None:
+    """Make the file's and the environment's settings the defaults of the command's other flags."""
+    given = read_environment(os.environ)
+    named = given.pop("config", None)
+    path = path or named
+    settings = _as_flags(context, read_file(path), path) if path else {}
+    settings |= _as_flags(context, given, "the environment")
+    context.default_map = settings
+    return path
+
+
+Config = Annotated[
+    str | None,
+    typer.Option(
+        is_eager=True, callback=_apply, metavar="FILE", help="TOML or YAML with flags of this command; those given win."
+    ),
+]
+
+
+def _as_flags(context: typer.Context, settings: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """The settings as the command line would give them. Raises `ConfigError` naming one that no flag takes."""
+    parameters = {p.name: p for p in context.command.params if p.name != "config" and not getattr(p, "hidden", False)}
+    flags: dict[str, Any] = {}
+    for name, value in settings.items():
+        parameter = parameters.get(name)
+        if parameter is None:
+            raise ConfigError(name, f"in {source}: baton {context.info_name} has no such flag")
+        switch, several = getattr(parameter, "is_flag", False), getattr(parameter, "multiple", False)
+        if several:
+            flags[name] = [_text(name, each, source) for each in (value if isinstance(value, list) else [value])]
+        elif switch and not isinstance(value, bool | str):
+            raise ConfigError(name, f"in {source}: must be true or false")
+        else:
+            flags[name] = value if switch else _text(name, value, source)
+    return flags
+
+
+def _text(name: str, value: object, source: str) -> str:
+    """A value as an argument; a table as JSON."""
+    if isinstance(value, dict):
+        try:
+            return json.dumps(value)
+        except (TypeError, ValueError):
+            raise ConfigError(name, f"in {source}: has a value that JSON has not") from None
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise ConfigError(name, f"in {source}: must be a text, a number or a table")
+    return str(value)
+
+
+def _keys_twice(node: yaml.Node | None, above: list[yaml.Node]) -> Iterator[str]:
+    """Keys that a mapping has twice; a node that holds itself is left to the reader, which refuses it."""
+    if node is None or any(node is each for each in above):
+        return
+    if isinstance(node, yaml.MappingNode):
+        keys = [str(key.value) for key, _ in node.value]
+        yield from (key for number, key in enumerate(keys) if key in keys[:number])
+    if isinstance(node, yaml.CollectionNode):
+        for part in node.value:
+            for child in part if isinstance(part, tuple) else (part,):
+                yield from _keys_twice(child, [*above, node])
