@@ -9,7 +9,7 @@ TRANSPORTS := $(VENV)/.transports
 VLLM_SMOKE := tests/vllm/integration/test_smoke.py
 VLLM_TESTS ?= $(if $(filter-out 0.32.%,$(VLLM_VERSION)),$(VLLM_SMOKE),tests/vllm --ignore $(VLLM_SMOKE))
 
-.PHONY: demo test test-vllm conformance lint bench parity simulate train clean
+.PHONY: demo test test-vllm conformance lint bench parity topologies simulate train clean
 
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -47,6 +47,9 @@ bench: $(STAMP)
 
 parity: $(STAMP)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.parity
+
+topologies: $(STAMP)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.topologies
 
 simulate: $(STAMP)
 	@$(BIN)/python -m simulation --seeds 20000

@@ -12,6 +12,7 @@ from unittest import mock
 
 from baton.engine.config import SpeculativeConfig
 from baton.engine.executor import LocalExecutor
+from baton.engine.ranks.executor import RankExecutor
 from baton.kv.interval import Interval
 from baton.kv.spec import GroupSpec
 from baton.wire import SamplingParams
@@ -60,7 +61,7 @@ class Trial:
     """One pair of target and drafter, in a folder of its own."""
 
     def __init__(self, target: str, drafter: str, folder: Path, seed: int = 0, dtype: str = "auto") -> None:
-        self._folder = folder
+        self.folder = folder
         model = TARGETS[target](folder / "target", seed)
         make, spec = DRAFTERS[drafter].make, None
         if make is not None:
@@ -88,7 +89,7 @@ class Trial:
     def pair(self, sizes: str) -> Iterator[Pair]:
         """P and D with pages of these sizes. One engine went before."""
         p, d = block_sizes(sizes, self._groups)
-        with pair(self._folder, {"block_size": d}, **self.settings, block_size=p) as two:
+        with pair(self.folder, {"block_size": d}, **self.settings, block_size=p) as two:
             yield two
 
 
@@ -225,9 +226,11 @@ class _Wanted:
 
 
 def specs_of(engine: Stepped) -> dict[str, GroupSpec]:
-    """The groups of an engine by name."""
-    assert isinstance(engine.core.executor, LocalExecutor)
-    return {name: memory.spec for name, memory in engine.core.executor.runner.kv.items()}
+    """The groups of an engine by name, of its first rank."""
+    executor = engine.core.executor
+    local = executor.local if isinstance(executor, RankExecutor) else executor
+    assert isinstance(local, LocalExecutor)
+    return {name: memory.spec for name, memory in local.runner.kv.items()}
 
 
 def num_bytes(spec: GroupSpec, wanted: Interval) -> int:

@@ -33,7 +33,7 @@ class Node(handoff_pair.Node):
 
     @property
     def address(self) -> str:
-        return self.agent.address
+        return str(self.agent.address)
 
     def next(self, kind: type[HandoffEvent]) -> HandoffEvent:
         event = self.events.get(timeout=30)

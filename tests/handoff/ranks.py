@@ -6,6 +6,7 @@ import queue
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -16,7 +17,7 @@ from baton.handoff.protocol.digests import MemoryDigester
 from baton.handoff.protocol.events import DecodeAdmitted, DecodeCommitted, DecodeProgress, HandoffEvent, PrefillReleased
 from baton.handoff.protocol.messages import AttemptKey, Seeds
 from baton.handoff.protocol.ticket import SignedTicket, Ticket, new_transfer_id
-from baton.kv.geometry import BLOCK_MAJOR_NHD, Geometry
+from baton.kv.geometry import BLOCK_MAJOR_NHD, Axis, Geometry
 from baton.kv.interval import Interval
 from baton.kv.spec import GroupSpec, kv_planes, latent_planes
 from baton.transports.registry import create_transport
@@ -38,7 +39,7 @@ class Shape:
     tp: int = 1
     stages: tuple[int, ...] = (0,)
     page_size: int = 4
-    order: tuple[str, ...] = BLOCK_MAJOR_NHD
+    order: tuple[Axis, ...] = BLOCK_MAJOR_NHD
     groups: tuple[str, ...] = GROUPS
 
     @property
@@ -101,7 +102,7 @@ class Rank:
         scheme: str,
         on_event: Callable[[HandoffEvent], None],
         on_peer: Callable[[AttemptKey, Instance], None],
-        **config: object,
+        **config: Any,
     ) -> None:
         self.rank, self.geometries = rank, shape.groups_of(rank)
         self.transport = create_transport(scheme)
@@ -109,9 +110,9 @@ class Rank:
         self.regions = regions
         for region in regions:
             region.view(np.float32)[:] = UNTOUCHED
-        on_lost: Callable[[str], None] = config.pop("on_lost", lambda why: None)  # type: ignore[assignment]
-        defaults: dict[str, object] = {"ticket_key": KEY, "timers": TIMERS, "integrity": "full"}
-        settings = AgentConfig(name, f"{name}-1", **{**defaults, **config})  # type: ignore[arg-type]
+        on_lost: Callable[[str], None] = config.pop("on_lost", lambda why: None)
+        defaults: dict[str, Any] = {"ticket_key": KEY, "timers": TIMERS, "integrity": "full"}
+        settings = AgentConfig(name, f"{name}-1", **{**defaults, **config})
         self.agent = HandoffAgent(
             settings,
             shape.instance(rank),
@@ -169,7 +170,8 @@ def values(group: str, plane: int, layers: Sequence[int], heads: range, token: i
     """What entries of one token are: each another value, `[layers, heads, dim]`."""
     at = np.array(layers)[:, None, None] * 2 + plane
     at = (at * 8 + np.array(heads)[None, :, None]) * 256 + token
-    return ((at * DIM + np.arange(DIM)) * 3 + GROUPS.index(group) + 100_000 * salt).astype(np.float32)
+    found: np.ndarray = (at * DIM + np.arange(DIM)) * 3 + GROUPS.index(group) + 100_000 * salt
+    return found.astype(np.float32)
 
 
 @dataclass
@@ -179,7 +181,7 @@ class Engine:
     name: str
     shape: Shape
     schemes: Sequence[str] = ("local://",)
-    config: dict[str, object] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.events: queue.Queue[HandoffEvent] = queue.Queue()

@@ -10,16 +10,21 @@ from simulation.parallel import run_seeds
 
 # Where a search found them last. It begins there, and goes through all seeds when the protocol has changed since.
 FOUND_AT = {
-    "abort_then_reuse": 184,
-    "any_bye_is_quiet": 148,
-    "cancelled_while_copying": 41,
-    "commit_after_failure": 151,
-    "duplicate_commit_is_progress": 580,
-    "finish_while_copying": 239,
-    "timeout_frees_source": 101,
-    "timeout_then_reuse": 52,
-    "unfenced_is_fenced": 38,
-    "wrong_head_share": 31,
+    "any_bye_is_quiet": 48,
+    "blocking_connect": 98,
+    "cancelled_while_copying": 94,
+    "cancelled_while_reading": 69,
+    "commit_after_failure": 637,
+    "duplicate_commit_is_progress": 538,
+    "finish_while_copying": 87,
+    "no_quarantine": 47,
+    "no_ticket_check": 49,
+    "preempt_keeps_pages": 49,
+    "release_before_quiet": 70,
+    "timeout_frees_source": 70,
+    "timeout_then_reuse": 94,
+    "unfenced_is_fenced": 86,
+    "unproven_is_kept": 47,
 }
 
 

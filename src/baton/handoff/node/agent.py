@@ -115,10 +115,10 @@ class HandoffAgent:
         self._closing = True
         self._watch.close()
         self._channel.wake()
-        if not self._thread.is_alive():
+        if self._thread.ident is not None and self._watch.lost is None:
+            self._thread.join()  # it closes the channel at its end
+        elif not self._thread.is_alive():
             self._channel.close()
-        elif self._watch.lost is None:
-            self._thread.join()
 
     # ------------------------------------------------------------ the engine's calls, from any thread
 

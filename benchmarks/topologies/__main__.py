@@ -1,0 +1,129 @@
+"""`python -m benchmarks.topologies`: hand requests over between engines of other ranks, and compare every token.
+
+Tensor ranks are processes that share the model. Stages, drafters on fewer ranks, and models that no engine cuts are
+played by agents: the model is computed by one rank, and each rank of the handoff has a share of its memory, an agent
+and an address of its own. Exit code 1 where a cell is not identical to one engine of one rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from unittest import mock
+
+import torch
+
+from baton.engine.config import KVTransferConfig
+from benchmarks.parity import trial
+from benchmarks.parity.cases import Case, block_sizes, cases
+from benchmarks.parity.trial import Cell, Trial
+from benchmarks.topologies.agents import bytes_of_equal_ranks, least_bytes, shaped
+from simulation.topologies import Shape
+from tests.engine.engines import Pair, Stream, pair
+
+# Target and drafter of the matrix of equality: heads with heads, latents with heads, latents with latents, states.
+MODELS = {
+    "GQA target with 2 KV heads, EAGLE-3": ("llama", "eagle3"),
+    "MLA target, MHA EAGLE-3": ("deepseek_v2", "eagle3"),
+    "MLA target, MTP": ("deepseek_v3", "mtp"),
+    "Mamba-2 hybrid": ("granitemoehybrid", "none"),
+}
+UNCUT = ("granitemoehybrid",)
+TENSOR_RANKS = {f"TP {p} to TP {d}": (Shape(p), Shape(d)) for p in (1, 2, 4) for d in (1, 2, 4)}
+SHAPES: dict[str, tuple[Shape, Shape]] = {
+    **TENSOR_RANKS,
+    "2 stages to 1": (Shape(stages=2), Shape()),
+    "1 stage to 2": (Shape(), Shape(stages=2)),
+    "2 stages to 2 of TP 2": (Shape(stages=2), Shape(2, stages=2)),
+    "TP 4 to TP 4, drafters on 1 rank": (Shape(4, draft_tp=1), Shape(4, draft_tp=1)),
+}
+SIZES = ("16/16", "16/7")
+_SLICES = 4
+
+
+def as_processes(target: str, shape: str) -> bool:
+    """Whether the ranks of a cell are processes that compute; else agents alone."""
+    return shape in TENSOR_RANKS and target not in UNCUT
+
+
+def trial_of(name: str, folder: Path, seed: int = 0) -> Trial:
+    """A model whose sums do not depend on the number of ranks."""
+    model = Trial(*MODELS[name], folder, seed)
+    model.settings |= {"batch_invariant": True}
+    if MODELS[name][0] not in UNCUT:
+        model.settings |= {"reduction_slices": _SLICES}
+    return model
+
+
+@contextmanager
+def two(model: Trial, shapes: tuple[Shape, Shape], sizes: str, processes: bool) -> Iterator[Pair]:
+    """P and D."""
+    if not processes:
+        with shaped(*shapes), model.pair(sizes) as made:
+            yield made
+        return
+    p, d = block_sizes(sizes, ())
+    common = {**model.settings, "kv_transfer_config": KVTransferConfig(kv_transport="shm://")}
+    decode = {"block_size": d, "tensor_parallel_size": shapes[1].tp}
+    with pair(model.folder, decode, **common, block_size=p, tensor_parallel_size=shapes[0].tp) as made:
+        yield made
+
+
+def run(name: str, model: Trial, shape: str, sizes: str, alone: dict[Case, Stream]) -> Cell:
+    """One cell: all cases, both modes."""
+    total, shapes, processes = Cell(), SHAPES[shape], as_processes(MODELS[name][0], shape)
+    least = bytes_of_equal_ranks(shapes[1].tp) if processes else least_bytes(shapes[1])
+    with mock.patch.object(trial, "num_bytes", least), two(model, shapes, sizes, processes) as made:
+        for key in dict.fromkeys((case.chunked, case.mode) for case in alone):
+            batch = {case: said for case, said in alone.items() if (case.chunked, case.mode) == key}
+            total.add(trial.compare(made, batch))
+    return total
+
+
+def rows(name: str, model: Trial, batch: Sequence[Case], only: str, failures: list[str]) -> list[str]:
+    """One line for each topology."""
+    alone, out = model.alone(batch), []
+    for shape in SHAPES:
+        if only not in shape:
+            continue
+        columns = [name, shape, "processes" if as_processes(MODELS[name][0], shape) else "agents"]
+        for sizes in SIZES:
+            cell = run(name, model, shape, sizes, alone)
+            failures += [f"{name}, {shape}, {sizes}: {failure}" for failure in cell.failures]
+            columns += [f"{cell.num_identical}/{cell.num_cases}", f"{cell.num_bytes:,}", f"{cell.wanted_bytes:,}"]
+        out.append(f"| {' | '.join(columns)} |")
+        print(out[-1], file=sys.stderr, flush=True)
+    return out
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print the table, as Markdown; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.topologies", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("--model", default="", help=f"models whose name contains this: {'; '.join(MODELS)}")
+    parser.add_argument("--shape", default="", help="topologies whose name contains this")
+    parser.add_argument("--seed", type=int, default=0, help="of weights, prompts and noise")
+    parser.add_argument("--cases", type=int, default=2, help="requests of each mode and condition")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    began, lines, failures = time.process_time(), list[str](), list[str]()
+    batch = cases(options.seed, options.cases)
+    for name in MODELS:
+        if options.model in name:
+            with tempfile.TemporaryDirectory() as folder:
+                model = trial_of(name, Path(folder), options.seed)
+                lines += rows(name, model, batch, options.shape, failures)
+    heads = [f"{size}: {what}" for size in SIZES for what in ("identical", "bytes sent", "least")]
+    print(f"| model | P to D | ranks are | {' | '.join(heads)} |\n|{'---|' * (3 + len(heads))}")
+    print("\n".join([*lines, "", f"{time.process_time() - began:.0f} s of CPU", *failures[:20]]))
+    return 1 if failures or not lines else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,133 @@
+"""Engines that are one rank to compute, and several to hand over: each rank's agent has a share of the one memory.
+
+A share is the same memory under other strides and counts, so an engine needs to know nothing of it: what the ranks of P
+send and those of D receive are the very pages that the model wrote, and those that it goes on from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import msgspec
+
+from baton.engine import build
+from baton.engine.kv_memory import KVMemory
+from baton.handoff.node.agent import AgentConfig, HandoffAgent
+from baton.handoff.node.instance import InstanceAgent
+from baton.handoff.plan.planner import Instance, RankGeometry
+from baton.handoff.protocol.digests import MemoryDigester
+from baton.handoff.protocol.events import HandoffEvent
+from baton.kv.geometry import Geometry, Plane
+from baton.kv.interval import Interval
+from baton.kv.spec import GroupSpec, PlaneSpec
+from baton.transports.base import Transport
+from baton.transports.registry import create_transport
+from simulation.topologies import Shape
+
+
+def edges(num: int, parts: int, index: int) -> tuple[int, int]:
+    """`(first, count)` of the share of one of `parts` ranks in `num` things; several have one where there are fewer."""
+    if num < parts:
+        return index * num // parts, 1
+    first, stop = index * num // parts, (index + 1) * num // parts
+    return first, stop - first
+
+
+def shard(whole: Geometry, shard: int, tp: int, first_layer: int, num_layers: int) -> Geometry:
+    """The part of a geometry that one of `tp` ranks has, in some of its layers."""
+
+    def part(plane: Plane) -> Plane:
+        first, count = (0, plane.num_heads) if plane.cut == "whole" else edges(plane.num_heads, tp, shard)
+        base = plane.base + first_layer * plane.layer_stride + first * plane.head_stride
+        return msgspec.structs.replace(plane, num_heads=count, first_head=plane.first_head + first, base=base)
+
+    return msgspec.structs.replace(
+        whole,
+        layer_ids=whole.layer_ids[first_layer : first_layer + num_layers],
+        planes=tuple(part(plane) for plane in whole.planes),
+    ).check()
+
+
+def cut(groups: Mapping[str, Geometry], owners: Mapping[str, str], shape: Shape) -> dict[str, list[RankGeometry]]:
+    """All groups of an engine over its ranks, by group."""
+    found: dict[str, list[RankGeometry]] = {}
+    for name, whole in groups.items():
+        draft = owners[name] == "draft"
+        tp, stages = ((shape.draft_tp or shape.tp), 1) if draft else (shape.tp, shape.stages)
+        for stage in range(stages):
+            first, count = edges(whole.num_layers, stages, stage)
+            if whole.num_layers < stages and stage and edges(whole.num_layers, stages, stage - 1)[0] == first:
+                continue  # no layer for this stage: it is on the one before
+            for index in range(tp):
+                rank = (shape.sampling if draft else stage * shape.tp) + index
+                geometry = shard(whole, index, tp, first, count)
+                found.setdefault(name, []).append(RankGeometry(rank=rank, geometry=geometry))
+    return found
+
+
+def least_bytes(shape: Shape) -> Callable[[GroupSpec, Interval], int]:
+    """What D's ranks hold of some entries of a whole group, each byte of each rank once."""
+
+    def copies(plane: PlaneSpec, tp: int) -> int:
+        return plane.token_bytes * (tp if plane.cut == "whole" else max(1, tp // plane.num_heads))
+
+    def count(spec: GroupSpec, wanted: Interval) -> int:
+        tp = (shape.draft_tp or shape.tp) if spec.owner == "draft" else shape.tp
+        return len(wanted) * spec.num_layers * sum(copies(plane, tp) for plane in spec.planes)
+
+    return count
+
+
+def bytes_of_equal_ranks(num_ranks: int) -> Callable[[GroupSpec, Interval], int]:
+    """The same of ranks each of which has as much as the one whose group is given."""
+
+    def count(spec: GroupSpec, wanted: Interval) -> int:
+        return len(wanted) * spec.num_layers * sum(plane.token_bytes for plane in spec.planes) * num_ranks
+
+    return count
+
+
+def make(
+    shape: Shape,
+    identity: AgentConfig,
+    whole: Sequence[GroupSpec],
+    pool: KVMemory,
+    transports: list[Transport],
+    emit: Callable[[HandoffEvent], None],
+    stalled: Callable[[], bool],
+    lost: Callable[[str], None],
+) -> tuple[list[HandoffAgent], InstanceAgent]:
+    """In place of the one agent that an engine of one rank makes. `transports`, the engine's, gets one for each further
+    rank; regions are those of this process.
+    """
+    wholes = {
+        group.name: Geometry.block_major(group, pool.size.num_pages[group.name], region=index)
+        for index, group in enumerate(whole)
+    }
+    groups = cut(wholes, {group.name: group.owner for group in whole}, shape)
+    transports += [create_transport("local://") for _ in range(shape.num_ranks - 1)]
+    together = InstanceAgent(Instance(rank=0, groups=groups, sampling=shape.sampling), emit)
+    agents = []
+    for rank, transport in enumerate(transports):
+        here = Instance(rank=rank, groups=groups, sampling=shape.sampling)
+        digester = None if identity.integrity == "off" else MemoryDigester(here.here, pool.regions[0])
+        descriptor = transport.register(pool.regions[0])
+        heard, met = together.on_event, together.on_peer
+        agents.append(HandoffAgent(identity, here, transport, descriptor, heard, digester, stalled, met, lost))
+    together.bind(agents)
+    return agents, together
+
+
+@contextmanager
+def shaped(p: Shape, d: Shape) -> Iterator[None]:
+    """Engines `p` and `d` that are built meanwhile have so many ranks."""
+    shapes = {"p": p, "d": d}
+
+    def agents(identity: AgentConfig, *rest: Any) -> tuple[list[HandoffAgent], InstanceAgent]:
+        return make(shapes[identity.engine_id], identity, *rest)
+
+    with mock.patch.object(build, "make_agents", agents):
+        yield

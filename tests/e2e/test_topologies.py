@@ -1,0 +1,47 @@
+"""A slice of `make topologies`: engines of other ranks say what one engine says, and a wrong share is seen."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.handoff.plan import planner, topology
+from benchmarks.parity.cases import cases
+from benchmarks.topologies.__main__ import run, trial_of
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+BATCH = cases(5, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "shapes"),
+    [
+        ("GQA target with 2 KV heads, EAGLE-3", ("TP 2 to TP 1", "2 stages to 2 of TP 2")),
+        ("MLA target, MHA EAGLE-3", ("TP 4 to TP 4, drafters on 1 rank",)),
+        ("Mamba-2 hybrid", ("TP 4 to TP 2",)),
+    ],
+)
+def test_tokens_and_acceptance_are_those_of_one_engine(name: str, shapes: tuple[str, ...], tmp_path: Path) -> None:
+    model = trial_of(name, tmp_path)
+    alone = model.alone(BATCH)
+    for shape in shapes:
+        cell = run(name, model, shape, "16/7", alone)
+        assert not cell.failures
+        assert cell.num_identical == cell.num_cases == len(BATCH)
+        assert cell.num_bytes == cell.wanted_bytes > 0
+
+
+def test_a_wrong_share_of_heads_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def assign(sources: Any, dest: Any) -> Any:
+        shares = topology.assign(sources, dest)
+        return {rank: tuple(replace(box, source_head=0) for box in boxes) for rank, boxes in shares.items()}
+
+    name = "GQA target with 2 KV heads, EAGLE-3"
+    model = trial_of(name, tmp_path)
+    alone = model.alone(BATCH)
+    monkeypatch.setattr(planner, "assign", assign)
+    cell = run(name, model, "TP 1 to TP 2", "16/16", alone)
+    assert cell.num_identical < cell.num_cases
