@@ -29,7 +29,7 @@ from baton.text import Tokenizer
 from baton.verify.observe import Case, Observed, make_cases
 from baton.verify.sides import InProcess
 from baton.wire import Recovery, SamplingParams
-from benchmarks.chaos_faults import Breaker, await_healthy, count_recoveries, engines_of
+from benchmarks.chaos_faults import FAULTS, KILL_RANK, Breaker, await_healthy, count_recoveries, engines_of
 from benchmarks.chaos_report import ChaosReport
 from benchmarks.demo import SPECULATIVE, TARGET
 from benchmarks.deployment import BreakableDeployment
@@ -59,16 +59,19 @@ class ChaosConfig:
     integrity: str = "off"
     pause_s: tuple[float, float] = (0.1, 1.5)
     least_faults: int = 1
+    tensor_parallel_size: int = 1
+    ranks_only: bool = False
 
 
 def run_chaos(config: ChaosConfig) -> ChaosReport:
     """Run it all; every process has ended when this returns."""
     cases = _cases(config)
-    engine = {"model": TARGET, "speculative_config": SPECULATIVE, "batch_invariant": True}
+    ranks = config.tensor_parallel_size
+    engine = {"model": TARGET, "speculative_config": SPECULATIVE, "batch_invariant": True, "reduction_slices": ranks}
     want = InProcess(engine).answers(cases).observed
     flags = ["--speculative-config", json.dumps(SPECULATIVE), "--batch-invariant", "--max-num-batched-tokens", "64"]
     flags += ["--recovery", config.recovery, "--integrity", config.integrity]
-    flags += ["--kv-cache-memory", str(config.kv_cache_memory)]
+    flags += ["--kv-cache-memory", str(config.kv_cache_memory), "--tensor-parallel-size", str(ranks)]
     router_flags = ["--kv-mode", config.mode, "--recovery", config.recovery]
     report = ChaosReport(recovery=config.recovery)
     with tempfile.TemporaryDirectory(prefix="baton-chaos-") as directory:
@@ -89,6 +92,12 @@ def run_chaos(config: ChaosConfig) -> ChaosReport:
     left = [name for name in segments if int(name.split("-")[1]) in chaos.pids]
     report.leaks += [f"/dev/shm/{name}" for name in left]
     return report
+
+
+def _faults(config: ChaosConfig) -> tuple[str, ...]:
+    if config.ranks_only:
+        return (KILL_RANK,)
+    return FAULTS if config.tensor_parallel_size == 1 else (*FAULTS, KILL_RANK)
 
 
 def _cases(config: ChaosConfig) -> list[Case]:
@@ -152,6 +161,7 @@ class _Chaos:
                 self._deployment,
                 report,
                 self.pids,
+                _faults(config),
             )
             for role in ("prefill", "decode")
         ]
@@ -282,6 +292,9 @@ def main() -> int:
     parser.add_argument("--mode", choices=("push", "pull"), default=default.mode)
     parser.add_argument("--recovery", choices=get_args(Recovery), default=default.recovery)
     parser.add_argument("--integrity", choices=("off", "sampled", "full"), default=default.integrity)
+    parser.add_argument("--tensor-parallel-size", type=int, default=default.tensor_parallel_size)
+    parser.add_argument("--ranks-only", action="store_true", help="kill single ranks, and do nothing else to engines")
+    parser.add_argument("--least-faults", type=int, default=default.least_faults, help="of each role")
     config = ChaosConfig(**vars(parser.parse_args()))
     engines = f"{config.prefill} prefill and {config.decode} decode engines over {config.transport}"
     print(f"{engines}, {config.routers} routers, {config.requests} streams", flush=True)

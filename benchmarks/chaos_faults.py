@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
+import re
+import signal
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -17,10 +21,13 @@ from benchmarks.scrape import get_json, scrape
 
 # "met, stop": killed, restarted, and halted when the first leg has brought it a session with a peer (HELLO).
 FAULTS = ("kill", "stop, cont", "stop, kill", "met, stop")
+# One of an engine's processes but the first is killed when the engine has handoffs: the engine ends with it.
+KILL_RANK = "kill rank"
 # Longer than a lease, so that peers and router give the engine up, or so short that nobody notices.
 LONG_STOP_S, SHORT_STOP_S = (5.5, 8.0), (0.1, 2.0)
 REJOIN_LIMIT_S = 60.0
 MEET_LIMIT_S = 5.0
+END_LIMIT_S = 10.0
 
 
 def engines_of(deployment: BreakableDeployment) -> dict[str, str]:
@@ -49,6 +56,27 @@ async def await_healthy(session: aiohttp.ClientSession, deployment: BreakableDep
             await asyncio.sleep(0.1)
 
 
+def rank_processes(pid: int) -> list[int]:
+    """The processes of an engine's ranks but the first."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            stat, command = path.read_text().rpartition(")")[2].split(), (path.parent / "cmdline").read_bytes()
+        except OSError:
+            continue  # it has ended meanwhile
+        if int(stat[1]) == pid and b"baton.engine.ranks.worker" in command:
+            found.append(int(path.parent.name))
+    return sorted(found)
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; one that has ended and was not waited for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 class Breaker:
     """Breaks engines of one role, one at a time, by a seeded choice. `pids` gets the processes that it starts."""
 
@@ -60,7 +88,9 @@ class Breaker:
         deployment: BreakableDeployment,
         report: ChaosReport,
         pids: set[int],
+        faults: Sequence[str] = FAULTS,
     ) -> None:
+        self._faults = faults
         self._role, self._rng, self._session = role, rng, session
         self._deployment, self._report, self._pids = deployment, report, pids
         self._names = [name for name in deployment.pids if name.startswith(role)]
@@ -73,6 +103,7 @@ class Breaker:
             "stop, cont": self._stop_and_cont,
             "stop, kill": self._stop_and_kill,
             "met, stop": self._stop_when_met,
+            KILL_RANK: self._kill_rank,
         }
         # Each kind once, in any order, before any comes again.
         bag: list[str] = []
@@ -80,7 +111,7 @@ class Breaker:
             await asyncio.sleep(self._rng.uniform(*pause_s))
             if over.is_set():
                 return
-            bag = bag or self._rng.sample(FAULTS, len(FAULTS))
+            bag = bag or self._rng.sample(self._faults, len(self._faults))
             kind, name = bag.pop(), self._rng.choice(self._names)
             self._report.faults[self._role, kind] += 1
             await ways[kind](name)
@@ -105,12 +136,32 @@ class Breaker:
 
     async def _stop_when_met(self, name: str) -> None:
         await self._kill(name)
+        await self._until_handoffs(name)
+        await asyncio.sleep(self._rng.choice((0.0, self._rng.uniform(0.0, 0.01))))
+        await self._stop_and_cont(name)
+
+    async def _kill_rank(self, name: str) -> None:
+        await count_recoveries(self._session, self._report, engines_of(self._deployment)[name])
+        await self._until_handoffs(name)
+        await asyncio.sleep(self._rng.uniform(0.0, 0.05))
+        ranks = rank_processes(self._deployment.pids[name])
+        if not ranks:
+            raise BatonError(f"{name} has no rank but the first")
+        os.kill(self._rng.choice(ranks), signal.SIGKILL)
+        started = time.monotonic()
+        status = await asyncio.wait_for(asyncio.to_thread(self._deployment.wait, name), END_LIMIT_S)
+        self._report.ended_s.append(time.monotonic() - started)
+        if status == 0 or not re.search(r"rank \d (ended with status -9|has gone)", self._deployment.log(name)):
+            self._report.leaks.append(f"{name} ended with status {status}, and does not say which rank died")
+        self._report.leaks += [f"rank {pid} of {name} lives on" for pid in ranks if alive(pid)]
+        self._deployment.kill(name)
+        await self._restart(name)
+
+    async def _until_handoffs(self, name: str) -> None:
         deadline = time.monotonic() + MEET_LIMIT_S
         url = f"{engines_of(self._deployment)[name]}/inference/v1/load"
         while time.monotonic() < deadline and not (await get_json(self._session, url))["num_handoffs"]:
             await asyncio.sleep(0.001)
-        await asyncio.sleep(self._rng.choice((0.0, self._rng.uniform(0.0, 0.01))))
-        await self._stop_and_cont(name)
 
     def _stop_s(self) -> float:
         return self._rng.uniform(*self._rng.choice((LONG_STOP_S, SHORT_STOP_S)))

@@ -27,6 +27,7 @@ class ChaosReport:
     faults: Counter[tuple[str, str]] = field(default_factory=Counter)
     recoveries: Counter[tuple[str, str]] = field(default_factory=Counter)
     leaks: list[str] = field(default_factory=list)
+    ended_s: list[float] = field(default_factory=list)
     rejoined_s: list[float] = field(default_factory=list)
     slowest_s: float = 0.0
     elapsed_s: float = 0.0
@@ -56,6 +57,8 @@ class ChaosReport:
         rows += [(f"recovery: {who}, {rung}", str(self.recoveries[who, rung])) for who, rung in RUNGS]
         slowest = max(self.rejoined_s, default=0.0)
         rows.append(("restarted engines rejoined", f"{len(self.rejoined_s)}, slowest {slowest:.1f} s after its start"))
+        if self.ended_s:
+            rows.append(("engines that lost a rank", f"{len(self.ended_s)}, ended within {max(self.ended_s):.1f} s"))
         rows.append(("router killed", f"{self.num_orphans} streams cut, freed in {self.orphans_freed_s:.1f} s"))
         if self.num_beside:
             rows.append(("other routers meanwhile: exact", f"{self.num_exact_beside}/{self.num_beside}"))

@@ -6,12 +6,15 @@ import queue
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from baton.engine.config import KVTransferConfig
 from baton.errors import ConfigError, HandoffError
 from baton.handoff.channel.config import Timers
 from baton.handoff.node.watch import ThreadWatch
+from tests.engine.engines import stepped
 from tests.handoff.ranks import Engine, Shape, begin_one
 
 
@@ -113,8 +116,11 @@ def test_an_agent_that_is_lost_says_so_and_proves_nothing(how: str) -> None:
             engine.close()
 
 
-def test_an_engine_whose_agent_is_lost_ends_with_the_cause() -> None:
-    from baton.engine.build import _end
-
-    with pytest.raises(HandoffError, match="agent_lost: its thread has ended"):
-        _end("its thread has ended")
+def test_an_engine_whose_agent_is_lost_ends_with_the_cause(tmp_path: Path) -> None:
+    transfer = KVTransferConfig(kv_transport="local://")
+    settings = {"kv_transfer_config": transfer, "ticket_key_file": str(tmp_path / "key"), "kv_cache_memory": 1 << 20}
+    with stepped(model="models/baton-demo-llama", role="prefill", engine_id="p", **settings) as one:
+        assert one.engine.agent is not None
+        one.engine.agent._watch._on_lost("its thread has ended")
+        with pytest.raises(HandoffError, match="agent_lost: its thread has ended"):
+            one.core.turn()
