@@ -56,7 +56,7 @@ class HeadDrafter(nn.Module, ABC):
         # Functions, not modules: a shared module registered here would count as this head's weights. A head takes rows
         # of the target's table as they are, also where the target scales them.
         self._embed: Callable[[Tensor], Tensor] = partial(F.embedding, weight=target.model.embed_tokens.weight)
-        self._head: Callable[[Tensor], Tensor] = target.lm_head.forward
+        self._head: Callable[[Tensor], Tensor] = target.project
         own_embed = "embed_tokens.weight" in names
         if own_embed:
             self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, build)

@@ -135,5 +135,10 @@ class CausalLM(nn.Module, ABC):
 
     def compute_logits(self, hidden_TE: Tensor) -> Tensor:
         """Logits [T, V] in float32 of final-norm hidden states [T, E]."""
-        logits: Tensor = self.lm_head(hidden_TE)
-        return torch.cat(tuple(self.build.ranks.gather(logits)), dim=-1).float() if self._is_cut else logits.float()
+        return self.project(hidden_TE).float()
+
+    def project(self, hidden_TE: Tensor) -> Tensor:
+        """What the LM head makes [T, V] of rows [T, E], over the whole vocabulary however ranks share it. All ranks call
+        it together."""
+        part: Tensor = self.lm_head(hidden_TE)
+        return torch.cat(tuple(self.build.ranks.gather(part)), dim=-1) if self._is_cut else part
