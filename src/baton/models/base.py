@@ -138,7 +138,7 @@ class CausalLM(nn.Module, ABC):
         return self.project(hidden_TE).float()
 
     def project(self, hidden_TE: Tensor) -> Tensor:
-        """What the LM head makes [T, V] of rows [T, E], over the whole vocabulary however ranks share it. All ranks call
-        it together."""
+        """What the LM head makes [T, V] of rows [T, E], over the whole vocabulary however ranks share it. All ranks
+        call it together."""
         part: Tensor = self.lm_head(hidden_TE)
         return torch.cat(tuple(self.build.ranks.gather(part)), dim=-1) if self._is_cut else part
