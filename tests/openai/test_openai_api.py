@@ -65,8 +65,8 @@ async def test_completion_by_the_official_client(directory: Path) -> None:
         assert usage.prompt_tokens_details.cached_tokens == 1
         details = usage.completion_tokens_details
         assert details is not None
-        # 13 tokens after the first, three per round: five rounds of two accepted and one rejected.
-        assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (10, 5)
+        # 13 tokens after the first, three per round: five rounds of two drafts, one fewer than there may be.
+        assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (10, 0)
         assert endpoint.engine.requests[0].sampling_params.seed == 9
 
 

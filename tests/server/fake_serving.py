@@ -208,7 +208,7 @@ class FakeEngine:
                 position=position,
                 logprobs=None if params.logprobs is None else [_logprobs(t, params.logprobs) for t in tokens],
                 accepted=[self.accept] if count > 1 else [],
-                drafted=[self.accept + 1] if count > 1 else [],
+                drafted=[self.accept] if count > 1 else [],
                 finish_reason=reason if ends else None,  # type: ignore[arg-type]
                 num_cached_tokens=1,
             )
