@@ -102,11 +102,15 @@ def test_several_modules_draft_as_those_of_transformers(
 ) -> None:
     """One after the other, whatever the chunks; behind them the last module goes on."""
     path = make_mtp_checkpoint(tmp_path, shape, seed=3, num=num)
-    for length in (5, 33):
+    runs: dict[int, list[tuple[int, dict[str, int]]]] = {
+        5: [(num, {})],
+        33: [(num, {"max_num_batched_tokens": num + 1}), (1, {}), (num + 2, {})],
+    }
+    for length, settings_of_runs in runs.items():
         prompt = [3 + (7 * i + i * i) % 200 for i in range(length)]
         tokens, drafts = drafts_of_transformers(path, prompt, monkeypatch)
         assert len(drafts) > NUM_TOKENS // 2 - 1
-        for count, settings in ((num, {}), (num, {"max_num_batched_tokens": num + 1}), (1, {}), (num + 2, {})):
+        for count, settings in settings_of_runs:
             got, ours = drafts_of_the_engine(path, prompt, count, monkeypatch, **settings)
             assert got == tokens
             shared = ours.keys() & drafts.keys()
