@@ -7,6 +7,7 @@ drawn here, from the keywords of JSON Schema 2020-12 that `llguidance` implement
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
 import sys
@@ -23,6 +24,7 @@ from baton import LLM, SamplingParams, StructuredOutputsParams
 from baton.bench.client import stream_completion
 from baton.deployment import Deployment
 from baton.errors import RequestError
+from baton.structured import Grammars
 from baton.text import Tokenizer
 from benchmarks.demo import SPECULATIVE, TARGET
 
@@ -162,9 +164,8 @@ def check(schemas: Sequence[dict[str, Any]], answers: Sequence[Answer]) -> int:
 def supported(schemas: Sequence[dict[str, Any]], count: int) -> list[dict[str, Any]]:
     """The first of them that compile."""
     found: list[dict[str, Any]] = []
-    with LLM(TARGET, kv_cache_memory=8 << 20) as llm:
-        grammars = llm._engine.grammars
-        assert grammars is not None
+    tokenizer = Tokenizer.load(TARGET)
+    with contextlib.closing(Grammars(tokenizer, tokenizer.vocab_size)) as grammars:
         for schema, params in zip(schemas, params_of(schemas), strict=True):
             assert params.structured_outputs is not None
             try:

@@ -203,6 +203,11 @@ def test_a_step_that_takes_too_much_work_ends_its_request_alone(plain: Stepped, 
         temperature=0.0,
         structured_outputs=COSTLY,
     )
+    grammars = plain.engine.grammars
+    assert grammars is not None
+    with pytest.raises(RequestError, match="Too many items"):
+        grammars.check(COSTLY)
+    keep = grammars.matcher(COSTLY)  # as one whose costly step comes later than those that are tried
     other = plain.add(request("other", prompt, PARAMS[1]))
     began, stream = time.thread_time(), plain.add(request("costly", prompt, costly))
     while not (stream.ended and other.ended):
@@ -212,3 +217,4 @@ def test_a_step_that_takes_too_much_work_ends_its_request_alone(plain: Stepped, 
     assert stream.error.startswith("step_failed")
     assert other.finish_reason in ("stop", "length")
     assert time.thread_time() - began < 5.0
+    del keep

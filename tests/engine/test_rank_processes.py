@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from baton import LLM, SamplingParams
+from baton import LLM, SamplingParams, StructuredOutputsParams
 from baton.engine.plan import StepPlan, one_request
 from baton.engine.ranks.executor import RankExecutor
 from baton.engine.ranks.messages import Step, decode_order, encode
@@ -24,7 +24,9 @@ from baton.transports.segments import file_of
 
 TARGET = "models/baton-demo-llama"
 EAGLE3 = {"method": "eagle3", "model": "models/baton-demo-eagle3", "num_speculative_tokens": 3}
-PARAMS = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+GRAMMAR = StructuredOutputsParams(regex="[a-z]{5,20}! [0-9]+")  # which every rank's drafter follows
+PARAMS = [*[GREEDY] * 3, SamplingParams(max_tokens=24, temperature=0.8, seed=4, structured_outputs=GRAMMAR)]
 PROMPTS = ["The for statement", "def f(x):\n    return", "A list is a mutable sequence and " * 6, "x"]
 SETTINGS: dict[str, Any] = {"batch_invariant": True, "speculative_config": EAGLE3, "kv_cache_memory": 2 << 20}
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
 
 from baton.errors import EngineLostError, EngineUnavailableError, HandoffError, ProtocolError, RequestError
@@ -18,7 +19,7 @@ from baton.router.connectors.base import Connector, ConnectorConfig
 from baton.router.timers import RouterTimers
 from baton.router.vllm_api import completion_body, to_chunk
 from baton.router.vllm_client import VllmClient
-from baton.wire import GenerateRequest, Role, SamplingParams, TokenChunk, TokenLogprobs
+from baton.wire import GenerateRequest, Role, SamplingParams, StructuredOutputsParams, TokenChunk, TokenLogprobs
 from tests.router.fake_vllm import FakeVllm, token_at
 
 PROMPT = [10, 11, 12, 13]
@@ -191,6 +192,14 @@ def test_penalties_do_not_survive_a_resumption() -> None:
         assert kind.can_resume(SamplingParams(repetition_penalty=1.2, logit_bias={1: 2.0}))
         assert not kind.can_resume(SamplingParams(presence_penalty=0.1))
         assert not kind.can_resume(SamplingParams(frequency_penalty=0.1))
+
+
+def test_grammars_go_to_the_server_and_do_not_survive_a_resumption() -> None:
+    asked = StructuredOutputsParams(choice=("a", "b"))
+    sent = msgspec.json.decode(msgspec.json.encode(body(ask(structured_outputs=asked))))
+    assert sent["structured_outputs"] == {"choice": ["a", "b"]}
+    assert "structured_outputs" not in body(ask())
+    assert not connector("BatonConnector").can_resume(SamplingParams(structured_outputs=asked))
 
 
 async def test_comments_are_no_events(server: FakeVllm, session: aiohttp.ClientSession, url: str) -> None:

@@ -14,6 +14,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
+import baton.structured.grammars as grammars_module
 from baton.errors import RequestError
 from baton.structured import DraftMatchers, Grammars, Known, Matcher
 from baton.structured.vocabulary import vocabulary
@@ -44,6 +45,24 @@ def grammars(tokenizer: Tokenizer) -> Iterator[Grammars]:
     made = Grammars(tokenizer, tokenizer.vocab_size + 5)  # as where a model's table is padded
     yield made
     made.close()
+
+
+def test_the_grammars_of_requests_that_run_stay_compiled(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("baton.structured.grammars.MAX_COMPILED", 2)
+    grammars = Grammars(tokenizer, tokenizer.vocab_size)
+    compiled: list[str] = []
+    source_of = grammars_module.source_of
+    monkeypatch.setattr(
+        grammars_module, "source_of", lambda asked: compiled.append(str(asked.regex)) or source_of(asked)
+    )
+    running = grammars.matcher(StructuredOutputsParams(regex="a"))
+    for regex in "bcda":
+        grammars.matcher(StructuredOutputsParams(regex=regex))
+    assert compiled == ["a", "b", "c", "d"]
+    del running
+    for regex in "bca":
+        grammars.matcher(StructuredOutputsParams(regex=regex))
+    assert compiled == ["a", "b", "c", "d", "b", "c", "a"]
 
 
 def ids_of(bits: np.ndarray) -> list[int]:

@@ -35,15 +35,14 @@ def problem(tokens: LLTokenizer, source: str) -> str:
         began = time.thread_time()
         allowed = _ids(matcher.compute_bitmask())
         if matcher.is_error():
-            # Later steps are the engine's to end.
-            return "" if step else matcher.get_error()
+            return matcher.get_error()
         if not allowed:
             return "" if step else "it allows no output"
         matcher.try_consume_tokens([allowed[step * _STRIDE % len(allowed)]])
         if time.thread_time() - began > _MAX_STEP_S:
             return "one step of it takes too much work"
         if matcher.is_stopped():
-            break
+            return matcher.get_error() if matcher.is_error() else ""
     return ""
 
 

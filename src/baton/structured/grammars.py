@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from weakref import WeakValueDictionary
 
 from llguidance import LLMatcher, LLTokenizer
 
 from baton.structured.checking import Checker
-from baton.structured.matcher import Matcher
+from baton.structured.matcher import Compiled, Matcher
 from baton.structured.source import limits, refused, source_of
 from baton.structured.vocabulary import vocabulary
 from baton.text import Tokenizer
@@ -27,8 +28,10 @@ class Grammars:
         """`vocab_size`: the model's."""
         self._tokenizer, self._model_vocab = tokenizer, vocab_size
         self._eos_ids = frozenset(tokenizer.eos_token_ids)
-        self._lock = threading.Lock()
-        self._compiled: OrderedDict[StructuredOutputsParams, LLMatcher] = OrderedDict()
+        self._lock, self._reading = threading.Lock(), threading.Lock()
+        self._recent: OrderedDict[StructuredOutputsParams, Compiled] = OrderedDict()
+        # Those of requests that run, too: an engine's thread must not compile one again.
+        self._in_use: WeakValueDictionary[StructuredOutputsParams, Compiled] = WeakValueDictionary()
         self._checker = Checker(tokenizer.json, vocab_size, sorted(self._eos_ids))
         self._tokens: LLTokenizer | None = None
 
@@ -45,33 +48,38 @@ class Grammars:
         compiled = self._known(asked)
         if compiled is None:
             compiled = self._compile(asked)
-        tokens = self._vocabulary()
         with self._lock:  # another thread may be copying it too
-            return Matcher(compiled, tokens.vocab_size, self._eos_ids)
+            return Matcher(compiled, self._eos_ids)
 
     def close(self) -> None:
         """End the process that checks."""
         self._checker.close()
 
-    def _known(self, asked: StructuredOutputsParams) -> LLMatcher | None:
+    def _known(self, asked: StructuredOutputsParams) -> Compiled | None:
         with self._lock:
-            compiled = self._compiled.get(asked)
+            compiled = self._in_use.get(asked)
             if compiled is not None:
-                self._compiled.move_to_end(asked)
+                self._keep(asked, compiled)
             return compiled
 
-    def _compile(self, asked: StructuredOutputsParams) -> LLMatcher:
-        compiled = LLMatcher(self._vocabulary(), source_of(asked), log_level=0, limits=limits())
-        if compiled.is_error():
-            raise refused(compiled.get_error())
+    def _keep(self, asked: StructuredOutputsParams, compiled: Compiled) -> None:
+        self._in_use[asked] = self._recent[asked] = compiled
+        self._recent.move_to_end(asked)
+        if len(self._recent) > MAX_COMPILED:
+            self._recent.popitem(last=False)
+
+    def _compile(self, asked: StructuredOutputsParams) -> Compiled:
+        tokens = self._vocabulary()
+        matcher = LLMatcher(tokens, source_of(asked), log_level=0, limits=limits())
+        if matcher.is_error():
+            raise refused(matcher.get_error())
+        compiled = Compiled(matcher, tokens.vocab_size)
         with self._lock:
-            self._compiled[asked] = compiled
-            if len(self._compiled) > MAX_COMPILED:
-                self._compiled.popitem(last=False)
+            self._keep(asked, compiled)
         return compiled
 
     def _vocabulary(self) -> LLTokenizer:
-        with self._lock:
+        with self._reading:  # which may take a second
             if self._tokens is None:
                 try:
                     self._tokens = vocabulary(self._tokenizer.json(), self._model_vocab, sorted(self._eos_ids))

@@ -27,6 +27,15 @@ class Allowed:
         return bool(allowed.any())
 
 
+class Compiled:
+    """A compiled grammar at its beginning, and the size of the vocabulary that it was compiled for."""
+
+    __slots__ = ("__weakref__", "matcher", "vocab_size")
+
+    def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
+        self.matcher, self.vocab_size = matcher, vocab_size
+
+
 class Matcher:
     """A grammar and a position in it, which moves to wherever it is asked for: the tokens that are common to both
     places are kept, and the others taken back. Not thread-safe.
@@ -34,11 +43,11 @@ class Matcher:
     `eos_ids` are allowed where the grammar may end. Their tokens take up no place in it: nothing follows them.
     """
 
-    def __init__(self, compiled: LLMatcher, vocab_size: int, eos_ids: Container[int]) -> None:
-        """`compiled` is not changed. `vocab_size`: that of `compiled`'s vocabulary, at least the model's."""
+    def __init__(self, compiled: Compiled, eos_ids: Container[int]) -> None:
+        """`compiled` is not changed."""
         self._compiled, self._eos_ids = compiled, eos_ids
-        self._num_bytes = (vocab_size + 31) // 32 * 4
-        self._matcher = compiled.deep_copy()
+        self._num_bytes = (compiled.vocab_size + 31) // 32 * 4
+        self._matcher = compiled.matcher.deep_copy()
         self._tokens: list[int] = []
 
     def move(self, output_ids: Sequence[int]) -> None:
@@ -47,7 +56,7 @@ class Matcher:
         num_same = _num_common(self._tokens, output_ids)
         surplus = len(self._tokens) - num_same
         if surplus and not self._matcher.rollback(surplus):
-            self._matcher, num_same = self._compiled.deep_copy(), 0
+            self._matcher, num_same = self._compiled.matcher.deep_copy(), 0
         self._tokens = list(output_ids[:num_same])
         for token in output_ids[num_same:]:
             if not self.consume(token):

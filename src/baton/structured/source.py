@@ -98,7 +98,7 @@ def limits() -> LLParserLimits:
     One step stays within tens of milliseconds: it runs on the engine's thread.
     """
     return LLParserLimits(
-        max_items_in_row=1000,
+        max_items_in_row=2000,
         initial_lexer_fuel=500_000,
         step_lexer_fuel=50_000,
         step_max_items=10_000,
