@@ -112,15 +112,15 @@ def test_children_are_halted_killed_and_started_again(directory: str) -> None:
 
 @pytest.mark.parametrize("own", [None, "7"])
 def test_engines_of_one_host_share_its_cores(directory: str, own: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many threads together as there are cores, unless the user has set how many each gets."""
+    """Each computes with twice its even share, unless the user has set how many threads each gets."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if own is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", own)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(6)))
-    with BreakableDeployment(directory, prefill=1, decode=1, command=FAKE) as deployment:
+    with BreakableDeployment(directory, prefill=1, decode=2, command=FAKE) as deployment:
         for child in deployment._children:
             environment = Path(f"/proc/{child.process.pid}/environ").read_bytes().split(b"\0")
-            assert f"OMP_NUM_THREADS={own or 3}".encode() in environment
+            assert f"OMP_NUM_THREADS={own or 4}".encode() in environment
 
 
 def test_engines_share_a_directory_of_their_own(directory: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from typing import Annotated
 
@@ -16,6 +17,10 @@ from baton.cli.router import router_command
 from baton.cli.serve import serve_command, up_command
 from baton.cli.verify import verify_command
 from baton.errors import BatonError, ConfigError, RequestError
+
+# How often a thread of GNU's OpenMP looks for its next work before it sleeps: longer than an engine leaves it idle within
+# a step, shorter than is a loss where others need its core. Its own default is milliseconds.
+_SPIN_COUNT = 20_000
 
 app = typer.Typer(
     name="baton",
@@ -60,6 +65,9 @@ def _dashes(argument: str) -> str:
 def main() -> None:
     """Run the command line. Exit status: 2 for a bad setting or request, 1 for another error of Baton's."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    # The runtime reads it when it is loaded, which is with PyTorch, so not before a command runs.
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", str(_SPIN_COUNT))
     try:
         app([_dashes(argument) for argument in sys.argv[1:]])
     except BatonError as error:
