@@ -234,3 +234,22 @@ def test_a_signal_while_loading_ends_the_process(directory: str) -> None:
     os.close(read)
     child.terminate()
     assert child.wait(10) == 128 + signal.SIGTERM
+
+
+@pytest.mark.parametrize(
+    ("given", "spins"),
+    [({}, "20000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)],
+)
+def test_idle_threads_let_go_of_a_core_soon(
+    given: dict[str, str], spins: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command says so to the runtime of its threads, unless the user has."""
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.setenv(name, "")  # so that it is put back
+        monkeypatch.delenv(name)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "argv", ["baton", "--version"])
+    with pytest.raises(SystemExit):
+        main()
+    assert os.environ.get("GOMP_SPINCOUNT") == spins

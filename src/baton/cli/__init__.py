@@ -18,8 +18,8 @@ from baton.cli.serve import serve_command, up_command
 from baton.cli.verify import verify_command
 from baton.errors import BatonError, ConfigError, RequestError
 
-# How often a thread of GNU's OpenMP looks for its next work before it sleeps: longer than an engine leaves it idle within
-# a step, shorter than is a loss where others need its core. Its own default is milliseconds.
+# How often a thread of GNU's OpenMP looks for its next work before it sleeps: longer than an engine leaves it idle
+# within a step, shorter than is a loss where others need its core. Its own default is milliseconds.
 _SPIN_COUNT = 20_000
 
 app = typer.Typer(
