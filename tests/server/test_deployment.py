@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 import baton
+from baton.cli import main
 from baton.errors import ConfigError, EngineUnavailableError
 from baton.transports.registry import parse_uri
 from benchmarks.deployment import BreakableDeployment
