@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from baton import LLM, SamplingParams, StructuredOutputsParams
+from baton.engine.config import EngineConfig, KVTransferConfig
 from baton.engine.plan import StepPlan, one_request
 from baton.engine.ranks.executor import RankExecutor
 from baton.engine.ranks.messages import Step, decode_order, encode
@@ -91,12 +92,16 @@ def test_a_rank_ends_with_the_first() -> None:
         ({"tensor_parallel_size": 3}, "tensor_parallel_size: must be one of 1, 2, 4, 8, got 3"),
         ({"tensor_parallel_size": 4, "reduction_slices": 2, "batch_invariant": True}, "reduction_slices: must be a "),
         ({"tensor_parallel_size": 2, "reduction_slices": 2}, "reduction_slices: must be left out without"),
+        (
+            {"tensor_parallel_size": 2, "kv_transfer_config": KVTransferConfig(prefix_store="file:///tmp/prefixes")},
+            "kv_transfer_config.prefix_store: is for engines of one rank",
+        ),
         ({"tensor_parallel_size": 2, "device": "cuda"}, "tensor_parallel_size: must be 1 unless device is cpu"),
     ],
 )
 def test_settings_that_cannot_be_are_named(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        LLM(TARGET, **settings)
+        EngineConfig(TARGET, **settings).check()
 
 
 def test_a_model_that_cannot_be_cut_leaves_nothing(tmp_path: Path) -> None:

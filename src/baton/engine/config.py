@@ -223,6 +223,8 @@ class EngineConfig:
         store = self.kv_transfer_config.prefix_store
         if store is not None and parse_uri(store)[0] != "file":
             raise ConfigError("kv_transfer_config.prefix_store", f"must be file:///DIRECTORY, got {store!r}")
+        if store is not None and self.tensor_parallel_size > 1:
+            raise ConfigError("kv_transfer_config.prefix_store", "is for engines of one rank")
         if store is not None and not self.enable_prefix_caching:
             raise ConfigError("kv_transfer_config.prefix_store", "needs prefix caching, which is off")
         check_bind(self.kv_transfer_config.control_bind, self.keys is not None)
