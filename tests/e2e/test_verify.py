@@ -23,7 +23,7 @@ NUM_CASES = 14
         ("--concurrency", "8", "--kv-cache-memory", str(20 * PAGE_BYTES), "--modes", "push,pull"),
         ("--prefill", "2", "--decode", "2", "--concurrency", "4", "--modes", "push"),
         ("--prefill-tensor-parallel-size", "2", "--decode-block-size", "7", "--modes", "push,pull"),
-        ("--decode-tensor-parallel-size", "2", "--prefill-block-size", "24", "--modes", "push,pull"),
+        ("--prefill-pipeline-parallel-size", "2", "--decode-tensor-parallel-size", "2", "--modes", "push,pull"),
     ],
     ids=lambda flags: " ".join(flags),
 )

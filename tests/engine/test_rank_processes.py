@@ -22,6 +22,7 @@ from baton.engine.ranks.executor import RankExecutor
 from baton.engine.ranks.messages import Step, decode_order, encode
 from baton.errors import BatonError, ConfigError, EngineUnavailableError
 from baton.transports.segments import file_of
+from tests.support.checkpoints_granite import make_granite
 
 TARGET = "models/baton-demo-llama"
 EAGLE3 = {"method": "eagle3", "model": "models/baton-demo-eagle3", "num_speculative_tokens": 3}
@@ -69,6 +70,27 @@ def test_two_ranks_give_what_one_gives_and_end_together() -> None:
     assert followers(os.getpid()) == []
 
 
+def test_stages_of_two_ranks_give_what_one_rank_gives() -> None:
+    """The drafter is fed from layers of both stages."""
+    with LLM(TARGET, **SETTINGS, reduction_slices=2) as llm:
+        expected = answers(llm)
+    with LLM(TARGET, **SETTINGS, tensor_parallel_size=2, pipeline_parallel_size=2) as llm:
+        assert answers(llm) == expected
+        assert len(followers(os.getpid())) == 3
+
+
+def test_stages_may_have_groups_that_others_have_not(tmp_path: Path) -> None:
+    """States and full attention, of which a stage has layers or none."""
+    path = str(make_granite(tmp_path / "model"))
+    prompts = [{"prompt_token_ids": [(7 * i + j) % 200 for i in range(n)]} for j, n in enumerate((1, 5, 16, 33, 40))]
+    settings: dict[str, Any] = {"batch_invariant": True, "kv_cache_memory": 4 << 20, "skip_tokenizer_init": True}
+    found = []
+    for stages in (1, 2):
+        with LLM(path, **settings, pipeline_parallel_size=stages) as llm:
+            found.append([result.outputs[0].token_ids for result in llm.generate(prompts, PARAMS)])
+    assert found[0] == found[1]
+
+
 def test_a_rank_ends_with_the_first() -> None:
     code = (
         "from baton import LLM; import sys, time\n"
@@ -96,6 +118,7 @@ def test_a_rank_ends_with_the_first() -> None:
             {"tensor_parallel_size": 2, "kv_transfer_config": KVTransferConfig(prefix_store="file:///tmp/prefixes")},
             "kv_transfer_config.prefix_store: is for engines of one rank",
         ),
+        ({"pipeline_parallel_size": 9}, "pipeline_parallel_size: must be 1 to 8, got 9"),
         ({"tensor_parallel_size": 2, "device": "cuda"}, "tensor_parallel_size: must be 1 unless device is cpu"),
     ],
 )

@@ -13,12 +13,12 @@ import torch
 from baton.engine.attention import get_backend
 from baton.engine.config import EngineConfig
 from baton.engine.facts import numeric_probe
-from baton.engine.kv_memory import cut_group, model_groups
+from baton.engine.kv_memory import model_groups, parts_of
 from baton.errors import ConfigError
 from baton.models import linear
 from baton.models.linear import MergedLinear
 from baton.models.loader import load_model, weight_table
-from baton.models.parallel import TensorRank
+from baton.models.parallel import Stage, TensorRank
 from tests.support.rank_threads import on_ranks
 
 Checkpoint = Callable[..., Path]
@@ -48,8 +48,9 @@ def unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
 def probe(path: Path, dtype: str, ranks: TensorRank) -> str:
     """Of a prompt's logits, as each rank has them."""
     model = load_model(path, dtype, "cpu", True, ranks)
-    whole = model_groups(EngineConfig(str(path)), model, None)
-    groups = [cut_group(group, ranks.rank, ranks.size)[0] for group in whole]
+    config = EngineConfig(str(path), tensor_parallel_size=ranks.size)
+    parts = parts_of(model_groups(config, model, None), config, model.config.num_layers, ranks.rank)
+    groups = [group for group, _ in parts]
     return numeric_probe(model, groups, get_backend(None, "cpu"), torch.device("cpu"))
 
 
@@ -103,6 +104,21 @@ def test_kinds_that_cannot_be_cut_are_named(tmp_path: Path, model_type: str) -> 
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
     with pytest.raises(ConfigError, match=f"tensor_parallel_size: must be 1 for model_type {model_type}"):
         load_model(tmp_path, ranks=TensorRank(0, 2, 2))
+
+
+def test_more_stages_than_layers_are_named(checkpoint: Checkpoint) -> None:
+    with pytest.raises(ConfigError, match="pipeline_parallel_size: is 4, and the model has 3 layers"):
+        load_model(checkpoint("llama"), ranks=TensorRank(stage=Stage(0, 4)))
+
+
+@pytest.mark.usefixtures("unpacked")
+def test_stages_hold_each_layer_once(checkpoint: Checkpoint) -> None:
+    path = checkpoint("llama")
+    whole = set(weight_table(load_model(path)))
+    tables = [set(weight_table(load_model(path, ranks=TensorRank(stage=Stage(i, 2))))) for i in range(2)]
+    assert tables[0] | tables[1] == whole
+    assert not tables[0] & tables[1]
+    assert {name for name in whole if not name.startswith("model.layers.")} <= tables[0]
 
 
 def test_slices_that_do_not_fit_are_named(checkpoint: Checkpoint) -> None:

@@ -54,6 +54,7 @@ class StepOptions:
         int | None, typer.Option(parser=parse_size, metavar="SIZE", help="KV cache: bytes, 512M, 2G; default: a share.")
     ] = None
     tensor_parallel_size: Annotated[int, typer.Option(help="Ranks that share the model, a process each.")] = 1
+    pipeline_parallel_size: Annotated[int, typer.Option(help="Stages that share the layers; their ranks multiply.")] = 1
     reduction_slices: Annotated[
         int | None, typer.Option(help="With --batch-invariant: engines of equal number compute alike; default: ranks.")
     ] = None

@@ -17,6 +17,9 @@ BlockSize = Annotated[
 TensorRanks = Annotated[
     int | None, typer.Option(help="Tensor ranks of engines of that role [default: --tensor-parallel-size].")
 ]
+Stages = Annotated[
+    int | None, typer.Option(min=1, help="Stages of engines of that role [default: --pipeline-parallel-size].")
+]
 Options = TypeVar("Options", bound=StepOptions)
 
 
@@ -28,6 +31,8 @@ class RoleOptions:
     decode_block_size: BlockSize = None
     prefill_tensor_parallel_size: TensorRanks = None
     decode_tensor_parallel_size: TensorRanks = None
+    prefill_pipeline_parallel_size: Stages = None
+    decode_pipeline_parallel_size: Stages = None
 
     def flags(self) -> dict[str, list[str]]:
         """By role. Raises `ConfigError` naming the option that is out of range."""
@@ -38,6 +43,8 @@ class RoleOptions:
             if size is not None:
                 block_sizes(size, f"{role}_block_size")
                 own += ["--block-size", size]
+            if (stages := getattr(self, f"{role}_pipeline_parallel_size")) is not None:
+                own += ["--pipeline-parallel-size", str(stages)]
             if ranks is not None:
                 if ranks not in RANKS:
                     raise ConfigError(f"{role}_tensor_parallel_size", f"must be one of {RANKS}, got {ranks}")

@@ -141,7 +141,13 @@ def verify_command(
         params = msgspec.structs.replace(params, logprobs=max(sampling.logprobs, 2))
     # The reference is one rank, keeps the default memory, and hands nothing over.
     plain = asdict(engine) | {"model": model, "batch_invariant": started.batch_invariant}
-    for name in ("kv_cache_memory", "integrity", "speculative_config", "tensor_parallel_size"):
+    for name in (
+        "kv_cache_memory",
+        "integrity",
+        "speculative_config",
+        "tensor_parallel_size",
+        "pipeline_parallel_size",
+    ):
         del plain[name]
     drafting = SpeculativeConfig.parse(engine.speculative_config) is not None
     spec = json.loads(engine.speculative_config) if drafting and engine.speculative_config else None

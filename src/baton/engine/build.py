@@ -28,7 +28,7 @@ from baton.engine.prefix_store import PrefixStore
 from baton.engine.ranks.agents import make_agents
 from baton.engine.ranks.executor import RankExecutor
 from baton.engine.ranks.followers import start_followers
-from baton.engine.runner import ModelRunner
+from baton.engine.runner import ModelRunner, plan_spec
 from baton.engine.scheduler import Scheduler
 from baton.engine.stopping import until_stop
 from baton.errors import BatonError, ConfigError, EngineUnavailableError, HandoffError
@@ -104,7 +104,7 @@ def _build(
     # Made before the weights are loaded, which takes long, so that a missing library ends the start at once.
     ticket_key = load_or_create_key(config.ticket_key_path) if config.ticket_key_path else None
     transports: list[Transport] = []
-    for _ in range(config.tensor_parallel_size if ticket_key else 0):
+    for _ in range(config.num_ranks if ticket_key else 0):
         transports.append(create_transport(config.kv_transfer_config.kv_transport))
         undo.callback(transports[-1].close)
     uses_shm = bool(transports) and transports[0].scheme.rpartition("+")[2] == ShmTransport.scheme
@@ -115,16 +115,18 @@ def _build(
     model, drafter = loaded.model, loaded.drafter
     whole = model_groups(config, model, drafter)
     followers.answered()
-    pool = kv_memory(config, whole, model.max_position, memory, uses_shm, transports, progress)
-    followers.share(pool)
+    pool = kv_memory(config, whole, model.config.num_layers, model.max_position, memory, uses_shm, transports, progress)
+    own = [group for group, _ in pool.parts[0]]
+    followers.share(pool, drafter.aux_layers if drafter is not None else ())
     backend = get_backend(config.attention_backend, config.device)
     spec = config.speculative_config
-    facts = engine_facts(config, loaded.hf_config, whole, pool.groups, model, drafter, backend)
+    facts = engine_facts(config, loaded.hf_config, whole, own, model, drafter, backend)
     followers.answered()
-    local = LocalExecutor(ModelRunner(model, drafter, pool.groups, pool.kv, backend, device, loaded.grammars))
-    executor: Executor = local if config.tensor_parallel_size == 1 else RankExecutor(local, followers)
+    local = LocalExecutor(ModelRunner(model, drafter, own, pool.kv, backend, device, loaded.grammars))
+    spec_of_all = plan_spec(whole, drafter)
+    executor: Executor = local if config.num_ranks == 1 else RankExecutor(local, followers, spec_of_all)
     cache = KVCache(
-        pool.groups,
+        whole,
         pool.size.num_pages,
         config.num_drafts,
         executor.copy_page,

@@ -134,7 +134,8 @@ class EngineConfig:
     `gpu_memory_utilization` of it, on a host too, in equal parts for `engines_per_host` engines (see
     `engine/pool_size.py`). `max_model_len` None takes the checkpoint's, or what fits into that memory.
     `mamba_block_size`: a prefix hit of a model with states ends at a multiple of so many tokens.
-    `tensor_parallel_size` ranks share the target's heads and inner widths, a process each. With `batch_invariant`
+    `tensor_parallel_size` ranks share the target's heads and inner widths, `pipeline_parallel_size` stages of so many
+    ranks its layers, a process each. With `batch_invariant`
     engines of equal `reduction_slices` compute the same bits whatever their number of ranks (None: as many slices).
     `keys` is a key directory, which holds the ticket key too; without one the control socket stays on loopback.
     `seed` is that of requests that bring none; None draws one for each. `token_api`: an engine of role both takes
@@ -165,6 +166,7 @@ class EngineConfig:
     mamba_block_size: int = CHECKPOINT_TOKENS
     batch_invariant: bool = False
     tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
     reduction_slices: int | None = None
     attention_backend: str | None = None
     speculative_config: SpeculativeConfig | None = None
@@ -205,11 +207,13 @@ class EngineConfig:
         )
         need(0 < self.stall_timeout_s <= 86400, "stall_timeout_s", "in (0, 86400]")
         need(self.tensor_parallel_size in RANKS, "tensor_parallel_size", f"one of {', '.join(map(str, RANKS))}")
+        need(1 <= self.pipeline_parallel_size <= 8, "pipeline_parallel_size", "1 to 8")
         slices = self.reduction_slices
         fits = slices is None or (slices in RANKS and slices % self.tensor_parallel_size == 0)
         need(fits, "reduction_slices", "a power of two up to 8, and a multiple of tensor_parallel_size")
         need(slices is None or self.batch_invariant, "reduction_slices", "left out without batch_invariant")
-        need(self.tensor_parallel_size == 1 or self.device == "cpu", "tensor_parallel_size", "1 unless device is cpu")
+        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+            need(getattr(self, name) == 1 or self.device == "cpu", name, "1 unless device is cpu")
         spec = self.speculative_config
         if spec is not None and spec.num_speculative_tokens == 0 and self.role != "prefill":
             raise ConfigError("speculative_config.num_speculative_tokens", "may be 0 with role prefill alone")
@@ -223,7 +227,7 @@ class EngineConfig:
         store = self.kv_transfer_config.prefix_store
         if store is not None and parse_uri(store)[0] != "file":
             raise ConfigError("kv_transfer_config.prefix_store", f"must be file:///DIRECTORY, got {store!r}")
-        if store is not None and self.tensor_parallel_size > 1:
+        if store is not None and self.num_ranks > 1:
             raise ConfigError("kv_transfer_config.prefix_store", "is for engines of one rank")
         if store is not None and not self.enable_prefix_caching:
             raise ConfigError("kv_transfer_config.prefix_store", "needs prefix caching, which is off")
@@ -239,6 +243,11 @@ class EngineConfig:
             spec = replace(spec, model=head, revision=None)
         name = self.served_model_name or (None if model == self.model else self.model)
         return replace(self, model=model, revision=None, speculative_config=spec, served_model_name=name)
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes of the engine that compute."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def num_slices(self) -> int:

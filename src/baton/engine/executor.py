@@ -58,7 +58,7 @@ class LocalExecutor:
     def follow(self, plan: StepPlan) -> None:
         """What another rank than the first computes of a plan: all but the choice of tokens."""
         output = self._output = self.runner.forward(plan.rows)
-        if len(plan.sample_rows):
+        if len(plan.sample_rows) and self.runner.model.build.ranks.stage.index == 0:
             self.runner.logits(output, plan.sample_rows)
 
     @torch.inference_mode()
@@ -67,8 +67,9 @@ class LocalExecutor:
         return self.runner.draft(plan, self._output)
 
     def copy_page(self, group: str, source: int, destination: int) -> None:
-        pages = self.runner.kv[group].pages
-        pages[destination].copy_(pages[source])
+        if group in self.runner.kv:  # else other stages have its layers
+            pages = self.runner.kv[group].pages
+            pages[destination].copy_(pages[source])
 
     def close(self) -> None:
         self.runner.kv.clear()

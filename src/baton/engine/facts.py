@@ -84,6 +84,8 @@ def numeric_probe(model: CausalLM, groups: Sequence[GroupSpec], backend: Attenti
         pages[group.name] = range(1, num_pages)
     runner = ModelRunner(model, None, targets, kv, backend, device)
     output = runner.forward(one_request(ids, pages, runner.spec.state_groups))
+    if model.build.ranks.stage.index > 0:
+        return ""  # stage 0 has the logits
     logits = runner.logits(output, np.array([0, len(ids) // 2, len(ids) - 1])).float().cpu().numpy()
     noise = gumbel(1, 0, len(ids), 64)
     digest = hashlib.blake2b(digest_size=8)

@@ -19,7 +19,7 @@ from baton.kv.interval import Kind
 from baton.kv.spec import GroupSpec, Owner, Planes, PlaneSpec, kv_planes, latent_planes
 from baton.models.base import CausalLM
 from baton.models.cache import KVLayerSpec, LatentLayerSpec, LayerSpec, StateLayerSpec
-from baton.models.parallel import share_of_heads
+from baton.models.parallel import share_of_heads, stage_layers
 from baton.transports.base import Transport
 
 log = logging.getLogger(__name__)
@@ -27,10 +27,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class KVMemory:
-    """`groups` are those of rank 0, `kv` its memory by group. `regions`: of each rank, as its transport knows them
-    (none without one)."""
+    """`parts`: as `parts_of`, by rank. `kv`: rank 0's memory by group. `regions`: of each rank, in the order of its
+    parts, as its transport knows them (none without one)."""
 
-    groups: list[GroupSpec]
+    parts: list[list[tuple[GroupSpec, int]]]
     size: PoolSize
     regions: list[list[np.ndarray]]
     kv: dict[str, GroupMemory]
@@ -51,19 +51,38 @@ def model_groups(config: EngineConfig, model: CausalLM, drafter: Drafter | None)
     return groups
 
 
-def cut_group(group: GroupSpec, rank: int, size: int) -> tuple[GroupSpec, int]:
-    """What one of `size` tensor ranks holds of a group, and the model's number of its first head. Drafters are on every
-    rank whole, as latents are."""
-    if size == 1 or group.owner == "draft" or any(plane.cut == "whole" for plane in group.planes):
-        return group, 0
-    share = share_of_heads(group.planes[0].num_heads, rank, size)
-    planes = tuple(msgspec.structs.replace(plane, num_heads=share.length) for plane in group.planes)
-    return msgspec.structs.replace(group, planes=planes), share.start
+def parts_of(
+    groups: Sequence[GroupSpec], config: EngineConfig, num_layers: int, rank: int
+) -> list[tuple[GroupSpec, int]]:
+    """What a rank holds of groups that it has a part of, and the model's number of the first head that it holds.
+
+    Stages share the target's layers, a stage's tensor ranks the heads of K and V; they hold latents whole, and those of
+    stage 0 the drafter. Ranks are counted stage by stage.
+    """
+    size, stages = config.tensor_parallel_size, config.pipeline_parallel_size
+    stage, tensor_rank = divmod(rank, size)
+    layers, found = stage_layers(num_layers, stage, stages), []
+    for group in groups:
+        if group.owner == "draft":
+            if stage == 0:
+                found.append((group, 0))
+            continue
+        own = tuple(layer for layer in group.layer_ids if layer in layers)
+        if not own:
+            continue
+        first, planes = 0, group.planes
+        if not any(plane.cut == "whole" for plane in planes) and size > 1:
+            share = share_of_heads(planes[0].num_heads, tensor_rank, size)
+            first = share.start
+            planes = tuple(msgspec.structs.replace(plane, num_heads=share.length) for plane in planes)
+        found.append((msgspec.structs.replace(group, layer_ids=own, planes=planes), first))
+    return found
 
 
 def kv_memory(
     config: EngineConfig,
     whole: Sequence[GroupSpec],
+    num_layers: int,
     max_position: int,
     before: Memory,
     uses_shm: bool,
@@ -72,17 +91,19 @@ def kv_memory(
 ) -> KVMemory:
     """Size and allocate the pages of an engine that has loaded its weights; `before`: memory as it was before that.
 
-    `whole`: its groups over all ranks, which have a transport each, or none. `max_position` is the checkpoint's
-    context. Raises ConfigError, TransportError.
+    `whole`: its groups over all ranks, which have a transport each, or none. `num_layers` and `max_position`, the
+    context, are the checkpoint's. Raises ConfigError, TransportError.
     """
     if config.max_model_len is not None and config.max_model_len > max_position:
         raise ConfigError("max_model_len", f"must be at most the checkpoint's {max_position}")
-    # All ranks hold as many bytes.
-    groups = [cut_group(group, 0, config.tensor_parallel_size)[0] for group in whole]
+    parts = [parts_of(whole, config, num_layers, rank) for rank in range(config.num_ranks)]
+    # Ranks have as many pages of a group, and memory is divided for the one that holds most of it.
+    held = [[group for group, _ in part] for part in parts]
+    groups = [max((g for part in held for g in part if g.name == w.name), key=lambda g: g.page_bytes) for w in whole]
     device = torch.device(config.device)
     now = Memory.measure(device, uses_shm)
-    parts = replace(config, engines_per_host=config.engines_per_host * config.tensor_parallel_size)
-    size = pool_size(parts, before, now, groups, config.num_drafts, max_position)
+    one_rank = replace(config, engines_per_host=config.engines_per_host * config.num_ranks)
+    size = pool_size(one_rank, before, now, groups, config.num_drafts, max_position)
     if size.lowered:
         log.warning("%s", size)
     num_bytes = sum(group.page_bytes * size.num_pages[group.name] for group in groups)
@@ -90,14 +111,17 @@ def kv_memory(
     progress(f"{size}; allocating {most_pages} pages of {config.block_size} tokens, {num_bytes >> 20} MiB")
     if not transports:
         return KVMemory(
-            groups, size, [], {g.name: GroupMemory.zeros(g, size.num_pages[g.name], device) for g in groups}
+            parts, size, [], {g.name: GroupMemory.zeros(g, size.num_pages[g.name], device) for g in held[0]}
         )
     if device.type != "cpu":
         raise ConfigError("kv_transfer_config.kv_transport", f"{transports[0].scheme} moves host memory only")
-    regions = [[t.allocate(g.name, size.num_pages[g.name] * g.page_bytes) for g in groups] for t in transports]
-    own = zip(groups, regions[0], strict=True)
-    kv = {g.name: GroupMemory.over(g, torch.from_numpy(region).view(-1, g.page_bytes)) for g, region in own}
-    return KVMemory(groups, size, regions, kv)
+    regions = [
+        [transport.allocate(g.name, size.num_pages[g.name] * g.page_bytes) for g in own]
+        for transport, own in zip(transports, held, strict=True)
+    ]
+    first = zip(held[0], regions[0], strict=True)
+    kv = {g.name: GroupMemory.over(g, torch.from_numpy(region).view(-1, g.page_bytes)) for g, region in first}
+    return KVMemory(parts, size, regions, kv)
 
 
 def _groups(

@@ -26,7 +26,7 @@ from baton.models.base import CausalLM
 from baton.models.cache import LatentHeads, Recurrence
 from baton.structured import Constrained, DraftMatchers, Grammars
 
-LayerMap = Sequence[tuple[GroupMemory, int]]
+LayerMap = Mapping[int, tuple[GroupMemory, int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +101,22 @@ class _DraftPages:
         return _LayerCache(self.runner.backend, self.layers, batches, {})
 
 
+def plan_spec(groups: Sequence[GroupSpec], drafter: Drafter | None) -> PlanSpec:
+    """What plans must hold for an engine with these groups."""
+    target_groups = [g for g in groups if g.owner == "target"]
+    return PlanSpec(
+        target_groups=tuple(g.name for g in target_groups if g.kind != "state"),
+        draft_groups=tuple(g.name for g in groups if g.owner == "draft"),
+        state_groups=tuple(g.name for g in target_groups if g.kind == "state"),
+        drafts=drafter is not None,
+        needs_contexts=drafter is not None and drafter.needs_contexts,
+        num_modules=num_modules(drafter),
+    )
+
+
 class ModelRunner:
-    """`kv` is the memory of every group; its pages are the mutable state. Without `grammars` drafts follow none."""
+    """`kv` is the memory of every group; its pages are the mutable state. Without `grammars` drafts follow none. A
+    pipeline stage without the drafter is told the `aux_layers` that it is fed."""
 
     def __init__(
         self,
@@ -113,21 +127,15 @@ class ModelRunner:
         backend: AttentionBackend,
         device: torch.device,
         grammars: Grammars | None = None,
+        aux_layers: Sequence[int] = (),
     ) -> None:
         self.model, self.drafter, self.kv, self.backend, self.device = model, drafter, kv, backend, device
         self._matchers = DraftMatchers(grammars) if grammars is not None else None
         target_groups = [g for g in groups if g.owner == "target"]
         draft_groups = [g for g in groups if g.owner == "draft"]
         self._target_layers, self._draft_layers = _layer_map(target_groups, kv), _layer_map(draft_groups, kv)
-        self._aux_layers = drafter.aux_layers if drafter else ()
-        self.spec = PlanSpec(
-            target_groups=tuple(g.name for g in target_groups if g.kind != "state"),
-            draft_groups=tuple(g.name for g in draft_groups),
-            state_groups=tuple(g.name for g in target_groups if g.kind == "state"),
-            drafts=drafter is not None,
-            needs_contexts=drafter is not None and drafter.needs_contexts,
-            num_modules=num_modules(drafter),
-        )
+        self._aux_layers = drafter.aux_layers if drafter else tuple(aux_layers)
+        self.spec = plan_spec(groups, drafter)
 
     @torch.inference_mode()
     def forward(self, rows: Rows) -> TargetOutput:
@@ -135,7 +143,7 @@ class ModelRunner:
         batches = {
             name: AttnBatch(rows.query_start, rows.positions, rows.tables[name]) for name in self.spec.target_groups
         }
-        states = {name: StateBatch(rows.query_start, slots) for name, slots in rows.states.items()}
+        states = {name: StateBatch(rows.query_start, rows.states[name]) for name in self.spec.state_groups}
         cache = _LayerCache(self.backend, self._target_layers, batches, states)
         hidden_TE, aux = self.model(self._tensor(rows.token_ids), self._tensor(rows.positions), cache, self._aux_layers)
         features = self.drafter.combine(hidden_TE, aux) if self.drafter is not None else None
@@ -207,5 +215,4 @@ def _name(drafter: object) -> str:
 
 
 def _layer_map(groups: Sequence[GroupSpec], kv: Mapping[str, GroupMemory]) -> LayerMap:
-    by_id = {layer: (kv[group.name], index) for group in groups for index, layer in enumerate(group.layer_ids)}
-    return [by_id[layer] for layer in range(len(by_id))]
+    return {layer: (kv[group.name], index) for group in groups for index, layer in enumerate(group.layer_ids)}

@@ -7,7 +7,7 @@ Face.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,7 @@ from baton.models.cache import KVLayerSpec, LayerCache, LayerSpec
 from baton.models.config import ModelConfig, RawConfig, RopeSpec
 from baton.models.layers import DecoderLayer, make_norm
 from baton.models.linear import Build, Linear
+from baton.models.parallel import stage_layers
 from baton.models.rotary import Rotary
 
 
@@ -34,28 +35,52 @@ class Embedding(nn.Module):
 class Decoder(nn.Module):
     """The stack between token ids and the final norm."""
 
-    def __init__(self, config: ModelConfig, layers: Iterable[nn.Module], build: Build) -> None:
+    def __init__(self, config: ModelConfig, layers: Mapping[int, nn.Module], build: Build) -> None:
         super().__init__()
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, build)
-        self.layers = nn.ModuleList(layers)
-        self.norm = make_norm(config, config.hidden_size, build)
+        self._config, self._build, self._stage = config, build, build.ranks.stage
+        if self._stage.index == 0:
+            self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, build)
+            self.norm = make_norm(config, config.hidden_size, build)
+        self.layers = nn.ModuleDict({str(layer_id): layer for layer_id, layer in layers.items()})
         self._multiplier = config.embedding_multiplier
         self.rotaries, self._rotary_of = _rotaries(config, build)
 
     def forward(
         self, input_ids_T: Tensor, positions_T: Tensor, cache: LayerCache, aux_layers: tuple[int, ...]
     ) -> tuple[Tensor, list[Tensor]]:
-        x = self.embed_tokens(input_ids_T)
-        if self._multiplier != 1.0:
-            x = x * self._multiplier
-        cos_sin = [rotary.at(positions_T) for rotary in self.rotaries]
+        stage, num_layers, wanted = self._stage, self._config.num_layers, sorted(set(aux_layers))
         seen: dict[int, Tensor] = {}
-        for layer_id, layer in enumerate(self.layers):
+        if stage.index == 0:
+            x = self.embed_tokens(input_ids_T)
+            if self._multiplier != 1.0:
+                x = x * self._multiplier
+        else:
+            before = stage_layers(num_layers, stage.index - 1, stage.count)
+            x = self._receive(len(input_ids_T), [a for a in wanted if a < before.stop], stage.index - 1, seen)
+        cos_sin = [rotary.at(positions_T) for rotary in self.rotaries]
+        for name, layer in self.layers.items():
+            layer_id = int(name)
             if layer_id in aux_layers:
                 seen[layer_id] = x
             x = layer(x, cos_sin[self._rotary_of[layer_id]], cache)
-        seen[len(self.layers)] = x
+        if stage.index + 1 == stage.count:
+            seen[num_layers] = x
+        if stage.count > 1:
+            kept = [seen[a] for a in wanted if a in seen]
+            stage.send(torch.stack([x, *kept]), (stage.index + 1) % stage.count)
+        if stage.index > 0:
+            return x, []
+        if stage.count > 1:
+            x = self._receive(len(input_ids_T), wanted, stage.count - 1, seen)
         return self.norm(x), [seen[layer_id] for layer_id in aux_layers]
+
+    def _receive(self, num_rows: int, aux_layers: Sequence[int], source: int, seen: dict[int, Tensor]) -> Tensor:
+        """The residual stream [T, E] as it left stage `source`; what was seen before it goes into `seen`."""
+        shape = 1 + len(aux_layers), num_rows, self._config.hidden_size
+        got = torch.empty(shape, dtype=self._build.dtype, device=self._build.device)
+        self._stage.receive(got, source)
+        seen.update(zip(aux_layers, got[1:], strict=True))
+        return got[0]
 
 
 def _rotaries(config: ModelConfig, build: Build) -> tuple[list[Rotary], list[int]]:
@@ -89,7 +114,11 @@ class CausalLM(nn.Module, ABC):
         self.vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
         self.max_position = config.max_position
         self.kv_layers = [self.kv_layer(config, i) for i in range(config.num_layers)]
-        self.model = Decoder(config, (self.layer(config, i, build) for i in range(config.num_layers)), build)
+        own = build.ranks.stage.layers(config.num_layers)
+        self.model = Decoder(config, {i: self.layer(config, i, build) for i in own}, build)
+        self._is_cut = False
+        if build.ranks.stage.index > 0:
+            return
         # A vocabulary that ranks cannot share equally, and one that is tied, is on all of them.
         is_cut = config.vocab_size % build.ranks.size == 0 and not config.tie_word_embeddings
         share = build.ranks.share(config.vocab_size, "tokens") if is_cut else None

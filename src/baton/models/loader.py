@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from baton.errors import CheckpointError, ConfigError
 from baton.models.base import CausalLM
 from baton.models.config import RawConfig, get_dtype
 from baton.models.linear import Build, Cut, Linear, MergedLinear
-from baton.models.parallel import ALONE, TensorRank
+from baton.models.parallel import ALONE, Stage, TensorRank
 from baton.models.registry import model_class
 
 _INDEX = "model.safetensors.index.json"
@@ -31,6 +32,7 @@ _SINGLE = "model.safetensors"
 # Written by other tools, without influence on any result.
 _CONFIG_NOISE = ("_name_or_path", "transformers_version", "use_cache")
 _READ_SIZE = 1 << 22
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 # Of a weight file at once.
 _MAPPED_SIZE = 1 << 26
 
@@ -251,8 +253,17 @@ def load_model(
     except (RuntimeError, MemoryError) as error:
         why = str(error).partition("\n")[0]
         raise CheckpointError(f"{path}: the model that config.json describes cannot be allocated: {why}") from None
-    fill(model, path, model.stored_name, model.unpack)
+    own = ranks.stage.layers(config.num_layers)
+    fill(model, path, lambda stored: _of_stage(model.stored_name(stored), ranks.stage, own), model.unpack)
     return model.eval()
+
+
+def _of_stage(name: str | None, stage: Stage, layers: range) -> str | None:
+    """The name, if a stage with these layers has the tensor."""
+    found = _LAYER.match(name or "")
+    if name is None or stage.count == 1:
+        return name
+    return name if (int(found[1]) in layers if found else stage.index == 0) else None
 
 
 def fingerprint(path: str | Path) -> str:

@@ -21,6 +21,9 @@ from baton.errors import ConfigError
 MAX_TENSOR_RANKS = 8
 
 Gather = Callable[[Tensor], Sequence[Tensor]]
+# To the stage of that number, and from it into the tensor.
+Send = Callable[[Tensor, int], None]
+Receive = Callable[[Tensor, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,15 +43,47 @@ def _alone(tensor: Tensor) -> Sequence[Tensor]:
     return (tensor,)
 
 
+def _nowhere(tensor: Tensor, stage: int) -> None:
+    raise AssertionError("a model of one stage exchanges nothing")
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One of `count` stages, which share the layers of a model in order (GPipe, arXiv:1811.06965). Stage 0 has the
+    embedding too, and what is behind the last layer: the last stage's output comes back to it."""
+
+    index: int = 0
+    count: int = 1
+    send: Send = _nowhere
+    receive: Receive = _nowhere
+
+    def layers(self, num_layers: int) -> range:
+        """Those of this stage. Raises `ConfigError` for fewer layers than stages."""
+        return stage_layers(num_layers, self.index, self.count)
+
+
+def stage_layers(num_layers: int, index: int, count: int) -> range:
+    """The layers of one of `count` stages: equal numbers, and one more for each of the first where they do not divide.
+
+    Raises `ConfigError` for fewer layers than stages.
+    """
+    if num_layers < count:
+        raise ConfigError("pipeline_parallel_size", f"is {count}, and the model has {num_layers} layers")
+    each, more = divmod(num_layers, count)
+    start = index * each + min(index, more)
+    return range(start, start + each + (index < more))
+
+
 @dataclass(frozen=True, slots=True)
 class TensorRank:
     """One rank's place among `size`. `gather` gives every rank's tensor of one shape, in the order of ranks: all ranks
-    call it together. `num_slices` is a power of two and a multiple of `size`."""
+    of its `stage` call it together. `num_slices` is a power of two and a multiple of `size`."""
 
     rank: int = 0
     size: int = 1
     num_slices: int = 1
     gather: Gather = _alone
+    stage: Stage = Stage()
 
     def share(self, total: int, what: str) -> Share:
         """An equal part of `total`. Raises `ConfigError` naming `what` cannot be cut."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from baton.engine.kv_memory import KVMemory, cut_group
+from baton.engine.kv_memory import KVMemory
 from baton.handoff.node.agent import AgentConfig, HandoffAgent
 from baton.handoff.node.instance import InstanceAgent
 from baton.handoff.plan.planner import Instance, RankGeometry
@@ -31,12 +31,10 @@ def make_agents(
     others have those behind it.
     """
     parts: dict[str, list[RankGeometry]] = {group.name: [] for group in whole}
-    size = len(transports)
-    for rank in range(size):
-        for region, group in enumerate(whole):
-            own, first_head = cut_group(group, rank, size)
+    for rank, held in enumerate(pool.parts):
+        for region, (group, first_head) in enumerate(held):
             pages = pool.size.num_pages[group.name]
-            geometry = Geometry.block_major(own, pages, region=region, first_head=first_head)
+            geometry = Geometry.block_major(group, pages, region=region, first_head=first_head)
             parts[group.name].append(RankGeometry(rank=rank, geometry=geometry))
     # A peer may have more ranks than this engine, or fewer.
     instance = InstanceAgent(Instance(rank=0, groups=parts), emit)

@@ -1,4 +1,5 @@
-"""How tensor ranks exchange partial sums: gloo over loopback, found by a file that only they can read."""
+"""How ranks exchange partial sums, and stages what leaves their layers: by gloo over loopback, with a store in files
+that only they can read."""
 
 from __future__ import annotations
 
@@ -11,14 +12,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from baton.models.parallel import TensorRank
+from baton.engine.config import EngineConfig
+from baton.models.parallel import Stage, TensorRank
 
 # A rank that is paused for longer has hung. One that has died is seen at once.
 TIMEOUT = timedelta(minutes=10)
 
 
 class Exchange:
-    """One rank's end. Constructing it waits for all the others."""
+    """One rank's end of an exchange among `size`. Constructing it waits for all the others."""
 
     def __init__(self, store: str, rank: int, size: int) -> None:
         # Without it gloo binds the address of the host's name.
@@ -36,9 +38,25 @@ class Exchange:
         self._group.allgather([as_bytes], [own.view(-1).view(torch.uint8)]).wait()
         return parts
 
+    def send(self, tensor: Tensor, to: int) -> None:
+        """Send it to the rank of that number, which receives it."""
+        self._group.send([tensor.contiguous().view(-1).view(torch.uint8)], to, 0).wait()
 
-def tensor_rank(store: str, rank: int, size: int, num_slices: int) -> TensorRank:
-    """This process's place among the ranks, once all are there."""
+    def receive(self, tensor: Tensor, source: int) -> None:
+        """Fill it with what that rank sends."""
+        self._group.recv([tensor.view(-1).view(torch.uint8)], source, 0).wait()
+
+
+def tensor_rank(config: EngineConfig, store: str, rank: int) -> TensorRank:
+    """This process's place among the ranks, once all are there. Ranks are counted stage by stage; rank t of a stage
+    exchanges layers' outputs with rank t of the others, and sums with its own stage."""
+    size, stages = config.tensor_parallel_size, config.pipeline_parallel_size
+    index, number = divmod(rank, size)
+    stage = Stage()
+    if stages > 1:
+        line = Exchange(f"{store}-line-{number}", index, stages)
+        stage = Stage(index, stages, line.send, line.receive)
     if size == 1:
-        return TensorRank(num_slices=num_slices)
-    return TensorRank(rank, size, num_slices, Exchange(store, rank, size).gather)
+        return TensorRank(num_slices=config.num_slices, stage=stage)
+    sums = Exchange(f"{store}-sums-{index}", number, size)
+    return TensorRank(number, size, config.num_slices, sums.gather, stage)

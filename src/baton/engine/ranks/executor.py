@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from baton.engine.executor import LocalExecutor
-from baton.engine.plan import DraftPlan, DraftResult, StepPlan, StepResult
+from baton.engine.plan import DraftPlan, DraftResult, PlanSpec, StepPlan, StepResult
 from baton.engine.ranks.followers import Followers
 from baton.engine.ranks.messages import Copy, Draft, Order, Step
 
@@ -17,8 +17,9 @@ class RankExecutor:
     too, with which the engine ends.
     """
 
-    def __init__(self, local: LocalExecutor, followers: Followers) -> None:
-        self.local, self.spec = local, local.spec
+    def __init__(self, local: LocalExecutor, followers: Followers, spec: PlanSpec) -> None:
+        # Other stages may have groups that this rank has not.
+        self.local, self.spec = local, spec
         self._followers = followers
 
     def execute(self, plan: StepPlan) -> StepResult:

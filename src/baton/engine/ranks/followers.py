@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -42,7 +42,7 @@ class Followers:
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        self._size, self._num_slices = config.tensor_parallel_size, config.num_slices
+        self._config, self._size = config, config.num_ranks
         # By a file in it the ranks find each other; no other user can read it.
         self._directory = Path(tempfile.mkdtemp(prefix="baton-ranks-")) if self._size > 1 else None
         self._store = str(self._directory and self._directory / "store")
@@ -54,7 +54,7 @@ class Followers:
         try:
             for rank in range(1, self._size):
                 self._start(threads)
-                self._send(rank, Start(config, rank, self._size, self._num_slices, self._store))
+                self._send(rank, Start(config, rank, self._store))
         except BaseException:
             self.close()
             raise
@@ -75,7 +75,7 @@ class Followers:
     def join(self) -> TensorRank:
         """Rank 0's place, once all ranks are there. Raises `EngineUnavailableError`."""
         try:
-            return tensor_rank(self._store, 0, self._size, self._num_slices)
+            return tensor_rank(self._config, self._store, 0)
         except RuntimeError as error:
             raise self.blame(error) from error
 
@@ -116,15 +116,17 @@ class Followers:
                 raise EngineUnavailableError(self._fail(f"rank {rank} failed: {answer.cause}"))
             assert isinstance(answer, Done)
 
-    def share(self, pool: KVMemory) -> None:
-        """Tell each rank from 1 on where its pages lie; `answered` must follow. Raises `EngineUnavailableError`, and
-        `ConfigError` where no other process can reach them."""
+    def share(self, pool: KVMemory, aux_layers: Sequence[int]) -> None:
+        """Tell each rank from 1 on where its pages lie, and what the drafter is fed; `answered` must follow.
+
+        Raises `EngineUnavailableError`, and `ConfigError` where no other process can reach the pages.
+        """
         for rank in range(1, self._size):
             files = None
             if pool.regions:
-                named = zip(pool.groups, pool.regions[rank], strict=True)
-                files = {group.name: file_of(region) for group, region in named}
-            self._send(rank, Memory(dict(pool.size.num_pages), files))
+                named = zip(pool.parts[rank], pool.regions[rank], strict=True)
+                files = {group.name: file_of(region) for (group, _), region in named}
+            self._send(rank, Memory(dict(pool.size.num_pages), files, list(aux_layers)))
 
     def blame(self, error: Exception) -> EngineUnavailableError:
         """What to raise when `error` ended rank 0's part of an order: no rank can go on. Where another rank has ended,
@@ -171,6 +173,6 @@ def _has_fileno(stream: object) -> bool:
 
 def start_followers(config: EngineConfig, progress: Callable[[str], None]) -> Followers:
     """Start the other ranks, which load their parts while rank 0 loads its own."""
-    if config.tensor_parallel_size > 1:
-        progress(f"starting {config.tensor_parallel_size} tensor ranks")
+    if config.num_ranks > 1:
+        progress(f"starting {config.num_ranks} ranks")
     return Followers(config)

@@ -19,16 +19,16 @@ class Start(msgspec.Struct, frozen=True, tag="start"):
 
     config: EngineConfig
     rank: int
-    size: int
-    num_slices: int
     store: str
 
 
 class Memory(msgspec.Struct, frozen=True, tag="memory"):
-    """The second: the pages of each group, and the file in which they lie with its first byte; None: the rank's own."""
+    """The second: the pages of each group, and the file in which they lie with its first byte; None: the rank's own.
+    `aux_layers`: of which the drafter of stage 0 is fed."""
 
     num_pages: dict[str, int]
     files: dict[str, tuple[str, int]] | None
+    aux_layers: list[int]
 
 
 class Copy(msgspec.Struct, frozen=True, tag="copy"):

@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import sys
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import NoReturn
 
@@ -19,7 +20,7 @@ from baton.engine.attention import get_backend
 from baton.engine.executor import LocalExecutor
 from baton.engine.facts import numeric_probe
 from baton.engine.group_memory import GroupMemory
-from baton.engine.kv_memory import cut_group, model_groups
+from baton.engine.kv_memory import model_groups, parts_of
 from baton.engine.loading import load_checkpoints
 from baton.engine.ranks.collective import tensor_rank
 from baton.engine.ranks.messages import (
@@ -47,16 +48,20 @@ def serve(pipe: Connection) -> None:
     start = _next(pipe)
     assert isinstance(start, Start)
     config, device = start.config, torch.device(start.config.device)
-    ranks = tensor_rank(start.store, start.rank, start.size, start.num_slices)
-    loaded = load_checkpoints(config, lambda text: None, ranks)
+    ranks = tensor_rank(config, start.store, start.rank)
+    drafts = ranks.stage.index == 0
+    loaded = load_checkpoints(config if drafts else replace(config, speculative_config=None), lambda text: None, ranks)
     whole = model_groups(config, loaded.model, loaded.drafter)
-    groups = [cut_group(group, start.rank, start.size)[0] for group in whole]
+    groups = [group for group, _ in parts_of(whole, config, loaded.model.config.num_layers, start.rank)]
     pipe.send_bytes(encode(Done()))
     memory = _next(pipe)
     assert isinstance(memory, Memory)
     kv = {group.name: _memory(group, memory, device) for group in groups}
     backend = get_backend(config.attention_backend, config.device)
-    executor = LocalExecutor(ModelRunner(loaded.model, loaded.drafter, groups, kv, backend, device, loaded.grammars))
+    aux_layers = [] if drafts else memory.aux_layers
+    executor = LocalExecutor(
+        ModelRunner(loaded.model, loaded.drafter, groups, kv, backend, device, loaded.grammars, aux_layers)
+    )
     if config.batch_invariant:
         numeric_probe(loaded.model, groups, backend, device)
     pipe.send_bytes(encode(Done()))
@@ -65,7 +70,8 @@ def serve(pipe: Connection) -> None:
             case Step(plan):
                 executor.follow(plan)
             case Draft(plan):
-                executor.draft(plan)
+                if drafts:
+                    executor.draft(plan)
             case Copy(group, source, destination):
                 executor.copy_page(group, source, destination)
             case other:
