@@ -48,6 +48,10 @@ def check_config(config: Any) -> None:
         name = f"{kind}_parallel_size"
         if (ranks := getattr(parallel, name)) != 1:
             raise ConfigError(name, f"BatonConnector hands off between single ranks, got {ranks}")
+    if getattr(parallel, "data_parallel_index", 0):
+        # vLLM has set the size back to 1, as it does where a model has no experts. One address serves all such engines,
+        # and vLLM chooses among them, while a ticket names one.
+        raise ConfigError("data_parallel_size", "BatonConnector hands off between servers of one engine each")
     if config.model_config.enable_sleep_mode:
         raise ConfigError("enable_sleep_mode", "the memory that peers have opened would be another's after a sleep")
     _check_device(config)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.config import ParallelConfig
 from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
 from vllm.v1 import kv_cache_interface as kv
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -121,6 +122,11 @@ def test_what_cannot_be_handed_off_is_refused_by_name() -> None:
     for name in RANKS:
         with pytest.raises(ConfigError, match=name):
             compat.check_config(config(parallel_config=SimpleNamespace(**RANKS | {name: 2})))
+    independent = ParallelConfig(data_parallel_size=2, data_parallel_rank=1)
+    independent.reconfigure_for_independent_dp_rank()
+    assert independent.data_parallel_size == 1
+    with pytest.raises(ConfigError, match=r"data_parallel_size.*servers of one engine each"):
+        compat.check_config(config(parallel_config=independent))
     with pytest.raises(ConfigError, match="enable_sleep_mode"):
         compat.check_config(config(model_config=SimpleNamespace(enable_sleep_mode=True)))
     with pytest.raises(ConfigError, match=r"device.*xpu"):
