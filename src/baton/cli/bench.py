@@ -8,18 +8,21 @@ from typing import Annotated, Any
 
 import typer
 
-from baton.cli.options import Model
+from baton.cli.load import load_command
+from baton.cli.options import Model, with_options
 from baton.engine.config import SpeculativeConfig
 from baton.engine.hub import checkpoint_directory
 
-app = typer.Typer(help="Measure a deployment on this machine.", no_args_is_help=True)
+app = typer.Typer(help="Measure servers, deployments and transports.", no_args_is_help=True)
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Speculative = Annotated[str | None, typer.Option(help="JSON, as for vLLM.")]
 
+app.command("serve")(with_options(load_command))
 
-@app.command("serve")
-def serve_command(
+
+@app.command("split")
+def split_command(
     model: Model,
     speculative_config: Speculative = None,
     prompt_tokens: Annotated[int, typer.Option(help="Length of every prompt.")] = 512,

@@ -1,0 +1,136 @@
+"""A load on an OpenAI server: requests at their times, streamed, and how each went."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+
+from baton.bench.load_figures import Outcome
+from baton.bench.prompts import LoadRequest
+from baton.errors import BatonError, EngineUnavailableError
+from baton.openai.client import OpenAIClient
+
+_COUNTERS = {
+    "vllm:spec_decode_num_drafts_total": "drafts",
+    "vllm:spec_decode_num_draft_tokens_total": "draft_tokens",
+    "vllm:spec_decode_num_accepted_tokens_total": "accepted",
+}
+_PER_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Requests and when each is due, in seconds from the start. `max_concurrency` bounds those in flight: a request
+    that is due waits. `extra` are further fields of each request's body."""
+
+    requests: Sequence[LoadRequest]
+    due_s: Sequence[float]
+    max_concurrency: int | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRun:
+    """Outcomes in the order of the requests, the time they took together, and counters of speculation (see
+    `spec_decode_counters`) before and after; None where the server has no `/metrics`."""
+
+    model: str
+    outcomes: list[Outcome]
+    duration_s: float
+    before: dict[str, float] | None
+    after: dict[str, float] | None
+
+
+async def run_load(
+    url: str, load: Load, model: str | None = None, num_warmups: int = 0, key: str | None = None
+) -> LoadRun:
+    """Warm up with the first request, then send all when they are due. `model`: by default the first that is served.
+
+    A failed request is an outcome. Raises as `OpenAIClient.model` does, and `EngineUnavailableError` where warming up
+    fails.
+    """
+    headers = {"Accept-Encoding": "identity"}
+    if key is not None:
+        headers["Authorization"] = f"Bearer {key}"
+    # A limit on connections would let requests wait where no figure shows it.
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(
+        connector=connector, timeout=aiohttp.ClientTimeout(total=None), headers=headers, auto_decompress=False
+    ) as session:
+        client = OpenAIClient(session, url)
+        model = model or (await client.model()).id
+        gate = asyncio.Semaphore(load.max_concurrency or max(len(load.requests), num_warmups, 1))
+        warm = [_ask(client, model, load.requests[0], load.extra, gate, 0.0) for _ in range(num_warmups)]
+        for outcome in await asyncio.gather(*warm):
+            if outcome.error:
+                raise EngineUnavailableError(f"a request to warm up failed: {outcome.error}")
+        before = await spec_decode_counters(client)
+        begin = time.perf_counter()
+        tasks = []
+        for request, due in zip(load.requests, load.due_s, strict=True):
+            wait = begin + due - time.perf_counter()
+            if wait > 0:
+                await asyncio.sleep(wait)
+            tasks.append(asyncio.create_task(_ask(client, model, request, load.extra, gate, begin + due)))
+        outcomes = await asyncio.gather(*tasks)
+        duration = time.perf_counter() - begin
+        return LoadRun(model, outcomes, duration, before, await spec_decode_counters(client))
+
+
+async def spec_decode_counters(client: OpenAIClient) -> dict[str, float] | None:
+    """Sums of a server's counters of speculation, by `drafts`, `draft_tokens`, `accepted` and position; None where it
+    has no metrics."""
+    found: dict[str, float] = {}
+    with contextlib.suppress(BatonError):
+        for sample in await client.samples():
+            name = sample.labels.get("position") if sample.name == _PER_POSITION else _COUNTERS.get(sample.name)
+            if name is not None and (sample.name != _PER_POSITION or name.isdecimal()):
+                found[name] = found.get(name, 0.0) + sample.value
+        return found
+    return None
+
+
+async def _ask(
+    client: OpenAIClient, model: str, request: LoadRequest, extra: dict[str, Any], gate: asyncio.Semaphore, due: float
+) -> Outcome:
+    body = {
+        "model": model,
+        "prompt": list(request.prompt),
+        "max_tokens": request.max_tokens,
+        "stream_options": {"include_usage": True},
+        **extra,
+    }
+    outcome = Outcome(len(request.prompt))
+    usage = None
+    async with gate:
+        outcome.start_time = last = time.perf_counter()
+        outcome.queue_time = outcome.start_time - due if due else 0.0
+        try:
+            async with contextlib.aclosing(client.stream(body)) as events:
+                async for event in events:
+                    usage = event.usage or usage
+                    if not event.choices:
+                        continue
+                    now = time.perf_counter()
+                    if outcome.ttft:
+                        outcome.itl.append(now - last)
+                    else:
+                        outcome.ttft = now - last
+                    last = now
+                    outcome.text += event.choices[0].text or ""
+            outcome.latency = last - outcome.start_time
+            if not outcome.ttft:
+                outcome.error = "the answer has no tokens"
+            elif usage is None:
+                outcome.error = "the server does not tell usage, so its tokens cannot be counted"
+            else:
+                outcome.prompt_len, outcome.output_len = usage.prompt_tokens, usage.completion_tokens
+        except BatonError as error:
+            outcome.error = str(error) or type(error).__name__
+    return outcome
