@@ -61,10 +61,6 @@ def _environment(engines: int) -> dict[str, str]:
         return own
     cores = len(os.sched_getaffinity(0))
     return {"OMP_NUM_THREADS": str(max(1, min(cores, 2 * cores // engines))), **own}
-    if engines == 1 or not hasattr(os, "sched_getaffinity"):
-        return own
-    cores = len(os.sched_getaffinity(0))
-    return {"OMP_NUM_THREADS": str(max(1, min(cores, 2 * cores // engines))), **own}
 
 
 def check_shared_transport(uri: str) -> None:
