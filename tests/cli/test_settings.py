@@ -10,7 +10,7 @@ import pytest
 import typer
 
 import baton.cli
-from baton.deployment import _environment
+from baton.deployment.processes import _environment
 from baton.errors import ConfigError
 
 TOML = """

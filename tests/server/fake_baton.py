@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from baton import cli
-from baton import deployment as processes
+from baton.deployment import processes
 from baton.engine.config import EngineConfig
 from baton.handoff.protocol import ticket as tickets
 from tests.server import fake_serving

@@ -8,7 +8,6 @@ kernel to be signalled when their parent dies, and the parent ends them in `clos
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import selectors
@@ -18,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType, TracebackType
@@ -32,7 +31,6 @@ from baton.transports.segments import remove_stale_segments
 D = TypeVar("D", bound="Deployment")
 START_TIMEOUT_S = 300.0
 END_TIMEOUT_S = 10.0
-_PR_SET_PDEATHSIG = 1
 BATON = (sys.executable, "-m", "baton.cli")
 # Variables whose names begin so are flags of the command that was given.
 FLAG_VARIABLES = "BATON_FLAG_"
@@ -295,32 +293,6 @@ class Deployment:
                 print(f"  {child.name}: {text}", file=sys.stderr, flush=True)
 
 
-class Reporter:
-    """A child's end of its pipe; without a pipe, progress goes to stderr. Made once, before anything slow."""
-
-    def __init__(self, ready_fd: int | None) -> None:
-        self._fd = ready_fd
-        if ready_fd is not None:
-            os.set_inheritable(ready_fd, False)
-            die_with_parent()
-
-    def progress(self, text: str) -> None:
-        """Tell what start-up does now."""
-        if self._fd is None:
-            print(text, file=sys.stderr, flush=True)
-        else:
-            self._write({"progress": text})
-
-    def ready(self, url: str, kv: str = "") -> None:
-        """Tell that requests are served at `url`, by an engine with so much KV."""
-        if self._fd is not None:
-            self._write({"ready": url, "kv": kv})
-
-    def _write(self, report: dict[str, str]) -> None:
-        assert self._fd is not None
-        os.write(self._fd, json.dumps(report).encode() + b"\n")
-
-
 def end_processes(processes: Sequence[subprocess.Popen[bytes]], limit_s: float = END_TIMEOUT_S) -> None:
     """End child processes by SIGTERM, in this order, and by SIGKILL those that have not ended in `limit_s` seconds."""
     for process in processes:
@@ -334,15 +306,6 @@ def end_processes(processes: Sequence[subprocess.Popen[bytes]], limit_s: float =
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-
-
-def die_with_parent() -> None:
-    """Have the kernel send this process SIGTERM when its parent dies. Linux only."""
-    if sys.platform != "linux":
-        return
-    libc = ctypes.CDLL(None, use_errno=True)
-    prctl: Callable[..., int] = libc.prctl
-    prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
 
 
 def _last_line(child: Child) -> str:

@@ -1,0 +1,14 @@
+"""A deployment of one host: router and engines as child processes."""
+
+from baton.deployment.child import Reporter, die_with_parent
+from baton.deployment.processes import BATON, FLAG_VARIABLES, Deployment, check_shared_transport, end_processes
+
+__all__ = [
+    "BATON",
+    "FLAG_VARIABLES",
+    "Deployment",
+    "Reporter",
+    "check_shared_transport",
+    "die_with_parent",
+    "end_processes",
+]

@@ -1,0 +1,47 @@
+"""A child's side of a deployment: what it reports to its parent, and its end when that dies."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+
+_PR_SET_PDEATHSIG = 1
+
+
+class Reporter:
+    """A child's end of its pipe; without a pipe, progress goes to stderr. Made once, before anything slow."""
+
+    def __init__(self, ready_fd: int | None) -> None:
+        self._fd = ready_fd
+        if ready_fd is not None:
+            os.set_inheritable(ready_fd, False)
+            die_with_parent()
+
+    def progress(self, text: str) -> None:
+        """Tell what start-up does now."""
+        if self._fd is None:
+            print(text, file=sys.stderr, flush=True)
+        else:
+            self._write({"progress": text})
+
+    def ready(self, url: str, kv: str = "") -> None:
+        """Tell that requests are served at `url`, by an engine with so much KV."""
+        if self._fd is not None:
+            self._write({"ready": url, "kv": kv})
+
+    def _write(self, report: dict[str, str]) -> None:
+        assert self._fd is not None
+        os.write(self._fd, json.dumps(report).encode() + b"\n")
+
+
+def die_with_parent() -> None:
+    """Have the kernel send this process SIGTERM when its parent dies. Linux only."""
+    if sys.platform != "linux":
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    prctl: Callable[..., int] = libc.prctl
+    prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
