@@ -37,6 +37,7 @@ from baton.engine.ranks.messages import (
     encode,
 )
 from baton.engine.runner import ModelRunner
+from baton.errors import BatonError
 from baton.kv.spec import GroupSpec
 
 log = logging.getLogger(__name__)
@@ -106,7 +107,8 @@ def main(fd: int) -> NoReturn:
         pass  # rank 0 has closed the pipe
     except Exception as error:
         status = 1
-        log.exception("a rank fails")
+        if not isinstance(error, BatonError):  # rank 0 tells those in one line, often by itself
+            log.exception("a rank fails")
         with contextlib.suppress(OSError):  # rank 0 has gone, which is why this one failed
             pipe.send_bytes(encode(Failed(f"{type(error).__name__}: {error}"[:1000])))
     # Threads of libraries may still wait for the other ranks.
