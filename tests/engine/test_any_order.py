@@ -19,6 +19,7 @@ from baton.engine import core as core_module
 from baton.engine.core import EngineCore
 from baton.engine.handoff import HandoffLegs
 from baton.engine.metrics import EngineMetrics
+from baton.engine.plan import PlanSpec
 from baton.engine.planning import DraftRows
 from baton.engine.request import Request
 from baton.engine.scheduler import ScheduledRows, Scheduler
@@ -79,8 +80,9 @@ class Engine:
 
         agent: Any = self
         self.legs = HandoffLegs(agent, self.scheduler, metrics, ends, 100, LOOKAHEAD, recovery, 1000.0)
-        none: Any = None
-        self.core = EngineCore(none, self.scheduler, self.legs, [EOS], CONTEXT, LOOKAHEAD, False, self.emit, agent)
+        # Nothing is computed: steps are modelled, and plans are never made.
+        executor: Any = SimpleNamespace(spec=PlanSpec((), (), (), True, False))
+        self.core = EngineCore(executor, self.scheduler, self.legs, [EOS], CONTEXT, LOOKAHEAD, False, self.emit, agent)
         self.prefills: dict[AttemptKey, Attempt] = {}
         self.decodes: dict[AttemptKey, Attempt] = {}
         self.loads: list[Callable[[], None]] = []

@@ -10,12 +10,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from baton.engine.config import SpeculativeConfig
 from baton.engine.core import EngineCore
 from baton.engine.executor import LocalExecutor
+from baton.engine.plan import DraftResult
 from baton.kv.cache import KVCache
 from baton.kv.interval import Interval, Rules
 from baton.kv.tables import BlockTables
@@ -216,9 +218,9 @@ def finalise_before_the_drafter(monkeypatch: pytest.MonkeyPatch) -> None:
         while waiting:
             draft(core.executor, waiting.pop())
 
-    def put_off(self: LocalExecutor, plan: Any) -> list[list[int]]:
+    def put_off(self: LocalExecutor, plan: Any) -> DraftResult:
         waiting.append(plan)
-        return [[] for _ in plan.num_drafts]
+        return DraftResult([[] for _ in plan.num_drafts], np.zeros((len(plan.num_drafts), 0, 0), dtype=np.float32))
 
     monkeypatch.setattr(LocalExecutor, "draft", put_off)
     monkeypatch.setattr(EngineCore, "_finalise", later)

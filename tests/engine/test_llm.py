@@ -36,7 +36,7 @@ def test_all_forms_of_a_prompt_give_the_same(llm: LLM) -> None:
 
 @pytest.mark.parametrize("prompt", [{}, {"prompt": TEXT, "multi_modal_data": 1}, {"text": TEXT}])
 def test_a_prompt_of_another_form_is_refused(llm: LLM, prompt: dict[str, Any]) -> None:
-    with pytest.raises(RequestError, match="a prompt has prompt or prompt_token_ids, and nothing else"):
+    with pytest.raises(RequestError, match="a prompt has prompt or prompt_token_ids, cache_salt, and nothing else"):
         llm.generate([prompt], GREEDY)
 
 

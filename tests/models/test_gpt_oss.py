@@ -58,7 +58,7 @@ def test_sinks_matter(tmp_path: Path) -> None:
     model = load_model(make_gpt_oss(tmp_path))
     ids = prompt(model, 40)
     before = run(model, ids, "paged_cpu", [40])
-    for layer in model.model.layers:
+    for layer in model.model.layers.values():
         layer.self_attn.sinks.fill_(-1e30)
     assert (run(model, ids, "paged_cpu", [40]) - before).abs().max() > 0.1
 
@@ -103,7 +103,7 @@ def test_bfloat16_stays_close(tmp_path: Path) -> None:
     path = make_gpt_oss(tmp_path, dtype="bfloat16")
     model = load_model(path)
     assert model.build.dtype is torch.bfloat16
-    assert model.model.layers[0].self_attn.sinks.dtype is torch.float32
+    assert model.model.layers["0"].self_attn.sinks.dtype is torch.float32
     ids = prompt(model)
     exact = run(load_model(path, "float32"), ids, "paged_cpu", [LENGTH])
     ours = (run(model, ids, "paged_cpu", [LENGTH]) - exact).abs().median()
