@@ -33,6 +33,7 @@ _WIDE = {
 _PEAKS: Mapping[str, dict[str, Any]] = {
     "0.4 billion weights": {"num_hidden_layers": 24},
     "0.6 billion weights": {"num_hidden_layers": 40},
+    "1.0 billion weights": {"hidden_size": 2048, "intermediate_size": 6144, "head_dim": 128, "num_hidden_layers": 16},
     "0.3 billion weights, head tied to the embedding": {"num_hidden_layers": 24, "tie_word_embeddings": True},
 }
 _THIN = {"hidden_size": 64, "intermediate_size": 64, "torch_dtype": "bfloat16", "max_position_embeddings": 8192}
