@@ -175,12 +175,6 @@ def test_missing_shard_and_bad_index(path: Path) -> None:
 
 
 @pytest.fixture
-def unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where PyTorch or the CPU has no packed weights."""
-    monkeypatch.setattr(linear, "packed", lambda weight: None)
-
-
-@pytest.fixture
 def tied(checkpoint: Any, tmp_path: Path) -> Path:
     copy = Path(shutil.copytree(checkpoint("qwen3", tie_word_embeddings=True), tmp_path / "tied"))
     edit_weights(copy, **{"lm_head.weight": torch.zeros(1, 1)})

@@ -15,7 +15,6 @@ from baton.engine.config import EngineConfig
 from baton.engine.facts import numeric_probe
 from baton.engine.kv_memory import model_groups, parts_of
 from baton.errors import ConfigError
-from baton.models import linear
 from baton.models.linear import MergedLinear
 from baton.models.loader import load_model, weight_table
 from baton.models.parallel import Stage, TensorRank
@@ -37,12 +36,6 @@ CASES: dict[str, dict[str, Any]] = {
     "glm4_moe": EXPERTS,
     "deepseek_v3": {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, **EXPERTS, **LATENTS},
 }
-
-
-@pytest.fixture
-def unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights stay as they are filled."""
-    monkeypatch.setattr(linear, "packed", lambda weight: None)
 
 
 def probe(path: Path, dtype: str, ranks: TensorRank) -> str:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import TypeVar
 
 from baton.engine.executor import LocalExecutor
 from baton.engine.plan import DraftPlan, DraftResult, PlanSpec, StepPlan, StepResult
 from baton.engine.ranks.followers import Followers
 from baton.engine.ranks.messages import Copy, Draft, Order, Step
+
+R = TypeVar("R")
 
 
 class RankExecutor:
@@ -24,32 +28,25 @@ class RankExecutor:
 
     def execute(self, plan: StepPlan) -> StepResult:
         """As `LocalExecutor.execute`. Raises `EngineUnavailableError` where a rank has ended."""
-        self._followers.order(Step(replace(plan, sampling=None)))
+        return self._together(Step(replace(plan, sampling=None)), lambda: self.local.execute(plan))
+
+    def draft(self, plan: DraftPlan) -> DraftResult:
+        """As `LocalExecutor.draft`. Raises as `execute` does."""
+        return self._together(Draft(plan), lambda: self.local.draft(plan))
+
+    def copy_page(self, group: str, source: int, destination: int) -> None:
+        """As `LocalExecutor.copy_page`. Raises as `execute` does."""
+        self._together(Copy(group, source, destination), lambda: self.local.copy_page(group, source, destination))
+
+    def _together(self, order: Order, own: Callable[[], R]) -> R:
+        """What `own` returns, rank 0's part of an order, once all ranks have done theirs."""
+        self._followers.order(order)
         try:
-            result = self.local.execute(plan)
+            result = own()
         except Exception as error:
             raise self._followers.blame(error) from error
         self._followers.answered()
         return result
-
-    def draft(self, plan: DraftPlan) -> DraftResult:
-        """As `LocalExecutor.draft`. Raises as `execute` does."""
-        self._followers.order(Draft(plan))
-        try:
-            drafts = self.local.draft(plan)
-        except Exception as error:
-            raise self._followers.blame(error) from error
-        self._followers.answered()
-        return drafts
-
-    def copy_page(self, group: str, source: int, destination: int) -> None:
-        """As `LocalExecutor.copy_page`."""
-        self._order(Copy(group, source, destination))
-        self.local.copy_page(group, source, destination)
-
-    def _order(self, message: Order) -> None:
-        self._followers.order(message)
-        self._followers.answered()
 
     def close(self) -> None:
         """End the other ranks, and let go of the pages."""
