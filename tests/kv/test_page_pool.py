@@ -97,6 +97,24 @@ def test_eviction_is_least_recently_used_and_forgets_the_hash() -> None:
     assert pool.lookup([5, 6, 7, 8], 4).num_tokens == 4
 
 
+def test_eviction_goes_ahead_in_the_order_of_use() -> None:
+    pool = PagePool(201, 1)
+    prompts = [[1000 * i + j for j in range(20)] for i in range(10)]
+    for prompt in prompts:
+        pool.release(fill(pool, prompt))
+    pool.share(pool.lookup(prompts[0], 20).pages)
+    pool.allocate(1)
+    # One that is needed and 4 ahead, of the prompt that was used least recently: its last pages.
+    assert [pool.lookup(prompt, 20).num_tokens for prompt in prompts] == [20, 15] + [20] * 8
+    assert (pool.num_cached, pool.num_available) == (175, 179)
+    pool.allocate(4)
+    assert pool.num_cached == 175
+    # All that is cached can be had.
+    assert len(set(pool.allocate(175))) == 175
+    with pytest.raises(CapacityError):
+        pool.allocate(1)
+
+
 def test_a_lookup_compares_few_pages_however_many_begin_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     """Thousands of prompts that share their first page and differ in the second."""
     count = 5000

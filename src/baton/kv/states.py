@@ -18,6 +18,7 @@ class StatePool(PagePool):
 
     def __init__(self, num_pages: int, interval: int, enable_caching: bool = True) -> None:
         super().__init__(num_pages, 1, 0, enable_caching)
+        self._num_ahead = 0  # a request has one slot: there are no runs to keep
         self.interval = interval
 
     def due(self, start: int, stop: int) -> range:

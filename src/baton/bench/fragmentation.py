@@ -1,0 +1,110 @@
+"""Where the pages of prompts lie in a pool that is fresh, has served for long, or is as fragmented as can be. Pure."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+import numpy as np
+
+from baton.errors import ConfigError
+from baton.kv.pool import PagePool
+from baton.kv.prefix import Chain
+
+Fragmentation = Literal["fresh", "churned", "full"]
+FRAGMENTATIONS: tuple[Fragmentation, ...] = get_args(Fragmentation)
+
+
+@dataclass(frozen=True, slots=True)
+class Churn:
+    """Requests that a pool serves before it is looked at: lengths in pages, uniform in [low, high]. `running` are
+    served at once, and grow page by page in turns where `grows`, as on an engine that decodes. With `caching` they
+    leave their pages to the prefix cache, and a `hits` part of them begins with the first pages of an earlier one."""
+
+    requests: int = 1500
+    prompt: tuple[int, int] = (32, 128)
+    output: tuple[int, int] = (4, 8)
+    running: int = 8
+    grows: bool = True
+    caching: bool = True
+    hits: float = 0.25
+
+
+@dataclass(slots=True)
+class _Served:
+    tokens: list[int]
+    pages: list[int]
+    left: int
+    chain: Chain = field(default_factory=Chain)
+
+
+def churn(pool: PagePool, load: Churn, seed: int = 0) -> list[list[int]]:
+    """Serve `load` from `pool`, of pages of one token; returns the pages that each prompt got behind its prefix hit.
+
+    The pool is left with the last `load.running` requests in it. Raises `CapacityError` where they do not fit.
+    """
+    rng = np.random.default_rng(seed)
+    served: deque[_Served] = deque()
+    past: deque[list[int]] = deque(maxlen=64)
+    fresh: list[list[int]] = []
+    for _ in range(load.requests):
+        while len(served) >= load.running:
+            _finish(pool, served.popleft(), past)
+            for one in served if load.grows else ():
+                if one.left:
+                    one.left -= 1
+                    one.tokens.append(int(rng.integers(0, 1 << 40)))
+                    one.pages += pool.allocate(1, one.pages[-1])
+        length, output = (int(rng.integers(*bounds, endpoint=True)) for bounds in (load.prompt, load.output))
+        tokens = rng.integers(0, 1 << 40, length).tolist()
+        if past and rng.random() < load.hits:
+            begin = past[int(rng.integers(len(past)))]
+            shared = min(int(rng.integers(1, len(begin) + 1)), length - 1)
+            tokens[:shared] = begin[:shared]
+        found = pool.lookup(tokens, length - 1).pages
+        pool.share(found)
+        own = pool.allocate(length - len(found), found[-1] if found else None)
+        fresh.append(own)
+        served.append(_Served(tokens, found + own, output))
+    return fresh
+
+
+def _finish(pool: PagePool, one: _Served, past: deque[list[int]]) -> None:
+    pool.cache(one.tokens, one.pages, one.chain, len(one.tokens))
+    pool.release(one.pages)
+    past.append(one.tokens)
+
+
+def tables(
+    fragmentation: str, num_pages: int, count: int, tables_wanted: int, caching: bool = True, seed: int = 0
+) -> list[list[int]]:
+    """Block tables of `count` pages each, for `tables_wanted` prompts one after the other, from a pool of `num_pages`.
+
+    `full`: pages in random order, no two neighbours next to each other in a table. Raises `ConfigError` for another
+    word than those of `Fragmentation`.
+    """
+    if fragmentation not in FRAGMENTATIONS:
+        raise ConfigError("fragmentation", f"{fragmentation!r} is none of {', '.join(FRAGMENTATIONS)}")
+    pool = PagePool(num_pages, 1, enable_caching=caching)
+    if fragmentation == "full":
+        # No two free pages are neighbours, and they come back in no order.
+        rng = np.random.default_rng(seed)
+        pages = np.arange(1, num_pages, 2)
+        return [rng.permutation(pages)[:count].tolist() for _ in range(tables_wanted)]
+    if fragmentation == "churned":
+        churn(pool, Churn(prompt=(count // 4 or 1, count), caching=caching), seed)
+    out = []
+    for index in range(tables_wanted):
+        pages_of = pool.allocate(count)
+        pool.cache(list(range(index << 20, (index << 20) + count)), pages_of, Chain(), count)
+        pool.release(pages_of)
+        out.append(pages_of)
+    return out
+
+
+def num_runs(pages: Sequence[int]) -> int:
+    """Runs of neighbouring pages in a table."""
+    table = np.asarray(pages)
+    return int(np.count_nonzero(np.diff(table) != 1)) + 1 if table.size else 0

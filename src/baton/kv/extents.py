@@ -1,0 +1,83 @@
+"""Free pages of a pool as maximal runs of neighbours, since the planner merges neighbours into one copy."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable
+
+
+class Extents:
+    """Sets of pages [start, stop), merged when pages come back. The shortest run that fits is taken, so that long ones
+    stay for long prompts.
+
+    Taking a run and giving one back cost O(log n) of the distinct lengths among n runs, besides the pages themselves.
+    """
+
+    def __init__(self, start: int, stop: int) -> None:
+        self.num_pages = 0
+        self._stops: dict[int, int] = {}  # by start
+        self._starts: dict[int, int] = {}  # by stop
+        self._by_length: dict[int, dict[int, None]] = {}  # starts, the one that is longest free first
+        self._lengths: list[int] = []  # sorted
+        self._insert(start, stop)
+
+    def add(self, pages: Iterable[int]) -> None:
+        """Pages that are free from now on, and were not before."""
+        start = stop = -1
+        for page in sorted(pages):
+            if page != stop:
+                if stop >= 0:
+                    self._merge(start, stop)
+                start = page
+            stop = page + 1
+        if stop >= 0:
+            self._merge(start, stop)
+
+    def take(self, count: int, after: int | None = None) -> list[int]:
+        """`count` pages (at most `num_pages`): first those behind page `after`, which is not free, then as few runs as
+        possible."""
+        picked: list[int] = []
+        if after is not None and after + 1 in self._stops:
+            picked += self._cut(after + 1, count)
+        while len(picked) < count:
+            missing = count - len(picked)
+            # The shortest run that is long enough, or the longest there is.
+            index = min(bisect_left(self._lengths, missing), len(self._lengths) - 1)
+            picked += self._cut(next(iter(self._by_length[self._lengths[index]])), missing)
+        return picked
+
+    def _cut(self, start: int, count: int) -> range:
+        """Take up to `count` pages from the front of a run."""
+        stop = self._remove(start)
+        end = min(start + count, stop)
+        if end < stop:
+            self._insert(end, stop)
+        return range(start, end)
+
+    def _merge(self, start: int, stop: int) -> None:
+        if stop in self._stops:
+            stop = self._remove(stop)
+        if (before := self._starts.get(start)) is not None:
+            self._remove(before)
+            start = before
+        self._insert(start, stop)
+
+    def _insert(self, start: int, stop: int) -> None:
+        self._stops[start], self._starts[stop] = stop, start
+        length = stop - start
+        self.num_pages += length
+        if length not in self._by_length:
+            self._by_length[length] = {}
+            insort(self._lengths, length)
+        self._by_length[length][start] = None
+
+    def _remove(self, start: int) -> int:
+        """Forget the run that begins at `start`; returns its stop."""
+        stop = self._stops.pop(start)
+        del self._starts[stop]
+        length = stop - start
+        self.num_pages -= length
+        del self._by_length[length][start]
+        if not self._by_length[length]:
+            del self._by_length[length], self._lengths[bisect_left(self._lengths, length)]
+        return stop
