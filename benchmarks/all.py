@@ -35,7 +35,9 @@ def main() -> None:
         print(f"TTFT P/D ({mode}) over single, 512 tokens: {_ratio(figures)}", flush=True)
     figures = integrity_cost()
     print(f"TTFT P/D (push) integrity full over off, 2,048 tokens: {_ratio(figures)}", flush=True)
-    for name, value in transport.run().items():
+    for copies in transport.measure_copies("shm", [transport.COPY_BYTES]):
+        print(copies, flush=True)
+    for name, value in transport.measure_planning().items():
         print(f"{name}: {value}", flush=True)
     for batch in (1, 8):
         ratio, step, bare = engine.step_over_forward(TARGET, batch)

@@ -2,13 +2,34 @@
 
 from __future__ import annotations
 
-from baton.bench.transport import measure_copies, measure_planning
+import pytest
+
+from baton.bench.transport import available, measure_copies, measure_planning
+from baton.errors import ConfigError
 
 
 def test_small_rounds() -> None:
-    copies = measure_copies(nbytes=1 << 18, rounds=1)
-    assert {"shm_32k_over_memcpy", "shm_4k_over_memcpy"} <= set(copies)
-    assert min(copies.values()) > 0
+    copies = measure_copies("shm", [1 << 16, 1 << 18], [4 << 10, 128 << 10], rounds=3)
+    cases = [(f.transport, f.nbytes, f.run_bytes) for f in copies]
+    assert cases == [
+        ("shm", 65536, 4096),
+        ("shm", 65536, 65536),
+        ("memcpy", 65536, 65536),
+        ("shm", 262144, 4096),
+        ("shm", 262144, 131072),
+        ("memcpy", 262144, 262144),
+    ]
+    assert all(0 < f.gb_per_s_low <= f.gb_per_s <= f.gb_per_s_high and f.rounds == 3 for f in copies)
+    assert [f.over_memcpy for f in copies if f.transport == "memcpy"] == [1.0, 1.0]
     planning = measure_planning(runs=640, rounds=1)
     # Shuffled pages are neighbours on both sides now and then, and then they are one run.
     assert 600 < min(planning["plan_pages_runs"], planning["plan_layers_runs"]) <= 640
+
+
+def test_what_cannot_be_measured_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="run_size"):
+        measure_copies("shm", [10_000], [4096])
+    monkeypatch.setitem(__import__("sys").modules, "mooncake.engine", None)
+    found, why = available(["shm", "mooncake"])
+    assert found == ["shm"]
+    assert "mooncake" in why["mooncake"]

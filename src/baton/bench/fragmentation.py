@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 import numpy as np
 
-from baton.errors import ConfigError
+from baton.errors import CapacityError, ConfigError
 from baton.kv.pool import PagePool
 from baton.kv.prefix import Chain
 
@@ -82,8 +82,9 @@ def tables(
 ) -> list[list[int]]:
     """Block tables of `count` pages each, for `tables_wanted` prompts one after the other, from a pool of `num_pages`.
 
-    `full`: pages in random order, no two neighbours next to each other in a table. Raises `ConfigError` for another
-    word than those of `Fragmentation`.
+    `churned`: as many requests at once as there is room for beside the prompt, at most 8. `full`: pages in random
+    order, no two neighbours next to each other in a table. Raises `ConfigError` for another word than those of
+    `Fragmentation`, `CapacityError` for fewer than twice as many pages as a table has.
     """
     if fragmentation not in FRAGMENTATIONS:
         raise ConfigError("fragmentation", f"{fragmentation!r} is none of {', '.join(FRAGMENTATIONS)}")
@@ -92,9 +93,13 @@ def tables(
         # No two free pages are neighbours, and they come back in no order.
         rng = np.random.default_rng(seed)
         pages = np.arange(1, num_pages, 2)
+        if count > pages.size:
+            raise CapacityError(f"{count} pages wanted, {pages.size} have no neighbour")
         return [rng.permutation(pages)[:count].tolist() for _ in range(tables_wanted)]
     if fragmentation == "churned":
-        churn(pool, Churn(prompt=(count // 4 or 1, count), caching=caching), seed)
+        load = Churn(prompt=(count // 4 or 1, count), caching=caching)
+        running = min(load.running, (num_pages - 1) // (count + load.output[1]) - 1)
+        churn(pool, replace(load, running=max(1, running)), seed)
     out = []
     for index in range(tables_wanted):
         pages_of = pool.allocate(count)

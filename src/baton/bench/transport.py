@@ -1,82 +1,113 @@
 """What the data plane costs: `baton bench transport`.
 
-Medians of 21 rounds, all in one run, so that the ratios compare like with like: writing 64 MiB in scattered
-32 KiB and 4 KiB runs to the memory of another process of this host (`shm`, or the transport that is named), over one
-`memcpy` of as much within this process; and planning 20,000 runs. Rounds of the compared parts alternate, so that a
-slow spell of the host meets all of them.
+Writes to the memory of another process of this host, and one `memcpy` of as many bytes within this process. Rounds of
+all that is compared alternate, so that a slow spell of the host meets all of it, and ratios are of one round.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from tempfile import TemporaryDirectory
 
 import numpy as np
 
-from baton.errors import TransportError
+from baton.errors import ConfigError, TransportError
 from baton.handoff.plan.planner import RankGeometry, plan
 from baton.kv.geometry import BLOCK_MAJOR_NHD, LAYER_MAJOR_NHD, Axis, CopyList, Geometry
 from baton.kv.interval import Interval
 from baton.kv.spec import GroupSpec, kv_planes
 from baton.testing.transport_peer import SpawnedPeer
-from baton.transports.registry import create_transport
+from baton.transports.registry import create_transport, with_default
 
 ROUNDS = 21
+# A transport that is slow gets fewer rounds, but no less than three.
+MAX_CASE_S = 4.0
 COPY_BYTES = 64 << 20
 PLAN_RUNS = 20_000
+ALL = ("shm", "nixl", "mooncake", "file")
+SIZES = (4 << 10, 64 << 10, 1 << 20, 16 << 20, COPY_BYTES)
+RUN_SIZES = (4 << 10, 32 << 10, 1 << 20)
 
 
-def run(uri: str = "shm") -> dict[str, float]:
-    """Measure, and return the figures by name: GB/s, ratios and milliseconds, medians of `ROUNDS`.
+@dataclass(frozen=True, slots=True)
+class CopyFigures:
+    """Of `nbytes` in runs of `run_bytes`, scattered at the source: GB/s, median and quartiles; milliseconds, median;
+    and the median of the ratios of speed to the `memcpy` of each round."""
 
-    Raises `ConfigError` for an unknown transport.
+    transport: str
+    nbytes: int
+    run_bytes: int
+    gb_per_s: float
+    gb_per_s_low: float
+    gb_per_s_high: float
+    ms: float
+    over_memcpy: float
+    rounds: int
+
+
+def available(uris: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Those of some transports that run here, and why the others do not."""
+    found, why = [], {}
+    for uri in uris:
+        try:
+            create_transport(uri).close()
+            found.append(uri)
+        except ConfigError as error:
+            why[uri] = str(error)
+    return found, why
+
+
+def measure_copies(
+    uri: str, sizes: Sequence[int] = SIZES, run_sizes: Sequence[int] = RUN_SIZES, rounds: int = ROUNDS
+) -> list[CopyFigures]:
+    """All sizes in runs of all sizes that are as small, and whole. Between two processes.
+
+    Raises `ConfigError` for an unknown transport and for sizes that hold no whole number of runs.
     """
-    return {**measure_copies(uri), **measure_planning()}
+    cases = [(size, run) for size in sizes for run in sorted({min(run, size) for run in run_sizes})]
+    for size, run in cases:
+        if run < 1 or size % run:
+            raise ConfigError("run_size", f"{size} bytes are no whole number of runs of {run}")
+    most = max(sizes)
+    with TemporaryDirectory(prefix="baton-bench-") as folder:
+        uri = with_default(uri, "file", "path", folder)
+        near = create_transport(uri)
+        try:
+            far = SpawnedPeer(uri, [most])
+            try:
+                source, dest = near.allocate("source", most), near.allocate("dest", most)
+                source[:] = 1
+                near.register([source, dest])
+                far.fill(0, 1)  # memory that nobody has touched yet would be slow
+                peer = near.connect(far.descriptor).result(30)
 
+                def write(copies: CopyList) -> None:
+                    if near.submit(peer, "write", copies).wait() != "done":
+                        raise TransportError("a copy of the benchmark failed")
 
-def measure_copies(uri: str = "shm", nbytes: int = COPY_BYTES, rounds: int = ROUNDS) -> dict[str, float]:
-    """Bandwidths over `nbytes` (a multiple of 32 KiB) in GB/s, and as ratios to `memcpy`. Between two processes.
-
-    Raises `ConfigError` for an unknown transport.
-    """
-    near = create_transport(uri)
-    far = SpawnedPeer(uri, [nbytes])
-    try:
-        source, dest = near.allocate("source", nbytes), near.allocate("dest", nbytes)
-        source[:] = 1
-        near.register([source, dest])
-        far.fill(0, 1)  # memory that nobody has touched yet would be slow
-        peer = near.connect(far.descriptor).result(30)
-
-        def submit(run_bytes: int) -> Callable[[], object]:
-            copies = _scattered(nbytes, run_bytes)
-
-            def once() -> None:
-                if near.submit(peer, "write", copies).wait() != "done":
-                    raise TransportError("a copy of the benchmark failed")
-
-            return once
-
-        name = near.scheme
-        parts: dict[str, Callable[[], object]] = {
-            "memcpy": lambda: np.copyto(dest, source),
-            f"{name}_32k": submit(32 << 10),
-            f"{name}_4k": submit(4 << 10),
-        }
-        seconds = _medians(parts, rounds)
-    finally:
-        near.close()
-        far.close()
-    out = {f"{name}_gb_per_s": nbytes / second / 1e9 for name, second in seconds.items()}
-    for part in (f"{name}_32k", f"{name}_4k"):
-        out[f"{part}_over_memcpy"] = seconds["memcpy"] / seconds[part]
-    return out
+                figures = []
+                for size, run in cases:
+                    parts: dict[str, Callable[[], object]] = {
+                        "memcpy": partial(np.copyto, dest[:size], source[:size]),
+                        near.scheme: partial(write, _scattered(size, run)),
+                    }
+                    seconds = _in_turns(parts, rounds)
+                    figures.append(_figures(near.scheme, size, run, seconds[near.scheme], seconds["memcpy"]))
+                    if run == min(run_sizes[-1], size):
+                        figures.append(_figures("memcpy", size, size, seconds["memcpy"], seconds["memcpy"]))
+            finally:
+                far.close()
+        finally:
+            near.close()
+    return figures
 
 
 def measure_planning(runs: int = PLAN_RUNS, rounds: int = ROUNDS) -> dict[str, float]:
-    """Milliseconds to plan `runs` runs, as whole scattered pages and as the layers of fewer pages."""
+    """Milliseconds to plan `runs` runs, as whole scattered pages and as the layers of fewer pages; medians."""
     layers = 32
     geometries = {
         "pages": _geometry(runs, 1, BLOCK_MAJOR_NHD),
@@ -92,8 +123,8 @@ def measure_planning(runs: int = PLAN_RUNS, rounds: int = ROUNDS) -> dict[str, f
         rank = RankGeometry(rank=0, geometry=geometry)
         parts[name] = partial(plan, [rank], rank, here, there, Interval(0, count * geometry.page_size))
         out[f"plan_{name}_runs"] = float(len(plan([rank], rank, here, there, Interval(0, count * 16))[0]))
-    out.update({f"plan_{name}_ms": second * 1e3 for name, second in _medians(parts, rounds).items()})
-    return out
+    seconds = _in_turns(parts, rounds)
+    return out | {f"plan_{name}_ms": statistics.median(values) * 1e3 for name, values in seconds.items()}
 
 
 def _geometry(pages: int, layers: int, order: tuple[Axis, ...]) -> Geometry:
@@ -118,13 +149,31 @@ def _scattered(nbytes: int, run_bytes: int) -> CopyList:
     return CopyList(0, 0, source, dest, np.full(count, run_bytes, dtype=np.int64))
 
 
-def _medians(parts: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+def _figures(name: str, nbytes: int, run_bytes: int, seconds: Sequence[float], memcpy: Sequence[float]) -> CopyFigures:
+    speeds = sorted(nbytes / one / 1e9 for one in seconds)
+    quarter = len(speeds) // 4
+    return CopyFigures(
+        name,
+        nbytes,
+        run_bytes,
+        statistics.median(speeds),
+        speeds[quarter],
+        speeds[-1 - quarter],
+        statistics.median(seconds) * 1e3,
+        statistics.median(m / s for m, s in zip(memcpy, seconds, strict=True)),
+        len(speeds),
+    )
+
+
+def _in_turns(parts: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
     seconds: dict[str, list[float]] = {name: [] for name in parts}
+    began = time.perf_counter()
     for part in parts.values():
         part()
-    for _ in range(rounds):
+    once = time.perf_counter() - began
+    for _ in range(max(min(rounds, 3), min(rounds, int(MAX_CASE_S / once)))):
         for name, part in parts.items():
             start = time.perf_counter()
             part()
             seconds[name].append(time.perf_counter() - start)
-    return {name: statistics.median(values) for name, values in seconds.items()}
+    return seconds

@@ -8,17 +8,20 @@ from typing import Annotated, Any
 
 import typer
 
+from baton.cli.data_plane import handoff_command, transport_command
 from baton.cli.load import load_command
 from baton.cli.options import Model, with_options
+from baton.cli.tables import Json
 from baton.engine.config import SpeculativeConfig
 from baton.engine.hub import checkpoint_directory
 
 app = typer.Typer(help="Measure servers, deployments and transports.", no_args_is_help=True)
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Speculative = Annotated[str | None, typer.Option(help="JSON, as for vLLM.")]
 
 app.command("serve")(with_options(load_command))
+app.command("handoff")(with_options(handoff_command))
+app.command("transport")(transport_command)
 
 
 @app.command("split")
@@ -46,19 +49,6 @@ def split_command(
         tuple(engine_flag or ()),
     )
     _show(dataclasses.asdict(figures), json_output)
-
-
-@app.command("transport")
-def transport_command(
-    kv_transport: Annotated[str, typer.Option(help="shm, nixl, mooncake, file or a URI.")] = "shm",
-    json_output: Json = False,
-) -> None:
-    """Copy bandwidth between two processes of this host over memcpy, and planning time."""
-    from baton.bench.transport import run
-    from baton.deployment import check_shared_transport
-
-    check_shared_transport(kv_transport)
-    _show(run(kv_transport), json_output)
 
 
 @app.command("engine")

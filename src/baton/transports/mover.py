@@ -18,7 +18,8 @@ from numba import types
 from baton.kv.geometry import CopyList, Int64Array
 from baton.transports.base import ByteArray, Operation
 
-CHUNK_BYTES = 1 << 20
+# Whole mebibytes are copied at four fifths of this speed: a memcpy as long as the cache does not use it.
+CHUNK_BYTES = 256 << 10
 
 # Addresses and sizes travel as machine words, which is how the C ABI passes pointers too.
 _memcpy: Any = types.ExternalFunction("memcpy", types.intp(types.intp, types.intp, types.intp))

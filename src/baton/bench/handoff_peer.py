@@ -1,0 +1,114 @@
+"""The prefill engine of `baton bench handoff`, in a process of its own: one JSON object a line, each answered by lines.
+
+It computes nothing. It declares tokens final at the pace of a prefill that it is told, chunk by chunk.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from typing import Any
+
+import msgspec
+
+from baton.bench.modelled import ModelledEngine, ModelledKV
+from baton.errors import EngineUnavailableError
+from baton.handoff.protocol import events as ev
+from baton.handoff.protocol.messages import Seeds
+from baton.handoff.protocol.ticket import verify
+
+# Room to register before the first chunk counts as computed, and what a line of a pipe may take to be heard.
+_LEAD_S = 0.005
+
+
+class PrefillPeer:
+    """That process, as the decode engine's sees it. Raises `EngineUnavailableError` where it has ended."""
+
+    def __init__(self, kv: ModelledKV, tensor_parallel_size: int, num_pages: int, uri: str, ticket_key: bytes) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", f"from {__name__} import serve; serve()"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self._say([msgspec.to_builtins(kv), tensor_parallel_size, num_pages, uri, ticket_key.hex()])
+        self.addresses: list[str] = self.hear()
+
+    def prefill(self, ticket: str, num_tokens: int, pages: list[int], chunk: int, rate: float) -> None:
+        """Begin a prefill of chunks of so many tokens, `rate` tokens a second; 0: all is computed already. Two lines
+        come: at its end `[time, bytes copied so far]`, and behind the handoff the figures of its copies."""
+        self._say([ticket, num_tokens, pages, chunk, rate])
+
+    def _say(self, what: Any) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(what) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise EngineUnavailableError("the process of the prefill engine has ended") from None
+
+    def hear(self) -> Any:
+        """The next line."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise EngineUnavailableError("the process of the prefill engine has ended")
+        return json.loads(line)
+
+    def close(self) -> None:
+        """End the process."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(20)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
+
+
+def serve() -> None:
+    """The body of that process."""
+    kv, tensor_parallel_size, num_pages, uri, key = json.loads(sys.stdin.readline())
+    modelled, ticket_key = msgspec.convert(kv, ModelledKV), bytes.fromhex(key)
+    engine = ModelledEngine("P", modelled, tensor_parallel_size, num_pages, uri, ticket_key)
+    try:
+        _answer([agent.address for agent in engine.agents])
+        for line in sys.stdin:
+            _prefill(engine, modelled, ticket_key, *json.loads(line))
+    finally:
+        engine.close()
+
+
+def _prefill(
+    engine: ModelledEngine,
+    kv: ModelledKV,
+    key: bytes,
+    text: str,
+    num_tokens: int,
+    pages: list[int],
+    chunk: int,
+    rate: float,
+) -> None:
+    ticket = verify(key, text, "prefill", time.monotonic())
+    before, tables = engine.copied(), dict.fromkeys(kv.groups, pages)
+    engine.together.open_prefill(ticket)
+    engine.together.admit_prefill(ticket.key)
+    begin = time.monotonic() + _LEAD_S
+    for done in (*range(chunk, num_tokens, chunk), num_tokens) if rate else (num_tokens,):
+        if rate:
+            time.sleep(max(0.0, begin + done / rate - time.monotonic()))
+        engine.together.declare_final(ticket.key, num_tokens, tables, kv.final(num_tokens, done))
+    ended = [time.monotonic(), engine.copied()[0] - before[0]]
+    final = kv.final(num_tokens, num_tokens, seeded=True)
+    engine.together.finish_prefill(ticket.key, Seeds(first_token=1, draft_token_ids=[2, 3]), False, final)
+    _answer(ended)
+    engine.next(lambda event: isinstance(event, ev.PrefillReleased) and event.outcome == "committed")
+    _answer([after - was for was, after in zip(before, engine.copied(), strict=True)])
+
+
+def _answer(what: Any) -> None:
+    print(json.dumps(what), flush=True)

@@ -1,0 +1,46 @@
+"""Figures on a terminal, or as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from baton.errors import ConfigError
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+OutputJson = Annotated[str | None, typer.Option(help="Write a JSON file too.")]
+
+
+def show_table(rows: Sequence[dict[str, Any]]) -> None:
+    """One line a row, under the names of the first row's figures."""
+    cells = [[*rows[0]], *([_cell(value) for value in row.values()] for row in rows)]
+    widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
+    for line in cells:
+        print(" ".join(f"{cell:>{width}}" for cell, width in zip(line, widths, strict=True)))
+
+
+def write_json(path: str, field: str, what: Any) -> None:
+    """Write a file, with the directories to it. Raises `ConfigError` for `field`."""
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(json.dumps(what))
+    except OSError as error:
+        raise ConfigError(field, f"cannot write {path}: {error.strerror}") from None
+
+
+def parse_list(text: str, field: str, least: int = 1) -> list[int]:
+    """The whole numbers of `512,2048`. Raises `ConfigError` for `field`."""
+    values = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) >= least for part in values):
+        raise ConfigError(field, f"must be whole numbers of at least {least}, such as 512,2048, got {text!r}")
+    return [int(part) for part in values]
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.3f}"
+    return "-" if value is None else str(value)
