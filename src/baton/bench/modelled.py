@@ -15,7 +15,7 @@ from baton.handoff.plan.planner import Instance, RankGeometry
 from baton.handoff.protocol import events as ev
 from baton.kv.geometry import BLOCK_MAJOR_NHD, LAYER_MAJOR_NHD, Axis, Geometry
 from baton.kv.interval import Interval
-from baton.kv.spec import GroupSpec, Owner, kv_planes
+from baton.kv.spec import ITEMSIZE, GroupSpec, Owner, kv_planes
 from baton.transports.registry import create_transport
 
 KVLayout = Literal["block", "layer"]
@@ -134,7 +134,11 @@ class ModelledEngine:
             transport.close()
 
 
-def check_tensor_parallel_size(field: str, size: int, num_kv_heads: int) -> None:
-    """Raise `ConfigError` for ranks that cannot share the heads evenly, or hold one each."""
-    if size < 1 or (num_kv_heads % size and size % num_kv_heads):
-        raise ConfigError(field, f"{size} ranks cannot share {num_kv_heads} KV heads evenly")
+def check_modelled(kv: ModelledKV, tensor_parallel_sizes: dict[str, int]) -> None:
+    """Raise `ConfigError` for an unknown dtype, and for numbers of ranks, by their fields, that cannot share the heads
+    evenly, or hold one each."""
+    if kv.dtype not in ITEMSIZE:
+        raise ConfigError("dtype", f"{kv.dtype!r} is none of {', '.join(ITEMSIZE)}")
+    for field, size in tensor_parallel_sizes.items():
+        if size < 1 or (kv.num_kv_heads % size and size % kv.num_kv_heads):
+            raise ConfigError(field, f"{size} ranks cannot share {kv.num_kv_heads} KV heads evenly")

@@ -53,17 +53,12 @@ def handoff_command(
 ) -> None:
     """Time, runs and hidden part of handoffs between two processes, by length and order of pages."""
     from baton.bench.handoff import Pace, Topology, measure
-    from baton.bench.modelled import ModelledKV, check_tensor_parallel_size
+    from baton.bench.modelled import ModelledKV, check_modelled
     from baton.deployment import check_shared_transport
-    from baton.kv.spec import ITEMSIZE
 
     check_shared_transport(options.kv_transport)
-    if kv.dtype not in ITEMSIZE:
-        raise ConfigError("dtype", f"{kv.dtype!r} is none of {', '.join(ITEMSIZE)}")
     if not 0.0 < options.prefill_rate < float("inf"):
         raise ConfigError("prefill_rate", f"must be above 0 and finite, got {options.prefill_rate}")
-    for name in ("prefill_tensor_parallel_size", "decode_tensor_parallel_size"):
-        check_tensor_parallel_size(name, getattr(options, name), kv.num_kv_heads)
     modelled = ModelledKV(
         num_layers=kv.num_layers,
         num_kv_heads=kv.num_kv_heads,
@@ -72,6 +67,8 @@ def handoff_command(
         block_size=kv.block_size,
         layout=kv.kv_layout,
     )
+    sizes = ("prefill_tensor_parallel_size", "decode_tensor_parallel_size")
+    check_modelled(modelled, {name: getattr(options, name) for name in sizes})
     topology = Topology(
         options.prefill_tensor_parallel_size,
         options.decode_tensor_parallel_size,
