@@ -6,80 +6,34 @@ import asyncio
 import json
 import math
 import os
+import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 
+from baton.bench.tools import Tool, tool_command
+from baton.cli.load_options import DatasetOptions, ReportOptions, TargetOptions, TrafficOptions
+from baton.cli.tables import Json, show_table
 from baton.errors import ConfigError, EngineUnavailableError
 
 # Lists with an entry for each request: of interest beside --save-detailed alone.
 _DETAILS = ("input_lens", "output_lens", "start_times", "ttfts", "itls", "generated_texts", "errors")
 _LISTS = (*_DETAILS, "latencies", "queue_times")
+# Of a sweep's table, before the metrics'.
+_COLUMNS = ("request_rate", "completed", "failed", "request_throughput", "request_goodput", "output_throughput")
 
 
 @dataclass(frozen=True, slots=True)
-class TargetOptions:
-    """Who is asked."""
+class Asked:
+    """Which figures."""
 
-    base_url: Annotated[str, typer.Option(help="Server or router.")] = "http://127.0.0.1:8000"
-    model: Annotated[str | None, typer.Option(help="Name to ask for; default: the first that is served.")] = None
-    served_model_name: Annotated[str | None, typer.Option(help="Name to ask for, where --model is a path.")] = None
-    tokenizer: Annotated[
-        str | None,
-        typer.Option(
-            help="Checkpoint whose vocabulary prompts are of; default: --model, else the directory the server names."
-        ),
-    ] = None
-    api_key: Annotated[str | None, typer.Option(envvar="BATON_API_KEY", help="Bearer token.")] = None
-
-
-@dataclass(frozen=True, slots=True)
-class DatasetOptions:
-    """What is asked."""
-
-    dataset_name: Annotated[Literal["random", "prefix_repetition"], typer.Option(help="Kind of prompts.")] = "random"
-    num_prompts: Annotated[int, typer.Option(min=1, help="Requests.")] = 1000
-    seed: Annotated[int, typer.Option(min=0, help="Of prompts, lengths and arrivals.")] = 0
-    random_input_len: Annotated[int, typer.Option(help="Tokens of a prompt behind the shared ones.")] = 1024
-    random_output_len: Annotated[int, typer.Option(help="Tokens of an answer.")] = 128
-    random_range_ratio: Annotated[float, typer.Option(help="Lengths differ by up to this part, each way.")] = 0.0
-    random_prefix_len: Annotated[int, typer.Option(help="Tokens that all prompts begin with.")] = 0
-    prefix_repetition_prefix_len: Annotated[int, typer.Option(help="Tokens of a prefix.")] = 256
-    prefix_repetition_suffix_len: Annotated[int, typer.Option(help="Tokens of a prompt behind its prefix.")] = 256
-    prefix_repetition_num_prefixes: Annotated[int, typer.Option(help="Prefixes that prompts share.")] = 10
-    prefix_repetition_output_len: Annotated[int, typer.Option(help="Tokens of an answer.")] = 128
-
-
-@dataclass(frozen=True, slots=True)
-class TrafficOptions:
-    """When it is asked."""
-
-    request_rate: Annotated[float, typer.Option(help="Requests a second; inf: all at once.")] = math.inf
-    burstiness: Annotated[float, typer.Option(help="1: Poisson; less: bursts; inf: even gaps.")] = 1.0
-    max_concurrency: Annotated[int | None, typer.Option(min=1, help="Most requests in flight.")] = None
-    num_warmups: Annotated[int, typer.Option(min=0, help="Requests before those that are measured.")] = 0
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Answers have their full length.")] = False
-    temperature: Annotated[float | None, typer.Option(help="Default: the server's.")] = None
-
-
-@dataclass(frozen=True, slots=True)
-class ReportOptions:
-    """What is told."""
-
-    percentile_metrics: Annotated[
-        str, typer.Option(help="Of ttft, tpot, itl, e2el, client_queue_time, handoff, handoff_overhead.")
-    ] = "ttft,tpot,itl"
-    metric_percentiles: Annotated[str, typer.Option(help="Percentiles of these.")] = "99"
-    goodput: Annotated[str | None, typer.Option(help="Milliseconds: 'ttft:200 tpot:20 e2el:2000'.")] = None
-    label: Annotated[str | None, typer.Option(help="Kept in the result.")] = None
-    save_result: Annotated[bool, typer.Option("--save-result", help="Write a JSON file.")] = False
-    save_detailed: Annotated[bool, typer.Option("--save-detailed", help="Each request's figures in it.")] = False
-    result_dir: Annotated[str | None, typer.Option(help="Its directory.")] = None
-    result_filename: Annotated[str | None, typer.Option(help="Its name; default: rate, model and date.")] = None
+    metrics: tuple[str, ...]
+    percentiles: tuple[float, ...]
+    goodput: dict[str, float]
 
 
 def load_command(
@@ -87,58 +41,89 @@ def load_command(
     dataset: DatasetOptions,
     traffic: TrafficOptions,
     report: ReportOptions,
-    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    tool: Annotated[
+        Literal["baton", "vllm", "guidellm", "aiperf"], typer.Option(help="Who sends the load, where installed.")
+    ] = "baton",
+    json_output: Json = False,
 ) -> None:
     """Throughput and latencies of a server under load, as `vllm bench serve` tells them."""
-    from baton.bench.load_figures import (
-        load_figures,
-        parse_goodput,
-        parse_metrics,
-        parse_percentiles,
-        spec_decode_figures,
-    )
+    from baton.bench.load_figures import parse_goodput, parse_metrics, parse_percentiles
+    from baton.bench.picture import check_picture, draw_sweep
 
-    metrics, percentiles = parse_metrics(report.percentile_metrics), parse_percentiles(report.metric_percentiles)
-    goodput = parse_goodput(report.goodput)
-    _check(traffic)
-    if not report.save_result and (report.save_detailed or report.result_dir or report.result_filename):
-        raise ConfigError("save_result", "nothing is written without it")
-    run, tokenizer = asyncio.run(_run(target, dataset, traffic))
-    figures = load_figures(run.outcomes, run.duration_s, metrics, percentiles, goodput)
+    rates = _check(traffic, report)
+    asked = Asked(
+        parse_metrics(report.percentile_metrics),
+        parse_percentiles(report.metric_percentiles),
+        parse_goodput(report.goodput),
+    )
+    if tool != "baton":
+        _hand_to(tool, target, dataset, traffic, report, json_output)
+    if report.plot is not None:
+        check_picture(report.plot)
+    results = [_measure(target, _sized(dataset, one), one, report, asked, first=one is rates[0]) for one in rates]
+    if report.plot is not None:
+        draw_sweep({report.label or results[0]["model_id"]: results}, report.plot)
+    whole = results[0] if traffic.sweep is None else {"sweep": results}
+    if report.save_result:
+        _write(Path(report.result_dir or ".") / (report.result_filename or _filename(results[0], traffic)), whole)
+    shown = [{name: value for name, value in result.items() if name not in _LISTS} for result in results]
+    if json_output:
+        print(json.dumps(shown[0] if traffic.sweep is None else {"sweep": shown}, indent=1))
+    elif traffic.sweep is not None:
+        show_table([{name: one.get(name) for name in (*_COLUMNS, *_columns(one))} for one in shown])
+    else:
+        for name, value in shown[0].items():
+            print(f"{name:40} {value:.3f}" if isinstance(value, float) else f"{name:40} {value}")
+
+
+def _measure(
+    target: TargetOptions,
+    dataset: DatasetOptions,
+    traffic: TrafficOptions,
+    report: ReportOptions,
+    asked: Asked,
+    first: bool,
+) -> dict[str, Any]:
+    """The result of one rate. Raises `EngineUnavailableError` where the first one has no answer at all."""
+    from baton.bench.load_figures import load_figures, spec_decode_figures
+
+    run, tokenizer = asyncio.run(_run(target, dataset, traffic if first else replace(traffic, num_warmups=0)))
+    figures = load_figures(run.outcomes, run.duration_s, asked.metrics, asked.percentiles, asked.goodput)
     for error in sorted({outcome.error for outcome in run.outcomes if outcome.error})[:10]:
         print(f"failed: {error}", file=sys.stderr)
-    if not figures["completed"]:
+    if first and not figures["completed"]:
         raise EngineUnavailableError(f"none of {len(run.outcomes)} requests was answered")
     if run.before is not None and run.after is not None:
         figures |= spec_decode_figures(run.before, run.after)
-    date = datetime.now().strftime("%Y%m%d-%H%M%S")
-    rate: float | str = traffic.request_rate if math.isfinite(traffic.request_rate) else "inf"
     result: dict[str, Any] = {
-        "date": date,
+        "date": datetime.now().strftime("%Y%m%d-%H%M%S"),
         "endpoint_type": "openai",
         "backend": "openai",
         "label": report.label,
         "model_id": run.model,
         "tokenizer_id": tokenizer,
         "num_prompts": dataset.num_prompts,
-        "request_rate": rate,
+        "request_rate": traffic.request_rate if math.isfinite(traffic.request_rate) else "inf",
         "burstiness": traffic.burstiness if math.isfinite(traffic.burstiness) else "inf",
         "max_concurrency": traffic.max_concurrency,
         **figures,
     }
-    if not report.save_detailed:
-        result = {name: value for name, value in result.items() if name not in _DETAILS}
-    if report.save_result:
-        model = run.model.rstrip("/").rpartition("/")[2]
-        many = "" if traffic.max_concurrency is None else f"-concurrency{traffic.max_concurrency}"
-        name = report.result_filename or f"{report.label or 'openai'}-{rate}qps{many}-{model}-{date}.json"
-        _write(Path(report.result_dir or ".") / name, result)
-    shown = {name: value for name, value in result.items() if name not in _LISTS}
+    return {name: value for name, value in result.items() if report.save_detailed or name not in _DETAILS}
+
+
+def _hand_to(tool: Tool, *options: Any) -> NoReturn:
+    """Run another load generator instead, and end as it does."""
+    *groups, json_output = options
+    settings = {name: value for group in groups for name, value in asdict(group).items()}
+    defaults = {f.name: f.default for group in groups for f in fields(group)}
+    for name in ("sweep", "sweep_duration_s", "plot"):
+        if settings[name] is not None:
+            raise ConfigError(name, f"is of Baton's own load, not of {tool}'s")
     if json_output:
-        print(json.dumps(shown, indent=1))
-        return
-    for name, value in shown.items():
-        print(f"{name:40} {value:.3f}" if isinstance(value, float) else f"{name:40} {value}")
+        raise ConfigError("json", f"{tool} prints what it prints")
+    command = tool_command(tool, settings, defaults)
+    key = {} if settings["api_key"] is None else {"OPENAI_API_KEY": settings["api_key"]}
+    raise typer.Exit(subprocess.run(command, env={**os.environ, **key}, check=False).returncode)
 
 
 async def _run(target: TargetOptions, dataset: DatasetOptions, traffic: TrafficOptions) -> tuple[Any, str]:
@@ -194,10 +179,47 @@ def _local(root: str | None) -> str:
     return root
 
 
-def _check(traffic: TrafficOptions) -> None:
+def _check(traffic: TrafficOptions, report: ReportOptions) -> list[TrafficOptions]:
+    """The traffic of each rate."""
     for name in ("request_rate", "burstiness"):
         if not getattr(traffic, name) > 0.0:
             raise ConfigError(name, f"must be above 0, got {getattr(traffic, name)}")
+    if not report.save_result and (report.save_detailed or report.result_dir or report.result_filename):
+        raise ConfigError("save_result", "nothing is written without it")
+    if traffic.sweep is None:
+        for field, value in (("sweep_duration_s", traffic.sweep_duration_s), ("plot", report.plot)):
+            if value is not None:
+                raise ConfigError(field, "is of a sweep: give --sweep")
+        return [traffic]
+    if math.isfinite(traffic.request_rate):
+        raise ConfigError("request_rate", "--sweep has the rates")
+    try:
+        rates = [float(part) for part in traffic.sweep.split(",")]
+    except ValueError:
+        rates = []
+    if not rates or not all(0.0 < rate < math.inf for rate in rates):
+        raise ConfigError("sweep", f"must be rates above 0, such as 2,4,8, got {traffic.sweep!r}")
+    if traffic.sweep_duration_s is not None and not 0.0 < traffic.sweep_duration_s < math.inf:
+        raise ConfigError("sweep_duration_s", f"must be above 0 and finite, got {traffic.sweep_duration_s}")
+    return [replace(traffic, request_rate=rate) for rate in rates]
+
+
+def _sized(dataset: DatasetOptions, traffic: TrafficOptions) -> DatasetOptions:
+    if traffic.sweep_duration_s is None:
+        return dataset
+    return replace(dataset, num_prompts=max(1, round(traffic.request_rate * traffic.sweep_duration_s)))
+
+
+def _filename(result: dict[str, Any], traffic: TrafficOptions) -> str:
+    rate = "sweep" if traffic.sweep is not None else f"{result['request_rate']}qps"
+    many = "" if traffic.max_concurrency is None else f"-concurrency{traffic.max_concurrency}"
+    model = result["model_id"].rstrip("/").rpartition("/")[2]
+    return f"{result['label'] or 'openai'}-{rate}{many}-{model}-{result['date']}.json"
+
+
+def _columns(result: dict[str, Any]) -> list[str]:
+    """Of the metrics, what a line has room for."""
+    return [name for name in result if name.endswith("_ms") and not name.startswith(("mean_", "std_"))]
 
 
 def _write(path: Path, result: dict[str, Any]) -> None:
