@@ -5,6 +5,7 @@ Shape suffixes: T rows of the step, R requests, H query heads, G key-value heads
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -74,16 +75,26 @@ def _sdpa() -> AttentionBackend:
     return SdpaBackend()
 
 
-BACKENDS: dict[str, Callable[[], AttentionBackend]] = {"paged_cpu": _paged_cpu, "sdpa": _sdpa}
+def _triton() -> AttentionBackend:
+    from baton.engine.attention_triton import TritonBackend
+
+    return TritonBackend()
+
+
+BACKENDS: dict[str, Callable[[], AttentionBackend]] = {"paged_cpu": _paged_cpu, "triton": _triton, "sdpa": _sdpa}
+# The device that a kernel needs; one that is not named runs on any.
+_DEVICES = {"paged_cpu": "cpu", "triton": "cuda"}
 
 
 def get_backend(name: str | None, device: torch.device | str) -> AttentionBackend:
-    """A backend by name; None picks `paged_cpu` on a CPU and `sdpa` elsewhere. Raises `ConfigError`."""
+    """A backend by name; None picks `paged_cpu` on a CPU, `triton` on CUDA where it is installed, else `sdpa`. Raises
+    `ConfigError`."""
     kind = torch.device(device).type
     if name is None or name == "auto":
-        name = "paged_cpu" if kind == "cpu" else "sdpa"
+        on_cuda = "triton" if importlib.util.find_spec("triton") else "sdpa"
+        name = "paged_cpu" if kind == "cpu" else on_cuda
     if name not in BACKENDS:
         raise ConfigError("attention_backend", f"{name!r} is unknown, expected one of {', '.join(BACKENDS)}")
-    if name == "paged_cpu" and kind != "cpu":
-        raise ConfigError("attention_backend", f"paged_cpu runs on cpu only, the device is {kind}")
+    if kind != _DEVICES.get(name, kind):
+        raise ConfigError("attention_backend", f"{name} runs on {_DEVICES[name]} only, the device is {kind}")
     return BACKENDS[name]()

@@ -14,8 +14,8 @@ from baton.engine.runner import ModelRunner, TargetOutput
 
 
 class Executor(Protocol):
-    """Runs plans one after another. A plan that raises has written nothing but KV of its own rows: it may be run again,
-    or in parts."""
+    """Runs plans one after another. What a plan writes has been written when the call returns, in the eyes of every
+    process. A plan that raises has written nothing but KV of its own rows: it may be run again, or in parts."""
 
     spec: PlanSpec
 
@@ -50,9 +50,12 @@ class LocalExecutor:
         output = self._output = self.runner.forward(plan.rows)
         features = _on_host(output.features_TF, plan.feature_rows)
         if not len(plan.sample_rows):
+            self._settle()
             return StepResult(plan.sample_rows, _on_host(None, plan.logit_rows), features)
         logits_NV = self.runner.logits(output, plan.sample_rows)
-        return StepResult(choose(logits_NV, plan.sampling), _on_host(logits_NV, plan.logit_rows), features)
+        result = StepResult(choose(logits_NV, plan.sampling), _on_host(logits_NV, plan.logit_rows), features)
+        self._settle()
+        return result
 
     @torch.inference_mode()
     def follow(self, plan: StepPlan) -> None:
@@ -64,12 +67,21 @@ class LocalExecutor:
     @torch.inference_mode()
     def draft(self, plan: DraftPlan) -> DraftResult:
         assert self._output is not None
-        return self.runner.draft(plan, self._output)
+        result = self.runner.draft(plan, self._output)
+        self._settle()
+        return result
 
     def copy_page(self, group: str, source: int, destination: int) -> None:
         if group in self.runner.kv:  # else other stages have its layers
             pages = self.runner.kv[group].pages
             pages[destination].copy_(pages[source])
+            self._settle()
+
+    def _settle(self) -> None:
+        """Wait until a device has done what it was told: the core may declare pages final as soon as it has a result,
+        and transports copy them on streams of their own."""
+        if self.runner.device.type == "cuda":
+            torch.cuda.current_stream(self.runner.device).synchronize()
 
     def close(self) -> None:
         self.runner.kv.clear()

@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
-import numpy as np
 import torch
 
 from baton.drafters.base import Drafter
 from baton.engine.config import EngineConfig, block_sizes
+from baton.engine.device_memory import device_region
 from baton.engine.group_memory import GroupMemory
 from baton.engine.pool_size import Memory, PoolSize, pool_size
 from baton.errors import ConfigError
@@ -20,7 +20,7 @@ from baton.kv.spec import GroupSpec, Owner, Planes, PlaneSpec, kv_planes, latent
 from baton.models.base import CausalLM
 from baton.models.cache import KVLayerSpec, LatentLayerSpec, LayerSpec, StateLayerSpec
 from baton.models.parallel import share_of_heads, stage_layers
-from baton.transports.base import Transport
+from baton.transports.base import Region, Transport
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ class KVMemory:
 
     parts: list[list[tuple[GroupSpec, int]]]
     size: PoolSize
-    regions: list[list[np.ndarray]]
+    regions: list[list[Region]]
     kv: dict[str, GroupMemory]
 
 
@@ -113,9 +113,10 @@ def kv_memory(
         return KVMemory(
             parts, size, [], {g.name: GroupMemory.zeros(g, size.num_pages[g.name], device) for g in held[0]}
         )
-    if device.type != "cpu":
-        raise ConfigError("kv_transfer_config.kv_transport", f"{transports[0].scheme} moves host memory only")
-    regions = [
+    if device.type == "cuda":
+        kv = {g.name: GroupMemory.zeros(g, size.num_pages[g.name], device) for g in held[0]}
+        return KVMemory(parts, size, [[device_region(kv[g.name].pages) for g in held[0]]], kv)
+    regions: list[list[Region]] = [
         [transport.allocate(g.name, size.num_pages[g.name] * g.page_bytes) for g in own]
         for transport, own in zip(transports, held, strict=True)
     ]

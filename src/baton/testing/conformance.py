@@ -1,12 +1,14 @@
-"""`python -m baton.testing.conformance [TRANSPORT ...]`: the conformance suite over transports, as a table.
+"""`python -m baton.testing.conformance [--device cuda:N] [TRANSPORT ...]`: the suite over transports, as a table.
 
-Without arguments: every transport that comes with Baton, the `file` store included. Each far side runs in a
+Without arguments: every transport that comes with Baton, the `file` store included; with `--device cuda:0` those
+that open memory of a device. Each far side runs in a
 process of its own, except with `local`. A transport that this machine cannot run is a column of dashes, and
 the reason a line below the table. Exits 1 when a check failed, 2 for a transport that does not exist.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 import tempfile
 import time
@@ -19,7 +21,7 @@ from baton.transports.registry import create_transport, parse_uri
 from baton.transports.store import FileStore
 
 
-def measure(uri: str) -> tuple[dict[str, str], list[str]]:
+def measure(uri: str, device: str | None = None) -> tuple[dict[str, str], list[str]]:
     """Seconds per check of one transport, or `FAILED`; and lines that say why a check failed or none ran."""
     scheme = uri.partition(":")[0]
     try:
@@ -31,7 +33,7 @@ def measure(uri: str) -> tuple[dict[str, str], list[str]]:
     for name in check_names():
         start = time.perf_counter()
         try:
-            check_transport(lambda: create_transport(uri), spawn_uri=spawn_uri, only=[name])
+            check_transport(lambda: create_transport(uri), spawn_uri=spawn_uri, only=[name], device=device)
             cells[name] = f"{time.perf_counter() - start:.1f} s"
         except AssertionError as error:
             cells[name] = "FAILED"
@@ -54,18 +56,24 @@ def table(columns: Sequence[tuple[str, dict[str, str]]]) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     """Print the table; the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m baton.testing.conformance", allow_abbrev=False)
+    parser.add_argument("transports", nargs="*", metavar="TRANSPORT", help="names or URIs; those of Baton by default")
+    parser.add_argument("--device", help="cuda:N: regions lie in its memory")
+    options = parser.parse_args(arguments)
     try:
-        for uri in arguments:
+        for uri in options.transports:
             parse_uri(uri)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     with tempfile.TemporaryDirectory(prefix="baton-conformance-") as directory:
         built_in = ["local", "shm", "nixl", "mooncake", f"file://{directory}/store"]
+        if options.device is not None:
+            built_in = ["cuda_ipc", "nixl"]
         columns, notes = [], []
-        for uri in arguments or built_in:
+        for uri in options.transports or built_in:
             print(f"{uri} ...", file=sys.stderr, flush=True)
-            cells, more = measure(uri)
+            cells, more = measure(uri, options.device)
             columns.append((uri.partition(":")[0], cells))
             notes += more
     try:

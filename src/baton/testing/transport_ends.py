@@ -8,6 +8,7 @@ from collections.abc import Callable
 import numpy as np
 
 from baton.errors import ProtocolError, TransportError
+from baton.testing.transport_memory import register
 from baton.testing.transport_near import CALLS_S, SIZES, WAIT_S, NearSide, copies_of, need, scattered
 from baton.testing.transport_peer import FarSide, pattern
 from baton.transports.base import Direction, Peer, Transport
@@ -192,7 +193,7 @@ def check_refuses_misuse(here: NearSide) -> None:
     for descriptor in (b"", b"x" * 100, bytes(range(256)), here.descriptor[:-1]):
         _refuses_connection(here.factory, descriptor)
     for label, action in (
-        ("a second register", lambda: here.transport.register(here.regions)),
+        ("a second register", lambda: register(here.transport, here.regions)),
         ("an empty allocation", lambda: here.transport.allocate("none", 0)),
     ):
         try:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -26,14 +27,18 @@ class NearSide:
     factory: Callable[[], Transport]
     spawn_uri: str | None
     transport: Transport
-    regions: list[ByteArray]
+    regions: list[Any]
     descriptor: bytes
+    device: str | None = None
 
     @contextmanager
     def far(self, sizes: Sequence[int] = SIZES) -> Iterator[FarSide]:
         """A far side, its regions filled with seeds 100, 101, ..."""
         side: FarSide
-        side = NearbyPeer(self.factory(), sizes) if self.spawn_uri is None else SpawnedPeer(self.spawn_uri, sizes)
+        if self.spawn_uri is None:
+            side = NearbyPeer(self.factory(), sizes, self.device)
+        else:
+            side = SpawnedPeer(self.spawn_uri, sizes, self.device)
         try:
             for i in range(len(sizes)):
                 side.fill(i, 100 + i)

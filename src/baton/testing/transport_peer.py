@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from baton.testing.transport_memory import allocate, register
 from baton.transports.base import ByteArray, Transport
 from baton.transports.registry import create_transport
 
@@ -59,10 +60,10 @@ class FarSide(ABC):
 class NearbyPeer(FarSide):
     """A far side in this process."""
 
-    def __init__(self, transport: Transport, sizes: Sequence[int]) -> None:
+    def __init__(self, transport: Transport, sizes: Sequence[int], device: str | None = None) -> None:
         self._transport = transport
-        self._regions = [transport.allocate(f"region {i}", size) for i, size in enumerate(sizes)]
-        self.descriptor = transport.register(self._regions)
+        self._regions = [allocate(transport, f"region {i}", size, device) for i, size in enumerate(sizes)]
+        self.descriptor = register(transport, self._regions)
 
     def fill(self, region: int, seed: int) -> None:
         self._regions[region][:] = pattern(self._regions[region].size, seed)
@@ -78,9 +79,9 @@ class NearbyPeer(FarSide):
 class SpawnedPeer(FarSide):
     """A far side in a process of its own."""
 
-    def __init__(self, uri: str, sizes: Sequence[int]) -> None:
+    def __init__(self, uri: str, sizes: Sequence[int], device: str | None = None) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-c", f"from {__name__} import serve; serve({uri!r})"],
+            [sys.executable, "-c", f"from {__name__} import serve; serve({uri!r}, {device!r})"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -130,7 +131,7 @@ class SpawnedPeer(FarSide):
         self._process.wait()
 
 
-def serve(uri: str) -> None:
+def serve(uri: str, device: str | None = None) -> None:
     """The far side: does what it is asked on stdin, line by line, until that ends."""
     transport = create_transport(uri)
     peer: NearbyPeer | None = None
@@ -139,7 +140,7 @@ def serve(uri: str) -> None:
             request = json.loads(line)
             answer = "ok"
             if request["do"] == "open":
-                peer = NearbyPeer(transport, request["sizes"])
+                peer = NearbyPeer(transport, request["sizes"], device)
                 answer = base64.b64encode(peer.descriptor).decode()
             elif request["do"] == "close":
                 transport.close()

@@ -16,6 +16,7 @@ import numpy as np
 from baton.errors import BatonError, ProtocolError
 from baton.kv.geometry import CopyList
 from baton.testing import transport_ends as ends
+from baton.testing.transport_memory import allocate, register
 from baton.testing.transport_near import SIZES, WAIT_S, NearSide, applied, copies_of, need, scattered
 from baton.testing.transport_peer import pattern
 from baton.transports.base import Transport
@@ -27,10 +28,14 @@ def check_names() -> list[str]:
 
 
 def check_transport(
-    factory: Callable[[], Transport], *, spawn_uri: str | None = None, only: Collection[str] | None = None
+    factory: Callable[[], Transport],
+    *,
+    spawn_uri: str | None = None,
+    only: Collection[str] | None = None,
+    device: str | None = None,
 ) -> list[str]:
     """Run the whole suite, or the checks named in `only`, on transports made by `factory` and return the names
-    of the checks that ran.
+    of the checks that ran. Regions lie in memory of `device` ("cuda:0"), or in what the transport allocates.
 
     Raises `AssertionError` naming the check, with the first broken expectation.
     """
@@ -40,11 +45,11 @@ def check_transport(
             continue
         near = factory()
         try:
-            regions = [near.allocate(f"near {i}", size) for i, size in enumerate(SIZES)]
+            regions = [allocate(near, f"near {i}", size, device) for i, size in enumerate(SIZES)]
             need(all(not region.any() for region in regions), f"{name}: allocated memory is zeroed")
             for i, region in enumerate(regions):
                 region[:] = pattern(region.size, i)
-            check(NearSide(factory, spawn_uri, near, regions, near.register(regions)))
+            check(NearSide(factory, spawn_uri, near, regions, register(near, regions), device))
         except (AssertionError, BatonError) as error:
             raise AssertionError(f"{name}: {error}") from error
         finally:
@@ -68,7 +73,7 @@ def _check_copies_exactly(here: NearSide) -> None:
             before = far.read(copies.dest_region)
             operation = here.run(peer, "write", copies)
             need(operation.poll() == "done" and operation.error is None, f"a write is done ({operation.error})")
-            after = applied(before, here.regions[copies.source_region], copies)
+            after = applied(before, here.regions[copies.source_region].copy(), copies)
             need(np.array_equal(far.read(copies.dest_region), after), "a write changes just its bytes")
             source, before = far.read(copies.source_region), here.regions[copies.dest_region].copy()
             operation = here.run(peer, "read", copies)
@@ -81,9 +86,9 @@ def _check_moves_large_regions(here: NearSide) -> None:
     size = 1 << 23
     near = here.factory()
     try:
-        region = near.allocate("large", size)
+        region = allocate(near, "large", size, here.device)
         region[:] = pattern(size, 7)
-        near.register([region])
+        register(near, [region])
         with here.far([size]) as far:
             operation = near.submit(
                 near.connect(far.descriptor).result(30), "write", copies_of([0], [0], [size]), "large"
@@ -98,13 +103,13 @@ def _check_copies_many_runs(here: NearSide) -> None:
     slot, runs = 48, 20_000
     near = here.factory()
     try:
-        region = near.allocate("many", slot * runs)
+        region = allocate(near, "many", slot * runs, here.device)
         region[:] = pattern(region.size, 8)
-        near.register([region])
+        register(near, [region])
         with here.far([region.size]) as far:
             peer = near.connect(far.descriptor).result(30)
             copies = scattered(runs, slot, seed=4)
-            after = applied(far.read(0), region, copies)
+            after = applied(far.read(0), region.copy(), copies)
             operation = near.submit(peer, "write", copies, "many")
             need(operation.wait(WAIT_S) == "done", f"20,000 runs are written ({operation.error})")
             need(np.array_equal(far.read(0), after), "20,000 runs arrive, and change nothing else")

@@ -7,6 +7,7 @@ dict of strings and raises `ConfigError` for an option that it does not know.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from importlib.metadata import EntryPoint, entry_points
 from typing import TypeVar
@@ -21,9 +22,11 @@ from baton.wire import Integrity
 Factory = Callable[[dict[str, str]], Transport]
 OptionsT = TypeVar("OptionsT")
 _GROUP = "baton.transports"
-_BUILT_IN = ("local", "shm", "nixl", "mooncake", "file")  # modules of this package, each with a factory `create`
+_NAME = re.compile(r"[a-z][a-z0-9_+.-]*")
+# Modules of this package, each with a factory `create`.
+_BUILT_IN = ("local", "shm", "cuda_ipc", "nixl", "mooncake", "file")
 # These move bytes through memory that only processes of one user can open.
-_OF_ONE_USER = ("local", "shm")
+_OF_ONE_USER = ("local", "shm", "cuda_ipc")
 
 
 def read_options(scheme: str, query: dict[str, str], kind: type[OptionsT]) -> OptionsT:
@@ -48,11 +51,14 @@ def parse_uri(text: str) -> tuple[str, dict[str, str]]:
     """
     known = _factories()
     expected = f"expected a name or scheme://?option=value, got {text!r}; known: {', '.join(sorted(known))}"
+    name, _, rest = text.partition("://")
+    name = name.lower()
     try:
-        parts = urlsplit(text if "://" in text else f"{text}://")
+        # A transport's name may have an underscore, which a scheme of RFC 3986 may not.
+        parts = urlsplit(f"transport://{rest}")
     except ValueError:
         raise ConfigError("transport", expected) from None
-    if not parts.scheme or parts.netloc or parts.fragment or "//" in parts.path:
+    if not _NAME.fullmatch(name) or parts.netloc or parts.fragment or "//" in parts.path:
         raise ConfigError("transport", expected)
     pairs = parse_qsl(parts.query, keep_blank_values=True)
     if parts.path not in ("", "/"):
@@ -60,12 +66,12 @@ def parse_uri(text: str) -> tuple[str, dict[str, str]]:
     query = dict(pairs)
     if len(query) != len(pairs):
         raise ConfigError("transport", f"an option is given twice in {text!r}")
-    outer, plus, inner = parts.scheme.rpartition("+")
+    outer, plus, inner = name.rpartition("+")
     if plus and outer != "faulty":
         raise ConfigError("transport", f"unknown wrapper {outer!r} in {text!r}; known: faulty")
     if inner not in known:
         raise ConfigError("transport", f"unknown transport {inner!r}; known: {', '.join(sorted(known))}")
-    return parts.scheme, query
+    return name, query
 
 
 def with_default(text: str, scheme: str, option: str, value: str) -> str:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from baton.engine.device_memory import make_digester
 from baton.engine.kv_memory import KVMemory
 from baton.handoff.node.agent import AgentConfig, HandoffAgent
 from baton.handoff.node.instance import InstanceAgent
 from baton.handoff.plan.planner import Instance, RankGeometry
-from baton.handoff.protocol.digests import MemoryDigester
 from baton.handoff.protocol.events import HandoffEvent
 from baton.kv.geometry import Geometry
 from baton.kv.spec import GroupSpec
@@ -41,7 +41,7 @@ def make_agents(
     agents = []
     for rank, (transport, regions) in enumerate(zip(transports, pool.regions, strict=True)):
         here = Instance(rank=rank, groups=parts)
-        digester = None if identity.integrity == "off" else MemoryDigester(here.here, regions)
+        digester = None if identity.integrity == "off" else make_digester(here.here, regions)
         config = replace(identity, bind=_own_port(identity.bind, rank))
         descriptor = transport.register(regions)
         heard, met = instance.on_event, instance.on_peer

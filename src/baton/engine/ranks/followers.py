@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import torch
 
 from baton.engine.config import EngineConfig
@@ -125,7 +126,7 @@ class Followers:
             files = None
             if pool.regions:
                 named = zip(pool.parts[rank], pool.regions[rank], strict=True)
-                files = {group.name: file_of(region) for (group, _), region in named}
+                files = {g.name: file_of(region) for (g, _), region in named if isinstance(region, np.ndarray)}
             self._send(rank, Memory(dict(pool.size.num_pages), files, list(aux_layers)))
 
     def blame(self, error: Exception) -> EngineUnavailableError:

@@ -8,9 +8,9 @@ accidents; it is no defence against a peer that lies.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -51,22 +51,31 @@ class Digester(Protocol):
         ...
 
 
+# Bytes of some heads of some pages of one layer of a plane, in the canonical order.
+Gather = Callable[[int, NDArray[np.int64], slice], memoryview]
+
+
 class MemoryDigester:
-    """Digests pages in memory that this process maps: `regions` as registered, `geometries` within them.
+    """Digests pages in memory: `regions` as registered, `geometries` within them. `planes` gathers from a plane of a
+    region, which is host memory that this process maps unless it says otherwise.
 
     Raises `ConfigError` for a tiled geometry, whose tokens cannot be told apart.
     """
 
-    def __init__(self, geometries: Mapping[str, RankGeometry], regions: Sequence[NDArray[np.uint8]]) -> None:
-        self._pools: dict[str, tuple[Geometry, list[NDArray[np.unsignedinteger]]]] = {}
+    def __init__(
+        self,
+        geometries: Mapping[str, RankGeometry],
+        regions: Sequence[Any],
+        planes: Callable[[Geometry, Plane, Any], Gather] | None = None,
+    ) -> None:
+        self._pools: dict[str, tuple[Geometry, list[Gather]]] = {}
         for group, rank in geometries.items():
             geometry = rank.geometry
             if geometry.tile > 1:
                 raise ConfigError("integrity", f"group {group!r} is stored in tiles of {geometry.tile} tokens")
-            self._pools[group] = (
-                geometry,
-                [_view(geometry, plane, regions[geometry.region]) for plane in geometry.planes],
-            )
+            region = regions[geometry.region]
+            make = planes or host_plane
+            self._pools[group] = geometry, [make(geometry, plane, region) for plane in geometry.planes]
 
     def digests(
         self, group: str, pages: Sequence[int], tokens: Interval, cells: Sequence[Cell] | None = None
@@ -90,13 +99,23 @@ class MemoryDigester:
         for layer_id, index, *heads in cells:
             plane, pool = geometry.planes[index], pools[index]
             start, stop = (head - plane.first_head for head in heads)
-            flat = np.ascontiguousarray(pool[layers[layer_id]][used, :, start:stop]).reshape(-1).view(np.uint8).data
+            flat = pool(layers[layer_id], used, slice(start, stop))
             token_bytes = (stop - start) * plane.head_dim * plane.itemsize
             for found, piece in zip(hashes, cut, strict=True):
                 low, high = ((token - first * size) * token_bytes for token in (piece.start, piece.stop))
                 salt = _salt(group, plane.name, layer_id, heads[0], piece.start, piece.stop)
                 found += xxhash.xxh3_64_digest(flat[low:high], seed=salt)
         return [PieceDigest(piece, bytes(found)) for found, piece in zip(hashes, cut, strict=True)]
+
+
+def host_plane(geometry: Geometry, plane: Plane, region: NDArray[np.uint8]) -> Gather:
+    """Gathers from a plane in host memory."""
+    view = _view(geometry, plane, region)
+
+    def gather(layer: int, pages: NDArray[np.int64], heads: slice) -> memoryview:
+        return np.ascontiguousarray(view[layer][pages, :, heads]).reshape(-1).view(np.uint8).data
+
+    return gather
 
 
 def _view(geometry: Geometry, plane: Plane, region: NDArray[np.uint8]) -> NDArray[np.unsignedinteger]:

@@ -1,0 +1,72 @@
+"""Pages on a CUDA device: as a transport's regions, and as digests read them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from baton.handoff.plan.planner import RankGeometry
+from baton.handoff.protocol.digests import Gather, MemoryDigester
+from baton.kv.geometry import Geometry, Plane
+from baton.transports.base import DeviceMemory, Region
+
+# Bits are read, not numbers, so any dtype of that size will do.
+_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+
+def device_region(pages: Tensor) -> DeviceMemory:
+    """A group's pages, uint8 [num_pages, page_bytes] on a CUDA device, as a transport registers them."""
+    device = pages.device
+    return DeviceMemory(pages.data_ptr(), pages.nbytes, device.index or 0, lambda: torch.cuda.set_device(device))
+
+
+def make_digester(geometries: Mapping[str, RankGeometry], regions: Sequence[Region]) -> MemoryDigester:
+    """Digests pages where they lie. Raises as `MemoryDigester` does."""
+    if not any(isinstance(region, DeviceMemory) for region in regions):
+        return MemoryDigester(geometries, regions)
+    # Of its own, so that a digest does not wait for the engine's next step: what it reads was written before.
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    return MemoryDigester(geometries, regions, lambda *plane: _device_plane(stream, *plane))
+
+
+class _Bytes:
+    """A region as other libraries take one: CUDA's array interface, version 3."""
+
+    def __init__(self, region: DeviceMemory) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (region.nbytes,),
+            "typestr": "|u1",
+            "data": (region.address, False),
+            "version": 3,
+        }
+
+
+def _device_plane(stream: Any, geometry: Geometry, plane: Plane, region: DeviceMemory) -> Gather:
+    size, device = plane.itemsize, torch.device("cuda", region.device)
+    numbers = torch.as_tensor(_Bytes(region), device=device).view(_OF_SIZE[size])
+    view = numbers.as_strided(
+        (geometry.num_layers, geometry.num_pages, geometry.page_size, plane.num_heads, plane.head_dim),
+        [
+            stride // size
+            for stride in (
+                plane.layer_stride,
+                plane.page_stride,
+                plane.token_stride,
+                plane.head_stride,
+                plane.element_stride,
+            )
+        ],
+        plane.base // size,
+    )
+
+    def gather(layer: int, pages: NDArray[np.int64], heads: slice) -> memoryview:
+        with torch.cuda.stream(stream):
+            found = view[layer][torch.from_numpy(pages).to(device)][:, :, heads]
+            return found.contiguous().cpu().view(-1).numpy().view(np.uint8).data
+
+    return gather

@@ -1,0 +1,172 @@
+"""What `cuda_ipc` asks of CUDA: open allocations to other processes, and copy many short runs in one launch.
+
+A copy engine of the GPU takes a microsecond or two per run, which is more than a run of some KiB needs. So one kernel
+copies a whole batch: a row of blocks per run, 16 bytes a thread at a time where addresses allow it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from baton.errors import ConfigError, TransportError
+from baton.transports.batches import BATCH_RUNS, Rows
+
+HANDLE_BYTES = 64
+_THREADS = 256
+# What one block copies; a longer run has several.
+_BLOCK_BYTES = 64 << 10
+_MOST_BLOCKS = 256
+_ROW_BYTES = 3 * 8
+_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
+_NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING
+
+_KERNEL = r"""
+extern "C" __global__ void copy_runs(const long long* rows, int source, int dest) {
+  const long long* row = rows + 3 * blockIdx.y;
+  const char* from = (const char*)row[source];
+  char* to = (char*)row[dest];
+  const long long nbytes = row[2];
+  const long long first = (long long)blockIdx.x * blockDim.x + threadIdx.x;
+  const long long step = (long long)gridDim.x * blockDim.x;
+  if ((((long long)from | (long long)to) & 15) == 0) {
+    const long long wide = nbytes / 16;
+    for (long long i = first; i < wide; i += step) ((uint4*)to)[i] = ((const uint4*)from)[i];
+    for (long long i = 16 * wide + first; i < nbytes; i += step) to[i] = from[i];
+  } else {
+    for (long long i = first; i < nbytes; i += step) to[i] = from[i];
+  }
+}
+"""
+
+
+class Exported(NamedTuple):
+    """An allocation that other processes can open, and where an address lies in it."""
+
+    handle: bytes
+    offset: int
+
+
+class Launch(NamedTuple):
+    """A batch under way: the event behind it, and the table that the kernel reads."""
+
+    event: Any
+    table: int
+
+
+class CudaDriver:
+    """One device, for one thread at a time. Raises `TransportError` for what CUDA refuses."""
+
+    def __init__(self, device: int, on_end: Callable[[], None]) -> None:
+        """`on_end` is called, on a thread of CUDA's, when a batch has ended.
+
+        Raises `ConfigError` when CUDA's bindings, its driver or the device is missing.
+        """
+        self._api, nvrtc = _bindings()
+        self._call(self._api.cuInit(0))
+        handle = self._call(self._api.cuDeviceGet(device))
+        # The primary context is the one that PyTorch computes in.
+        self._context = self._call(self._api.cuDevicePrimaryCtxRetain(handle))
+        self._call(self._api.cuCtxSetCurrent(self._context))
+        module = self._call(self._api.cuModuleLoadData(_compiled(nvrtc)))
+        self._kernel = self._call(self._api.cuModuleGetFunction(module, b"copy_runs"))
+        self._stream = self._call(self._api.cuStreamCreate(_NON_BLOCKING))
+        self._free: list[Launch] = []
+        self._called = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: on_end())
+        self._on_end = self._api.CUhostFn(ctypes.cast(self._called, ctypes.c_void_p).value)
+
+    def _call(self, answer: tuple[Any, ...]) -> Any:
+        error, *values = answer
+        if int(error) != 0:
+            raise TransportError(f"CUDA: {getattr(error, 'name', error)}")
+        return values[0] if len(values) == 1 else values
+
+    def export(self, address: int) -> Exported:
+        """Open the allocation around `address` to other processes."""
+        base, _ = self._call(self._api.cuMemGetAddressRange(address))
+        handle = self._call(self._api.cuIpcGetMemHandle(base))
+        return Exported(bytes(handle.reserved), address - int(base))
+
+    def open(self, handle: bytes) -> tuple[int, int]:
+        """Map another process's allocation: its address here, and its bytes."""
+        named = self._api.CUipcMemHandle()
+        named.reserved = handle
+        address = int(self._call(self._api.cuIpcOpenMemHandle(named, _PEER_ACCESS)))
+        _, nbytes = self._call(self._api.cuMemGetAddressRange(address))
+        return address, int(nbytes)
+
+    def unmap(self, address: int) -> None:
+        """Undo one `open`."""
+        self._call(self._api.cuIpcCloseMemHandle(address))
+
+    def copy(self, rows: Rows, source: int, dest: int) -> Launch:
+        """Launch the copies of int64 `[runs, 3]`, at most `BATCH_RUNS`: `source` and `dest` are columns of addresses,
+        the third column is bytes."""
+        launch = self._free.pop() if self._free else self._launch()
+        ctypes.memmove(launch.table, np.ascontiguousarray(rows).ctypes.data, len(rows) * _ROW_BYTES)
+        blocks = max(1, min(_MOST_BLOCKS, int(rows[:, 2].max()) // _BLOCK_BYTES))
+        values = (launch.table, source, dest), (ctypes.c_void_p, ctypes.c_int, ctypes.c_int)
+        self._call(
+            self._api.cuLaunchKernel(self._kernel, blocks, len(rows), 1, _THREADS, 1, 1, 0, self._stream, values, 0)
+        )
+        self._call(self._api.cuEventRecord(launch.event, self._stream))
+        self._call(self._api.cuLaunchHostFunc(self._stream, self._on_end, 0))
+        return launch
+
+    def _launch(self) -> Launch:
+        event = self._call(self._api.cuEventCreate(_NO_TIMING))
+        return Launch(event, int(self._call(self._api.cuMemHostAlloc(BATCH_RUNS * _ROW_BYTES, 0))))
+
+    def done(self, launch: Launch) -> bool:
+        """True once every byte of a batch has arrived, in the eyes of every process; the batch is then forgotten."""
+        (error,) = self._api.cuEventQuery(launch.event)
+        if error == self._api.CUresult.CUDA_ERROR_NOT_READY:
+            return False
+        self._call((error,))
+        self._free.append(launch)
+        return True
+
+    def read(self, host: int, address: int, nbytes: int) -> None:
+        """Copy from the device to the host's memory at address `host`, before this returns."""
+        self._call(self._api.cuMemcpyDtoH(host, address, nbytes))
+
+    def synchronize(self) -> None:
+        """Wait for every batch."""
+        self._call(self._api.cuStreamSynchronize(self._stream))
+
+
+def check_cuda() -> None:
+    """Raise `ConfigError` unless this process can use CUDA."""
+    driver, _ = _bindings()
+    (error,) = driver.cuInit(0)
+    if int(error) != 0:
+        raise ConfigError("transport", f"cuda_ipc:// needs a CUDA device: {error.name}")
+
+
+def _bindings() -> tuple[Any, Any]:
+    try:
+        return importlib.import_module("cuda.bindings.driver"), importlib.import_module("cuda.bindings.nvrtc")
+    except ImportError as error:
+        raise ConfigError(
+            "transport", f"cuda_ipc:// needs the package cuda-bindings: pip install 'baton-serve[cuda]' ({error})"
+        ) from error
+
+
+def _compiled(nvrtc: Any) -> bytes:
+    """The kernel as PTX, which CUDA's driver finishes for the device at hand."""
+
+    def call(answer: tuple[Any, ...]) -> Any:
+        if int(answer[0]) != 0:
+            raise ConfigError("transport", f"cuda_ipc: NVRTC: {answer[0]}")
+        return answer[1] if len(answer) > 1 else None
+
+    program = call(nvrtc.nvrtcCreateProgram(_KERNEL.encode(), b"copy_runs.cu", 0, [], []))
+    call(nvrtc.nvrtcCompileProgram(program, 0, []))
+    text: bytes = b" " * call(nvrtc.nvrtcGetPTXSize(program))
+    call(nvrtc.nvrtcGetPTX(program, text))
+    return text

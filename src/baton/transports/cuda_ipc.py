@@ -1,0 +1,165 @@
+"""`cuda_ipc://`: engines on GPUs of one host. Each maps the other's memory, and a kernel copies between the two.
+
+Regions lie in memory of one CUDA device, inside allocations of `cudaMalloc` (PyTorch's allocator as it is by default;
+its expandable segments cannot be opened to other processes). The handle of an allocation opens the whole of it to the
+peer, so peers are processes of one user, as with `shm`. Peers on two GPUs need access from one to the other.
+
+What is copied must have been written: whoever submits has waited for the stream that wrote it. `done` means that the
+kernel has ended, after which every stream of every process of the host reads the new bytes.
+
+Fence: the peer's orderly close, which it announces after its last kernel has ended, or its death, seen through a pidfd.
+The kernel of the host closes a dying process's files before it tells of the death, the GPU driver's among them, and the
+driver then takes the process's channels off the device: nothing of it runs any more.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import secrets
+from dataclasses import dataclass
+from typing import Annotated
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+
+from baton.errors import ProtocolError, TransportError
+from baton.transports.base import ByteArray, DeviceMemory, Direction
+from baton.transports.batches import Rows
+from baton.transports.cuda_driver import HANDLE_BYTES, CudaDriver, Launch, check_cuda
+from baton.transports.library import Library, RemotePeer
+from baton.transports.lifeline import Lifeline
+from baton.transports.registry import refuse_options
+from baton.transports.remote import RemoteTransport
+
+_LOOPBACK = "127.0.0.1"
+_Bytes = Annotated[int, Meta(ge=0, lt=1 << 60)]
+
+
+class _Region(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A region's address and bytes in its owner, and where in which allocation it lies."""
+
+    address: Annotated[int, Meta(gt=0, lt=1 << 62)]
+    nbytes: _Bytes
+    handle: Annotated[bytes, Meta(min_length=HANDLE_BYTES, max_length=HANDLE_BYTES)]
+    offset: _Bytes
+
+
+@dataclass(slots=True)
+class _Mapped:
+    """A peer's regions, by rising address: where each starts and ends in its owner, and how far from there it is here.
+    `opened` are this process's addresses of its allocations."""
+
+    start: Rows
+    stop: Rows
+    shift: Rows
+    opened: list[int]
+
+    def here(self, addresses: Rows, nbytes: Rows) -> Rows:
+        """The peer's addresses as this process has them. Raises `TransportError` for one outside its regions."""
+        at = np.searchsorted(self.start, addresses, side="right") - 1
+        if bool((at < 0).any()) or bool((addresses + nbytes > self.stop[at]).any()):
+            raise TransportError("a run lies in no region that the peer opened")
+        moved: Rows = addresses + self.shift[at]
+        return moved
+
+
+# A process cannot open handles of its own. By endpoint: addresses and bytes of the regions that are registered here.
+_here: dict[str, list[tuple[int, int]]] = {}
+_numbers = itertools.count()
+
+
+class CudaIpcLibrary(Library):
+    """The driver's API of CUDA, for one device."""
+
+    scheme = "cuda_ipc"
+
+    def __init__(self) -> None:
+        self._lifeline: Lifeline
+        self._bounce: ByteArray
+        self._driver: CudaDriver | None = None
+        self._endpoint = f"{os.getpid()}-{next(_numbers)}-{secrets.token_hex(8)}"
+        self._peers: dict[str, _Mapped] = {}
+
+    def start(self, lifeline: Lifeline, bounce: ByteArray) -> None:
+        check_cuda()
+        self._lifeline, self._bounce = lifeline, bounce
+
+    def stop(self) -> None:
+        if self._driver is not None:
+            self._driver.synchronize()
+        for endpoint in list(self._peers):
+            self.remove(endpoint)
+        _here.pop(self._endpoint, None)
+
+    def register(self, regions: list[ByteArray]) -> tuple[str, bytes]:
+        raise TransportError("the cuda_ipc transport opens a device's memory, not that of the host")
+
+    def register_device(self, memory: list[DeviceMemory]) -> tuple[str, bytes]:
+        driver = self._driver = CudaDriver(memory[0].device, self._lifeline.wake)
+        found = [(part.address, part.nbytes, *driver.export(part.address)) for part in memory]
+        _here[self._endpoint] = [(part.address, part.nbytes) for part in memory]
+        return self._endpoint, msgspec.msgpack.encode(found)
+
+    def add(self, endpoint: str, metadata: bytes) -> None:
+        assert self._driver is not None, "a transport registers before it connects"
+        try:
+            regions = msgspec.msgpack.decode(metadata, type=list[_Region])
+        except msgspec.MsgspecError as error:
+            raise ProtocolError(f"not the metadata of a cuda_ipc transport: {error}") from error
+        regions.sort(key=lambda region: region.address)
+        opened: dict[bytes, tuple[int, int]] = {}
+        shift = []
+        try:
+            for region in regions:
+                if endpoint in _here:
+                    if (region.address, region.nbytes) not in _here[endpoint]:
+                        raise ProtocolError("the metadata in the descriptor is another transport's")
+                    shift.append(0)
+                    continue
+                if region.handle not in opened:
+                    opened[region.handle] = self._driver.open(region.handle)
+                address, nbytes = opened[region.handle]
+                if region.offset + region.nbytes > nbytes:
+                    raise ProtocolError(f"a region of {region.nbytes} bytes reaches beyond its allocation of {nbytes}")
+                shift.append(address + region.offset - region.address)
+        except BaseException:
+            self._unmap([address for address, _ in opened.values()])
+            raise
+        start = np.array([region.address for region in regions], dtype=np.int64)
+        stop = start + np.array([region.nbytes for region in regions], dtype=np.int64)
+        own = [address for address, _ in opened.values()]
+        self._peers[endpoint] = _Mapped(start, stop, np.array(shift, dtype=np.int64), own)
+
+    def remove(self, endpoint: str) -> bool:
+        self._unmap(self._peers.pop(endpoint).opened)
+        return True
+
+    def _unmap(self, addresses: list[int]) -> None:
+        assert self._driver is not None
+        for address in addresses:
+            self._driver.unmap(address)
+
+    def issue(self, peer: RemotePeer, direction: Direction, rows: Rows) -> Launch | None:
+        assert self._driver is not None
+        here = rows.copy()
+        here[:, 1] = self._peers[peer.endpoint].here(rows[:, 1], rows[:, 2])
+        if rows[0, 0] == self._bounce.ctypes.data:
+            self._driver.read(*here[0].tolist())
+            return None
+        source, dest = (0, 1) if direction == "write" else (1, 0)
+        return self._driver.copy(here, source, dest)
+
+    def check(self, handle: Launch | None) -> bool:
+        assert self._driver is not None
+        return handle is None or self._driver.done(handle)
+
+    def take_in(self) -> None:
+        """Nothing waits on this side: a peer's kernel has written where it writes."""
+
+
+def create(query: dict[str, str]) -> RemoteTransport:
+    """The factory of `cuda_ipc://`, which has no options. Raises `ConfigError` for any."""
+    refuse_options("cuda_ipc", query)
+    return RemoteTransport(CudaIpcLibrary(), _LOOPBACK)
