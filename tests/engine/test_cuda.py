@@ -74,5 +74,5 @@ def test_prefix_hits_and_a_full_pool_change_no_token() -> None:
 
 
 def test_a_transport_of_host_memory_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="host memory only"):
+    with pytest.raises(ConfigError, match="shm does not open memory of cuda"):
         LLM(TARGET, device="cuda", role="decode", ticket_key_file=str(tmp_path / "ticket.key"))

@@ -118,7 +118,9 @@ def test_table_of_a_transport_that_does_not_exist(capsys: pytest.CaptureFixture[
     assert main(["shm", "tcp"]) == 2
     streams = capsys.readouterr()
     assert streams.out == ""
-    assert streams.err == "error: transport: unknown transport 'tcp'; known: cuda_ipc, file, local, mooncake, nixl, shm\n"
+    assert (
+        streams.err == "error: transport: unknown transport 'tcp'; known: cuda_ipc, file, local, mooncake, nixl, shm\n"
+    )
 
 
 def test_table_says_what_is_missing(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,14 @@ import pytest
 from baton.errors import ConfigError
 from baton.transports import registry
 from baton.transports.local import LocalTransport
-from baton.transports.registry import check_keys, create_transport, default_integrity, parse_uri, with_default
+from baton.transports.registry import (
+    check_device,
+    check_keys,
+    create_transport,
+    default_integrity,
+    parse_uri,
+    with_default,
+)
 
 
 @pytest.mark.parametrize("uri", ["nixl", "mooncake://", "file:///mnt/kv", "faulty+nixl://?fault=fail"])
@@ -43,7 +50,10 @@ def test_known_schemes(uri: str, scheme: str) -> None:
     ("uri", "message"),
     [
         ("", "expected a name or scheme://"),
-        ("shm:", "expected a name or scheme://?option=value, got 'shm:'; known: cuda_ipc, file, local, mooncake, nixl, shm"),
+        (
+            "shm:",
+            "expected a name or scheme://?option=value, got 'shm:'; known: cuda_ipc, file, local, mooncake, nixl, shm",
+        ),
         ("shm/", "expected a name or scheme://"),
         ("shm?a=1", "expected a name or scheme://"),
         ("shm://host", "expected a name or scheme://"),
@@ -91,7 +101,7 @@ def test_entry_point_of_another_package(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(registry, "entry_points", lambda group: [point] if group == "baton.transports" else [])
     for uri in ("mine://?speed=fast", "faulty+mine://?speed=fast&fault=drop"):
         create_transport(uri).close()
-    with pytest.raises(ConfigError, match="known: file, local, mine, mooncake, nixl, shm"):
+    with pytest.raises(ConfigError, match="known: cuda_ipc, file, local, mine, mooncake, nixl, shm"):
         create_transport("yours")
 
 
@@ -115,3 +125,24 @@ def test_transports_are_imported_lazily() -> None:
 )
 def test_what_goes_over_a_network_or_a_disk_is_sampled(uri: str, integrity: str) -> None:
     assert default_integrity(uri) == integrity
+
+
+@pytest.mark.parametrize(
+    ("uri", "device", "fits"),
+    [
+        ("shm", "cpu", True),
+        ("shm", "cuda", False),
+        ("faulty+shm://?fault=drop", "cuda:1", False),
+        ("file:///mnt/kv", "cuda", False),
+        ("cuda_ipc", "cuda", True),
+        ("cuda_ipc://", "cpu", False),
+        ("nixl", "cpu", True),
+        ("nixl", "cuda:0", True),
+    ],
+)
+def test_a_transport_that_does_not_open_the_devices_memory_is_refused(uri: str, device: str, fits: bool) -> None:
+    if fits:
+        check_device(uri, device, "kv_transport")
+        return
+    with pytest.raises(ConfigError, match=f"kv_transport: .* does not open memory of {device}; these do: "):
+        check_device(uri, device, "kv_transport")

@@ -14,7 +14,7 @@ from baton.handoff.channel.config import DEFAULT_HANDOFF_TIMEOUT_S
 from baton.handoff.channel.keys import check_bind, ticket_key_file
 from baton.kv.cache import CHECKPOINT_TOKENS
 from baton.kv.interval import MAX_TOKENS
-from baton.transports.registry import check_keys, parse_uri
+from baton.transports.registry import check_device, check_keys, parse_uri
 from baton.wire import MAX_WORD, Integrity, Recovery, Role
 
 Verifier = Literal["coupled", "rejection"]
@@ -224,6 +224,8 @@ class EngineConfig:
         # Only an engine that takes part in handoffs opens its transport.
         guarded = self.ticket_key_path is None or self.keys is not None
         check_keys(self.kv_transfer_config.kv_transport, guarded, "kv_transfer_config.kv_transport")
+        if self.ticket_key_path is not None:
+            check_device(self.kv_transfer_config.kv_transport, self.device, "kv_transfer_config.kv_transport")
         store = self.kv_transfer_config.prefix_store
         if store is not None and parse_uri(store)[0] != "file":
             raise ConfigError("kv_transfer_config.prefix_store", f"must be file:///DIRECTORY, got {store!r}")

@@ -25,6 +25,9 @@ _GROUP = "baton.transports"
 _NAME = re.compile(r"[a-z][a-z0-9_+.-]*")
 # Modules of this package, each with a factory `create`.
 _BUILT_IN = ("local", "shm", "cuda_ipc", "nixl", "mooncake", "file")
+# Of those, the ones that open memory of a CUDA device, and the ones that open the host's.
+_OF_DEVICES = ("cuda_ipc", "nixl")
+_OF_HOSTS = ("local", "shm", "nixl", "mooncake", "file")
 # These move bytes through memory that only processes of one user can open.
 _OF_ONE_USER = ("local", "shm", "cuda_ipc")
 
@@ -94,6 +97,17 @@ def check_keys(uri: str, has_keys: bool, field: str) -> None:
     scheme = parse_uri(uri)[0].rpartition("+")[2]
     if not has_keys and scheme not in _OF_ONE_USER:
         raise ConfigError(field, f"{scheme} needs --keys DIR (see `baton keys`): others could read and write KV")
+
+
+def check_device(uri: str, device: str, field: str) -> None:
+    """Refuse a transport of Baton's that does not open memory of `device`: cpu, cuda or cuda:N.
+
+    Raises `ConfigError` for `field`, and as `parse_uri` does.
+    """
+    scheme = parse_uri(uri)[0].rpartition("+")[2]
+    fits = _OF_HOSTS if device == "cpu" else _OF_DEVICES
+    if scheme in _BUILT_IN and scheme not in fits:
+        raise ConfigError(field, f"{scheme} does not open memory of {device}; these do: {', '.join(fits)}")
 
 
 def default_integrity(uri: str) -> Integrity:
