@@ -10,11 +10,12 @@ import torch
 from baton.engine.attention import get_backend
 from tests.engine.test_attention import LAYER, Pool, naive, random_qkv
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
 
 TOKENS = 201
 # Query heads, KV heads, head size, page size.
-SHAPES = [(4, 2, 16, 16), (6, 1, 20, 7), (3, 3, 10, 1), (9, 3, 64, 16), (32, 8, 128, 16), (16, 2, 256, 16)]
+SHAPES = [(6, 1, 20, 7), (9, 3, 64, 16), (16, 2, 128, 16)]
 WINDOWS = [None, 1, 7, 64, 100]
 
 
@@ -69,7 +70,7 @@ def test_sinks_are_as_those_of_sdpa() -> None:
     sinks = torch.randn(4, generator=torch.Generator().manual_seed(1)).cuda()
     made = []
     for name in ("triton", "sdpa"):
-        pool = pool_of((4, 2, 16, 16), torch.float32)
+        pool = pool_of((4, 2, 16, 7), torch.float32)
         batch = pool.batch({0: (0, TOKENS)})
         made.append(get_backend(name, "cuda").write_and_attend(pool.kv, LAYER, q, k, v, 0.3, batch, 64, sinks))
     torch.testing.assert_close(*made, rtol=1e-5, atol=5e-6)

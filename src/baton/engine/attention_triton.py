@@ -87,11 +87,11 @@ class TritonBackend:
         wide = head_dim * kv.element_size() > _WIDE_BYTES
         self._kernels.attend[len(plan.tiles), num_kv_heads](
             q_THD, kept, out, plan.page_table, plan.tiles, plan.query_start, plan.positions,
-            sinks_H if sinks_H is not None else plan.positions, scale,
+            sinks_H if sinks_H is not None else plan.positions, scale, window or 0,
             *q_THD.stride()[:2], *kept.stride()[:4], plan.page_table.stride(0), *out.stride()[:2],
             PAGE=page_size, GROUP=group, D=head_dim, BLOCK_D=_power_of_two(head_dim),
             BLOCK_M=_block_m(group), BLOCK_N=_NARROW_N if wide else _BLOCK_N,
-            WINDOW=window or 0, HAS_SINKS=sinks_H is not None,
+            HAS_WINDOW=window is not None, HAS_SINKS=sinks_H is not None,
             num_warps=_WARPS, num_stages=2,
         )  # fmt: skip
         return out

@@ -24,13 +24,13 @@ def write(
 @triton.jit
 def attend(
     queries, kept, out, page_table, tiles, query_start, positions, sinks,
-    scale,
+    scale, window,
     query_row, query_head,
     kept_page, kept_plane, kept_slot, kept_head,
     table_row, out_row, out_head,
     PAGE: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     """The rows of one tile, with the query heads of one KV head."""
     tile, kv_head = tl.program_id(0), tl.program_id(1)
@@ -56,8 +56,8 @@ def attend(
     sums = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     last = tl.max(position, axis=0) + 1
     begin = 0
-    if WINDOW > 0:
-        lowest = tl.load(positions + first).to(tl.int32) - WINDOW + 1
+    if HAS_WINDOW:
+        lowest = tl.load(positions + first).to(tl.int32) - window + 1
         begin = (tl.maximum(lowest, 0) // BLOCK_N) * BLOCK_N
     n = tl.arange(0, BLOCK_N)
     for base in range(begin, last, BLOCK_N):
@@ -67,13 +67,13 @@ def attend(
         from_ = kept + page[:, None] * kept_page + (key % PAGE)[:, None] * kept_slot + kv_head * kept_head
         # What is not known may hold anything, and a NaN times 0 is a NaN: it is not read.
         reads = known[:, None] & wide[None, :]
-        if WINDOW > 0:
+        if HAS_WINDOW:
             reads = reads & (key >= lowest)[:, None]
         k = tl.load(from_ + lanes[None, :], mask=reads, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         sees = key[None, :] <= position[:, None]
-        if WINDOW > 0:
-            sees = sees & (key[None, :] > position[:, None] - WINDOW)
+        if HAS_WINDOW:
+            sees = sees & (key[None, :] > position[:, None] - window)
         scores = tl.where(sees, scores, float("-inf"))
         highest = tl.maximum(peak, tl.max(scores, axis=1))
         anchor = tl.where(highest == float("-inf"), 0.0, highest)
