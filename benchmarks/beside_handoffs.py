@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import os
 import statistics
 import sys
@@ -34,10 +35,12 @@ def body_of(model: str, request: LoadRequest) -> dict[str, Any]:
 
 
 async def watch(session: aiohttp.ClientSession, url: str, body: dict[str, Any], times: list[float]) -> None:
-    """Note when each event of a stream comes."""
-    async for event in OpenAIClient(session, url).stream(body):
-        if event.choices:
-            times.append(time.perf_counter())
+    """Note when each event of a stream comes, and of another one as soon as it ends: nan stands between two."""
+    while True:
+        async for event in OpenAIClient(session, url).stream(body):
+            if event.choices:
+                times.append(time.perf_counter())
+        times.append(float("nan"))
 
 
 async def arrive(
@@ -80,15 +83,15 @@ async def measure(url: str, options: argparse.Namespace) -> tuple[list[list[floa
             else:
                 await asyncio.sleep(options.phase)
             marks.append((begin, time.perf_counter(), bool(phase % 2)))
-        if any(task.done() for task in running):
-            sys.exit("a stream ended before the last phase: ask for more --tokens")
         for task in running:
             task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+        for ended in await asyncio.gather(*running, return_exceptions=True):
+            if not isinstance(ended, asyncio.CancelledError):
+                sys.exit(f"a stream failed: {ended}")
     phases: dict[bool, list[list[float]]] = {False: [], True: []}
     for begin, end, with_arrivals in marks[1:]:  # the first one warms up
-        inside = [[at for at in noted if begin <= at < end] for noted in times]
-        phases[with_arrivals].append([gap for noted in inside for gap in np.diff(noted).tolist()])
+        gaps = [(at, gap) for noted in times for at, gap in zip(noted[1:], np.diff(noted).tolist(), strict=True)]
+        phases[with_arrivals].append([gap for at, gap in gaps if begin <= at < end and not math.isnan(gap)])
     return phases[False], phases[True], sent
 
 
@@ -101,7 +104,7 @@ def main() -> int:
     parser.add_argument("--own-steps", type=int, default=1, help="steps of the decode engine for each")
     parser.add_argument("--rate", type=float, default=5.0, help="arrivals a second")
     parser.add_argument("--streams", type=int, default=4)
-    parser.add_argument("--tokens", type=int, default=3500, help="of a stream")
+    parser.add_argument("--tokens", type=int, default=2000, help="of a stream, after which another one begins")
     parser.add_argument("--phase", type=float, default=2.0, help="seconds")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--prefill-cores", type=parse_cores, default=[0])
