@@ -26,7 +26,7 @@ from baton.bench.prompts import LoadRequest
 from baton.openai.client import OpenAIClient, connected
 from benchmarks.demo import TARGET
 from benchmarks.deployment import BreakableDeployment
-from benchmarks.pinned import EXTRA, make_requests, parse_cores, pin_all
+from benchmarks.pinned import EXTRA, hurry, make_requests, parse_cores, pin_all
 
 
 def body_of(model: str, request: LoadRequest) -> dict[str, Any]:
@@ -110,6 +110,7 @@ def main() -> int:
     parser.add_argument("--prefill-cores", type=parse_cores, default=[0])
     parser.add_argument("--decode-cores", type=parse_cores, default=[1])
     parser.add_argument("--other-cores", type=parse_cores, default=[0, 1], help="of the router and this client")
+    parser.add_argument("--real-time", action="store_true", help="router and client run before all else")
     parser.add_argument("--flag", action="append", default=[], help="one more flag of the engines")
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = str(len(options.decode_cores))
@@ -118,6 +119,9 @@ def main() -> int:
     flags = ["--no-enable-prefix-caching", *options.flag]
     with BreakableDeployment(options.model, engine_flags=flags, router_flags=["--kv-mode", options.kv_mode]) as two:
         pin_all(two, cores)
+        if options.real_time:
+            hurry(two.pids["router"])
+            hurry(os.getpid())
         without, beside, sent = asyncio.run(measure(two.url, options))
     told: dict[str, Any] = {"arrivals": sent, "gaps": [sum(map(len, without)), sum(map(len, beside))]}
     for name, part in (("p50", 50), ("p99", 99), ("mean", None)):
