@@ -20,7 +20,7 @@ from benchmarks.deployment import BreakableDeployment
 from benchmarks.pinned import figures, make_requests, parse_cores, pin_all, send
 
 PARTS = (0.25, 0.5, 0.75, 0.9, 1.0, 1.25, 1.5)
-PROBES, AT_ONCE = 64, 16
+PROBES, AT_ONCE = 96, 24
 KEPT = ("request_rate", "completed", "failed", "request_throughput", "request_goodput", "errors_by_kind")
 
 
@@ -46,7 +46,7 @@ def main() -> int:
     parser.add_argument("--pairs", default="0,1", help="curves: pairs of engines; 0 is one engine")
     parser.add_argument("--duration", type=float, default=8.0, help="seconds of each rate")
     parser.add_argument("--goodput", default="ttft:500 tpot:20", help="milliseconds")
-    parser.add_argument("--max-queued-requests", type=int, default=16)
+    parser.add_argument("--max-queued-requests", type=int, default=32)
     parser.add_argument("--cores", type=parse_cores, default=[0, 1])
     parser.add_argument("--other-cores", type=parse_cores, default=[0, 1], help="of the router and this client")
     parser.add_argument("--flag", action="append", default=[], help="one more flag of the engines")
@@ -64,6 +64,7 @@ def main() -> int:
         name = f"{pairs} prefill, {pairs} decode" if pairs else "one engine"
         with start(options.model, pairs, options) as deployment:
             url = deployment.url
+            send(url, make_requests(options.model, prompt, output, AT_ONCE, 0), float("inf"), 0)
             probe = make_requests(options.model, prompt, output, PROBES, 1)
             served = figures(send(url, probe, float("inf"), 0, AT_ONCE))["request_throughput"]
             most = most or served

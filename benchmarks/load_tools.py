@@ -1,6 +1,7 @@
-"""`python -m benchmarks.load_tools --vllm PATH`: `baton bench serve` and `vllm bench serve` on one server, in turns.
+"""`python -m benchmarks.load_tools --vllm-python PATH`: `baton bench serve` and `vllm bench serve` on one server, in
+turns.
 
-PATH is the `vllm` command of an environment that has it (`tools/install_vllm.py`). Both send as many requests of equal
+PATH is the Python of an environment that has vLLM (`tools/install_vllm.py`). Both send as many requests of equal
 lengths, so many in flight. A ratio is vLLM's figure over Baton's of one pair; a tool's own noise is its spread.
 """
 
@@ -23,6 +24,15 @@ KEYS = (
     *(f"{part}_{metric}_ms" for metric in ("ttft", "tpot", "itl", "e2el") for part in ("mean", "median", "p99")),
     *("request_throughput", "output_throughput", "total_input_tokens", "total_output_tokens", "completed"),
 )
+
+# The command `vllm bench serve` needs the metadata of an installed package; this needs its modules alone.
+VLLM = """
+import argparse
+from vllm.benchmarks import serve
+parser = argparse.ArgumentParser()
+serve.add_cli_args(parser)
+serve.main(parser.parse_args())
+"""
 
 
 def ask(command: list[str], url: str, options: argparse.Namespace, seed: int) -> dict[str, Any]:
@@ -60,7 +70,7 @@ def ask(command: list[str], url: str, options: argparse.Namespace, seed: int) ->
 def main() -> int:
     """Print the table, as Markdown; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.load_tools")
-    parser.add_argument("--vllm", required=True, help="the vllm command")
+    parser.add_argument("--vllm-python", required=True, help="of an environment that has vLLM")
     parser.add_argument("--model", default=TARGET)
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--requests", type=int, default=40)
@@ -70,12 +80,12 @@ def main() -> int:
     parser.add_argument("--request-rate", default="inf")
     options = parser.parse_args()
     ours = [sys.executable, "-m", "baton.cli", "bench", "serve"]
-    theirs = [options.vllm, "bench", "serve", "--backend", "openai", "--endpoint", "/v1/completions"]
+    theirs = [options.vllm_python, "-c", VLLM, "--backend", "openai", "--endpoint", "/v1/completions"]
     found: dict[str, list[dict[str, Any]]] = {"baton": [], "vllm": []}
     flags = ["--no-enable-prefix-caching", "--kv-cache-memory", "256M"]
     with Deployment(options.model, 0, 0, 1, engine_flags=flags, router=False) as server:
         for pair in range(options.pairs):
-            sides = [("baton", ours), ("vllm", [*theirs])]
+            sides = [("baton", ours), ("vllm", theirs)]
             for name, command in sides if pair % 2 else sides[::-1]:
                 found[name].append(ask(command, server.url, options, pair))
     print("| figure | Baton's tool (least to greatest) | vLLM's tool (least to greatest) | vLLM's over Baton's |")

@@ -64,6 +64,8 @@ def test_ranks_share_the_heads() -> None:
     [
         (["handoff", "--num-tokens", "5,x"], "num_tokens"),
         (["handoff", "--num-tokens", "0"], "num_tokens"),
+        (["handoff", "--num-tokens", "99999999999"], "num_tokens"),
+        (["handoff", "--num-tokens", "9" * 5000], "num_tokens"),
         (["handoff", "--dtype", "int3"], "dtype"),
         (["handoff", "--fragmentation", "some"], "fragmentation"),
         (["handoff", "--prefill-rate", "inf"], "prefill_rate"),

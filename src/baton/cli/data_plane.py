@@ -14,6 +14,8 @@ from baton.cli.tables import Json, OutputJson, parse_list, show_table, write_jso
 from baton.engine.config import parse_size
 from baton.errors import ConfigError
 
+# Block tables are planned in memory before the pool that would hold them is allocated.
+_MAX_TOKENS = 1 << 20
 _SHAPE = "Of the modelled target: "
 
 
@@ -76,7 +78,7 @@ def handoff_command(
         options.kv_mode,
     )
     orders = [word.strip() for word in options.fragmentation.split(",")]
-    lengths = parse_list(options.num_tokens, "num_tokens")
+    lengths = parse_list(options.num_tokens, "num_tokens", _MAX_TOKENS)
     pace = Pace(options.max_num_batched_tokens, options.prefill_rate)
     rows = [dataclasses.asdict(f) for f in measure(modelled, topology, pace, lengths, orders, options.num_iters)]
     asked = dataclasses.asdict(kv) | dataclasses.asdict(options)

@@ -32,11 +32,11 @@ def write_json(path: str, field: str, what: Any) -> None:
         raise ConfigError(field, f"cannot write {path}: {error.strerror}") from None
 
 
-def parse_list(text: str, field: str, least: int = 1) -> list[int]:
-    """The whole numbers of `512,2048`. Raises `ConfigError` for `field`."""
+def parse_list(text: str, field: str, most: int) -> list[int]:
+    """The whole numbers of `512,2048`, from 1 to `most`. Raises `ConfigError` for `field`."""
     values = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and int(part) >= least for part in values):
-        raise ConfigError(field, f"must be whole numbers of at least {least}, such as 512,2048, got {text!r}")
+    if not all(part.isdecimal() and len(part) < 20 and 1 <= int(part) <= most for part in values):
+        raise ConfigError(field, f"must be whole numbers from 1 to {most}, such as 512,2048, got {text!r}")
     return [int(part) for part in values]
 
 
