@@ -15,7 +15,7 @@ _DIGEST_S = (0.0, 0.005)
 _SLOW_DIGEST_S = (0.1, 2.5)
 _LOOK_S = 0.05
 # Faults of which a message, or the answer to it, may be lost or late: a lease may then end between healthy engines.
-_DEAF = ("drop", "delay", "reorder", "partition")
+_DEAF = ("drop", "delay", "reorder")
 
 
 class SimWorker:
@@ -39,7 +39,7 @@ class SimWorker:
 
 def check_innocence(process: Rank, silent: Sequence[Session]) -> None:
     """Of the sessions that were silent for their lease when time was looked at, and are gone now, none may lead to an
-    engine that was there all the time, and held this session too.
+    engine that was there all the time, within reach, and held this session too.
     """
     world, sessions = process.world, process.node.sessions
     if any(world.settings.has(fault) for fault in _DEAF):
@@ -54,6 +54,8 @@ def check_innocence(process: Rank, silent: Sequence[Session]) -> None:
         far = process.cluster.by_uid.get(session.hello.incarnation)
         since = world.now - 3 * session.lease
         if far is None or not (_there(process.process, since) and _there(far, since)):
+            continue
+        if not process.cluster.network.reached(process, far.ranks[session.hello.instance.rank], since):
             continue
         held_by = [rank.node.sessions for rank in far.ranks]
         theirs = [session for each in held_by for session in (*each.clients.values(), *each.servers.values())]

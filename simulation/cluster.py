@@ -90,7 +90,7 @@ class Cluster:
             names = random.sample(sorted(self._names), 2)
             pair = frozenset(names)
             world.note("net", f"{names} cannot reach each other")
-            self.network.cut.add(pair)
+            self.network.cut(pair)
             world.after(random.choice((0.5, 5.0, 12.0)) * random.random(), self._heal, pair)
             struck = True
         elif kind == "clock_step":
@@ -141,7 +141,7 @@ class Cluster:
             far = random.choice(sorted(name for name, role in self._names.items() if role != process.role))
             world.note("net", f"{rank.uid} cannot reach {far}")
             pair = frozenset((rank.address, far))
-            self.network.cut.add(pair)
+            self.network.cut(pair)
             world.after(random.choice((0.5, 5.0, 12.0)) * random.random(), self._heal, pair)
         elif kind == "pause_rank":
             rank.pause()
@@ -192,14 +192,14 @@ class Cluster:
                 self.world.after(self.world.random.uniform(0.0, 1.0), router.joined, fresh)
 
     def _heal(self, pair: frozenset[str]) -> None:
-        self.network.cut.discard(pair)
+        self.network.heal([pair])
         self.world.note("net", f"{sorted(pair)} reach each other again")
 
     def calm_down(self) -> None:
         """No fault any more: who was paused goes on, who cannot reach another can."""
         self.world.calm = True
         self.world.note("", "faults end")
-        self.network.cut.clear()
+        self.network.heal()
         for process in self.processes.values():
             process.resume()
             for rank in process.ranks:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import product
 from typing import TYPE_CHECKING
 
@@ -29,7 +29,8 @@ class Network:
     def __init__(self, world: World) -> None:
         self.world = world
         self.bound: dict[str, Rank] = {}
-        self.cut: set[frozenset[str]] = set()  # pairs of names of engines, or of addresses of ranks
+        self._cut: set[frozenset[str]] = set()  # pairs of names of engines, or of addresses of ranks
+        self._healed: dict[frozenset[str], float] = {}  # when such a pair was last cut
         self.overhear: Callable[[Connection, bytes], None] | None = None
         self._last: dict[tuple[int, bool], float] = {}
         self._parked: dict[str, list[tuple[SimChannel, Connection, bytes]]] = {}
@@ -74,9 +75,24 @@ class Network:
                 self._last[lane] = world.now + delay
             world.after(delay, arrive, *args)
 
+    def cut(self, pair: frozenset[str]) -> None:
+        """These two, names of engines or addresses of ranks, do not reach each other from now on."""
+        self._cut.add(pair)
+
+    def heal(self, pairs: Iterable[frozenset[str]] | None = None) -> None:
+        """These pairs, or all, reach each other again."""
+        for pair in list(self._cut) if pairs is None else pairs:
+            self._cut.discard(pair)
+            self._healed[pair] = self.world.now
+
+    def reached(self, one: Rank, other: Rank, since: float) -> bool:
+        """Whether nothing was between these two at any time since then, in virtual seconds."""
+        pairs = [frozenset(pair) for pair in product((one.name, one.address), (other.name, other.address))]
+        return not any(pair in self._cut or self._healed.get(pair, -1.0) >= since for pair in pairs)
+
     def _reachable(self, one: Rank, other: Rank) -> bool:
         return not any(
-            frozenset(pair) in self.cut for pair in product((one.name, one.address), (other.name, other.address))
+            frozenset(pair) in self._cut for pair in product((one.name, one.address), (other.name, other.address))
         )
 
     def _arrive(self, sender: SimChannel, connection: Connection, frame: bytes) -> None:

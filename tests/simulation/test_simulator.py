@@ -11,8 +11,10 @@ from random import Random
 import pytest
 
 from simulation import run_seed
+from simulation.cluster import Cluster
 from simulation.parallel import run_seeds
 from simulation.settings import FAULTS, RATES, STRIKES, draw
+from simulation.world import World
 
 
 @pytest.mark.slow
@@ -47,6 +49,28 @@ def test_a_seed_that_failed_once(seed: int) -> None:
     handoff had failed, what was left of a drafter's window served as a prefix.
     """
     assert run_seed(seed).violation is None
+
+
+@pytest.mark.parametrize(("seed", "faults"), [(7770018893, FAULTS), (5086, ("cut_rank", "clock_rates"))])
+def test_ranks_that_were_cut_off_may_evict_each_other(seed: int, faults: tuple[str, ...]) -> None:
+    result = run_seed(seed, faults)
+    assert result.injected["cut_rank"]
+    assert result.violation is None
+
+
+def test_a_cut_is_remembered_for_its_pair_alone() -> None:
+    settings = draw(Random(0), ())
+    world = World(0, settings, Random(0))
+    cluster = Cluster(world)
+    network, (near, other) = cluster.network, (cluster.processes[name].ranks[0] for name in ("P0", "D0"))
+    world.skip(5.0)
+    network.cut(frozenset((near.address, "D0")))
+    assert not network.reached(near, other, 5.0)
+    network.heal()
+    world.skip(1.0)
+    assert not network.reached(other, near, 5.0)
+    assert network.reached(near, other, 5.5)
+    assert network.reached(near, near, 0.0)
 
 
 def test_the_first_seed_is_drawn_and_printed() -> None:
