@@ -321,11 +321,12 @@ class LegParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 class VllmIdentity(EngineIdentity, frozen=True, kw_only=True):
     """Who a vLLM server with `BatonConnector` is. `roles`: the legs that it takes; `truncate_prefill`: those of prefill
-    come without their prompt's last token.
+    come without their prompt's last token. `data_parallel_rank`: which of the engines behind one address it is.
     """
 
     truncate_prefill: bool
     roles: list[str]
+    data_parallel_rank: int | None = None
 
 
 class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,7 +10,7 @@ import pytest
 
 from baton.handoff.node.instance import InstanceAgent
 from baton.handoff.protocol import events as ev
-from baton.handoff.protocol.messages import Pair, Seeds
+from baton.handoff.protocol.messages import AttemptKey, Pair, Seeds
 from baton.handoff.protocol.ticket import SignedTicket, Ticket, mint, verify
 from baton.wire import HandoffParams
 from tests.handoff.ranks import Shape, wanted_of
@@ -27,6 +27,9 @@ class Noting:
 
     def announce_decode(self, ticket: SignedTicket, peer: int = 0) -> None:
         self.noted.append(("announced", ticket.transfer_id, (peer, self.rank)))
+
+    def abort(self, key: AttemptKey, reason: str) -> None:
+        self.noted.append(("aborted", key.transfer_id, key.pair))
 
     def open_decode(self, ticket: SignedTicket, *rest: Any) -> None:
         self.noted.append(("placed", ticket.transfer_id, (rest[-1], self.rank)))
@@ -71,7 +74,8 @@ def test_pages_that_come_after_the_end_begin_nothing_anew() -> None:
     d.agent.announce_decode(other)
     d.agent.on_peer(other.key, TWO.instance(0))
     d.agent.open_decode(ticket, 5, wanted_of(5, 0), {})
-    assert d.pairs(ticket) == {(0, 0)}  # whose tombstone takes no pages
+    assert d.pairs(ticket) == {(0, 0), (1, 0)}  # whose tombstones take no pages
+    assert d.noted[1:3] == [(what, ticket.transfer_id, (1, 0)) for what in ("announced", "aborted")]  # P's may be apart
     assert d.pairs(other) == {(0, 0), (1, 1)}
     assert set(d.agent._legs) == {other.key}
     assert [type(event) for event in d.events] == [ev.DecodeFailed, ev.DecodeReleased]

@@ -48,7 +48,8 @@ class FakeVllm:
     error as an event, "error" or "abort" as a finish reason; legs of `fail_role` alone do, or all. `halted`: legs of
     this role get no answer, or ("all") nothing does. `raw`: bodies that it answers with, by path. `comments`: it says
     so while nothing else is said. `asked` are the bodies that came, `left` roles whose client went away. `num_short`:
-    tokens that it leaves out of a NIXL prefill.
+    tokens that it leaves out of a NIXL prefill. `has_ranks`: it is several data-parallel engines; `ranks` are those
+    that were asked.
     """
 
     root: Path
@@ -71,6 +72,8 @@ class FakeVllm:
     comments: bool = False
     asked: list[dict[str, Any]] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
+    has_ranks: bool = False
+    ranks: list[str | None] = field(default_factory=list)
 
     def app(self) -> web.Application:
         @web.middleware
@@ -129,7 +132,8 @@ class FakeVllm:
         return web.json_response({"data": [{"id": "demo", "root": str(self.root), "max_model_len": 512}, adapter]})
 
     async def _metrics(self, request: web.Request) -> web.StreamResponse:
-        lines = ["# HELP x", 'vllm:num_requests_running{model_name="a b"} 3.0', "vllm:kv_cache_usage_perc{} 0.5"]
+        lines = ['vllm:num_requests_waiting{engine="0"} 5.0', 'vllm:num_requests_waiting{engine="1"} 7.0']
+        lines += ["# HELP x", 'vllm:num_requests_running{model_name="a b"} 3.0', "vllm:kv_cache_usage_perc{} 0.5"]
         if self.kind in ("pull", "push"):
             lines.append('vllm:nixl_num_failed_transfers_total{engine="0"} 0.0')
         lines += [
@@ -145,6 +149,7 @@ class FakeVllm:
     async def _completions(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         self.asked.append(body)
+        self.ranks.append(request.headers.get("X-data-parallel-rank"))
         role = self._role(body)
         try:
             while self.halted == role:
@@ -160,7 +165,11 @@ class FakeVllm:
             status = 400 if self.fail == "refuse" else 500
             return web.json_response({"error": {"message": "no such thing"}}, status=status)
         if role in ("identify", "cancel"):
-            return web.json_response(event([97], "length") | {"kv_transfer_params": {"baton": self.identity()}})
+            identity = self.identity()
+            if self.has_ranks:
+                rank = int(request.headers.get("X-data-parallel-rank", "0"))
+                identity |= {"engine_id": f"{self.name}_dp{rank}", "data_parallel_rank": rank}
+            return web.json_response(event([97], "length") | {"kv_transfer_params": {"baton": identity}})
         if role == "decode":
             await self._handed(body)
         tokens, finish = self._output(body)

@@ -13,7 +13,8 @@ import pytest
 
 from baton.errors import EngineLostError, EngineUnavailableError, HandoffError, ProtocolError, RequestError
 from baton.openai.answers import Choice, Logprobs
-from baton.router.client import new_session
+from baton.router.address import checked_url, split_rank
+from baton.router.client import BatonClient, new_session
 from baton.router.connectors import create_connector
 from baton.router.connectors.base import Connector, ConnectorConfig
 from baton.router.timers import RouterTimers
@@ -69,6 +70,37 @@ def body(request: GenerateRequest, first_only: bool = False) -> dict[str, Any]:
 
 async def chunks(of: VllmClient, request: GenerateRequest, **how: Any) -> list[TokenChunk]:
     return [chunk async for chunk in of.leg(request, **how)]
+
+
+async def test_a_data_parallel_rank_is_an_engine_of_its_own(
+    server: FakeVllm, session: aiohttp.ClientSession, url: str
+) -> None:
+    """Each request names the rank, and no instance is without one where the server has several."""
+    with pytest.raises(RequestError, match="has no such rank"):
+        await client(session, f"{url}#dp_rank=1").info()
+    server.has_ranks = True
+    with pytest.raises(RequestError, match="name each, as URL#dp_rank=0"):
+        await client(session, url).info()
+    server.ranks.clear()
+    engine = client(session, f"{url}#dp_rank=1")
+    assert (await engine.info()).engine_id == "P_dp1"
+    await chunks(engine, ask())
+    assert server.ranks == ["1", "1"]
+    assert (await engine.load()).num_waiting == 7
+    assert (await client(session, f"{url}#dp_rank=0").info()).engine_id == "P_dp0"
+    with pytest.raises(RequestError, match="without data-parallel ranks"):
+        await client(session, f"{url}#dp_rank=0", kind="NixlConnector").info()
+    with pytest.raises(RequestError, match="only vLLM servers with BatonConnector"):
+        BatonClient(session, f"{url}#dp_rank=0", RouterTimers())
+
+
+@pytest.mark.parametrize("bad", ["#dp_rank=-1", "#dp_rank=01", "#dp_rank=", "#rank=1", "#dp_rank=1&x"])
+def test_urls_of_ranks(bad: str) -> None:
+    assert checked_url("http://a:1/#dp_rank=12") == "http://a:1#dp_rank=12"
+    assert split_rank("http://a:1#dp_rank=12") == ("http://a:1", 12)
+    assert split_rank(checked_url("http://a:1/")) == ("http://a:1", None)
+    with pytest.raises(RequestError, match="is not a base URL"):
+        checked_url(f"http://a:1{bad}")
 
 
 async def test_who_an_engine_is_is_asked_once_per_life(

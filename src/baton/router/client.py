@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import aiohttp
 import msgspec
@@ -23,6 +23,7 @@ from baton.errors import (
 from baton.openai.answers import decode, read_error
 from baton.openai.client import describe, failures, read_body, read_refusal
 from baton.openai.errors import DRAINING, ENGINE_STALLED
+from baton.router.address import split_rank
 from baton.router.timers import RouterTimers
 from baton.wire import EngineInfo, EngineLoad, GenerateRequest, PromptIds, TokenChunk
 
@@ -44,11 +45,18 @@ def new_session() -> aiohttp.ClientSession:
 
 
 class EngineClient(ABC):
-    """Talks to the engine at one base URL."""
+    """Talks to the engine at one URL. Raises `RequestError` for one that names a data-parallel rank, unless the kind of
+    engine `has_ranks`."""
+
+    has_ranks: ClassVar[bool] = False
 
     def __init__(self, session: aiohttp.ClientSession, url: str, timers: RouterTimers) -> None:
         self._session = session
         self.url = url
+        self._base, self.rank = split_rank(url)
+        if self.rank is not None and not self.has_ranks:
+            raise RequestError(f"{url}: only vLLM servers with BatonConnector have data-parallel ranks", "url")
+        self._headers = {} if self.rank is None else {"X-data-parallel-rank": str(self.rank)}
         self._ask_timeout = aiohttp.ClientTimeout(total=timers.answer)
         # A leg may wait long for its turn, so it has no timeout: `info` shows whether its engine lives.
         self._leg_timeout = aiohttp.ClientTimeout(total=None, sock_connect=timers.connect)
@@ -85,10 +93,10 @@ class EngineClient(ABC):
         self, path: str, body: Sequence[bytes], timeout: aiohttp.ClientTimeout, line_bytes: int
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """Yield the response to a POST whose status is 200. Raises what `generate` raises."""
-        headers = {"Content-Type": "application/json", "Content-Length": str(sum(map(len, body)))}
+        headers = {"Content-Type": "application/json", "Content-Length": str(sum(map(len, body))), **self._headers}
         with failures(f"engine {self.url}", EngineUnavailableError):
             async with self._session.post(
-                self.url + path,
+                self._base + path,
                 data=_pieces(body),
                 headers=headers,
                 timeout=timeout,
@@ -101,7 +109,9 @@ class EngineClient(ABC):
 
     async def _get(self, path: str, limit: int) -> bytes:
         try:
-            async with self._session.get(self.url + path, timeout=self._ask_timeout, allow_redirects=False) as response:
+            async with self._session.get(
+                self._base + path, timeout=self._ask_timeout, allow_redirects=False
+            ) as response:
                 body = await read_body(response, limit)
                 if response.status == 503 and ENGINE_STALLED.encode() in body:
                     # A stalled engine answers, but its requests make no progress.

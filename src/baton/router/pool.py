@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
-from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
@@ -26,6 +25,7 @@ from baton.errors import (
     RequestError,
 )
 from baton.openai import ServedModel
+from baton.router.address import checked_url
 from baton.router.client import EngineClient
 from baton.router.prefixes import KnownPrefixes
 from baton.router.timers import RouterTimers
@@ -140,7 +140,7 @@ class EnginePool:
         Raises `RequestError` for a bad URL or another role than the engine's own, `IncompatiblePeerError` for
         another model or drafter than the other engines have.
         """
-        url = _checked_url(url)
+        url = checked_url(url)
         if url in self._instances:
             raise RequestError(f"{url} is already an instance", "url")
         instance = Instance(self._new_client(self._session, url, self.timers, role), role)
@@ -155,7 +155,7 @@ class EnginePool:
 
     def remove(self, url: str) -> Instance:
         """Remove an engine: it gets no new requests, and running ones end normally. `RequestError` if unknown."""
-        instance = self._instances.pop(_checked_url(url), None)
+        instance = self._instances.pop(checked_url(url), None)
         if instance is None:
             raise RequestError(f"{url} is not an instance", "url")
         return instance
@@ -163,7 +163,7 @@ class EnginePool:
     def drain(self, url: str) -> Instance:
         """Send an engine no new requests, and remove it when its last leg has ended. Asked again, tell its legs that it
         is lost: they go on elsewhere. Raises `RequestError` if it is unknown."""
-        instance = self._instances.get(_checked_url(url))
+        instance = self._instances.get(checked_url(url))
         if instance is None:
             raise RequestError(f"{url} is not an instance", "url")
         if instance.leaving:
@@ -296,14 +296,3 @@ def _fields_of(theirs: str, mine: str) -> dict[str, tuple[object, object]]:
     except msgspec.DecodeError:
         return {"fingerprint": (theirs, mine)}
     return differing_facts(first, second)[0]
-
-
-def _checked_url(url: str) -> str:
-    try:
-        parts = urlsplit(url)
-        usable = parts.scheme in ("http", "https") and parts.hostname is not None and parts.port != 0
-    except ValueError:
-        usable = False
-    if not usable or parts.query or parts.fragment or parts.path not in ("", "/") or "@" in parts.netloc:
-        raise RequestError(f"{url!r} is not a base URL such as http://127.0.0.1:8100", "url")
-    return f"{parts.scheme}://{parts.netloc}"

@@ -30,7 +30,10 @@ _T = TypeVar("_T")
 
 
 class VllmClient(EngineClient):
-    """Talks to the vLLM server at one base URL. `identify` asks its connector who it is, once per life."""
+    """Talks to the vLLM server at one URL, or to one data-parallel rank of it. `identify` asks its connector who it is,
+    once per life."""
+
+    has_ranks = True
 
     def __init__(
         self,
@@ -97,7 +100,8 @@ class VllmClient(EngineClient):
         except (UnicodeDecodeError, ProtocolError) as error:
             raise ProtocolError(f"{self.url} is not a vLLM server: {error}") from None
         for sample in samples:
-            if sample.name.startswith("vllm:") and math.isfinite(sample.value):
+            other = self.rank is not None and sample.labels.get("engine", str(self.rank)) != str(self.rank)
+            if sample.name.startswith("vllm:") and math.isfinite(sample.value) and not other:
                 found.setdefault(sample.name, []).append(sample.value)
         return found
 

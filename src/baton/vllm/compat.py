@@ -9,14 +9,18 @@ import os
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from baton.errors import ConfigError
 from baton.kv.interval import Kind
 from baton.kv.spec import Owner
 from baton.models.loader import fingerprint
 from baton.vllm.geometry import KernelLayout, TensorRank
 from baton.vllm.groups import CacheTable
+from baton.vllm.ranks import gather
 
 SUPPORTED = ((0, 30), (0, 31), (0, 32))
+WITH_RANKS = "0.32"
 DRAFT_METHODS = ("eagle", "eagle3", "mtp", "draft_model", "ngram")
 # Cache dtypes that GPUs store as one contiguous row per (token, head), without scales.
 _ROWS = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_ds_mla")
@@ -44,11 +48,18 @@ def check_version() -> str:
 def check_config(config: Any) -> None:
     """Raise `ConfigError`, which names the setting, for a configuration that the connector cannot hand off."""
     parallel, speculative = config.parallel_config, config.speculative_config
-    for kind in ("tensor", "pipeline", "data", "prefill_context", "decode_context"):
+    for kind in ("data", "prefill_context", "decode_context"):
         name = f"{kind}_parallel_size"
         if (ranks := getattr(parallel, name)) != 1:
-            raise ConfigError(name, f"BatonConnector hands off between single ranks, got {ranks}")
-    if getattr(parallel, "data_parallel_index", 0):
+            # vLLM sets the size of data parallelism back to 1 where a model has no experts to share.
+            raise ConfigError(name, f"BatonConnector hands off between engines without ranks of this kind, got {ranks}")
+    for kind in ("tensor", "pipeline"):
+        name = f"{kind}_parallel_size"
+        if (ranks := getattr(parallel, name)) != 1 and check_version() != WITH_RANKS:
+            raise ConfigError(name, f"BatonConnector knows several ranks with vLLM {WITH_RANKS}, got {ranks}")
+    if parallel.pipeline_parallel_size != 1 and speculative is not None:
+        raise ConfigError("speculative_config", "pipeline stages are handed off without speculation")
+    if data_parallel_rank(config) is not None:
         # vLLM has set the size back to 1, as it does where a model has no experts. One address serves all such engines,
         # and vLLM chooses among them, while a ticket names one.
         raise ConfigError("data_parallel_size", "BatonConnector hands off between servers of one engine each")
@@ -97,7 +108,35 @@ def _check_device(config: Any) -> None:
 
 def num_target_layers(config: Any) -> int:
     """Layers of the target model; a drafter's are numbered from there."""
-    return int(config.model_config.get_num_layers(config.parallel_config))
+    return int(config.model_config.get_total_num_hidden_layers())
+
+
+def num_stages(config: Any) -> int:
+    """Pipeline stages of this engine."""
+    return int(config.parallel_config.pipeline_parallel_size)
+
+
+def worker_number(config: Any) -> int:
+    """The rank of this process's worker among all of its engine: stage by stage, tensor ranks within."""
+    return int(config.parallel_config.rank % config.parallel_config.world_size)
+
+
+def data_parallel_rank(config: Any) -> int | None:
+    """Which of several engines behind one address this one is; None where it has an address of its own."""
+    parallel = config.parallel_config
+    behind_one = parallel.data_parallel_rank_local is not None and not parallel.data_parallel_external_lb
+    return int(parallel.data_parallel_index) if behind_one else None
+
+
+def gather_workers(config: Any, own: bytes) -> list[bytes]:
+    """`own` of every worker of this engine, by `worker_number`. Collective."""
+    if config.parallel_config.world_size == 1:
+        return [own]
+    from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+
+    stage = msgspec.msgpack.encode(gather(own, get_tp_group().cpu_group))
+    stages = gather(stage, get_pp_group().cpu_group)
+    return [each for found in stages for each in msgspec.msgpack.decode(found, type=list[bytes])]
 
 
 def cache_tables(kv_cache_config: Any) -> list[CacheTable]:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import logging
-import os
-import secrets
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -23,27 +20,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from baton.errors import ConfigError
-from baton.handoff.channel.keys import KeyRing
-from baton.handoff.node.agent import AgentConfig, HandoffAgent
-from baton.handoff.plan.planner import Instance
-from baton.handoff.protocol.digests import Digester, MemoryDigester
-from baton.transports.base import DeviceMemory, Transport
-from baton.transports.registry import create_transport
 from baton.vllm import compat
-from baton.vllm.config import ConnectorConfig, read_config
-from baton.vllm.geometry import CacheLayout, describe
-from baton.vllm.groups import split_tables
-from baton.vllm.metrics import BatonPromMetrics, BatonStats
+from baton.vllm.config import read_config
+from baton.vllm.metrics import TOTALS, BatonPromMetrics, BatonStats
+from baton.vllm.open_cache import OpenCache, open_cache
+from baton.vllm.ranks import joined_addresses
 from baton.vllm.scheduler import SchedulerSide
 from baton.vllm.steps import Step
 from baton.vllm.worker import WorkerSide
 from baton.wire import VllmIdentity
-
-_ROLES = {
-    "kv_producer": ["prefill"],
-    "kv_consumer": ["decode"],
-    "kv_both": ["prefill", "decode"],
-}
 
 
 @dataclass
@@ -56,8 +41,9 @@ class BatonMetadata(KVConnectorMetadata):
 
 @dataclass
 class BatonHandshake(KVConnectorHandshakeMetadata):
-    """The identity of the worker's agent, for the scheduler."""
+    """The identity of one worker's agent, for the scheduler: that of the engine, with this agent's address alone."""
 
+    rank: int
     identity: VllmIdentity
 
 
@@ -75,8 +61,8 @@ class BatonWorkerMetadata(KVConnectorWorkerMetadata):
 
 
 class BatonConnector(KVConnectorBase_V1, SupportsHMA):
-    """vLLM's entry to the plug-in. vLLM makes one in the scheduler's process, and one in the worker, where the KV lies
-    and the agent runs."""
+    """vLLM's entry to the plug-in. vLLM makes one in the scheduler's process, and one in each worker, where the KV lies
+    and an agent runs."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         version = compat.check_version()
@@ -87,10 +73,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         self._config = read_config(self._transfer.kv_connector_extra_config)
         self._version = version
         self._scheduler: SchedulerSide | None = None
-        self._worker: WorkerSide | None = None
-        self._agent: HandoffAgent | None = None
-        self._transport: Transport | None = None
-        self._identity: VllmIdentity | None = None
+        self._opened: OpenCache | None = None
         self._pool: Any = None
         self._reported: dict[str, int] = {}
 
@@ -104,70 +87,24 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
     @property
     def worker(self) -> WorkerSide:
         """The worker's half. Raises `ConfigError` before the KV cache is registered."""
-        if self._worker is None:
+        if self._opened is None:
             raise ConfigError("kv_connector", "no KV cache is registered")
-        return self._worker
+        return self._opened.side
 
     # ------------------------------------------------------------ worker: start and end
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Open the KV cache to peers and start the agent."""
-        config, engine_id = self._vllm_config, str(self._transfer.engine_id)
-        groups = split_tables(compat.cache_tables(self._kv_cache_config), compat.num_target_layers(config))
-        layers = {layer: kv_caches[layer] for group in groups for layer in group.layers}
-        kernels = {layer: compat.kernel_layout(config, layer) for layer in layers}
-        layout = describe(layers, groups, kernels, self._config.granularity, compat.tensor_rank(config))
-        facts = compat.facts(config, self._version)
-        for group in layout.groups:
-            facts[f"group.{group.name}.layout"] = compat.layout_name(config, group.layers[0])
-            facts[f"group.{group.name}.window"] = str(group.window)
-        worker = WorkerSide(layout, commit_at_end=compat.zeroes_before_preemptions(config))
-        incarnation = secrets.token_hex(8)
-        with _unbound(config):
-            self._transport = create_transport(self._config.kv_transport)
-            self._agent = HandoffAgent(
-                AgentConfig(
-                    engine_id=engine_id,
-                    incarnation=incarnation,
-                    bind=self._config.control_bind,
-                    fingerprint=facts,
-                    ticket_key=self._config.ticket_key(),
-                    keys=KeyRing(self._config.keys, engine_id),
-                    timers=self._config.timers,
-                    integrity=self._config.integrity,
-                    max_retries=self._config.max_retries,
-                ),
-                Instance.of_one_rank(layout.geometries),
-                self._transport,
-                self._transport.register(layout.regions),
-                worker.post,
-                _digester(self._config, layout),
-            )
-            self._agent.start()
-        worker.bind(self._agent)
-        self._worker = worker
-        self._identity = VllmIdentity(
-            engine_id=engine_id,
-            incarnation=incarnation,
-            control_addresses=[self._agent.address],
-            fingerprint=json.dumps(facts, sort_keys=True),
-            truncate_prefill=any(group.kind == "state" for group in layout.groups),
-            roles=_ROLES[self._transfer.kv_role],
-            vocab_size=config.model_config.get_vocab_size(),
-            eos_token_ids=compat.eos_token_ids(config),
-            num_speculative_tokens=compat.num_speculative_tokens(config),
-        )
+        self._opened = open_cache(self._vllm_config, self._config, self._kv_cache_config, kv_caches, self._version)
 
     def get_handshake_metadata(self) -> BatonHandshake | None:
         """The identity of this worker's agent; None before the KV cache is registered."""
-        return None if self._identity is None else BatonHandshake(self._identity)
+        return None if self._opened is None else BatonHandshake(self._opened.rank, self._opened.identity)
 
     def shutdown(self) -> None:
         """End the agent, which tells the peers, and release the memory."""
-        if self._agent is not None:
-            self._agent.close()
-        if self._transport is not None:
-            self._transport.close()
+        if self._opened is not None:
+            self._opened.close()
 
     # ------------------------------------------------------------ worker: a step, in vLLM's order
 
@@ -211,8 +148,11 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_kv_connector_stats(self) -> BatonStats | None:
         """Counts since the last call: of the worker's handoffs, or of the legs that the scheduler refused."""
-        if self._worker is not None:
-            counts: Mapping[str, int] = self._worker.counts
+        if self._opened is not None:
+            counts: Mapping[str, int] = self._opened.side.counts
+            if self._opened.rank:
+                # Worker 0 tells how handoffs ended, so that they count once; each tells what it moved, and what failed.
+                counts = {name: counts[name] for name in counts if name in TOTALS or name.startswith("failed_")}
         elif self._scheduler is not None:
             counts = {"refused": self._scheduler.refused.total()}
         else:
@@ -223,8 +163,10 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_worker_meta(self) -> BatonWorkerMetadata | None:
         """The worker's news for the scheduler besides ends; None when there is none."""
-        rank, admitted = self._vllm_config.parallel_config.rank, self.worker.take_admitted()
-        return BatonWorkerMetadata({(rank, request_id) for request_id in admitted}) if admitted else None
+        admitted = self.worker.take_admitted()
+        if not admitted or self._opened is None:
+            return None
+        return BatonWorkerMetadata({(self._opened.rank, request_id) for request_id in admitted})
 
     # ------------------------------------------------------------ scheduler
 
@@ -233,8 +175,18 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         self._pool = gpu_block_pool
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, BatonHandshake]) -> None:
-        """Take the identity of the worker's agent, by which tickets are checked from now on."""
-        identity = next(iter(metadata.values())).identity
+        """Take the identities of all workers' agents, by which tickets are checked from now on."""
+        self._take_identities(metadata.values())
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], BatonHandshake]) -> None:
+        """As `set_xfer_handshake_metadata`, by pipeline stage and tensor rank."""
+        self._take_identities(metadata.values())
+
+    def _take_identities(self, handshakes: Iterable[BatonHandshake]) -> None:
+        found = sorted(handshakes, key=lambda each: each.rank)
+        addresses = [(each.rank, each.identity.control_addresses[0]) for each in found]
+        joined = joined_addresses(addresses, self._vllm_config.parallel_config.world_size)
+        identity = msgspec.structs.replace(found[0].identity, control_addresses=joined)
         tables = compat.cache_tables(self._kv_cache_config)
         self._scheduler = SchedulerSide(identity, self._config.ticket_key(), tables, self._pool)
 
@@ -307,33 +259,9 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         return BatonPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
 
-def _digester(config: ConnectorConfig, layout: CacheLayout) -> Digester | None:
-    if config.integrity == "off":
-        return None
-    memory = [region for region in layout.regions if not isinstance(region, DeviceMemory)]
-    if len(memory) < len(layout.regions):
-        raise ConfigError("integrity", "digests are taken of KV in the host's memory, not in a GPU's")
-    return MemoryDigester(layout.geometries, memory)
-
-
 def _log_with_vllm() -> None:
     """Send Baton's log lines to vLLM's handlers: vLLM configures its own loggers only."""
     ours, theirs = logging.getLogger("baton"), logging.getLogger("vllm")
     if not ours.handlers:
         ours.handlers, ours.propagate = list(theirs.handlers), False
         ours.setLevel(theirs.level)
-
-
-@contextlib.contextmanager
-def _unbound(config: Any) -> Iterator[None]:
-    """Let threads that start within run on all cores of the parent process. vLLM binds its CPU worker's thread to cores
-    of its own, and threads that inherited the binding would compete with it."""
-    if config.device_config.device_type != "cpu":
-        yield
-        return
-    bound = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, os.sched_getaffinity(os.getppid()))
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, bound)

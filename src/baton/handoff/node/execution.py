@@ -19,7 +19,6 @@ from baton.handoff.node.operations import Operations
 from baton.handoff.plan.planner import Instance
 from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.digests import Cell, Digester, share
-from baton.handoff.protocol.gather import LEAD
 from baton.handoff.protocol.messages import AttemptKey, AttemptMessage, Cancel, Cancelled, Hello
 from baton.log_limit import LogLimit
 from baton.transports.base import Transport
@@ -32,7 +31,7 @@ OnPeer = Callable[[AttemptKey, Instance], None]
 
 class Execution:
     """All attempts of one rank, and what they need. With integrity on there must be a `digester`, and a `worker` for
-    it. `on_peer` is told, for the attempt that leads the others, what the peer says of its instance.
+    it. `on_peer` is told, for each attempt with an engine of several ranks, what the peer says of its instance.
     """
 
     def __init__(
@@ -126,7 +125,7 @@ class Execution:
         """The peer's HELLO is known, for an attempt that is about to begin with it."""
         key = attempt.machine.key
         several = max(hello.instance.num_ranks, self.instance.num_ranks) > 1
-        if several and key.pair == LEAD and self._on_peer is not None:
+        if several and self._on_peer is not None:
             self._on_peer(key, hello.instance)
 
     # ------------------------------------------------------------ actions

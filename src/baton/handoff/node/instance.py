@@ -1,8 +1,9 @@
 """What an engine calls: one agent, or the agents of all its ranks as if they were one.
 
 An instance is its ranks. Each has an agent with its own control address and memory, and each pair of a source rank and
-a destination rank that has bytes to move is an attempt of its own. The pair of ranks 0 and 0 leads: it is there before
-the other side's ranks are known, and brings what their HELLO says of them.
+a destination rank that has bytes to move is an attempt of its own. One pair leads: it is there before the other side's
+ranks are known, and brings what their HELLO says of them. It is that of ranks 0 and 0; in an engine whose ranks are
+apart, each process has only its own rank's pairs, and is led by the one with rank 0 of the other side.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
 
 from baton.errors import IncompatiblePeerError, ProtocolError
@@ -71,21 +72,23 @@ Saying = Callable[[RankAgent, Pair, frozenset[str] | None], None]
 
 @dataclass(slots=True, eq=False)
 class _Leg:
-    """One half of a request. `pairs` are those whose attempts are open, `said` is kept for those opened later;
-    `told`: the engine knows that its pages are free; `ended`: no pair is to be opened any more.
+    """One half of a request. `pairs` are those whose attempts are open, at first the one that leads; `said` is kept for
+    those opened later; `told`: the engine knows that its pages are free; `ended`: why no pair is to be opened any more.
     """
 
     ticket: Ticket
     side: int
-    pairs: Mapping[Pair, frozenset[str] | None] = field(default_factory=lambda: {LEAD: None})
+    lead: Pair
+    pairs: Mapping[Pair, frozenset[str] | None]
     gather: PrefillGather | DecodeGather | None = None
     said: dict[str, Saying] = field(default_factory=dict)
     told: bool = False
-    ended: bool = False
+    ended: str = ""
 
 
 class InstanceAgent:
-    """The agents of all ranks of `instance` as one `Agent`; `bind` brings them, by rank. `on_event` is called as a
+    """The agents of all ranks of `instance` as one `Agent`; `bind` brings them, by rank. Where ranks are apart, there
+    is only that of `instance.rank`, and a request has ended when that rank's pairs have. `on_event` is called as a
     `HandoffAgent` calls it, once per request where that calls once per pair.
 
     With one rank on both sides, calls and events pass through.
@@ -94,10 +97,12 @@ class InstanceAgent:
     def __init__(self, instance: Instance, on_event: Callable[[ev.HandoffEvent], None]) -> None:
         self._instance = instance
         self._tell = on_event
-        self._agents: Sequence[RankAgent] = ()
+        self._agents: dict[int, RankAgent] = {}
+        # Ranks count from 0 on; of those that are apart, the one that is here has all the pairs.
+        self._first = instance.rank if instance.apart else 0
         self._legs: dict[AttemptKey, _Leg] = {}
-        # What ended lately: the engine may speak of it until it has heard that. The leg is kept where D was not known
-        # when the first token ended the request: its ranks are told when they come.
+        # What ended lately: the engine may speak of it until it has heard that. P's leg is kept where D was not known
+        # when it ended: D's ranks are told when they come.
         self._ended: dict[AttemptKey, _Leg | None] = {}
         self._peers: dict[str, Instance] = {}  # by incarnation
         self._lock = threading.RLock()
@@ -108,11 +113,12 @@ class InstanceAgent:
     def bind(self, agents: Sequence[RankAgent]) -> None:
         """Use these agents, whose events come to `on_event` and `on_peer`.
 
-        Raises `ProtocolError` unless there is one for each rank.
+        Raises `ProtocolError` unless there is one for each rank that is here.
         """
-        if len(agents) != self._instance.num_ranks:
-            raise ProtocolError(f"{len(agents)} agents for {self._instance.num_ranks} ranks")
-        self._agents = agents
+        needed = 1 if self._instance.apart else self._instance.num_ranks
+        if len(agents) != needed:
+            raise ProtocolError(f"{len(agents)} agents for {needed} ranks")
+        self._agents = dict(enumerate(agents, self._first))
 
     # ------------------------------------------------------------ the engine's calls
 
@@ -170,10 +176,10 @@ class InstanceAgent:
         with self._lock:
             leg = self._legs.get(key)
             if leg is None:
-                self._agents[0].abort(key, reason, taken)
+                self._agents[self._first].abort(key, reason, taken)
                 return
             # Nothing has begun of the pairs that are not open yet, and nothing will.
-            leg.ended = True
+            leg.ended = reason
             left = list(leg.pairs)
 
             def one_has() -> None:
@@ -189,15 +195,19 @@ class InstanceAgent:
     # ------------------------------------------------------------ pairs
 
     def _passes(self, others: Sequence[str]) -> bool:
-        return len(self._agents) == len(others) == 1
+        return self._instance.num_ranks == len(others) == 1
+
+    def _lead(self, side: int) -> Pair:
+        return (self._first, 0) if side == P else (0, self._first)
 
     def _begin(self, ticket: Ticket, side: int, others: Sequence[str]) -> None:
         with self._lock:
             if self._passes(others):
                 self._open(ticket, side, LEAD)
             elif ticket.key not in self._legs and ticket.key not in self._ended:
-                leg = self._legs[ticket.key] = _Leg(ticket, side)
-                self._open(ticket, side, LEAD)
+                lead = self._lead(side)
+                leg = self._legs[ticket.key] = _Leg(ticket, side, lead, {lead: None})
+                self._open(ticket, side, lead)
                 self._meet(leg, self._peers.get(ticket.key.ends[1 - side][0]))
 
     def _open(self, ticket: Ticket, side: int, pair: Pair) -> None:
@@ -216,17 +226,25 @@ class InstanceAgent:
         key = ticket.key
         try:
             here = here.only(peer.groups)  # drafters' KV may stay where it is, and then the peer's is not named
-            found = pairs_of(here, peer) if leg.side == P else pairs_of(peer, here)
+            every = pairs_of(here, peer) if leg.side == P else pairs_of(peer, here)
         except IncompatiblePeerError:
             return  # the session is refused, and with it the pair that is open
-        leg.pairs = found
+        leg.pairs = found = {pair: groups for pair, groups in every.items() if pair[leg.side] in self._agents}
         leg.gather = PrefillGather(key, found) if leg.side == P else DecodeGather(key, found, peer.sampling)
         for pair, groups in found.items():
-            if pair != LEAD:
+            if pair != leg.lead:
                 self._open(leg.ticket, leg.side, pair)
             for saying in leg.said.values():
-                if pair != LEAD or leg.side == D:  # to P's leading pair it was said at once
+                if pair != leg.lead or leg.side == D:  # to P's leading pair it was said at once
                     saying(self._agents[pair[leg.side]], pair, groups)
+
+    def _give_up_unmet(self, leg: _Leg) -> None:
+        """D gives up before it knows P's ranks. Those that are apart have not heard of it, and hold their pages."""
+        for rank in range(1, len(leg.ticket.prefill_addresses)) if leg.lead == LEAD else ():
+            if (pair := (rank, 0)) not in leg.pairs:
+                leg.pairs = {**leg.pairs, pair: None}
+                self._open(leg.ticket, D, pair)
+                self._agents[0].abort(leg.ticket.key.of_pair(pair), leg.ended or "aborted")
 
     def _say(self, key: AttemptKey, what: str, saying: Saying) -> None:
         with self._lock:
@@ -238,16 +256,21 @@ class InstanceAgent:
                     for pair, groups in leg.pairs.items():
                         saying(self._agents[pair[leg.side]], pair, groups)
                 return
-        saying(self._agents[0], LEAD, None)
+        saying(self._agents[self._first], self._lead(P), None)
 
     # ------------------------------------------------------------ what the agents say, each on its thread
 
     def on_peer(self, key: AttemptKey, peer: Instance) -> None:
-        """The other side of a request has said what its ranks are."""
+        """The other side of a request has said what its ranks are, to the attempt `key` of one pair."""
+        pair, key = key.pair, key.of_pair(LEAD)
         with self._lock:
             late = key not in self._legs
             leg = self._ended.get(key) if late else self._legs[key]
-            if leg is None:
+            if leg is not None and leg.side == P and leg.ended and pair not in leg.pairs:
+                leg.pairs = {**leg.pairs, pair: None}
+                self._open(leg.ticket, P, pair)
+                self._agents[pair[P]].abort(key.of_pair(pair), leg.ended)
+            if leg is None or leg.ended or pair != leg.lead:
                 return
             self._peers[key.ends[1 - leg.side][0]] = peer
             if len(self._peers) > MAX_PEERS:
@@ -255,7 +278,7 @@ class InstanceAgent:
             self._legs[key] = leg
             self._meet(leg, peer)
             if late:
-                self._heard(leg, LEAD, ev.PrefillReleased(key, "finished"))
+                self._heard(leg, leg.lead, ev.PrefillReleased(key, "finished"))
         self._tell_all()
 
     def on_event(self, event: ev.HandoffEvent) -> None:
@@ -281,7 +304,11 @@ class InstanceAgent:
 
     def _heard(self, leg: _Leg, pair: Pair, event: ev.HandoffEvent) -> None:
         key, gather = leg.ticket.key, leg.gather
-        actions: Sequence[ev.HandoffEvent | EndPair] = [event]
+        if gather is None and pair != leg.lead:
+            return
+        if gather is None and isinstance(event, ev.DecodeFailed | ev.DecodeReleased):
+            self._give_up_unmet(leg)
+        actions: Sequence[ev.HandoffEvent | EndPair] = [replace(event, key=key)]
         if isinstance(gather, DecodeGather):
             actions = gather.handle(pair, event)
         elif gather is not None:
@@ -294,12 +321,13 @@ class InstanceAgent:
             if isinstance(action, ev.DecodeFailed):
                 if leg.ended:
                     continue  # the engine has given up, of which P has told another rank before this one heard of it
-                leg.ended = True
+                leg.ended = action.reason
             elif isinstance(action, ev.PrefillReleased | ev.DecodeCommitted | ev.DecodeFinished | ev.DecodeReleased):
                 del self._legs[key]
-                late = action == ev.PrefillReleased(key, "finished") and gather is None
+                if isinstance(action, ev.PrefillReleased) and action.outcome != "finished":
+                    leg.ended = leg.ended or action.outcome
                 leg.said.pop("declared", None)  # its pages are free, and another request may have them
-                self._ended[key] = leg if late else None
+                self._ended[key] = leg if leg.side == P and gather is None else None
                 if len(self._ended) > MAX_ENDED:
                     del self._ended[next(iter(self._ended))]
                 told, leg.told = leg.told, True

@@ -43,7 +43,8 @@ class RankGeometry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 class Instance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One engine: per group the geometries of all ranks that have a part of it. `rank` is the one that speaks,
-    `sampling` the one that samples and drafts, whose seeds count.
+    `sampling` the one that samples and drafts, whose seeds count. `apart`: each rank's agent is in a process of its
+    own, which hears nothing of what the other ranks' agents hear.
     """
 
     rank: Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
@@ -52,6 +53,7 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         Meta(max_length=MAX_GROUPS),
     ]
     sampling: Annotated[int, Meta(ge=0, lt=MAX_RANKS)] = 0
+    apart: bool = False
 
     @classmethod
     def of_one_rank(cls, geometries: Mapping[str, RankGeometry]) -> Instance:

@@ -35,7 +35,7 @@ from baton.handoff.protocol.messages import (
     Repair,
 )
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 
 _SMALL = 8 * 1024
 _SEEDS = MAX_DRAFTER_STATES + 64 * 1024

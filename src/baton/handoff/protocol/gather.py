@@ -48,15 +48,26 @@ def pairs(
 LEAD: Pair = (0, 0)  # it always comes, and its attempt's key is that of the whole
 
 
+def leads(source: Instance, dest: Instance) -> set[Pair]:
+    """The pairs that come whatever they bring: by one a process hears of the other side's ranks.
+
+    Where ranks are apart, each has one of its own with rank 0 of the other side, and each of D's hears the seeds.
+    """
+    sources, dests = (range(side.num_ranks) if side.apart else range(1) for side in (source, dest))
+    seeds = {(source.sampling, rank) for rank in dests} if dest.apart else set()
+    return {*((rank, 0) for rank in sources), *((0, rank) for rank in dests), *seeds}
+
+
 def pairs_of(source: Instance, dest: Instance) -> dict[Pair, frozenset[str]]:
-    """The pairs that bring `dest` all of its groups from `source`, and the one that leads them.
+    """The pairs that bring `dest` all of its groups from `source`, and those that lead them.
 
     Raises `IncompatiblePeerError` naming what no pair can bring, of each field first the value at the source.
     """
     try:
         if alone := sorted(source.groups.keys() ^ dest.groups.keys()):
             raise ProtocolError(f"one side alone has groups {alone}")
-        return {LEAD: frozenset(), **pairs(source.groups, dest.groups, source.sampling)}
+        led: dict[Pair, frozenset[str]] = dict.fromkeys(sorted(leads(source, dest)), frozenset())
+        return led | pairs(source.groups, dest.groups, source.sampling)
     except IncompatiblePeerError:
         raise
     except ProtocolError as error:

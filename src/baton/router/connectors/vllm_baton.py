@@ -103,6 +103,10 @@ class VllmBatonConnector(VllmConnector):
             raise ProtocolError(f"{client.url} does not run BatonConnector: {error}") from None
         if role not in ("both", *identity.roles):
             raise RequestError(f"{client.url} has roles {identity.roles}, not {role!r}", "role")
+        if identity.data_parallel_rank != client.rank:
+            named = identity.data_parallel_rank is not None and client.rank is None
+            problem = "has data-parallel ranks: name each, as URL#dp_rank=0" if named else "has no such rank"
+            raise RequestError(f"{client.url} {problem}", "url")
         self._truncating[client.url] = identity.truncate_prefill
         return identity
 

@@ -12,7 +12,7 @@ from typing import ClassVar, Literal
 
 import msgspec
 
-from baton.errors import EngineUnavailableError, ProtocolError
+from baton.errors import EngineUnavailableError, ProtocolError, RequestError
 from baton.router.connectors.base import ConnectorConfig, Legs, Outcome, in_turn
 from baton.router.connectors.vllm import VllmConnector, draws_anew
 from baton.router.join import Chunks
@@ -92,6 +92,8 @@ class _NixlConnector(VllmConnector):
         )
 
     async def _identify(self, client: VllmClient, role: Role) -> EngineIdentity:
+        if client.rank is not None:
+            raise RequestError(f"{client.url}: vLLM's own connectors are known without data-parallel ranks", "url")
         metrics = await client.metrics()
         if role != "both" and not any(name.startswith(_METRICS) for name in metrics):
             raise ProtocolError(f"{client.url} does not run one of vLLM's NIXL connectors: it has no such metrics")

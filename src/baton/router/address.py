@@ -1,0 +1,32 @@
+"""The URLs by which a router knows its engines. `#dp_rank=N` behind one names a data-parallel rank of a vLLM server:
+each rank is an engine of its own, and an instance."""
+
+from __future__ import annotations
+
+import re
+from urllib.parse import urlsplit
+
+from baton.errors import RequestError
+
+_RANK = re.compile(r"dp_rank=(0|[1-9][0-9]{0,3})")
+
+
+def checked_url(url: str) -> str:
+    """`url` in the form in which it is compared. Raises `RequestError` for one that is no base URL."""
+    try:
+        parts = urlsplit(url)
+        usable = parts.scheme in ("http", "https") and parts.hostname is not None and parts.port != 0
+    except ValueError:
+        usable = False
+    if usable and parts.fragment:
+        usable = _RANK.fullmatch(parts.fragment) is not None
+    if not usable or parts.query or parts.path not in ("", "/") or "@" in parts.netloc:
+        raise RequestError(f"{url!r} is not a base URL such as http://127.0.0.1:8100", "url")
+    rank = f"#{parts.fragment}" if parts.fragment else ""
+    return f"{parts.scheme}://{parts.netloc}{rank}"
+
+
+def split_rank(url: str) -> tuple[str, int | None]:
+    """The base of a checked URL, and the data-parallel rank that it names."""
+    base, _, fragment = url.partition("#")
+    return base, int(fragment.removeprefix("dp_rank=")) if fragment else None

@@ -1,0 +1,141 @@
+"""The start of the connector's half in a worker: the KV cache is opened to peers, and its agent runs."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from baton.errors import ConfigError
+from baton.handoff.channel.config import own_bind
+from baton.handoff.channel.keys import KeyRing
+from baton.handoff.node.agent import AgentConfig, HandoffAgent
+from baton.handoff.node.instance import InstanceAgent
+from baton.handoff.protocol.digests import Digester, MemoryDigester
+from baton.transports.base import DeviceMemory, Transport
+from baton.transports.registry import create_transport
+from baton.vllm import compat
+from baton.vllm.config import ConnectorConfig
+from baton.vllm.geometry import CacheLayout, describe
+from baton.vllm.groups import split_tables
+from baton.vllm.ranks import Part, join
+from baton.vllm.worker import WorkerSide
+from baton.wire import VllmIdentity
+
+_ROLES = {
+    "kv_producer": ["prefill"],
+    "kv_consumer": ["decode"],
+    "kv_both": ["prefill", "decode"],
+}
+
+
+@dataclass(frozen=True, slots=True)
+class OpenCache:
+    """One worker's KV cache, open to peers. `rank` is the worker's among all of its engine, `identity` the engine's
+    with this worker's address alone."""
+
+    side: WorkerSide
+    rank: int
+    identity: VllmIdentity
+    agent: HandoffAgent
+    transport: Transport
+
+    def close(self) -> None:
+        """End the agent, which tells the peers, and release the memory."""
+        self.agent.close()
+        self.transport.close()
+
+
+def open_cache(
+    config: Any, settings: ConnectorConfig, kv_cache_config: Any, kv_caches: Mapping[str, Any], version: str
+) -> OpenCache:
+    """Open the KV cache that vLLM registers in this worker, and start its agent. Collective over the engine's workers.
+
+    Raises `ConfigError` for a cache or a configuration that cannot be handed off.
+    """
+    transfer = config.kv_transfer_config
+    engine_id, rank = str(transfer.engine_id), compat.worker_number(config)
+    groups = split_tables(compat.cache_tables(kv_cache_config), compat.num_target_layers(config))
+    layers = {layer: kv_caches[layer] for group in groups for layer in group.layers}
+    kernels = {layer: compat.kernel_layout(config, layer) for layer in layers}
+    heads, stages = compat.tensor_rank(config), compat.num_stages(config)
+    layout = describe(layers, groups, kernels, settings.granularity, heads, stages)
+    facts = compat.facts(config, version)
+    for group in layout.groups:
+        facts[f"group.{group.name}.layout"] = compat.layout_name(config, group.layers[0])
+        facts[f"group.{group.name}.window"] = str(group.window)
+    part = Part(
+        rank=rank,
+        incarnation=secrets.token_hex(8),
+        geometries=layout.geometries,
+        facts=facts,
+        has_states=any(group.kind == "state" for group in layout.groups),
+    )
+    whole = join(part, lambda own: compat.gather_workers(config, own))
+    side = WorkerSide(layout, commit_at_end=compat.zeroes_before_preemptions(config))
+    together = InstanceAgent(whole.instance, side.post)
+    with _unbound(config):
+        transport = create_transport(settings.kv_transport)
+        agent = HandoffAgent(
+            AgentConfig(
+                engine_id=engine_id,
+                incarnation=whole.incarnation,
+                bind=own_bind(settings.control_bind, rank),
+                fingerprint=whole.facts,
+                ticket_key=settings.ticket_key(),
+                keys=KeyRing(settings.keys, engine_id),
+                timers=settings.timers,
+                integrity=settings.integrity,
+                max_retries=settings.max_retries,
+            ),
+            whole.instance,
+            transport,
+            transport.register(layout.regions),
+            together.on_event,
+            _digester(settings, layout),
+            on_peer=together.on_peer,
+        )
+        together.bind([agent])
+        agent.start()
+    side.bind(together)
+    identity = VllmIdentity(
+        engine_id=engine_id,
+        incarnation=whole.incarnation,
+        control_addresses=[agent.address],
+        fingerprint=json.dumps(whole.facts, sort_keys=True),
+        truncate_prefill=whole.has_states,
+        roles=_ROLES[transfer.kv_role],
+        vocab_size=config.model_config.get_vocab_size(),
+        eos_token_ids=compat.eos_token_ids(config),
+        num_speculative_tokens=compat.num_speculative_tokens(config),
+        data_parallel_rank=compat.data_parallel_rank(config),
+    )
+    return OpenCache(side, rank, identity, agent, transport)
+
+
+def _digester(config: ConnectorConfig, layout: CacheLayout) -> Digester | None:
+    if config.integrity == "off":
+        return None
+    memory = [region for region in layout.regions if not isinstance(region, DeviceMemory)]
+    if len(memory) < len(layout.regions):
+        raise ConfigError("integrity", "digests are taken of KV in the host's memory, not in a GPU's")
+    return MemoryDigester(layout.geometries, memory)
+
+
+@contextlib.contextmanager
+def _unbound(config: Any) -> Iterator[None]:
+    """Let threads that start within run on all cores of the parent process. vLLM binds its CPU worker's thread to cores
+    of its own, and threads that inherited the binding would compete with it."""
+    if config.device_config.device_type != "cpu":
+        yield
+        return
+    bound = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, os.sched_getaffinity(os.getppid()))
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, bound)

@@ -1,0 +1,85 @@
+"""The workers of one vLLM engine as one instance. Each tells the others once, at its start, what it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from baton.errors import ConfigError, ProtocolError
+from baton.handoff.plan.planner import Instance, RankGeometry
+
+AllGather = Callable[[bytes], list[bytes]]
+
+
+class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One worker: its `rank`, what it holds of each group, and the facts about its groups. The `incarnation` of worker
+    0 is that of the engine. `has_states`: it has state layers (Mamba)."""
+
+    rank: int
+    incarnation: str
+    geometries: dict[str, RankGeometry]
+    facts: dict[str, str]
+    has_states: bool
+
+
+class Whole(msgspec.Struct, frozen=True, kw_only=True):
+    """All workers: the `instance` as this worker speaks of it, and what `Part` has of one."""
+
+    instance: Instance
+    incarnation: str
+    facts: dict[str, str]
+    has_states: bool
+
+
+def gather(own: bytes, group: dist.ProcessGroup) -> list[bytes]:
+    """What every process of `group` has, by rank. Collective; `group` moves tensors in the host's memory."""
+    count = dist.get_world_size(group)
+    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(count)]
+    dist.all_gather(lengths, torch.tensor([len(own)]), group=group)
+    longest = max(int(length) for length in lengths)
+    padded = torch.frombuffer(bytearray(own.ljust(longest, b"\0")), dtype=torch.uint8)
+    found = [torch.empty(longest, dtype=torch.uint8) for _ in range(count)]
+    dist.all_gather(found, padded, group=group)
+    return [each.numpy().tobytes()[: int(length)] for each, length in zip(found, lengths, strict=True)]
+
+
+def join(own: Part, all_gather: AllGather) -> Whole:
+    """Tell the other workers of this one, and hear of them.
+
+    Raises `ConfigError` where workers contradict each other.
+    """
+    parts = [msgspec.msgpack.decode(each, type=Part) for each in all_gather(msgspec.msgpack.encode(own))]
+    if [part.rank for part in parts] != list(range(len(parts))):
+        raise ConfigError("world_size", f"workers call themselves {[part.rank for part in parts]}")
+    groups: dict[str, list[RankGeometry]] = {}
+    facts: dict[str, str] = {}
+    for part in parts:
+        for name, found in part.geometries.items():
+            groups.setdefault(name, []).append(msgspec.structs.replace(found, rank=part.rank))
+        for name, value in part.facts.items():
+            if facts.setdefault(name, value) != value:
+                raise ConfigError(name, f"worker {part.rank} has {value!r}, another {facts[name]!r}")
+    try:
+        instance = Instance(rank=own.rank, groups=groups, apart=len(parts) > 1).check()
+    except ProtocolError as error:
+        raise ConfigError("kv_cache", str(error)) from error
+    return Whole(
+        instance=instance,
+        incarnation=parts[0].incarnation,
+        facts=facts,
+        has_states=any(part.has_states for part in parts),
+    )
+
+
+def joined_addresses(found: Sequence[tuple[int, str]], num_workers: int) -> list[str]:
+    """The control addresses of all workers, each given with its rank, by rank.
+
+    Raises `ConfigError` unless each worker has told its own, once.
+    """
+    if sorted(rank for rank, _ in found) != list(range(num_workers)):
+        ranks = sorted(rank for rank, _ in found)
+        raise ConfigError("world_size", f"{num_workers} workers, but those with ranks {ranks} have agents")
+    return [address for _, address in sorted(found)]

@@ -1,0 +1,215 @@
+"""vLLM servers of several workers: between tensor ranks, with EAGLE-3, any number of them hands off to any other."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import re
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from tests.vllm.integration.answers import Answer, same, same_acceptance
+from tests.vllm.integration.servers import (
+    EAGLE3,
+    Mode,
+    Pair,
+    Server,
+    ask,
+    demo_prompts,
+    handoff,
+    reference,
+    request,
+    serve,
+    wait_idle,
+)
+
+pytestmark = pytest.mark.timeout(900)
+Fleet = dict[str, Server]
+LEASE_S = 6.0
+# Blocks of 32 tokens, chunks of 256: every residue of a block, its ends, several chunks.
+BOTH = ["--block-size", "32", "--max-num-batched-tokens", "256"]
+PROMPTS = demo_prompts([2, 3, *range(33, 65), 96, 97, 256, 257, 700, 1000], seed=7)
+
+
+def ranks(kind: str, count: int) -> list[str]:
+    """vLLM's arguments for `count` ranks in processes of their own."""
+    return [f"--{kind}-parallel-size", str(count), "--distributed-executor-backend", "mp"]
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """Two servers of two tensor ranks, one of one rank."""
+    kinds = {"TWO": ranks("tensor", 2), "OTHER": ranks("tensor", 2), "ONE": []}
+    configs = [(name, "kv_both", [*BOTH, *own]) for name, own in kinds.items()]
+    with serve(tmp_path_factory.mktemp("vllm"), configs, {"lease": LEASE_S}, EAGLE3) as servers:
+        yield dict(zip(kinds, servers, strict=True))
+
+
+async def all_of(pair: Pair, prompts: Sequence[Sequence[int]], modes: Sequence[Mode], salt: str) -> list[Answer]:
+    """Each prompt handed over, many at once, in the modes in turn; a server's own first token is checked here."""
+    found: list[Answer] = []
+    async with aiohttp.ClientSession() as session:
+        for start in range(0, len(prompts), 16):
+            some = enumerate(prompts[start : start + 16], start)
+            legs = [handoff(session, pair, prompt, 20, modes[at % 2], salt=salt) for at, prompt in some]
+            for first, answer in await asyncio.gather(*legs):
+                assert first.tokens == answer.tokens[:1]
+                found.append(answer)
+    return found
+
+
+def check(found: Sequence[Answer], expected: Sequence[Answer], num_drafts: int) -> None:
+    near_ties = 0
+    for answer, want in zip(found, expected, strict=True):
+        verdict = same(answer, want)
+        assert verdict is not False, f"{answer} instead of {want}"
+        assert same_acceptance(answer, want, num_drafts), f"{answer} instead of {want}"
+        near_ties += verdict is None
+    accepted = sum(sum(want.accepted) for want in expected)
+    print(f"{len(found)} prompts, {near_ties} part at near-ties, {accepted} drafts accepted")
+    assert accepted >= len(found) or not num_drafts
+
+
+async def alone(server: Server, prompts: Sequence[Sequence[int]], num: int = 20) -> list[Answer]:
+    """What one vLLM says."""
+    async with aiohttp.ClientSession() as session:
+        return list(await asyncio.gather(*(reference(session, server, prompt, num) for prompt in prompts)))
+
+
+@pytest.fixture(scope="module")
+def expected(fleet: Fleet) -> list[Answer]:
+    return asyncio.run(alone(fleet["ONE"], PROMPTS))
+
+
+def outcomes(server: Server) -> dict[str, float]:
+    return server.metrics("vllm:baton_handoffs_total")
+
+
+@pytest.mark.parametrize(
+    ("source", "dest", "modes"),
+    [("TWO", "OTHER", ("push", "pull")), ("TWO", "ONE", ("pull", "push")), ("ONE", "TWO", ("push", "pull"))],
+)
+def test_tokens_and_acceptance_are_those_of_one_vllm(
+    fleet: Fleet, expected: list[Answer], source: str, dest: str, modes: Sequence[Mode]
+) -> None:
+    pair = Pair(fleet[source], fleet[dest])
+    assert len(pair.prefill.identity["control_addresses"]) == (1 if source == "ONE" else 2)
+    before = outcomes(pair.decode)
+    check(asyncio.run(all_of(pair, PROMPTS, modes, source + dest)), expected, 3)
+    wait_idle(pair.prefill, pair.decode)
+    after = outcomes(pair.decode)
+    # Each handoff counts once, whatever the number of workers.
+    assert {end: after[end] - before.get(end, 0) for end in after if after[end] != before.get(end)} == {
+        "committed": len(PROMPTS)
+    }
+
+
+def test_prefix_hits_and_orders(fleet: Fleet) -> None:
+    pair = Pair(fleet["TWO"], fleet["OTHER"])
+
+    async def run() -> None:
+        rng = random.Random(11)
+        (base,) = demo_prompts([400], seed=12)
+        cases: list[tuple[list[int], float]] = [
+            (base[:cut] + [rng.randrange(3, 2000) for _ in range(tail)], 0.0) for cut in (64, 399) for tail in (1, 40)
+        ]
+        cases += [([*base, rng.randrange(3, 2000)], late) for late in (-0.3, 0.3)] + [(base, 0.0), (base, 0.0)]
+        expected = await alone(fleet["ONE"], [prompt for prompt, _ in cases], 12)
+        async with aiohttp.ClientSession() as session:
+            for number, ((prompt, late), want) in enumerate(zip(cases, expected, strict=True)):
+                _, answer = await handoff(session, pair, prompt, 12, ("push", "pull")[number % 2], late)  # type: ignore[arg-type]
+                assert same(answer, want) is not False
+
+    asyncio.run(run())
+    assert pair.decode.metrics("vllm:prefix_cache_hits_total")["vllm:prefix_cache_hits_total"] > 0
+    wait_idle(pair.prefill, pair.decode)
+
+
+@pytest.mark.parametrize(("source", "dest"), [("TWO", "OTHER"), ("ONE", "TWO")])
+def test_aborts_leave_no_block_behind(fleet: Fleet, source: str, dest: str) -> None:
+    pair = Pair(fleet[source], fleet[dest])
+
+    async def one(session: aiohttp.ClientSession, which: int) -> None:
+        rng = random.Random(which)
+        prompt = [rng.randrange(3, 2000) for _ in range(rng.randrange(200, 1500))]
+        ticket = pair.ticket(prompt, ("push", "pull")[which // 2 % 2], life_s=8)  # type: ignore[arg-type]
+        bodies = [
+            (pair.prefill, request(prompt, 1, {"role": "prefill", "ticket": ticket})),
+            (pair.decode, request(prompt, 60, {"role": "decode", "ticket": ticket})),
+        ]
+        legs = [asyncio.create_task(ask(session, server, body)) for server, body in bodies]
+        await asyncio.sleep(rng.random() * 0.6)
+        legs[which % 2].cancel()
+        await asyncio.sleep(rng.random() * 0.1)
+        legs[1 - which % 2].cancel()
+        await asyncio.gather(*legs, return_exceptions=True)
+
+    async def run() -> None:
+        async with aiohttp.ClientSession() as session:
+            for start in range(0, 16, 4):
+                await asyncio.gather(*(one(session, start + index) for index in range(4)))
+
+    asyncio.run(run())
+    wait_idle(pair.prefill, pair.decode)
+
+
+def kill_rank(server: Server, rank: int) -> None:
+    """End one worker's process without a word."""
+    for pid in server._processes():
+        title = Path(f"/proc/{pid}/cmdline").read_bytes()
+        if re.match(rb"VLLM::Worker_(TP|PP)%d" % rank, title):
+            os.kill(pid, signal.SIGKILL)
+            return
+    raise AssertionError(f"{server.name} has no worker {rank}")
+
+
+async def under_way(pair: Pair, prompts: Sequence[Sequence[int]], server: Server) -> list[Any]:
+    """What both legs of each prompt end in, when one rank of `server` is killed while they are handed over."""
+
+    async def leg(session: aiohttp.ClientSession, end: Server, role: str, prompt: Sequence[int], ticket: str) -> Any:
+        num = 1 if role == "prefill" else 12
+        return await ask(session, end, request(prompt, num, {"role": role, "ticket": ticket}))
+
+    async with aiohttp.ClientSession() as session:
+        legs = []
+        for number, prompt in enumerate(prompts):
+            # What a decode server never announced is held until its ticket's end.
+            ticket = pair.ticket(prompt, ("push", "pull")[number % 2], life_s=20)  # type: ignore[arg-type]
+            legs.append(leg(session, pair.prefill, "prefill", prompt, ticket))
+            legs.append(leg(session, pair.decode, "decode", prompt, ticket))
+        tasks = [asyncio.create_task(each) for each in legs]
+        await asyncio.sleep(0.5)
+        kill_rank(server, 1)
+        return list(await asyncio.gather(*tasks, return_exceptions=True))
+
+
+def test_one_rank_of_the_decode_server_is_killed(fleet: Fleet) -> None:
+    """Its server ends, its clients get errors, and the prefill server's blocks come back on both ranks."""
+    pair = Pair(fleet["TWO"], fleet["OTHER"])
+    since = time.monotonic()
+    ends = asyncio.run(under_way(pair, demo_prompts([900] * 4, seed=29), pair.decode))
+    for end in ends[1::2]:
+        assert isinstance(end, Exception), end
+    wait_idle(pair.prefill)
+    assert time.monotonic() - since < 50
+
+
+def test_one_rank_of_the_prefill_server_is_killed(fleet: Fleet) -> None:
+    """The decode server, told to recompute, answers what one vLLM answers."""
+    pair = Pair(fleet["TWO"], fleet["ONE"])
+    prompts = demo_prompts([900] * 4, seed=23)
+    expected = asyncio.run(alone(pair.decode, prompts, 12))
+    ends = asyncio.run(under_way(pair, prompts, pair.prefill))
+    for end, want in zip(ends[1::2], expected, strict=True):
+        assert isinstance(end, dict), end
+        assert same(Answer.of(end), want) is not False
+    assert any(isinstance(end, Exception) for end in ends[::2])
+    wait_idle(pair.decode)
+    assert any(name.startswith("failed_") for name in outcomes(pair.decode))
