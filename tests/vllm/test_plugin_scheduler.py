@@ -337,4 +337,5 @@ def test_who_the_engine_is() -> None:
         "eos_token_ids": [2],
         "num_speculative_tokens": 0,
         "clock": NOW,
+        "data_parallel_rank": None,
     }
