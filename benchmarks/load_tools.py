@@ -39,7 +39,7 @@ def ask(command: list[str], url: str, options: argparse.Namespace, seed: int) ->
     """One load by one tool."""
     flags = {
         "base-url": url,
-        "model": options.model,
+        "model": Path(options.model).name,
         "tokenizer": options.model,
         "dataset-name": "random",
         "random-input-len": options.input,

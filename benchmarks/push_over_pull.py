@@ -65,6 +65,7 @@ def main() -> int:
     parser.add_argument("--decode-cores", type=parse_cores, default=[1])
     parser.add_argument("--other-cores", type=parse_cores, default=[0, 1], help="of the router and this client")
     parser.add_argument("--flag", action="append", default=[], help="one more flag of the engines")
+    parser.add_argument("--pools", default="fresh,fragmented")
     parser.add_argument("--cells", default="no hit,full hit")
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = str(options.threads)
@@ -79,7 +80,8 @@ def main() -> int:
         *(name.removesuffix("_ms").replace("_", " ") for name in COLUMNS),
     ]
     print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}", flush=True)
-    for fragmented in (False, True):
+    for pools in options.pools.split(","):
+        fragmented = pools == "fragmented"
         with ExitStack() as stack:
             urls = {
                 mode: stack.enter_context(start(options.model, mode, fragmented, options.flag, cores)).url
@@ -92,7 +94,7 @@ def main() -> int:
                     for mode, one in rounds(urls, options, prompt, output, cell == "full hit"):
                         found[mode].append(one)
                     rate = found["push"][0]["rate"]
-                    line = [shape, "fragmented" if fragmented else "fresh", cell, f"{rate:.1f}"]
+                    line = [shape, pools, cell, f"{rate:.1f}"]
                     line += [_cell(found, column) for column in COLUMNS]
                     print(f"| {' | '.join(line)} |", flush=True)
     return 0

@@ -54,7 +54,7 @@ def draw_sweep(curves: Curves, path: str) -> None:
     ttft.set_title("time to first token, ms")
     tpot.set_title("time per output token, ms")
     failed.set_title("failed, %")
-    failed.set_ylim(bottom=-1.0)
+    failed.set_ylim(0.0, max(5.0, 1.1 * failed.get_ylim()[1]))
     ttft.set_yscale("log")
     for field in (served, ttft, failed, tpot):
         field.set_xlabel("requests/s that come")
