@@ -17,6 +17,7 @@ LONGEST = (
     "simulation/test_mutations.py",
     "simulation/test_simulator.py",
     "e2e/test_aborts.py",
+    "e2e/test_leg_aborts.py",
     "verify/test_engines.py",
     "e2e/test_transports.py",
     "transports/test_conformance_remote.py",

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import random
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -36,9 +37,10 @@ class Abort:
     delay_s: float
     chunks: int | None
 
-    def body(self) -> dict[str, object]:
+    def body(self, mode: str) -> dict[str, object]:
         return {
             "prompt": self.prompt,
+            "kv_mode": mode,
             "max_tokens": 400,
             "temperature": 0,
             "ignore_eos": True,
@@ -60,13 +62,15 @@ def make_aborts(seed: int) -> list[Abort]:
     return aborts
 
 
-async def send_and_leave(session: aiohttp.ClientSession, url: str, abort: Abort) -> Literal["prefill", "decode"]:
+async def send_and_leave(
+    session: aiohttp.ClientSession, url: str, abort: Abort, mode: str
+) -> Literal["prefill", "decode"]:
     """Return what the client last saw of the request: nothing yet, or tokens."""
     num_events = 0
 
     async def read() -> None:
         nonlocal num_events
-        async with session.post(f"{url}/v1/completions", json=abort.body()) as response:
+        async with session.post(f"{url}/v1/completions", json=abort.body(mode)) as response:
             assert response.status == 200, await response.text()
             async for line in response.content:
                 assert b'"error"' not in line, line
@@ -81,9 +85,10 @@ async def send_and_leave(session: aiohttp.ClientSession, url: str, abort: Abort)
     return "decode" if num_events else "prefill"
 
 
-async def complete(session: aiohttp.ClientSession, url: str, prompt: list[int]) -> list[int]:
+async def complete(session: aiohttp.ClientSession, url: str, prompt: list[int], mode: str) -> list[int]:
     body = {
         "prompt": prompt,
+        "kv_mode": mode,
         "max_tokens": 24,
         "temperature": 0,
         "ignore_eos": True,
@@ -122,55 +127,67 @@ def resident_bytes(pid: int) -> int:
     raise AssertionError(f"process {pid} has no memory: it has ended")
 
 
-def expected_prompts() -> list[list[int]]:
-    rng = random.Random(5)
+def expected_prompts(seed: int) -> list[list[int]]:
+    rng = random.Random(seed)
     return [[rng.randrange(3, 2048) for _ in range(length)] for length in (1, 16, 47, 130, PREFILL_TOKENS)]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["push", "pull"])
-async def test_aborted_requests_leave_nothing(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    prompts = expected_prompts()
+@pytest.fixture(scope="module")
+def deployment() -> Iterator[BreakableDeployment]:
+    """Idle, and every page and buffer has been used before a test looks at memory."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        with BreakableDeployment(MODEL, engine_flags=FLAGS, router_flags=["--allow-mode-override"]) as deployment:
+            asyncio.run(warm_up(deployment))
+            yield deployment
+
+
+async def warm_up(deployment: BreakableDeployment) -> None:
     rng = random.Random(9)
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+        for mode in ("push", "pull"):
+            prompts = [[rng.randrange(3, 2048) for _ in range(PREFILL_TOKENS)] for _ in range(MAX_CONCURRENT)]
+            await asyncio.gather(*(complete(session, deployment.url, prompt, mode) for prompt in prompts))
+        await await_idle(session, deployment)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mode", "seed"), [("push", 17), ("pull", 18)], ids=["push", "pull"])
+async def test_aborted_requests_leave_nothing(mode: str, seed: int, deployment: BreakableDeployment) -> None:
+    prompts = expected_prompts(seed + 100)
     connector = aiohttp.TCPConnector(limit=0)
-    with BreakableDeployment(MODEL, engine_flags=FLAGS, router_flags=["--kv-mode", mode]) as deployment:
-        async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=90)) as session:
-            url = deployment.url
-            before = [await complete(session, url, prompt) for prompt in prompts]
-            # The pool's pages are touched, and every buffer has its size, before memory is looked at.
-            for _ in range(4):
-                warm_up = [[rng.randrange(3, 2048) for _ in range(PREFILL_TOKENS)] for _ in range(MAX_CONCURRENT)]
-                await asyncio.gather(*(complete(session, url, prompt) for prompt in warm_up))
-            await await_idle(session, deployment)
-            handoffs_before = (await get(session, f"{url}/status"))["handoffs"]
-            pids = deployment.pids
-            resident = {name: resident_bytes(pid) for name, pid in pids.items()}
+    async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=90)) as session:
+        url = deployment.url
+        before = [await complete(session, url, prompt, mode) for prompt in prompts]
+        await await_idle(session, deployment)
+        handoffs_before = (await get(session, f"{url}/status"))["handoffs"]
+        pids = deployment.pids
+        resident = {name: resident_bytes(pid) for name, pid in pids.items()}
 
-            slots = asyncio.Semaphore(MAX_CONCURRENT)
+        slots = asyncio.Semaphore(MAX_CONCURRENT)
 
-            async def one(abort: Abort) -> Literal["prefill", "decode"]:
-                async with slots:
-                    return await send_and_leave(session, url, abort)
+        async def one(abort: Abort) -> Literal["prefill", "decode"]:
+            async with slots:
+                return await send_and_leave(session, url, abort, mode)
 
-            left_in = Counter(await asyncio.gather(*(one(abort) for abort in make_aborts(seed=17))))
-            await await_idle(session, deployment)
+        left_in = Counter(await asyncio.gather(*(one(abort) for abort in make_aborts(seed))))
+        await await_idle(session, deployment)
 
-            # The requests were really left, in both phases, and none failed or ran to its end.
-            assert left_in.total() == NUM_ABORTS
-            assert min(left_in["prefill"], left_in["decode"]) >= NUM_ABORTS // 5, left_in
-            status = await get(session, f"{url}/status")
-            handoffs = {k: status["handoffs"][k] - handoffs_before[k] for k in handoffs_before if k != "failures"}
-            assert status["handoffs"]["failures"] == {}, handoffs
-            assert handoffs["active"] == handoffs["failed"] == handoffs["completed"] == 0, handoffs
-            assert handoffs["aborted"] == handoffs["started"] >= NUM_ABORTS // 2, handoffs
-            assert all(engine["healthy"] and engine["num_inflight"] == 0 for engine in status["engines"])
+        # The requests were really left, in both phases, and none failed or ran to its end.
+        assert left_in.total() == NUM_ABORTS
+        assert min(left_in["prefill"], left_in["decode"]) >= NUM_ABORTS // 5, left_in
+        status = await get(session, f"{url}/status")
+        handoffs = {k: status["handoffs"][k] - handoffs_before[k] for k in handoffs_before if k != "failures"}
+        assert status["handoffs"]["failures"] == {}, handoffs
+        assert handoffs["active"] == handoffs["failed"] == handoffs["completed"] == 0, handoffs
+        assert handoffs["aborted"] == handoffs["started"] >= NUM_ABORTS // 2, handoffs
+        assert all(engine["healthy"] and engine["num_inflight"] == 0 for engine in status["engines"])
 
-            assert deployment.ended() == {}
-            assert deployment.pids == pids
-            after = [await complete(session, url, prompt) for prompt in prompts]
-            assert after == before
-            await await_idle(session, deployment)
-            growth = {name: resident_bytes(pid) - resident[name] for name, pid in pids.items()}
-            assert max(growth.values()) < MAX_GROWTH_BYTES, growth
-            print(f"{mode}: {dict(left_in)} {handoffs} growth {growth}")
+        assert deployment.ended() == {}
+        assert deployment.pids == pids
+        after = [await complete(session, url, prompt, mode) for prompt in prompts]
+        assert after == before
+        await await_idle(session, deployment)
+        growth = {name: resident_bytes(pid) - resident[name] for name, pid in pids.items()}
+        assert max(growth.values()) < MAX_GROWTH_BYTES, growth
+        print(f"{mode}: {dict(left_in)} {handoffs} growth {growth}")
