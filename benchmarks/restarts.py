@@ -3,9 +3,9 @@
     python -m benchmarks.restarts rolling --streams 500     drain, end, start, add: one engine after the other
     python -m benchmarks.restarts signal                    SIGTERM alone, and a process at the old address
     python -m benchmarks.restarts kill --streams 100        SIGKILL, so many streams for each engine
+    python -m benchmarks.restarts up --streams 100          the same under `baton up`, which starts them again itself
 
-Every answer is compared with that of one engine, token by token. The last case is the service's own when `baton up`
-supervises: here the script starts the process again.
+Every answer is compared with that of one engine, token by token; of a stream that fails, what came before its end.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 
 import aiohttp
 
-from baton.bench.client import stream_completion
+from baton.bench.client import Streamed, stream_completion
 from baton.errors import BatonError
 from baton.text import Tokenizer
 from baton.verify.observe import Case, make_cases
@@ -31,6 +31,7 @@ from baton.verify.sides import InProcess
 from baton.wire import SamplingParams
 from benchmarks.deployment import BreakableDeployment
 from benchmarks.scrape import get_json
+from benchmarks.supervised import Supervised
 
 TARGET = "models/baton-demo-llama"
 SPECULATIVE = {"method": "eagle3", "model": "models/baton-demo-eagle3", "num_speculative_tokens": 3}
@@ -72,13 +73,19 @@ class RestartReport:
 def run_restarts(
     how: str, streams: int = 500, concurrency: int = 4, prefill: int = 2, decode: int = 2, seed: int = 0
 ) -> RestartReport:
-    """Run it all; every process has ended when this returns. With `kill`, `streams` are for each engine."""
+    """Run it all; every process has ended when this returns. With `kill` and `up`, `streams` are for each engine."""
     rng, params = random.Random(seed), SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True)
     lengths = [rng.choice((5, 40, 130, 300)) + rng.randrange(16) for _ in range(_NUM_CASES)]
     cases = make_cases(Tokenizer.load(TARGET), lengths, params)
     engine = {"model": TARGET, "speculative_config": SPECULATIVE, "batch_invariant": True}
     want = [tuple(observed.token_ids) for observed in InProcess(engine).answers(cases).observed]
     report = RestartReport(how)
+    flags = ["--batch-invariant", "--speculative-config", json.dumps(SPECULATIVE)]
+    if how == "up":
+        flags += ["--max-local-prefill-length", "0"]  # every stream is handed off, as far as both roles live
+        with Supervised(TARGET, prefill, decode, flags) as supervised:
+            asyncio.run(_UnderUp(report, supervised, cases, want, streams, concurrency).run())
+        return report
     with tempfile.TemporaryDirectory(prefix="baton-restarts-") as directory:
         token = Path(directory) / "token"
         token.write_text(_TOKEN)
@@ -87,7 +94,7 @@ def run_restarts(
             TARGET,
             prefill,
             decode,
-            engine_flags=["--batch-invariant", "--speculative-config", json.dumps(SPECULATIVE)],
+            engine_flags=flags,
             router_flags=["--admin-token-file", str(token)],
             shutdown_timeout_s=20.0,
         ) as deployment:
@@ -95,35 +102,42 @@ def run_restarts(
     return report
 
 
-class _Restarts:
+class _Streams:
+    """Clients that stream all the time, `concurrency` at once, and compare."""
+
     def __init__(
-        self,
-        report: RestartReport,
-        deployment: BreakableDeployment,
-        cases: list[Case],
-        want: list[tuple[int, ...]],
-        streams: int,
-        concurrency: int,
+        self, report: RestartReport, url: str, cases: list[Case], want: list[tuple[int, ...]], concurrency: int
     ) -> None:
-        self._report, self._deployment, self._cases, self._want = report, deployment, cases, want
-        self._least, self._concurrency = streams, concurrency
+        self._report, self._url, self._cases, self._want = report, url, cases, want
+        self._concurrency = concurrency
         self._over = False
 
     async def run(self) -> None:
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as self._session:
             clients = [asyncio.create_task(self._client(number)) for number in range(self._concurrency)]
-            names = [name for name in self._deployment.pids if name != "router"]
-            urls = dict(zip(names, self._deployment.engine_urls, strict=True))
-            share = self._least // len(names) if self._report.how != "kill" else self._least
-            for number, name in enumerate(names):
-                await asyncio.sleep(1.0)
-                await getattr(self, f"_{self._report.how}")(name, urls[name])
-                while self._report.streams < share * (number + 1):
-                    await asyncio.sleep(0.1)
+            await self._disturb()
             self._over = True
             await asyncio.gather(*clients)
-            state = await get_json(self._session, f"{self._deployment.url}/status")
-            self._report.decisions, self._report.recoveries = state["decisions"]["summary"], state["recoveries"]
+            await self._finish()
+
+    async def _disturb(self) -> None:
+        raise NotImplementedError
+
+    async def _finish(self) -> None:
+        state = await get_json(self._session, f"{self._url}/status")
+        self._report.decisions, self._report.recoveries = state["decisions"]["summary"], state["recoveries"]
+
+    async def _reach(self, streams: int) -> None:
+        while self._report.streams < streams:
+            await asyncio.sleep(0.1)
+
+    async def _engines(self) -> list[dict[str, object]]:
+        engines: list[dict[str, object]] = (await get_json(self._session, f"{self._url}/status"))["engines"]
+        return engines
+
+    async def _healthy(self, url: str) -> None:
+        while not any(engine["url"] == url and engine["healthy"] for engine in await self._engines()):
+            await asyncio.sleep(0.05)
 
     async def _client(self, number: int) -> None:
         report = self._report
@@ -138,15 +152,68 @@ class _Restarts:
                 "seed": 0,
             }
             report.streams += 1
+            answer = Streamed()
             try:
-                answer = await stream_completion(self._session, self._deployment.url, body)
+                await stream_completion(self._session, self._url, body, answer)
             except (BatonError, aiohttp.ClientError) as error:
                 report.failures[f"{type(error).__name__}: {error}"] += 1
+                report.wrong += tuple(answer.token_ids) != self._want[case][: len(answer.token_ids)]
                 continue
             report.wrong += tuple(answer.token_ids) != self._want[case]
             report.ttfts_s.append(answer.ttft_s)
             gaps = (later - earlier for earlier, later in zip(answer.times_s, answer.times_s[1:], strict=False))
             report.slowest_gap_s = max([report.slowest_gap_s, *gaps])
+
+
+class _UnderUp(_Streams):
+    """Each engine of `baton up` is killed, then `up` itself."""
+
+    def __init__(
+        self,
+        report: RestartReport,
+        up: Supervised,
+        cases: list[Case],
+        want: list[tuple[int, ...]],
+        streams: int,
+        concurrency: int,
+    ) -> None:
+        super().__init__(report, up.url, cases, want, concurrency)
+        self._up, self._each = up, streams
+
+    async def _disturb(self) -> None:
+        for number, (name, url) in enumerate(self._up.engines.items()):
+            await asyncio.sleep(1.0)
+            started, old = time.monotonic(), self._up.kill(name)
+            while self._up.pids.get(name, old) == old:
+                await asyncio.sleep(0.02)
+            await self._healthy(url)
+            self._report.away_s[name] = time.monotonic() - started
+            await self._reach(self._each * (number + 1))
+
+
+class _Restarts(_Streams):
+    """Each engine of a deployment is restarted as `report.how` says."""
+
+    def __init__(
+        self,
+        report: RestartReport,
+        deployment: BreakableDeployment,
+        cases: list[Case],
+        want: list[tuple[int, ...]],
+        streams: int,
+        concurrency: int,
+    ) -> None:
+        super().__init__(report, deployment.url, cases, want, concurrency)
+        self._deployment, self._least = deployment, streams
+
+    async def _disturb(self) -> None:
+        names = [name for name in self._deployment.pids if name != "router"]
+        urls = dict(zip(names, self._deployment.engine_urls, strict=True))
+        share = self._least // len(names) if self._report.how != "kill" else self._least
+        for number, name in enumerate(names):
+            await asyncio.sleep(1.0)
+            await getattr(self, f"_{self._report.how}")(name, urls[name])
+            await self._reach(share * (number + 1))
 
     async def _rolling(self, name: str, url: str) -> None:
         await self._admin("drain", url=url)
@@ -171,17 +238,12 @@ class _Restarts:
     async def _back(self, name: str, url: str) -> None:
         started = time.monotonic()
         await self._start(name)
-        while not any(engine["url"] == url and engine["healthy"] for engine in await self._engines()):
-            await asyncio.sleep(0.05)
+        await self._healthy(url)
         self._report.away_s[name] = time.monotonic() - started
 
     async def _start(self, name: str) -> None:
         self._deployment.restart(name, wait=False)
         await asyncio.to_thread(self._deployment.await_ready, name)
-
-    async def _engines(self) -> list[dict[str, object]]:
-        engines: list[dict[str, object]] = (await get_json(self._session, f"{self._deployment.url}/status"))["engines"]
-        return engines
 
     async def _admin(self, what: str, **body: str) -> None:
         url, headers = f"{self._deployment.url}/instances/{what}", {"Authorization": f"Bearer {_TOKEN}"}
@@ -193,7 +255,7 @@ class _Restarts:
 def main() -> None:
     """Print what came of it; status 1 for a stream that failed or differed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("how", choices=["rolling", "signal", "kill"])
+    parser.add_argument("how", choices=["rolling", "signal", "kill", "up"])
     parser.add_argument("--streams", type=int, default=500)
     parser.add_argument("--concurrency", type=int, default=4)
     parser.add_argument("--prefill", type=int, default=2)

@@ -36,9 +36,13 @@ class Streamed:
         return (len(self.token_ids) - 1) / span if span else float("nan")
 
 
-async def stream_completion(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> Streamed:
-    """The streamed answer to a completion request. Raises as `OpenAIClient.stream` does."""
-    result = Streamed()
+async def stream_completion(
+    session: aiohttp.ClientSession, url: str, body: dict[str, Any], into: Streamed | None = None
+) -> Streamed:
+    """The streamed answer to a completion request, in `into`, which has what came also where this raises. Raises as
+    `OpenAIClient.stream` does.
+    """
+    result = Streamed() if into is None else into
     started = time.perf_counter()
     async for event in OpenAIClient(session, url).stream({**body, "return_token_ids": True}):
         for choice in event.choices:
