@@ -60,8 +60,7 @@ def check_config(config: Any) -> None:
     if parallel.pipeline_parallel_size != 1 and speculative is not None:
         raise ConfigError("speculative_config", "pipeline stages are handed off without speculation")
     if data_parallel_rank(config) is not None:
-        # vLLM has set the size back to 1, as it does where a model has no experts. One address serves all such engines,
-        # and vLLM chooses among them, while a ticket names one.
+        # One address serves all such engines, and vLLM chooses among them, while a ticket names one.
         raise ConfigError("data_parallel_size", "BatonConnector hands off between servers of one engine each")
     if config.model_config.enable_sleep_mode:
         raise ConfigError("enable_sleep_mode", "the memory that peers have opened would be another's after a sleep")
@@ -124,8 +123,9 @@ def worker_number(config: Any) -> int:
 def data_parallel_rank(config: Any) -> int | None:
     """Which of several engines behind one address this one is; None where it has an address of its own."""
     parallel = config.parallel_config
-    behind_one = parallel.data_parallel_rank_local is not None and not parallel.data_parallel_external_lb
-    return int(parallel.data_parallel_index) if behind_one else None
+    # Where a model has no experts vLLM sets the sizes back to 1, and only the engine id tells.
+    several = str(config.kv_transfer_config.engine_id).endswith(f"_dp{parallel.data_parallel_index}")
+    return int(parallel.data_parallel_index) if several and not parallel.data_parallel_external_lb else None
 
 
 def gather_workers(config: Any, own: bytes) -> list[bytes]:

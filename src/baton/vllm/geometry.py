@@ -93,8 +93,10 @@ def describe(
     out = CacheLayout(list(regions.values()), [], {}, {})
     for group in groups:
         runs = _runs([(index, caches[layer], kernels[layer]) for index, layer in enumerate(group.layers)])
-        # A stage of one layer cannot tell whether its tensor is one of several: most often each layer has its own.
-        split = len(runs) > 1 or (num_stages > 1 and len(group.layers) == 1)
+        # A stage of one layer cannot tell whether its tensor is one of several: most often each layer has its own. A
+        # drafter is on one stage.
+        alone = num_stages > 1 and len(group.layers) == 1 and group.owner == "target"
+        split = len(runs) > 1 or alone
         for run in runs:
             part = replace(
                 group,

@@ -99,7 +99,6 @@ def test_what_a_known_kind_holds_otherwise_is_refused() -> None:
 
 RANKS: dict[str, Any] = {
     **{f"{kind}_parallel_size": 1 for kind in ("tensor", "pipeline", "data", "prefill_context", "decode_context")},
-    "data_parallel_rank_local": None,
     "data_parallel_external_lb": False,
     "data_parallel_index": 0,
 }
@@ -110,6 +109,7 @@ def config(**more: Any) -> Any:
     found = {
         "parallel_config": SimpleNamespace(**RANKS),
         "speculative_config": None,
+        "kv_transfer_config": SimpleNamespace(engine_id="P"),
         "device_config": SimpleNamespace(device_type="cpu"),
         "cache_config": SimpleNamespace(cache_dtype="auto"),
         "model_config": SimpleNamespace(use_mla=False, has_inner_state=False, enable_sleep_mode=False),
@@ -128,15 +128,17 @@ def test_what_cannot_be_handed_off_is_refused_by_name(monkeypatch: pytest.Monkey
         with pytest.raises(ConfigError, match=name):
             compat.check_config(config(parallel_config=SimpleNamespace(**RANKS | {name: 2})))
     independent = ParallelConfig(data_parallel_size=2, data_parallel_rank=1)
-    independent.data_parallel_rank_local = 1  # as vLLM does in each engine's process
     independent.reconfigure_for_independent_dp_rank()
     assert independent.data_parallel_size == 1
+    # As vLLM calls each engine, in its process.
+    ranked = {"parallel_config": independent, "kv_transfer_config": SimpleNamespace(engine_id="P_dp1")}
     with pytest.raises(ConfigError, match=r"data_parallel_size.*servers of one engine each"):
-        compat.check_config(config(parallel_config=independent))
-    assert compat.data_parallel_rank(config(parallel_config=independent)) == 1
+        compat.check_config(config(**ranked))
+    assert compat.data_parallel_rank(config(**ranked)) == 1
     independent.data_parallel_external_lb = True
-    assert compat.data_parallel_rank(config(parallel_config=independent)) is None
+    assert compat.data_parallel_rank(config(**ranked)) is None
     assert compat.data_parallel_rank(config()) is None
+    assert compat.data_parallel_rank(config(parallel_config=ParallelConfig())) is None
     stages = SimpleNamespace(**RANKS | {"pipeline_parallel_size": 2})
     for ranks in (stages, SimpleNamespace(**RANKS | {"tensor_parallel_size": 2})):
         compat.check_config(config(parallel_config=ranks))

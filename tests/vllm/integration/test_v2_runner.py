@@ -58,7 +58,11 @@ def config(folder: Path, name: str, role: str) -> Any:
             kv_connector_extra_config={"keys": str(folder / "keys"), "kv_transport": f"file://{folder}/kv"},
         ),
         parallel_config=SimpleNamespace(
-            rank=0, world_size=1, data_parallel_rank_local=None, **{f"{size}_parallel_size": 1 for size in sizes}
+            rank=0,
+            world_size=1,
+            data_parallel_index=0,
+            data_parallel_external_lb=False,
+            **{f"{size}_parallel_size": 1 for size in sizes},
         ),
         speculative_config=SimpleNamespace(
             method="eagle3",
