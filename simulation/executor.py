@@ -14,6 +14,7 @@ import numpy as np
 
 from baton.engine.plan import DraftPlan, DraftResult, PlanSpec, Rows, StepPlan, StepResult
 from baton.engine.request import Request
+from baton.engine.runner import Written
 from simulation.memory import GroupMemory
 from simulation.story import VOCAB, Story, extend, follow
 
@@ -68,7 +69,7 @@ class CellExecutor:
 
     # ------------------------------------------------------------ the target
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def execute(self, plan: StepPlan, written: Written | None = None) -> StepResult:
         rows = plan.rows
         ids, positions, ends = rows.token_ids.tolist(), rows.positions.tolist(), rows.query_start.tolist()
         self._positions = positions

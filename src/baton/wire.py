@@ -34,6 +34,7 @@ Role = Literal["both", "prefill", "decode"]  # of an engine
 LegRole = Literal["prefill", "decode"]  # of one leg of a handoff
 Mode = Literal["push", "pull"]  # who issues the copies: P, or D
 Integrity = Literal["off", "sampled", "full"]  # how much of the KV is digested
+KVStream = Literal["off", "chunk", "layer"]  # when P copies: after the prefill, each chunk of it, or a chunk's layers
 Recovery = Literal["none", "retry", "source", "recompute", "full"]
 RECOVERIES: tuple[Recovery, ...] = get_args(Recovery)
 

@@ -53,7 +53,7 @@ class Distant:
         self.local, self.spec, self.plans = local, local.spec, []  # type: ignore[var-annotated]
         self.copy_page, self.close = local.copy_page, local.close
 
-    def execute(self, plan: StepPlan) -> Any:
+    def execute(self, plan: StepPlan, written: Any = None) -> Any:
         self.plans.append(plan)
         return through_bytes(self.local.execute(through_bytes(plan)))
 

@@ -25,7 +25,7 @@ from baton.engine.config import (
 )
 from baton.errors import ConfigError
 from baton.openai.serving import SHUTDOWN_TIMEOUT_S, bind
-from baton.wire import Mode, Recovery, Role
+from baton.wire import KVStream, Mode, Recovery, Role
 
 # As many rows delay the decodes beside them by less than a handoff's own share (docs/performance.md).
 MAX_LOCAL_PREFILL_LENGTH = 64
@@ -59,6 +59,7 @@ class StepOptions:
         int | None, typer.Option(help="With --batch-invariant: engines of equal number compute alike; default: ranks.")
     ] = None
     integrity: Annotated[IntegritySetting, typer.Option(help="Digests of bytes: auto, off, sampled or full.")] = "auto"
+    kv_stream: Annotated[KVStream, typer.Option(help="Push after the prefill, by chunk of it, or by layer.")] = "chunk"
 
     def to_flags(self) -> list[str]:
         """Return the flags that give these options; for child processes."""

@@ -21,6 +21,7 @@ from baton.engine.facts import engine_facts
 from baton.engine.group_memory import GroupMemory
 from baton.engine.handoff import HandoffLegs
 from baton.engine.kv_memory import kv_memory, model_groups
+from baton.engine.layer_stream import LayerStream
 from baton.engine.loading import Loaded, load_checkpoints
 from baton.engine.metrics import EngineMetrics
 from baton.engine.pool_size import Memory, PoolSize
@@ -137,6 +138,7 @@ def _build(
     incarnation = secrets.token_hex(8)
     agents: Sequence[HandoffAgent] = ()
     legs: HandoffLegs | None = None
+    layers: LayerStream | None = None
     core: EngineCore
     if transports and ticket_key is not None:
         identity = AgentConfig(
@@ -161,6 +163,8 @@ def _build(
         )
         for agent in agents:
             undo.callback(agent.close)
+        if config.kv_stream == "layer":
+            layers = LayerStream(instance, cache, whole, config.num_ranks > 1)
         legs = _legs(config, instance, scheduler, loaded, pool.size.max_model_len, transports[0])
     core = EngineCore(
         executor,
@@ -173,6 +177,7 @@ def _build(
         emit,
         _prefix_store(config, facts, cache, pool.kv),
         config.queue_timeout_s,
+        layers=layers,
     )
     for agent in agents:
         agent.start()
@@ -214,6 +219,7 @@ def _legs(
         config.kv_transfer_config.handoff_timeout_s,
         getattr(transport, "alter_seeds", None),
         drafter_state_bytes=(num_modules(loaded.drafter) - 1) * loaded.model.hidden_size * 4,
+        kv_stream=config.kv_stream,
     )
 
 

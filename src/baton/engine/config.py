@@ -15,7 +15,7 @@ from baton.handoff.channel.keys import check_bind, ticket_key_file
 from baton.kv.cache import CHECKPOINT_TOKENS
 from baton.kv.interval import MAX_TOKENS
 from baton.transports.registry import check_device, check_keys, parse_uri
-from baton.wire import MAX_WORD, Integrity, Recovery, Role
+from baton.wire import MAX_WORD, Integrity, KVStream, Recovery, Role
 
 Verifier = Literal["coupled", "rejection"]
 DraftKV = Literal["require", "prefer", "drop"]
@@ -144,7 +144,8 @@ class EngineConfig:
     A request that has not started `queue_timeout_s` after it came ends with an error; 0 lets it wait.
     `max_queued_requests`: how many may wait for their first token; more are refused (HTTP 429).
     `recovery` is the last rung that a failed handoff may take, `integrity` how many digests guard its bytes
-    (`auto`: by the transport, see `default_integrity`).
+    (`auto`: by the transport, see `default_integrity`), `kv_stream` whether its bytes go out after the prefill, behind
+    each chunk of it, or behind a chunk's layers.
     """
 
     model: str
@@ -176,6 +177,7 @@ class EngineConfig:
     engine_id: str = "engine"
     recovery: Recovery = "full"
     integrity: IntegritySetting = "auto"
+    kv_stream: KVStream = "chunk"
     queue_timeout_s: float = 0.0
     token_api: bool = False
     max_queued_requests: int = 1024
@@ -194,6 +196,8 @@ class EngineConfig:
         need(self.max_queued_requests >= 1, "max_queued_requests", "at least 1")
         need(self.recovery in get_args(Recovery), "recovery", f"one of {', '.join(get_args(Recovery))}")
         need(self.integrity in INTEGRITY, "integrity", f"one of {', '.join(INTEGRITY)}")
+        need(self.kv_stream in get_args(KVStream), "kv_stream", f"one of {', '.join(get_args(KVStream))}")
+        need(self.kv_stream != "layer" or self.device == "cpu", "kv_stream", "off or chunk unless device is cpu")
         need(0 <= self.queue_timeout_s < 1e6, "queue_timeout_s", "seconds, or 0 for no limit")
         need(self.dtype in DTYPES, "dtype", f"one of {', '.join(DTYPES)}")
         need(re.fullmatch(r"cpu|cuda(:\d+)?", self.device) is not None, "device", "cpu, cuda or cuda:N")

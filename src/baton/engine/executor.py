@@ -10,7 +10,7 @@ from torch import Tensor
 
 from baton.engine.choice import choose
 from baton.engine.plan import DraftPlan, DraftResult, IntArray, PlanSpec, StepPlan, StepResult
-from baton.engine.runner import ModelRunner, TargetOutput
+from baton.engine.runner import ModelRunner, TargetOutput, Written
 
 
 class Executor(Protocol):
@@ -19,8 +19,9 @@ class Executor(Protocol):
 
     spec: PlanSpec
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Target forward, and the choice of tokens."""
+    def execute(self, plan: StepPlan, written: Written | None = None) -> StepResult:
+        """Target forward, and the choice of tokens. `written` is called on this thread behind the write of each layer
+        that this process has; other tensor ranks may be in the midst of theirs, and have written those before it."""
         ...
 
     def draft(self, plan: DraftPlan) -> DraftResult:
@@ -46,8 +47,8 @@ class LocalExecutor:
         self._output: TargetOutput | None = None
 
     @torch.inference_mode()
-    def execute(self, plan: StepPlan) -> StepResult:
-        output = self._output = self.runner.forward(plan.rows)
+    def execute(self, plan: StepPlan, written: Written | None = None) -> StepResult:
+        output = self._output = self.runner.forward(plan.rows, written)
         features = _on_host(output.features_TF, plan.feature_rows)
         if not len(plan.sample_rows):
             self._settle()

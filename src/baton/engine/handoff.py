@@ -30,7 +30,7 @@ from baton.handoff.protocol.events import (
 from baton.handoff.protocol.messages import AttemptKey, Seeds
 from baton.kv.interval import Interval
 from baton.kv.tables import BlockTables
-from baton.wire import Recovery, recovers
+from baton.wire import KVStream, Recovery, recovers
 
 
 @dataclass(slots=True, eq=False)
@@ -99,16 +99,18 @@ class HandoffLegs:
         alter_seeds: Callable[[Seeds], Seeds] | None = None,
         clock: Clock | None = None,
         drafter_state_bytes: int = 0,
+        kv_stream: KVStream = "chunk",
     ) -> None:
         """`ends(request, token)`: whether a token that comes next ends a request. `most_drafts`: how many may come with
         the first token. `alter_seeds` is the seam at which the `faulty` transport breaks seeds on purpose.
-        `drafter_state_bytes`: of `Seeds.drafter_states`, where this engine's drafter needs them."""
+        `drafter_state_bytes`: of `Seeds.drafter_states`, where this engine's drafter needs them. With `kv_stream` off nothing
+        is declared before the prefill is over."""
         self.agent, self.scheduler, self.cache, self.metrics = agent, scheduler, scheduler.cache, metrics
         self.alter_seeds = alter_seeds
         self._clock = clock or SystemClock()
         self._ends = ends
         self.vocab_size, self.most_drafts = vocab_size, most_drafts
-        self.drafter_state_bytes = drafter_state_bytes
+        self.drafter_state_bytes, self.kv_stream = drafter_state_bytes, kv_stream
         self.recovery = recovery
         self.handoff_timeout_s = handoff_timeout_s
         self.open: dict[AttemptKey, Leg] = {}
@@ -180,6 +182,8 @@ class HandoffLegs:
         """After the drafter ran: say what of a prefill leg became final; with its last chunk, hand over the seeds."""
         assert request.ticket is not None
         key, n = request.ticket.key, request.prefill_len
+        if self.kv_stream == "off" and request.is_prefilling:
+            return
         final = self._final(request, seeded=False)
         self.agent.declare_final(key, n, self.cache.offered(request.kv, n), final)
         if request.is_prefilling:

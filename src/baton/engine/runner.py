@@ -6,7 +6,7 @@ heads, D head size.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -27,6 +27,7 @@ from baton.models.cache import LatentHeads, Recurrence
 from baton.structured import Constrained, DraftMatchers, Grammars
 
 LayerMap = Mapping[int, tuple[GroupMemory, int]]
+Written = Callable[[int], None]  # called in a forward with the id of each layer whose keys or latents are written
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +47,10 @@ class _LayerCache:
         layers: LayerMap,
         batches: Mapping[str, AttnBatch],
         states: Mapping[str, StateBatch],
+        written: Written | None = None,
     ) -> None:
         self._backend, self._layers, self._batches, self._states = backend, layers, batches, states
+        self._written = written
 
     def __call__(
         self,
@@ -61,9 +64,12 @@ class _LayerCache:
         memory, index = self._layers[layer_id]
         group = memory.spec
         assert memory.kv is not None
-        return self._backend.write_and_attend(
+        out = self._backend.write_and_attend(
             memory.kv, index, q_THD, k_TGD, v_TGD, scale, self._batches[group.name], group.window, sinks_H
         )
+        if self._written is not None:
+            self._written(layer_id)
+        return out
 
     def attend_latent(
         self,
@@ -76,7 +82,10 @@ class _LayerCache:
     ) -> Tensor:
         memory, index = self._layers[layer_id]
         latents = Latents(memory.planes, index, self._batches[memory.spec.name])
-        return latents.attend(q_THD, latent_TC, rope_TR, scale, heads)
+        out = latents.attend(q_THD, latent_TC, rope_TR, scale, heads)
+        if self._written is not None:
+            self._written(layer_id)
+        return out
 
     def scan(self, layer_id: int, recurrence: Recurrence) -> Tensor:
         memory, index = self._layers[layer_id]
@@ -138,13 +147,13 @@ class ModelRunner:
         self.spec = plan_spec(groups, drafter)
 
     @torch.inference_mode()
-    def forward(self, rows: Rows) -> TargetOutput:
+    def forward(self, rows: Rows, written: Written | None = None) -> TargetOutput:
         """Target forward; the rows' KV is written."""
         batches = {
             name: AttnBatch(rows.query_start, rows.positions, rows.tables[name]) for name in self.spec.target_groups
         }
         states = {name: StateBatch(rows.query_start, rows.states[name]) for name in self.spec.state_groups}
-        cache = _LayerCache(self.backend, self._target_layers, batches, states)
+        cache = _LayerCache(self.backend, self._target_layers, batches, states, written)
         hidden_TE, aux = self.model(self._tensor(rows.token_ids), self._tensor(rows.positions), cache, self._aux_layers)
         features = self.drafter.combine(hidden_TE, aux) if self.drafter is not None else None
         if features is not None and features.shape[:-1] != hidden_TE.shape[:-1]:

@@ -53,8 +53,10 @@ def compute(core: EngineCore, scheduled: Sequence[ScheduledRows]) -> Computed:
 def _together(core: EngineCore, scheduled: Sequence[ScheduledRows]) -> Computed:
     try:
         plan, sampled = step_plan(scheduled, core.executor.spec, core.rejection)
-        result = core.executor.execute(plan)
+        result = core.executor.execute(plan, core.layers.begin(scheduled) if core.layers is not None else None)
     except Exception as error:
+        if core.layers is not None:
+            core.layers.withdraw()
         if len(scheduled) == 1:
             return Computed(failed={scheduled[0].request: error})
         log.warning("a step of %d requests failed, each is run alone: %r", len(scheduled), error)

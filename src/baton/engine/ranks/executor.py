@@ -10,6 +10,7 @@ from baton.engine.executor import LocalExecutor
 from baton.engine.plan import DraftPlan, DraftResult, PlanSpec, StepPlan, StepResult
 from baton.engine.ranks.followers import Followers
 from baton.engine.ranks.messages import Copy, Draft, Order, Step
+from baton.engine.runner import Written
 
 R = TypeVar("R")
 
@@ -26,9 +27,9 @@ class RankExecutor:
         self.local, self.spec = local, spec
         self._followers = followers
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def execute(self, plan: StepPlan, written: Written | None = None) -> StepResult:
         """As `LocalExecutor.execute`. Raises `EngineUnavailableError` where a rank has ended."""
-        return self._together(Step(replace(plan, sampling=None)), lambda: self.local.execute(plan))
+        return self._together(Step(replace(plan, sampling=None)), lambda: self.local.execute(plan, written))
 
     def draft(self, plan: DraftPlan) -> DraftResult:
         """As `LocalExecutor.draft`. Raises as `execute` does."""

@@ -36,6 +36,7 @@ class Agent(Protocol):
     def declare_final(
         self, key: AttemptKey, prompt_len: int, pages: dict[str, list[int]], final: dict[str, int]
     ) -> None: ...
+    def stream_layers(self, key: AttemptKey, event: ev.LayersWritten | ev.LayersWithdrawn) -> None: ...
     def finish_prefill(self, key: AttemptKey, seeds: Seeds, finished: bool, final: dict[str, int]) -> None: ...
     def announce_decode(self, ticket: SignedTicket) -> None: ...
     def open_decode(
@@ -141,6 +142,10 @@ class InstanceAgent:
             agent.declare_final(key.of_pair(pair), prompt_len, _part(tables, groups), _part(final, groups))
 
         self._say(key, "declared", declare)
+
+    def stream_layers(self, key: AttemptKey, event: ev.LayersWritten | ev.LayersWithdrawn) -> None:
+        """Layers of a forward that is under way are written, on all ranks that have them; or the forward has failed."""
+        self._say(key, "layers", lambda agent, pair, groups: agent.stream_layers(key.of_pair(pair), event))
 
     def finish_prefill(self, key: AttemptKey, seeds: Seeds, finished: bool, final: dict[str, int]) -> None:
         """The last of the prompt is final; the seeds go with the pairs of the rank that samples."""
@@ -326,7 +331,8 @@ class InstanceAgent:
                 del self._legs[key]
                 if isinstance(action, ev.PrefillReleased) and action.outcome != "finished":
                     leg.ended = leg.ended or action.outcome
-                leg.said.pop("declared", None)  # its pages are free, and another request may have them
+                for what in ("declared", "layers"):  # its pages are free, and another request may have them
+                    leg.said.pop(what, None)
                 self._ended[key] = leg if leg.side == P and gather is None else None
                 if len(self._ended) > MAX_ENDED:
                     del self._ended[next(iter(self._ended))]

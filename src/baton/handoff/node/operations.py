@@ -11,7 +11,9 @@ from typing import Generic, TypeVar
 from baton.errors import BatonError, ProtocolError
 from baton.handoff.node.figures import CopyFigures
 from baton.handoff.plan.planner import CopyList, Instance, plan
+from baton.handoff.plan.topology import senders
 from baton.handoff.protocol.events import CopyEnded, StartCopy
+from baton.kv.interval import ALL_LAYERS
 from baton.transports.base import Direction, Operation, Peer, Transport
 
 log = logging.getLogger(__name__)
@@ -65,6 +67,8 @@ class Operations(Generic[Owner]):
         try:
             began = time.perf_counter()
             copies = self._plan(copy, source, dest)
+            if copies is None:
+                return CopyEnded(copy.copy_id, ok=True)
             planned = time.perf_counter()
             operation = self._transport.submit(peer, direction, copies, tag)
         except Exception as error:
@@ -83,13 +87,16 @@ class Operations(Generic[Owner]):
         return None
 
     @staticmethod
-    def _plan(copy: StartCopy, source: Instance, dest: Instance) -> CopyList:
-        """What the rank of `source` sends to that of `dest`; that it is nothing would leave a gap."""
+    def _plan(copy: StartCopy, source: Instance, dest: Instance) -> CopyList | None:
+        """What the rank of `source` sends to that of `dest`; that it is nothing would leave a gap, unless these are
+        layers that the rank has not, and then it is None."""
         here = dest.here.get(copy.group)
         if here is not None:
             sources, tables = source.groups[copy.group], (copy.source_pages, copy.dest_pages)
             if copies := plan(sources, here, *tables, copy.tokens, copy.layers, source.rank).get(source.rank):
                 return copies
+            if copy.layers is not ALL_LAYERS and source.rank in senders(sources, here):
+                return None
         raise ProtocolError(f"rank {source.rank} has nothing for rank {dest.rank}")
 
     def ended(self) -> list[tuple[Owner, CopyEnded]]:

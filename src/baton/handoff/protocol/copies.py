@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from baton.handoff.protocol.events import Action, CancelCopies, CopyEnded, Count, StartCopy
-from baton.kv.interval import Interval
+from baton.kv.interval import ALL_LAYERS, Interval
 
 
 @dataclass(slots=True)
@@ -19,9 +19,16 @@ class CopyLedger:
     num_bytes: int = 0
     num_runs: int = 0
 
-    def start(self, group: str, tokens: Interval, source_pages: list[int], dest_pages: list[int]) -> StartCopy:
+    def start(
+        self,
+        group: str,
+        tokens: Interval,
+        source_pages: list[int],
+        dest_pages: list[int],
+        layers: Interval = ALL_LAYERS,
+    ) -> StartCopy:
         """A new outstanding copy."""
-        copy = StartCopy(self.next_id, group, tokens, source_pages, dest_pages)
+        copy = StartCopy(self.next_id, group, tokens, source_pages, dest_pages, layers)
         self.next_id += 1
         self.outstanding[copy.copy_id] = copy
         return copy
@@ -39,8 +46,15 @@ class CopyLedger:
         if self.retries == self.max_retries:
             return []
         self.retries += 1
-        again = self.start(failed.group, failed.tokens, failed.source_pages, failed.dest_pages)
+        again = self.start(failed.group, failed.tokens, failed.source_pages, failed.dest_pages, failed.layers)
         return [Count("retries"), again]
+
+    def touches(self, group: str, tokens: Interval) -> bool:
+        """Whether an outstanding copy brings any of these tokens, in whatever layers."""
+        return any(
+            copy.group == group and copy.tokens.start < tokens.stop and tokens.start < copy.tokens.stop
+            for copy in self.outstanding.values()
+        )
 
     def cancel(self) -> list[Action]:
         """Actions that stop what is outstanding."""

@@ -45,6 +45,24 @@ class Declared:
 
 
 @dataclass(frozen=True, slots=True)
+class LayersWritten:
+    """P: a forward is under way that makes more final, and its first layers are written: per group, tokens `[0, final)`
+    of the layers below `layers` (the model's ids) will not change any more, unless `LayersWithdrawn` comes. With the
+    end of the forward comes `Declared`.
+    """
+
+    prompt_len: int
+    pages: dict[str, list[int]]
+    final: dict[str, int]
+    layers: int
+
+
+@dataclass(frozen=True, slots=True)
+class LayersWithdrawn:
+    """P: the forward of `LayersWritten` has failed: another may write its layers again, and otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
 class Sampled:
     """P: the first token is sampled and the drafter has run with it: per group, tokens `[0, final)` are final now.
 
@@ -149,6 +167,8 @@ MachineEvent = (
     Opened
     | Admitted
     | Declared
+    | LayersWritten
+    | LayersWithdrawn
     | Sampled
     | PeerReady
     | Placed

@@ -80,7 +80,7 @@ class PrefillHandoff(Half):
                 return self._say_admitted()
             case ev.Received(message):
                 return self._receive(message)
-            case ev.Declared():
+            case ev.Declared() | ev.LayersWritten() | ev.LayersWithdrawn():
                 return self._declare(event)
             case ev.Sampled(seeds, finished, final):
                 if self.phase is not PrefillPhase.OPEN or self._seeds is not None:
@@ -164,10 +164,16 @@ class PrefillHandoff(Half):
 
     # ------------------------------------------------------------ progress
 
-    def _declare(self, event: ev.Declared) -> list[ev.Action]:
+    def _declare(self, event: ev.Declared | ev.LayersWritten | ev.LayersWithdrawn) -> list[ev.Action]:
         if self.phase is not PrefillPhase.OPEN or self._seeds is not None:
             return []
-        self._stretches.declare(event)
+        match event:
+            case ev.Declared():
+                self._stretches.declare(event)
+            case ev.LayersWritten():
+                self._stretches.written(event)
+            case ev.LayersWithdrawn():
+                self._stretches.withdraw()
         return self._advance()
 
     def _advance(self) -> list[ev.Action]:

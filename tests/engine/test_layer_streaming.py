@@ -1,0 +1,203 @@
+"""Prompts whose KV goes out layer by layer, while later layers are computed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.engine import layer_stream
+from baton.engine.config import EngineConfig
+from baton.engine.layer_stream import LayerStream
+from baton.engine.runner import ModelRunner, TargetOutput
+from baton.errors import BatonError, ConfigError
+from baton.handoff.node.instance import InstanceAgent
+from tests.engine.engines import TARGET, Pair, Stepped, Stream, kv_of, pair, request, stepped
+from tests.engine.test_handoff_kinds import GREEDY, KINDS, SAMPLED, both_ways, prompt_of
+
+NUM_LAYERS = 4  # of the demo target
+
+
+@pytest.fixture(autouse=True)
+def every_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However few bytes it has, a layer is worth a message."""
+    monkeypatch.setattr(layer_stream, "MIN_BYTES", 1)
+
+
+def copied(two: Pair, group: str = "full") -> int:
+    """Bytes of a group that P has copied so far."""
+    assert two.prefill.engine.agent is not None
+    return two.prefill.engine.agent.stats().copies.bytes[group]
+
+
+def in_forwards(two: Pair, monkeypatch: pytest.MonkeyPatch, do: Callable[[int, Callable[[], None]], None]) -> None:
+    """In P's forwards, `do(layer, go_on)` stands behind the write of each layer, where `go_on` tells the engine."""
+    forward = ModelRunner.forward
+
+    def watched(runner: ModelRunner, rows: Any, written: Any = None) -> TargetOutput:
+        if written is None:
+            return forward(runner, rows)
+        return forward(runner, rows, lambda layer_id: do(layer_id, lambda: written(layer_id)))
+
+    monkeypatch.setattr(ModelRunner, "forward", watched)
+
+
+def await_copies(two: Pair, more_than: int) -> None:
+    """Let D bring its pages, and wait until P has copied more."""
+    two.decode_until(lambda: copied(two) > more_than)
+
+
+def handed_over(two: Pair, name: str, prompt: list[int]) -> Stream:
+    told, rest = two.legs(name, prompt, GREEDY, "push")
+    two.step_until(lambda: told.ended and rest.ended)
+    two.settle()
+    return rest
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "mixed"])
+def test_tokens_and_acceptance_are_those_of_one_engine(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several chunks, pages of unequal sizes, prefixes that P and D hold, and digests of all."""
+    told: list[int] = []
+    declare = InstanceAgent.declare_layers
+
+    def heard(agent: InstanceAgent, *call: Any) -> None:
+        told.append(call[-1])
+        declare(agent, *call)
+
+    monkeypatch.setattr(InstanceAgent, "declare_layers", heard)
+    settings = KINDS[kind](tmp_path)
+    sizes: dict[str, Any] = {"block_size": 7, "decode": {"block_size": 16}, "max_num_batched_tokens": 32}
+    with stepped(**settings) as one, pair(tmp_path, kv_stream="layer", integrity="full", **sizes, **settings) as two:
+        both_ways(one, two, [1, 15, 33, 64, 70], GREEDY, "push")
+        both_ways(one, two, [33, 70, 90], SAMPLED, "push")
+        num_told = len(told)
+        both_ways(one, two, [80], SAMPLED, "pull")
+        assert len(told) == num_told > max(told) > 1
+        assert two.prefill.engine.agent is not None
+        assert two.prefill.engine.agent.stats().repairs == 0
+
+
+def test_layers_are_copied_while_later_ones_are_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each when it is written, and each once."""
+    seen: list[int] = []
+    with pair(tmp_path, kv_stream="layer") as two:
+
+        def do(layer_id: int, tell: Callable[[], None]) -> None:
+            tell()
+            await_copies(two, seen[-1] if seen else 0)
+            seen.append(copied(two))
+
+        in_forwards(two, monkeypatch, do)
+        handed_over(two, "one", prompt_of(64))
+        assert seen == [seen[0] * (layer + 1) for layer in range(NUM_LAYERS)]
+        assert copied(two) == seen[-1]
+
+
+def test_a_layer_that_is_told_before_it_is_written_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`layer_not_written`: without digests D goes on with other KV, with them it has it copied again."""
+    prompt = prompt_of(64)
+    with stepped() as one:
+        expected = one.run("one", prompt, GREEDY).result
+    written = LayerStream._written
+    monkeypatch.setattr(LayerStream, "_written", lambda self, layer_id: written(self, layer_id + 1))
+    for integrity in ("off", "full"):
+        with pair(tmp_path, kv_stream="layer", integrity=integrity) as two, monkeypatch.context() as patched:
+
+            def do(layer_id: int, tell: Callable[[], None], two: Pair = two) -> None:
+                before = copied(two)
+                tell()
+                if layer_id + 1 < NUM_LAYERS:
+                    await_copies(two, before)
+
+            in_forwards(two, patched, do)
+            rest = handed_over(two, integrity, prompt)
+            assert two.prefill.engine.agent is not None
+            assert (two.prefill.engine.agent.stats().repairs > 0) is (integrity == "full")
+            assert (rest.result == expected) is (integrity == "full")
+
+
+@pytest.mark.parametrize("withdraws", [True, False])
+def test_layers_of_a_forward_that_failed_are_copied_again(
+    withdraws: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it wrote is of no use; an engine that did not withdraw it would leave D with it."""
+    prompts = [prompt_of(64), prompt_of(70)]
+    with stepped() as one:
+        expected = [one.run(str(i), prompt, GREEDY).result for i, prompt in enumerate(prompts)]
+    failed: list[bool] = []
+    if not withdraws:
+        monkeypatch.setattr(LayerStream, "withdraw", lambda self: None)
+    with pair(tmp_path, kv_stream="layer") as two:
+
+        def do(layer_id: int, tell: Callable[[], None]) -> None:
+            if not failed:
+                kv_of(two.prefill)["full"][:, 0] += 3.0
+            tell()
+            if not failed:
+                two.decode_until(lambda: len(two.decode.core.scheduler.receiving) == len(prompts))
+                await_copies(two, 0)
+                failed.append(True)
+                raise BatonError("on purpose")
+
+        in_forwards(two, monkeypatch, do)
+        legs = [two.legs(str(i), prompt, GREEDY, "push") for i, prompt in enumerate(prompts)]
+        two.step_until(lambda: all(told.ended and rest.ended for told, rest in legs))
+        two.settle()
+        assert failed
+        assert two.decode.core.metrics.num_handoffs["committed"] == len(prompts)
+        assert ([rest.result for _, rest in legs] == expected) is withdraws
+
+
+def test_a_client_that_leaves_between_two_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of D or of P: every page comes back, and the next prompt is computed right."""
+    prompt = prompt_of(64)
+    with stepped() as one, pair(tmp_path, kv_stream="layer", enable_prefix_caching=False) as two:
+        sides: dict[str, Stepped] = {"d": two.decode, "p": two.prefill}
+        for name, side in sides.items():
+            with monkeypatch.context() as patched:
+
+                def do(layer_id: int, tell: Callable[[], None], name: str = name, side: Stepped = side) -> None:
+                    tell()
+                    if layer_id == 1:
+                        await_copies(two, 0)
+                        side.core.post(lambda: side.core.abort(name))
+                        two.decode.core.drain()
+                    time.sleep(0.005)
+
+                in_forwards(two, patched, do)
+                two.legs(name, prompt, GREEDY, "push")
+                two.step_until(lambda name=name, side=side: side.streams[name].ended)  # type: ignore[misc]
+                two.settle()
+        assert not two.decode.core.metrics.num_handoffs["committed"]
+        assert handed_over(two, "next", prompt).result == one.run("next", prompt, GREEDY).result
+
+
+def test_off_copies_when_the_prompt_is_computed(tmp_path: Path) -> None:
+    with pair(tmp_path, kv_stream="off", max_num_batched_tokens=32) as two, stepped() as one:
+        told, rest = two.legs("one", prompt_of(96), GREEDY, "push")
+        two.step_until(lambda: two.prefill.core.metrics.num_steps == 2)
+        two.decode_until(lambda: bool(two.decode.core.scheduler.receiving))
+        time.sleep(0.05)
+        assert copied(two) == 0
+        two.step_until(lambda: told.ended and rest.ended)
+        assert rest.result == one.run("one", prompt_of(96), GREEDY).result
+
+
+def test_small_chunks_and_requests_without_handoff_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their forwards are given nothing to call."""
+    monkeypatch.setattr(layer_stream, "MIN_BYTES", 1 << 20)
+    with stepped(kv_stream="layer") as one:
+        one.run("one", prompt_of(64), GREEDY)
+        assert one.core.layers is None
+        assert request("two", [1], GREEDY).handoff is None
+
+
+@pytest.mark.parametrize(("setting", "device"), [("token", "cpu"), ("layer", "cuda")])
+def test_settings_that_are_not_supported_are_named(setting: Any, device: str) -> None:
+    with pytest.raises(ConfigError, match="kv_stream"):
+        EngineConfig(model=TARGET, kv_stream=setting, device=device).check()
