@@ -15,7 +15,7 @@ from baton.engine.layer_stream import LayerStream
 from baton.engine.runner import ModelRunner, TargetOutput
 from baton.errors import BatonError, ConfigError
 from baton.handoff.node.instance import InstanceAgent
-from tests.engine.engines import TARGET, Pair, Stepped, Stream, kv_of, pair, request, stepped
+from tests.engine.engines import TARGET, Pair, Stepped, Stream, kv_of, pair, stepped
 from tests.engine.test_handoff_kinds import GREEDY, KINDS, SAMPLED, both_ways, prompt_of
 
 NUM_LAYERS = 4  # of the demo target
@@ -27,7 +27,7 @@ def every_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layer_stream, "MIN_BYTES", 1)
 
 
-def copied(two: Pair, group: str = "full") -> int:
+def copied(two: Pair, group: str = "target.full") -> int:
     """Bytes of a group that P has copied so far."""
     assert two.prefill.engine.agent is not None
     return two.prefill.engine.agent.stats().copies.bytes[group]
@@ -136,7 +136,7 @@ def test_layers_of_a_forward_that_failed_are_copied_again(
 
         def do(layer_id: int, tell: Callable[[], None]) -> None:
             if not failed:
-                kv_of(two.prefill)["full"][:, 0] += 3.0
+                kv_of(two.prefill)["target.full"][:, 0] += 3.0
             tell()
             if not failed:
                 two.decode_until(lambda: len(two.decode.core.scheduler.receiving) == len(prompts))
@@ -171,9 +171,10 @@ def test_a_client_that_leaves_between_two_layers(tmp_path: Path, monkeypatch: py
 
                 in_forwards(two, patched, do)
                 two.legs(name, prompt, GREEDY, "push")
-                two.step_until(lambda name=name, side=side: side.streams[name].ended)  # type: ignore[misc]
+                two.step_until(lambda name=name: two.decode.streams[name].ended)  # type: ignore[misc]
                 two.settle()
-        assert not two.decode.core.metrics.num_handoffs["committed"]
+            if name == "d":
+                assert not two.decode.core.metrics.num_handoffs["committed"]
         assert handed_over(two, "next", prompt).result == one.run("next", prompt, GREEDY).result
 
 
@@ -188,13 +189,24 @@ def test_off_copies_when_the_prompt_is_computed(tmp_path: Path) -> None:
         assert rest.result == one.run("one", prompt_of(96), GREEDY).result
 
 
-def test_small_chunks_and_requests_without_handoff_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their forwards are given nothing to call."""
-    monkeypatch.setattr(layer_stream, "MIN_BYTES", 1 << 20)
-    with stepped(kv_stream="layer") as one:
-        one.run("one", prompt_of(64), GREEDY)
-        assert one.core.layers is None
-        assert request("two", [1], GREEDY).handoff is None
+def test_only_a_long_chunk_that_is_pushed_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All other forwards are given nothing to call."""
+    monkeypatch.setattr(layer_stream, "MIN_BYTES", 1 << 16)
+    given: list[bool] = []
+    forward = ModelRunner.forward
+
+    def noted(runner: ModelRunner, rows: Any, written: Any = None) -> TargetOutput:
+        given.append(written is not None)
+        return forward(runner, rows, written)
+
+    monkeypatch.setattr(ModelRunner, "forward", noted)
+    with pair(tmp_path, kv_stream="layer") as two:
+        handed_over(two, "short", prompt_of(16))
+        told, rest = two.legs("pulled", prompt_of(200), GREEDY, "pull")
+        two.step_until(lambda: told.ended and rest.ended)
+        assert not any(given)
+        handed_over(two, "long", prompt_of(300))
+        assert given.count(True) == 1
 
 
 @pytest.mark.parametrize(("setting", "device"), [("token", "cpu"), ("layer", "cuda")])

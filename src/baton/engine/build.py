@@ -138,7 +138,6 @@ def _build(
     incarnation = secrets.token_hex(8)
     agents: Sequence[HandoffAgent] = ()
     legs: HandoffLegs | None = None
-    layers: LayerStream | None = None
     core: EngineCore
     if transports and ticket_key is not None:
         identity = AgentConfig(
@@ -163,9 +162,8 @@ def _build(
         )
         for agent in agents:
             undo.callback(agent.close)
-        if config.kv_stream == "layer":
-            layers = LayerStream(instance, cache, whole, config.num_ranks > 1)
-        legs = _legs(config, instance, scheduler, loaded, pool.size.max_model_len, transports[0])
+        layers = LayerStream(instance, cache, whole, config.num_ranks > 1) if config.kv_stream == "layer" else None
+        legs = _legs(config, instance, layers, scheduler, loaded, pool.size.max_model_len, transports[0])
     core = EngineCore(
         executor,
         scheduler,
@@ -177,7 +175,6 @@ def _build(
         emit,
         _prefix_store(config, facts, cache, pool.kv),
         config.queue_timeout_s,
-        layers=layers,
     )
     for agent in agents:
         agent.start()
@@ -202,6 +199,7 @@ def _integrity(config: EngineConfig) -> Integrity:
 def _legs(
     config: EngineConfig,
     agent: Agent,
+    layers: LayerStream | None,
     scheduler: Scheduler,
     loaded: Loaded,
     max_model_len: int,
@@ -220,6 +218,7 @@ def _legs(
         getattr(transport, "alter_seeds", None),
         drafter_state_bytes=(num_modules(loaded.drafter) - 1) * loaded.model.hidden_size * 4,
         kv_stream=config.kv_stream,
+        layers=layers,
     )
 
 

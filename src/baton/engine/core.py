@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from baton.engine.handoff import Effect, HandoffLegs, PagesLetGo, RequestArrived, RequestFailed
-from baton.engine.layer_stream import LayerStream
 from baton.engine.metrics import EngineMetrics
 from baton.engine.planning import DraftRows
 from baton.engine.request import Request, RequestStatus
@@ -54,10 +53,9 @@ class EngineCore:
         prefix_store: PrefixStore | None = None,
         queue_timeout_s: float = 0.0,
         clock: Clock | None = None,
-        layers: LayerStream | None = None,
     ) -> None:
         self.executor, self.scheduler, self.legs, self.emit = executor, scheduler, legs, emit
-        self.cache, self.layers = scheduler.cache, layers
+        self.cache = scheduler.cache
         self._reach = max(pool.reach for pool in self.cache.pools.values())
         # A drafter of tokens alone catches up with a prompt whose entries it lacks: its rows are its own.
         self.drafts_from_tokens = {rules.module for rules in self.cache.rules.values()} - {0} == {None}

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from baton.engine.layer_stream import LayerStream
 from baton.engine.metrics import EngineMetrics
 from baton.engine.request import Request, RequestStatus
 from baton.engine.scheduler import Scheduler
@@ -100,17 +101,18 @@ class HandoffLegs:
         clock: Clock | None = None,
         drafter_state_bytes: int = 0,
         kv_stream: KVStream = "chunk",
+        layers: LayerStream | None = None,
     ) -> None:
         """`ends(request, token)`: whether a token that comes next ends a request. `most_drafts`: how many may come with
         the first token. `alter_seeds` is the seam at which the `faulty` transport breaks seeds on purpose.
-        `drafter_state_bytes`: of `Seeds.drafter_states`, where this engine's drafter needs them. With `kv_stream` off nothing
-        is declared before the prefill is over."""
+        `drafter_state_bytes`: of `Seeds.drafter_states`, where this engine's drafter needs them. With `kv_stream` off
+        nothing is declared before the prefill is over; `layers` are told of with `layer`."""
         self.agent, self.scheduler, self.cache, self.metrics = agent, scheduler, scheduler.cache, metrics
         self.alter_seeds = alter_seeds
         self._clock = clock or SystemClock()
         self._ends = ends
         self.vocab_size, self.most_drafts = vocab_size, most_drafts
-        self.drafter_state_bytes, self.kv_stream = drafter_state_bytes, kv_stream
+        self.drafter_state_bytes, self.kv_stream, self.layers = drafter_state_bytes, kv_stream, layers
         self.recovery = recovery
         self.handoff_timeout_s = handoff_timeout_s
         self.open: dict[AttemptKey, Leg] = {}

@@ -51,12 +51,13 @@ def compute(core: EngineCore, scheduled: Sequence[ScheduledRows]) -> Computed:
 
 
 def _together(core: EngineCore, scheduled: Sequence[ScheduledRows]) -> Computed:
+    layers = core.legs.layers if core.legs is not None else None
     try:
         plan, sampled = step_plan(scheduled, core.executor.spec, core.rejection)
-        result = core.executor.execute(plan, core.layers.begin(scheduled) if core.layers is not None else None)
+        result = core.executor.execute(plan, layers.begin(scheduled) if layers is not None else None)
     except Exception as error:
-        if core.layers is not None:
-            core.layers.withdraw()
+        if layers is not None:
+            layers.withdraw()
         if len(scheduled) == 1:
             return Computed(failed={scheduled[0].request: error})
         log.warning("a step of %d requests failed, each is run alone: %r", len(scheduled), error)
