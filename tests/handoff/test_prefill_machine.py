@@ -18,6 +18,8 @@ from baton.handoff.protocol.events import (
     Deadline,
     Declared,
     DigestsComputed,
+    LayersWithdrawn,
+    LayersWritten,
     Notify,
     Opened,
     PeerLost,
@@ -45,7 +47,7 @@ from baton.handoff.protocol.messages import (
     Seeds,
 )
 from baton.handoff.protocol.prefill import PrefillHandoff
-from baton.kv.interval import Interval
+from baton.kv.interval import ALL_LAYERS, Interval
 
 KEY = AttemptKey(b"0" * 16, 0, "p", "d")
 SEEDS = Seeds(7, None, [8])
@@ -99,6 +101,78 @@ def test_push_copies_each_final_stretch_once_and_commits_after_the_last() -> Non
     assert p.handle(Received(Ack(KEY))) == [released("committed")]
     assert p.closed
     assert p.handle(Received(Ack(KEY))) == [] == p.handle(Tick()) == p.handle(Deadline())
+
+
+def in_layers(actions: list[Action]) -> list[tuple[str, int, int, int, int]]:
+    return [
+        (a.group, a.tokens.start, a.tokens.stop, a.layers.start, a.layers.stop)
+        for a in actions
+        if isinstance(a, StartCopy)
+    ]
+
+
+END = ALL_LAYERS.stop
+PART = {"target": 6}
+
+
+def test_layers_are_copied_once_each_as_they_are_written() -> None:
+    p, _ = machine("push", REGISTER)
+    assert in_layers(p.handle(LayersWritten(8, TABLES, PART, 2))) == [("target", 2, 6, 0, 2)]
+    assert p.handle(LayersWritten(8, TABLES, PART, 2)) == []
+    assert in_layers(p.handle(LayersWritten(8, TABLES, PART, 5))) == [("target", 2, 6, 2, 5)]
+    assert in_layers(p.handle(Declared(8, TABLES, {"target": 6, "draft": 0}))) == [("target", 2, 6, 5, END)]
+    assert p.handle(LayersWritten(8, TABLES, PART, 7)) == []  # said late, and known to be so in all layers
+    assert in_layers(p.handle(LayersWritten(8, TABLES, {"target": 8}, 1))) == [("target", 6, 8, 0, 1)]
+    assert in_layers(p.handle(ALL)) == [("draft", 0, 7, 0, END), ("target", 6, 8, 1, END)]
+    failed = p.handle(CopyEnded(1, ok=False))
+    assert in_layers(failed) == [("target", 2, 6, 2, 5)]
+    for copy_id in (0, 2, 3, 4, 5, 6):
+        p.handle(CopyEnded(copy_id, ok=True, num_bytes=10))
+    (last,) = p.handle(Sampled(SEEDS, False, WHOLE))
+    assert isinstance(last, StartCopy)
+    (commit,) = p.handle(CopyEnded(last.copy_id, ok=True, num_bytes=10))
+    assert isinstance(commit, Send)
+    assert isinstance(commit.message, Commit)
+    assert (p.copies.num_hidden, p.copies.num_bytes) == (60, 70)
+
+
+def test_layers_of_a_forward_that_failed_are_copied_again_behind_the_first_copies() -> None:
+    """What a copy of them brings late would else lie over what a later one has brought."""
+    p, _ = machine("push", REGISTER)
+    p.handle(LayersWritten(8, TABLES, PART, 2))
+    assert p.handle(LayersWithdrawn()) == []
+    assert p.handle(LayersWritten(8, TABLES, PART, 3)) == []
+    assert p.handle(Declared(8, TABLES, PART)) == []
+    assert in_layers(p.handle(CopyEnded(0, ok=True))) == [("target", 2, 6, 0, END)]
+    assert p.handle(LayersWithdrawn()) == []
+    # Nothing was copied of layers that D had no pages for yet.
+    q, _ = machine("push", LayersWritten(8, TABLES, PART, 2), LayersWithdrawn(), Declared(8, TABLES, PART))
+    assert in_layers(q.handle(REGISTER)) == [("target", 2, 6, 0, END)]
+
+
+def test_a_prompt_whose_prefix_is_final_in_other_tokens_is_copied_whole() -> None:
+    """An engine that goes on otherwise than it said, without a word, is taken at its last one."""
+    p, _ = machine("push", REGISTER)
+    p.handle(LayersWritten(8, TABLES, PART, 2))
+    assert p.handle(Declared(8, TABLES, {"target": 5})) == []
+    assert in_layers(p.handle(CopyEnded(0, ok=True))) == [("target", 2, 5, 0, END)]
+
+
+def test_d_is_told_of_a_stretch_when_all_its_layers_have_come() -> None:
+    p = PrefillHandoff(KEY, "push", ["target", "draft"], integrity="full")
+    for event in (Opened(), REGISTER, LayersWritten(8, TABLES, PART, 2)):
+        p.handle(event)
+    assert p.handle(CopyEnded(0, ok=True)) == []
+    assert [type(a) for a in p.handle(Declared(8, TABLES, PART))] == [StartCopy, ComputeDigests]
+    pieces = [PieceDigest(Interval(2, 6), b"x")]
+    assert p.handle(DigestsComputed("target", pieces)) == []
+    assert p.handle(CopyEnded(1, ok=True)) == [Send(Progress(KEY, {"target": pieces}))]
+
+
+def test_pull_reads_when_all_is_final_whatever_was_said_of_layers() -> None:
+    p, actions = machine("pull", REGISTER, LayersWritten(8, TABLES, PART, 2))
+    assert actions == []
+    assert p.handle(LayersWithdrawn()) == []
 
 
 @pytest.mark.parametrize("order", ["before", "after"])

@@ -87,6 +87,8 @@ class EngineMetrics:
         yield histogram("handoff_copy_runs", "Contiguous runs of a copy.", copies.runs)
         for group, num in sorted(copies.bytes.items()):
             yield counter("handoff_copied_bytes", "Bytes of copies that this side issued.", num, group=group)
+        text = "Bytes of committed handoffs that this side had copied before the prefill's end."
+        yield counter("handoff_hidden_bytes", text, self.agent.hidden_bytes)
         text = "Seconds from the pages of a decode leg to its commit."
         yield histogram("handoff_register_to_commit_seconds", text, self.register_to_commit)
         text = "Seconds from a decode leg's commit to the tokens of its first step."

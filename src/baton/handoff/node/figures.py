@@ -14,7 +14,18 @@ from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.copies import CopyLedger
 
 _BY_RANK = (
-    *("bytes", "runs", "retries", "repairs", "bad_pieces", "lost_leases", "rejected", "malformed", "frames"),
+    *(
+        "bytes",
+        "runs",
+        "hidden_bytes",
+        "retries",
+        "repairs",
+        "bad_pieces",
+        "lost_leases",
+        "rejected",
+        "malformed",
+        "frames",
+    ),
     *("refused", "evicted", "unknown", "sessions"),
 )
 
@@ -42,7 +53,7 @@ class CopyFigures:
 @dataclass(slots=True)
 class AgentStats:
     """Counts since the start: handoffs committed, or `finished` by the first token; `bytes` and `runs` of the committed
-    ones (in pull counted by D); copies issued again (`retries`), rounds of repair, pieces that did not match their
+    ones (in pull counted by D), and those that were there before the prefill's end (`hidden_bytes`, counted by P); copies issued again (`retries`), rounds of repair, pieces that did not match their
     digests, peers whose lease ended; `failures` by reason; messages `rejected` and `malformed` of all `frames` that
     came, connections `refused`, sessions `evicted` by newer ones.
 
@@ -54,6 +65,7 @@ class AgentStats:
     finished: int = 0
     bytes: int = 0
     runs: int = 0
+    hidden_bytes: int = 0
     retries: int = 0
     repairs: int = 0
     bad_pieces: int = 0
@@ -101,6 +113,7 @@ class Figures:
                     self._committed(num_bytes, num_runs)
                 case ev.PrefillReleased(_, "committed"):
                     self._committed(copies.num_bytes, copies.num_runs)
+                    self._stats.hidden_bytes += copies.num_hidden
                 case ev.DecodeFinished() | ev.PrefillReleased(_, "finished"):
                     self._stats.finished += 1
                 case ev.DecodeFailed(_, reason, _) | ev.PrefillReleased(_, reason):

@@ -10,7 +10,8 @@ from baton.kv.interval import ALL_LAYERS, Interval
 
 @dataclass(slots=True)
 class CopyLedger:
-    """Operations of one attempt. At most `max_retries` failed copies are issued again."""
+    """Operations of one attempt. At most `max_retries` failed copies are issued again. `num_hidden`: bytes of copies that
+    ended before the prefill did."""
 
     max_retries: int = 0
     next_id: int = 0
@@ -18,6 +19,7 @@ class CopyLedger:
     outstanding: dict[int, StartCopy] = field(default_factory=dict)
     num_bytes: int = 0
     num_runs: int = 0
+    num_hidden: int = 0
 
     def start(
         self,

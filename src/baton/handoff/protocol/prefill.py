@@ -249,6 +249,8 @@ class PrefillHandoff(Half):
         copy = self.copies.end(event)
         if copy is None:
             return []
+        if self._seeds is None:
+            self.copies.num_hidden += event.num_bytes
         if self.phase is PrefillPhase.CLOSING:
             return self._settle()
         if self._finished:
