@@ -15,6 +15,8 @@ from baton.engine.layer_stream import LayerStream
 from baton.engine.runner import ModelRunner, TargetOutput
 from baton.errors import BatonError, ConfigError
 from baton.handoff.node.instance import InstanceAgent
+from baton.handoff.protocol.events import LayersWithdrawn, LayersWritten
+from baton.handoff.protocol.messages import AttemptKey
 from tests.engine.engines import TARGET, Pair, Stepped, Stream, kv_of, pair, stepped
 from tests.engine.test_handoff_kinds import GREEDY, KINDS, SAMPLED, both_ways, prompt_of
 
@@ -63,13 +65,14 @@ def test_tokens_and_acceptance_are_those_of_one_engine(
 ) -> None:
     """Several chunks, pages of unequal sizes, prefixes that P and D hold, and digests of all."""
     told: list[int] = []
-    declare = InstanceAgent.declare_layers
+    stream = InstanceAgent.stream_layers
 
-    def heard(agent: InstanceAgent, *call: Any) -> None:
-        told.append(call[-1])
-        declare(agent, *call)
+    def heard(agent: InstanceAgent, key: AttemptKey, event: LayersWritten | LayersWithdrawn) -> None:
+        assert isinstance(event, LayersWritten)
+        told.append(event.layers)
+        stream(agent, key, event)
 
-    monkeypatch.setattr(InstanceAgent, "declare_layers", heard)
+    monkeypatch.setattr(InstanceAgent, "stream_layers", heard)
     settings = KINDS[kind](tmp_path)
     sizes: dict[str, Any] = {"block_size": 7, "decode": {"block_size": 16}, "max_num_batched_tokens": 32}
     with stepped(**settings) as one, pair(tmp_path, kv_stream="layer", integrity="full", **sizes, **settings) as two:

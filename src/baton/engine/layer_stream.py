@@ -15,6 +15,7 @@ from baton.engine.request import Request
 from baton.engine.runner import Written
 from baton.engine.scheduler import ScheduledRows
 from baton.handoff.node.instance import Agent
+from baton.handoff.protocol.events import LayersWithdrawn, LayersWritten
 from baton.kv.cache import KVCache
 from baton.kv.spec import GroupSpec
 
@@ -81,7 +82,9 @@ class LayerStream:
     def _tell(self, one: _Streamed, stop: int) -> None:
         assert one.request.ticket is not None
         final = {name: one.final[name] for name in sorted(one.groups)}
-        self._agent.declare_layers(one.request.ticket.key, one.request.prefill_len, one.pages, final, stop)
+        tables = {name: list(one.pages[name]) for name in final}
+        event = LayersWritten(one.request.prefill_len, tables, final, stop)
+        self._agent.stream_layers(one.request.ticket.key, event)
         one.stop, one.untold, one.groups = stop, 0, set()
 
     def withdraw(self) -> None:
@@ -89,5 +92,5 @@ class LayerStream:
         for one in self._streamed:
             if one.stop:
                 assert one.request.ticket is not None
-                self._agent.withdraw_layers(one.request.ticket.key)
+                self._agent.stream_layers(one.request.ticket.key, LayersWithdrawn())
         self._streamed = []

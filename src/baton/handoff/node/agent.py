@@ -142,18 +142,10 @@ class HandoffAgent:
         event = ev.Declared(prompt_len, tables, dict(final))
         self._call(lambda: self._node.to_prefill(key, event))
 
-    def declare_layers(
-        self, key: AttemptKey, prompt_len: int, pages: dict[str, list[int]], final: dict[str, int], layers: int
-    ) -> None:
-        """While a forward is under way: of its layers below `layers` (the model's ids), tokens `[0, final)` of each
-        group will not change any more. Its end is said with `declare_final`, its failure with `withdraw_layers`."""
-        tables = {group: list(pages[group]) for group in final}
-        event = ev.LayersWritten(prompt_len, tables, dict(final), layers)
+    def stream_layers(self, key: AttemptKey, event: ev.LayersWritten | ev.LayersWithdrawn) -> None:
+        """A forward is under way, some of whose layers are written; its end is said with `declare_final`. Or it has
+        failed."""
         self._call(lambda: self._node.to_prefill(key, event))
-
-    def withdraw_layers(self, key: AttemptKey) -> None:
-        """The forward of the last `declare_layers` has failed."""
-        self._call(lambda: self._node.to_prefill(key, ev.LayersWithdrawn()))
 
     def finish_prefill(self, key: AttemptKey, seeds: Seeds, finished: bool, final: dict[str, int]) -> None:
         """The drafter has run with the first token: tokens `[0, final)` of each group will not change any more.

@@ -14,19 +14,8 @@ from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.copies import CopyLedger
 
 _BY_RANK = (
-    *(
-        "bytes",
-        "runs",
-        "hidden_bytes",
-        "retries",
-        "repairs",
-        "bad_pieces",
-        "lost_leases",
-        "rejected",
-        "malformed",
-        "frames",
-    ),
-    *("refused", "evicted", "unknown", "sessions"),
+    *("bytes", "runs", "hidden_bytes", "retries", "repairs", "bad_pieces", "lost_leases", "rejected", "malformed"),
+    *("frames", "refused", "evicted", "unknown", "sessions"),
 )
 
 
@@ -53,9 +42,10 @@ class CopyFigures:
 @dataclass(slots=True)
 class AgentStats:
     """Counts since the start: handoffs committed, or `finished` by the first token; `bytes` and `runs` of the committed
-    ones (in pull counted by D), and those that were there before the prefill's end (`hidden_bytes`, counted by P); copies issued again (`retries`), rounds of repair, pieces that did not match their
-    digests, peers whose lease ended; `failures` by reason; messages `rejected` and `malformed` of all `frames` that
-    came, connections `refused`, sessions `evicted` by newer ones.
+    ones (in pull counted by D), and those that were there before the prefill's end (`hidden_bytes`, counted by P);
+    copies issued again (`retries`), rounds of repair, pieces that did not match their digests, peers whose lease ended;
+    `failures` by reason; messages `rejected` and `malformed` of all `frames` that came, connections `refused`, sessions
+    `evicted` by newer ones.
 
     `copies`: each of them. Now: `outstanding` and `quarantined` attempts, `unknown` copies (cancelled, and not proven
     quiet), ready `sessions`.

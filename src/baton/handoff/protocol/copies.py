@@ -10,8 +10,8 @@ from baton.kv.interval import ALL_LAYERS, Interval
 
 @dataclass(slots=True)
 class CopyLedger:
-    """Operations of one attempt. At most `max_retries` failed copies are issued again. `num_hidden`: bytes of copies that
-    ended before the prefill did."""
+    """Operations of one attempt. At most `max_retries` failed copies are issued again. `num_hidden`: bytes of copies
+    that ended before the prefill did."""
 
     max_retries: int = 0
     next_id: int = 0
