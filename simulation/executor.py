@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from baton.engine.plan import DraftPlan, DraftResult, PlanSpec, Rows, StepPlan, StepResult
+from baton.engine.plan import DraftPlan, DraftResult, PlanSpec, Rows, StepPlan, StepResult, Written
 from baton.engine.request import Request
-from baton.engine.runner import Written
 from simulation.memory import GroupMemory
 from simulation.story import VOCAB, Story, extend, follow
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from baton.engine.choice import choose
-from baton.engine.plan import DraftPlan, DraftResult, IntArray, PlanSpec, StepPlan, StepResult
-from baton.engine.runner import ModelRunner, TargetOutput, Written
+from baton.engine.plan import DraftPlan, DraftResult, IntArray, PlanSpec, StepPlan, StepResult, Written
+from baton.engine.runner import ModelRunner, TargetOutput
 
 
 class Executor(Protocol):

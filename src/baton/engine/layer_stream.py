@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from baton.engine.plan import Written
 from baton.engine.request import Request
-from baton.engine.runner import Written
 from baton.engine.scheduler import ScheduledRows
 from baton.handoff.node.instance import Agent
 from baton.handoff.protocol.events import LayersWithdrawn, LayersWritten

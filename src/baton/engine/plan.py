@@ -10,7 +10,7 @@ Shapes: T rows of R requests side by side, N of them with logits, V vocabulary, 
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from baton.structured import Known
 IntArray = npt.NDArray[np.int64]
 Int32Array = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float64]
+Written = Callable[[int], None]  # called in a forward with the id of each layer whose keys or latents are written
 
 
 def _none() -> IntArray:

@@ -6,7 +6,7 @@ heads, D head size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -19,7 +19,7 @@ from baton.engine.attention import AttentionBackend, AttnBatch
 from baton.engine.attention_latent import Latents
 from baton.engine.choice import DraftChoice
 from baton.engine.group_memory import GroupMemory
-from baton.engine.plan import DraftPlan, DraftResult, Int32Array, IntArray, PlanSpec, Rows
+from baton.engine.plan import DraftPlan, DraftResult, Int32Array, IntArray, PlanSpec, Rows, Written
 from baton.engine.scan import StateBatch, scan
 from baton.kv.spec import GroupSpec
 from baton.models.base import CausalLM
@@ -27,7 +27,6 @@ from baton.models.cache import LatentHeads, Recurrence
 from baton.structured import Constrained, DraftMatchers, Grammars
 
 LayerMap = Mapping[int, tuple[GroupMemory, int]]
-Written = Callable[[int], None]  # called in a forward with the id of each layer whose keys or latents are written
 
 
 @dataclass(frozen=True, slots=True)

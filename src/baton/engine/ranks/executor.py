@@ -7,10 +7,9 @@ from dataclasses import replace
 from typing import TypeVar
 
 from baton.engine.executor import LocalExecutor
-from baton.engine.plan import DraftPlan, DraftResult, PlanSpec, StepPlan, StepResult
+from baton.engine.plan import DraftPlan, DraftResult, PlanSpec, StepPlan, StepResult, Written
 from baton.engine.ranks.followers import Followers
 from baton.engine.ranks.messages import Copy, Draft, Order, Step
-from baton.engine.runner import Written
 
 R = TypeVar("R")
 
