@@ -59,9 +59,8 @@ def check_config(config: Any) -> None:
             raise ConfigError(name, f"BatonConnector knows several ranks with vLLM {WITH_RANKS}, got {ranks}")
     if parallel.pipeline_parallel_size != 1 and speculative is not None:
         raise ConfigError("speculative_config", "pipeline stages are handed off without speculation")
-    if data_parallel_rank(config) is not None:
-        # One address serves all such engines, and vLLM chooses among them, while a ticket names one.
-        raise ConfigError("data_parallel_size", "BatonConnector hands off between servers of one engine each")
+    if data_parallel_rank(config) is not None and check_version() != WITH_RANKS:
+        raise ConfigError("data_parallel_size", f"BatonConnector knows data-parallel ranks with vLLM {WITH_RANKS}")
     if config.model_config.enable_sleep_mode:
         raise ConfigError("enable_sleep_mode", "the memory that peers have opened would be another's after a sleep")
     _check_device(config)

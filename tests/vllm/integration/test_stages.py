@@ -1,0 +1,81 @@
+"""vLLM servers of pipeline stages and of data-parallel ranks, without speculation."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator, Sequence
+
+import aiohttp
+import pytest
+from aiohttp.test_utils import TestServer
+
+from baton.router import RouterConfig, build_app
+from tests.vllm.integration.answers import Answer, same
+from tests.vllm.integration.servers import Mode, Pair, Server, ask, demo_prompts, request, serve, wait_idle
+from tests.vllm.integration.test_ranks import BOTH, PROMPTS, all_of, alone, check, ranks
+
+pytestmark = pytest.mark.timeout(900)
+# Stages on CPUs need what `--enforce-eager` leaves out; the graph is traced, and computed as it is.
+TRACED = ["--no-enforce-eager", "--compilation-config", json.dumps({"mode": 2, "backend": "eager"})]
+Fleet = dict[str, Server]
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """A server of two stages, and one of two data-parallel ranks, each of one worker."""
+    kinds = {"STAGES": ranks("pipeline", 2), "DATA": ["--data-parallel-size", "2"]}
+    configs = [(name, "kv_both", [*BOTH, *TRACED, *own]) for name, own in kinds.items()]
+    with serve(tmp_path_factory.mktemp("vllm"), configs, {}) as (stages, data):
+        yield {"STAGES": stages, "ONE": data.of_rank(0), "OTHER": data.of_rank(1)}
+
+
+@pytest.fixture(scope="module")
+def expected(fleet: Fleet) -> list[Answer]:
+    return asyncio.run(alone(fleet["ONE"], PROMPTS))
+
+
+@pytest.mark.parametrize(
+    ("source", "dest", "modes"),
+    [("STAGES", "ONE", ("push", "pull")), ("OTHER", "STAGES", ("pull", "push")), ("ONE", "OTHER", ("push", "pull"))],
+)
+def test_tokens_are_those_of_one_vllm(
+    fleet: Fleet, expected: list[Answer], source: str, dest: str, modes: Sequence[Mode]
+) -> None:
+    pair = Pair(fleet[source], fleet[dest])
+    assert [pair.prefill.identity["data_parallel_rank"], pair.decode.identity["data_parallel_rank"]] == [
+        {"STAGES": None, "ONE": 0, "OTHER": 1}[name] for name in (source, dest)
+    ]
+    before = pair.decode.metrics("vllm:baton_handoffs_total").get("committed", 0)
+    check(asyncio.run(all_of(pair, PROMPTS, modes, source + dest)), expected, 0)
+    wait_idle(pair.prefill, pair.decode)
+    assert pair.decode.metrics("vllm:baton_handoffs_total")["committed"] - before == len(PROMPTS)
+
+
+def test_a_router_gives_both_legs_to_explicit_ranks(fleet: Fleet) -> None:
+    data, prompts = fleet["ONE"], demo_prompts([120] * 4, seed=53)
+    config = RouterConfig(
+        prefill=(f"{data.url}#dp_rank=0",),
+        decode=(f"{data.url}#dp_rank=1",),
+        ticket_key=data.key,
+        engine="vllm",
+    )
+
+    async def run() -> None:
+
+        expected = await alone(fleet["STAGES"], prompts, 12)
+        async with aiohttp.ClientSession() as session, TestServer(await build_app(config)) as router:
+            url = str(router.make_url("")).rstrip("/")
+            front = Server("router", url, data.process, data.log)
+            found = await asyncio.gather(*(ask(session, front, request(prompt, 12)) for prompt in prompts))
+            for answer, want in zip(found, expected, strict=True):
+                assert same(Answer.of(answer), want) is not False
+            async with session.get(f"{url}/status") as response:
+                assert (await response.json())["handoffs"]["completed"] == len(prompts)
+
+    names, count = ("ONE", "OTHER"), "prefill_committed"
+    before = [fleet[name].metrics("vllm:baton_handoffs_total").get(count, 0) for name in names]
+    asyncio.run(run())
+    wait_idle(fleet["ONE"], fleet["OTHER"])
+    after = [fleet[name].metrics("vllm:baton_handoffs_total").get(count, 0) for name in names]
+    assert [now - then for now, then in zip(after, before, strict=True)] == [len(prompts), 0]
