@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +31,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: rank.get(item.path, len(rank)))
 
 
-@pytest.fixture
-def one_thread() -> None:
-    """Sums of one order, whatever the machine."""
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Sums of one order, whatever the machine, in a file's tests and in the fixtures that they share."""
     import torch
 
+    before = torch.get_num_threads()
     torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

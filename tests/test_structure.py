@@ -25,6 +25,7 @@ COMMON = {
     "baton.distribution",
     "baton.errors",
     "baton.log_limit",
+    "baton.parent",
     "baton.timeouts",
     "baton.waiting",
     "baton.wire",

@@ -15,12 +15,8 @@ from baton.engine.attention import BACKENDS, AttnBatch, get_backend
 from baton.errors import BatonError, ConfigError
 from baton.models import cpu_team
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 LAYERS, LAYER = 3, 1
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def random_qkv(tokens: int, heads: int, groups: int, size: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -16,6 +16,7 @@ from baton.engine.plan import StateSlots
 from baton.engine.scan import StateBatch, scan
 from baton.errors import BatonError
 from baton.kv.spec import GroupSpec, PlaneSpec, kv_planes, latent_planes
+from baton.models import cpu_team
 from baton.models.cache import Scanned, States
 
 HEADS, LATENT, ROPE, LENGTH = 3, 24, 8, 150
@@ -149,6 +150,24 @@ def test_a_row_of_latents_has_the_same_bits_in_every_batch(page_size: int) -> No
         spans = {0: (start, stop), 1: (start, stop)} if start % 2 else {1: (start, stop), 0: (start, stop)}
         found = dict(zip(spans, pool.attend(spans), strict=True))[1]
         assert torch.equal(found, whole[start:stop]), (start, stop)
+
+
+def test_rows_of_latents_are_shared_among_threads_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    teams: list[int] = []
+    count = cpu_team.threads_for
+    monkeypatch.setattr("baton.engine.attention_latent_cpu._PARALLEL_WORK", 1 << 10)
+    monkeypatch.setattr(
+        "baton.engine.attention_latent_cpu.threads_for", lambda *work: teams.append(count(*work)) or teams[-1]
+    )
+    found, before = [], torch.get_num_threads()
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        try:
+            found.append(Pool(split=True).attend({0: (0, LENGTH), 1: (0, 97)}))
+        finally:
+            torch.set_num_threads(before)
+    assert teams == [1, 2]
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
 
 
 def test_latents_go_to_no_slot_that_is_not_there() -> None:

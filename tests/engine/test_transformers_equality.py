@@ -7,7 +7,7 @@ take another token. Such a case is excused and counted, never more than 2% of al
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from tests.support.checkpoints import make_checkpoint, make_drafter
 
 transformers = pytest.importorskip("transformers")
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 DEMO = Path("models")
 LENGTHS = (1, 2, 15, 16, 17, 41, 130, 300)
 NEW_TOKENS = 64
@@ -63,14 +64,6 @@ class Comparison:
 
 Find = Callable[[str], Models]
 Compare = Callable[[str], Comparison]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from tests.support.checkpoints_gpt_oss import make_gpt_oss
 
 pytest.importorskip("transformers")
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 PAGE = 16
 NUM_TOKENS = 12
 LENGTHS = (1, 5, 17, 70)
@@ -67,14 +68,6 @@ class Trial:
         window = self.layers(windowed=True)[0].window
         assert window is not None
         return window
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,6 @@
 """A deployment of one host: router and engines as child processes."""
 
-from baton.deployment.child import Reporter, die_with_parent
+from baton.deployment.child import Reporter
 from baton.deployment.processes import BATON, FLAG_VARIABLES, Deployment, check_shared_transport, end_processes
 
 __all__ = [
@@ -9,6 +9,5 @@ __all__ = [
     "Deployment",
     "Reporter",
     "check_shared_transport",
-    "die_with_parent",
     "end_processes",
 ]

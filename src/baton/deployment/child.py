@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
-import signal
 import sys
-from collections.abc import Callable
 
-_PR_SET_PDEATHSIG = 1
+from baton.parent import die_with_parent
 
 
 class Reporter:
@@ -36,12 +33,3 @@ class Reporter:
     def _write(self, report: dict[str, str]) -> None:
         assert self._fd is not None
         os.write(self._fd, json.dumps(report).encode() + b"\n")
-
-
-def die_with_parent() -> None:
-    """Have the kernel send this process SIGTERM when its parent dies. Linux only."""
-    if sys.platform != "linux":
-        return
-    libc = ctypes.CDLL(None, use_errno=True)
-    prctl: Callable[..., int] = libc.prctl
-    prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)

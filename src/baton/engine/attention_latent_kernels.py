@@ -11,12 +11,40 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from numba import carray  # type: ignore[attr-defined]
+from numpy.lib.stride_tricks import as_strided
 
 from baton.engine.attention_tiles import F32_BYTES, MINUS_INFINITY, TILE, TOGETHER, attend_tile
 from baton.models.cpu_kernels import from_f32, jit, to_f32
+from baton.models.cpu_team import Kernel, float_of, pointer, take
 from baton.models.cpu_vectors import LANES, transpose, widen
 
 _ZERO = np.float32(0.0)
+# Arguments of ATTEND, behind the counter of `take`; names of arrays stand for addresses. FAULT begins as 0. A plane is
+# its address, the numbers of a row in it, and the bytes from page to page, layer to layer, row to row.
+(
+    FAULT,
+    _ROWS,
+    _REQUESTS,
+    _COLUMNS,
+    _LAYER,
+    _HEADS,
+    _WIDTH,
+    _LATENT,
+    _PAGES,
+    _LAYERS,
+    _PAGE_SIZE,
+    _STEP,
+    _SCALE,
+    _POSITIONS,
+    _QUERY_START,
+    _PAGE_TABLE,
+    _QUERIES,
+    _OUT,
+    FIRST_PLANE,
+) = range(1, 20)
+SECOND_PLANE = FIRST_PLANE + 5
+NUM_ARGUMENTS = SECOND_PLANE + 5
 
 
 @jit
@@ -82,6 +110,8 @@ def _attend_block(
     for base in range(0, limit, TILE):
         offset = 0
         for plane in planes:
+            if not plane.shape[4]:
+                continue  # all is kept in one plane
             num_values = min(plane.shape[4], latent - offset) if offset < latent else 0
             if not _load_tile(
                 plane, layer, pages, base, min(base + TILE, limit), offset, num_values, keys, values, rows
@@ -97,21 +127,48 @@ def _attend_block(
 
 
 @jit
-def attend(
-    planes: Any, layer: int, query: Any, out: Any, positions: Any, query_start: Any, page_table: Any, scale: Any,
-    step: int, part: int, parts: int,
-) -> bool:  # fmt: skip
-    """Fill the share of `part` of out [T * H, C]; all `parts` fill it whole. `planes`: tuple of [pages, layers,
-    page_size, 1, width], W together. `step`: vectors to a block, which changes no result. False: a bad page id."""
-    heads, turn = query.shape[0] // len(positions), 0
-    for r in range(len(query_start) - 1):
-        first, stop = query_start[r] * heads, query_start[r + 1] * heads
-        if first < stop and positions[query_start[r + 1] - 1] // planes[0].shape[2] >= page_table.shape[1]:
-            return False
-        for start in range(first, stop, step):
-            if turn % parts == part and not _attend_block(
-                planes, layer, query, out, start, min(start + step, stop), positions, page_table[r], scale
-            ):
-                return False
-            turn += 1
-    return True
+def _plane(a: Any, at: int, element: Any) -> Any:
+    """The plane that the arguments from `at` on tell of: [pages, layers, page_size, 1, width], strided."""
+    shape = (a[_PAGES], a[_LAYERS], a[_PAGE_SIZE], 1, a[at + 1])
+    first = carray(pointer(a[at], element), shape)
+    return as_strided(first, shape, (a[at + 2], a[at + 3], a[at + 4], a[at + 4], first.itemsize))
+
+
+@jit
+def _attend_step(arguments: Any, element: Any) -> None:
+    a = carray(arguments, NUM_ARGUMENTS)
+    num_rows, num_requests, heads = a[_ROWS], a[_REQUESTS], a[_HEADS]
+    positions = carray(pointer(a[_POSITIONS], np.int64(0)), (num_rows,))
+    query_start = carray(pointer(a[_QUERY_START], np.int32(0)), (num_requests + 1,))
+    page_table = carray(pointer(a[_PAGE_TABLE], np.int32(0)), (num_requests, a[_COLUMNS]))
+    query = carray(pointer(a[_QUERIES], element), (num_rows * heads, a[_WIDTH]))
+    out = carray(pointer(a[_OUT], element), (num_rows * heads, a[_LATENT]))
+    planes, scale = (_plane(a, FIRST_PLANE, element), _plane(a, SECOND_PLANE, element)), float_of(a[_SCALE])
+    mine, number = take(arguments), 0
+    # Later rows see more: the longest pieces come first, so that threads end together.
+    for r in range(num_requests - 1, -1, -1):
+        begin, stop = query_start[r] * heads, query_start[r + 1] * heads
+        for block in range((stop - begin + a[_STEP] - 1) // a[_STEP] - 1, -1, -1):
+            if number == mine:
+                start = begin + block * a[_STEP]
+                end = min(start + a[_STEP], stop)
+                fine = positions[query_start[r + 1] - 1] // a[_PAGE_SIZE] < a[_COLUMNS]
+                if not fine or not _attend_block(
+                    planes, a[_LAYER], query, out, start, end, positions, page_table[r], scale
+                ):
+                    a[FAULT] = 1
+                    return
+                mine = take(arguments)
+            number += 1
+
+
+def _attend_wide(arguments: Any) -> None:
+    _attend_step(arguments, _ZERO)
+
+
+def _attend_narrow(arguments: Any) -> None:
+    _attend_step(arguments, np.uint16(0))
+
+
+# Of float32, and of bfloat16.
+ATTEND = Kernel(_attend_wide), Kernel(_attend_narrow)

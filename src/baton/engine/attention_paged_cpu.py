@@ -21,7 +21,7 @@ _PARALLEL_WORK = 1 << 17
 
 
 @dataclass(frozen=True, slots=True)
-class _Where:
+class Where:
     """Addresses of a batch's arrays, which it keeps alive; the same for all layers of a forward."""
 
     batch: AttnBatch
@@ -31,7 +31,7 @@ class _Where:
     num_pairs: int
 
     @classmethod
-    def of(cls, batch: AttnBatch) -> _Where:
+    def of(cls, batch: AttnBatch) -> Where:
         arrays = (
             np.ascontiguousarray(batch.positions, dtype=np.int64),
             np.ascontiguousarray(batch.query_start, dtype=np.int32),
@@ -52,7 +52,7 @@ class PagedCpuBackend:
     batch_invariant = True
 
     def __init__(self) -> None:
-        self._where: _Where | None = None
+        self._where: Where | None = None
 
     def write_and_attend(
         self,
@@ -72,7 +72,7 @@ class PagedCpuBackend:
             raise ConfigError("kv", "paged_cpu needs a contiguous region")
         where = self._where
         if where is None or where.batch is not batch:
-            where = self._where = _Where.of(batch)
+            where = self._where = Where.of(batch)
         num_rows, heads, size = q_THD.shape
         q, k, v, width = _side_by_side(q_THD.to(kv.dtype), k_TGD.to(kv.dtype), v_TGD.to(kv.dtype))
         sinks = None if sinks_H is None else sinks_H.float().contiguous()

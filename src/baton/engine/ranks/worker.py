@@ -4,7 +4,6 @@ pipe, and ends with it."""
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import os
 import signal
@@ -39,9 +38,9 @@ from baton.engine.ranks.messages import (
 from baton.engine.runner import ModelRunner
 from baton.errors import BatonError
 from baton.kv.spec import GroupSpec
+from baton.parent import die_with_parent
 
 log = logging.getLogger(__name__)
-_PR_SET_PDEATHSIG = 1
 
 
 def serve(pipe: Connection) -> None:
@@ -97,7 +96,7 @@ def _memory(group: GroupSpec, memory: Memory, device: torch.device) -> GroupMemo
 def main(fd: int) -> NoReturn:
     """Serve; whatever goes wrong is told to rank 0, and ends this process."""
     # Rank 0 may end in the middle of a forward, where this process does not look at its pipe.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    die_with_parent(signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; rank 0 decides
     pipe = Connection(fd)
     status = 0
