@@ -16,6 +16,8 @@ from baton.errors import BatonError, ConfigError
 from baton.models import cpu_team
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+# What runs on CUDA alone is tested in `test_attention_cuda.py`.
+ON_CPU = sorted(BACKENDS.keys() - {"triton"})
 LAYERS, LAYER = 3, 1
 
 
@@ -55,7 +57,7 @@ class Pool:
         return AttnBatch(np.cumsum([0, *counts]).astype(np.int32), positions, self.table[list(spans)])
 
 
-@pytest.mark.parametrize("name", sorted(BACKENDS))
+@pytest.mark.parametrize("name", ON_CPU)
 @pytest.mark.parametrize("window", [None, 1, 7, 64, 100])
 @pytest.mark.parametrize(("heads", "groups", "size", "page_size"), [(4, 2, 16, 16), (6, 1, 20, 7), (3, 3, 10, 1)])
 def test_equals_the_reference(
@@ -86,7 +88,7 @@ def test_the_paged_kernel_reads_nothing_that_is_freed() -> None:
     assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.parametrize("name", sorted(BACKENDS))
+@pytest.mark.parametrize("name", ON_CPU)
 def test_bfloat16(name: str) -> None:
     q, k, v = (tensor.bfloat16() for tensor in random_qkv(90, 4, 2, 32, seed=2))
     pool = Pool(2, 32, 16, [90], torch.bfloat16)
@@ -98,7 +100,7 @@ def test_bfloat16(name: str) -> None:
     assert torch.equal(pool.kv[page, LAYER, 1, slot], v[35])
 
 
-@pytest.mark.parametrize("name", sorted(BACKENDS))
+@pytest.mark.parametrize("name", ON_CPU)
 def test_large_scores_do_not_overflow(name: str) -> None:
     q, k, v = random_qkv(70, 2, 1, 8, seed=3)
     pool = Pool(1, 8, 16, [70], torch.float32)
@@ -164,7 +166,7 @@ def test_threads_change_no_bit(runtime: str, monkeypatch: pytest.MonkeyPatch) ->
     assert torch.equal(results[0], results[1])
 
 
-@pytest.mark.parametrize("name", sorted(BACKENDS))
+@pytest.mark.parametrize("name", ON_CPU)
 @pytest.mark.parametrize("broken", ["null page", "page id too large", "short table"])
 def test_bad_slots_are_refused_before_anything_is_written(name: str, broken: str) -> None:
     q, k, v = random_qkv(20, 2, 1, 8, seed=5)
@@ -180,7 +182,7 @@ def test_bad_slots_are_refused_before_anything_is_written(name: str, broken: str
     assert pool.kv.isnan().all()
 
 
-@pytest.mark.parametrize("name", sorted(BACKENDS))
+@pytest.mark.parametrize("name", ON_CPU)
 def test_null_pages_outside_the_window_are_not_read(name: str) -> None:
     q, k, v = random_qkv(40, 2, 1, 8, seed=6)
     pool, backend = Pool(1, 8, 4, [40], torch.float32), get_backend(name, "cpu")
@@ -190,7 +192,7 @@ def test_null_pages_outside_the_window_are_not_read(name: str) -> None:
     torch.testing.assert_close(out.double(), naive(q, k, v, 0.3, 6)[38:], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", sorted(BACKENDS))
+@pytest.mark.parametrize("name", ON_CPU)
 def test_requests_without_rows_are_allowed(name: str) -> None:
     q, k, v = random_qkv(4, 2, 1, 8, seed=7)
     pool = Pool(1, 8, 4, [4, 4], torch.float32)
