@@ -38,10 +38,11 @@ ROOMS: dict[str, set[str]] = {
     "handoff.channel": {"kv", "handoff.plan", "handoff.protocol", "transports"},
     "handoff.node": {"kv", "handoff.plan", "handoff.protocol", "handoff.channel", "transports"},
     "text": set(),
+    "parsing": set(),
     "structured": {"text"},
     "models": set(),
     "drafters": {"models"},
-    "openai": {"text"},
+    "openai": {"text", "parsing"},
     "engine": {
         "kv",
         "handoff.plan",
@@ -75,6 +76,7 @@ ROOMS: dict[str, set[str]] = {
         "deployment",
     },
     "cli": {
+        "parsing",
         "handoff.channel",
         "handoff.protocol",
         "engine",

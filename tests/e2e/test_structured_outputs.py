@@ -12,6 +12,7 @@ import openai
 import pytest
 
 from baton import LLM, SamplingParams, StructuredOutputsParams
+from baton.text import Tokenizer
 from tests.e2e.running import Running, running_up
 
 MODEL = "models/baton-demo-llama"
@@ -44,6 +45,38 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 def client(up: Running) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{up.url}/v1", api_key="none", max_retries=0, timeout=60.0) as made:
         yield made
+
+
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": "measure", "parameters": SCHEMA}},
+    {"type": "function", "function": {"name": "stop"}},
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tools_that_must_be_called_are(client: openai.OpenAI, stream: bool) -> None:
+    """Whatever the model would have said: the grammar of the calls holds, with drafts and across the handoff."""
+    named = {"type": "function", "function": {"name": "measure"}}
+    tokenizer = Tokenizer.load(MODEL)
+    # The grammar allows white space without end, and this model likes it.
+    spaces = [i for i in range(2048) if tokenizer.token_text(i)[:1] in ("", " ", "\n", "\t", "\r")]
+    for choice in ("required", named):
+        asked: Any = {"tools": TOOLS, "tool_choice": choice, "parallel_tool_calls": False, "max_tokens": 200}
+        asked["logit_bias"] = {str(i): -100 for i in spaces}
+        made = client.chat.completions.create(
+            model="baton-demo-llama", messages=MESSAGES, temperature=0.0, stream=stream, **asked
+        )
+        if stream:
+            pieces = [call for event in made for choice in event.choices for call in choice.delta.tool_calls or []]
+            calls = [(pieces[0].function.name, "".join(piece.function.arguments for piece in pieces))]
+        else:
+            calls = [(call.function.name, call.function.arguments) for call in made.choices[0].message.tool_calls]
+        ((name, arguments),) = calls
+        assert name == "measure" if choice is named else name in ("measure", "stop")
+        value = json.loads(arguments)
+        if name == "measure":
+            assert value["kind"] in ("list", "tuple")
+            assert 0 <= value["size"] <= 99
 
 
 def test_the_tokens_are_those_of_one_engine(client: openai.OpenAI) -> None:

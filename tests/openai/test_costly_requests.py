@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from baton.openai import FrontMetrics, service
-from baton.openai.plan import MAX_MESSAGES
+from baton.openai.conversation import MAX_MESSAGES
 from baton.router.client import _leg_body
 from baton.server import build_app
 from baton.text import Tokenizer

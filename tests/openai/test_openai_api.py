@@ -225,7 +225,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
         "messages[0].content",
     ),
     ("chat/completions", {"messages": [{"role": "tool", "content": "x"}]}, "messages"),
-    ("chat/completions", {"messages": [{"role": "user", "content": "x"}], "tools": [{}]}, "tools"),
+    ("chat/completions", {"messages": [{"role": "user", "content": "x"}], "tools": [{}]}, "tools[0]"),
     ("chat/completions", {"messages": [{"role": "user", "content": "x"}], "top_logprobs": 2}, "top_logprobs"),
     (
         "chat/completions",

@@ -25,6 +25,8 @@ from baton.engine.config import (
 )
 from baton.errors import ConfigError
 from baton.openai.serving import SHUTDOWN_TIMEOUT_S, bind
+from baton.openai.tools import Parsing
+from baton.parsing import REASONING_PARSERS, TOOL_PARSERS
 from baton.wire import KVStream, Mode, Recovery, Role
 
 # As many rows delay the decodes beside them by less than a handoff's own share (docs/performance.md).
@@ -148,6 +150,11 @@ class ListenOptions:
         list[str] | None, typer.Option(envvar="BATON_API_KEY", help="Clients must bring one of these keys; repeat.")
     ] = None
 
+    enable_auto_tool_choice: Annotated[
+        bool, typer.Option("--enable-auto-tool-choice", help="Let models choose tools, by --tool-call-parser.")
+    ] = False
+    tool_call_parser: Annotated[str | None, typer.Option(help=f"Of {', '.join(TOOL_PARSERS)}.")] = None
+    reasoning_parser: Annotated[str | None, typer.Option(help=f"Of {', '.join(REASONING_PARSERS)}.")] = None
     log_level: Annotated[LogLevel, typer.Option(help="Least level of log lines; info has a line for each request.")] = (
         "info"
     )
@@ -157,6 +164,10 @@ class ListenOptions:
         """Begin to log, and listen. Raises `ConfigError` for an address that cannot be had."""
         log_to_stderr(self.log_level, self.log_format)
         return bind(self.host, self.port)
+
+    def parsing(self) -> Parsing:
+        """How answers are read. Raises `ConfigError` for a parser that does not exist."""
+        return Parsing(self.enable_auto_tool_choice, self.tool_call_parser, self.reasoning_parser)
 
     def api_keys(self) -> tuple[str, ...]:
         """The keys. Raises `ConfigError` where the environment's is set and empty: a secret that did not arrive must

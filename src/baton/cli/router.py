@@ -80,7 +80,9 @@ def router_command(options: FrontOptions, listen: ListenOptions, process: Proces
         key_file = str(ticket_key_file(process.keys))
     urls = {role: _split(getattr(options, role)) for role in ("prefill", "decode", "both")}
     key = load_or_create_key(key_file) if key_file else None
-    config = options.to_config(listen.host, ticket_key=key, api_keys=listen.api_keys(), **urls)
+    config = options.to_config(
+        listen.host, ticket_key=key, api_keys=listen.api_keys(), parsing=listen.parsing(), **urls
+    )
     listener = listen.bind()
 
     def on_ready(url: str) -> None:

@@ -67,7 +67,9 @@ def serve_command(
         def make_engine() -> AsyncEngine:
             return AsyncEngine(config, reporter.progress)
 
-        run_engine(make_engine, tokenizer, listener, on_ready, listen.shutdown_timeout, listen.api_keys())
+        run_engine(
+            make_engine, tokenizer, listener, on_ready, listen.shutdown_timeout, listen.api_keys(), listen.parsing()
+        )
 
 
 @with_options
@@ -123,6 +125,7 @@ def up_command(
                 decode=tuple(deployment.decode_urls),
                 both=tuple(deployment.both_urls),
                 api_keys=listen.api_keys(),
+                parsing=listen.parsing(),
             )
 
             def on_ready(url: str) -> None:

@@ -31,7 +31,7 @@ class Refused:
 _DECODING = "is not supported: tokens are chosen by the sampling parameters alone"
 _STRUCTURED = "is called structured_outputs here"
 _MULTIMODAL = "is not supported: only text is served"
-_TOOLS = "is not supported: there are no tools"
+_TOOLS = "is not supported: tools are functions, in the field tools"
 _TEMPLATE = "is not supported: the prompt is what the model's own chat template makes of the messages"
 _PROMPT = "is not supported: a prompt is taken as it is"
 _OUTPUT = "is not supported: the answer does not hold it"
@@ -62,10 +62,10 @@ _UNSERVED: tuple[tuple[str, tuple[object, ...], str], ...] = (
     (_MULTIMODAL, (False,), "use_audio_in_video"),
     (_MULTIMODAL, (["text"],), "modalities"),
     (_MULTIMODAL, ("tensors",), "mm_payload"),
-    (_TOOLS, (), "tools functions web_search_options"),
-    (_TOOLS, ("none", "auto"), "tool_choice function_call"),
+    (_TOOLS, (), "functions web_search_options"),
+    (_TOOLS, ("none", "auto"), "function_call"),
     ("is not supported", (), "moderation verbosity"),
-    (_REASONING, (True,), "include_reasoning separate_reasoning stream_reasoning"),
+    (_REASONING, (True,), "separate_reasoning stream_reasoning"),
     ("is called reasoning_effort here", (), "reasoning"),
     (_ADAPTER, (), "lora_path lora_request adapter_id"),
     (_CACHE, (), "extra_key ngram_corpus_id"),

@@ -8,8 +8,9 @@ from typing import Any
 from baton.openai.answers import Logprobs, SpecDecode, Usage
 from baton.openai.output import Delta, SampleOutput
 from baton.openai.plan import Plan
+from baton.parsing import Content, Reasoning
 from baton.text import Tokenizer
-from baton.wire import TokenLogprobs
+from baton.wire import FinishReason, TokenLogprobs
 
 Json = dict[str, Any]
 
@@ -38,10 +39,11 @@ def whole(plan: Plan, outputs: Sequence[SampleOutput]) -> Json:
     for index, output in enumerate(outputs):
         choice = _choice(plan, index, output.token_ids, output.logprobs, 0)
         if plan.chat:
-            choice["message"] = {"role": "assistant", "content": output.text}
+            choice["message"] = {"role": "assistant"} | _message(plan, output)
         else:
             choice["text"] = output.text
-        choice["finish_reason"], choice["stop_reason"] = output.finish_reason, output.stop_reason
+        choice["finish_reason"] = _finish_reason(plan, output, output.finish_reason)
+        choice["stop_reason"] = output.stop_reason
         if plan.return_token_ids:
             choice["spec_decode"] = SpecDecode(output.accepted, plan.model.num_speculative_tokens)
             if not plan.chat:
@@ -61,10 +63,11 @@ def streamed(plan: Plan, index: int, delta: Delta, output: SampleOutput, first: 
     """
     choice = _choice(plan, index, delta.token_ids, delta.logprobs, text_offset)
     if plan.chat:
-        choice["delta"] = ({"role": "assistant"} if first else {}) | {"content": delta.text}
+        choice["delta"] = ({"role": "assistant"} if first else {}) | _delta(plan, delta, output)
     else:
         choice["text"] = delta.text
-    choice["finish_reason"], choice["stop_reason"] = delta.finish_reason, delta.stop_reason
+    choice["finish_reason"] = _finish_reason(plan, output, delta.finish_reason)
+    choice["stop_reason"] = delta.stop_reason
     body = _head(plan, "chat.completion.chunk" if plan.chat else "text_completion")
     body["choices"] = [choice]
     if plan.return_token_ids:
@@ -88,6 +91,54 @@ def streamed_usage(plan: Plan, outputs: Sequence[SampleOutput]) -> Json:
 def token_text_length(tokenizer: Tokenizer, token_ids: Sequence[int]) -> int:
     """Return the characters that `token_ids` take in `logprobs.tokens`."""
     return sum(len(tokenizer.token_text(i)) for i in token_ids)
+
+
+def is_told(plan: Plan, delta: Delta) -> bool:
+    """Whether a piece of an answer has anything to say to the client yet."""
+    if delta.finish_reason is not None or plan.reader is None:
+        return bool(delta.text or delta.finish_reason)
+    return any(plan.tells_reasoning or not isinstance(event, Reasoning) for event in delta.events)
+
+
+def _finish_reason(plan: Plan, output: SampleOutput, reason: FinishReason | None) -> str | None:
+    return "tool_calls" if reason == "stop" and output.calls and plan.tells_calls else reason
+
+
+def _message(plan: Plan, output: SampleOutput) -> Json:
+    """What a whole answer says, parsed where the request asks for that."""
+    if plan.reader is None:
+        return {"content": output.text}
+    message: Json = {"content": output.content or (None if output.calls else "")}
+    if plan.tells_reasoning and output.reasoning:
+        # The first is the name in DeepSeek's API, and vLLM's own before; the second is vLLM's now.
+        message["reasoning_content"] = message["reasoning"] = output.reasoning
+    if output.calls:
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in output.calls
+        ]
+    return message
+
+
+def _delta(plan: Plan, delta: Delta, output: SampleOutput) -> Json:
+    """What one event of a stream adds. A call's id and name come with its first piece alone."""
+    if plan.reader is None:
+        return {"content": delta.text}
+    found: Json = {}
+    calls: dict[int, Json] = {}
+    for event in delta.events:
+        if isinstance(event, Content):
+            found["content"] = found.get("content", "") + event.text
+        elif isinstance(event, Reasoning):
+            if plan.tells_reasoning:
+                found["reasoning_content"] = found["reasoning"] = found.get("reasoning", "") + event.text
+        else:
+            call = calls.setdefault(event.index, {"index": event.index, "function": {"arguments": ""}})
+            if event.name is not None:
+                call |= {"id": output.calls[event.index].id, "type": "function"}
+                call["function"] = {"name": event.name, "arguments": call["function"]["arguments"]}
+            call["function"]["arguments"] += event.arguments
+    return found | ({"tool_calls": list(calls.values())} if calls else {})
 
 
 def _head(plan: Plan, kind: str) -> Json:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from baton.openai.errors import error_of_chunk
+from baton.parsing import Content, Event, Parser, Reasoning
 from baton.text import IncrementalDetokenizer, StopChecker, Tokenizer
 from baton.wire import FinishReason, GenerateRequest, TokenChunk, TokenLogprobs
 
@@ -19,6 +21,16 @@ class Delta:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    events: list[Event] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Call:
+    """A tool call, as far as it has come. `id` is this answer's own."""
+
+    id: str
+    name: str
+    arguments: str = ""
 
 
 class SampleOutput:
@@ -26,10 +38,21 @@ class SampleOutput:
 
     Totals are kept for the end: `text`, `token_ids`, `logprobs`, `accepted` (draft tokens accepted per
     verification round), `num_drafted` (those of all these rounds), `num_cached_tokens`, `finish_reason`, `stop_reason`.
+    With a `parser` also what it finds in the text: `content`, `reasoning`, `calls`.
     """
 
-    def __init__(self, tokenizer: Tokenizer, request: GenerateRequest, stop: Sequence[str] | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        request: GenerateRequest,
+        stop: Sequence[str] | None = None,
+        parser: Parser | None = None,
+    ) -> None:
         """`stop` None: the stop strings of the request itself, which legs are not sent."""
+        self._parser = parser
+        self._content: list[str] = []
+        self._reasoning: list[str] = []
+        self.calls: list[Call] = []
         params = request.sampling_params
         self._params = params
         self._detokenizer = IncrementalDetokenizer(tokenizer, request.prompt_token_ids, params.skip_special_tokens)
@@ -47,6 +70,16 @@ class SampleOutput:
     def text(self) -> str:
         """All text so far."""
         return "".join(self._pieces)
+
+    @property
+    def content(self) -> str:
+        """All words for the reader so far."""
+        return "".join(self._content)
+
+    @property
+    def reasoning(self) -> str:
+        """All reasoning so far."""
+        return "".join(self._reasoning)
 
     def push(self, chunk: TokenChunk) -> Delta:
         """Add one chunk. After a delta with `finish_reason` nothing more may be pushed.
@@ -89,9 +122,24 @@ class SampleOutput:
 
     def _add(self, delta: Delta) -> None:
         self._pieces.append(delta.text)
+        if self._parser is not None:
+            delta.events = self._parser.push(delta.text) if delta.text else []
+            delta.events += self._parser.finish() if delta.finish_reason is not None else []
+            for event in delta.events:
+                self._found(event)
         self.token_ids += delta.token_ids
         self.logprobs += delta.logprobs
         self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+
+    def _found(self, event: Event) -> None:
+        if isinstance(event, Content):
+            self._content.append(event.text)
+        elif isinstance(event, Reasoning):
+            self._reasoning.append(event.text)
+        else:
+            if event.index == len(self.calls):
+                self.calls.append(Call(f"call_{secrets.token_hex(12)}", event.name or ""))
+            self.calls[event.index].arguments += event.arguments
 
 
 def _rounds_used(chunk: TokenChunk, num_used: int) -> int:

@@ -5,37 +5,38 @@ from __future__ import annotations
 import reprlib
 import secrets
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import msgspec
 
 from baton.errors import RequestError, UnknownModelError
 from baton.openai.backend import ServedModel
+from baton.openai.conversation import chat_prompt, chat_text, encode
 from baton.openai.requests import (
     ChatRequest,
     CompletionRequest,
-    Message,
-    TokenizeRequest,
+    asked_tools,
     chat_logprobs,
     decode,
+    grammar_of,
     sampling_params,
 )
-from baton.openai.structured import structured_params
+from baton.openai.tools import NO_PARSING, NamedChoice, Parsing
+from baton.parsing import Parser
 from baton.wire import GenerateRequest, Mode, PromptIds, SamplingParams
 
 MAX_CHOICES = 256  # prompts times n in one request
-MAX_MESSAGES = 4096
-# Marks the end of a message that the model goes on with. The space shows whether the template trims messages.
-_END = "<|baton-end-of-message|> "
+# What a template writes last that opens the model's reasoning.
+_REASONING_OPENED = "<think>"
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """One API request, checked. `requests[i]` makes choice i; choices of one prompt are neighbours. `asked`: the
     sampling parameters as the client gave them. The front applies stop strings, so `requests` have none.
-    `grammar_field`: which field names the grammar, if there is one."""
+    `grammar_field`: which field names the grammar, if there is one. `reader` makes the parser of a
+    choice; None where all of it is content. `tells_calls`: an answer with calls ends with "tool_calls"."""
 
     id: str
     created: int
@@ -50,6 +51,9 @@ class Plan:
     return_tokens_as_token_ids: bool
     kv_mode: Mode | None
     grammar_field: str
+    reader: Callable[[], Parser] | None = None
+    tells_calls: bool = True
+    tells_reasoning: bool = True
 
 
 def plan_completion(request: CompletionRequest, model: ServedModel) -> Plan:
@@ -66,7 +70,7 @@ def plan_completion(request: CompletionRequest, model: ServedModel) -> Plan:
     return _plan(request, model, prompts, params, chat=False)
 
 
-def plan_chat(request: ChatRequest, model: ServedModel) -> Plan:
+def plan_chat(request: ChatRequest, model: ServedModel, parsing: Parsing = NO_PARSING) -> Plan:
     """Raises `RequestError` naming what cannot be served, `UnknownModelError` for another model."""
     check_model(request.model, model)
     variables = dict(request.chat_template_kwargs or {})
@@ -74,7 +78,10 @@ def plan_chat(request: ChatRequest, model: ServedModel) -> Plan:
         variables["reasoning_effort"] = request.reasoning_effort
         if "reasoning_effort" not in model.tokenizer.template_variables:
             raise RequestError("reasoning_effort: this model's chat template knows no such thing", "reasoning_effort")
-    prompt = chat_prompt(request, request.messages, variables, model)
+    tools = asked_tools(request)
+    text = chat_text(request, request.messages, variables, tools.shown(), model)
+    reader = tools.reader(parsing, text.rstrip().endswith(_REASONING_OPENED))
+    prompt = chat_prompt(text, request, model)
     asked, param = request.max_completion_tokens, "max_completion_tokens"
     if asked is None:
         asked, param = request.max_tokens, "max_tokens"
@@ -83,54 +90,21 @@ def plan_chat(request: ChatRequest, model: ServedModel) -> Plan:
         raise RequestError(f"{param} must be at least 1, got {max_tokens}", param)
     _check_lengths([prompt], max_tokens, param, "messages", model)
     params = sampling_params(request, max_tokens, chat_logprobs(request), model.vocab_size)
-    return _plan(request, model, [prompt], params, chat=True)
+    if request.skip_special_tokens is None and tools.spells_special(parsing):
+        params = msgspec.structs.replace(params, skip_special_tokens=False)
+    plan = _plan(request, model, [prompt], params, chat=True)
+    # As in vLLM and OpenAI's API, a call of a function that the client named ends with "stop".
+    told = not isinstance(tools.choice, NamedChoice)
+    return replace(plan, reader=reader, tells_calls=told, tells_reasoning=request.include_reasoning is not False)
 
 
-def chat_prompt(
-    request: ChatRequest | TokenizeRequest, messages: list[Message], variables: dict[str, Any], model: ServedModel
-) -> PromptIds:
-    """The tokens of a conversation by the model's chat template, which gets `variables` too.
-
-    Raises `RequestError` naming what cannot be served.
-    """
-    if not messages:
-        raise RequestError("messages must not be empty", "messages")
-    if len(messages) > MAX_MESSAGES:
-        raise RequestError(f"messages must be at most {MAX_MESSAGES} messages", "messages")
-    shown = [_message(index, message) for index, message in enumerate(messages)]
-    # Checked before the template runs, whose time grows with the messages.
-    check_num_chars(sum(len(text) for message in shown for text in message.values()), "messages", model)
-    goes_on = bool(request.continue_final_message)
-    if goes_on and request.add_generation_prompt:
-        raise RequestError(
-            "continue_final_message and add_generation_prompt exclude each other", "continue_final_message"
-        )
-    if goes_on:
-        shown[-1]["content"] += _END
-    begins = not goes_on and request.add_generation_prompt is not False
-    text = model.tokenizer.apply_chat_template(shown, begins, variables)
-    if goes_on:
-        text = _until_end(text)
-    # The template wrote BOS itself.
-    return encode(text, model, request.add_special_tokens is True, "messages")
-
-
-def _until_end(text: str) -> str:
-    """A rendered conversation up to `_END`, without the spaces that its template would have trimmed there."""
-    found = text.rfind(_END.strip())
-    if found < 0:
-        what = "continue_final_message"
-        raise RequestError(f"{what}: the chat template does not show the end of the last message", what)
-    return text[:found] if text.startswith(_END, found) else text[:found].rstrip()
-
-
-def make_plan(body: bytes, model: ServedModel, chat: bool) -> Plan:
+def make_plan(body: bytes, model: ServedModel, chat: bool, parsing: Parsing = NO_PARSING) -> Plan:
     """Return the plan of a request's body, which may take seconds for a long one; other threads run meanwhile.
 
     Raises as `decode`, `plan_completion` and `plan_chat` do.
     """
     if chat:
-        return plan_chat(decode(body, ChatRequest), model)
+        return plan_chat(decode(body, ChatRequest), model, parsing)
     return plan_completion(decode(body, CompletionRequest), model)
 
 
@@ -173,7 +147,7 @@ def _plan(
         return_token_ids=bool(request.return_token_ids),
         return_tokens_as_token_ids=bool(request.return_tokens_as_token_ids),
         kv_mode=request.kv_mode,
-        grammar_field=structured_params(request.response_format, request.structured_outputs)[1],
+        grammar_field=grammar_of(request)[1],
     )
 
 
@@ -205,22 +179,6 @@ def _check_lengths(
             )
 
 
-def check_num_chars(num_chars: int, param: str, model: ServedModel) -> None:
-    """Raise `RequestError` for text that cannot fit whatever its tokens are, without the cost of tokenising it."""
-    limit = model.max_model_len * model.tokenizer.max_token_chars
-    if num_chars > limit:
-        raise RequestError(
-            f"{param} has {num_chars} characters, and this model's context of {model.max_model_len} tokens holds "
-            f"at most {limit}",
-            param,
-        )
-
-
-def encode(text: str, model: ServedModel, special: bool, param: str) -> PromptIds:
-    check_num_chars(len(text), param, model)
-    return PromptIds(model.tokenizer.encode(text, special))
-
-
 def _prompts(value: str | list[str | int | list[int]], model: ServedModel, special: bool) -> list[PromptIds]:
     if isinstance(value, str):
         return [encode(value, model, special, "prompt")]
@@ -241,21 +199,3 @@ def _prompts(value: str | list[str | int | list[int]], model: ServedModel, speci
         if len(prompt) < model.max_model_len and not all(0 <= i < model.vocab_size for i in prompt):
             raise RequestError(f"prompt token ids must be in [0, {model.vocab_size})", "prompt")
     return lists
-
-
-def _message(index: int, message: Message) -> dict[str, str]:
-    param = f"messages[{index}].content"
-    for name in ("tool_calls", "function_call", "audio", "refusal", "tools"):
-        if getattr(message, name):
-            raise RequestError(f"{name} is not supported in a message", f"messages[{index}].{name}")
-    content = message.content
-    if isinstance(content, list):
-        for part in content:
-            if part.type != "text" or part.text is None:
-                raise RequestError(f"content parts of type {part.type!r} are not supported, only text", param)
-        content = "".join(part.text or "" for part in content)
-    out = {"role": message.role, "content": content or ""}
-    for name in ("name", "reasoning_content", "reasoning", "tool_call_id"):
-        if (value := getattr(message, name)) is not None:
-            out[name] = value
-    return out

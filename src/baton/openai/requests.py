@@ -13,7 +13,8 @@ import msgspec
 from baton.errors import RequestError
 from baton.openai.fields import refuse_unserved
 from baton.openai.structured import ResponseFormat, StructuredOutputs, structured_params
-from baton.wire import MAX_LOGPROBS, Mode, SamplingParams, check_salt
+from baton.openai.tools import Asked, Tool, ToolCall, ToolChoice
+from baton.wire import MAX_LOGPROBS, Mode, SamplingParams, StructuredOutputsParams, check_salt
 
 _PATH = re.compile(r" - at `(key in )?\$\.?([^`]*)`\Z")
 _MISSING = re.compile(r"required field `([^`]+)`")
@@ -82,8 +83,8 @@ class Message(msgspec.Struct, kw_only=True):
     reasoning_content: str | None = None
     reasoning: str | None = None
     tool_call_id: str | None = None
+    tool_calls: list[ToolCall] | None = None
     # Refused:
-    tool_calls: list[Any] | None = None
     function_call: Any = None
     audio: Any = None
     refusal: str | None = None
@@ -101,6 +102,10 @@ class ChatRequest(_Request, kw_only=True):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
+    tools: list[Tool] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
@@ -113,6 +118,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Tool] | None = None
     return_token_strs: bool | None = None
 
 
@@ -182,9 +188,25 @@ def sampling_params(
         logprobs=logprobs,
         stop=stop,
         stop_token_ids=tuple(request.stop_token_ids or ()),
-        structured_outputs=structured_params(request.response_format, request.structured_outputs)[0],
+        structured_outputs=grammar_of(request)[0],
         **{name: value for name, value in asked.items() if value is not None},
     ).check(vocab_size)
+
+
+def asked_tools(request: ChatRequest) -> Asked:
+    """The tools of a chat, checked. Raises `RequestError` naming the field."""
+    return Asked.of(request.tools, request.tool_choice, request.parallel_tool_calls)
+
+
+def grammar_of(request: CompletionRequest | ChatRequest) -> tuple[StructuredOutputsParams | None, str]:
+    """What the output must follow, if anything, and the field that says so. Raises `RequestError` naming it."""
+    found, field = structured_params(request.response_format, request.structured_outputs)
+    forced = asked_tools(request).grammar() if isinstance(request, ChatRequest) else None
+    if forced is None:
+        return found, field
+    if found is not None:
+        raise RequestError(f"tool_choice that requires a call and {field} exclude each other", "tool_choice")
+    return forced, "tools"
 
 
 def chat_logprobs(request: ChatRequest) -> int | None:

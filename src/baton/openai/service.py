@@ -20,6 +20,7 @@ from baton.openai.plan import Plan, check_model, make_plan
 from baton.openai.records import SequenceRecord
 from baton.openai.structured import named
 from baton.openai.tokens import detokenize, tokenize
+from baton.openai.tools import NO_PARSING, Parsing
 from baton.waiting import Queue
 
 # Longer bodies are planned on a worker thread, so that their tokenisation does not stop streams.
@@ -32,10 +33,18 @@ T = TypeVar("T")
 class OpenAIService:
     """Serves the API over one backend. Everything it raises is mapped by `errors.to_api_error`."""
 
-    def __init__(self, backend: Backend, metrics: FrontMetrics, max_queued_requests: int | None = None) -> None:
-        """`max_queued_requests`: choices that may wait for their first token; None where the backend has a limit."""
+    def __init__(
+        self,
+        backend: Backend,
+        metrics: FrontMetrics,
+        max_queued_requests: int | None = None,
+        parsing: Parsing = NO_PARSING,
+    ) -> None:
+        """`max_queued_requests`: choices that may wait for their first token; None where the backend has a limit.
+        `parsing`: how answers are read."""
         self.queue = Queue(max_queued_requests)
         self._backend = backend
+        self._parsing = parsing
         self._metrics = metrics
         self._workers = ThreadPoolExecutor(_NUM_WORKERS, thread_name_prefix="baton-plan")
         self._free_workers = asyncio.Semaphore(_NUM_WORKERS)
@@ -59,7 +68,7 @@ class OpenAIService:
     async def plan(self, body: bytes, chat: bool) -> Plan:
         """Parse the body of `POST /v1/completions` or, with `chat`, of `POST /v1/chat/completions`."""
         self.queue.check()
-        return await self._understand(make_plan, body, chat)
+        return await self._understand(make_plan, body, chat, self._parsing)
 
     async def tokenize(self, body: bytes) -> dict[str, object]:
         """Answer the body of `POST /tokenize`."""
@@ -87,7 +96,10 @@ class OpenAIService:
         if plan.kv_mode is not None and not self._backend.allows_kv_mode:
             raise RequestError("kv_mode cannot be chosen by a request here", "kv_mode")
         self._backend.check(plan.asked)
-        outputs = [SampleOutput(plan.model.tokenizer, request, plan.asked.stop) for request in plan.requests]
+        outputs = [
+            SampleOutput(plan.model.tokenizer, request, plan.asked.stop, plan.reader() if plan.reader else None)
+            for request in plan.requests
+        ]
         if plan.stream:
             events = self._events(plan, outputs)
             # Wait for the first event: a refusal must set the HTTP status.
@@ -104,7 +116,7 @@ class OpenAIService:
         try:
             async with contextlib.aclosing(self._run(plan, outputs)) as deltas:
                 async for index, delta in deltas:
-                    if not (delta.text or delta.finish_reason or (wants_tokens and delta.token_ids)):
+                    if not (fmt.is_told(plan, delta) or (wants_tokens and delta.token_ids)):
                         continue  # all of it is held back
                     first = index not in begun
                     yield _event(fmt.streamed(plan, index, delta, outputs[index], first, offsets[index]))

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 from baton.errors import RequestError
 from baton.openai.backend import ServedModel
-from baton.openai.plan import chat_prompt, check_model, encode
+from baton.openai.conversation import chat_prompt, chat_text, encode
+from baton.openai.plan import check_model
 from baton.openai.requests import DetokenizeRequest, TokenizeRequest, decode_body
+from baton.openai.tools import Asked
 
 
 def tokenize(body: bytes, model: ServedModel) -> dict[str, object]:
     """The tokens of a text or a conversation as a completion or a chat would get them, and their number.
 
-    Raises `RequestError` naming what is malformed, and as `chat_prompt` does.
+    Raises `RequestError` naming what is malformed, and as `chat_text` does.
     """
     request = decode_body(body, TokenizeRequest)
     check_model(request.model, model)
     if (request.prompt is None) == (request.messages is None):
         raise RequestError("exactly one of prompt and messages is needed", "prompt")
     if request.messages is not None:
-        ids = list(chat_prompt(request, request.messages, dict(request.chat_template_kwargs or {}), model))
+        tools, variables = Asked.of(request.tools, None, None).shown(), dict(request.chat_template_kwargs or {})
+        ids = list(chat_prompt(chat_text(request, request.messages, variables, tools, model), request, model))
     else:
         ids = list(encode(request.prompt or "", model, request.add_special_tokens is not False, "prompt"))
     strings = [model.tokenizer.token_text(token) for token in ids] if request.return_token_strs else None

@@ -17,6 +17,7 @@ from baton.openai import FrontMetrics, OpenAIService
 from baton.openai.http import BODIES, add_openai_routes, json_response, new_app
 from baton.openai.metrics import Row, RowCollector, counter, gauge
 from baton.openai.records import reporting
+from baton.openai.tools import NO_PARSING, Parsing
 from baton.router.admin import Admin
 from baton.router.backend import RouterBackend
 from baton.router.client import new_session
@@ -64,6 +65,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_queued_requests: int = MAX_QUEUED_REQUESTS
     ticket_life: float = TICKET_LIFE_S
     api_keys: tuple[str, ...] = ()
+    parsing: Parsing = NO_PARSING
 
 
 class _AddInstance(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -121,7 +123,7 @@ async def build_app(config: RouterConfig) -> web.Application:
         api_keys=config.api_keys,
         families=lambda: families(metrics.registry.collect(), pool.instances),
     )
-    service = OpenAIService(backend, metrics, config.max_queued_requests)
+    service = OpenAIService(backend, metrics, config.max_queued_requests, config.parsing)
     add_openai_routes(app, service)
     metrics.registry.register(RowCollector(lambda: _rows(backend, service.queue)))
     _add_router_routes(app, backend, Admin(config.admin_token, config.host_names))

@@ -21,6 +21,7 @@ from baton.openai.http import BODIES, add_openai_routes, json_response, new_app,
 from baton.openai.limits import HttpLimits
 from baton.openai.metrics import RowCollector, with_vllm_names
 from baton.openai.records import SequenceRecord, reporting
+from baton.openai.tools import NO_PARSING, Parsing
 from baton.text import Tokenizer
 from baton.wire import EngineInfo, GenerateRequest, Mode, SamplingParams, TokenChunk
 
@@ -57,7 +58,11 @@ class EngineBackend:
 
 
 def build_app(
-    engine: AsyncEngine, tokenizer: Tokenizer, limits: HttpLimits | None = None, api_keys: Sequence[str] = ()
+    engine: AsyncEngine,
+    tokenizer: Tokenizer,
+    limits: HttpLimits | None = None,
+    api_keys: Sequence[str] = (),
+    parsing: Parsing = NO_PARSING,
 ) -> web.Application:
     """Return the app of a started engine, for clients with one of the `api_keys`. Closing the engine is left to the
     caller. Raises `ConfigError` for an empty key."""
@@ -66,7 +71,7 @@ def build_app(
     metrics.registry.register(RowCollector(lambda: with_vllm_names(engine.metrics().collect_rows(), model)))
     app = new_app(metrics, limits, api_keys)
     app.cleanup_ctx.append(lambda _: reporting(metrics, lambda: _load_text(engine)))
-    add_openai_routes(app, OpenAIService(EngineBackend(engine, tokenizer), metrics))
+    add_openai_routes(app, OpenAIService(EngineBackend(engine, tokenizer), metrics, parsing=parsing))
 
     async def generate(request: web.Request) -> web.StreamResponse:
         return await _generate(engine, metrics, request)

@@ -17,6 +17,7 @@ from aiohttp import web
 
 from baton.errors import EngineUnavailableError
 from baton.openai.serving import SHUTDOWN_TIMEOUT_S, serve, url_of
+from baton.openai.tools import NO_PARSING, Parsing
 from baton.server.app import build_app
 from baton.text import Tokenizer
 
@@ -33,6 +34,7 @@ def run_engine(
     on_ready: Callable[[AsyncEngine, str], None],
     shutdown_timeout_s: float = SHUTDOWN_TIMEOUT_S,
     api_keys: Sequence[str] = (),
+    parsing: Parsing = NO_PARSING,
 ) -> None:
     """Serve one engine until SIGINT or SIGTERM, then close it. After SIGTERM requests have `shutdown_timeout_s` to end.
 
@@ -44,7 +46,7 @@ def run_engine(
         engine = make_engine()
         try:
             engine.start()
-            app = build_app(engine, tokenizer, api_keys=api_keys)
+            app = build_app(engine, tokenizer, api_keys=api_keys, parsing=parsing)
             ready = functools.partial(on_ready, engine, url_of(listener))
             failure = asyncio.run(_serve(engine, app, listener, ready, shutdown_timeout_s))
         finally:

@@ -44,8 +44,10 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """Return the prompt text of a conversation. `variables`: a client's own, such as `enable_thinking`.
+        """Return the prompt text of a conversation. `variables`: a client's own, such as `enable_thinking`. `tools`:
+        what the model may call.
 
         Raises `RequestError("messages")` if the template refuses it, `RequestError("chat_template_kwargs")` for a
         variable that is not a client's to set.
@@ -53,7 +55,7 @@ class ChatTemplate:
         given: dict[str, Any] = {
             "messages": [dict(message) for message in messages],
             "add_generation_prompt": add_generation_prompt,
-            "tools": None,
+            "tools": tools,
             "documents": None,
             **self._special_tokens,
         }

@@ -106,15 +106,16 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """Return the prompt text of a conversation; `variables` are more of the template's.
+        """Return the prompt text of a conversation; `variables` are more of the template's, `tools` what it may call.
 
         Raises `RequestError("messages")` when there is no template, or when it refuses the messages. Encode
         the result with `add_special_tokens=False`: templates write BOS themselves.
         """
         if self._template is None:
             raise RequestError("this model has no chat template, use /v1/completions", "messages")
-        return self._template.render(messages, add_generation_prompt, variables)
+        return self._template.render(messages, add_generation_prompt, variables, tools)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -1,0 +1,106 @@
+"""Messages and tools of a chat as the tokens of a prompt, by the model's chat template."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from baton.errors import RequestError
+from baton.openai.backend import ServedModel
+from baton.openai.requests import ChatRequest, Message, TokenizeRequest
+from baton.wire import PromptIds
+
+MAX_MESSAGES = 4096
+# Marks the end of a message that the model goes on with. The space shows whether the template trims messages.
+_END = "<|baton-end-of-message|> "
+
+
+def chat_text(
+    request: ChatRequest | TokenizeRequest,
+    messages: list[Message],
+    variables: dict[str, Any],
+    tools: list[dict[str, Any]] | None,
+    model: ServedModel,
+) -> str:
+    """A conversation as its template writes it, which gets `tools` and `variables` too.
+
+    Raises `RequestError` naming what cannot be served.
+    """
+    if not messages:
+        raise RequestError("messages must not be empty", "messages")
+    if len(messages) > MAX_MESSAGES:
+        raise RequestError(f"messages must be at most {MAX_MESSAGES} messages", "messages")
+    shown = [_message(index, message) for index, message in enumerate(messages)]
+    # Checked before the template runs, whose time grows with the messages.
+    check_num_chars(sum(_num_chars(text) for message in shown for text in message.values()), "messages", model)
+    check_num_chars(_num_chars(tools or ""), "tools", model)
+    goes_on = bool(request.continue_final_message)
+    if goes_on and request.add_generation_prompt:
+        raise RequestError(
+            "continue_final_message and add_generation_prompt exclude each other", "continue_final_message"
+        )
+    if goes_on:
+        shown[-1]["content"] += _END
+    begins = not goes_on and request.add_generation_prompt is not False
+    text = model.tokenizer.apply_chat_template(shown, begins, variables, tools)
+    return _until_end(text) if goes_on else text
+
+
+def chat_prompt(text: str, request: ChatRequest | TokenizeRequest, model: ServedModel) -> PromptIds:
+    """The tokens of what `chat_text` returned. Raises `RequestError` for more than can fit."""
+    # The template wrote BOS itself.
+    return encode(text, model, request.add_special_tokens is True, "messages")
+
+
+def encode(text: str, model: ServedModel, special: bool, param: str) -> PromptIds:
+    """The tokens of a text. Raises `RequestError` for more than can fit."""
+    check_num_chars(len(text), param, model)
+    return PromptIds(model.tokenizer.encode(text, special))
+
+
+def check_num_chars(num_chars: int, param: str, model: ServedModel) -> None:
+    """Raise `RequestError` for text that cannot fit whatever its tokens are, without the cost of tokenising it."""
+    limit = model.max_model_len * model.tokenizer.max_token_chars
+    if num_chars > limit:
+        raise RequestError(
+            f"{param} has {num_chars} characters, and this model's context of {model.max_model_len} tokens holds "
+            f"at most {limit}",
+            param,
+        )
+
+
+def _num_chars(value: Any) -> int:
+    return len(value) if isinstance(value, str) else len(msgspec.json.encode(value))
+
+
+def _until_end(text: str) -> str:
+    """A rendered conversation up to `_END`, without the spaces that its template would have trimmed there."""
+    found = text.rfind(_END.strip())
+    if found < 0:
+        what = "continue_final_message"
+        raise RequestError(f"{what}: the chat template does not show the end of the last message", what)
+    return text[:found] if text.startswith(_END, found) else text[:found].rstrip()
+
+
+def _message(index: int, message: Message) -> dict[str, Any]:
+    param = f"messages[{index}].content"
+    for name in ("function_call", "audio", "refusal", "tools"):
+        if getattr(message, name):
+            raise RequestError(f"{name} is not supported in a message", f"messages[{index}].{name}")
+    content = message.content
+    if isinstance(content, list):
+        for part in content:
+            if part.type != "text" or part.text is None:
+                raise RequestError(f"content parts of type {part.type!r} are not supported, only text", param)
+        content = "".join(part.text or "" for part in content)
+    out: dict[str, Any] = {"role": message.role, "content": content or ""}
+    for name in ("name", "reasoning_content", "reasoning", "tool_call_id"):
+        if (value := getattr(message, name)) is not None:
+            out[name] = value
+    if message.tool_calls:
+        if message.role != "assistant":
+            raise RequestError("tool_calls are in messages of the assistant", f"messages[{index}].tool_calls")
+        calls = enumerate(message.tool_calls)
+        out["tool_calls"] = [call.shown(f"messages[{index}].tool_calls[{number}]") for number, call in calls]
+    return out

@@ -1,0 +1,213 @@
+"""Tools of a chat request: what it may ask for, the grammar of an answer that must call one, and who reads the answer.
+
+Nothing here runs a tool: the client does, and sends the result in its next request.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+
+from baton.errors import ConfigError, RequestError
+from baton.parsing import REASONING_PARSERS, TOOL_PARSERS, Parser
+from baton.parsing.forced import NamedParser, Plain, RequiredParser
+from baton.wire import StructuredOutputsParams
+
+MAX_TOOLS = 128
+_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,256}")
+_NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
+_AUTO = '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set'
+
+
+class FunctionTool(msgspec.Struct, kw_only=True):
+    """`tools[].function`. `parameters` is a JSON schema; it is followed where a call is required."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct, kw_only=True):
+    """One of `tools`."""
+
+    function: FunctionTool
+    type: Literal["function"] = "function"
+
+
+class FunctionName(msgspec.Struct, kw_only=True):
+    """`tool_choice.function`."""
+
+    name: str
+
+
+class NamedChoice(msgspec.Struct, kw_only=True):
+    """`tool_choice` of one function."""
+
+    function: FunctionName
+    type: Literal["function"] = "function"
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedChoice
+
+
+class CalledFunction(msgspec.Struct, kw_only=True):
+    """`tool_calls[].function` of an earlier answer. `arguments` is the text of a JSON object, or the object."""
+
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+
+class ToolCall(msgspec.Struct, kw_only=True):
+    """A call in an earlier answer."""
+
+    function: CalledFunction
+    id: str | None = None
+    type: Literal["function"] = "function"
+
+    def shown(self, field: str) -> dict[str, Any]:
+        """As templates take it, `arguments` as an object. Raises `RequestError` naming the field."""
+        arguments: Any = self.function.arguments or {}
+        if isinstance(arguments, str):
+            try:
+                arguments = msgspec.json.decode(arguments)
+            except (msgspec.DecodeError, UnicodeError, RecursionError):
+                raise RequestError(f"{field}.function.arguments is not valid JSON", f"{field}.function") from None
+        function = {"name": self.function.name, "arguments": arguments}
+        return {"id": self.id or "", "type": self.type, "function": function}
+
+
+@dataclass(frozen=True, slots=True)
+class Parsing:
+    """How a server reads answers, by vLLM's flags. Raises `ConfigError` for a name that does not exist."""
+
+    enable_auto_tool_choice: bool = False
+    tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
+
+    def __post_init__(self) -> None:
+        for field, names in (("tool_call_parser", TOOL_PARSERS), ("reasoning_parser", REASONING_PARSERS)):
+            name = getattr(self, field)
+            if name is not None and name not in names:
+                raise ConfigError(field, f"{name!r} is unknown, expected one of {', '.join(names)}")
+        if self.enable_auto_tool_choice and self.tool_call_parser is None:
+            raise ConfigError("tool_call_parser", "is needed with enable_auto_tool_choice")
+
+
+NO_PARSING = Parsing()
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The tools of a request, checked. `choice`: none where there are no tools."""
+
+    tools: Sequence[Tool]
+    choice: ToolChoice
+    parallel: bool
+
+    @classmethod
+    def of(cls, tools: Sequence[Tool] | None, choice: ToolChoice | None, parallel: bool | None) -> Asked:
+        """Raises `RequestError` naming the field."""
+        tools = tools or ()
+        if len(tools) > MAX_TOOLS:
+            raise RequestError(f"tools must be at most {MAX_TOOLS}", "tools")
+        names = [tool.function.name for tool in tools]
+        for index, name in enumerate(names):
+            if not _NAME.fullmatch(name) or names.index(name) < index:
+                what = "1 to 256 of A-Z a-z 0-9 _ . : -, and used once"
+                raise RequestError(f"tools[{index}].function.name must be {what}", f"tools[{index}].function.name")
+        if not tools and (choice == "required" or isinstance(choice, NamedChoice)):
+            raise RequestError("tool_choice needs tools", "tool_choice")
+        if isinstance(choice, NamedChoice) and choice.function.name not in names:
+            raise RequestError("tool_choice names a function that is not in tools", "tool_choice")
+        default: ToolChoice = "auto" if tools else "none"
+        return cls(tools, (choice or default) if tools else "none", parallel is not False)
+
+    def shown(self) -> list[dict[str, Any]] | None:
+        """As templates take them."""
+        return [_without_none(msgspec.to_builtins(tool)) for tool in self.tools] or None
+
+    def grammar(self) -> StructuredOutputsParams | None:
+        """What an answer must follow that has to call a tool: as in vLLM a list of `{"name", "parameters"}`, or the
+        arguments of the function that was named. Raises `RequestError` naming the field."""
+        if isinstance(self.choice, NamedChoice):
+            wanted = self.choice.function.name
+            schema = next(_parameters(tool) for tool in self.tools if tool.function.name == wanted)
+        elif self.choice == "required":
+            schema = _calls(self.tools, self.parallel)
+        else:
+            return None
+        try:
+            params = StructuredOutputsParams(json=msgspec.json.encode(schema).decode())
+            params.check()
+        except RequestError as error:
+            raise RequestError(f"tools: {error}", "tools") from None
+        return params
+
+    def reader(self, parsing: Parsing, opened: bool) -> Callable[[], Parser] | None:
+        """Makes the parser of one answer; None where all of it is content. `opened`: the prompt ends in reasoning.
+
+        Raises `RequestError` naming the field.
+        """
+        schemas = {tool.function.name: tool.function.parameters for tool in self.tools}
+        make: Callable[[], Parser] | None = None
+        if isinstance(self.choice, NamedChoice):
+            name = self.choice.function.name
+            return lambda: NamedParser(name)
+        if self.choice == "required":
+            return RequiredParser
+        if self.choice == "auto":
+            if not parsing.enable_auto_tool_choice or parsing.tool_call_parser is None:
+                raise RequestError(_AUTO, "tool_choice")
+            form = TOOL_PARSERS[parsing.tool_call_parser]
+
+            def make() -> Parser:
+                return form.make(schemas)
+
+        if parsing.reasoning_parser is None:
+            return make
+        reasons, rest = REASONING_PARSERS[parsing.reasoning_parser], make or Plain
+        return lambda: reasons(rest(), opened)
+
+    def spells_special(self, parsing: Parsing) -> bool:
+        """Whether special tokens must be spelt for the parser to see its markers."""
+        name = parsing.tool_call_parser
+        return self.choice == "auto" and name is not None and TOOL_PARSERS[name].special
+
+
+def _parameters(tool: Tool) -> dict[str, Any]:
+    return tool.function.parameters or _NO_PARAMETERS
+
+
+def _calls(tools: Sequence[Tool], parallel: bool) -> dict[str, Any]:
+    """The schema of a list of calls. Definitions move to its root, which is where references look for them."""
+    definitions: dict[str, Any] = {}
+    items = []
+    for index, tool in enumerate(tools):
+        parameters = dict(_parameters(tool))
+        own = parameters.pop("$defs", {})
+        for name, defined in own.items() if isinstance(own, dict) else ():
+            if definitions.setdefault(name, defined) != defined:
+                field = f"tools[{index}].function.parameters"
+                raise RequestError(f"{field}: $defs has another {name!r} than a tool before it", field)
+        properties = {"name": {"type": "string", "enum": [tool.function.name]}, "parameters": parameters}
+        items.append(
+            {
+                "type": "object",
+                "properties": properties,
+                "required": ["name", "parameters"],
+                "additionalProperties": False,
+            }
+        )
+    schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": items}}
+    if not parallel:
+        schema["maxItems"] = 1
+    return schema | ({"$defs": definitions} if definitions else {})
+
+
+def _without_none(value: Any) -> Any:
+    return {k: _without_none(v) for k, v in value.items() if v is not None} if isinstance(value, dict) else value

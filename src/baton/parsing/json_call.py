@@ -1,0 +1,117 @@
+"""One call as a JSON object, `{"name": ..., "arguments": {...}}`, read character by character."""
+
+from __future__ import annotations
+
+import json
+from typing import Literal
+
+_SPACE = " \t\r\n"
+_ARGUMENTS = ("arguments", "parameters")
+_MAX_NAME = 256
+
+State = Literal["open", "key", "colon", "value", "next", "done", "failed"]
+
+
+class JsonValue:
+    """Where a JSON value ends, by its brackets and quotes; what stands between is not looked at."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.done = False
+        self._depth = 0
+        self._quoted = self._escaped = False
+
+    def push(self, char: str) -> bool:
+        """Whether the character belongs to the value; one that ends a number or a word does not."""
+        if self._quoted:
+            self._quoted = self._escaped or char != '"'
+            self._escaped = char == "\\" and not self._escaped
+            self.done = not self._quoted and self._depth == 0
+        elif char == '"':
+            if self._depth == 0 and self.text:
+                self.done = True
+                return False
+            self._quoted = True
+        elif char in "{[":
+            self._depth += 1
+        elif char in "}]":
+            if self._depth == 0:
+                self.done = True
+                return False
+            self._depth -= 1
+            self.done = self._depth == 0
+        elif self._depth == 0 and (char == "," or char in _SPACE):
+            self.done = True
+            return False
+        self.text += char
+        return True
+
+
+class JsonCall:
+    """`name` once it is known; `arguments`: what is known and not yet taken of them; `raw`: all that was read."""
+
+    def __init__(self) -> None:
+        self.raw = ""
+        self.name: str | None = None
+        self.state: State = "open"
+        self._pending = ""
+        self._key = ""
+        self._value = JsonValue()
+
+    def take(self) -> str:
+        """Pieces of the arguments since the last call; none before the name is known."""
+        if self.name is None:
+            return ""
+        pending, self._pending = self._pending, ""
+        return pending
+
+    def push(self, char: str) -> None:
+        """Read one character. After `state` is done or failed nothing may be pushed."""
+        self.raw += char
+        if self.state in ("open", "key", "colon", "next"):
+            self._between(char)
+            return
+        if not self._value.text and char in _SPACE:
+            return
+        mine = self._value.push(char)
+        if mine and self._key in _ARGUMENTS:
+            self._pending += char
+        if self._value.done:
+            self._ended()
+            if not mine and self.state == "next":
+                self._between(char)
+
+    def _between(self, char: str) -> None:
+        if self.state == "key" and (self._value.text or char == '"'):
+            self._value.push(char)
+            if self._value.done:
+                self._key, self.state = _string(self._value.text) or "", "colon"
+        elif char in _SPACE:
+            return
+        elif self.state == "open" and char == "{":
+            self._value, self.state = JsonValue(), "key"
+        elif self.state == "colon" and char == ":":
+            self._value, self.state = JsonValue(), "value"
+        elif self.state == "next" and char == ",":
+            self._value, self.state = JsonValue(), "key"
+        elif self.state == "next" and char == "}":
+            self.state = "failed" if self.name is None else "done"
+        else:
+            self.state = "failed"
+
+    def _ended(self) -> None:
+        self.state = "next" if self._value.text else "failed"
+        if self._key == "name" and self.name is None:
+            name = _string(self._value.text)
+            if not name or len(name) > _MAX_NAME:
+                self.state = "failed"
+            else:
+                self.name = name
+
+
+def _string(text: str) -> str | None:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return None
+    return value if isinstance(value, str) else None

@@ -1,0 +1,53 @@
+"""`llama3_json`: the whole answer is `{"name": ..., "parameters": {...}}`, or several with `;` between, of Llama 3.1 to
+3.3; `<|python_tag|>` may lead them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from baton.parsing.base import Event, Words
+from baton.parsing.calls import JsonCalls
+
+_TAG = "<|python_tag|>"
+
+
+class Llama3JsonParser:
+    """Calls from the first character on, else words to the end."""
+
+    def __init__(self, tools: Mapping[str, Any]) -> None:
+        self._words = Words()
+        self._calls = JsonCalls(self._words)
+        self._held = ""
+        self._where = "start"
+
+    def push(self, text: str) -> list[Event]:
+        text, self._held = self._held + text, ""
+        events: list[Event] = []
+        while text:
+            if self._where == "words":
+                return events + self._words.push(text)
+            if self._where == "call":
+                more, text, is_call = self._calls.push(text)
+                events += more
+                if is_call is not None:
+                    self._where = "between" if is_call else "words"
+                continue
+            lead = text.lstrip(" \t\r\n;," if self._where == "between" else None)
+            tagged = lead.removeprefix(_TAG).lstrip()
+            if tagged.startswith("{"):
+                self._calls.begin(text[: len(text) - len(tagged)])
+                self._where, text = "call", tagged
+            elif not tagged or (lead and _TAG.startswith(lead)):
+                self._held = text
+                break
+            else:
+                self._where = "words"
+        return events
+
+    def finish(self) -> list[Event]:
+        if self._where == "call":
+            return self._calls.finish() + self._words.finish()
+        if self._where == "between":
+            self._held = self._held.strip(" \t\r\n;,")
+        return self._words.push(self._held) + self._words.finish()

@@ -1,0 +1,110 @@
+"""`mistral`: behind `[TOOL_CALLS]` a list of `{"name": ..., "arguments": {...}}`, or `NAME{...}` and
+`NAME[ARGS]{...}` of Mistral's tokenizers from version 11 on, where each call has a `[TOOL_CALLS]` of its own."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from baton.parsing.base import CallDelta, Event, Words, split_at
+from baton.parsing.calls import JsonCalls
+from baton.parsing.json_call import JsonValue
+
+_OPEN, _ARGS = "[TOOL_CALLS]", "[ARGS]"
+_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,256}")
+
+
+class MistralParser:
+    """Words, then calls; what follows a call and is none is words again."""
+
+    def __init__(self, tools: Mapping[str, Any]) -> None:
+        self._words = Words()
+        self._calls = JsonCalls(self._words)
+        self._value = JsonValue()
+        self._held = ""
+        self._where = "words"
+
+    def push(self, text: str) -> list[Event]:
+        text, self._held = self._held + text, ""
+        events: list[Event] = []
+        while text:
+            if self._where == "words":
+                before, found, text = split_at(text, _OPEN)
+                events += self._words.push(before)
+                if not found:
+                    self._held = text
+                    break
+                self._where = "start"
+                continue
+            left = len(text)
+            text = getattr(self, f"_{self._where}")(text, events)
+            if len(text) == left and self._held:
+                break
+        return events
+
+    def _start(self, text: str, events: list[Event]) -> str:
+        """Behind `[TOOL_CALLS]`."""
+        rest = text.lstrip()
+        if rest.startswith("[") and not _ARGS.startswith(rest):
+            self._calls.begin(_OPEN + "[")
+            self._where = "call"
+            return rest[1:]
+        name = _NAME.match(rest)
+        behind = rest[name.end() :] if name else ""
+        if not rest or (name and (not behind or (_ARGS.startswith(behind) and behind != _ARGS))) or rest == "[":
+            self._held = text
+            return text
+        behind = behind.removeprefix(_ARGS).lstrip()
+        if name and (not behind or behind.startswith("{")):
+            if not behind:
+                self._held = text
+                return text
+            self._words.call()
+            events.append(CallDelta(self._calls.count, name.group(), ""))
+            self._value, self._where = JsonValue(), "arguments"
+            return behind
+        events += self._words.push(_OPEN)
+        self._where = "words"
+        return text
+
+    def _arguments(self, text: str, events: list[Event]) -> str:
+        """Behind a name."""
+        before = len(self._value.text)
+        for char in text:
+            self._value.push(char)
+            if self._value.done:
+                break
+        more = self._value.text[before:]
+        events.append(CallDelta(self._calls.count, None, more))
+        if self._value.done:
+            self._calls.count += 1
+            self._words.call()
+            self._where = "words"
+        return text[len(more) :]
+
+    def _call(self, text: str, events: list[Event]) -> str:
+        """In a list."""
+        more, text, is_call = self._calls.push(text)
+        events += more
+        if is_call is not None:
+            self._where = "list" if is_call else "words"
+        return text
+
+    def _list(self, text: str, events: list[Event]) -> str:
+        """Behind a call of a list."""
+        rest = text.lstrip()
+        if rest.startswith(","):
+            self._calls.begin(",")
+            self._where = "call"
+            return rest[1:]
+        if rest:
+            self._where = "words"
+            return rest.removeprefix("]")
+        return ""
+
+    def finish(self) -> list[Event]:
+        if self._where == "call":
+            return self._calls.finish() + self._words.finish()
+        lead = _OPEN if self._where == "start" else ""
+        return self._words.push(lead + self._held) + self._words.finish()

@@ -1,0 +1,119 @@
+"""`qwen3_xml`: `<tool_call><function=NAME><parameter=KEY>value</parameter></function></tool_call>`, of Qwen 3 Coder.
+
+A value is text. It becomes a JSON string where the function's schema says string, or says nothing and the text is no
+JSON; else the JSON that it is.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from baton.parsing.base import CallDelta, Event, Words, split_at
+
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_VALUE, _VALUE_END = "<parameter=", "</parameter>"
+_FUNCTION = re.compile(r"\s*<function=([^<>\s]{1,256})>")
+_PARAMETER = re.compile(r"\s*<parameter=([^<>]{1,256})>(.*?)</parameter>", re.DOTALL)
+_END = re.compile(r"\s*</function>(\s*</tool_call>)?")
+
+
+class Qwen3XmlParser:
+    """A call's name is told when its function is named, an argument when its value is whole."""
+
+    def __init__(self, tools: Mapping[str, Any]) -> None:
+        self._tools = tools
+        self._words = Words()
+        self._held = ""
+        self._where = "words"
+        self._count = 0
+        self._name = ""
+        self._keys: set[str] = set()
+
+    def push(self, text: str) -> list[Event]:
+        if self._where == "inside" and self._held.lstrip().startswith(_VALUE):
+            tail = self._held[-len(_VALUE_END) :] + text
+            if _VALUE_END not in tail:
+                self._held += text  # to look through a long value at each of its pieces would take long
+                return []
+        text, self._held = self._held + text, ""
+        events: list[Event] = []
+        while text:
+            if self._where == "words":
+                before, found, text = split_at(text, _OPEN)
+                events += self._words.push(before)
+                if not found:
+                    self._held = text
+                    break
+                self._where = "call"
+                continue
+            rest = self._function(text, events) if self._where == "call" else self._inside(text, events)
+            if rest is None:
+                self._held = text
+                break
+            text = rest
+        return events
+
+    def _function(self, text: str, events: list[Event]) -> str | None:
+        found = _FUNCTION.match(text)
+        if found is None:
+            begun = text.lstrip()
+            start = "<function="
+            if start.startswith(begun) or (begun.startswith(start) and not re.search(r"[<>\s]", begun[len(start) :])):
+                return None
+            self._where = "words"
+            events += self._words.push(_OPEN)
+            return text
+        self._words.call()
+        self._name, self._keys, self._where = found[1], set(), "inside"
+        events.append(CallDelta(self._count, self._name, "{"))
+        return text[found.end() :]
+
+    def _inside(self, text: str, events: list[Event]) -> str | None:
+        if ">" not in text:
+            return None
+        found = _PARAMETER.match(text)
+        if found is not None:
+            key = found[1].strip()
+            if key not in self._keys:
+                lead = ", " if self._keys else ""
+                self._keys.add(key)
+                value = self._value(key, found[2])
+                events.append(CallDelta(self._count, None, f"{lead}{json.dumps(key, ensure_ascii=False)}: {value}"))
+            return text[found.end() :]
+        end = _END.match(text)
+        begun = text.lstrip()
+        if end is not None and end[1] is None and _CLOSE.startswith(text[end.end() :].lstrip()):
+            return None  # the call's own end may follow
+        if end is not None or not (begun.startswith(_VALUE) or _may_begin(begun)):
+            events.append(CallDelta(self._count, None, "}"))
+            self._count += 1
+            self._words.call()
+            self._where = "words"
+            return text if end is None else text[end.end() :]
+        return None
+
+    def _value(self, key: str, text: str) -> str:
+        text = text.removeprefix("\n").removesuffix("\n")
+        schema = self._tools.get(self._name) or {}
+        wanted = ((schema.get("properties") or {}).get(key) or {}).get("type")
+        if wanted != "string":
+            try:
+                return json.dumps(json.loads(text), ensure_ascii=False)
+            except (ValueError, RecursionError):
+                pass
+        return json.dumps(text, ensure_ascii=False)
+
+    def finish(self) -> list[Event]:
+        if self._where == "inside":
+            # An end that was waited for is one; without it the call is cut off, and so are its arguments.
+            closed = _END.match(self._held) is not None
+            return [CallDelta(self._count, None, "}")] if closed else []
+        lead = _OPEN if self._where == "call" else ""
+        return self._words.push(lead + self._held) + self._words.finish()
+
+
+def _may_begin(text: str) -> bool:
+    return any(start.startswith(text) for start in (_VALUE, "</function>"))

@@ -1,0 +1,39 @@
+"""The parsers by name. A new one is a file and a line here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from baton.parsing.base import Parser
+from baton.parsing.hermes import HermesParser
+from baton.parsing.llama3_json import Llama3JsonParser
+from baton.parsing.mistral import MistralParser
+from baton.parsing.qwen3_xml import Qwen3XmlParser
+from baton.parsing.reasoning import ThinkParser
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    """How a model writes calls. `make` gets the JSON schema of each tool's parameters. `special`: its markers are
+    special tokens, which must be spelt."""
+
+    make: Callable[[Mapping[str, Any]], Parser]
+    special: bool = False
+
+
+TOOL_PARSERS: dict[str, ToolFormat] = {
+    "hermes": ToolFormat(HermesParser),
+    "llama3_json": ToolFormat(Llama3JsonParser, special=True),
+    "mistral": ToolFormat(MistralParser, special=True),
+    "qwen3_xml": ToolFormat(Qwen3XmlParser),
+}
+
+# What reads the answer behind the reasoning, and whether the prompt ends inside of it.
+MakeReasoning = Callable[[Parser, bool], Parser]
+REASONING_PARSERS: dict[str, MakeReasoning] = {
+    # Its templates open the reasoning, or the model leaves the opening out.
+    "deepseek_r1": lambda rest, opened: ThinkParser(rest, True),
+    "qwen3": ThinkParser,
+}

@@ -1,0 +1,190 @@
+"""Tool calls and reasoning in text: what is found does not depend on how the text came, and nothing is lost."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.parsing import REASONING_PARSERS, TOOL_PARSERS, CallDelta, Content, Parser, Reasoning
+from baton.parsing.forced import NamedParser, Plain, RequiredParser
+
+Found = tuple[str, str, list[tuple[str, str]]]
+SCHEMAS = {
+    "get_weather": {"properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
+    "stop": None,
+}
+
+
+def found(parser: Parser, pieces: Sequence[str]) -> Found:
+    """Content, reasoning, and (name, arguments) of each call; the order of events is checked."""
+    events = [event for piece in pieces for event in parser.push(piece)] + parser.finish()
+    calls: list[tuple[str, str]] = []
+    for event in events:
+        if isinstance(event, CallDelta) and event.name is not None:
+            assert event.index == len(calls)
+            calls.append((event.name, event.arguments))
+        elif isinstance(event, CallDelta):
+            assert event.index == len(calls) - 1
+            calls[-1] = calls[-1][0], calls[-1][1] + event.arguments
+    words = "".join(event.text for event in events if isinstance(event, Content))
+    return words, "".join(event.text for event in events if isinstance(event, Reasoning)), calls
+
+
+# What the formats' own templates and model cards show, then what they do not.
+CALL = '{"name": "get_weather", "arguments": {"city": "Br\\"u}ck", "days": [1, {"a": "]"}]}}'
+ARGUMENTS = '{"city": "Br\\"u}ck", "days": [1, {"a": "]"}]}'
+LLAMA = CALL.replace("arguments", "parameters")
+XML = "<function=get_weather>\n<parameter=city>\n12 Main\n</parameter>\n<parameter=days>\n3\n</parameter>\n</function>"
+CASES: dict[str, list[tuple[str, Found]]] = {
+    "hermes": [
+        ("no call", ("no call", "", [])),
+        (f"<tool_call>\n{CALL}\n</tool_call>", ("", "", [("get_weather", ARGUMENTS)])),
+        (
+            f'See.\n\n<tool_call>{CALL}</tool_call>\n<tool_call>{{"arguments": {{}}, "name": "stop"}}</tool_call>\n',
+            ("See.", "", [("get_weather", ARGUMENTS), ("stop", "{}")]),
+        ),
+        (f"<tool_call>{CALL}</tool_call> and so", ("and so", "", [("get_weather", ARGUMENTS)])),
+        ('<tool_call>{"name": "stop"}', ("", "", [("stop", "")])),
+        ('<tool_call>{"name": "stop", "arguments": {"a', ("", "", [("stop", '{"a')])),
+        ("<tool_call>no JSON</tool_call>", ("<tool_call>no JSON</tool_call>", "", [])),
+        ('<tool_call>{"nam": 1}</tool_call>', ('<tool_call>{"nam": 1}</tool_call>', "", [])),
+        ('<tool_call>{"name": 7}</tool_call>', ('<tool_call>{"name": 7}</tool_call>', "", [])),
+        ("a < b <tool", ("a < b <tool", "", [])),
+    ],
+    "llama3_json": [
+        ("no call", ("no call", "", [])),
+        (LLAMA, ("", "", [("get_weather", ARGUMENTS)])),
+        (
+            f'<|python_tag|>{LLAMA}; {{"name": "stop", "parameters": {{}}}}',
+            ("", "", [("get_weather", ARGUMENTS), ("stop", "{}")]),
+        ),
+        ('{"answer": 1} it is', ('{"answer": 1} it is', "", [])),
+        (f"See {LLAMA}", (f"See {LLAMA}", "", [])),
+        ("<|python", ("<|python", "", [])),
+    ],
+    "mistral": [
+        ("no call", ("no call", "", [])),
+        (
+            f'[TOOL_CALLS][{CALL}, {{"name": "stop", "arguments": {{}}}}]',
+            ("", "", [("get_weather", ARGUMENTS), ("stop", "{}")]),
+        ),
+        (
+            f"Well.[TOOL_CALLS]get_weather{ARGUMENTS}[TOOL_CALLS]stop[ARGS]{{}}",
+            ("Well.", "", [("get_weather", ARGUMENTS), ("stop", "{}")]),
+        ),
+        ("[TOOL_CALLS] none of them", ("[TOOL_CALLS] none of them", "", [])),
+        ("[TOOL_CALLS][1]", ("[TOOL_CALLS][1]", "", [])),
+    ],
+    "qwen3_xml": [
+        ("no call", ("no call", "", [])),
+        (f"<tool_call>\n{XML}\n</tool_call>", ("", "", [("get_weather", '{"city": "12 Main", "days": 3}')])),
+        (
+            f"I look.\n<tool_call>{XML}</tool_call>\n<tool_call><function=stop></function></tool_call>",
+            ("I look.", "", [("get_weather", '{"city": "12 Main", "days": 3}'), ("stop", "{}")]),
+        ),
+        (
+            "<tool_call><function=stop><parameter=x>[1, 2]</parameter><parameter=y>a\nb</parameter></function>",
+            ("", "", [("stop", '{"x": [1, 2], "y": "a\\nb"}')]),
+        ),
+        ("<tool_call>no function", ("<tool_call>no function", "", [])),
+        ("<tool_call><function=stop><parameter=x>never ends", ("", "", [("stop", "{")])),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", sorted(TOOL_PARSERS))
+def test_every_format_has_cases(name: str) -> None:
+    for text, expected in CASES[name]:
+        for pieces in ([text], list(text)):
+            assert found(TOOL_PARSERS[name].make(SCHEMAS), pieces) == expected, text
+
+
+JSON = ["{", "}", "[", "]", ",", ":", '"', "\\", '"name"', '"stop"', '"arguments"', CALL, LLAMA]
+MARKERS = [
+    "<tool_call>",
+    "</tool_call>",
+    "<tool",
+    "[TOOL_CALLS]",
+    "[ARGS]",
+    ";",
+    "<|python_tag|>",
+    "<think>",
+    "</think>",
+]
+TAGS = ["<function=stop>", "<parameter=a>", "</parameter>", "</function>", ">"]
+ALPHABET = st.sampled_from([*JSON, *MARKERS, *TAGS, " ", "\n", "x", "1", "stop"])
+
+
+@st.composite
+def cut_texts(draw: st.DrawFn) -> list[str]:
+    text = "".join(draw(st.lists(ALPHABET, max_size=14)))
+    cuts = sorted(draw(st.lists(st.integers(0, len(text)), max_size=8)))
+    return [text[start:stop] for start, stop in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+
+
+MAKERS: list[Callable[[], Parser]] = [
+    *(lambda form=form: form.make(SCHEMAS) for form in TOOL_PARSERS.values()),  # type: ignore[misc]
+    *(
+        lambda make=make, opened=opened: make(TOOL_PARSERS["hermes"].make(SCHEMAS), opened)  # type: ignore[misc]
+        for make in REASONING_PARSERS.values()
+        for opened in (False, True)
+    ),
+    RequiredParser,
+    lambda: NamedParser("stop"),
+]
+
+
+@settings(max_examples=150, deadline=None)
+@given(cut_texts())
+def test_what_is_found_does_not_depend_on_how_the_text_came(pieces: list[str]) -> None:
+    """And no text, however malformed, ends a parser."""
+    text = "".join(pieces)
+    for make in MAKERS:
+        whole = found(make(), [text])
+        assert found(make(), pieces) == whole
+        assert found(make(), list(text)) == whole
+
+
+@settings(max_examples=100, deadline=None)
+@given(cut_texts())
+def test_without_calls_every_character_is_content(pieces: list[str]) -> None:
+    for form in TOOL_PARSERS.values():
+        words, _, calls = found(form.make(SCHEMAS), pieces)
+        if not calls:
+            assert words == "".join(pieces)
+
+
+def test_answers_that_a_grammar_forces() -> None:
+    text = '[{"name": "get_weather", "parameters": {"city": "Bern"}}, {"name": "stop", "parameters": {}}]'
+    for pieces in ([text], list(text)):
+        assert found(RequiredParser(), pieces) == ("", "", [("get_weather", '{"city": "Bern"}'), ("stop", "{}")])
+    # Cut off by max_tokens.
+    assert found(RequiredParser(), [text[:45]]) == ("", "", [("get_weather", '{"city')])
+    assert found(NamedParser("stop"), ['{"a"', ": 1}"]) == ("", "", [("stop", '{"a": 1}')])
+
+
+@pytest.mark.parametrize(
+    ("name", "opened", "text", "expected"),
+    [
+        ("qwen3", False, "<think>\nhm\n</think>\n\nYes.", ("Yes.", "\nhm\n")),
+        ("qwen3", True, "hm</think>Yes.", ("Yes.", "hm")),
+        ("qwen3", False, "Yes.", ("Yes.", "")),
+        ("qwen3", False, "<think>cut", ("", "cut")),
+        ("deepseek_r1", False, "hm</think>Yes.", ("Yes.", "hm")),
+        ("deepseek_r1", False, "<think>hm</think>Yes <think>.", ("Yes <think>.", "hm")),
+    ],
+)
+def test_reasoning(name: str, opened: bool, text: str, expected: tuple[str, str]) -> None:
+    assert found(REASONING_PARSERS[name](Plain(), opened), list(text))[:2] == expected
+
+
+def test_a_long_value_takes_linear_time() -> None:
+    """Each piece costs the same, however much of a value came before it."""
+    pieces = ["<tool_call><function=stop><parameter=x>", *["abcd "] * 60_000, "</parameter></function></tool_call>"]
+    ((name, arguments),) = found(TOOL_PARSERS["qwen3_xml"].make(SCHEMAS), pieces)[2]
+    assert name == "stop"
+    assert len(json.loads(arguments)["x"]) == 5 * 60_000
