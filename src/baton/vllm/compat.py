@@ -123,8 +123,9 @@ def data_parallel_rank(config: Any) -> int | None:
     """Which of several engines behind one address this one is; None where it has an address of its own."""
     parallel = config.parallel_config
     # Where a model has no experts vLLM sets the sizes back to 1, and only the engine id tells.
-    several = str(config.kv_transfer_config.engine_id).endswith(f"_dp{parallel.data_parallel_index}")
-    return int(parallel.data_parallel_index) if several and not parallel.data_parallel_external_lb else None
+    rank = int(getattr(parallel, "data_parallel_index", 0))
+    several = str(config.kv_transfer_config.engine_id).endswith(f"_dp{rank}")
+    return rank if several and not getattr(parallel, "data_parallel_external_lb", False) else None
 
 
 def gather_workers(config: Any, own: bytes) -> list[bytes]:
