@@ -123,17 +123,20 @@ def test_layers_are_copied_once_each_as_they_are_written() -> None:
     assert in_layers(p.handle(Declared(8, TABLES, {"target": 6, "draft": 0}))) == [("target", 2, 6, 5, END)]
     assert p.handle(LayersWritten(8, TABLES, PART, 7)) == []  # said late, and known to be so in all layers
     assert in_layers(p.handle(LayersWritten(8, TABLES, {"target": 8}, 1))) == [("target", 6, 8, 0, 1)]
+    p.handle(CopyEnded(0, ok=True, num_bytes=10))
+    p.handle(CopyEnded(3, ok=True, num_bytes=10))
     assert in_layers(p.handle(ALL)) == [("draft", 0, 7, 0, END), ("target", 6, 8, 1, END)]
     failed = p.handle(CopyEnded(1, ok=False))
     assert in_layers(failed) == [("target", 2, 6, 2, 5)]
-    for copy_id in (0, 2, 3, 4, 5, 6):
+    for copy_id in (2, 4, 5, 6):
         p.handle(CopyEnded(copy_id, ok=True, num_bytes=10))
     (last,) = p.handle(Sampled(SEEDS, False, WHOLE))
     assert isinstance(last, StartCopy)
     (commit,) = p.handle(CopyEnded(last.copy_id, ok=True, num_bytes=10))
     assert isinstance(commit, Send)
     assert isinstance(commit.message, Commit)
-    assert (p.copies.num_hidden, p.copies.num_bytes) == (60, 70)
+    # Those that ended before the whole prompt was computed.
+    assert (p.copies.num_hidden, p.copies.num_bytes) == (20, 70)
 
 
 def test_layers_of_a_forward_that_failed_are_copied_again_behind_the_first_copies() -> None:

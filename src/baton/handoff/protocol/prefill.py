@@ -249,7 +249,7 @@ class PrefillHandoff(Half):
         copy = self.copies.end(event)
         if copy is None:
             return []
-        if self._seeds is None:
+        if not self._stretches.computed:
             self.copies.num_hidden += event.num_bytes
         if self.phase is PrefillPhase.CLOSING:
             return self._settle()

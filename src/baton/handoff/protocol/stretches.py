@@ -35,6 +35,7 @@ class Stretches:
 
     def __init__(self, key: AttemptKey, mode: Mode, integrity: Integrity, copies: CopyLedger) -> None:
         self.final: dict[str, int] = {}
+        self.computed = False  # the engine has said so of the whole prompt
         self.pages: dict[str, list[int]] = {}
         self.digests: ev.Digests = {}
         self._key = key
@@ -58,6 +59,7 @@ class Stretches:
     def declare(self, event: ev.Declared) -> None:
         """The engine says how far it is."""
         self._prompt_len = event.prompt_len
+        self.computed = self.computed or event.prompt_len in event.final.values()
         for group, pages in event.pages.items():
             if self._moves(group):
                 self.pages[group] = list(pages)
