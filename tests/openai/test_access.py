@@ -10,7 +10,7 @@ import pytest
 
 from baton.cli.options import ListenOptions
 from baton.errors import ConfigError
-from baton.openai.access import ApiKeys
+from baton.openai.access import Access, ApiKeys
 from baton.router import RouterConfig
 from baton.router import build_app as build_router
 from baton.server import build_app
@@ -26,7 +26,7 @@ KEYS = ("secret-1", "sécret-2")
 async def test_the_api_needs_a_key(directory: Path, session: aiohttp.ClientSession, given: str | None) -> None:
     headers = {} if given is None else {"Authorization": given}
     engine = FakeEngine(directory)
-    async with served(build_app(engine, Tokenizer.load(directory), api_keys=KEYS)) as url:
+    async with served(build_app(engine, Tokenizer.load(directory), access=Access(KEYS))) as url:
         for method, path in (
             ("GET", "/v1/models"),
             ("GET", "/v1/models/fake"),
@@ -47,7 +47,7 @@ async def test_the_api_needs_a_key(directory: Path, session: aiohttp.ClientSessi
 
 @pytest.mark.parametrize("key", KEYS)
 async def test_every_key_opens_it(directory: Path, session: aiohttp.ClientSession, key: str) -> None:
-    app = build_app(FakeEngine(directory), Tokenizer.load(directory), api_keys=KEYS)
+    app = build_app(FakeEngine(directory), Tokenizer.load(directory), access=Access(KEYS))
     headers = {"Authorization": f"bearer {key}"}
     async with served(app) as url, session.get(f"{url}/v1/models", headers=headers) as response:
         assert response.status == 200
@@ -57,7 +57,9 @@ async def test_a_router_asks_for_keys_and_its_engines_do_not(directory: Path, se
     engine = build_app(FakeEngine(directory), Tokenizer.load(directory))
     async with contextlib.AsyncExitStack() as stack:
         behind = await stack.enter_async_context(served(engine))
-        url = await stack.enter_async_context(served(await build_router(RouterConfig(both=(behind,), api_keys=KEYS))))
+        url = await stack.enter_async_context(
+            served(await build_router(RouterConfig(both=(behind,), access=Access(KEYS))))
+        )
         body = {"prompt": "a", "max_tokens": 2}
         async with session.post(f"{url}/v1/completions", json=body) as response:
             assert response.status == 401

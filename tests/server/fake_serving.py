@@ -239,7 +239,7 @@ async def served(app: web.Application) -> AsyncIterator[str]:
     """Serve an app on a free port as Baton does; yields its base URL."""
     listener: socket.socket = bind("127.0.0.1", 0)
     async with serving.served(app, listener):
-        yield url_of(listener)
+        yield url_of(listener, app)
 
 
 async def complete(session: aiohttp.ClientSession, url: str, **body: Any) -> tuple[int, Any]:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
+import msgspec
 import typer
 
 from baton.cli.logs import LogFormat, LogLevel, log_to_stderr
@@ -24,6 +25,7 @@ from baton.engine.config import (
     parse_size,
 )
 from baton.errors import ConfigError
+from baton.openai.access import Access
 from baton.openai.serving import SHUTDOWN_TIMEOUT_S, bind
 from baton.openai.tools import Parsing
 from baton.parsing import REASONING_PARSERS, TOOL_PARSERS
@@ -155,6 +157,15 @@ class ListenOptions:
     ] = False
     tool_call_parser: Annotated[str | None, typer.Option(help=f"Of {', '.join(TOOL_PARSERS)}.")] = None
     reasoning_parser: Annotated[str | None, typer.Option(help=f"Of {', '.join(REASONING_PARSERS)}.")] = None
+    allowed_origins: Annotated[
+        str | None, typer.Option(metavar="JSON", help='Web pages that may read answers: ["https://HOST"], ["*"].')
+    ] = None
+    ssl_keyfile: Annotated[str | None, typer.Option(help="Key of --ssl-certfile, unless that holds it.")] = None
+    ssl_certfile: Annotated[str | None, typer.Option(help="Certificate chain: serve HTTPS.")] = None
+    ssl_ca_certs: Annotated[str | None, typer.Option(help="Certificates that sign those of clients.")] = None
+    ssl_cert_reqs: Annotated[
+        int, typer.Option(min=0, max=2, help="Clients need a certificate: 0 no, 1 if they send one, 2 yes.")
+    ] = 0
     log_level: Annotated[LogLevel, typer.Option(help="Least level of log lines; info has a line for each request.")] = (
         "info"
     )
@@ -168,6 +179,17 @@ class ListenOptions:
     def parsing(self) -> Parsing:
         """How answers are read. Raises `ConfigError` for a parser that does not exist."""
         return Parsing(self.enable_auto_tool_choice, self.tool_call_parser, self.reasoning_parser)
+
+    def access(self) -> Access:
+        """Who may use the API. Raises `ConfigError` naming what is malformed or cannot be read."""
+        try:
+            origins = msgspec.json.decode(self.allowed_origins or "[]", type=tuple[str, ...])
+        except msgspec.DecodeError as error:
+            raise ConfigError("allowed_origins", f"must be a JSON list of origins: {error}") from None
+        files = self.ssl_keyfile, self.ssl_certfile, self.ssl_ca_certs
+        access = Access(self.api_keys(), origins, *files, self.ssl_cert_reqs)
+        access.tls()  # before anything slow is loaded
+        return access
 
     def api_keys(self) -> tuple[str, ...]:
         """The keys. Raises `ConfigError` where the environment's is set and empty: a secret that did not arrive must

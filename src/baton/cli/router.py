@@ -80,9 +80,7 @@ def router_command(options: FrontOptions, listen: ListenOptions, process: Proces
         key_file = str(ticket_key_file(process.keys))
     urls = {role: _split(getattr(options, role)) for role in ("prefill", "decode", "both")}
     key = load_or_create_key(key_file) if key_file else None
-    config = options.to_config(
-        listen.host, ticket_key=key, api_keys=listen.api_keys(), parsing=listen.parsing(), **urls
-    )
+    config = options.to_config(listen.host, ticket_key=key, access=listen.access(), parsing=listen.parsing(), **urls)
     listener = listen.bind()
 
     def on_ready(url: str) -> None:
@@ -109,7 +107,7 @@ async def serve_router(
     app = await build_app(config)
     if beside is not None:
         app.cleanup_ctx.append(beside)
-    await serve(app, listener, lambda: on_ready(url_of(listener)), stop, shutdown_timeout_s)
+    await serve(app, listener, lambda: on_ready(url_of(listener, app)), stop, shutdown_timeout_s)
 
 
 def _split(urls: list[str] | None) -> tuple[str, ...]:

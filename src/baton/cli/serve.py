@@ -68,7 +68,7 @@ def serve_command(
             return AsyncEngine(config, reporter.progress)
 
         run_engine(
-            make_engine, tokenizer, listener, on_ready, listen.shutdown_timeout, listen.api_keys(), listen.parsing()
+            make_engine, tokenizer, listener, on_ready, listen.shutdown_timeout, listen.access(), listen.parsing()
         )
 
 
@@ -124,7 +124,7 @@ def up_command(
                 prefill=tuple(deployment.prefill_urls),
                 decode=tuple(deployment.decode_urls),
                 both=tuple(deployment.both_urls),
-                api_keys=listen.api_keys(),
+                access=listen.access(),
                 parsing=listen.parsing(),
             )
 

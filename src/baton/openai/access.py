@@ -1,11 +1,13 @@
-"""Who may use the API, and by which id a request is known outside."""
+"""Who may use the API and how: keys, TLS, web pages of other origins; and by which id a request is known outside."""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
 import secrets
+import ssl
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from aiohttp import web
 
@@ -15,6 +17,75 @@ REQUEST_ID = "X-Request-Id"
 _MAX_ID_CHARS = 128
 # Health, metrics and what routers and administrators send have no API keys, as at vLLM.
 _GUARDED = ("/v1/", "/tokenize", "/detokenize")
+
+
+_CORS_MAX_AGE_S = 600
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """Who may use a server, by vLLM's flags. `allowed_origins`: web pages from there may read answers; "*" stands for
+    all. `ssl_cert_reqs` as of Python's `ssl`: 0 asks clients for no certificate, 2 needs one that `ssl_ca_certs` signs.
+    """
+
+    api_keys: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
+    ssl_keyfile: str | None = None
+    ssl_certfile: str | None = None
+    ssl_ca_certs: str | None = None
+    ssl_cert_reqs: int = 0
+
+    def tls(self) -> ssl.SSLContext | None:
+        """What the server listens with; None for plain HTTP. Raises `ConfigError` naming what is missing or broken."""
+        if self.ssl_certfile is None:
+            for field in ("ssl_keyfile", "ssl_ca_certs"):
+                if getattr(self, field) is not None:
+                    raise ConfigError(field, "needs ssl_certfile")
+            return None
+        if self.ssl_cert_reqs != ssl.CERT_NONE and self.ssl_ca_certs is None:
+            raise ConfigError("ssl_cert_reqs", "needs ssl_ca_certs")
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        try:
+            # Without a password of its own, OpenSSL would ask for one on the terminal.
+            context.load_cert_chain(self.ssl_certfile, self.ssl_keyfile, password=lambda: "")
+        except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+            raise ConfigError("ssl_certfile", f"cannot be used with its key: {error}") from None
+        if self.ssl_ca_certs is not None:
+            try:
+                context.load_verify_locations(self.ssl_ca_certs)
+            except OSError as error:
+                raise ConfigError("ssl_ca_certs", f"cannot be read: {error}") from None
+        context.verify_mode = ssl.VerifyMode(self.ssl_cert_reqs)
+        return context
+
+    def origin_of(self, request: web.Request) -> str | None:
+        """The origin of the web page that asks, if it may read the answer."""
+        origin = request.headers.get("Origin")
+        allowed = origin is not None and not {origin, "*"}.isdisjoint(self.allowed_origins)
+        return origin if allowed else None
+
+    def preflight(self, request: web.Request) -> web.Response | None:
+        """The answer to a browser that asks what a page may send; None for any other request (Fetch, CORS protocol)."""
+        method = request.headers.get("Access-Control-Request-Method")
+        if request.method != "OPTIONS" or method is None or self.origin_of(request) is None:
+            return None
+        headers = {
+            "Access-Control-Allow-Methods": "GET, POST, OPTIONS",
+            "Access-Control-Allow-Headers": request.headers.get("Access-Control-Request-Headers", ""),
+            "Access-Control-Max-Age": str(_CORS_MAX_AGE_S),
+        }
+        return web.Response(status=204, headers=headers)
+
+    async def allow_origin(self, request: web.Request, response: web.StreamResponse) -> None:
+        """Let an allowed page read an answer."""
+        if self.allowed_origins:
+            response.headers.add("Vary", "Origin")
+        if (origin := self.origin_of(request)) is not None:
+            response.headers["Access-Control-Allow-Origin"] = origin
+            response.headers["Access-Control-Expose-Headers"] = REQUEST_ID
+
+
+OPEN = Access()
 
 
 class ApiKeys:

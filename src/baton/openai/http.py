@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
+import ssl
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator
 
 import msgspec
 from aiohttp import web
@@ -13,7 +14,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from baton import __version__
 from baton.errors import DrainingError
-from baton.openai.access import ApiKeys, name_response
+from baton.openai.access import OPEN, Access, ApiKeys, name_response
 from baton.openai.errors import ApiError, to_api_error
 from baton.openai.limits import Bodies, HttpLimits
 from baton.openai.metrics import FrontMetrics, exposed
@@ -62,24 +63,27 @@ class Drain:
 
 DRAIN: web.AppKey[Drain] = web.AppKey("drain", Drain)
 LIMITS: web.AppKey[HttpLimits] = web.AppKey("limits", HttpLimits)
+TLS: web.AppKey[ssl.SSLContext] = web.AppKey("tls", ssl.SSLContext)
 BODIES: web.AppKey[Bodies] = web.AppKey("bodies", Bodies)
 
 
 def new_app(
     metrics: FrontMetrics,
     limits: HttpLimits | None = None,
-    api_keys: Sequence[str] = (),
+    access: Access = OPEN,
     families: Callable[[], Awaitable[Iterable[Metric]]] | None = None,
 ) -> web.Application:
     """Return an app that answers every error in OpenAI's shape and serves `GET /metrics`.
 
-    `api_keys`: clients of the API must bring one of them. `families`: what `/metrics` shows; None: `metrics`. Raises
-    `ConfigError` for an empty key.
+    `access`: who may use the API, and how. `families`: what `/metrics` shows; None: `metrics`. Raises `ConfigError` for
+    an empty key, and for certificates that cannot be used.
     """
-    drain, limits, keys = Drain(), limits or HttpLimits(), ApiKeys(api_keys)
+    drain, limits, keys = Drain(), limits or HttpLimits(), ApiKeys(access.api_keys)
 
     @web.middleware
     async def shape_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if (allowed := access.preflight(request)) is not None:
+            return allowed
         resource = request.match_info.route.resource
         endpoint = resource.canonical if resource is not None else "unknown"
         status = 499  # counted for a client that went away, which gets no answer
@@ -111,7 +115,9 @@ def new_app(
         return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     app = web.Application(middlewares=[shape_errors])
-    app.on_response_prepare.append(name_response)
+    app.on_response_prepare.extend((name_response, access.allow_origin))
+    if (context := access.tls()) is not None:
+        app[TLS] = context
     app[DRAIN], app[LIMITS], app[BODIES] = drain, limits, Bodies(limits)
     app.router.add_get("/metrics", show_metrics)
     return app

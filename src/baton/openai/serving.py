@@ -17,7 +17,7 @@ from aiohttp import web
 
 from baton.errors import ConfigError
 from baton.openai.connections import Connection
-from baton.openai.http import DRAIN, LIMITS
+from baton.openai.http import DRAIN, LIMITS, TLS
 from baton.openai.limits import HttpLimits
 
 logger = logging.getLogger(__name__)
@@ -51,10 +51,11 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def url_of(listener: socket.socket) -> str:
-    """Return the base URL at which `listener` is reached."""
+def url_of(listener: socket.socket, app: web.Application | None = None) -> str:
+    """Return the base URL at which `listener` is reached, if `app` is served there."""
+    scheme = "http" if app is None or app.get(TLS) is None else "https"
     host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 @contextlib.asynccontextmanager
@@ -75,7 +76,7 @@ async def served(app: web.Application, listener: socket.socket) -> AsyncIterator
                 manager, limits.head_s, access_log=None, keepalive_timeout=limits.keep_alive_s, lingering_time=2.0
             )
 
-        server = await asyncio.get_running_loop().create_server(connection, sock=listener)
+        server = await asyncio.get_running_loop().create_server(connection, sock=listener, ssl=app.get(TLS))
         try:
             yield server
         finally:

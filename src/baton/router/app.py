@@ -14,6 +14,7 @@ from aiohttp import web
 from baton.errors import BatonError, ConfigError, EngineUnavailableError, RequestError
 from baton.handoff.protocol.ticket import TICKET_LIFE_S
 from baton.openai import FrontMetrics, OpenAIService
+from baton.openai.access import OPEN, Access
 from baton.openai.http import BODIES, add_openai_routes, json_response, new_app
 from baton.openai.metrics import Row, RowCollector, counter, gauge
 from baton.openai.records import reporting
@@ -64,7 +65,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     host_names: tuple[str, ...] = ()
     max_queued_requests: int = MAX_QUEUED_REQUESTS
     ticket_life: float = TICKET_LIFE_S
-    api_keys: tuple[str, ...] = ()
+    access: Access = OPEN
     parsing: Parsing = NO_PARSING
 
 
@@ -120,7 +121,7 @@ async def build_app(config: RouterConfig) -> web.Application:
     metrics = FrontMetrics()
     app = new_app(
         metrics,
-        api_keys=config.api_keys,
+        access=config.access,
         families=lambda: families(metrics.registry.collect(), pool.instances),
     )
     service = OpenAIService(backend, metrics, config.max_queued_requests, config.parsing)

@@ -8,7 +8,7 @@ front door sees both. An engine of role both serves it only with `--token-api`: 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -16,6 +16,7 @@ from aiohttp import web
 
 from baton.errors import EngineUnavailableError, RequestError
 from baton.openai import FrontMetrics, OpenAIService, ServedModel
+from baton.openai.access import OPEN, Access
 from baton.openai.errors import to_api_error
 from baton.openai.http import BODIES, add_openai_routes, json_response, new_app, write
 from baton.openai.limits import HttpLimits
@@ -61,15 +62,15 @@ def build_app(
     engine: AsyncEngine,
     tokenizer: Tokenizer,
     limits: HttpLimits | None = None,
-    api_keys: Sequence[str] = (),
+    access: Access = OPEN,
     parsing: Parsing = NO_PARSING,
 ) -> web.Application:
-    """Return the app of a started engine, for clients with one of the `api_keys`. Closing the engine is left to the
-    caller. Raises `ConfigError` for an empty key."""
+    """Return the app of a started engine, for clients that have `access`. Closing the engine is left to the caller.
+    Raises `ConfigError` as `new_app` does."""
     metrics = FrontMetrics()
     model = engine.info.model
     metrics.registry.register(RowCollector(lambda: with_vllm_names(engine.metrics().collect_rows(), model)))
-    app = new_app(metrics, limits, api_keys)
+    app = new_app(metrics, limits, access)
     app.cleanup_ctx.append(lambda _: reporting(metrics, lambda: _load_text(engine)))
     add_openai_routes(app, OpenAIService(EngineBackend(engine, tokenizer), metrics, parsing=parsing))
 

@@ -9,13 +9,14 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from aiohttp import web
 
 from baton.errors import EngineUnavailableError
+from baton.openai.access import OPEN, Access
 from baton.openai.serving import SHUTDOWN_TIMEOUT_S, serve, url_of
 from baton.openai.tools import NO_PARSING, Parsing
 from baton.server.app import build_app
@@ -33,7 +34,7 @@ def run_engine(
     listener: socket.socket,
     on_ready: Callable[[AsyncEngine, str], None],
     shutdown_timeout_s: float = SHUTDOWN_TIMEOUT_S,
-    api_keys: Sequence[str] = (),
+    access: Access = OPEN,
     parsing: Parsing = NO_PARSING,
 ) -> None:
     """Serve one engine until SIGINT or SIGTERM, then close it. After SIGTERM requests have `shutdown_timeout_s` to end.
@@ -46,8 +47,8 @@ def run_engine(
         engine = make_engine()
         try:
             engine.start()
-            app = build_app(engine, tokenizer, api_keys=api_keys, parsing=parsing)
-            ready = functools.partial(on_ready, engine, url_of(listener))
+            app = build_app(engine, tokenizer, access=access, parsing=parsing)
+            ready = functools.partial(on_ready, engine, url_of(listener, app))
             failure = asyncio.run(_serve(engine, app, listener, ready, shutdown_timeout_s))
         finally:
             # A process that was told to end must end even where its engine thread hangs.
