@@ -68,9 +68,9 @@ async def test_clients_need_a_certificate(directory: Path, session: aiohttp.Clie
     ],
 )
 def test_what_cannot_be_used_ends_the_start(access: dict[str, Any], field: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{field}: "):
+    with pytest.raises(ConfigError, match=rf"^{field}: "):
         Access(**access).tls()
-    with pytest.raises(ConfigError, match=f"^{field}: "):
+    with pytest.raises(ConfigError, match=rf"^{field}: "):
         ListenOptions(**access).access()
 
 
@@ -112,5 +112,5 @@ async def test_no_page_and_every_page(
 @pytest.mark.parametrize("text", ["*", '"*"', "[1]", "{}"])
 def test_origins_are_a_json_list(text: str) -> None:
     assert ListenOptions(allowed_origins='["*"]').access().allowed_origins == ("*",)
-    with pytest.raises(ConfigError, match="^allowed_origins: must be a JSON list"):
+    with pytest.raises(ConfigError, match=r"^allowed_origins: must be a JSON list"):
         ListenOptions(allowed_origins=text).access()
