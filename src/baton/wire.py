@@ -98,6 +98,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] | None = None
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
@@ -117,7 +118,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             need(low <= getattr(self, param) <= high, param, f"between {low:g} and {high:g}")
 
         last_token = MAX_TOKEN_ID if vocab_size is None else vocab_size - 1
-        need(1 <= self.max_tokens <= MAX_TOKEN_ID, "max_tokens", f"between 1 and {MAX_TOKEN_ID}")
+        # Without tokens there is something to say of the prompt alone.
+        least = 1 if self.prompt_logprobs is None else 0
+        need(least <= self.max_tokens <= MAX_TOKEN_ID, "max_tokens", f"between {least} and {MAX_TOKEN_ID}")
         need(0 <= self.min_tokens <= self.max_tokens, "min_tokens", "between 0 and max_tokens")
         within("n", 1, MAX_SAMPLES)
         within("temperature", 0.0, 100.0)
@@ -130,6 +133,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         need(self.seed is None or 0 <= self.seed <= MAX_WORD, "seed", "between 0 and 2**64 - 1")
         need(0 <= self.sample_index <= MAX_WORD, "sample_index", "between 0 and 2**64 - 1")
         need(self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, "logprobs", f"0 to {MAX_LOGPROBS}")
+        in_range = self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= MAX_LOGPROBS
+        need(in_range, "prompt_logprobs", f"0 to {MAX_LOGPROBS}")
         need(
             len(self.stop) <= MAX_STOP_STRINGS and all(0 < len(s) <= MAX_STOP_CHARS for s in self.stop),
             "stop",
@@ -208,17 +213,20 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):
-    """Logprob of one sampled token, with the most likely alternatives, best first."""
+    """Logprob of one token, with the most likely alternatives, best first. `rank` of a prompt's token: 1 is the
+    likeliest; 0 where it is not told."""
 
     logprob: float
     top: list[tuple[int, float]] = []
+    rank: int = 0
 
 
 class TokenChunk(msgspec.Struct, frozen=True, kw_only=True):
     """What one engine step adds to one request. The stream ends with the chunk that has `finish_reason` set.
 
     `position` is the output index of the first of `token_ids` (0: the first token after the client's prompt); None
-    without tokens. `accepted` holds, per verification round that ended in this chunk, how many draft tokens were
+    without tokens. `prompt_logprobs`: of each token of the prompt but the first, which has none; once, with the first
+    token or the end. `accepted` holds, per verification round that ended in this chunk, how many draft tokens were
     accepted, `drafted` of how many. `error` is set only with `finish_reason == "error"` and is
     `"<reason>: <message>"`; `recoverable` says that the request may succeed elsewhere, from the tokens known so far.
     """
@@ -227,6 +235,7 @@ class TokenChunk(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: list[TokenId] = []
     position: int | None = None
     logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
     accepted: list[int] = []
     drafted: list[int] = []
     finish_reason: FinishReason | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
@@ -77,6 +78,41 @@ def test_tools_that_must_be_called_are(client: openai.OpenAI, stream: bool) -> N
         if name == "measure":
             assert value["kind"] in ("list", "tuple")
             assert 0 <= value["size"] <= 99
+
+
+def test_prompts_are_scored_on_one_engine(client: openai.OpenAI, up: Running) -> None:
+    """As lm_eval asks for it: the logprobs of the prompt's own tokens, with their text, and no output or one token."""
+    tokenizer = Tokenizer.load(MODEL)
+    prompt = tokenizer.encode(PROMPT * 3)
+    with LLM(MODEL, kv_cache_memory=8 << 20, batch_invariant=True) as llm:
+        (alone,) = llm.generate(prompt, SamplingParams(max_tokens=1, temperature=0.0, logprobs=0))
+    found: list[Any] = []
+    for max_tokens in (0, 1):
+        # The second time all of the prompt's KV is in the prefix cache.
+        for _ in range(2):
+            asked: Any = {"max_tokens": max_tokens, "temperature": 0.0, "echo": True, "logprobs": 2}
+            answer = client.completions.create(
+                model="baton-demo-llama", prompt=prompt, **asked, extra_body={"prompt_logprobs": 1}
+            )
+            (choice,) = answer.choices
+            ids = prompt + alone.outputs[0].token_ids[:max_tokens]
+            assert choice.text == tokenizer.decode(ids, skip_special_tokens=False)
+            assert choice.logprobs is not None
+            scores, tops = choice.logprobs.token_logprobs, choice.logprobs.top_logprobs
+            assert scores is not None
+            assert tops is not None
+            assert choice.logprobs.tokens == [tokenizer.token_text(i) for i in ids]
+            assert scores[0] is tops[0] is None
+            assert all(score <= max(top.values()) for score, top in zip(scores[1:], tops[1:], strict=True))
+            assert len(scores) == len(ids)
+            told = choice.model_extra["prompt_logprobs"]  # type: ignore[index]
+            assert [entry and entry[str(i)]["logprob"] for i, entry in zip(prompt, told, strict=True)] == scores[
+                : len(prompt)
+            ]
+            found.append(scores[: len(prompt)])
+    assert found == found[:1] * 4
+    with urllib.request.urlopen(f"{up.url}/status") as status:
+        assert json.load(status)["decisions"]["scored"] == 4
 
 
 def test_the_tokens_are_those_of_one_engine(client: openai.OpenAI) -> None:

@@ -66,7 +66,7 @@ OPENAI = {
 }
 HONOURED = {*CompletionRequest.__struct_fields__, *ChatRequest.__struct_fields__}
 # Fields of one endpoint alone, which the other does not know either where they come from.
-ALONE = {"prompt", "messages", "max_completion_tokens", "top_logprobs", "add_generation_prompt"}
+ALONE = {"prompt", "messages", "echo", "max_completion_tokens", "top_logprobs", "add_generation_prompt"}
 ALONE |= {"chat_template_kwargs", "continue_final_message", "reasoning_effort"}
 ALONE |= {"tools", "tool_choice", "parallel_tool_calls", "include_reasoning"}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Protocol
 
 import numpy as np
@@ -9,8 +10,9 @@ import torch
 from torch import Tensor
 
 from baton.engine.choice import choose
-from baton.engine.plan import DraftPlan, DraftResult, IntArray, PlanSpec, StepPlan, StepResult, Written
+from baton.engine.plan import DraftPlan, DraftResult, IntArray, PlanSpec, Scored, StepPlan, StepResult, Written
 from baton.engine.runner import ModelRunner, TargetOutput
+from baton.engine.scoring import scores_of
 
 
 class Executor(Protocol):
@@ -38,6 +40,10 @@ class Executor(Protocol):
         ...
 
 
+# Of logits that are there at once.
+_SCORED_ROWS = 64
+
+
 class LocalExecutor:
     """Runs plans in this process and thread."""
 
@@ -50,20 +56,33 @@ class LocalExecutor:
     def execute(self, plan: StepPlan, written: Written | None = None) -> StepResult:
         output = self._output = self.runner.forward(plan.rows, written)
         features = _on_host(output.features_TF, plan.feature_rows)
+        scores = [score for block, logits in self._scored(plan, output) for score in scores_of(logits, block)]
         if not len(plan.sample_rows):
             self._settle()
-            return StepResult(plan.sample_rows, _on_host(None, plan.logit_rows), features)
+            return StepResult(plan.sample_rows, _on_host(None, plan.logit_rows), features, scores)
         logits_NV = self.runner.logits(output, plan.sample_rows)
-        result = StepResult(choose(logits_NV, plan.sampling), _on_host(logits_NV, plan.logit_rows), features)
+        result = StepResult(choose(logits_NV, plan.sampling), _on_host(logits_NV, plan.logit_rows), features, scores)
         self._settle()
         return result
+
+    def _scored(self, plan: StepPlan, output: TargetOutput) -> Iterator[tuple[Scored, Tensor]]:
+        """The rows to score, in blocks with their logits [rows, V]: those of a whole prompt would take gigabytes."""
+        found = plan.scored
+        for first in range(0, 0 if found is None else len(found.row), _SCORED_ROWS):
+            assert found is not None
+            some = slice(first, first + _SCORED_ROWS)
+            block = Scored(found.row[some], found.token[some], found.num_top[some])
+            yield block, self.runner.logits(output, block.row)
 
     @torch.inference_mode()
     def follow(self, plan: StepPlan) -> None:
         """What another rank than the first computes of a plan: all but the choice of tokens."""
         output = self._output = self.runner.forward(plan.rows)
-        if len(plan.sample_rows) and self.runner.model.build.ranks.stage.index == 0:
-            self.runner.logits(output, plan.sample_rows)
+        if self.runner.model.build.ranks.stage.index == 0:
+            for _ in self._scored(plan, output):
+                pass
+            if len(plan.sample_rows):
+                self.runner.logits(output, plan.sample_rows)
 
     @torch.inference_mode()
     def draft(self, plan: DraftPlan) -> DraftResult:

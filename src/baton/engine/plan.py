@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from baton.drafters.chain import ModuleChain
 from baton.structured import Known
+from baton.wire import TokenLogprobs
 
 IntArray = npt.NDArray[np.int64]
 Int32Array = npt.NDArray[np.int32]
@@ -146,6 +147,16 @@ _COLUMNS = ("row", "draft", "position", "log_min_p", "top_k", "top_p", "repetiti
 
 
 @dataclass(frozen=True, slots=True)
+class Scored:
+    """Rows of a step behind which the prompt goes on: what the target thinks of the tokens there. [M] each, rows
+    ascending; `num_top`: how many of the likeliest tokens are wanted too."""
+
+    row: IntArray
+    token: IntArray
+    num_top: IntArray
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
     """The target's half: `rows` are known tokens, and drafts behind them, whose KV is written.
 
@@ -159,16 +170,19 @@ class StepPlan:
     sampling: Sampling | None = None
     logit_rows: IntArray = field(default_factory=_none)
     feature_rows: IntArray = field(default_factory=_none)
+    scored: Scored | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """`choices` int64 [N], -1 behind a draft that was not chosen; `logits` float32 [len(logit_rows), V]; `features`
-    float32 [len(feature_rows), F], with no rows where there is no drafter or it takes none."""
+    float32 [len(feature_rows), F], with no rows where there is no drafter or it takes none. `scores`: of the rows of
+    `scored`, in order."""
 
     choices: IntArray
     logits: npt.NDArray[np.float32]
     features: npt.NDArray[np.float32]
+    scores: Sequence[TokenLogprobs] = ()
 
 
 @dataclass(frozen=True, slots=True)

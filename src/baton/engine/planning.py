@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.drafters.chain import ModuleChain
-from baton.engine.plan import DraftPlan, Int32Array, IntArray, PlanSpec, Rows, StateSlots, StepPlan
+from baton.engine.plan import DraftPlan, Int32Array, IntArray, PlanSpec, Rows, Scored, StateSlots, StepPlan
 from baton.engine.request import Request
 from baton.engine.sampler import ToSample, noise_of, sampling_of
 from baton.engine.scheduler import ScheduledRows
@@ -46,14 +46,21 @@ def step_plan(scheduled: Sequence[ScheduledRows], spec: PlanSpec, rejection: boo
     logit_rows: list[int] = []
     sampled: list[Sampled] = []
     to_sample: list[ToSample] = []
+    scored: list[tuple[int, int, int]] = []
     for rows in scheduled:
         request, stop = rows.request, rows.start + rows.num_rows
         known = request.token_ids[rows.start : stop]
         ids += known
         ids += request.draft_ids[: rows.num_rows - len(known)]
+        if request.params.prompt_logprobs is not None:
+            first = len(ids) - rows.num_rows - rows.start
+            scored += [
+                (first + at - 1, request.token_ids[at], request.params.prompt_logprobs)
+                for at in request.to_score(rows.start, stop)
+            ]
         if not request.is_prefilling:
             wanted = range(len(ids) - rows.num_rows, len(ids))
-        elif stop == len(request.token_ids):
+        elif stop == len(request.token_ids) and request.params.max_tokens:
             wanted = range(len(ids) - 1, len(ids))
         else:
             continue
@@ -69,7 +76,10 @@ def step_plan(scheduled: Sequence[ScheduledRows], spec: PlanSpec, rejection: boo
     if spec.state_groups:
         rows_of_step = replace(rows_of_step, states={name: _state_slots(scheduled, name) for name in spec.state_groups})
     sampling = sampling_of(to_sample, rejection)
-    return StepPlan(rows_of_step, _array(sample_rows), sampling, _array(logit_rows)), sampled
+    plan = StepPlan(rows_of_step, _array(sample_rows), sampling, _array(logit_rows))
+    if scored:
+        plan = replace(plan, scored=Scored(*(_array(list(column)) for column in zip(*scored, strict=True))))
+    return plan, sampled
 
 
 def draft_plan(draft_rows: Sequence[DraftRows], spec: PlanSpec, rejection: bool) -> DraftPlan:

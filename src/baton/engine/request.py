@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import secrets
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -95,8 +96,12 @@ class Request:
         self.carried: npt.NDArray[np.float32] | None = None
         self.num_cached = 0
         self.draft_ids: list[int] = []
-        self.kv = BlockTables(salted_root(wire.cache_salt))
-        self.is_salted = wire.cache_salt is not None
+        # What is not computed has no logits: a prompt that is scored finds nothing of others in the prefix cache.
+        scores = self.params.prompt_logprobs is not None
+        self.prompt_scores: list[TokenLogprobs | None] = [None] * (self.num_prompt if scores else 0)
+        salt = secrets.token_hex(16) if scores else wire.cache_salt
+        self.kv = BlockTables(salted_root(salt))
+        self.is_salted = salt is not None
         self.first_logprobs: TokenLogprobs | None = None
         self.set_prefill_length()
 
@@ -140,6 +145,10 @@ class Request:
     @property
     def is_prefilling(self) -> bool:
         return self.num_computed < self.prefill_len
+
+    def to_score(self, start: int, stop: int) -> range:
+        """The positions of the prompt whose tokens are scored by rows [start, stop): those behind them."""
+        return range(start + 1, min(stop + 1, len(self.prompt_scores)))
 
     def forget_computed(self) -> None:
         """Its pages are gone, and with them everything computed."""

@@ -45,13 +45,15 @@ def make_request(engine: Engine, wire: GenerateRequest) -> Request:
     num_prompt = len(prompt) if wire.num_prompt_tokens is None else wire.num_prompt_tokens
     if not 1 <= num_prompt <= len(prompt):
         raise RequestError("num_prompt_tokens must be between 1 and the number of tokens", "num_prompt_tokens")
-    if len(prompt) - num_prompt >= params.max_tokens:
+    if params.max_tokens and len(prompt) - num_prompt >= params.max_tokens:
         raise RequestError("the known tokens leave nothing to generate", "num_prompt_tokens")
     ticket: SignedTicket | None = None
     if wire.handoff is not None:
         ticket = _ticket(engine, wire)
         if wire.handoff.role == "alone":
             wire, ticket = msgspec.structs.replace(wire, handoff=None), None
+    if params.prompt_logprobs is not None and ticket is not None:
+        raise RequestError("a prompt is scored on one engine, without a handoff", "prompt_logprobs")
     if params.normalised() is not params:
         log.warning("%s: temperature %g counts as %g", wire.request_id, params.temperature, MIN_TEMPERATURE)
         params = params.normalised()

@@ -7,7 +7,7 @@ at a time.
 from __future__ import annotations
 
 import logging
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -63,12 +63,14 @@ def _together(core: EngineCore, scheduled: Sequence[ScheduledRows]) -> Computed:
         log.warning("a step of %d requests failed, each is run alone: %r", len(scheduled), error)
         return _joined([_together(core, [rows]) for rows in scheduled])
     failed: dict[Request, Exception] = {}
+    _note_scores(scheduled, result.scores)
     choices = result.choices.tolist()
     for one in sampled:
         try:
             _choose(core, one, choices, result)
         except Exception as error:
             failed[one.request] = error
+    _end_without_tokens(core, scheduled)
     draft_rows = _advance(core, scheduled, plan, failed)
     failed |= _draft(core, draft_rows)
     return Computed([drafted for drafted in draft_rows if drafted.request not in failed], failed)
@@ -152,9 +154,30 @@ def _append(core: EngineCore, request: Request, verified: Verified, logits: npt.
         finish_reason=reason,
         stop_reason=stop_reason,
         num_cached_tokens=request.num_cached,
+        prompt_logprobs=(request.prompt_scores or None) if position == 0 else None,
     )
     # A prefill leg's stream stays open until its pages are free: its end is how a client that left is noticed.
     core.emit(chunk, reason is not None)
+
+
+def _note_scores(scheduled: Sequence[ScheduledRows], scores: Iterable[TokenLogprobs]) -> None:
+    """Scores of a prompt that is computed again, after its pages were lost, are what they were."""
+    left = iter(scores)
+    for rows in scheduled:
+        for position in rows.request.to_score(rows.start, rows.start + rows.num_rows):
+            rows.request.prompt_scores[position] = next(left)
+
+
+def _end_without_tokens(core: EngineCore, scheduled: Sequence[ScheduledRows]) -> None:
+    """End requests that wanted nothing but their prompt's scores, and have them all."""
+    for rows in scheduled:
+        request = rows.request
+        if request.params.max_tokens == 0 and rows.start + rows.num_rows == request.prefill_len:
+            request.finish_reason = "length"
+            chunk = TokenChunk(
+                request_id=request.request_id, finish_reason="length", prompt_logprobs=request.prompt_scores
+            )
+            core.emit(chunk, True)
 
 
 def _advance(

@@ -38,12 +38,16 @@ def whole(plan: Plan, outputs: Sequence[SampleOutput]) -> Json:
     choices = []
     for index, output in enumerate(outputs):
         choice = _choice(plan, index, output.token_ids, output.logprobs, 0)
-        if plan.chat:
+        if plan.echo:
+            _echo(plan, index, output, choice)
+        elif plan.chat:
             choice["message"] = {"role": "assistant"} | _message(plan, output)
         else:
             choice["text"] = output.text
         choice["finish_reason"] = _finish_reason(plan, output, output.finish_reason)
         choice["stop_reason"] = output.stop_reason
+        if plan.prompt_logprobs is not None and not plan.chat:
+            choice["prompt_logprobs"] = _prompt_logprobs(plan, index, output)
         if plan.return_token_ids:
             choice["spec_decode"] = SpecDecode(output.accepted, plan.model.num_speculative_tokens)
             if not plan.chat:
@@ -51,6 +55,8 @@ def whole(plan: Plan, outputs: Sequence[SampleOutput]) -> Json:
         choices.append(choice)
     body = _head(plan, "chat.completion" if plan.chat else "text_completion")
     body |= {"choices": choices, "usage": usage(plan, outputs)}
+    if plan.chat and plan.prompt_logprobs is not None:
+        body["prompt_logprobs"] = _prompt_logprobs(plan, 0, outputs[0])
     if plan.chat and plan.return_token_ids:
         body["prompt_token_ids"] = plan.prompts[0]
     return body
@@ -159,12 +165,38 @@ def _choice(
     return choice
 
 
+def _echo(plan: Plan, index: int, output: SampleOutput, choice: Json) -> None:
+    """The prompt before the output, in text and in logprobs, of which its first token has none."""
+    prompt = plan.requests[index].prompt_token_ids
+    choice["text"] = plan.model.tokenizer.decode(prompt, skip_special_tokens=False) + output.text
+    num_top = plan.requests[index].sampling_params.logprobs
+    if num_top is not None:
+        scores = [s and TokenLogprobs(s.logprob, s.top[:num_top], s.rank) for s in output.prompt_logprobs]
+        tokens = [*prompt, *output.token_ids]
+        choice["logprobs"] = _completion_logprobs(plan, tokens, [*scores, *output.logprobs], 0)
+    if plan.return_token_ids:
+        choice["token_ids"] = [*prompt, *output.token_ids]
+
+
+def _prompt_logprobs(plan: Plan, index: int, output: SampleOutput) -> list[Json | None]:
+    """vLLM's `prompt_logprobs`: for each token of the prompt its own entry and the likeliest, by token id."""
+    text, found = plan.model.tokenizer.token_text, list[Json | None]()
+    for token, score in zip(plan.requests[index].prompt_token_ids, output.prompt_logprobs, strict=True):
+        if score is None:
+            found.append(None)
+            continue
+        entries = {i: (value, rank) for rank, (i, value) in enumerate(score.top[: plan.prompt_logprobs], 1)}
+        entries[token] = score.logprob, score.rank
+        found.append({str(i): {"logprob": v, "rank": r, "decoded_token": text(i)} for i, (v, r) in entries.items()})
+    return found
+
+
 def _token_name(plan: Plan, token_id: int) -> str:
     return f"token_id:{token_id}" if plan.return_tokens_as_token_ids else plan.model.tokenizer.token_text(token_id)
 
 
 def _completion_logprobs(
-    plan: Plan, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], offset: int
+    plan: Plan, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None], offset: int
 ) -> Logprobs:
     offsets = []
     for token_id in token_ids:
@@ -172,10 +204,12 @@ def _completion_logprobs(
         offset += len(plan.model.tokenizer.token_text(token_id))
     names = [_token_name(plan, i) for i in token_ids]
     top: list[dict[str, float] | None] = [
-        {_token_name(plan, i): value for i, value in reversed(entry.top)} | {name: entry.logprob}
+        None
+        if entry is None
+        else {_token_name(plan, i): value for i, value in reversed(entry.top)} | {name: entry.logprob}
         for name, entry in zip(names, logprobs, strict=False)
     ]
-    return Logprobs([entry.logprob for entry in logprobs], top, names, offsets)
+    return Logprobs([None if entry is None else entry.logprob for entry in logprobs], top, names, offsets)
 
 
 def _chat_logprobs(plan: Plan, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> Json:

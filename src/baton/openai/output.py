@@ -63,6 +63,7 @@ class SampleOutput:
         self.accepted: list[int] = []
         self.num_drafted = 0
         self.num_cached_tokens = 0
+        self.prompt_logprobs: list[TokenLogprobs | None] = []
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
 
@@ -90,6 +91,8 @@ class SampleOutput:
             raise error_of_chunk(chunk.error)
         if chunk.finish_reason == "abort":
             raise error_of_chunk("shutdown: the engine aborted the request")
+        if chunk.prompt_logprobs is not None:
+            self.prompt_logprobs = chunk.prompt_logprobs
         self.num_cached_tokens = max(self.num_cached_tokens, chunk.num_cached_tokens)
         delta = Delta()
         # A token that stops the sequence (EOS or one of stop_token_ids) is counted but not spelt.

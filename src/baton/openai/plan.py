@@ -35,8 +35,9 @@ _REASONING_OPENED = "<think>"
 class Plan:
     """One API request, checked. `requests[i]` makes choice i; choices of one prompt are neighbours. `asked`: the
     sampling parameters as the client gave them. The front applies stop strings, so `requests` have none.
-    `grammar_field`: which field names the grammar, if there is one. `reader` makes the parser of a
-    choice; None where all of it is content. `tells_calls`: an answer with calls ends with "tool_calls"."""
+    `grammar_field`: which field names the grammar, if there is one. `echo`: the prompt is part of the
+    answer. `reader` makes the parser of a choice; None where all of it is content. `tells_calls`: an answer with calls
+    ends with "tool_calls"."""
 
     id: str
     created: int
@@ -51,6 +52,8 @@ class Plan:
     return_tokens_as_token_ids: bool
     kv_mode: Mode | None
     grammar_field: str
+    echo: bool = False
+    prompt_logprobs: int | None = None
     reader: Callable[[], Parser] | None = None
     tells_calls: bool = True
     tells_reasoning: bool = True
@@ -67,7 +70,7 @@ def plan_completion(request: CompletionRequest, model: ServedModel) -> Plan:
     max_tokens = default if request.max_tokens is None else request.max_tokens
     _check_lengths(prompts, max_tokens, "max_tokens", "prompt", model)
     params = sampling_params(request, max_tokens, request.logprobs, model.vocab_size)
-    return _plan(request, model, prompts, params, chat=False)
+    return replace(_plan(request, model, prompts, params, chat=False), echo=bool(request.echo))
 
 
 def plan_chat(request: ChatRequest, model: ServedModel, parsing: Parsing = NO_PARSING) -> Plan:
@@ -147,6 +150,7 @@ def _plan(
         return_token_ids=bool(request.return_token_ids),
         return_tokens_as_token_ids=bool(request.return_tokens_as_token_ids),
         kv_mode=request.kv_mode,
+        prompt_logprobs=request.prompt_logprobs,
         grammar_field=grammar_of(request)[1],
     )
 

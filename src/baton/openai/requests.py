@@ -58,6 +58,7 @@ class _Request(msgspec.Struct, kw_only=True):
     cache_salt: str | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
+    prompt_logprobs: int | None = None
 
 
 class CompletionRequest(_Request, kw_only=True):
@@ -65,6 +66,7 @@ class CompletionRequest(_Request, kw_only=True):
 
     prompt: str | list[str | int | list[int]]
     logprobs: int | None = None
+    echo: bool | None = None
 
 
 class ContentPart(msgspec.Struct, kw_only=True):
@@ -163,6 +165,9 @@ def decode(body: bytes, kind: type[R]) -> R:
     if request.best_of is not None and request.best_of != (request.n or 1):
         raise RequestError("best_of must be n: all samples are returned", "best_of")
     check_salt(request.cache_salt)
+    for name in ("echo", "prompt_logprobs"):
+        if request.stream and getattr(request, name, None) not in (None, False):
+            raise RequestError(f"{name} is not for streams", name)
     options = request.stream_options
     if options is not None and not request.stream:
         raise RequestError("stream_options needs stream to be true", "stream_options")
@@ -186,11 +191,21 @@ def sampling_params(
         top_k=min(request.top_k or 0, vocab_size),
         logit_bias=request.logit_bias or None,
         logprobs=logprobs,
+        prompt_logprobs=_prompt_logprobs(request, max_tokens),
         stop=stop,
         stop_token_ids=tuple(request.stop_token_ids or ()),
         structured_outputs=grammar_of(request)[0],
         **{name: value for name, value in asked.items() if value is not None},
     ).check(vocab_size)
+
+
+def _prompt_logprobs(request: CompletionRequest | ChatRequest, max_tokens: int) -> int | None:
+    """How many alternatives are wanted of each token of the prompt; None where the prompt is not scored."""
+    asked, echoes = request.prompt_logprobs, isinstance(request, CompletionRequest) and request.echo
+    if echoes and request.logprobs is not None and not isinstance(request.logprobs, bool):
+        asked = max(asked or 0, request.logprobs)
+    # An answer without tokens is the prompt's echo.
+    return 0 if asked is None and echoes and max_tokens == 0 else asked
 
 
 def asked_tools(request: ChatRequest) -> Asked:

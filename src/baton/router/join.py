@@ -67,6 +67,7 @@ class Joined:
         if num_known >= len(chunk.token_ids):
             if chunk.finish_reason is None:
                 return None
+            chunk = msgspec.structs.replace(chunk, prompt_logprobs=None)
             return msgspec.structs.replace(chunk, token_ids=[], position=None, logprobs=None, accepted=[], drafted=[])
         if num_known:
             logprobs = None if chunk.logprobs is None else chunk.logprobs[num_known:]

@@ -15,7 +15,9 @@ from baton.router.pool import EnginePool, Instance
 from baton.router.prefixes import chain_of
 from baton.wire import GenerateRequest, Role
 
-Why = Literal["handed_off", "cached", "short", "no_prefill_engine", "no_decode_engine", "both_roles", "resumed"]
+Why = Literal[
+    "handed_off", "cached", "short", "no_prefill_engine", "no_decode_engine", "both_roles", "resumed", "scored"
+]
 WHYS: tuple[Why, ...] = get_args(Why)
 PREFIX_MISSING = "prefix_missing"  # why an engine declines
 # How many more legs an engine may have than the one whose turn it is, and still be chosen for what it holds.
@@ -94,6 +96,8 @@ class Routes:
         hand_off: bool,
     ) -> Route | None:
         take = self._pool.take
+        if request.sampling_params.prompt_logprobs is not None and (some := prefill or both or decode):
+            return Route("scored", take(some))  # the logits of a prompt are where all of it is computed
         if prefill and decode:
             chosen = take(decode)
             local = None if hand_off or not self._most else self._local(request, decode, chosen)

@@ -6,7 +6,7 @@ from abc import abstractmethod
 
 import aiohttp
 
-from baton.errors import ProtocolError
+from baton.errors import ProtocolError, RequestError
 from baton.openai.answers import Model
 from baton.router.connectors.base import Connector
 from baton.router.pool import Instance
@@ -34,6 +34,11 @@ class VllmConnector(Connector):
             )
 
         return VllmClient(session, url, timers, identify)
+
+    def check(self, params: SamplingParams) -> None:
+        super().check(params)
+        if params.prompt_logprobs is not None:
+            raise RequestError("a prompt's scores cannot be had here: ask a vLLM server itself", "prompt_logprobs")
 
     def can_resume(self, params: SamplingParams) -> bool:
         return can_resume(params)

@@ -1,0 +1,36 @@
+"""What the target thinks of a prompt: the logprob of each token behind those before it (vLLM's `prompt_logprobs`)."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from baton.engine.plan import Scored
+from baton.wire import TokenLogprobs
+
+
+def scores_of(logits_MV: Tensor, scored: Scored) -> list[TokenLogprobs]:
+    """Logprob and rank of each row's token, and the likeliest others; of equal ones the lower id goes first.
+
+    Sums are NumPy's, in float64 and row by row, so that a row's score does not depend on the rows beside it.
+    """
+    wide = logits_MV.double().cpu().numpy()
+    wide -= wide.max(axis=1, keepdims=True)
+    wide -= np.log(np.exp(wide).sum(axis=1, keepdims=True))
+    own = wide[np.arange(len(wide)), scored.token]
+    ranks = (wide > own[:, None]).sum(axis=1) + 1
+    tops = [_likeliest(row, count) for row, count in zip(wide, scored.num_top.tolist(), strict=True)]
+    return [
+        TokenLogprobs(value, top, rank) for value, top, rank in zip(own.tolist(), tops, ranks.tolist(), strict=True)
+    ]
+
+
+def _likeliest(row: npt.NDArray[np.float64], count: int) -> list[tuple[int, float]]:
+    if not count:
+        return []
+    # A sort of the whole vocabulary takes milliseconds a row.
+    least = np.partition(row, -min(count, len(row)))[-min(count, len(row))]
+    among = np.flatnonzero(row >= least)
+    order = among[np.argsort(-row[among], kind="stable")][:count]
+    return [(int(token), float(row[token])) for token in order]
