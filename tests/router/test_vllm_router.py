@@ -96,7 +96,7 @@ async def test_the_decode_server_is_sent_the_first_token(directory: Path) -> Non
         {"repetition_penalty": 1.1},
         {"response_format": {"type": "json_object"}},
         {"structured_outputs": {"regex": "a"}},
-        {"tools": [{"type": "function"}]},
+        {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "required"},
     ],
 )
 async def test_what_a_seeded_request_cannot_have(directory: Path, asked: dict[str, Any]) -> None:
