@@ -99,10 +99,10 @@ def guilty_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     """The target fails whenever the guilty request is among the rows."""
     whole = ModelRunner.forward
 
-    def forward(self: ModelRunner, rows: Any) -> Any:
+    def forward(self: ModelRunner, rows: Any, *more: Any) -> Any:
         if guilty(rows):
             raise IndexError("guilty rows")
-        return whole(self, rows)
+        return whole(self, rows, *more)
 
     monkeypatch.setattr(ModelRunner, "forward", forward)
 

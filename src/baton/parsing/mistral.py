@@ -47,7 +47,7 @@ class MistralParser:
         """Behind `[TOOL_CALLS]`."""
         rest = text.lstrip()
         if rest.startswith("[") and not _ARGS.startswith(rest):
-            self._calls.begin(_OPEN + "[")
+            self._calls.begin(_OPEN + text[: len(text) - len(rest) + 1])
             self._where = "call"
             return rest[1:]
         name = _NAME.match(rest)
