@@ -40,14 +40,14 @@ def test_bad_input_is_one_line(
                 ["serve", directory, "--port", "0", "--ticket-key-file", key, "--kv-transport", "nixl"],
                 "kv_transfer_config.kv_transport: nixl needs --keys DIR (see `baton keys`)",
             ),
-            (["serve", directory, "--port", "0", "--kv-transport", "tcp"], "unknown transport 'tcp'; known: cuda_ipc, file,"),
-            (["up", directory, "--port", "0", "--kv-transport", "tcp"], "unknown transport 'tcp'; known: cuda_ipc, file,"),
+            (["serve", directory, "--port", "0", "--kv-transport", "tcp"], "unknown transport 'tcp'; known: cuda_ipc,"),
+            (["up", directory, "--port", "0", "--kv-transport", "tcp"], "unknown transport 'tcp'; known: cuda_ipc,"),
             (
                 ["up", directory, "--port", "0", "--decode-block-size", "0"],
                 "decode_block_size: must be 1 to 1024, got 0",
             ),
             (["verify", directory, "--prefill-block-size", "2000"], "prefill_block_size: must be 1 to 1024, got 2000"),
-            (["verify", directory, "--kv-transport", "tcp"], "unknown transport 'tcp'; known: cuda_ipc, file,"),
+            (["verify", directory, "--kv-transport", "tcp"], "unknown transport 'tcp'; known: cuda_ipc,"),
             (
                 ["generate", directory, "hi", "--kv-transfer-config", '{"kv_transport": "nixl:"}'],
                 "expected a name or scheme://?option=value, got 'nixl:'",
