@@ -66,7 +66,7 @@ OPENAI = {
 }
 HONOURED = {*CompletionRequest.__struct_fields__, *ChatRequest.__struct_fields__}
 # Fields of one endpoint alone, which the other does not know either where they come from.
-ALONE = {"prompt", "messages", "echo", "max_completion_tokens", "top_logprobs", "add_generation_prompt"}
+ALONE = {"prompt", "messages", "max_completion_tokens", "top_logprobs", "add_generation_prompt"}
 ALONE |= {"chat_template_kwargs", "continue_final_message", "reasoning_effort"}
 ALONE |= {"tools", "tool_choice", "parallel_tool_calls", "include_reasoning"}
 
@@ -122,6 +122,11 @@ def test_parts_of_fields(tokenizer: Tokenizer) -> None:
     model = ServedModel("fake", tokenizer, 256, 258, 0)
     with pytest.raises(RequestError, match="continuous_usage_stats"):
         completion(stream=True, stream_options={"continuous_usage_stats": True})
+    with pytest.raises(RequestError, match="echo is for completions"):
+        chat(echo=True)
+    with pytest.raises(RequestError, match="echo is not for streams"):
+        completion(echo=True, stream=True)
+    assert chat(echo=False).echo is False
     for name, value in (
         ("function_call", {"name": "f"}),
         ("audio", {"id": "a"}),

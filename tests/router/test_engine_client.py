@@ -6,13 +6,14 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
 
+import msgspec
 import pytest
 from aiohttp import web
 
 from baton.errors import EngineUnavailableError, ProtocolError, RequestError
 from baton.router.client import BatonClient, new_session
 from baton.router.timers import RouterTimers
-from baton.wire import GenerateRequest, SamplingParams, TokenChunk
+from baton.wire import MAX_TOKEN_ID, GenerateRequest, SamplingParams, TokenChunk, TokenLogprobs
 from tests.server.fake_serving import served
 
 REQUEST = GenerateRequest(request_id="r", prompt_token_ids=[1], sampling_params=SamplingParams())
@@ -37,8 +38,8 @@ async def engine(parts: Sequence[bytes], status: int = 200) -> AsyncIterator[Bat
         yield BatonClient(session, url, RouterTimers())
 
 
-async def chunks(client: BatonClient) -> list[TokenChunk]:
-    return [chunk async for chunk in client.generate(REQUEST)]
+async def chunks(client: BatonClient, request: GenerateRequest = REQUEST) -> list[TokenChunk]:
+    return [chunk async for chunk in client.generate(request)]
 
 
 @pytest.mark.parametrize(
@@ -71,6 +72,19 @@ async def test_a_server_that_is_no_engine(body: bytes) -> None:
 )
 async def test_malformed_chunks(line: bytes) -> None:
     async with engine([line + b"\n"]) as client:
+        with pytest.raises(ProtocolError):
+            await chunks(client)
+
+
+async def test_scores_of_a_long_prompt_come_in_one_chunk() -> None:
+    score = TokenLogprobs(-1.2345678901234567e-100, [(MAX_TOKEN_ID, -1.2345678901234567e-100)] * 20, MAX_TOKEN_ID)
+    told = TokenChunk(request_id="r", finish_reason="length", prompt_logprobs=[None, *[score] * 7999])
+    line = msgspec.json.encode(told) + b"\n"
+    assert len(line) > 2**22
+    params = SamplingParams(max_tokens=0, prompt_logprobs=20)
+    asked = msgspec.structs.replace(REQUEST, prompt_token_ids=[1] * 8000, sampling_params=params)
+    async with engine([line]) as client:
+        assert await chunks(client, asked) == [told]
         with pytest.raises(ProtocolError):
             await chunks(client)
 

@@ -59,6 +59,7 @@ class _Request(msgspec.Struct, kw_only=True):
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     prompt_logprobs: int | None = None
+    echo: bool | None = None
 
 
 class CompletionRequest(_Request, kw_only=True):
@@ -66,7 +67,6 @@ class CompletionRequest(_Request, kw_only=True):
 
     prompt: str | list[str | int | list[int]]
     logprobs: int | None = None
-    echo: bool | None = None
 
 
 class ContentPart(msgspec.Struct, kw_only=True):
@@ -166,8 +166,11 @@ def decode(body: bytes, kind: type[R]) -> R:
         raise RequestError("best_of must be n: all samples are returned", "best_of")
     check_salt(request.cache_salt)
     for name in ("echo", "prompt_logprobs"):
-        if request.stream and getattr(request, name, None) not in (None, False):
+        if request.stream and getattr(request, name) not in (None, False):
             raise RequestError(f"{name} is not for streams", name)
+    # vLLM's puts the last message before the answer there.
+    if isinstance(request, ChatRequest) and request.echo:
+        raise RequestError("echo is for completions, not for chats", "echo")
     options = request.stream_options
     if options is not None and not request.stream:
         raise RequestError("stream_options needs stream to be true", "stream_options")

@@ -28,6 +28,8 @@ from baton.router.timers import RouterTimers
 from baton.wire import EngineInfo, EngineLoad, GenerateRequest, PromptIds, TokenChunk
 
 _MAX_LINE_BYTES = 2**20
+# Of one entry in the scores of a prompt: a token's own logprob and rank, or one of the likeliest tokens.
+_SCORE_BYTES = 80
 _MAX_ASK_BYTES = 2**20
 _MAX_METRICS_BYTES = 2**24
 _PIECE_BYTES = 2**16
@@ -138,7 +140,8 @@ class BatonClient(EngineClient):
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
         body = _leg_body(request)
-        async with self._answer("/inference/v1/generate", body, self._leg_timeout, _MAX_LINE_BYTES) as response:
+        line_bytes = _MAX_LINE_BYTES + _scores_bytes(request)
+        async with self._answer("/inference/v1/generate", body, self._leg_timeout, line_bytes) as response:
             async for line in response.content:
                 if not line.endswith(b"\n"):
                     raise EngineLostError(f"engine {self.url} went away in mid-stream")
@@ -150,6 +153,12 @@ class BatonClient(EngineClient):
 
     async def _ask(self, path: str, kind: type[T]) -> T:
         return decode(await self._get(path, _MAX_ASK_BYTES), kind, f"{self.url} is not a Baton engine")
+
+
+def _scores_bytes(request: GenerateRequest) -> int:
+    """What the scores of a request's prompt may take. They come in one chunk."""
+    asked = request.sampling_params.prompt_logprobs
+    return 0 if asked is None else _SCORE_BYTES * (1 + asked) * len(request.prompt_token_ids)
 
 
 def _leg_body(request: GenerateRequest) -> list[bytes]:
