@@ -27,6 +27,7 @@ from baton.parsing import Parser
 from baton.wire import GenerateRequest, Mode, PromptIds, SamplingParams
 
 MAX_CHOICES = 256  # prompts times n in one request
+MAX_SCORES = 1 << 19  # logprobs of prompts in one request, some 100 bytes each
 # What a template writes last that opens the model's reasoning.
 _REASONING_OPENED = "<think>"
 
@@ -120,6 +121,7 @@ def _plan(
 ) -> Plan:
     if len(prompts) * params.n > MAX_CHOICES:
         raise RequestError(f"prompts times n must be at most {MAX_CHOICES}", "n")
+    _check_scores(prompts, params)
     plan_id = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"
     requests: list[GenerateRequest] = []
     for prompt in prompts:
@@ -153,6 +155,17 @@ def _plan(
         prompt_logprobs=request.prompt_logprobs,
         grammar_field=grammar_of(request)[1],
     )
+
+
+def _check_scores(prompts: Sequence[Sequence[int]], params: SamplingParams) -> None:
+    if params.prompt_logprobs is None:
+        return
+    if params.n > 1:
+        raise RequestError("n must be 1 where the prompt is scored", "n")
+    num_entries = sum(map(len, prompts)) * (1 + params.prompt_logprobs)
+    if num_entries > MAX_SCORES:
+        what = f"asks for {num_entries} logprobs of prompts, more than {MAX_SCORES}"
+        raise RequestError(f"prompt_logprobs {what}: send fewer prompts at a time", "prompt_logprobs")
 
 
 def check_model(asked: str | None, model: ServedModel) -> None:
