@@ -14,6 +14,7 @@ import msgspec
 from baton.errors import RequestError
 
 MAX_LOGPROBS = 20
+MAX_ALLOWED_TOKEN_IDS = 1 << 16
 MAX_SAMPLES = 64
 MAX_TOKEN_ID = 2**31 - 1
 # A request's seed and sample index are the 64-bit words of the noise's key.
@@ -97,6 +98,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] | None = None
+    allowed_token_ids: tuple[int, ...] | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     stop: tuple[str, ...] = ()
@@ -149,6 +151,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             self.structured_outputs.check()
             need(
                 not self.ignore_eos, "ignore_eos", "false where the output follows a grammar, which says where it ends"
+            )
+        if self.allowed_token_ids is not None:
+            known = all(0 <= token <= last_token for token in self.allowed_token_ids)
+            need(
+                known and 0 < len(self.allowed_token_ids) <= MAX_ALLOWED_TOKEN_IDS,
+                "allowed_token_ids",
+                f"1 to {MAX_ALLOWED_TOKEN_IDS} token ids between 0 and {last_token}",
             )
         if self.logit_bias is not None:
             in_range = all(-100.0 <= bias <= 100.0 for bias in self.logit_bias.values())

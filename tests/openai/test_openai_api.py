@@ -214,6 +214,8 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("completions", {"prompt": "a", "max_tokens": 0}, "max_tokens"),
     ("completions", {"prompt": "a", "suffix": "b"}, "suffix"),
     ("completions", {"prompt": "a", "best_of": 2}, "best_of"),
+    ("completions", {"prompt": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+    ("completions", {"prompt": "a", "allowed_token_ids": [999]}, "allowed_token_ids"),
     ("completions", {"prompt": "a", "prompt_logprobs": 21}, "prompt_logprobs"),
     ("completions", {"prompt": "a", "prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
     ("completions", {"prompt": "a", "prompt_logprobs": 1, "n": 2}, "n"),
@@ -242,6 +244,24 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
         "response_format.json_schema.schema",
     ),
 ]
+
+
+async def test_prompts_are_truncated_on_the_left(directory: Path) -> None:
+    endpoint = Endpoint(FakeEngine(directory))
+    tokenize = endpoint.tokenizer.encode
+    async with served(endpoint.app) as url, client_of(url) as client:
+        long = "abc " * 100  # more than the context
+        for asked, max_tokens, kept in ((3, 4, 3), (-1, 6, MAX_MODEL_LEN - 6), (200, 4, 200)):
+            await client.completions.create(
+                model="fake", prompt=long, max_tokens=max_tokens, extra_body={"truncate_prompt_tokens": asked}
+            )
+            assert endpoint.engine.requests[-1].prompt_token_ids == tokenize(long)[-kept:]
+        messages: Any = [{"role": "user", "content": long}]
+        await client.chat.completions.create(
+            model="fake", messages=messages, max_tokens=4, extra_body={"truncate_prompt_tokens": 9}
+        )
+        assert endpoint.tokenizer.decode(endpoint.engine.requests[-1].prompt_token_ids)[-6:] == "stant>"[-6:]
+        assert len(endpoint.engine.requests[-1].prompt_token_ids) == 9
 
 
 async def test_bad_requests_are_refused_by_name(directory: Path, session: aiohttp.ClientSession) -> None:

@@ -133,8 +133,9 @@ class Request:
         return self.token_ids[self.num_prompt :]
 
     def allowed(self) -> Allowed | None:
-        """What its grammar allows for the next token and behind its drafts; None without one. Raises `RequestError`."""
-        return self.matcher.allowed(self.output_ids, self.draft_ids) if self.matcher is not None else None
+        """What may be chosen for the next token and behind its drafts; None: anything. Raises `RequestError`."""
+        grammar = self.matcher.allowed(self.output_ids, self.draft_ids) if self.matcher is not None else None
+        return self.sampler.allowed(1 + len(self.draft_ids), grammar)
 
     def drafted(self, draft_ids: list[int]) -> None:
         """Take drafts, as far as its grammar allows them."""

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from baton.engine.plan import Entries, FloatArray, IntArray, Masks, Noise, Sampling
 from baton.structured import Allowed
+from baton.structured.matcher import Bits
 from baton.wire import SamplingParams, TokenLogprobs
 
 # Token ids, and a value for each.
@@ -54,7 +55,13 @@ class SamplerState:
             and not params.logit_bias
             and params.min_tokens == 0
             and params.structured_outputs is None
+            and params.allowed_token_ids is None
         )
+        self._allowed: Bits | None = None
+        if params.allowed_token_ids is not None:
+            some = np.zeros(vocab_size, dtype=np.uint8)
+            some[list(params.allowed_token_ids)] = 1
+            self._allowed = np.packbits(some, bitorder="little")
 
     def advance(self, token_ids: Sequence[int]) -> None:
         """Tokens that were appended to the request's output."""
@@ -66,6 +73,18 @@ class SamplerState:
     def position(self) -> int:
         """Absolute position of the token that is chosen next."""
         return self.num_prompt + self.num_output
+
+    def allowed(self, num_rows: int, grammar: Allowed | None) -> Allowed | None:
+        """What may be chosen in so many rows: what the request allows, of that what its `grammar` allows in the first
+        of them; None: anything."""
+        if self._allowed is None:
+            return grammar
+        width = 0 if grammar is None else grammar.bits.shape[1]
+        bits = np.zeros((num_rows, max(width, len(self._allowed))), dtype=np.uint8)
+        bits[:, : len(self._allowed)] = self._allowed
+        if grammar is not None:
+            bits[: len(grammar.bits)] &= np.pad(grammar.bits, ((0, 0), (0, bits.shape[1] - width)))
+        return Allowed(bits)
 
     def biased(self) -> ForTokens | None:
         """What is added to logits."""
@@ -95,7 +114,7 @@ def _count(counts: dict[int, int], token_ids: Sequence[int]) -> None:
 @dataclass(frozen=True, slots=True)
 class ToSample:
     """A request's rows with logits, the first of which is number `first_row`: one, and one behind each draft.
-    `allowed`: what its grammar allows there, where it has one."""
+    `allowed`: what may be chosen there, where not everything may."""
 
     state: SamplerState
     first_row: int

@@ -43,14 +43,14 @@ _REASONING = "is not supported: an answer is not parsed for reasoning"
 
 # Names of fields that are refused for one reason, and the values at which each of them asks for nothing.
 _UNSERVED: tuple[tuple[str, tuple[object, ...], str], ...] = (
-    (_DECODING, (), "bad_words allowed_token_ids repetition_detection thinking_token_budget stop_regex vllm_xargs"),
+    (_DECODING, (), "bad_words repetition_detection thinking_token_budget stop_regex vllm_xargs"),
     (_DECODING, (), "custom_logit_processor logits_processors custom_params"),
     (_DECODING, (False,), "use_beam_search watermarking"),
     (_DECODING, (1, 1.0), "length_penalty"),
     ("is called include_stop_str_in_output here", (False,), "no_stop_trim"),
     (_STRUCTURED, (), "guided_json guided_regex guided_choice guided_grammar json_schema regex ebnf"),
     (_STRUCTURED, (), "guided_decoding_backend guided_whitespace_pattern"),
-    (_PROMPT, (), "prompt_embeds input_ids truncate_prompt_tokens truncation_side suffix session_params"),
+    (_PROMPT, (), "prompt_embeds input_ids truncation_side suffix session_params"),
     (_TEMPLATE, (), "chat_template documents task"),
     (_OUTPUT, (), "logprob_token_ids"),
     (_OUTPUT, (True,), "spaces_between_special_tokens"),

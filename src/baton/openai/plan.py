@@ -64,7 +64,9 @@ def plan_completion(request: CompletionRequest, model: ServedModel) -> Plan:
     """Raises `RequestError` naming what cannot be served, `UnknownModelError` for another model."""
     check_model(request.model, model)
     special = request.add_special_tokens is not False
-    prompts = _prompts(request.prompt, model, special)
+    prompts = [
+        _truncated(prompt, request, request.max_tokens, model) for prompt in _prompts(request.prompt, model, special)
+    ]
     default = 16
     if request.max_tokens is None:  # with the plain default a long prompt would exceed the context
         default = max(1, min(16, model.max_model_len - max(len(p) for p in prompts)))
@@ -85,10 +87,10 @@ def plan_chat(request: ChatRequest, model: ServedModel, parsing: Parsing = NO_PA
     tools = asked_tools(request)
     text = chat_text(request, request.messages, variables, tools.shown(), model)
     reader = tools.reader(parsing, text.rstrip().endswith(_REASONING_OPENED))
-    prompt = chat_prompt(text, request, model)
     asked, param = request.max_completion_tokens, "max_completion_tokens"
     if asked is None:
         asked, param = request.max_tokens, "max_tokens"
+    prompt = _truncated(chat_prompt(text, request, model), request, asked, model)
     max_tokens = max(1, model.max_model_len - len(prompt)) if asked is None else asked
     if max_tokens < 1:
         raise RequestError(f"{param} must be at least 1, got {max_tokens}", param)
@@ -155,6 +157,19 @@ def _plan(
         prompt_logprobs=request.prompt_logprobs,
         grammar_field=grammar_of(request)[1],
     )
+
+
+def _truncated(
+    prompt: PromptIds, request: CompletionRequest | ChatRequest, max_tokens: int | None, model: ServedModel
+) -> PromptIds:
+    """The last tokens of a prompt, where the request asks for no more; of -1, as many as there is room for."""
+    asked, name = request.truncate_prompt_tokens, "truncate_prompt_tokens"
+    if asked is None:
+        return prompt
+    if asked != -1 and not 1 <= asked <= model.max_model_len:
+        raise RequestError(f"{name} must be -1, or 1 to {model.max_model_len}, got {asked}", name)
+    most = max(1, model.max_model_len - (1 if max_tokens is None else max_tokens)) if asked == -1 else asked
+    return PromptIds(prompt[-most:])
 
 
 def _check_scores(prompts: Sequence[Sequence[int]], params: SamplingParams) -> None:

@@ -43,6 +43,8 @@ class _Request(msgspec.Struct, kw_only=True):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    truncate_prompt_tokens: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
@@ -193,6 +195,7 @@ def sampling_params(
         # Any larger value means all tokens too, and must not overflow in the engine.
         top_k=min(request.top_k or 0, vocab_size),
         logit_bias=request.logit_bias or None,
+        allowed_token_ids=tuple(request.allowed_token_ids or ()) or None,
         logprobs=logprobs,
         prompt_logprobs=_prompt_logprobs(request, max_tokens),
         stop=stop,

@@ -54,6 +54,8 @@ def completion_body(
         body["cache_salt"] = request.cache_salt
     if params.logit_bias:
         body["logit_bias"] = {str(token): bias for token, bias in params.logit_bias.items()}
+    if params.allowed_token_ids is not None:
+        body["allowed_token_ids"] = list(params.allowed_token_ids)
     if params.structured_outputs is not None:
         body["structured_outputs"] = params.structured_outputs
     if params.logprobs is not None:
