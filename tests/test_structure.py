@@ -21,6 +21,7 @@ NEED_VLLM = ("baton.vllm",)
 # The rooms, lowest first, and what each may import of Baton besides itself and the modules that all may know. A room
 # sees only rooms above its own line here, so no two import each other.
 COMMON = {
+    "baton.comparison",
     "baton.directories",
     "baton.distribution",
     "baton.errors",

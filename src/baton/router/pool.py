@@ -14,6 +14,7 @@ from typing import Literal
 import aiohttp
 import msgspec
 
+from baton.comparison import differing_facts
 from baton.errors import (
     BatonError,
     ConfigError,
@@ -30,7 +31,7 @@ from baton.router.client import EngineClient
 from baton.router.prefixes import KnownPrefixes
 from baton.router.timers import RouterTimers
 from baton.text import Tokenizer
-from baton.wire import EngineInfo, Role, differing_facts
+from baton.wire import EngineInfo, Role
 
 logger = logging.getLogger(__name__)
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from baton.comparison import differing_facts
 from baton.errors import IncompatiblePeerError, ProtocolError
 from baton.handoff.plan.topology import Instance, plane_fields
-from baton.wire import differing_facts
 
 # Groups of drafters are named so; a plug-in's engines, which state no `draft_kv`, may name theirs otherwise.
 _DRAFT_GROUPS = "draft"
