@@ -179,6 +179,14 @@ async def test_reasoning_and_calls(tools_directory: Path) -> None:
     await with_client(tools_directory, text, Parsing(True, "hermes", "qwen3"), act)
 
 
+async def test_what_follows_a_grammar_has_no_reasoning_before_it(tools_directory: Path) -> None:
+    async def act(client: openai.AsyncOpenAI) -> None:
+        made = await chat(client, tools=openai.omit, response_format={"type": "json_object"})
+        assert made.choices[0].message.content == '{"a": 1}'
+
+    await with_client(tools_directory, '{"a": 1}', Parsing(False, None, "deepseek_r1"), act)
+
+
 async def test_special_tokens_are_spelt_for_a_parser_that_needs_them(tools_directory: Path) -> None:
     async def act(client: openai.AsyncOpenAI) -> None:
         await chat(client)

@@ -48,7 +48,8 @@ CASES: dict[str, list[tuple[str, Found]]] = {
             ("See.", "", [("get_weather", ARGUMENTS), ("stop", "{}")]),
         ),
         (f"<tool_call>{CALL}</tool_call> and so", ("and so", "", [("get_weather", ARGUMENTS)])),
-        ('<tool_call>{"name": "stop"}', ("", "", [("stop", "")])),
+        ('<tool_call>{"name": "stop"}', ('<tool_call>{"name": "stop"}', "", [])),
+        ('<tool_call>{"name": "stop", "arguments": no}', ('<tool_call>{"name": "stop", "arguments": no}', "", [])),
         ('<tool_call>{"name": "stop", "arguments": {"a', ("", "", [("stop", '{"a')])),
         ("<tool_call>no JSON</tool_call>", ("<tool_call>no JSON</tool_call>", "", [])),
         ('<tool_call>{"nam": 1}</tool_call>', ('<tool_call>{"nam": 1}</tool_call>', "", [])),
@@ -62,6 +63,7 @@ CASES: dict[str, list[tuple[str, Found]]] = {
             f'<|python_tag|>{LLAMA}; {{"name": "stop", "parameters": {{}}}}',
             ("", "", [("get_weather", ARGUMENTS), ("stop", "{}")]),
         ),
+        ('{"name": "Ada", "age": 36}', ('{"name": "Ada", "age": 36}', "", [])),
         ('{"answer": 1} it is', ('{"answer": 1} it is', "", [])),
         (f"See {LLAMA}", (f"See {LLAMA}", "", [])),
         ("<|python", ("<|python", "", [])),
@@ -180,6 +182,14 @@ def test_answers_that_a_grammar_forces() -> None:
 )
 def test_reasoning(name: str, opened: bool, text: str, expected: tuple[str, str]) -> None:
     assert found(REASONING_PARSERS[name](Plain(), opened), list(text))[:2] == expected
+
+
+@pytest.mark.parametrize(
+    "schema", [True, [], {"properties": []}, {"properties": {"x": True}}, {"properties": {"x": 1}}]
+)
+def test_schemas_may_be_anything(schema: object) -> None:
+    text = "<tool_call><function=f><parameter=x>1</parameter></function></tool_call>"
+    assert found(TOOL_PARSERS["qwen3_xml"].make({"f": schema}), [text])[2] == [("f", '{"x": 1}')]
 
 
 def test_a_long_value_takes_linear_time() -> None:

@@ -86,7 +86,8 @@ def plan_chat(request: ChatRequest, model: ServedModel, parsing: Parsing = NO_PA
             raise RequestError("reasoning_effort: this model's chat template knows no such thing", "reasoning_effort")
     tools = asked_tools(request)
     text = chat_text(request, request.messages, variables, tools.shown(), model)
-    reader = tools.reader(parsing, text.rstrip().endswith(_REASONING_OPENED))
+    constrained = grammar_of(request)[0] is not None
+    reader = tools.reader(parsing, text.rstrip().endswith(_REASONING_OPENED), constrained)
     asked, param = request.max_completion_tokens, "max_completion_tokens"
     if asked is None:
         asked, param = request.max_tokens, "max_tokens"

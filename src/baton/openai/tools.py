@@ -148,8 +148,9 @@ class Asked:
             raise RequestError(f"tools: {error}", "tools") from None
         return params
 
-    def reader(self, parsing: Parsing, opened: bool) -> Callable[[], Parser] | None:
+    def reader(self, parsing: Parsing, opened: bool, constrained: bool) -> Callable[[], Parser] | None:
         """Makes the parser of one answer; None where all of it is content. `opened`: the prompt ends in reasoning.
+        `constrained`: a grammar begins with the answer, so that there is no reasoning before it.
 
         Raises `RequestError` naming the field.
         """
@@ -168,7 +169,7 @@ class Asked:
             def make() -> Parser:
                 return form.make(schemas)
 
-        if parsing.reasoning_parser is None:
+        if parsing.reasoning_parser is None or constrained:
             return make
         reasons, rest = REASONING_PARSERS[parsing.reasoning_parser], make or Plain
         return lambda: reasons(rest(), opened)

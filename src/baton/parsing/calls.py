@@ -35,7 +35,7 @@ class JsonCalls:
 
     def _tell(self) -> list[Event]:
         name, pieces = self._call.name, self._call.take()
-        if name is None or (self._told and not pieces):
+        if name is None or not pieces:
             return []
         if not self._told:
             self._words.call()

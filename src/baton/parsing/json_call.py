@@ -54,6 +54,7 @@ class JsonCall:
         self.raw = ""
         self.name: str | None = None
         self.state: State = "open"
+        self._has_arguments = False
         self._pending = ""
         self._key = ""
         self._value = JsonValue()
@@ -73,6 +74,12 @@ class JsonCall:
             return
         if not self._value.text and char in _SPACE:
             return
+        if self._key in _ARGUMENTS and not self._value.text:
+            # An object, and once; else it is no call.
+            if char != "{" or self._has_arguments:
+                self.state = "failed"
+                return
+            self._has_arguments = True
         mine = self._value.push(char)
         if mine and self._key in _ARGUMENTS:
             self._pending += char
@@ -95,7 +102,7 @@ class JsonCall:
         elif self.state == "next" and char == ",":
             self._value, self.state = JsonValue(), "key"
         elif self.state == "next" and char == "}":
-            self.state = "failed" if self.name is None else "done"
+            self.state = "done" if self.name is not None and self._has_arguments else "failed"
         else:
             self.state = "failed"
 

@@ -97,9 +97,10 @@ class Qwen3XmlParser:
 
     def _value(self, key: str, text: str) -> str:
         text = text.removeprefix("\n").removesuffix("\n")
-        schema = self._tools.get(self._name) or {}
-        wanted = ((schema.get("properties") or {}).get(key) or {}).get("type")
-        if wanted != "string":
+        schema: Any = self._tools.get(self._name)
+        for name in ("properties", key, "type"):  # a schema may be anything that JSON is
+            schema = schema.get(name) if isinstance(schema, dict) else None
+        if schema != "string":
             try:
                 return json.dumps(json.loads(text), ensure_ascii=False)
             except (ValueError, RecursionError):

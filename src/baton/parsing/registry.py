@@ -24,7 +24,7 @@ class ToolFormat:
 
 
 TOOL_PARSERS: dict[str, ToolFormat] = {
-    "hermes": ToolFormat(HermesParser),
+    "hermes": ToolFormat(HermesParser, special=True),  # with some models they are
     "llama3_json": ToolFormat(Llama3JsonParser, special=True),
     "mistral": ToolFormat(MistralParser, special=True),
     "qwen3_xml": ToolFormat(Qwen3XmlParser),
