@@ -86,8 +86,6 @@ def plan_chat(request: ChatRequest, model: ServedModel, parsing: Parsing = NO_PA
             raise RequestError("reasoning_effort: this model's chat template knows no such thing", "reasoning_effort")
     tools = asked_tools(request)
     text = chat_text(request, request.messages, variables, tools.shown(), model)
-    constrained = grammar_of(request)[0] is not None
-    reader = tools.reader(parsing, text.rstrip().endswith(_REASONING_OPENED), constrained)
     asked, param = request.max_completion_tokens, "max_completion_tokens"
     if asked is None:
         asked, param = request.max_tokens, "max_tokens"
@@ -97,6 +95,8 @@ def plan_chat(request: ChatRequest, model: ServedModel, parsing: Parsing = NO_PA
         raise RequestError(f"{param} must be at least 1, got {max_tokens}", param)
     _check_lengths([prompt], max_tokens, param, "messages", model)
     params = sampling_params(request, max_tokens, chat_logprobs(request), model.vocab_size)
+    opened = text.rstrip().endswith(_REASONING_OPENED)
+    reader = tools.reader(parsing, opened, constrained=params.structured_outputs is not None)
     if request.skip_special_tokens is None and tools.spells_special(parsing):
         params = msgspec.structs.replace(params, skip_special_tokens=False)
     plan = _plan(request, model, [prompt], params, chat=True)
