@@ -18,6 +18,7 @@ from baton.models.loader import fingerprint
 from baton.vllm.geometry import KernelLayout, TensorRank
 from baton.vllm.groups import CacheTable
 from baton.vllm.ranks import gather
+from baton.wire import KVStream
 
 SUPPORTED = ((0, 30), (0, 31), (0, 32))
 WITH_RANKS = "0.32"
@@ -76,6 +77,14 @@ def check_config(config: Any) -> None:
         )
     if config.device_config.device_type == "cpu":
         _check_rotary(config)
+
+
+def check_stream(config: Any, kv_stream: KVStream) -> None:
+    """Raise `ConfigError` where the end of a layer's hook does not say that the layer is written: on a device that vLLM
+    does not wait for, and with a vLLM whose hooks are not tested."""
+    device = config.device_config.device_type
+    if kv_stream == "layer" and (device != "cpu" or check_version() != WITH_RANKS):
+        raise ConfigError("kv_stream", f"'layer' is for CPUs and vLLM {WITH_RANKS}: off or chunk on {device}")
 
 
 def _check_rotary(config: Any) -> None:

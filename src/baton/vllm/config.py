@@ -15,7 +15,7 @@ from baton.handoff.protocol.messages import MAX_LEASE_S, MAX_ROUNDS
 from baton.handoff.protocol.ticket import load_or_create_key
 from baton.transports.registry import parse_uri
 from baton.vllm.geometry import Granularity
-from baton.wire import Integrity
+from baton.wire import Integrity, KVStream
 
 FIELD = "kv_connector_extra_config"
 # Transports that cannot open the memory of a vLLM worker, and why.
@@ -31,8 +31,9 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     `granularity` is the unit of copies, whole pages or tokens (`baton.vllm.geometry`), and must be equal on both
     engines. `integrity` is the share of the KV that is digested; it needs granularity "token" where K is stored by
-    dimension. A peer that is silent for `lease` seconds is given up. A handoff may take `handoff_timeout_s` seconds
-    once both engines have blocks for it.
+    dimension. `kv_stream` says what leaves together: a prompt, a chunk of it, or layers of a chunk. A peer that is
+    silent for `lease` seconds is given up. A handoff may take `handoff_timeout_s` seconds once both engines have blocks
+    for it.
     """
 
     keys: str
@@ -41,6 +42,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     max_retries: Annotated[int, Meta(ge=0, le=MAX_ROUNDS)] = DEFAULT_MAX_RETRIES
     granularity: Granularity = "page"
     integrity: Integrity = "off"
+    kv_stream: KVStream = "chunk"
     lease: Annotated[float, Meta(gt=0, le=MAX_LEASE_S)] = 5.0
     handoff_timeout_s: Annotated[float, Meta(gt=0, le=3600)] = DEFAULT_HANDOFF_TIMEOUT_S
 

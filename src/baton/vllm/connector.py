@@ -71,6 +71,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         compat.check_config(vllm_config)
         self._transfer = vllm_config.kv_transfer_config
         self._config = read_config(self._transfer.kv_connector_extra_config)
+        compat.check_stream(vllm_config, self._config.kv_stream)
         self._version = version
         self._scheduler: SchedulerSide | None = None
         self._opened: OpenCache | None = None
@@ -127,7 +128,8 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         """Nothing to do: a request is parked until its KV is there, so no forward pass waits for a layer."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """Nothing to do: tokens leave when all their layers are computed, the drafter's too, in `wait_for_save`."""
+        """vLLM calls this behind each attention layer: a target's layer may leave now, the rest in `wait_for_save`."""
+        self.worker.layer_written(layer_name)
 
     def wait_for_save(self) -> None:
         """vLLM calls this after the drafter: declare the step's tokens final. Their copies run beside the next step."""

@@ -76,7 +76,7 @@ def open_cache(
         has_states=any(group.kind == "state" for group in layout.groups),
     )
     whole = join(part, lambda own: compat.gather_workers(config, own))
-    side = WorkerSide(layout, commit_at_end=compat.zeroes_before_preemptions(config))
+    side = WorkerSide(layout, compat.zeroes_before_preemptions(config), kv_stream=settings.kv_stream)
     together = InstanceAgent(whole.instance, side.post)
     with _unbound(config):
         transport = create_transport(settings.kv_transport)

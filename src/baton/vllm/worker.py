@@ -11,7 +11,7 @@ import logging
 import queue
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from baton.errors import HandoffError, reason_label
@@ -21,7 +21,9 @@ from baton.handoff.protocol.messages import AttemptKey, Seeds
 from baton.kv.interval import Interval
 from baton.log_limit import LogLimit
 from baton.vllm.geometry import CacheLayout, kernel_pages
+from baton.vllm.layer_stream import LayerStream, Prompt
 from baton.vllm.steps import ClosePrefill, Computed, OpenDecode, OpenPrefill, Step, Tables
+from baton.wire import KVStream, Mode
 
 log = logging.getLogger(__name__)
 log.addFilter(LogLimit())
@@ -39,7 +41,9 @@ class _Prefill:
     request_id: str
     num_tokens: int
     next_token: int | None
+    mode: Mode
     seeded: bool = False
+    final: dict[str, int] = field(default_factory=dict)  # as it was declared
     committed: bool = False
     lost: bool = False  # preempted
     released: bool = False
@@ -69,14 +73,21 @@ class WorkerSide:
     """The attempts of one worker. `counts` holds handoffs by outcome, and the `bytes` and `runs` of the committed ones.
 
     `commit_at_end`: a prefill leg is committed when vLLM has finished its request, not when its prompt is computed. A
-    runner that writes to a preempted leg's blocks before it reports the preemption needs that.
+    runner that writes to a preempted leg's blocks before it reports the preemption needs that. `kv_stream`: whether
+    tokens are declared final with their prompt, with their step, or layer by layer in it.
     """
 
     def __init__(
-        self, layout: CacheLayout, commit_at_end: bool = False, abort_timeout: float = ABORT_TIMEOUT_S
+        self,
+        layout: CacheLayout,
+        commit_at_end: bool = False,
+        abort_timeout: float = ABORT_TIMEOUT_S,
+        kv_stream: KVStream = "chunk",
     ) -> None:
         self.counts: Counter[str] = Counter()
         self._commit_at_end = commit_at_end
+        self._kv_stream = kv_stream
+        self._layers: LayerStream | None = None
         self._was_idle = False
         self._layout = layout
         self._abort_timeout = abort_timeout
@@ -92,6 +103,7 @@ class WorkerSide:
     def bind(self, agent: Agent) -> None:
         """Use `agent`, whose events come to `post`."""
         self._agent = agent
+        self._layers = LayerStream(self._layout, agent) if self._kv_stream == "layer" else None
 
     def post(self, event: ev.HandoffEvent) -> None:
         """Take an event of the agent, from its thread."""
@@ -144,22 +156,44 @@ class WorkerSide:
         for key in step.cancelled:
             if key in self._prefills:
                 self.agent.abort(key, "cancelled")
+        if self._layers is not None:
+            self._layers.begin(list(self._pushed(step.computed)))
+
+    def _pushed(self, computed: Sequence[Computed]) -> Iterator[Prompt]:
+        """The prompts of a forward pass that is about to run whose bytes this engine copies."""
+        for entry in computed:
+            leg = self._prefills.get(entry.key)
+            if leg is not None and leg.mode == "push" and not (leg.committed or leg.lost or leg.released):
+                pages, final = self._pages(entry.tables), self._final(leg, entry)
+                yield Prompt(entry.key, leg.num_tokens, pages, final, leg.final)
+
+    def layer_written(self, layer: str) -> None:
+        """The forward pass has written a layer."""
+        if self._layers is not None:
+            self._layers.written(layer)
 
     def finalise(self, computed: Sequence[Computed]) -> None:
         """Declare final what the step's forward passes wrote, which are over, the drafter's too."""
+        if self._layers is not None:
+            self._layers.end()
         for entry in computed:
             leg = self._prefills.get(entry.key)
             if leg is None or leg.committed or leg.lost:
                 continue
-            final = {
-                group.name: group.final(leg.num_tokens, entry.num_computed, self._tiles[group.name])
-                for group in self._layout.groups
-            }
-            self.agent.declare_final(entry.key, leg.num_tokens, self._pages(entry.tables), final)
+            if self._kv_stream == "off" and entry.num_computed < leg.num_tokens:
+                continue
+            leg.final = self._final(leg, entry)
+            self.agent.declare_final(entry.key, leg.num_tokens, self._pages(entry.tables), leg.final)
             if entry.num_computed >= leg.num_tokens:
                 leg.committed = True
                 if not leg.seeded and not self._commit_at_end:
                     self._commit(entry.key, leg.next_token)
+
+    def _final(self, leg: _Prefill, entry: Computed) -> dict[str, int]:
+        return {
+            group.name: group.final(leg.num_tokens, entry.num_computed, self._tiles[group.name])
+            for group in self._layout.groups
+        }
 
     def _commit(self, key: AttemptKey, token: int | None) -> None:
         # To the protocol the prompt ends before the token that the decode engine computes: all of it is declared final.
@@ -190,7 +224,9 @@ class WorkerSide:
 
     def _open_prefill(self, opened: OpenPrefill) -> None:
         key = opened.ticket.key
-        self._prefills[key] = _Prefill(opened.request_id, opened.num_tokens, opened.next_token, opened.seeded)
+        self._prefills[key] = _Prefill(
+            opened.request_id, opened.num_tokens, opened.next_token, opened.ticket.mode, opened.seeded
+        )
         self.agent.open_prefill(opened.ticket)
 
     def _close_prefill(self, closed: ClosePrefill) -> None:

@@ -1,0 +1,110 @@
+"""One vLLM against two, of which the first sends each layer of a prompt while it computes the next ones."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Iterator
+
+import aiohttp
+import pytest
+
+from tests.vllm.integration.answers import Answer, same
+from tests.vllm.integration.servers import (
+    EAGLE3,
+    Pair,
+    Server,
+    ask,
+    compare,
+    demo_prompts,
+    handoff,
+    reference,
+    request,
+    serve,
+    wait_idle,
+)
+
+pytestmark = pytest.mark.timeout(600)
+PROMPTS = demo_prompts([2, 31, 32, 33, 65, 200, 300, 600], seed=31)
+CHUNKS = ["--max-num-batched-tokens", "256"]
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
+    configs = [("P", "kv_producer", CHUNKS), ("E", "kv_producer", CHUNKS), ("D", "kv_consumer", [])]
+    hooks = {"P": "Waiting", "E": "Early"}
+    folder = tmp_path_factory.mktemp("vllm")
+    with serve(folder, configs, {"kv_stream": "layer"}, EAGLE3, hooks=hooks) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def alone(servers: list[Server]) -> list[Answer]:
+    """What one vLLM says to `PROMPTS`."""
+
+    async def run() -> list[Answer]:
+        async with aiohttp.ClientSession() as session:
+            return [await reference(session, servers[-1], prompt, 24) for prompt in PROMPTS]
+
+    return asyncio.run(run())
+
+
+def test_tokens_and_acceptance_are_those_of_one_vllm(servers: list[Server], alone: list[Answer]) -> None:
+    p, _, d = servers
+    asyncio.run(compare(Pair(p, d), PROMPTS, 24, "push", alone))
+    wait_idle(p, d)
+    ends = d.metrics("vllm:baton_handoffs_total")
+    assert not any(end.startswith("failed_") for end in ends), ends
+
+
+def test_a_layer_that_is_told_before_it_is_written_is_seen(servers: list[Server], alone: list[Answer]) -> None:
+    """Else the test above says nothing."""
+    _, early, d = servers
+
+    async def run() -> list[bool | None]:
+        async with aiohttp.ClientSession() as session:
+            pair, found = Pair(early, d), []
+            for prompt, want in zip(PROMPTS, alone, strict=True):
+                _, answer = await handoff(session, pair, prompt, 24, "push", salt="early")
+                found.append(same(answer, want))
+            return found
+
+    assert False in asyncio.run(run())
+
+
+def test_aborts_between_layers_leave_no_block_behind(servers: list[Server]) -> None:
+    p, _, d = servers
+
+    async def run() -> None:
+        rng = random.Random(17)
+        async with aiohttp.ClientSession() as session:
+
+            async def one(which: int) -> None:
+                prompt = [rng.randrange(3, 2000) for _ in range(rng.randrange(200, 600))]
+                ticket = Pair(p, d).ticket(prompt, "push", life_s=8)
+                bodies = [
+                    (p, request(prompt, 1, {"role": "prefill", "ticket": ticket})),
+                    (d, request(prompt, 60, {"role": "decode", "ticket": ticket})),
+                ]
+                legs = [asyncio.create_task(ask(session, server, body)) for server, body in bodies]
+                await asyncio.sleep(rng.random())
+                legs[which % 2].cancel()
+                await asyncio.sleep(rng.random() * 0.2)
+                legs[1 - which % 2].cancel()
+                await asyncio.gather(*legs, return_exceptions=True)
+
+            for start in range(0, 12, 3):
+                await asyncio.gather(*(one(start + index) for index in range(3)))
+
+    asyncio.run(run())
+    wait_idle(p, d)
+    asyncio.run(_again(Pair(p, d)))
+
+
+async def _again(pair: Pair) -> None:
+    """What the aborted copies brought late lies over nobody's tokens."""
+    async with aiohttp.ClientSession() as session:
+        for prompt in demo_prompts([150, 400], seed=32):
+            want = await reference(session, pair.decode, prompt, 16)
+            _, answer = await handoff(session, pair, prompt, 16, "push", salt="again")
+            assert same(answer, want) is not False

@@ -1,0 +1,311 @@
+"""Prompts that leave vLLM layer by layer: P's half of the plug-in, its state machine and the planner, over memory whose
+entries say which layer and tokens they were made of. Copies run at once, or when the test says so; without vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from baton.errors import ConfigError
+from baton.handoff.plan.planner import plan
+from baton.handoff.protocol import events as ev
+from baton.handoff.protocol.messages import AttemptKey, Commit, Register, Seeds
+from baton.handoff.protocol.prefill import PrefillHandoff
+from baton.handoff.protocol.ticket import SignedTicket
+from baton.vllm import compat, layer_stream
+from baton.vllm.config import read_config
+from baton.vllm.steps import ClosePrefill, Computed, OpenPrefill, Step
+from baton.vllm.worker import WorkerSide
+from baton.wire import KVStream
+from tests.support.tickets import make_ticket
+from tests.vllm.test_plugin_bug_classes import DRAFTER, GARBAGE, LOOKAHEAD, Engine, _bytes, _wrong, entry_of, layer_name
+
+TARGET_LAYERS = range(4)
+
+
+@pytest.fixture(autouse=True)
+def every_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However few bytes it has, a layer is worth a message."""
+    monkeypatch.setattr(layer_stream, "MIN_BYTES", 1)
+
+
+class Agent:
+    """P's agent: the machine, and copies that run when it asks for them, or, with `late`, in `run`."""
+
+    def __init__(self, p: Engine, d: Engine) -> None:
+        self.p, self.d = p, d
+        self.told: list[ev.LayersWritten | ev.LayersWithdrawn] = []
+        self.declared: list[dict[str, int]] = []
+        self.late, self.commit, self.aborted = False, False, False
+        self.copied: list[tuple[str, int]] = []  # group and layer of each run of a copy, in order
+        self._waiting: list[ev.StartCopy] = []
+
+    def open_prefill(self, ticket: SignedTicket) -> None:
+        self.machine = PrefillHandoff(ticket.key, ticket.mode, sorted(self.p.layout.geometries))
+        self._feed(ev.Opened())
+
+    def register(self, key: AttemptKey, num_tokens: int, hit: int = 0) -> None:
+        """D wants all but its first `hit` tokens."""
+        groups = self.d.layout.groups
+        wanted = {group.name: group.wanted(num_tokens, hit) for group in groups}
+        pages = self.d.worker._pages(self.d.blocks)
+        self._feed(ev.Received(Register(key, ticket="t", wanted=wanted, pages=pages)))
+
+    def declare_final(self, key: AttemptKey, prompt_len: int, pages: Any, final: dict[str, int]) -> None:
+        self.declared.append(final)
+        self._feed(ev.Declared(prompt_len, pages, final))
+
+    def stream_layers(self, key: AttemptKey, event: ev.LayersWritten | ev.LayersWithdrawn) -> None:
+        self.told.append(event)
+        self._feed(event)
+
+    def finish_prefill(self, key: AttemptKey, seeds: Seeds, finished: bool, final: Any) -> None:
+        self._feed(ev.Sampled(seeds, finished, final))
+
+    def abort(self, key: AttemptKey, reason: str, taken: Callable[[], None] | None = None) -> None:
+        self._feed(ev.Abort(reason))
+        if taken is not None:
+            taken()
+
+    def _feed(self, event: ev.MachineEvent) -> None:
+        for action in self.machine.handle(event):
+            if isinstance(action, ev.StartCopy):
+                self._waiting.append(action)
+            self.commit |= isinstance(action, ev.Send) and isinstance(action.message, Commit)
+            self.aborted |= isinstance(action, ev.Notify) and not self.commit
+        if not self.late:
+            self.run()
+
+    def run(self) -> None:
+        """Copy what waits."""
+        while self._waiting:
+            copy = self._waiting.pop(0)
+            source, dest = self.p.layout.geometries[copy.group], self.d.layout.geometries[copy.group]
+            ids = source.geometry.layer_ids
+            self.copied += [(copy.group, layer) for layer in ids if layer in range(copy.layers.start, copy.layers.stop)]
+            tables = (copy.source_pages, copy.dest_pages)
+            for runs in plan([source], dest, *tables, copy.tokens, copy.layers).values():
+                read, write = _bytes(self.p, runs.source_region), _bytes(self.d, runs.dest_region)
+                for at, to, size in zip(runs.source_offset, runs.dest_offset, runs.nbytes, strict=True):
+                    write[to : to + size] = read[at : at + size]
+            self._feed(ev.CopyEnded(copy.copy_id, ok=True, num_bytes=1, num_runs=1))
+
+
+class Pair:
+    """P, whose worker streams, and D; a prompt of `length` tokens, all but the last of which are handed over."""
+
+    def __init__(self, length: int, kv_stream: KVStream = "layer", mode: str = "push", hit: int = 0) -> None:
+        self.tokens = list(range(200, 200 + length))
+        self.p, self.d = Engine("P", 8, with_states=False), Engine("D", 4, with_states=False)
+        self.agent = Agent(self.p, self.d)
+        self.worker = WorkerSide(self.p.layout, kv_stream=kv_stream)
+        self.worker.bind(self.agent)  # type: ignore[arg-type]
+        self.ticket = msgspec.structs.replace(SignedTicket.of(make_ticket(), "signed"), mode=mode)
+        self.worker.begin(Step(opened=[OpenPrefill("r", self.ticket, self.num_tokens, self.tokens[-1])]))
+        self.d.reserve(length + LOOKAHEAD)
+        if hit:
+            self.d.compute(self.tokens, 0, hit)
+        self.agent.register(self.ticket.key, self.num_tokens, hit)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens) - 1
+
+    def computed(self, stop: int) -> list[Computed]:
+        self.p.reserve(stop + LOOKAHEAD)
+        return [Computed(self.ticket.key, stop, tuple(list(table) for table in self.p.blocks))]
+
+    def write(self, layer: int, start: int, stop: int) -> None:
+        """A layer of the forward over tokens [start, stop), and rows of guesses behind them."""
+        table = 1 if layer == 3 else 0
+        for token in range(start, stop):
+            value = entry_of(layer, [*self.tokens, -7][: token + (2 if layer == DRAFTER else 1)])
+            self.p.slot(table, layer, token)[:] = value
+        if table == 0:
+            for token in range(stop, stop + LOOKAHEAD):
+                self.p.slot(table, layer, token)[:] = GARBAGE
+
+    def step(self, start: int, stop: int, hook: Callable[[int], None] | None = None) -> None:
+        """As vLLM makes one: the target's layers, each with its hook, then the drafter, several times over."""
+        computed = self.computed(stop)
+        self.worker.begin(Step(computed=computed))
+        for layer in TARGET_LAYERS:
+            self.write(layer, start, stop)
+            (hook or self.tell)(layer)
+        for _ in range(2):
+            self.write(DRAFTER, start, stop)
+            self.tell(DRAFTER)
+        self.worker.finalise(computed)
+
+    def tell(self, layer: int) -> None:
+        self.worker.layer_written(layer_name(layer))
+
+    def steps(self, chunk: int) -> None:
+        length = len(self.tokens)
+        for start in range(0, length, chunk):
+            self.step(start, min(start + chunk, length))
+
+    def wrong(self) -> list[str]:
+        """What D would go on from, and is not what it would have computed."""
+        assert self.agent.commit
+        return _wrong(self.d, self.tokens, self.num_tokens)
+
+
+@pytest.mark.parametrize("length", [2, 5, 9, 12, 13, 17, 25])
+@pytest.mark.parametrize("chunk", [1, 5, 8, 100])
+@pytest.mark.parametrize("late", [False, True])
+def test_what_arrives_is_right_at_every_length(length: int, chunk: int, late: bool) -> None:
+    two = Pair(length)
+    two.agent.late = late
+    two.steps(chunk)
+    two.agent.run()
+    assert two.wrong() == []
+    streamed = {name for event in two.agent.told if isinstance(event, ev.LayersWritten) for name in event.final}
+    assert streamed
+    assert all(name.startswith("target.") for name in streamed), "a drafter writes its entries several times"
+
+
+def test_layers_are_copied_while_later_ones_are_computed_and_once() -> None:
+    two = Pair(25)
+    seen: list[int] = []
+
+    def hook(layer: int) -> None:
+        two.tell(layer)
+        seen.append(len(two.agent.copied))
+
+    two.step(0, 16, hook)
+    assert seen == [1, 2, 3, 3], "D wants a window's last tokens alone"
+    two.step(16, 25)
+    assert two.wrong() == []
+    target = [layer for group, layer in two.agent.copied if group.startswith("target")]
+    assert sorted(target) == [0, 0, 1, 1, 2, 2, 3]
+
+
+@pytest.mark.parametrize("length", [13, 25])
+def test_a_layer_that_is_told_before_it_is_written_is_caught(length: int) -> None:
+    """Else the tests above say nothing."""
+    two = Pair(length)
+    computed = two.computed(length)
+    two.worker.begin(Step(computed=computed))
+    for layer in TARGET_LAYERS:
+        two.tell(layer)
+        two.write(layer, 0, length)
+    two.write(DRAFTER, 0, length)
+    two.worker.finalise(computed)
+    assert any(wrong.startswith("layer 0,") for wrong in two.wrong())
+
+
+@pytest.mark.parametrize("again", ["fails", "repeats"])
+def test_what_is_written_again_is_copied_again(again: str) -> None:
+    """A forward that fails behind some of its layers, or one that comes to a layer twice."""
+    two = Pair(25)
+    two.worker.begin(Step(computed=two.computed(25)))
+    for layer in (0, 1):
+        two.p.slot(0, layer, 3)[:] = GARBAGE
+        two.tell(layer)
+    # The copy of what will be written again is under way, and ends late.
+    two.agent.late = True
+    if again == "repeats":
+        for layer in (0, 1):
+            two.write(layer, 0, 25)
+            two.tell(layer)
+        for layer in (2, 3, DRAFTER):
+            two.write(layer, 0, 25)
+            two.tell(layer)
+        two.worker.finalise(two.computed(25))
+    else:
+        two.step(0, 25)
+    assert sum(isinstance(event, ev.LayersWithdrawn) for event in two.agent.told) == 1
+    assert not two.agent.commit
+    two.agent.run()
+    assert two.wrong() == []
+
+
+def test_layers_behind_one_that_is_missing_wait_for_the_end_of_the_step() -> None:
+    """Also where a layer's hook never comes."""
+    two = Pair(25)
+    computed = two.computed(25)
+    two.worker.begin(Step(computed=computed))
+    for layer in (0, 2, 3):
+        two.write(layer, 0, 25)
+        two.tell(layer)
+    assert {layer for _, layer in two.agent.copied} == {0}
+    two.write(1, 0, 25)
+    two.write(DRAFTER, 0, 25)
+    two.worker.finalise(computed)
+    assert two.wrong() == []
+
+
+def test_a_leg_that_is_given_up_is_told_of_no_more() -> None:
+    """Preempted, cancelled by D, or of a peer that died."""
+    for end in ("preempted", "cancelled", "released"):
+        two = Pair(25)
+        two.step(0, 16)
+        num_told = len(two.agent.told)
+        if end == "preempted":
+            two.worker.release_preempted([two.ticket.key])
+        elif end == "cancelled":
+            two.worker.begin(Step(cancelled=[two.ticket.key]))
+        if end != "preempted":
+            two.worker.post(ev.PrefillReleased(two.ticket.key, "peer_lost"))
+            two.worker.results()
+        copied = list(two.agent.copied)
+        two.step(16, 25)
+        assert two.agent.copied == copied or end == "released"
+        assert len(two.agent.told) == num_told
+        two.worker.begin(Step(closed=[ClosePrefill(two.ticket.key, held=False, failed=True)]))
+
+
+def test_a_prefix_that_either_side_has() -> None:
+    two = Pair(25, hit=12)
+    two.p.reserve(16 + LOOKAHEAD)
+    two.p.compute(two.tokens, 0, 16)
+    two.step(16, 25)
+    assert two.wrong() == []
+
+
+@pytest.mark.parametrize(("kv_stream", "declared"), [("off", 1), ("chunk", 3), ("layer", 3)])
+def test_when_tokens_are_declared_final(kv_stream: KVStream, declared: int) -> None:
+    two = Pair(25, kv_stream)
+    two.steps(8)
+    assert two.wrong() == []
+    # A fourth step computes the token that is not handed over.
+    assert len(two.agent.declared) == declared
+    assert bool(two.agent.told) == (kv_stream == "layer")
+
+
+def test_what_is_not_worth_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    pulled = Pair(25, mode="pull")
+    pulled.steps(8)
+    assert pulled.agent.told == []
+    layer_bytes = 2 * 4 * 24  # a head of two float32
+    for num_bytes, stops in ((1, [1, 2, 3, 4]), (2 * layer_bytes, [2, 4]), (3 * layer_bytes, [])):
+        monkeypatch.setattr(layer_stream, "MIN_BYTES", num_bytes)
+        two = Pair(25)
+        two.steps(100)
+        told = [event.layers for event in two.agent.told if isinstance(event, ev.LayersWritten)]
+        assert told == stops
+        assert two.wrong() == []
+
+
+def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert read_config({"keys": "k"}).kv_stream == "chunk"
+    with pytest.raises(ConfigError, match="kv_stream"):
+        read_config({"keys": "k", "kv_stream": "layers"})
+    for device, version, stream, good in (
+        ("cpu", "0.32", "layer", True),
+        ("cuda", "0.32", "chunk", True),
+        ("cuda", "0.32", "layer", False),
+        ("cpu", "0.31", "layer", False),
+    ):
+        monkeypatch.setattr(compat, "check_version", lambda version=version: version)
+        config = SimpleNamespace(device_config=SimpleNamespace(device_type=device))
+        if good:
+            compat.check_stream(config, stream)  # type: ignore[arg-type]
+        else:
+            with pytest.raises(ConfigError, match="kv_stream"):
+                compat.check_stream(config, stream)  # type: ignore[arg-type]
