@@ -19,6 +19,7 @@ MAX_TOKEN_ID = 2**31 - 1
 # A request's seed and sample index are the 64-bit words of the noise's key.
 MAX_WORD = 2**64 - 1
 MAX_STOP_STRINGS, MAX_STOP_CHARS = 16, 1024
+MAX_BAD_WORDS, MAX_BAD_WORD_CHARS = 128, 1024
 # Each entry costs work in every step of the request.
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIASES = 1024
@@ -98,6 +99,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     stop: tuple[str, ...] = ()
@@ -145,6 +147,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS and all(0 <= i <= last_token for i in self.stop_token_ids),
             "stop_token_ids",
             f"at most {MAX_STOP_TOKEN_IDS} token ids between 0 and {last_token}",
+        )
+        need(
+            len(self.bad_words) <= MAX_BAD_WORDS and all(0 < len(w) <= MAX_BAD_WORD_CHARS for w in self.bad_words),
+            "bad_words",
+            f"at most {MAX_BAD_WORDS} strings of 1 to {MAX_BAD_WORD_CHARS} characters",
         )
         if self.structured_outputs is not None:
             self.structured_outputs.check()

@@ -234,6 +234,14 @@ def test_grammars_go_to_the_server_and_do_not_survive_a_resumption() -> None:
     assert not connector("BatonConnector").can_resume(SamplingParams(structured_outputs=asked))
 
 
+def test_bad_words_go_to_the_server_and_do_not_survive_a_resumption() -> None:
+    """A server looks for the beginning of a word in its own output alone."""
+    for first_only in (False, True):
+        assert body(ask(bad_words=("a", "b c")), first_only=first_only)["bad_words"] == ["a", "b c"]
+    assert "bad_words" not in body(ask())
+    assert not connector("BatonConnector").can_resume(SamplingParams(bad_words=("a",)))
+
+
 async def test_comments_are_no_events(server: FakeVllm, session: aiohttp.ClientSession, url: str) -> None:
     server.comments = True
     found = await chunks(client(session, url), ask(max_tokens=2))

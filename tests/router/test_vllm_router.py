@@ -94,6 +94,7 @@ async def test_the_decode_server_is_sent_the_first_token(directory: Path) -> Non
         {"presence_penalty": 0.5},
         {"frequency_penalty": 0.5},
         {"repetition_penalty": 1.1},
+        {"bad_words": ["x"]},
         {"response_format": {"type": "json_object"}},
         {"structured_outputs": {"regex": "a"}},
         {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "required"},

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.engine.sampler import SamplerState
+from baton.errors import RequestError
 from baton.kv.prefix import salted_root
 from baton.kv.tables import BlockTables
 from baton.structured import Allowed, Matcher
@@ -133,15 +134,25 @@ class Request:
         return self.token_ids[self.num_prompt :]
 
     def allowed(self) -> Allowed | None:
-        """What may be chosen for the next token and behind its drafts; None: anything. Raises `RequestError`."""
-        grammar = self.matcher.allowed(self.output_ids, self.draft_ids) if self.matcher is not None else None
-        return self.sampler.allowed(1 + len(self.draft_ids), grammar)
+        """What may be chosen for the next token and behind its drafts; None: anything. Raises `RequestError` where
+        nothing may be."""
+        allowed = self._allowed(self.draft_ids)
+        if allowed is not None and self.sampler.restricts and not allowed.bits.any(axis=1).all():
+            raise RequestError("what the request allows leaves no token to choose", "bad_words")
+        return allowed
 
     def drafted(self, draft_ids: list[int]) -> None:
-        """Take drafts, as far as its grammar allows them."""
+        """Take drafts, as far as its grammar and the request itself allow them, and a token behind them."""
         if self.matcher is not None:
             draft_ids = draft_ids[: self.matcher.follows(self.output_ids, draft_ids)]
+        if self.sampler.restricts:
+            allowed = self._allowed(draft_ids)
+            draft_ids = draft_ids[: allowed.num_followed(draft_ids)] if allowed is not None else draft_ids
         self.draft_ids = draft_ids
+
+    def _allowed(self, draft_ids: list[int]) -> Allowed | None:
+        grammar = self.matcher.allowed(self.output_ids, draft_ids) if self.matcher is not None else None
+        return self.sampler.allowed(draft_ids, grammar)
 
     @property
     def is_prefilling(self) -> bool:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from baton.engine.bad_words import BadWords
 from baton.engine.request import Request
 from baton.engine.sampler import SamplerState
 from baton.errors import ForbiddenError, ProtocolError, RequestError, WrongEngineError
@@ -15,6 +16,7 @@ from baton.handoff.protocol.ticket import SignedTicket, request_digest
 from baton.log_limit import LogLimit
 from baton.structured import Matcher
 from baton.structured.source import PARAM
+from baton.text.bad_words import tokens_of
 from baton.wire import MIN_TEMPERATURE, GenerateRequest, LegRole
 
 if TYPE_CHECKING:
@@ -63,7 +65,8 @@ def make_request(engine: Engine, wire: GenerateRequest) -> Request:
         seed = secrets.randbits(63) if info.default_seed is None else info.default_seed
         params = msgspec.structs.replace(params, seed=seed)
     wire = msgspec.structs.replace(wire, sampling_params=params)
-    sampler = SamplerState(params, prompt[:num_prompt], info.vocab_size, info.eos_token_ids)
+    barred = BadWords(tokens_of(params.bad_words, engine.tokenizer, info.vocab_size))
+    sampler = SamplerState(params, prompt[:num_prompt], info.vocab_size, info.eos_token_ids, barred)
     sampler.advance(prompt[num_prompt:])
     return Request(wire, sampler, ticket, _matcher(engine, wire, prompt[num_prompt:]))
 

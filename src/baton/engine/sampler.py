@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from baton.engine.bad_words import BadWords
 from baton.engine.plan import Entries, FloatArray, IntArray, Masks, Noise, Sampling
 from baton.structured import Allowed
 from baton.structured.matcher import Bits
@@ -24,9 +25,15 @@ class SamplerState:
     """
 
     def __init__(
-        self, params: SamplingParams, prompt_ids: Sequence[int], vocab_size: int, eos_ids: Sequence[int]
+        self,
+        params: SamplingParams,
+        prompt_ids: Sequence[int],
+        vocab_size: int,
+        eos_ids: Sequence[int],
+        bad_words: BadWords | None = None,
     ) -> None:
         self.params = params
+        self._bad_words = bad_words or BadWords(())
         self.num_prompt = len(prompt_ids)
         self.num_output = 0
         stop_ids = [*params.stop_token_ids] if params.ignore_eos else [*eos_ids, *params.stop_token_ids]
@@ -56,16 +63,18 @@ class SamplerState:
             and params.min_tokens == 0
             and params.structured_outputs is None
             and params.allowed_token_ids is None
+            and not self._bad_words
         )
         self._allowed: Bits | None = None
-        if params.allowed_token_ids is not None:
-            some = np.zeros(vocab_size, dtype=np.uint8)
-            some[list(params.allowed_token_ids)] = 1
+        if params.allowed_token_ids is not None or self._bad_words:
+            some = np.full(vocab_size, params.allowed_token_ids is None, dtype=np.uint8)
+            some[list(params.allowed_token_ids or ())] = 1
             self._allowed = np.packbits(some, bitorder="little")
 
     def advance(self, token_ids: Sequence[int]) -> None:
         """Tokens that were appended to the request's output."""
         self.num_output += len(token_ids)
+        self._bad_words.advance(token_ids)
         if self._penalised:
             _count(self._counts, token_ids)
 
@@ -74,14 +83,22 @@ class SamplerState:
         """Absolute position of the token that is chosen next."""
         return self.num_prompt + self.num_output
 
-    def allowed(self, num_rows: int, grammar: Allowed | None) -> Allowed | None:
-        """What may be chosen in so many rows: what the request allows, of that what its `grammar` allows in the first
-        of them; None: anything."""
+    @property
+    def restricts(self) -> bool:
+        """Whether some tokens may not be chosen, whatever a grammar says."""
+        return self._allowed is not None
+
+    def allowed(self, drafts: Sequence[int], grammar: Allowed | None) -> Allowed | None:
+        """What may be chosen for the next token and behind each draft: what the request allows, of that what its
+        `grammar` allows in the first of these rows; None: anything."""
         if self._allowed is None:
             return grammar
         width = 0 if grammar is None else grammar.bits.shape[1]
-        bits = np.zeros((num_rows, max(width, len(self._allowed))), dtype=np.uint8)
+        bits = np.zeros((1 + len(drafts), max(width, len(self._allowed))), dtype=np.uint8)
         bits[:, : len(self._allowed)] = self._allowed
+        for row, own in enumerate(bits if self._bad_words else ()):
+            for token in self._bad_words.barred(drafts[:row]):
+                own[token // 8] &= ~(1 << token % 8) & 0xFF
         if grammar is not None:
             bits[: len(grammar.bits)] &= np.pad(grammar.bits, ((0, 0), (0, bits.shape[1] - width)))
         return Allowed(bits)

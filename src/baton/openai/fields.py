@@ -43,7 +43,7 @@ _REASONING = "is not supported: an answer is not parsed for reasoning"
 
 # Names of fields that are refused for one reason, and the values at which each of them asks for nothing.
 _UNSERVED: tuple[tuple[str, tuple[object, ...], str], ...] = (
-    (_DECODING, (), "bad_words repetition_detection thinking_token_budget stop_regex vllm_xargs"),
+    (_DECODING, (), "repetition_detection thinking_token_budget stop_regex vllm_xargs"),
     (_DECODING, (), "custom_logit_processor logits_processors custom_params"),
     (_DECODING, (False,), "use_beam_search watermarking"),
     (_DECODING, (1, 1.0), "length_penalty"),

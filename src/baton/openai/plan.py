@@ -24,6 +24,7 @@ from baton.openai.requests import (
 )
 from baton.openai.tools import NO_PARSING, NamedChoice, Parsing
 from baton.parsing import Parser
+from baton.text.bad_words import tokens_of
 from baton.wire import GenerateRequest, Mode, PromptIds, SamplingParams
 
 MAX_CHOICES = 256  # prompts times n in one request
@@ -125,6 +126,8 @@ def _plan(
     if len(prompts) * params.n > MAX_CHOICES:
         raise RequestError(f"prompts times n must be at most {MAX_CHOICES}", "n")
     _check_scores(prompts, params)
+    # Here, as it is known to the engines: so a refusal comes before anything runs.
+    tokens_of(params.bad_words, model.tokenizer, model.vocab_size)
     plan_id = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"
     requests: list[GenerateRequest] = []
     for prompt in prompts:

@@ -44,6 +44,7 @@ class _Request(msgspec.Struct, kw_only=True):
     repetition_penalty: float | None = None
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
     truncate_prompt_tokens: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
@@ -196,6 +197,7 @@ def sampling_params(
         top_k=min(request.top_k or 0, vocab_size),
         logit_bias=request.logit_bias or None,
         allowed_token_ids=tuple(request.allowed_token_ids or ()) or None,
+        bad_words=tuple(request.bad_words or ()),
         logprobs=logprobs,
         prompt_logprobs=_prompt_logprobs(request, max_tokens),
         stop=stop,

@@ -56,6 +56,8 @@ def completion_body(
         body["logit_bias"] = {str(token): bias for token, bias in params.logit_bias.items()}
     if params.allowed_token_ids is not None:
         body["allowed_token_ids"] = list(params.allowed_token_ids)
+    if params.bad_words:
+        body["bad_words"] = list(params.bad_words)
     if params.structured_outputs is not None:
         body["structured_outputs"] = params.structured_outputs
     if params.logprobs is not None:
@@ -92,9 +94,11 @@ def to_chunk(request: GenerateRequest, choice: Choice, position: int) -> TokenCh
 
 def can_resume(params: SamplingParams) -> bool:
     """Whether a vLLM server that is sent output tokens as a prompt goes on as one that made them itself would: it
-    counts presence and frequency over its own output alone, and begins a grammar anew.
+    counts presence and frequency over its own output alone, looks for the beginning of a bad word there, and begins a
+    grammar anew.
     """
-    return params.structured_outputs is None and params.presence_penalty == 0.0 and params.frequency_penalty == 0.0
+    counts = params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
+    return not counts and not params.bad_words and params.structured_outputs is None
 
 
 def _top(found: dict[str, float] | None) -> list[tuple[int, float]]:

@@ -26,6 +26,13 @@ class Allowed:
         allowed[token_ids] = 0
         return bool(allowed.any())
 
+    def num_followed(self, drafts: Sequence[int]) -> int:
+        """How many of the drafts the rows allow, each with a token behind it."""
+        for row, draft in enumerate(drafts):
+            if not self.bits[row, draft // 8] >> draft % 8 & 1 or not self.bits[row + 1].any():
+                return row
+        return len(drafts)
+
 
 class Compiled:
     """A compiled grammar at its beginning, and the size of the vocabulary that it was compiled for."""

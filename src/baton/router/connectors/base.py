@@ -22,7 +22,7 @@ from baton.wire import GenerateRequest, LegRole, Mode, Role, SamplingParams
 # Parameters that need more of the first token than its id, with the value at which they do not.
 _NOT_SEEDED = {
     **{"seed": None, "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0},
-    **{"stop": (), "structured_outputs": None},
+    **{"stop": (), "bad_words": (), "structured_outputs": None},
 }
 Outcome = Literal["completed", "finished_early", "aborted", "failed"]
 _T = TypeVar("_T")

@@ -1,0 +1,36 @@
+"""Which token would complete a word that an output must not hold (vLLM's `bad_words`).
+
+It follows from the output's last tokens alone, so an engine that takes a request over derives it from them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+
+class BadWords:
+    """A request's words, and the end of its output. Mutated only by `advance`."""
+
+    def __init__(self, words: Sequence[Sequence[int]]) -> None:
+        """`words`: tokens of each."""
+        self._last: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        for *before, last in words:
+            self._last[tuple(before)].append(last)
+        self._lengths = sorted({len(before) for before in self._last})
+        self._tail: list[int] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._lengths)
+
+    def advance(self, token_ids: Sequence[int]) -> None:
+        """Tokens that were appended to the output."""
+        if self._lengths:
+            tail = [*self._tail, *token_ids]
+            self._tail = tail[max(0, len(tail) - self._lengths[-1]) :]
+
+    def barred(self, drafts_before: Sequence[int]) -> list[int]:
+        """Tokens that would complete a word behind these drafts."""
+        known = [*self._tail, *drafts_before]
+        ends = (tuple(known[len(known) - length :]) for length in self._lengths if length <= len(known))
+        return [token for end in ends for token in self._last.get(end, ())]

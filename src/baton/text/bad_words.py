@@ -1,0 +1,35 @@
+"""Words that an output must not hold (vLLM's `bad_words`), as tokens."""
+
+from __future__ import annotations
+
+import functools
+
+from baton.errors import RequestError
+from baton.text.tokenizer import Tokenizer
+from baton.wire import MAX_BAD_WORDS
+
+PARAM = "bad_words"
+
+
+@functools.lru_cache(maxsize=32)  # all samples of a prompt have the same
+def tokens_of(words: tuple[str, ...], tokenizer: Tokenizer, vocab_size: int) -> tuple[tuple[int, ...], ...]:
+    """The tokens of each word, at the beginning of a text and, where it is as many tokens with another first one,
+    within a text: as vLLM 0.32 has them (`SamplingParams.update_from_tokenizer`).
+
+    Raises `RequestError` for a word without tokens, for too many, and where there is no tokenizer.
+    """
+    if words and not tokenizer.vocab_size:
+        raise RequestError("bad_words are not for an engine without a tokenizer", PARAM)
+    found: list[list[int]] = []
+    for word in dict.fromkeys(words):
+        plain, spaced = (tokenizer.encode(space + word.lstrip(), add_special_tokens=False) for space in ("", " "))
+        if not plain:
+            raise RequestError("bad_words must be at least one token each", PARAM)
+        found.append(plain)
+        if len(spaced) == len(plain) and spaced[0] != plain[0]:
+            found.append(spaced)
+    if len(found) > MAX_BAD_WORDS:
+        raise RequestError(f"bad_words must be at most {MAX_BAD_WORDS} as tokens, these are {len(found)}", PARAM)
+    if any(token >= vocab_size for tokens in found for token in tokens):
+        raise RequestError("bad_words must be of tokens that the model has", PARAM)
+    return tuple(map(tuple, found))
