@@ -49,7 +49,7 @@ class FakeVllm:
     this role get no answer, or ("all") nothing does. `raw`: bodies that it answers with, by path. `comments`: it says
     so while nothing else is said. `asked` are the bodies that came, `left` roles whose client went away. `num_short`:
     tokens that it leaves out of a NIXL prefill. `has_ranks`: it is several data-parallel engines; `ranks` are those
-    that were asked.
+    that were asked; `traces`: role, `traceparent` and `tracestate` of requests.
     """
 
     root: Path
@@ -74,6 +74,7 @@ class FakeVllm:
     left: list[str] = field(default_factory=list)
     has_ranks: bool = False
     ranks: list[str | None] = field(default_factory=list)
+    traces: list[tuple[str, str | None, str | None]] = field(default_factory=list)
 
     def app(self) -> web.Application:
         @web.middleware
@@ -151,6 +152,7 @@ class FakeVllm:
         self.asked.append(body)
         self.ranks.append(request.headers.get("X-data-parallel-rank"))
         role = self._role(body)
+        self.traces.append((role, request.headers.get("traceparent"), request.headers.get("tracestate")))
         try:
             while self.halted == role:
                 await asyncio.sleep(0.01)

@@ -26,6 +26,7 @@ from baton.engine.config import (
 )
 from baton.errors import ConfigError
 from baton.openai.access import Access
+from baton.openai.request_metrics import PerRequestMetrics, SpecDecodeLevel
 from baton.openai.serving import SHUTDOWN_TIMEOUT_S, bind
 from baton.openai.tools import Parsing
 from baton.parsing import REASONING_PARSERS, TOOL_PARSERS
@@ -157,6 +158,12 @@ class ListenOptions:
     ] = False
     tool_call_parser: Annotated[str | None, typer.Option(help=f"Of {', '.join(TOOL_PARSERS)}.")] = None
     reasoning_parser: Annotated[str | None, typer.Option(help=f"Of {', '.join(REASONING_PARSERS)}.")] = None
+    enable_per_request_metrics: Annotated[
+        bool, typer.Option("--enable-per-request-metrics", help="Answers tell their times, in the object metrics.")
+    ] = False
+    per_request_spec_decode_metrics: Annotated[
+        SpecDecodeLevel, typer.Option(help="What answers tell there of accepted drafts.")
+    ] = "none"
     allowed_origins: Annotated[
         str | None, typer.Option(metavar="JSON", help='Web pages that may read answers: ["https://HOST"], ["*"].')
     ] = None
@@ -179,6 +186,10 @@ class ListenOptions:
     def parsing(self) -> Parsing:
         """How answers are read. Raises `ConfigError` for a parser that does not exist."""
         return Parsing(self.enable_auto_tool_choice, self.tool_call_parser, self.reasoning_parser)
+
+    def per_request(self) -> PerRequestMetrics:
+        """What answers say of their own making."""
+        return PerRequestMetrics(self.enable_per_request_metrics, self.per_request_spec_decode_metrics)
 
     def access(self) -> Access:
         """Who may use the API. Raises `ConfigError` naming what is malformed or cannot be read."""

@@ -68,7 +68,14 @@ def serve_command(
             return AsyncEngine(config, reporter.progress)
 
         run_engine(
-            make_engine, tokenizer, listener, on_ready, listen.shutdown_timeout, listen.access(), listen.parsing()
+            make_engine,
+            tokenizer,
+            listener,
+            on_ready,
+            listen.shutdown_timeout,
+            listen.access(),
+            listen.parsing(),
+            listen.per_request(),
         )
 
 
@@ -126,6 +133,7 @@ def up_command(
                 both=tuple(deployment.both_urls),
                 access=listen.access(),
                 parsing=listen.parsing(),
+                per_request=listen.per_request(),
             )
 
             def on_ready(url: str) -> None:

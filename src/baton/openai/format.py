@@ -24,7 +24,7 @@ def usage(plan: Plan, outputs: Sequence[SampleOutput]) -> Usage:
     num_output = sum(len(output.token_ids) for output in outputs)
     k = plan.model.num_speculative_tokens
     accepted = sum(sum(output.accepted) for output in outputs)
-    drafted = sum(output.num_drafted for output in outputs)
+    drafted = sum(sum(output.drafted) for output in outputs)
     # Choices of one prompt share its cached tokens, so the first of each speaks for it.
     per_prompt = max(1, len(outputs) // len(plan.prompts))
     cached = sum(output.num_cached_tokens for output in outputs[::per_prompt])

@@ -20,6 +20,7 @@ from baton.openai.limits import Bodies, HttpLimits
 from baton.openai.metrics import FrontMetrics, exposed
 from baton.openai.plan import Plan
 from baton.openai.service import OpenAIService
+from baton.openai.tracing import TRACE, trace_of
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _RETRY_AFTER_S = 1
@@ -84,6 +85,7 @@ def new_app(
     async def shape_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         if (allowed := access.preflight(request)) is not None:
             return allowed
+        TRACE.set(trace_of(request.headers))
         resource = request.match_info.route.resource
         endpoint = resource.canonical if resource is not None else "unknown"
         status = 499  # counted for a client that went away, which gets no answer

@@ -24,6 +24,15 @@ class Delta:
     events: list[Event] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True)
+class Times:
+    """When a request came and when its first and its last token did, in seconds of one clock."""
+
+    arrived: float
+    first: float
+    last: float
+
+
 @dataclass(slots=True)
 class Call:
     """A tool call, as far as it has come. `id` is this answer's own."""
@@ -37,8 +46,8 @@ class SampleOutput:
     """The growing output of one `GenerateRequest`.
 
     Totals are kept for the end: `text`, `token_ids`, `logprobs`, `accepted` (draft tokens accepted per
-    verification round), `num_drafted` (those of all these rounds), `num_cached_tokens`, `finish_reason`, `stop_reason`.
-    With a `parser` also what it finds in the text: `content`, `reasoning`, `calls`.
+    verification round), `drafted` (of how many), `num_cached_tokens`, `finish_reason`, `stop_reason`.
+    `times` once it has ended. With a `parser` also what it finds in the text: `content`, `reasoning`, `calls`.
     """
 
     def __init__(
@@ -61,7 +70,8 @@ class SampleOutput:
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
         self.accepted: list[int] = []
-        self.num_drafted = 0
+        self.drafted: list[int] = []
+        self.times: Times | None = None
         self.num_cached_tokens = 0
         self.prompt_logprobs: list[TokenLogprobs | None] = []
         self.finish_reason: FinishReason | None = None
@@ -119,7 +129,7 @@ class SampleOutput:
             delta.logprobs = list(chunk.logprobs[:num_used])
         num_rounds = _rounds_used(chunk, num_used)
         self.accepted += chunk.accepted[:num_rounds]
-        self.num_drafted += sum(chunk.drafted[:num_rounds])
+        self.drafted += chunk.drafted[:num_rounds]
         self._add(delta)
         return delta
 

@@ -11,6 +11,8 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from prometheus_client import Counter
 
 from baton.openai.metrics import FrontMetrics
+from baton.openai.output import Times
+from baton.openai.tracing import TRACE
 
 logger = logging.getLogger(__name__)
 _REPORT_S = 10.0
@@ -27,6 +29,7 @@ class SequenceRecord:
         self._num_prompt, self._num_output = num_prompt_tokens, 0
         self._began = self._first = self._last = time.perf_counter()
         self._over = False
+        self._trace = TRACE.get()
         self.where = "one_engine"
         self.num_cached_tokens = 0
         metrics.prompt_tokens.inc(num_prompt_tokens)
@@ -60,6 +63,11 @@ class SequenceRecord:
             self._observe("time_to_first_token_seconds", elapsed)
         self._num_output += num_tokens
 
+    @property
+    def times(self) -> Times:
+        """So far."""
+        return Times(self._began, self._first, self._last)
+
     def end(self, reason: str, log: bool = True) -> None:
         """The sequence is over, for this reason. The first call counts."""
         if self._over:
@@ -80,6 +88,7 @@ class SequenceRecord:
             return
         fields: dict[str, object] = {
             "id": self._id,
+            "trace_id": self._trace.id if self._trace is not None else None,
             "model": self._model,
             "prompt_tokens": self._num_prompt,
             "output_tokens": self._num_output,

@@ -18,6 +18,7 @@ from baton.openai.metrics import FrontMetrics
 from baton.openai.output import Delta, SampleOutput
 from baton.openai.plan import Plan, check_model, make_plan
 from baton.openai.records import SequenceRecord
+from baton.openai.request_metrics import NO_METRICS, PerRequestMetrics
 from baton.openai.structured import named
 from baton.openai.tokens import detokenize, tokenize
 from baton.openai.tools import NO_PARSING, Parsing
@@ -39,12 +40,13 @@ class OpenAIService:
         metrics: FrontMetrics,
         max_queued_requests: int | None = None,
         parsing: Parsing = NO_PARSING,
+        per_request: PerRequestMetrics = NO_METRICS,
     ) -> None:
         """`max_queued_requests`: choices that may wait for their first token; None where the backend has a limit.
-        `parsing`: how answers are read."""
+        `parsing`: how answers are read; `per_request`: what they say of their own making."""
         self.queue = Queue(max_queued_requests)
         self._backend = backend
-        self._parsing = parsing
+        self._parsing, self._per_request = parsing, per_request
         self._metrics = metrics
         self._workers = ThreadPoolExecutor(_NUM_WORKERS, thread_name_prefix="baton-plan")
         self._free_workers = asyncio.Semaphore(_NUM_WORKERS)
@@ -107,7 +109,7 @@ class OpenAIService:
         async with contextlib.aclosing(self._run(plan, outputs)) as deltas:
             async for _ in deltas:
                 pass
-        return msgspec.json.encode(fmt.whole(plan, outputs))
+        return msgspec.json.encode(self._with_metrics(fmt.whole(plan, outputs), plan, outputs))
 
     async def _events(self, plan: Plan, outputs: Sequence[SampleOutput]) -> AsyncGenerator[bytes, None]:
         begun: set[int] = set()
@@ -129,8 +131,12 @@ class OpenAIService:
             yield b"data: " + to_api_error(error).body() + b"\n\n"
         else:
             if plan.include_usage:
-                yield _event(fmt.streamed_usage(plan, outputs))
+                yield _event(self._with_metrics(fmt.streamed_usage(plan, outputs), plan, outputs))
         yield b"data: [DONE]\n\n"
+
+    def _with_metrics(self, body: dict[str, object], plan: Plan, outputs: Sequence[SampleOutput]) -> dict[str, object]:
+        metrics = self._per_request.of(plan, outputs)
+        return body if metrics is None else body | {"metrics": metrics}
 
     async def _run(self, plan: Plan, outputs: Sequence[SampleOutput]) -> AsyncGenerator[tuple[int, Delta], None]:
         """Yield (choice, delta) of every choice as they come; closing it aborts what still runs."""
@@ -161,6 +167,7 @@ class OpenAIService:
                     record.tokens(len(delta.token_ids), output.accepted[num_rounds:])
                     record.num_cached_tokens = output.num_cached_tokens
                     if delta.finish_reason is not None:
+                        output.times = record.times
                         record.end(delta.finish_reason)
                     yield delta
                     if delta.finish_reason is not None:

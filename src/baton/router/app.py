@@ -18,6 +18,7 @@ from baton.openai.access import OPEN, Access
 from baton.openai.http import BODIES, add_openai_routes, json_response, new_app
 from baton.openai.metrics import Row, RowCollector, counter, gauge
 from baton.openai.records import reporting
+from baton.openai.request_metrics import NO_METRICS, PerRequestMetrics
 from baton.openai.tools import NO_PARSING, Parsing
 from baton.router.admin import Admin
 from baton.router.backend import RouterBackend
@@ -67,6 +68,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     ticket_life: float = TICKET_LIFE_S
     access: Access = OPEN
     parsing: Parsing = NO_PARSING
+    per_request: PerRequestMetrics = NO_METRICS
 
 
 class _AddInstance(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -124,7 +126,7 @@ async def build_app(config: RouterConfig) -> web.Application:
         access=config.access,
         families=lambda: families(metrics.registry.collect(), pool.instances),
     )
-    service = OpenAIService(backend, metrics, config.max_queued_requests, config.parsing)
+    service = OpenAIService(backend, metrics, config.max_queued_requests, config.parsing, config.per_request)
     add_openai_routes(app, service)
     metrics.registry.register(RowCollector(lambda: _rows(backend, service.queue)))
     _add_router_routes(app, backend, Admin(config.admin_token, config.host_names))

@@ -23,6 +23,7 @@ from baton.errors import (
 from baton.openai.answers import decode, read_error
 from baton.openai.client import describe, failures, read_body, read_refusal
 from baton.openai.errors import DRAINING, ENGINE_STALLED
+from baton.openai.tracing import TRACE
 from baton.router.address import split_rank
 from baton.router.timers import RouterTimers
 from baton.wire import EngineInfo, EngineLoad, GenerateRequest, PromptIds, TokenChunk
@@ -94,8 +95,11 @@ class EngineClient(ABC):
     async def _answer(
         self, path: str, body: Sequence[bytes], timeout: aiohttp.ClientTimeout, line_bytes: int
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Yield the response to a POST whose status is 200. Raises what `generate` raises."""
+        """Yield the response to a POST whose status is 200, which takes the request's trace along. Raises what
+        `generate` raises."""
+        trace = TRACE.get()
         headers = {"Content-Type": "application/json", "Content-Length": str(sum(map(len, body))), **self._headers}
+        headers |= trace.headers() if trace is not None else {}
         with failures(f"engine {self.url}", EngineUnavailableError):
             async with self._session.post(
                 self._base + path,

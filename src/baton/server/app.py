@@ -22,6 +22,7 @@ from baton.openai.http import BODIES, add_openai_routes, json_response, new_app,
 from baton.openai.limits import HttpLimits
 from baton.openai.metrics import RowCollector, with_vllm_names
 from baton.openai.records import SequenceRecord, reporting
+from baton.openai.request_metrics import NO_METRICS, PerRequestMetrics
 from baton.openai.tools import NO_PARSING, Parsing
 from baton.text import Tokenizer
 from baton.wire import EngineInfo, GenerateRequest, Mode, SamplingParams, TokenChunk
@@ -64,6 +65,7 @@ def build_app(
     limits: HttpLimits | None = None,
     access: Access = OPEN,
     parsing: Parsing = NO_PARSING,
+    per_request: PerRequestMetrics = NO_METRICS,
 ) -> web.Application:
     """Return the app of a started engine, for clients that have `access`. Closing the engine is left to the caller.
     Raises `ConfigError` as `new_app` does."""
@@ -72,7 +74,8 @@ def build_app(
     metrics.registry.register(RowCollector(lambda: with_vllm_names(engine.metrics().collect_rows(), model)))
     app = new_app(metrics, limits, access)
     app.cleanup_ctx.append(lambda _: reporting(metrics, lambda: _load_text(engine)))
-    add_openai_routes(app, OpenAIService(EngineBackend(engine, tokenizer), metrics, parsing=parsing))
+    backend = EngineBackend(engine, tokenizer)
+    add_openai_routes(app, OpenAIService(backend, metrics, parsing=parsing, per_request=per_request))
 
     async def generate(request: web.Request) -> web.StreamResponse:
         return await _generate(engine, metrics, request)

@@ -17,6 +17,7 @@ from aiohttp import web
 
 from baton.errors import EngineUnavailableError
 from baton.openai.access import OPEN, Access
+from baton.openai.request_metrics import NO_METRICS, PerRequestMetrics
 from baton.openai.serving import SHUTDOWN_TIMEOUT_S, serve, url_of
 from baton.openai.tools import NO_PARSING, Parsing
 from baton.server.app import build_app
@@ -36,6 +37,7 @@ def run_engine(
     shutdown_timeout_s: float = SHUTDOWN_TIMEOUT_S,
     access: Access = OPEN,
     parsing: Parsing = NO_PARSING,
+    per_request: PerRequestMetrics = NO_METRICS,
 ) -> None:
     """Serve one engine until SIGINT or SIGTERM, then close it. After SIGTERM requests have `shutdown_timeout_s` to end.
 
@@ -47,7 +49,7 @@ def run_engine(
         engine = make_engine()
         try:
             engine.start()
-            app = build_app(engine, tokenizer, access=access, parsing=parsing)
+            app = build_app(engine, tokenizer, access=access, parsing=parsing, per_request=per_request)
             ready = functools.partial(on_ready, engine, url_of(listener, app))
             failure = asyncio.run(_serve(engine, app, listener, ready, shutdown_timeout_s))
         finally:

@@ -1,0 +1,70 @@
+"""What an answer says of its own making: vLLM's `metrics` object, with its times and its speculation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from baton.openai.output import SampleOutput
+from baton.openai.plan import Plan
+
+SpecDecodeLevel = Literal["none", "summary", "detailed"]
+
+
+@dataclass(frozen=True, slots=True)
+class PerRequestMetrics:
+    """What is told, by vLLM's flags; nothing by default."""
+
+    enable_per_request_metrics: bool = False
+    per_request_spec_decode_metrics: SpecDecodeLevel = "none"
+
+    def of(self, plan: Plan, outputs: Sequence[SampleOutput]) -> dict[str, Any] | None:
+        """The `metrics` of an answer; None where none are wanted, and of several choices, as in vLLM."""
+        if len(outputs) != 1:
+            return None
+        (output,) = outputs
+        found = _times(output) if self.enable_per_request_metrics else {}
+        if self.per_request_spec_decode_metrics != "none":
+            told = _spec_decode(output, plan.model.num_speculative_tokens)
+            if told and self.per_request_spec_decode_metrics == "detailed":
+                told |= {"per_step_accepted": output.accepted, "per_step_drafted": output.drafted}
+            found |= {"speculative_decoding": told} if told else {}
+        return found or None
+
+
+NO_METRICS = PerRequestMetrics()
+
+
+def _times(output: SampleOutput) -> dict[str, Any]:
+    """Milliseconds as the server that the client talks to sees them: from the request's arrival there, queues included.
+    It does not see when an engine took the request up, so the time in queue is not told apart."""
+    times, num_tokens = output.times, len(output.token_ids)
+    if times is None or not num_tokens:
+        return {}
+    decode_s, whole_s = times.last - times.first, times.last - times.arrived
+    return {
+        "time_to_first_token_ms": (times.first - times.arrived) * 1e3,
+        "generation_time_ms": decode_s * 1e3,
+        "queue_time_ms": None,
+        "mean_itl_ms": decode_s * 1e3 / (num_tokens - 1) if num_tokens > 1 else None,
+        "tokens_per_second": num_tokens / whole_s if whole_s > 0 else None,
+    }
+
+
+def _spec_decode(output: SampleOutput, num_spec_tokens: int) -> dict[str, Any]:
+    """vLLM's `speculative_decoding`: entry j of the histogram counts the rounds that accepted j drafts. Empty where the
+    engine does not speculate, or does not tell how its rounds went (vLLM's do not)."""
+    rounds = output.accepted
+    if not num_spec_tokens or (not rounds and len(output.token_ids) > 1):
+        return {}
+    num_accepted, num_drafted = sum(rounds), sum(output.drafted)
+    return {
+        "mean_acceptance_length": 1.0 + num_accepted / len(rounds) if rounds else 1.0,
+        "draft_acceptance_rate": num_accepted / num_drafted if num_drafted else 0.0,
+        "acceptance_histogram": [rounds.count(j) for j in range(max([num_spec_tokens, *rounds]) + 1)],
+        "num_spec_steps": len(rounds),
+        "num_accepted_draft_tokens": num_accepted,
+        "num_draft_tokens": num_drafted,
+        "num_spec_tokens": num_spec_tokens,
+    }

@@ -1,0 +1,54 @@
+"""The trace that a request belongs to (W3C Trace Context): read from its headers, and passed on with its legs as it is.
+
+Nothing here makes spans of its own, so a trace of the client's goes through to servers that do, such as vLLM's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Protocol
+
+TRACEPARENT, TRACESTATE = "traceparent", "tracestate"
+_PARENT = re.compile(r"(?!ff)([0-9a-f]{2})-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(-[\x21-\x7e]*)?")
+_MAX_PARENT, _MAX_STATE = 256, 512
+
+
+class _Headers(Protocol):
+    def getall(self, key: str, default: list[str]) -> list[str]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """A `traceparent` that is well formed, and the `tracestate` that came with it."""
+
+    traceparent: str
+    tracestate: str | None = None
+
+    @property
+    def id(self) -> str:
+        """The trace's id, 32 hexadecimal digits."""
+        return self.traceparent.split("-")[1]
+
+    def headers(self) -> Mapping[str, str]:
+        """As they came."""
+        state = {} if self.tracestate is None else {TRACESTATE: self.tracestate}
+        return {TRACEPARENT: self.traceparent, **state}
+
+
+# Of the request that the current task, or the one that started it, serves.
+TRACE: ContextVar[Trace | None] = ContextVar("trace", default=None)
+
+
+def trace_of(headers: _Headers) -> Trace | None:
+    """The trace that headers name; None where they name none, or not as the standard wants it: then there is no state
+    either, and one that is too long or no text is left out."""
+    parents = headers.getall(TRACEPARENT, [])
+    found = _PARENT.fullmatch(parents[0]) if len(parents) == 1 and len(parents[0]) <= _MAX_PARENT else None
+    if found is None or (found[1] == "00" and found[3] is not None):
+        return None
+    state = ",".join(part for part in headers.getall(TRACESTATE, []) if part.strip())
+    usable = 0 < len(state) <= _MAX_STATE and state.isascii() and state.isprintable()
+    return Trace(parents[0], state if usable else None)

@@ -1,0 +1,72 @@
+"""A client's trace reaches the engines of all its legs, and no others."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from baton.router import RouterConfig, build_app
+from baton.server import build_app as build_engine_app
+from baton.text import Tokenizer
+from tests.router.vllm_pair import QUICK, WAYS, Pair
+from tests.server.fake_serving import KEY, FakeEngine, served
+
+ID = "4bf92f3577b34da6a3ce929d0e0e4736"
+TRACE = {"traceparent": f"00-{ID}-00f067aa0ba902b7-01", "tracestate": "a=1"}
+
+
+async def ask(session: aiohttp.ClientSession, url: str, headers: dict[str, str], **body: Any) -> None:
+    asked = {"prompt": [10, 11, 12], "max_tokens": 6, "temperature": 0, **body}
+    async with session.post(f"{url}/v1/completions", json=asked, headers=headers) as response:
+        assert response.status == 200, await response.text()
+        await response.read()
+
+
+@pytest.mark.parametrize(("name", "seed"), WAYS)
+async def test_before_vllm_servers(directory: Path, name: str, seed: bool, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "baton.openai.records")
+    pair = Pair(directory, name, seed)
+    async with pair.run() as (url, session):
+        await ask(session, url, TRACE)
+        legs = [trace for server in (pair.p, pair.d) for trace in server.traces if trace[0] != "identify"]
+        assert {role for role, *_ in legs} == {"prefill", "decode"}
+        assert {trace[1:] for trace in legs} == {tuple(TRACE.values())}
+        for server in (pair.p, pair.d):
+            server.traces.clear()
+        await ask(session, url, {})
+        await ask(session, url, {"traceparent": "nonsense", "tracestate": "a=1"})
+        assert {trace[1:] for server in (pair.p, pair.d) for trace in server.traces} == {(None, None)}
+    lines = [record.fields for record in caplog.records if hasattr(record, "fields")]
+    assert [line["trace_id"] for line in lines] == [ID, None, None]
+
+
+async def test_before_batons_engines(directory: Path) -> None:
+    handed: dict[bytes, Any] = {}
+    seen: list[tuple[str, str | None]] = []
+
+    def engine(role: str) -> web.Application:
+        @web.middleware
+        async def note(request: web.Request, handler: Any) -> web.StreamResponse:
+            if request.method == "POST":
+                seen.append((role, request.headers.get("traceparent")))
+            answer: web.StreamResponse = await handler(request)
+            return answer
+
+        made = FakeEngine(directory, role=role, handed=handed)
+        app = build_engine_app(made, Tokenizer.load(directory))  # type: ignore[arg-type]
+        app.middlewares.append(note)
+        return app
+
+    async with contextlib.AsyncExitStack() as stack:
+        urls = [await stack.enter_async_context(served(engine(role))) for role in ("prefill", "decode")]
+        config = RouterConfig(prefill=(urls[0],), decode=(urls[1],), ticket_key=KEY, timers=QUICK)
+        url = await stack.enter_async_context(served(await build_app(config)))
+        session = await stack.enter_async_context(aiohttp.ClientSession())
+        await ask(session, url, TRACE, n=2)
+        assert sorted(seen) == [(role, TRACE["traceparent"]) for role in ("decode", "decode", "prefill", "prefill")]
