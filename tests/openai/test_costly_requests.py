@@ -89,7 +89,7 @@ async def test_the_event_loop_goes_on_while_a_long_text_is_tokenised(
         assert (await waiting)[0] == 200
 
 
-async def test_bodies_of_clients_that_left_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_bodies_of_clients_that_left_are_not_kept() -> None:
     """However busy the workers are with those of others."""
     begun, go_on = threading.Semaphore(0), threading.Event()
 
@@ -101,16 +101,15 @@ async def test_bodies_of_clients_that_left_are_not_kept(monkeypatch: pytest.Monk
     class NoBackend:
         def model(self) -> None: ...
 
-    monkeypatch.setattr(service, "make_plan", make_plan)
     one = service.OpenAIService(NoBackend(), FrontMetrics())  # type: ignore[arg-type]
-    asked = [asyncio.create_task(one.plan(b" " * 10_000, False)) for _ in range(10)]
+    asked = [asyncio.create_task(one.plan(b" " * 10_000, make_plan)) for _ in range(10)]
     for _ in range(2):
         assert await asyncio.to_thread(begun.acquire, timeout=20)
     assert one._workers._work_queue.qsize() == 0
     for task in asked:
         task.cancel()
     await asyncio.gather(*asked, return_exceptions=True)
-    later = asyncio.create_task(one.plan(b" " * 10_000, False))
+    later = asyncio.create_task(one.plan(b" " * 10_000, make_plan))
     await asyncio.sleep(0)
     assert one._workers._work_queue.qsize() == 0
     go_on.set()

@@ -56,6 +56,22 @@ async def test_chat_has_as_many_alternatives_as_were_asked_for(
 
 
 @pytest.mark.parametrize(("name", "seed"), WAYS)
+async def test_a_response_is_handed_over_like_a_chat(directory: Path, name: str, seed: bool) -> None:
+    pair = Pair(directory, name, seed)
+    async with pair.run() as (url, session):
+        chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 6, "temperature": 0}
+        async with session.post(f"{url}/v1/chat/completions", json=chat) as response:
+            expected = (await response.json())["choices"][0]["message"]["content"]
+        legs = [len(own) for own in pair.legs()]
+        asked = {"input": "a", "max_output_tokens": 6, "temperature": 0}
+        async with session.post(f"{url}/v1/responses", json=asked) as response:
+            (item,) = (await response.json())["output"]
+        assert item["content"][0]["text"] == expected
+        assert [len(own) for own in pair.legs()] == [2 * count for count in legs]
+        assert all(legs)
+
+
+@pytest.mark.parametrize(("name", "seed"), WAYS)
 async def test_an_end_at_the_first_token_streamed(directory: Path, name: str, seed: bool) -> None:
     pair = Pair(directory, name, seed, eos_at=len(PROMPT))
     async with pair.run() as (url, session):

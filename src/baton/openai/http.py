@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import ssl
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator
+from typing import TypeVar
 
 import msgspec
 from aiohttp import web
@@ -15,13 +16,17 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from baton import __version__
 from baton.errors import DrainingError
 from baton.openai.access import OPEN, Access, ApiKeys, name_response
+from baton.openai.backend import ServedModel
 from baton.openai.errors import ApiError, to_api_error
 from baton.openai.limits import Bodies, HttpLimits
 from baton.openai.metrics import FrontMetrics, exposed
-from baton.openai.plan import Plan
+from baton.openai.plan import make_chat_plan, make_completion_plan
+from baton.openai.responses import make_response_plan, respond
 from baton.openai.service import OpenAIService
+from baton.openai.tools import Parsing
 from baton.openai.tracing import TRACE, trace_of
 
+T = TypeVar("T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _RETRY_AFTER_S = 1
 
@@ -126,7 +131,7 @@ def new_app(
 
 
 def add_openai_routes(app: web.Application, service: OpenAIService) -> None:
-    """Add OpenAI's models, completions and chat completions, and vLLM's `/tokenize`, `/detokenize` and `/version`."""
+    """Add OpenAI's models, completions, chats and responses, and vLLM's `/tokenize`, `/detokenize` and `/version`."""
 
     async def models(request: web.Request) -> web.StreamResponse:
         return json_response(service.models())
@@ -146,14 +151,17 @@ def add_openai_routes(app: web.Application, service: OpenAIService) -> None:
             return json_response(await service.detokenize(body))
 
     async def completions(request: web.Request) -> web.StreamResponse:
-        return await _reply(request, await service.answer(await plan(request, False)))
+        return await _reply(request, await service.answer(await plan(request, make_completion_plan)))
 
     async def chat(request: web.Request) -> web.StreamResponse:
-        return await _reply(request, await service.answer(await plan(request, True)))
+        return await _reply(request, await service.answer(await plan(request, make_chat_plan)))
 
-    async def plan(request: web.Request, chat: bool) -> Plan:
+    async def responses(request: web.Request) -> web.StreamResponse:
+        return await _reply(request, await respond(service, await plan(request, make_response_plan)))
+
+    async def plan(request: web.Request, make: Callable[[bytes, ServedModel, Parsing], T]) -> T:
         async with app[BODIES].read(request) as body:
-            return await service.plan(body, chat)
+            return await service.plan(body, make)
 
     app.router.add_get("/version", version)
     app.router.add_get("/v1/models", models)
@@ -162,6 +170,7 @@ def add_openai_routes(app: web.Application, service: OpenAIService) -> None:
     app.router.add_post("/detokenize", detokenize)
     app.router.add_post("/v1/completions", completions)
     app.router.add_post("/v1/chat/completions", chat)
+    app.router.add_post("/v1/responses", responses)
 
 
 def json_response(value: object, status: int = 200) -> web.Response:

@@ -106,14 +106,15 @@ def plan_chat(request: ChatRequest, model: ServedModel, parsing: Parsing = NO_PA
     return replace(plan, reader=reader, tells_calls=told, tells_reasoning=request.include_reasoning is not False)
 
 
-def make_plan(body: bytes, model: ServedModel, chat: bool, parsing: Parsing = NO_PARSING) -> Plan:
-    """Return the plan of a request's body, which may take seconds for a long one; other threads run meanwhile.
-
-    Raises as `decode`, `plan_completion` and `plan_chat` do.
-    """
-    if chat:
-        return plan_chat(decode(body, ChatRequest), model, parsing)
+def make_completion_plan(body: bytes, model: ServedModel, parsing: Parsing = NO_PARSING) -> Plan:
+    """Return the plan of a body of `POST /v1/completions`, whose answers are not parsed. It may take seconds for a long
+    one; other threads run meanwhile. Raises as `decode` and `plan_completion` do."""
     return plan_completion(decode(body, CompletionRequest), model)
+
+
+def make_chat_plan(body: bytes, model: ServedModel, parsing: Parsing = NO_PARSING) -> Plan:
+    """The same of `POST /v1/chat/completions`. Raises as `decode` and `plan_chat` do."""
+    return plan_chat(decode(body, ChatRequest), model, parsing)
 
 
 def _plan(

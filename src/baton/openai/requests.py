@@ -6,6 +6,7 @@ Fields that are not here are refused by name or ignored, as `fields` says.
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -144,10 +145,14 @@ _AS_ASKED = (
 )
 
 
-def decode_body(body: bytes, kind: type[B]) -> B:
-    """Return what `body` holds. Raises `RequestError` naming the parameter that is malformed or not served."""
+def decode_body(body: bytes, kind: type[B], served: Collection[str] = ()) -> B:
+    """Return what `body` holds. `served`: fields that `kind` serves though others of that name are refused.
+
+    Raises `RequestError` naming the parameter that is malformed or not served.
+    """
     try:
-        refuse_unserved(msgspec.json.decode(body, type=dict[str, msgspec.Raw]))
+        fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+        refuse_unserved({name: fields[name] for name in fields.keys() - served})
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
         message = str(error)
@@ -164,7 +169,11 @@ def decode(body: bytes, kind: type[R]) -> R:
 
     Raises `RequestError` naming the parameter that is malformed or not served.
     """
-    request = decode_body(body, kind)
+    return checked(decode_body(body, kind))
+
+
+def checked(request: R) -> R:
+    """The request, whose fields fit together. Raises `RequestError` naming the field that does not."""
     if request.best_of is not None and request.best_of != (request.n or 1):
         raise RequestError("best_of must be n: all samples are returned", "best_of")
     check_salt(request.cache_salt)

@@ -12,11 +12,11 @@ import msgspec
 
 from baton.errors import EngineUnavailableError, RequestError
 from baton.openai import format as fmt
-from baton.openai.backend import Backend
+from baton.openai.backend import Backend, ServedModel
 from baton.openai.errors import to_api_error
 from baton.openai.metrics import FrontMetrics
 from baton.openai.output import Delta, SampleOutput
-from baton.openai.plan import Plan, check_model, make_plan
+from baton.openai.plan import Plan, check_model
 from baton.openai.records import SequenceRecord
 from baton.openai.request_metrics import NO_METRICS, PerRequestMetrics
 from baton.openai.structured import named
@@ -67,10 +67,10 @@ class OpenAIService:
             "max_model_len": model.max_model_len,
         }
 
-    async def plan(self, body: bytes, chat: bool) -> Plan:
-        """Parse the body of `POST /v1/completions` or, with `chat`, of `POST /v1/chat/completions`."""
+    async def plan(self, body: bytes, make: Callable[[bytes, ServedModel, Parsing], T]) -> T:
+        """What `make` plans for a request's body, unless too many wait."""
         self.queue.check()
-        return await self._understand(make_plan, body, chat, self._parsing)
+        return await self._understand(make, body, self._parsing)
 
     async def tokenize(self, body: bytes) -> dict[str, object]:
         """Answer the body of `POST /tokenize`."""
@@ -93,20 +93,24 @@ class OpenAIService:
         work.add_done_callback(lambda _: _call_on(loop, self._free_workers.release))
         return await asyncio.wrap_future(work)
 
-    async def answer(self, plan: Plan) -> bytes | AsyncGenerator[bytes, None]:
-        """Answer a request: a body, or whole server-sent events to stream."""
+    def begin(self, plan: Plan) -> list[SampleOutput]:
+        """An empty output for each choice. Raises `RequestError` for what cannot be served here."""
         if plan.kv_mode is not None and not self._backend.allows_kv_mode:
             raise RequestError("kv_mode cannot be chosen by a request here", "kv_mode")
         self._backend.check(plan.asked)
-        outputs = [
+        return [
             SampleOutput(plan.model.tokenizer, request, plan.asked.stop, plan.reader() if plan.reader else None)
             for request in plan.requests
         ]
+
+    async def answer(self, plan: Plan) -> bytes | AsyncGenerator[bytes, None]:
+        """Answer a request: a body, or whole server-sent events to stream."""
+        outputs = self.begin(plan)
         if plan.stream:
             events = self._events(plan, outputs)
             # Wait for the first event: a refusal must set the HTTP status.
-            return _prepend(await anext(events), events)
-        async with contextlib.aclosing(self._run(plan, outputs)) as deltas:
+            return prepend(await anext(events), events)
+        async with contextlib.aclosing(self.run(plan, outputs)) as deltas:
             async for _ in deltas:
                 pass
         return msgspec.json.encode(self._with_metrics(fmt.whole(plan, outputs), plan, outputs))
@@ -116,7 +120,7 @@ class OpenAIService:
         offsets = [0] * len(outputs)
         wants_tokens = plan.return_token_ids or plan.requests[0].sampling_params.logprobs is not None
         try:
-            async with contextlib.aclosing(self._run(plan, outputs)) as deltas:
+            async with contextlib.aclosing(self.run(plan, outputs)) as deltas:
                 async for index, delta in deltas:
                     if not (fmt.is_told(plan, delta) or (wants_tokens and delta.token_ids)):
                         continue  # all of it is held back
@@ -138,7 +142,7 @@ class OpenAIService:
         metrics = self._per_request.of(plan, outputs)
         return body if metrics is None else body | {"metrics": metrics}
 
-    async def _run(self, plan: Plan, outputs: Sequence[SampleOutput]) -> AsyncGenerator[tuple[int, Delta], None]:
+    async def run(self, plan: Plan, outputs: Sequence[SampleOutput]) -> AsyncGenerator[tuple[int, Delta], None]:
         """Yield (choice, delta) of every choice as they come; closing it aborts what still runs."""
         with self.queue.waiting(len(outputs)) as served:
             samples = [self._sample(plan, index, output, served) for index, output in enumerate(outputs)]
@@ -192,7 +196,8 @@ def _event(body: dict[str, object]) -> bytes:
     return b"data: " + msgspec.json.encode(body) + b"\n\n"
 
 
-async def _prepend(first: T, rest: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
+async def prepend(first: T, rest: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
+    """`first`, then the rest."""
     async with contextlib.aclosing(rest):
         yield first
         async for item in rest:

@@ -1,0 +1,139 @@
+"""Plans and answers of `POST /v1/responses`: a chat is planned and run, and told as a response."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncGenerator, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+
+from baton.errors import RequestError
+from baton.openai.backend import ServedModel
+from baton.openai.errors import to_api_error
+from baton.openai.format import usage
+from baton.openai.output import SampleOutput
+from baton.openai.plan import Plan, plan_chat
+from baton.openai.requests import checked
+from baton.openai.responses.items import Items, Json
+from baton.openai.responses.requests import ResponsesRequest, field_here, named_here, read, to_chat
+from baton.openai.service import OpenAIService, prepend
+from baton.openai.tools import NO_PARSING, Parsing
+
+
+@dataclass(frozen=True, slots=True)
+class ResponsePlan:
+    """A request, and the plan of the chat that answers it."""
+
+    request: ResponsesRequest
+    plan: Plan
+
+    @property
+    def id(self) -> str:
+        """Of the response; log lines of its chat have the same number."""
+        return f"resp_{self.plan.id.partition('-')[2]}"
+
+
+def make_response_plan(body: bytes, model: ServedModel, parsing: Parsing = NO_PARSING) -> ResponsePlan:
+    """Raises `RequestError` naming what cannot be served, `UnknownModelError` for another model."""
+    request = read(body)
+    try:
+        plan = plan_chat(checked(to_chat(request)), model, parsing)
+    except RequestError as error:
+        raise named_here(error) from None
+    return ResponsePlan(request, replace(plan, grammar_field=field_here(plan.grammar_field)))
+
+
+async def respond(service: OpenAIService, asked: ResponsePlan) -> bytes | AsyncGenerator[bytes, None]:
+    """Answer: a body, or whole server-sent events to stream."""
+    plan = asked.plan
+    outputs = service.begin(plan)
+    items = Items(asked.id, outputs[0], plan.tells_reasoning)
+    if plan.stream:
+        events = _events(service, asked, outputs, items)
+        # Wait for the first event: a refusal must set the HTTP status.
+        return prepend(await anext(events), events)
+    async with contextlib.aclosing(service.run(plan, outputs)) as deltas:
+        async for _, delta in deltas:
+            for _event in items.push(delta, plan.reader is not None):
+                pass
+    return msgspec.json.encode(_response(asked, items, outputs[0]))
+
+
+async def _events(
+    service: OpenAIService, asked: ResponsePlan, outputs: list[SampleOutput], items: Items
+) -> AsyncGenerator[bytes, None]:
+    plan, (output,) = asked.plan, outputs
+    numbers = iter(range(1 << 62))
+    begun = False
+    try:
+        async with contextlib.aclosing(service.run(plan, outputs)) as deltas:
+            async for _, delta in deltas:
+                if not begun:
+                    begun = True
+                    for kind in ("created", "in_progress"):
+                        yield _event(numbers, {"type": f"response.{kind}", "response": _response(asked, items, None)})
+                for event in items.push(delta, plan.reader is not None):
+                    yield _event(numbers, event)
+        whole = _response(asked, items, output)
+        yield _event(numbers, {"type": f"response.{whole['status']}", "response": whole})
+    except Exception as error:
+        if not begun:
+            raise
+        told = to_api_error(error)
+        failed = _response(asked, items, None) | {"status": "failed"}
+        failed["error"] = {"code": "server_error", "message": told.message}
+        yield _event(numbers, {"type": "response.failed", "response": failed})
+
+
+def _response(asked: ResponsePlan, items: Items, output: SampleOutput | None) -> Json:
+    """The response object; `output` is the whole answer, None while it is not there."""
+    request, plan = asked.request, asked.plan
+    stopped_short = output is not None and output.finish_reason == "length"
+    reasoning: Any = request.reasoning or {"effort": None, "summary": None}
+    return {
+        "id": asked.id,
+        "object": "response",
+        "created_at": plan.created,
+        "status": "in_progress" if output is None else "incomplete" if stopped_short else "completed",
+        "background": False,
+        "error": None,
+        "incomplete_details": {"reason": "max_output_tokens"} if stopped_short else None,
+        "instructions": request.instructions,
+        "max_output_tokens": request.max_output_tokens,
+        "metadata": request.metadata or {},
+        "model": plan.model.name,
+        "output": items.items,
+        "parallel_tool_calls": request.parallel_tool_calls is not False,
+        "previous_response_id": None,
+        "reasoning": reasoning,
+        "store": False,
+        "temperature": plan.asked.temperature,
+        "text": request.text or {"format": {"type": "text"}},
+        "tool_choice": request.tool_choice or "auto",
+        "tools": request.tools or [],
+        "top_p": plan.asked.top_p,
+        "truncation": "disabled",
+        "usage": None if output is None else _usage(plan, output),
+        "user": request.user,
+    }
+
+
+def _usage(plan: Plan, output: SampleOutput) -> Json:
+    """Tokens of reasoning are those that its text takes: an answer's text is parsed, and not its tokens."""
+    counted = usage(plan, [output])
+    reasoning = output.reasoning
+    num_reasoning = len(plan.model.tokenizer.encode(reasoning, False)) if reasoning else 0
+    return {
+        "input_tokens": counted.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": output.num_cached_tokens},
+        "output_tokens": counted.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": min(num_reasoning, counted.completion_tokens)},
+        "total_tokens": counted.prompt_tokens + counted.completion_tokens,
+    }
+
+
+def _event(numbers: Iterator[int], event: Json) -> bytes:
+    body = msgspec.json.encode(event | {"sequence_number": next(numbers)})
+    return f"event: {event['type']}\ndata: ".encode() + body + b"\n\n"

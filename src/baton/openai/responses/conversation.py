@@ -1,0 +1,98 @@
+"""The `input` of a response as the messages of a chat."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import msgspec
+
+from baton.errors import RequestError
+from baton.openai.requests import Message
+from baton.openai.tools import CalledFunction, ToolCall
+
+_TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
+
+
+class Part(msgspec.Struct, kw_only=True):
+    """One part of a content; only text is served."""
+
+    type: str
+    text: str | None = None
+
+
+class InputItem(msgspec.Struct, kw_only=True):
+    """One item of a conversation: a message, a function's call, its output, or reasoning. `type` may be left out of a
+    message. Items of earlier responses can be sent as they came."""
+
+    type: str = "message"
+    role: Literal["system", "developer", "user", "assistant"] | None = None
+    content: str | list[Part] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | list[Part] | None = None
+    summary: list[Part] | None = None
+    encrypted_content: str | None = None
+
+
+def messages_of(instructions: str | None, given: str | list[InputItem]) -> list[Message]:
+    """What the assistant says, calls and reasons in a row is one message. Templates know no role "developer": its
+    messages are the system's.
+
+    Raises `RequestError` naming the item.
+    """
+    messages = [] if instructions is None else [Message(role="system", content=instructions)]
+    if isinstance(given, str):
+        return [*messages, Message(role="user", content=given)]
+    for index, item in enumerate(given):
+        _add(messages, item, f"input[{index}]")
+    return messages
+
+
+def _add(messages: list[Message], item: InputItem, field: str) -> None:
+    if item.type == "message":
+        if item.role is None:
+            raise RequestError(f"{field}.role is needed", f"{field}.role")
+        content = _text(item.content, f"{field}.content")
+        if item.role != "assistant":
+            messages.append(Message(role="system" if item.role == "developer" else item.role, content=content))
+            return
+        message = _assistant(messages, begins=lambda last: last.content is not None or bool(last.tool_calls))
+        message.content = content
+    elif item.type == "function_call":
+        if item.name is None or item.call_id is None:
+            raise RequestError(f"{field}: a function_call needs name and call_id", field)
+        call = ToolCall(id=item.call_id, function=CalledFunction(name=item.name, arguments=item.arguments))
+        call.shown(field)  # raises for arguments that are no JSON
+        message = _assistant(messages, begins=lambda last: False)
+        message.tool_calls = [*(message.tool_calls or ()), call]
+    elif item.type == "function_call_output":
+        if item.call_id is None:
+            raise RequestError(f"{field}.call_id is needed", f"{field}.call_id")
+        output = _text(item.output, f"{field}.output")
+        messages.append(Message(role="tool", tool_call_id=item.call_id, content=output))
+    elif item.type == "reasoning":
+        if item.encrypted_content is not None:
+            raise RequestError(f"{field}.encrypted_content is not supported", f"{field}.encrypted_content")
+        told = _text(item.content or item.summary or "", f"{field}.content")
+        if told:
+            _assistant(messages, begins=lambda last: True).reasoning_content = told
+    else:
+        raise RequestError(f"{field}: items of type {item.type!r} are not supported", f"{field}.type")
+
+
+def _assistant(messages: list[Message], begins: Callable[[Message], bool]) -> Message:
+    """The message of the assistant that an item belongs to: the last, unless it is another's or a new one `begins`."""
+    if not messages or messages[-1].role != "assistant" or begins(messages[-1]):
+        messages.append(Message(role="assistant"))
+    return messages[-1]
+
+
+def _text(content: str | list[Part] | None, field: str) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    for part in content:
+        if part.type not in _TEXTS or part.text is None:
+            raise RequestError(f"{field}: parts of type {part.type!r} are not supported, only text", field)
+    return "".join(part.text or "" for part in content)

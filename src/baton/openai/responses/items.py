@@ -1,0 +1,108 @@
+"""The output of a response as it grows: items, and the events that tell of them.
+
+Events follow OpenAI's streaming of responses: an item is added, its content comes in deltas, and each level is told
+again when it is done. A whole response is what the events add up to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from baton.openai.output import Delta, SampleOutput
+from baton.parsing import Content, Event, Reasoning
+
+Json = dict[str, Any]
+# The prefix of an item's id, the type of its only part, and of the events about that part's text.
+_MESSAGE = ("msg", "output_text", "output_text")
+_REASONING = ("rs", "reasoning_text", "reasoning_text")
+
+
+class Items:
+    """The items of one response, in the order in which they began. One grows at a time: the last.
+
+    `output` has the ids of calls. `tells_reasoning`: whether reasoning is told.
+    """
+
+    def __init__(self, response_id: str, output: SampleOutput, tells_reasoning: bool) -> None:
+        self.items: list[Json] = []
+        self._id, self._output, self._tells_reasoning = response_id, output, tells_reasoning
+        self._growing: object = None
+
+    def push(self, delta: Delta, parsed: bool) -> Iterator[Json]:
+        """The events of a piece of the answer: what the parser found in it or, where nothing parses, its text."""
+        found: list[Event] = delta.events if parsed else [Content(delta.text)]
+        for event in found:
+            if isinstance(event, Content | Reasoning):
+                told = self._tells_reasoning or isinstance(event, Content)
+                if event.text and told:
+                    yield from self._text(_MESSAGE if isinstance(event, Content) else _REASONING, event.text)
+            else:
+                yield from self._call(event.index, event.arguments)
+        if delta.finish_reason is not None:
+            yield from self._end("incomplete" if delta.finish_reason == "length" else "completed")
+
+    def _text(self, kind: tuple[str, str, str], text: str) -> Iterator[Json]:
+        if self._growing != kind:
+            yield from self._begin_text(kind)
+        _, _, event = kind
+        self.items[-1]["content"][0]["text"] += text
+        more: Json = {"delta": text} | ({"logprobs": []} if kind is _MESSAGE else {})
+        yield {"type": f"response.{event}.delta", **self._place(), "content_index": 0, **more}
+
+    def _begin_text(self, kind: tuple[str, str, str]) -> Iterator[Json]:
+        prefix, part_type, _ = kind
+        yield from self._done("completed")
+        part: Json = {"type": part_type, "text": ""}
+        item: Json = {"id": f"{prefix}_{self._id}_{len(self.items)}", "status": "in_progress"}
+        if kind is _MESSAGE:
+            part |= {"annotations": [], "logprobs": []}
+            item |= {"type": "message", "role": "assistant"}
+        else:
+            item |= {"type": "reasoning", "summary": []}
+        yield self._added(item | {"content": []})
+        self.items[-1]["content"] = [part]
+        self._growing = kind
+        yield {"type": "response.content_part.added", **self._place(), "content_index": 0, "part": dict(part)}
+
+    def _call(self, index: int, arguments: str) -> Iterator[Json]:
+        call = self._output.calls[index]
+        if self._growing != index:
+            yield from self._done("completed")
+            item = {"id": f"fc_{self._id}_{len(self.items)}", "type": "function_call", "status": "in_progress"}
+            yield self._added(item | {"call_id": call.id, "name": call.name, "arguments": ""})
+            self._growing = index
+        if arguments:
+            self.items[-1]["arguments"] += arguments
+            yield {"type": "response.function_call_arguments.delta", **self._place(), "delta": arguments}
+
+    def _end(self, status: str) -> Iterator[Json]:
+        if not self.items:
+            yield from self._begin_text(_MESSAGE)  # an answer without a word is an empty message
+        yield from self._done(status)
+
+    def _done(self, status: str) -> Iterator[Json]:
+        """End the item that grows, if one does."""
+        if self._growing is None:
+            return
+        item, place = self.items[-1], self._place()
+        item["status"] = status
+        if isinstance(self._growing, int):
+            told = {"name": item["name"], "arguments": item["arguments"]}
+            yield {"type": "response.function_call_arguments.done", **place, **told}
+        else:
+            event = _MESSAGE[2] if item["type"] == "message" else _REASONING[2]
+            (part,) = item["content"]
+            more: Json = {"logprobs": []} if item["type"] == "message" else {}
+            yield {"type": f"response.{event}.done", **place, "content_index": 0, "text": part["text"], **more}
+            yield {"type": "response.content_part.done", **place, "content_index": 0, "part": part}
+        self._growing = None
+        yield {"type": "response.output_item.done", "output_index": place["output_index"], "item": item}
+
+    def _added(self, item: Json) -> Json:
+        self.items.append(item)
+        event = {"type": "response.output_item.added", "output_index": len(self.items) - 1}
+        return event | {"item": dict(item)}
+
+    def _place(self) -> Json:
+        return {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}

@@ -1,0 +1,213 @@
+"""Bodies of `POST /v1/responses`, and what they ask for as a chat.
+
+Source: OpenAI's Responses API. Nothing is kept between requests, so a client sends the whole conversation as `input`.
+Fields beyond OpenAI's are those of chat completions here.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from baton.errors import RequestError
+from baton.openai.requests import ChatRequest, decode_body
+from baton.openai.responses.conversation import InputItem, messages_of
+from baton.openai.structured import JsonSchema, ResponseFormat
+from baton.openai.tools import FunctionName, FunctionTool, NamedChoice, Tool, ToolChoice
+from baton.wire import Mode
+
+_KEPT = "is not supported: responses are not kept, so send the whole conversation as input"
+# What may be asked to be included: reasoning is told in plain words, so its encrypted form adds nothing.
+_INCLUDED = "reasoning.encrypted_content"
+
+
+class ResponseTool(msgspec.Struct, kw_only=True):
+    """One of `tools`; only functions are served."""
+
+    type: str
+    name: str | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ChosenTool(msgspec.Struct, kw_only=True):
+    """`tool_choice` of one function."""
+
+    type: str
+    name: str | None = None
+
+
+class TextFormat(msgspec.Struct, kw_only=True):
+    """`text.format`."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema: dict[str, Any] | bool | None = None
+    strict: bool | None = None
+
+
+class TextOptions(msgspec.Struct, kw_only=True):
+    """`text`."""
+
+    format: TextFormat | None = None
+    verbosity: str | None = None
+
+
+class ReasoningOptions(msgspec.Struct, kw_only=True):
+    """`reasoning`."""
+
+    effort: str | None = None
+    summary: str | None = None
+    generate_summary: str | None = None
+
+
+class ResponsesRequest(msgspec.Struct, kw_only=True):
+    """Body of `POST /v1/responses`; None is the default, as clients send null."""
+
+    input: str | list[InputItem]
+    model: str | None = None
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    stream: bool | None = None
+    tools: list[ResponseTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    include_reasoning: bool | None = None
+    metadata: dict[str, str] | None = None
+    user: str | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    include: list[str] | None = None
+    # Sampling parameters and others that chats have here.
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    stop: str | list[str] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    cache_salt: str | None = None
+    kv_mode: Mode | None = None
+    # Refused:
+    store: bool | None = None
+    previous_response_id: str | None = None
+    conversation: Any = None
+    background: bool | None = None
+    prompt: Any = None
+    max_tool_calls: int | None = None
+    top_logprobs: int | None = None
+
+
+_REFUSED = {
+    "store": _KEPT,
+    "previous_response_id": _KEPT,
+    "conversation": _KEPT,
+    "background": "is not supported: a response is computed while its client waits",
+    "prompt": "is not supported: prompts are not kept here",
+    "max_tool_calls": "is not supported: the client runs the tools",
+    "top_logprobs": "is not supported here: chat completions have them",
+}
+# Parameters that a chat has by the same name.
+_AS_ASKED = (
+    *("model", "temperature", "top_p", "stream", "parallel_tool_calls", "include_reasoning", "top_k", "min_p", "seed"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "stop", "ignore_eos"),
+    *("include_stop_str_in_output", "skip_special_tokens", "chat_template_kwargs", "cache_salt", "kv_mode"),
+)
+# A chat's names of what has another name here.
+_NAMES = {
+    "max_completion_tokens": "max_output_tokens",
+    "messages": "input",
+    "reasoning_effort": "reasoning.effort",
+    "response_format.json_schema.schema": "text.format.schema",
+    "response_format": "text.format",
+}
+
+
+def read(body: bytes) -> ResponsesRequest:
+    """Raises `RequestError` naming the field that is malformed or not served."""
+    request = decode_body(body, ResponsesRequest, served=("reasoning",))
+    for name, why in _REFUSED.items():
+        if getattr(request, name):
+            raise RequestError(f"{name} {why}", name)
+    if request.truncation == "auto":
+        raise RequestError("truncation must be disabled: an input is taken as it is", "truncation")
+    for item in request.include or ():
+        if item != _INCLUDED:
+            raise RequestError(f"include: {item!r} is not supported", "include")
+    if request.text is not None and request.text.verbosity not in (None, "medium"):
+        raise RequestError("text.verbosity is not supported", "text.verbosity")
+    reasoning = request.reasoning
+    if reasoning is not None and (reasoning.summary or reasoning.generate_summary) not in (None, "auto"):
+        raise RequestError("reasoning.summary is not supported: reasoning is told in full", "reasoning.summary")
+    return request
+
+
+def to_chat(request: ResponsesRequest) -> ChatRequest:
+    """The chat that a request asks for. Raises `RequestError` naming the field."""
+    same = {name: getattr(request, name) for name in _AS_ASKED}
+    return ChatRequest(
+        messages=messages_of(request.instructions, request.input),
+        max_completion_tokens=request.max_output_tokens,
+        reasoning_effort=None if request.reasoning is None else request.reasoning.effort,
+        response_format=_response_format(request.text),
+        tools=[_tool(index, tool) for index, tool in enumerate(request.tools or ())] or None,
+        tool_choice=_tool_choice(request.tool_choice),
+        **same,
+    )
+
+
+def named_here(error: RequestError) -> RequestError:
+    """The refusal of a chat, by the field of the response that it came from."""
+    name = _NAMES.get(error.param or "")
+    if name is None:
+        return error
+    assert error.param is not None
+    return RequestError(str(error).replace(error.param, name), name)
+
+
+def field_here(name: str) -> str:
+    """What a chat's field is called in a response."""
+    return _NAMES.get(name, name)
+
+
+def _response_format(text: TextOptions | None) -> ResponseFormat | None:
+    wanted = None if text is None else text.format
+    if wanted is None:
+        return None
+    schema = None
+    if wanted.type == "json_schema":
+        schema = JsonSchema(
+            name=wanted.name, description=wanted.description, schema=wanted.schema, strict=wanted.strict
+        )
+    return ResponseFormat(type=wanted.type, json_schema=schema)
+
+
+def _tool(index: int, tool: ResponseTool) -> Tool:
+    field = f"tools[{index}]"
+    if tool.type != "function":
+        raise RequestError(f"{field}: tools of type {tool.type!r} are not supported, only functions", f"{field}.type")
+    if tool.name is None:
+        raise RequestError(f"{field}.name is needed", f"{field}.name")
+    function = FunctionTool(
+        name=tool.name, description=tool.description, parameters=tool.parameters, strict=tool.strict
+    )
+    return Tool(function=function)
+
+
+def _tool_choice(choice: Literal["none", "auto", "required"] | ChosenTool | None) -> ToolChoice | None:
+    if not isinstance(choice, ChosenTool):
+        return choice
+    if choice.type != "function" or choice.name is None:
+        raise RequestError("tool_choice: only functions can be chosen, by their name", "tool_choice")
+    return NamedChoice(function=FunctionName(name=choice.name))

@@ -1,0 +1,272 @@
+"""The Responses API by the official client: what is asked, answered whole and streamed, and refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import openai
+import pydantic
+import pytest
+
+from baton.openai.tools import Parsing
+from baton.server import build_app
+from baton.text import Tokenizer
+from baton.wire import StructuredOutputsParams, TokenChunk
+from tests.server.fake_serving import FakeEngine, served, write_tokenizer
+
+TOOLS: list[Any] = [
+    {
+        "type": "function",
+        "name": "get_weather",
+        "description": "The weather of a city.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+        "strict": True,
+    },
+    {"type": "function", "name": "stop"},
+]
+TEMPLATE = (
+    "{% if tools %}{{ tools | tojson }}\n{% endif %}{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+    "{% if m.reasoning_content %}{{ '{' + m.reasoning_content + '}' }}{% endif %}"
+    "{% for c in m.tool_calls %}[{{ c.id }} {{ c.function.name }} {{ c.function.arguments.city }}]{% endfor %}"
+    "{% if m.tool_call_id %}({{ m.tool_call_id }}){% endif %}\n{% endfor %}<assistant>"
+)
+ANSWER = (
+    "<think>Bern, é?</think>I look.\n"
+    '<tool_call>{"name": "get_weather", "arguments": {"city": "Bern"}}</tool_call>\n'
+    '<tool_call>{"name": "stop", "arguments": {}}</tool_call>'
+)
+BOTH = Parsing(True, "hermes", "qwen3")
+ARGUMENTS = {"city": "Bern"}
+
+
+class Weather(pydantic.BaseModel):
+    city: str
+    degrees: int
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = write_tokenizer(tmp_path_factory.mktemp("responses"))
+    (directory / "chat_template.jinja").write_text(TEMPLATE)
+    return directory
+
+
+async def ask(
+    directory: Path, text: str, act: Callable[[openai.AsyncOpenAI], Any], parsing: Parsing = BOTH
+) -> tuple[FakeEngine, Any]:
+    """`act` with a client of an engine that answers with `text`."""
+    engine = FakeEngine(directory, length=len(text.encode()) + 1)
+    engine.info = msgspec.structs.replace(engine.info, max_model_len=4096)
+    engine.tokens = list(Tokenizer.load(directory).encode(text, False))
+    app = build_app(engine, Tokenizer.load(directory), parsing=parsing)
+    async with served(app) as url, openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        return engine, await act(client)
+
+
+def create(client: openai.AsyncOpenAI, **more: Any) -> Any:
+    return client.responses.create(**{"model": "fake", "input": "Weather?", **more})
+
+
+def prompt(engine: FakeEngine, directory: Path) -> str:
+    """What the last request's prompt says."""
+    return Tokenizer.load(directory).decode(engine.requests[-1].prompt_token_ids)
+
+
+async def test_an_answer_is_a_message(model: Path) -> None:
+    async def act(client: openai.AsyncOpenAI) -> Any:
+        return await create(
+            client,
+            instructions="Be brief.",
+            temperature=0,
+            max_output_tokens=50,
+            metadata={"a": "b"},
+            extra_body={"seed": 7, "top_k": 4},
+        )
+
+    engine, response = await ask(model, "Sunny.", act)
+    assert prompt(engine, model) == "<system>Be brief.<user>Weather?<assistant>"
+    params = engine.requests[0].sampling_params
+    assert (params.max_tokens, params.temperature, params.seed, params.top_k) == (50, 0, 7, 4)
+    assert response.output_text == "Sunny."
+    (message,) = response.output
+    assert (message.type, message.role, message.status) == ("message", "assistant", "completed")
+    assert (response.status, response.store, response.metadata) == ("completed", False, {"a": "b"})
+    assert (response.instructions, response.max_output_tokens) == ("Be brief.", 50)
+    num_prompt = len(engine.requests[0].prompt_token_ids)
+    assert (response.usage.input_tokens, response.usage.output_tokens) == (num_prompt, 7)
+    assert response.usage.total_tokens == num_prompt + 7
+
+
+async def test_whole_and_streamed_answers_are_the_same(model: Path) -> None:
+    """What events add up to, each level told again when it is done, is the whole answer: reasoning, words and calls."""
+
+    async def act(client: openai.AsyncOpenAI) -> Any:
+        whole = await create(client, tools=TOOLS)
+        return whole, [event async for event in await create(client, tools=TOOLS, stream=True)]
+
+    _, (whole, events) = await ask(model, ANSWER, act)
+    assert [item.type for item in whole.output] == ["reasoning", "message", "function_call", "function_call"]
+    reasoning, message, weather, stop = whole.output
+    assert reasoning.content[0].text == "Bern, é?"
+    assert message.content[0].text == "I look."
+    assert (weather.name, json.loads(weather.arguments)) == ("get_weather", ARGUMENTS)
+    assert (stop.name, json.loads(stop.arguments)) == ("stop", {})
+    assert weather.call_id != stop.call_id
+    assert whole.usage.output_tokens_details.reasoning_tokens == len("Bern, é?".encode())
+
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert [event.type for event in events[:2]] == ["response.created", "response.in_progress"]
+    assert events[-1].type == "response.completed"
+    final = events[-1].response
+    strip = {"id", "call_id", "created_at"}
+    told = [{k: v for k, v in item.to_dict().items() if k not in strip} for item in final.output]
+    assert told == [{k: v for k, v in item.to_dict().items() if k not in strip} for item in whole.output]
+    assert final.usage == whole.usage
+    added: dict[int, str] = {}
+    for event in events:
+        if event.type == "response.output_item.added":
+            assert event.output_index == len(added)
+            added[event.output_index] = ""
+            assert event.item.status == "in_progress"
+        elif event.type.endswith(".delta"):
+            added[event.output_index] += event.delta
+            assert event.item_id == final.output[event.output_index].id
+        elif event.type in ("response.output_text.done", "response.reasoning_text.done"):
+            assert event.text == added[event.output_index]
+        elif event.type == "response.function_call_arguments.done":
+            assert event.arguments == added[event.output_index]
+        elif event.type == "response.output_item.done":
+            assert event.item == final.output[event.output_index]
+    assert added == {0: "Bern, é?", 1: "I look.", 2: weather.arguments, 3: stop.arguments}
+
+
+async def test_a_loop_of_tools(model: Path) -> None:
+    """Items of an answer go back as they came, with what the function said."""
+
+    async def act(client: openai.AsyncOpenAI) -> Any:
+        first = await create(client, tools=TOOLS)
+        calls = [item for item in first.output if item.type == "function_call"]
+        said: list[Any] = ["7 degrees", [{"type": "input_text", "text": "ok"}]]
+        outputs = [
+            {"type": "function_call_output", "call_id": call.call_id, "output": output}
+            for call, output in zip(calls, said, strict=True)
+        ]
+        asked = [{"role": "developer", "content": "Be kind."}, {"role": "user", "content": "Weather?"}]
+        await create(client, tools=TOOLS, input=[*asked, *first.output, *outputs])
+        return calls
+
+    engine, (weather, stop) = await ask(model, ANSWER, act)
+    text = prompt(engine, model)
+    shown = text.partition("\n")[2]
+    assert shown == (
+        "<system>Be kind.<user>Weather?"
+        f"<assistant>I look.{{Bern, é?}}[{weather.call_id} get_weather Bern][{stop.call_id} stop ]"
+        f"<tool>7 degrees({weather.call_id})<tool>ok({stop.call_id})<assistant>"
+    )
+    tools = json.loads(text.partition("\n")[0])
+    assert tools[0]["function"]["name"] == "get_weather"
+
+
+async def test_parse_and_a_named_function(model: Path) -> None:
+    async def act(client: openai.AsyncOpenAI) -> Any:
+        parsed = await client.responses.parse(model="fake", input="Weather?", text_format=Weather)
+        named = await create(client, tools=TOOLS, tool_choice={"type": "function", "name": "get_weather"})
+        return parsed, named
+
+    engine, (parsed, named) = await ask(model, '{"city": "Bern", "degrees": 7}', act, Parsing())
+    assert parsed.output_parsed == Weather(city="Bern", degrees=7)
+    grammar, forced = (
+        request.sampling_params.structured_outputs or StructuredOutputsParams() for request in engine.requests
+    )
+    assert json.loads(grammar.json or "")["required"] == ["city", "degrees"]
+    assert json.loads(forced.json or "") == TOOLS[0]["parameters"]
+    (call,) = named.output
+    assert (call.type, call.name) == ("function_call", "get_weather")
+
+
+async def test_the_clients_stream_helper(model: Path) -> None:
+    async def act(client: openai.AsyncOpenAI) -> Any:
+        async with client.responses.stream(model="fake", input="Weather?", text_format=Weather) as stream:
+            async for _ in stream:
+                pass
+            return await stream.get_final_response()
+
+    _, response = await ask(model, '{"city": "Bern", "degrees": 7}', act, Parsing())
+    assert response.output_parsed == Weather(city="Bern", degrees=7)
+
+
+async def test_an_answer_cut_short_is_incomplete(model: Path) -> None:
+    async def act(client: openai.AsyncOpenAI) -> Any:
+        whole = await create(client, max_output_tokens=3)
+        return whole, [event async for event in await create(client, max_output_tokens=3, stream=True)]
+
+    _, (whole, events) = await ask(model, "Sunny.", act)
+    for response in (whole, events[-1].response):
+        assert (response.status, response.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+        assert (response.output_text, response.output[0].status) == ("Sun", "incomplete")
+    assert events[-1].type == "response.incomplete"
+
+
+async def test_an_empty_answer_is_an_empty_message(model: Path) -> None:
+    _, response = await ask(model, "", create)
+    assert (response.output_text, len(response.output), response.status) == ("", 1, "completed")
+
+
+@pytest.mark.parametrize(
+    ("more", "field"),
+    [
+        ({"store": True}, "store"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"background": True}, "background"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"include": ["message.output_text.logprobs"]}, "include"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tool_choice": {"type": "mcp", "server_label": "x"}, "tools": TOOLS}, "tool_choice"),
+        ({"input": []}, "input"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0].content"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        ({"input": [{"content": "x"}]}, "input[0].role"),
+        ({"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "{"}]}, "input[0].function"),
+        ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),
+        ({"input": [{"type": "reasoning", "encrypted_content": "x", "summary": []}]}, "input[0].encrypted_content"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"max_output_tokens": 1 << 20}, "max_output_tokens"),
+        ({"reasoning": {"effort": "high"}}, "reasoning.effort"),
+        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
+        ({"text": {"verbosity": "low"}}, "text.verbosity"),
+        ({"temperature": -1}, "temperature"),
+        ({"extra_body": {"guided_json": {}, "bad": 1, "lora_request": "x"}}, "lora_request"),
+    ],
+)
+async def test_what_is_not_served_is_refused_by_name(model: Path, more: dict[str, Any], field: str) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        await ask(model, "Sunny.", lambda client: create(client, **more))
+    assert refused.value.param == field
+    assert field.split("[")[0].split(".")[0] in refused.value.message
+
+
+async def test_another_model_is_not_found(model: Path) -> None:
+    with pytest.raises(openai.NotFoundError):
+        await ask(model, "Sunny.", lambda client: create(client, model="other"))
+
+
+async def test_a_stream_that_fails_says_so(model: Path) -> None:
+    async def act(client: openai.AsyncOpenAI) -> Any:
+        return [event async for event in await create(client, stream=True)]
+
+    class Failing(FakeEngine):
+        async def generate(self, request: Any) -> Any:
+            yield TokenChunk(request_id=request.request_id, token_ids=[83])
+            yield TokenChunk(request_id=request.request_id, finish_reason="error", error="transfer_failed: lost")
+
+    engine = Failing(model, length=7)
+    engine.info = msgspec.structs.replace(engine.info, max_model_len=4096)
+    app = build_app(engine, Tokenizer.load(model))
+    async with served(app) as url, openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        events = await act(client)
+    assert events[-1].type == "response.failed"
+    assert (events[-1].response.status, events[-1].response.error.message) == ("failed", "transfer_failed: lost")
