@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import msgspec
 
@@ -72,6 +73,7 @@ _UNSERVED: tuple[tuple[str, tuple[object, ...], str], ...] = (
     (_PLACE, (0,), "priority"),
     (_PLACE, (), "routed_dp_rank disagg_prefill_dp_rank data_parallel_rank"),
 )
+NOTHING_ELSE: Mapping[str, Refused] = MappingProxyType({})
 REFUSED = {name: Refused(why, neutral) for why, neutral, names in _UNSERVED for name in names.split()}
 
 # Other servers let a client steer a handoff by these. Any value but null is refused.
@@ -79,9 +81,11 @@ FORBIDDEN = {"kv_transfer_params", "ec_transfer_params", "disaggregated_params",
 FORBIDDEN |= {"bootstrap_host", "bootstrap_port", "bootstrap_room", "remote_host", "remote_port"}
 
 
-def refuse_unserved(fields: Mapping[str, msgspec.Raw]) -> None:
-    """Raise `RequestError` naming the first of a body's fields that asks for what is not served."""
-    for name in fields.keys() & (REFUSED.keys() | FORBIDDEN):
+def refuse_unserved(fields: Mapping[str, msgspec.Raw], also: Mapping[str, Refused] = NOTHING_ELSE) -> None:
+    """Raise `RequestError` naming the first of a body's fields that asks for what is not served. `also`: what its
+    endpoint refuses besides."""
+    refusals = {**REFUSED, **also}
+    for name in fields.keys() & (refusals.keys() | FORBIDDEN):
         raw = memoryview(fields[name])
         value = msgspec.json.decode(raw) if len(raw) <= _MAX_NEUTRAL_BYTES else raw
         if value is None:
@@ -89,6 +93,6 @@ def refuse_unserved(fields: Mapping[str, msgspec.Raw]) -> None:
         if name in FORBIDDEN:
             log.warning("refused a client's request that sets %s", name)
             raise RequestError(f"{name} {_HANDOFF}", name)
-        refused = REFUSED[name]
+        refused = refusals[name]
         if value not in ([], {}) and not any(value == v and type(value) is type(v) for v in refused.neutral):
             raise RequestError(f"{name} {refused.why}", name)

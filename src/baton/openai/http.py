@@ -159,6 +159,9 @@ def add_openai_routes(app: web.Application, service: OpenAIService) -> None:
     async def responses(request: web.Request) -> web.StreamResponse:
         return await _reply(request, await respond(service, await plan(request, make_response_plan)))
 
+    async def no_response(request: web.Request) -> web.StreamResponse:
+        raise web.HTTPNotFound(reason="responses are not kept here: there is none to get, cancel or delete")
+
     async def plan(request: web.Request, make: Callable[[bytes, ServedModel, Parsing], T]) -> T:
         async with app[BODIES].read(request) as body:
             return await service.plan(body, make)
@@ -171,6 +174,7 @@ def add_openai_routes(app: web.Application, service: OpenAIService) -> None:
     app.router.add_post("/v1/completions", completions)
     app.router.add_post("/v1/chat/completions", chat)
     app.router.add_post("/v1/responses", responses)
+    app.router.add_route("*", "/v1/responses/{id:.+}", no_response)
 
 
 def json_response(value: object, status: int = 200) -> web.Response:

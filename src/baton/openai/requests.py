@@ -6,13 +6,13 @@ Fields that are not here are refused by name or ignored, as `fields` says.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any, Literal, TypeVar
 
 import msgspec
 
 from baton.errors import RequestError
-from baton.openai.fields import refuse_unserved
+from baton.openai.fields import NOTHING_ELSE, Refused, refuse_unserved
 from baton.openai.structured import ResponseFormat, StructuredOutputs, structured_params
 from baton.openai.tools import Asked, Tool, ToolCall, ToolChoice
 from baton.wire import MAX_LOGPROBS, Mode, SamplingParams, StructuredOutputsParams, check_salt
@@ -145,14 +145,17 @@ _AS_ASKED = (
 )
 
 
-def decode_body(body: bytes, kind: type[B], served: Collection[str] = ()) -> B:
-    """Return what `body` holds. `served`: fields that `kind` serves though others of that name are refused.
+def decode_body(
+    body: bytes, kind: type[B], served: Collection[str] = (), also: Mapping[str, Refused] = NOTHING_ELSE
+) -> B:
+    """Return what `body` holds. `served`: fields that `kind` serves though others of that name are refused; `also`:
+    what it refuses besides.
 
     Raises `RequestError` naming the parameter that is malformed or not served.
     """
     try:
         fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-        refuse_unserved({name: fields[name] for name in fields.keys() - served})
+        refuse_unserved({name: fields[name] for name in fields.keys() - served}, also)
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
         message = str(error)

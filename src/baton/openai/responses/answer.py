@@ -127,7 +127,7 @@ def _usage(plan: Plan, output: SampleOutput) -> Json:
     num_reasoning = len(plan.model.tokenizer.encode(reasoning, False)) if reasoning else 0
     return {
         "input_tokens": counted.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": output.num_cached_tokens},
+        "input_tokens_details": {"cached_tokens": output.num_cached_tokens, "cache_write_tokens": 0},
         "output_tokens": counted.completion_tokens,
         "output_tokens_details": {"reasoning_tokens": min(num_reasoning, counted.completion_tokens)},
         "total_tokens": counted.prompt_tokens + counted.completion_tokens,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
 from baton.errors import RequestError
+from baton.openai.conversation import MAX_MESSAGES
 from baton.openai.requests import Message
 from baton.openai.tools import CalledFunction, ToolCall
 
@@ -45,7 +46,13 @@ def messages_of(instructions: str | None, given: str | list[InputItem]) -> list[
     messages = [] if instructions is None else [Message(role="system", content=instructions)]
     if isinstance(given, str):
         return [*messages, Message(role="user", content=given)]
+    # Before any is looked at, whose number a body does not bound.
+    if len(given) > MAX_MESSAGES:
+        raise RequestError(f"input must be at most {MAX_MESSAGES} items", "input")
+    calls = {item.call_id for item in given if item.type == "function_call"}
     for index, item in enumerate(given):
+        if item.type == "function_call_output" and item.call_id not in calls:
+            raise RequestError(f"input[{index}].call_id is that of no function_call", f"input[{index}].call_id")
         _add(messages, item, f"input[{index}]")
     return messages
 
@@ -54,6 +61,8 @@ def _add(messages: list[Message], item: InputItem, field: str) -> None:
     if item.type == "message":
         if item.role is None:
             raise RequestError(f"{field}.role is needed", f"{field}.role")
+        if item.content is None:
+            raise RequestError(f"{field}.content is needed", f"{field}.content")
         content = _text(item.content, f"{field}.content")
         if item.role != "assistant":
             messages.append(Message(role="system" if item.role == "developer" else item.role, content=content))
@@ -64,9 +73,10 @@ def _add(messages: list[Message], item: InputItem, field: str) -> None:
         if item.name is None or item.call_id is None:
             raise RequestError(f"{field}: a function_call needs name and call_id", field)
         call = ToolCall(id=item.call_id, function=CalledFunction(name=item.name, arguments=item.arguments))
-        call.shown(field)  # raises for arguments that are no JSON
+        _check_arguments(item.arguments, f"{field}.arguments")
         message = _assistant(messages, begins=lambda last: False)
-        message.tool_calls = [*(message.tool_calls or ()), call]
+        message.tool_calls = message.tool_calls or []
+        message.tool_calls.append(call)
     elif item.type == "function_call_output":
         if item.call_id is None:
             raise RequestError(f"{field}.call_id is needed", f"{field}.call_id")
@@ -80,6 +90,13 @@ def _add(messages: list[Message], item: InputItem, field: str) -> None:
             _assistant(messages, begins=lambda last: True).reasoning_content = told
     else:
         raise RequestError(f"{field}: items of type {item.type!r} are not supported", f"{field}.type")
+
+
+def _check_arguments(arguments: str | None, field: str) -> None:
+    try:
+        msgspec.json.decode(arguments or "{}", type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        raise RequestError(f"{field} is not the text of a JSON object", field) from None
 
 
 def _assistant(messages: list[Message], begins: Callable[[Message], bool]) -> Message:

@@ -11,9 +11,10 @@ from typing import Any, Literal
 import msgspec
 
 from baton.errors import RequestError
-from baton.openai.requests import ChatRequest, decode_body
+from baton.openai.fields import Refused
+from baton.openai.requests import ChatRequest, CompletionRequest, StreamOptions, decode_body
 from baton.openai.responses.conversation import InputItem, messages_of
-from baton.openai.structured import JsonSchema, ResponseFormat
+from baton.openai.structured import JsonSchema, ResponseFormat, StructuredOutputs
 from baton.openai.tools import FunctionName, FunctionTool, NamedChoice, Tool, ToolChoice
 from baton.wire import Mode
 
@@ -74,6 +75,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     temperature: float | None = None
     top_p: float | None = None
     stream: bool | None = None
+    stream_options: StreamOptions | None = None
     tools: list[ResponseTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
     parallel_tool_calls: bool | None = None
@@ -92,34 +94,49 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    min_tokens: int | None = None
     stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    structured_outputs: StructuredOutputs | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     cache_salt: str | None = None
     kv_mode: Mode | None = None
-    # Refused:
-    store: bool | None = None
-    previous_response_id: str | None = None
-    conversation: Any = None
-    background: bool | None = None
-    prompt: Any = None
-    max_tool_calls: int | None = None
-    top_logprobs: int | None = None
 
 
-_REFUSED = {
-    "store": _KEPT,
-    "previous_response_id": _KEPT,
-    "conversation": _KEPT,
-    "background": "is not supported: a response is computed while its client waits",
-    "prompt": "is not supported: prompts are not kept here",
-    "max_tool_calls": "is not supported: the client runs the tools",
-    "top_logprobs": "is not supported here: chat completions have them",
+_SERVED = frozenset(ResponsesRequest.__struct_fields__)
+_NEUTRAL: dict[str, tuple[object, ...]] = {"n": (1,), "best_of": (1,), "add_generation_prompt": (True,)}
+_CALLED = {
+    **dict.fromkeys(("max_tokens", "max_completion_tokens"), "max_output_tokens"),
+    **{"messages": "input", "response_format": "text.format", "reasoning_effort": "reasoning.effort"},
+}
+# What is refused beside what chats refuse, and the values at which a field asks for nothing: a chat's field that is not
+# one of responses would be ignored in silence.
+REFUSED = {
+    **{
+        name: Refused("is not a field of responses", _NEUTRAL.get(name, (False,)))
+        for name in {*ChatRequest.__struct_fields__, *CompletionRequest.__struct_fields__} - _SERVED
+    },
+    **{name: Refused(f"is called {here} in responses", ()) for name, here in _CALLED.items()},
+    "store": Refused(_KEPT, (False,)),
+    **{name: Refused(_KEPT, ()) for name in ("previous_response_id", "conversation", "previous_input_messages")},
+    "background": Refused("is not supported: a response is computed while its client waits", (False,)),
+    "background_options": Refused("is not supported: a response is computed while its client waits", ()),
+    "prompt": Refused("is not supported: prompts are not kept here", ()),
+    "max_tool_calls": Refused("is not supported: the client runs the tools", ()),
+    "top_logprobs": Refused("is not supported here: chat completions have them", (0,)),
+    "context_management": Refused("is not supported: an input is taken as it is", ()),
+    "image": Refused("is not supported: only text is served", ()),
+    "access_programs": Refused("is not supported", ()),
+    "enable_response_messages": Refused("is not supported: the answer does not hold it", (False,)),
 }
 # Parameters that a chat has by the same name.
 _AS_ASKED = (
+    *("stream_options", "allowed_token_ids", "bad_words", "min_tokens", "stop_token_ids", "structured_outputs"),
     *("model", "temperature", "top_p", "stream", "parallel_tool_calls", "include_reasoning", "top_k", "min_p", "seed"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "stop", "ignore_eos"),
     *("include_stop_str_in_output", "skip_special_tokens", "chat_template_kwargs", "cache_salt", "kv_mode"),
@@ -136,10 +153,7 @@ _NAMES = {
 
 def read(body: bytes) -> ResponsesRequest:
     """Raises `RequestError` naming the field that is malformed or not served."""
-    request = decode_body(body, ResponsesRequest, served=("reasoning",))
-    for name, why in _REFUSED.items():
-        if getattr(request, name):
-            raise RequestError(f"{name} {why}", name)
+    request = decode_body(body, ResponsesRequest, served=_SERVED, also=REFUSED)
     if request.truncation == "auto":
         raise RequestError("truncation must be disabled: an input is taken as it is", "truncation")
     for item in request.include or ():
