@@ -56,6 +56,7 @@ async def test_a_line_for_each_request(directory: Path, caplog: pytest.LogCaptur
     assert 'vllm:prompt_tokens_total{model_name="fake"} 5.0' in text
     assert 'vllm:request_generation_tokens_count{model_name="fake"} 3.0' in text
     assert 'vllm:e2e_request_latency_seconds_count{model_name="fake"} 3.0' in text
+    assert 'vllm:request_max_num_generation_tokens_sum{model_name="fake"} ' in text
     assert "_created" not in text
 
 

@@ -30,6 +30,8 @@ class EngineMetrics:
     handoff_bytes: int = 0
     handoff_runs: int = 0
     handoff_failures: Counter[str] = field(default_factory=Counter)
+    queue_time: Distribution = field(default_factory=lambda: Distribution(SECONDS))
+    prefill_time: Distribution = field(default_factory=lambda: Distribution(SECONDS))
     register_to_commit: Distribution = field(default_factory=lambda: Distribution(SECONDS))
     commit_to_first_step: Distribution = field(default_factory=lambda: Distribution(SECONDS))
     recoveries: Counter[str] = field(default_factory=Counter)
@@ -75,6 +77,10 @@ class EngineMetrics:
         yield counter("lost_leases", "Peers that were silent for longer than their lease.", self.agent.lost_leases)
         yield counter("handoff_bytes", "KV bytes received.", self.handoff_bytes)
         yield counter("handoff_runs", "Contiguous copies that received KV took.", self.handoff_runs)
+        text = "Seconds from a request's arrival at an engine to its first step there."
+        yield histogram("request_queue_time_seconds", text, self.queue_time)
+        text = "Seconds from a request's first step to its first token."
+        yield histogram("request_prefill_time_seconds", text, self.prefill_time)
         yield from self._handoff_times()
         for name, (figure, text) in _GAUGES.items() if self.load is not None else ():
             yield gauge(name, text, getattr(self.load, figure))

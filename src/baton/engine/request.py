@@ -62,8 +62,9 @@ class Request:
     A drafter of several modules has lately seen `num_known_drafted` tokens, and left `carried` float32 [K - 1, E] for
     its next rows (`baton.drafters.chain`).
 
-    `arrival` numbers the requests of an engine as they come; `queued_at` is when it came (monotonic seconds). One that
-    has `started`, and lost its pages, goes before those that have not.
+    `arrival` numbers the requests of an engine as they come; `queued_at` is when it came (monotonic seconds), and
+    `started_at` when its prompt was first computed here; a decode leg has none. One that has `started`, and lost its
+    pages, goes before those that have not.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class Request:
         self.arrival = 0
         self.started = False
         self.queued_at = 0.0
+        self.started_at: float | None = None
         self.committed_at: float | None = None  # until its first step
         self.finish_reason: FinishReason | None = None
         self.num_computed = 0

@@ -44,10 +44,21 @@ def compute(core: EngineCore, scheduled: Sequence[ScheduledRows]) -> Computed:
     Raises what the rows of every request raise, where a harmless request of the engine's own raises too: then it is
     the engine that is broken.
     """
+    _note_starts(core, scheduled)
     computed = _together(core, scheduled)
     if len(computed.failed) == len(scheduled) and not _works(core):
         raise next(iter(computed.failed.values()))
     return computed
+
+
+def _note_starts(core: EngineCore, scheduled: Sequence[ScheduledRows]) -> None:
+    """Book how long requests waited that are computed for the first time. A decode leg waits for its KV, which handoffs
+    have figures of their own for."""
+    for rows in scheduled:
+        request = rows.request
+        if request.started_at is None and request.role != "decode":
+            request.started_at = core.clock.monotonic()
+            core.metrics.queue_time.observe(request.started_at - request.queued_at)
 
 
 def _together(core: EngineCore, scheduled: Sequence[ScheduledRows]) -> Computed:
@@ -141,6 +152,8 @@ def _append(core: EngineCore, request: Request, verified: Verified, logits: npt.
         request.committed_at = None
     if position == 0:
         core.metrics.num_cached_tokens += request.num_cached
+        if request.started_at is not None:
+            core.metrics.prefill_time.observe(core.clock.monotonic() - request.started_at)
     request.finish_reason = reason
     if request.role == "prefill":
         request.first_logprobs = logprobs[0] if logprobs else None

@@ -25,6 +25,7 @@ _VLLM_HISTOGRAMS: tuple[tuple[str, str, Sequence[float]], ...] = (
     ("request_decode_time_seconds", "From the first token of a request to its last.", _E2E_BUCKETS_S),
     ("request_prompt_tokens", "Prompt tokens of a request.", _TOKENS_BUCKETS),
     ("request_generation_tokens", "Tokens generated for a request.", _TOKENS_BUCKETS),
+    ("request_max_num_generation_tokens", "The most tokens of a request's choices.", _TOKENS_BUCKETS),
 )
 
 # The type is "counter" or "gauge", or "histogram" of a `Distribution`.
@@ -55,6 +56,8 @@ _VLLM_NAMES = frozenset(
         "num_requests_waiting",
         "prefix_cache_hits",
         "prefix_cache_queries",
+        "request_prefill_time_seconds",
+        "request_queue_time_seconds",
         "spec_decode_num_accepted_tokens",
         "spec_decode_num_accepted_tokens_per_pos",
         "spec_decode_num_draft_tokens",

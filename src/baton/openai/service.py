@@ -144,16 +144,20 @@ class OpenAIService:
 
     async def run(self, plan: Plan, outputs: Sequence[SampleOutput]) -> AsyncGenerator[tuple[int, Delta], None]:
         """Yield (choice, delta) of every choice as they come; closing it aborts what still runs."""
-        with self.queue.waiting(len(outputs)) as served:
-            samples = [self._sample(plan, index, output, served) for index, output in enumerate(outputs)]
-            if len(samples) == 1:
-                async with contextlib.aclosing(samples[0]) as deltas:
-                    async for delta in deltas:
-                        yield 0, delta
-                return
-            async with contextlib.aclosing(_merge(samples)) as merged:
-                async for item in merged:
-                    yield item
+        try:
+            with self.queue.waiting(len(outputs)) as served:
+                samples = [self._sample(plan, index, output, served) for index, output in enumerate(outputs)]
+                if len(samples) == 1:
+                    async with contextlib.aclosing(samples[0]) as deltas:
+                        async for delta in deltas:
+                            yield 0, delta
+                    return
+                async with contextlib.aclosing(_merge(samples)) as merged:
+                    async for item in merged:
+                        yield item
+        finally:
+            longest = self._metrics.vllm["request_max_num_generation_tokens"].labels(plan.model.name)
+            longest.observe(max(len(output.token_ids) for output in outputs))
 
     async def _sample(
         self, plan: Plan, index: int, output: SampleOutput, served: Callable[[], None]

@@ -1,0 +1,35 @@
+"""What vLLM's dashboards ask for is exposed: by a front door, or by an engine."""
+
+from __future__ import annotations
+
+from baton.engine.metrics import EngineMetrics
+from baton.openai.metrics import FrontMetrics, RowCollector, exposed, with_vllm_names
+from baton.wire import EngineLoad
+from tools.prometheus_check import metric_names, queries
+
+
+def test_every_metric_of_the_queries_is_exposed() -> None:
+    front, engine = FrontMetrics(), EngineMetrics()
+    for made in (front.vllm_prompt_tokens, front.vllm_output_tokens, *front.vllm.values()):
+        made.labels("m")
+    front.vllm_success.labels("m", "stop")
+    engine.verified(3, 1)
+    engine.load = EngineLoad(
+        num_running=0,
+        num_waiting=0,
+        num_handoffs=0,
+        kv_usage=0.0,
+        num_referenced_pages=0,
+        num_quarantined_pages=0,
+        num_cached_pages=0,
+    )
+    front.registry.register(RowCollector(lambda: with_vllm_names(engine.collect_rows(), "m")))
+    text = exposed(front.registry.collect()).decode()
+    shown = {line.partition("{")[0] for line in text.splitlines() if 'model_name="m"' in line}
+    assert metric_names() - shown == set()
+
+
+def test_queries_ask_for_one_model() -> None:
+    found = queries('a"b')
+    assert all(r'model_name="a\"b"' in query for query in found.values())
+    assert all(any(name in query for query in found.values()) for name in metric_names())

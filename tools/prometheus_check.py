@@ -1,0 +1,191 @@
+"""A Prometheus server scrapes a running deployment, and is asked what vLLM's example dashboards ask.
+
+    python -m tools.prometheus_check [MODEL] [--prometheus PATH]
+
+The server comes from the distribution's package, unpacked in the user's cache (`apt-get download prometheus`). Printed
+is each query with the number of its series and its first value. Ends with status 1 where one has no data.
+Queries: those of the dashboards in vLLM's examples/observability, panel by panel, by the names of its metrics.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import tempfile
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import aiohttp
+import typer
+
+from baton.bench.client import stream_completion
+from baton.deployment import Deployment
+
+WINDOW = "20s"
+_LOAD_S = 12.0
+_START_S = 30.0
+_HISTOGRAMS = {
+    "E2E request latency": "e2e_request_latency_seconds",
+    "Inter token latency": "inter_token_latency_seconds",
+    "Time to first token": "time_to_first_token_seconds",
+    "Time per output token": "request_time_per_output_token_seconds",
+}
+_RATES = {
+    "Prompt tokens": "prompt_tokens_total",
+    "Generation tokens": "generation_tokens_total",
+    "Queue time": "request_queue_time_seconds_sum",
+    "Prefill time": "request_prefill_time_seconds_sum",
+    "Decode time": "request_decode_time_seconds_sum",
+    "Max generation tokens": "request_max_num_generation_tokens_sum",
+    "Accepted tokens": "spec_decode_num_accepted_tokens_total",
+    "Draft tokens": "spec_decode_num_draft_tokens_total",
+    "Drafts": "spec_decode_num_drafts_total",
+    "Preemptions": "num_preemptions_total",
+    "Prefix cache queries": "prefix_cache_queries_total",
+    "Prefix cache hits": "prefix_cache_hits_total",
+}
+_GAUGES = {
+    "Running": "num_requests_running",
+    "Waiting": "num_requests_waiting",
+    "Cache utilization": "kv_cache_usage_perc",
+}
+_SUMS = {
+    ("Prompt length", "le"): "request_prompt_tokens_bucket",
+    ("Generation length", "le"): "request_generation_tokens_bucket",
+    ("Finish reason", "finished_reason"): "request_success_total",
+    ("Accepted by position", "position"): "spec_decode_num_accepted_tokens_per_pos_total",
+}
+
+
+def queries(model: str) -> dict[str, str]:
+    """By panel, for the model of this name."""
+
+    def of(name: str) -> str:
+        return f"vllm:{name}{{model_name={json.dumps(model)}}}"
+
+    def rate(name: str) -> str:
+        return f"rate({of(name)}[{WINDOW}])"
+
+    found = {f"{panel}, rate": rate(name) for panel, name in _RATES.items()}
+    found |= {panel: of(name) for panel, name in _GAUGES.items()}
+    for panel, name in _HISTOGRAMS.items():
+        for quantile in (0.5, 0.9, 0.95, 0.99):
+            found[f"{panel}, P{quantile * 100:g}"] = (
+                f"histogram_quantile({quantile}, sum by(le) ({rate(name + '_bucket')}))"
+            )
+        found[f"{panel}, mean"] = f"{rate(name + '_sum')} / {rate(name + '_count')}"
+    for (panel, label), name in _SUMS.items():
+        found[panel] = f"sum by({label}) (increase({of(name)}[{WINDOW}]))"
+    accepted, proposed, drafts = (
+        f"sum({rate(f'spec_decode_num_{what}_total')})" for what in ("accepted_tokens", "draft_tokens", "drafts")
+    )
+    found["Draft acceptance rate"] = f"{accepted} / ({proposed} > 0)"
+    found["Acceptance length"] = f"1 + {accepted} / ({drafts} > 0)"
+    return found
+
+
+def metric_names() -> set[str]:
+    """All that the queries ask for."""
+    names = {*_RATES.values(), *_GAUGES.values(), *_SUMS.values()}
+    names |= {f"{name}_{part}" for name in _HISTOGRAMS.values() for part in ("bucket", "sum", "count")}
+    return {f"vllm:{name}" for name in names}
+
+
+def installed() -> Path:
+    """The program of the distribution's package, which is downloaded once. Raises `CalledProcessError`."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "baton" / "prometheus"
+    program = folder / "usr" / "bin" / "prometheus"
+    if not program.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory() as there:
+            subprocess.run(["apt-get", "download", "prometheus"], cwd=there, check=True, stdout=subprocess.DEVNULL)
+            (package,) = Path(there).glob("*.deb")
+            subprocess.run(["dpkg-deb", "-x", str(package), str(folder)], check=True)
+    return program
+
+
+@contextlib.contextmanager
+def running(program: Path, target: str) -> Iterator[str]:
+    """A server that scrapes `target` once a second; its URL."""
+    with tempfile.TemporaryDirectory() as folder, socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+        probe.close()
+        jobs = [{"job_name": "baton", "static_configs": [{"targets": [urllib.parse.urlsplit(target).netloc]}]}]
+        config = Path(folder) / "prometheus.yml"
+        config.write_text(json.dumps({"global": {"scrape_interval": "1s"}, "scrape_configs": jobs}))
+        flags = [f"--config.file={config}", f"--storage.tsdb.path={folder}/data", f"--web.listen-address={address}"]
+        with (Path(folder) / "log").open("wb") as log:
+            process = subprocess.Popen([program, *flags], stdout=log, stderr=log)
+        try:
+            _wait_until_ready(process, f"http://{address}")
+            yield f"http://{address}"
+        finally:
+            process.terminate()
+            process.wait()
+
+
+def _wait_until_ready(process: subprocess.Popen[bytes], url: str) -> None:
+    until = time.monotonic() + _START_S
+    while True:
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/-/ready", timeout=2):
+            return
+        if process.poll() is not None or time.monotonic() > until:
+            raise RuntimeError("the Prometheus server did not start")
+        time.sleep(0.1)
+
+
+def ask(url: str, query: str) -> list[Mapping[str, Any]]:
+    """The series that a query has now."""
+    with urllib.request.urlopen(f"{url}/api/v1/query?{urllib.parse.urlencode({'query': query})}", timeout=10) as answer:
+        found: list[Mapping[str, Any]] = json.load(answer)["data"]["result"]
+    return found
+
+
+async def _load(url: str, seconds: float) -> None:
+    """Several clients at once, for so long."""
+    until = time.monotonic() + seconds
+
+    async def client(number: int, session: aiohttp.ClientSession) -> None:
+        while time.monotonic() < until:
+            body = {"prompt": f"def f{number}(x):" * (4 + number), "max_tokens": 24, "temperature": 0}
+            await stream_completion(session, url, body)
+
+    async with aiohttp.ClientSession() as session:
+        await asyncio.gather(*(client(number, session) for number in range(3)))
+
+
+def main(
+    model: Annotated[str, typer.Argument()] = "models/baton-demo-llama",
+    draft_model: str = "models/baton-demo-eagle3",
+    prometheus: Annotated[Path | None, typer.Option(help="the server's program")] = None,
+) -> None:
+    """Print what each query finds."""
+    speculation = json.dumps({"method": "eagle3", "model": draft_model, "num_speculative_tokens": 3})
+    flags = ["--speculative-config", speculation, "--served-model-name", "model"]
+    missing = 0
+    with (
+        Deployment(model, prefill=1, decode=1, router=True, engine_flags=flags) as deployment,
+        running(prometheus or installed(), deployment.url) as server,
+    ):
+        asyncio.run(_load(deployment.url, _LOAD_S))
+        time.sleep(1.5)
+        for panel, query in queries("model").items():
+            series = ask(server, query)
+            missing += not series
+            first = series[0]["value"][1] if series else "no data"
+            print(f"{panel:32} {len(series):3} series  {first}")
+    print(f"{len(queries('model')) - missing} of {len(queries('model'))} queries return data")
+    raise typer.Exit(1 if missing else 0)
+
+
+if __name__ == "__main__":
+    typer.run(main)
