@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import math
 import random
@@ -59,13 +60,14 @@ class Deployment:
 @dataclass(slots=True)
 class Row:
     """Milliseconds, one per round; nan where there was no answer. `second`: until the second token, by when the handoff
-    is over; `tpot`: vLLM's definition, (last - first) / (tokens - 1). `num_other`: answers that were not those of one
-    server.
+    is over; `tpot`: vLLM's definition, (last - first) / (tokens - 1); `gaps`: of each answer, from token to token.
+    `num_other`: answers that were not those of one server.
     """
 
     ttft: list[float] = field(default_factory=list)
     second: list[float] = field(default_factory=list)
     tpot: list[float] = field(default_factory=list)
+    gaps: list[list[float]] = field(default_factory=list)
     num_other: int = 0
     num_failed: int = 0
 
@@ -75,11 +77,13 @@ class Row:
             self.num_failed += 1
             for values in (self.ttft, self.second, self.tpot):
                 values.append(math.nan)
+            self.gaps.append([])
             return
         times = [1e3 * at for at in answer.times_s]
         self.ttft.append(times[0])
         self.second.append(times[1])
         self.tpot.append((times[-1] - times[0]) / (len(times) - 1))
+        self.gaps.append([later - earlier for earlier, later in itertools.pairwise(times)])
 
 
 def _transfer(connector: str, role: str, name: str, best: bool = False, **extra: Any) -> dict[str, Any]:
@@ -133,9 +137,16 @@ def _stop(deployments: Sequence[Deployment], number: signal.Signals) -> None:
 
 
 async def rounds(
-    one: Deployment, others: Sequence[Deployment], length: int, num_rounds: int, num: int, pause: bool
+    one: Deployment,
+    others: Sequence[Deployment],
+    length: int,
+    num_rounds: int,
+    num: int,
+    pause: bool,
+    sleep_s: float = SLEEP_S,
 ) -> dict[str, Row]:
-    """Ask all of them `num_rounds` times. `pause`: stop the others while `one` is asked."""
+    """Ask all of them `num_rounds` times, with `sleep_s` between two requests. `pause`: stop the others while `one` is
+    asked."""
     rng = random.Random(length)
     rows = {deployment.name: Row() for deployment in (one, *others)}
     async with aiohttp.ClientSession(timeout=TIMEOUT) as session:
@@ -152,7 +163,7 @@ async def rounds(
                     found[deployment.name] = answer.token_ids
                 if index >= WARM_UP:
                     rows[deployment.name].add(answer)
-                await asyncio.sleep(SLEEP_S)
+                await asyncio.sleep(sleep_s)
                 if pause and deployment is one:
                     _stop(others, signal.SIGCONT)
             for name, tokens in found.items():
