@@ -6,7 +6,8 @@ those behind a layer that it has not called for yet, nothing is told: they are f
 the entries of drafters, which run behind the target, several times over. Runs on vLLM's worker thread.
 
 A message costs the agent and the interpreter about as much as a copy of `MIN_BYTES`, so layers are gathered until so
-much is new, and a chunk that is smaller goes as a whole when its step ends.
+much is new. Behind the last one the agent is told of all that is left: a forward computes for a while behind its last
+attention, and when it ends nothing is left to copy.
 """
 
 from __future__ import annotations
@@ -63,8 +64,6 @@ class LayerStream:
                 layers += [_Layer(name, layer_id, group.name, token_bytes) for name, layer_id in named]
         self._layers = sorted(layers, key=lambda layer: layer.layer_id)
         self._names = {layer.name for layer in layers}
-        # Between the last layer and the end of the step there is time for a copy only where a drafter runs.
-        self._drafts = any(group.owner == "draft" for group in layout.groups)
         self._prompts: list[Prompt] = []
         self._written: set[str] = set()
         self._reached = 0  # so many of `_layers` are written, and all that come before them
@@ -74,10 +73,7 @@ class LayerStream:
         again or never."""
         self.withdraw()
         self._written, self._reached = set(), 0
-        for prompt in prompts:
-            num_bytes = sum(prompt.new_tokens(layer.group) * layer.token_bytes for layer in self._layers)
-            if num_bytes >= 2 * MIN_BYTES:
-                self._prompts.append(prompt)
+        self._prompts = list(prompts)
 
     def written(self, name: str) -> None:
         """The forward has written a layer."""
@@ -98,7 +94,7 @@ class LayerStream:
         for prompt in self._prompts:
             prompt.untold += sum(prompt.new_tokens(layer.group) * layer.token_bytes for layer in new)
             prompt.groups.update(layer.group for layer in new if prompt.new_tokens(layer.group))
-            if prompt.groups and (prompt.untold >= MIN_BYTES or (last and self._drafts)):
+            if prompt.groups and (last or prompt.untold >= MIN_BYTES):
                 self._tell(prompt, stop)
 
     def _tell(self, prompt: Prompt, stop: int) -> None:

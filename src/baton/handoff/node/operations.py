@@ -93,6 +93,8 @@ class Operations(Generic[Owner]):
         here = dest.here.get(copy.group)
         if here is not None:
             sources, tables = source.groups[copy.group], (copy.source_pages, copy.dest_pages)
+            if copy.layers.start > max(layer for each in sources for layer in each.geometry.layer_ids):
+                return None  # the rest of a stretch whose last layers are on their way already
             if copies := plan(sources, here, *tables, copy.tokens, copy.layers, source.rank).get(source.rank):
                 return copies
             if copy.layers is not ALL_LAYERS and source.rank in senders(sources, here):
