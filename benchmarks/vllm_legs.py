@@ -79,7 +79,7 @@ class Baton:
     _read: float = 0.0
 
     async def ask(self, session: aiohttp.ClientSession, prompt: Sequence[int], num: int) -> Answer:
-        ticket = await self._ticket(session, prompt)
+        ticket = await self._ticket(session, prompt[:-1])
         first, rest = await asyncio.gather(
             stream_completion(session, self.prefill, self._leg(prompt, 1, "prefill", ticket)),
             stream_completion(session, self.decode, self._leg(prompt, num, "decode", ticket)),
@@ -90,22 +90,37 @@ class Baton:
 
     async def park(self, session: aiohttp.ClientSession, prompt: Sequence[int]) -> None:
         """A decode leg without its prefill."""
-        ticket = await self._ticket(session, prompt)
+        ticket = await self._ticket(session, prompt[:-1])
         await stream_completion(session, self.decode, self._leg(prompt, 2, "decode", ticket))
 
-    def _leg(self, prompt: Sequence[int], num: int, role: str, ticket: str) -> dict[str, Any]:
-        return completion(prompt, num, kv_transfer_params={"baton": {"role": role, "ticket": ticket}})
+    def _leg(self, prompt: Sequence[int], num: int, role: str, ticket: str, **more: Any) -> dict[str, Any]:
+        return completion(prompt, num, kv_transfer_params={"baton": {"role": role, "ticket": ticket, **more}})
 
-    async def _ticket(self, session: aiohttp.ClientSession, prompt: Sequence[int]) -> str:
+    async def _ticket(self, session: aiohttp.ClientSession, handed_over: Sequence[int]) -> str:
         if self._identities is None:
             probe = completion([5], 1, kv_transfer_params={"baton": {"role": "identify"}})
             answers = await asyncio.gather(*(_params_of(session, url, probe) for url in (self.prefill, self.decode)))
             said = [params["baton"] for params in answers]
             self._identities, self._read = msgspec.convert(said, list[EngineIdentity]), time.monotonic()
         p, d = self._identities
-        digest = request_digest(prompt[:-1], SamplingParams())
+        digest = request_digest(handed_over, SamplingParams())
         life_s = time.monotonic() - self._read + TICKET_LIFE_S
         return mint(self.key, Ticket.between(p, d, self.mode, digest, (p.clock + life_s, d.clock + life_s)))
+
+
+class BatonSeeded(Baton):
+    """BatonConnector with the legs in turn, as of a router with `--seed-first-token`: the decode server is sent the
+    prefill server's first token."""
+
+    async def ask(self, session: aiohttp.ClientSession, prompt: Sequence[int], num: int) -> Answer:
+        ticket = await self._ticket(session, prompt)
+        started = time.perf_counter()
+        leg = self._leg(prompt, 1, "prefill", ticket, seed_first_token=True)
+        first = await stream_completion(session, self.prefill, leg)
+        waited, known = time.perf_counter() - started, [*prompt, *first.token_ids]
+        rest = await stream_completion(session, self.decode, self._leg(known, num - 1, "decode", ticket))
+        times = [first.times_s[0], *(waited + at for at in rest.times_s)]
+        return Answer(first.token_ids + rest.token_ids, times)
 
 
 @dataclass(frozen=True, slots=True)

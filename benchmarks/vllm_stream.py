@@ -6,7 +6,8 @@ first tokens of an answer.
 
 `serve` starts one server alone, a decode server, and a prefill server for each value, and holds them; `ask` measures,
 as often as one likes, as `benchmarks.vllm` does: each round asks all for the same new prompt, in changing order, one at
-a time, without a router. Ratios are taken within rounds.
+a time, without a router. Ratios are taken within rounds. "seeded": the decode server is sent the prefill
+server's first token (`baton router --seed-first-token`).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from baton.handoff.channel.keys import make_keys, ticket_key_file
 from baton.handoff.protocol.ticket import load_or_create_key
 from baton.wire import KVStream
 from benchmarks.vllm import FLAGS, MODEL, Deployment, Row, _transfer, rounds, table
-from benchmarks.vllm_legs import Baton, Single
+from benchmarks.vllm_legs import Baton, BatonSeeded, Single
 from benchmarks.vllm_servers import ServerConfig, serve
 
 STREAMS: tuple[KVStream, ...] = get_args(KVStream)
@@ -41,7 +42,7 @@ def serve_command(
     folder: Annotated[Path, typer.Argument(help="Logs, keys and the servers' addresses.")],
     vllm_python: Annotated[str, typer.Option(help="An interpreter that has vLLM.")] = sys.executable,
     model: Annotated[str, typer.Option(help="Checkpoint directory.")] = MODEL,
-    streams: Annotated[str, typer.Option(help="Values of kv_stream.")] = ",".join(STREAMS),
+    streams: Annotated[str, typer.Option(help="Values of kv_stream; chunk among them.")] = ",".join(STREAMS),
     flags: Annotated[str, typer.Option(help="Further arguments of every server.")] = "",
 ) -> None:
     """Start the servers, say so, and hold them until this is interrupted."""
@@ -80,6 +81,8 @@ def ask_command(
     one = Deployment("one vLLM", Single(urls.pop("one")), ())
     decode, found = urls.pop("D"), {}
     pairs = [Deployment(name, Baton(url, decode, key, "push"), ()) for name, url in urls.items()]
+    # Its decode leg comes when the prompt is computed, and there is nothing to stream.
+    pairs.append(Deployment("seeded", BatonSeeded(urls["chunk"], decode, key, "push"), ()))
     for length in (int(each) for each in lengths.split(",")):
         rows = asyncio.run(rounds(one, pairs, length, num_rounds, max_tokens, pause=False, sleep_s=sleep_s))
         print(f"\n{length} tokens, {num_rounds} rounds, {max_tokens} tokens each:")
