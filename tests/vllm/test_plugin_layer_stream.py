@@ -292,20 +292,31 @@ def test_what_is_not_worth_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
         assert two.wrong() == []
 
 
-def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert read_config({"keys": "k"}).kv_stream == "chunk"
+@pytest.mark.parametrize(
+    ("device", "version", "asked", "found"),
+    [
+        ("cpu", "0.32", None, "layer"),
+        ("cpu", "0.32", "chunk", "chunk"),
+        ("cuda", "0.32", None, "chunk"),
+        ("cuda", "0.32", "off", "off"),
+        ("cpu", "0.31", None, "chunk"),
+        ("cuda", "0.32", "layer", None),
+        ("cpu", "0.31", "layer", None),
+    ],
+)
+def test_by_layer_only_where_a_hook_says_that_a_layer_is_written(
+    device: str, version: str, asked: KVStream | None, found: KVStream | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compat, "check_version", lambda: version)
+    config = SimpleNamespace(device_config=SimpleNamespace(device_type=device))
+    if found is not None:
+        assert compat.stream_of(config, asked) == found
+    else:
+        with pytest.raises(ConfigError, match="kv_stream"):
+            compat.stream_of(config, asked)
+
+
+def test_a_word_that_is_none_of_them_is_refused() -> None:
+    assert read_config({"keys": "k"}).kv_stream is None
     with pytest.raises(ConfigError, match="kv_stream"):
         read_config({"keys": "k", "kv_stream": "layers"})
-    for device, version, stream, good in (
-        ("cpu", "0.32", "layer", True),
-        ("cuda", "0.32", "chunk", True),
-        ("cuda", "0.32", "layer", False),
-        ("cpu", "0.31", "layer", False),
-    ):
-        monkeypatch.setattr(compat, "check_version", lambda version=version: version)
-        config = SimpleNamespace(device_config=SimpleNamespace(device_type=device))
-        if good:
-            compat.check_stream(config, stream)  # type: ignore[arg-type]
-        else:
-            with pytest.raises(ConfigError, match="kv_stream"):
-                compat.check_stream(config, stream)  # type: ignore[arg-type]

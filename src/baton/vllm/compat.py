@@ -79,12 +79,17 @@ def check_config(config: Any) -> None:
         _check_rotary(config)
 
 
-def check_stream(config: Any, kv_stream: KVStream) -> None:
-    """Raise `ConfigError` where the end of a layer's hook does not say that the layer is written: on a device that vLLM
-    does not wait for, and with a vLLM whose hooks are not tested."""
+def stream_of(config: Any, asked: KVStream | None) -> KVStream:
+    """What leaves a prefill engine together. By layer only where the end of a layer's hook says that the layer is
+    written: not on a device that vLLM does not wait for, nor with a vLLM whose hooks are not tested.
+
+    Raises `ConfigError` where that is asked for and cannot be.
+    """
     device = config.device_config.device_type
-    if kv_stream == "layer" and (device != "cpu" or check_version() != WITH_RANKS):
+    by_layer = device == "cpu" and check_version() == WITH_RANKS
+    if asked == "layer" and not by_layer:
         raise ConfigError("kv_stream", f"'layer' is for CPUs and vLLM {WITH_RANKS}: off or chunk on {device}")
+    return asked or ("layer" if by_layer else "chunk")
 
 
 def _check_rotary(config: Any) -> None:

@@ -31,9 +31,9 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     `granularity` is the unit of copies, whole pages or tokens (`baton.vllm.geometry`), and must be equal on both
     engines. `integrity` is the share of the KV that is digested; it needs granularity "token" where K is stored by
-    dimension. `kv_stream` says what leaves together: a prompt, a chunk of it, or layers of a chunk. A peer that is
-    silent for `lease` seconds is given up. A handoff may take `handoff_timeout_s` seconds once both engines have blocks
-    for it.
+    dimension. `kv_stream` says what leaves together: a prompt, a chunk of it, or layers of a chunk (None: layers where
+    that can be, else chunks). A peer that is silent for `lease` seconds is given up. A handoff may take
+    `handoff_timeout_s` seconds once both engines have blocks for it.
     """
 
     keys: str
@@ -42,7 +42,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     max_retries: Annotated[int, Meta(ge=0, le=MAX_ROUNDS)] = DEFAULT_MAX_RETRIES
     granularity: Granularity = "page"
     integrity: Integrity = "off"
-    kv_stream: KVStream = "chunk"
+    kv_stream: KVStream | None = None
     lease: Annotated[float, Meta(gt=0, le=MAX_LEASE_S)] = 5.0
     handoff_timeout_s: Annotated[float, Meta(gt=0, le=3600)] = DEFAULT_HANDOFF_TIMEOUT_S
 

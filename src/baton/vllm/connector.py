@@ -71,7 +71,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         compat.check_config(vllm_config)
         self._transfer = vllm_config.kv_transfer_config
         self._config = read_config(self._transfer.kv_connector_extra_config)
-        compat.check_stream(vllm_config, self._config.kv_stream)
+        compat.stream_of(vllm_config, self._config.kv_stream)
         self._version = version
         self._scheduler: SchedulerSide | None = None
         self._opened: OpenCache | None = None

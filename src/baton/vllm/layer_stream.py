@@ -20,7 +20,7 @@ from baton.handoff.protocol.events import LayersWithdrawn, LayersWritten
 from baton.handoff.protocol.messages import AttemptKey
 from baton.vllm.geometry import CacheLayout
 
-MIN_BYTES = 1 << 20
+MIN_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)

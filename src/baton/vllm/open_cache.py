@@ -76,7 +76,8 @@ def open_cache(
         has_states=any(group.kind == "state" for group in layout.groups),
     )
     whole = join(part, lambda own: compat.gather_workers(config, own))
-    side = WorkerSide(layout, compat.zeroes_before_preemptions(config), kv_stream=settings.kv_stream)
+    stream = compat.stream_of(config, settings.kv_stream)
+    side = WorkerSide(layout, compat.zeroes_before_preemptions(config), kv_stream=stream)
     together = InstanceAgent(whole.instance, side.post)
     with _unbound(config):
         transport = create_transport(settings.kv_transport)
