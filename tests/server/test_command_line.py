@@ -84,6 +84,19 @@ def test_bad_input_is_one_line(
                 "seed_first_token: is for vLLM servers with BatonConnector",
             ),
             (["generate", str(tmp_path / "none"), "hi"], "model: must be a directory"),
+            (
+                ["serve", directory, "--port", "0", "--chat-template", "no.jinja"],
+                "'no.jinja' is no template",
+            ),
+            (
+                ["up", directory, "--port", "0", "--chat-template", "{% if %}"],
+                "the chat template does not compile",
+            ),
+            (["router", "--port", "0", "--chat-template", directory], "cannot be read as a file: Is a directory"),
+            (
+                ["serve", directory, "--port", "0", "--role", "decode", "--chat-template", "{{ messages }}"],
+                "chat_template: is not for role decode",
+            ),
         ]
         for arguments, message in cases:
             monkeypatch.setattr(sys, "argv", ["baton", *arguments])

@@ -30,6 +30,7 @@ from baton.openai.request_metrics import PerRequestMetrics, SpecDecodeLevel
 from baton.openai.serving import SHUTDOWN_TIMEOUT_S, bind
 from baton.openai.tools import Parsing
 from baton.parsing import REASONING_PARSERS, TOOL_PARSERS
+from baton.text import chosen_template
 from baton.wire import KVStream, Mode, Recovery, Role
 
 # As many rows delay the decodes beside them by less than a handoff's own share (docs/performance.md).
@@ -153,6 +154,9 @@ class ListenOptions:
         list[str] | None, typer.Option(envvar="BATON_API_KEY", help="Clients must bring one of these keys; repeat.")
     ] = None
 
+    chat_template: Annotated[
+        str | None, typer.Option(metavar="FILE|TEXT", help="Jinja template of chats; default: the checkpoint's.")
+    ] = None
     enable_auto_tool_choice: Annotated[
         bool, typer.Option("--enable-auto-tool-choice", help="Let models choose tools, by --tool-call-parser.")
     ] = False
@@ -182,6 +186,10 @@ class ListenOptions:
         """Begin to log, and listen. Raises `ConfigError` for an address that cannot be had."""
         log_to_stderr(self.log_level, self.log_format)
         return bind(self.host, self.port)
+
+    def template(self) -> str | None:
+        """The text of the chat template, if there is one. Raises `ConfigError` as `chosen_template` does."""
+        return None if self.chat_template is None else chosen_template(self.chat_template)
 
     def parsing(self) -> Parsing:
         """How answers are read. Raises `ConfigError` for a parser that does not exist."""

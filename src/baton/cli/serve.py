@@ -28,7 +28,7 @@ from baton.cli.router import serve_router
 from baton.cli.supervision import DEFAULT_MAX_RESTARTS, Supervisor
 from baton.deployment import Deployment, Reporter
 from baton.engine.config import EngineConfig
-from baton.errors import EngineUnavailableError
+from baton.errors import ConfigError, EngineUnavailableError
 from baton.wire import Role
 
 if TYPE_CHECKING:
@@ -45,6 +45,8 @@ def serve_command(
     engine_id: Annotated[str | None, typer.Option(help="Default: role and port.")] = None,
 ) -> None:
     """Serve one engine with the OpenAI API."""
+    if listen.chat_template is not None and role != "both":
+        raise ConfigError("chat_template", f"is not for role {role}: the router makes prompts of chats")
     reporter = Reporter(process.ready_fd)
     listener = listen.bind()
     with contextlib.closing(listener):
@@ -52,7 +54,7 @@ def serve_command(
         config = options.to_config(model, role, name, process.ticket_key_file, process.keys)
         from baton.text import Tokenizer
 
-        tokenizer = Tokenizer.load(config.model)
+        tokenizer = Tokenizer.load(config.model, chat_template=listen.template())
         reporter.progress("loading libraries")
         from baton.engine.async_engine import AsyncEngine
         from baton.server.run import run_engine
@@ -108,6 +110,7 @@ def up_command(
         router = routing.to_config(
             listen.host,
             tokenizer=config.model,
+            chat_template=listen.template(),
             recovery=options.recovery,
             max_queued_requests=options.max_queued_requests,
         )

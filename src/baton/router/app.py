@@ -38,7 +38,8 @@ DEFAULT_NEAR_TIE = 0.1
 
 
 class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """How a router starts. URLs are engines' base URLs; `tokenizer` None takes the engines' checkpoint. `engine`: what
+    """How a router starts. URLs are engines' base URLs; `tokenizer` None takes the engines' checkpoint, `chat_template`
+    None (a text) its own. `engine`: what
     runs there, Baton's own engines or vLLM; with vLLM, `kv_connector` is what it hands over with, `seed_first_token`
     sends its token to the decode server, and `near_tie` excuses other first tokens, in nats. `kv_mode` None: push, or
     the one that the connector has. `admin_token` None: instances cannot be changed at run time. `host_names`: by which
@@ -55,6 +56,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     allow_mode_override: bool = False
     policy: Policy = "round_robin"
     tokenizer: str | None = None
+    chat_template: str | None = None
     max_local_prefill_length: int = 0
     recovery: Recovery = "full"
     timers: RouterTimers = RouterTimers()
@@ -98,7 +100,7 @@ async def build_app(config: RouterConfig) -> web.Application:
         if getattr(config, name) and not connector.has_modes:
             raise ConfigError(name, f"{config.kv_connector} has one mode")
     session = new_session()
-    pool = EnginePool(session, connector.client, config.policy, config.tokenizer, config.timers)
+    pool = EnginePool(session, connector.client, config.policy, config.tokenizer, config.timers, config.chat_template)
     backend = RouterBackend(
         pool,
         connector,

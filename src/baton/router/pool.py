@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -109,13 +110,15 @@ class EnginePool:
         policy: Policy = "round_robin",
         tokenizer_dir: str | None = None,
         timers: RouterTimers | None = None,
+        chat_template: str | None = None,
     ) -> None:
-        """`tokenizer_dir` None takes the tokenizer from the engines' own checkpoint directory."""
+        """`tokenizer_dir` None takes the tokenizer from the engines' own checkpoint directory; `chat_template` replaces
+        the one there."""
         self.timers = timers or RouterTimers()
         self._new_client = new_client
         self._session = session
         self._policy = policy
-        self._tokenizer_dir = tokenizer_dir
+        self._tokenizer_dir, self._chat_template = tokenizer_dir, chat_template
         self._instances: dict[str, Instance] = {}
         self._turn = 0
         self._model: ServedModel | None = None
@@ -256,7 +259,8 @@ class EnginePool:
         if self._model is None:
             directory = self._tokenizer_dir or info.model_path
             try:
-                tokenizer = await asyncio.get_running_loop().run_in_executor(None, Tokenizer.load, directory)
+                load = functools.partial(Tokenizer.load, directory, chat_template=self._chat_template)
+                tokenizer = await asyncio.get_running_loop().run_in_executor(None, load)
             except BatonError as error:
                 raise ConfigError("tokenizer", f"{error}; name its directory with --tokenizer") from None
             if self._model is None:

@@ -5,6 +5,7 @@ No engine, no I/O later.
 
 from baton.text.detokenizer import IncrementalDetokenizer
 from baton.text.stop import StopChecker
+from baton.text.template import chosen_template
 from baton.text.tokenizer import Tokenizer
 
-__all__ = ["IncrementalDetokenizer", "StopChecker", "Tokenizer"]
+__all__ = ["IncrementalDetokenizer", "StopChecker", "Tokenizer", "chosen_template"]

@@ -1,7 +1,7 @@
 """Chat templates: Jinja text that comes with a checkpoint, rendered in a sandbox.
 
-A template is code from a downloaded directory, so it gets Jinja's immutable sandbox: no attribute that starts
-with an underscore, no mutation of its arguments. Clients cannot send one, only values for its variables.
+A template is code from a downloaded directory, or an operator's own, so it gets Jinja's immutable sandbox: no attribute
+that starts with an underscore, no mutation of its arguments. Clients cannot send one, only values for its variables.
 """
 
 from __future__ import annotations
@@ -10,13 +10,37 @@ import datetime
 import json
 import reprlib
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
 import jinja2.meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from baton.errors import CheckpointError, RequestError
+from baton.errors import CheckpointError, ConfigError, RequestError
+
+# A text without any of them is no template, but the name of a file (as in vLLM).
+_TEMPLATE_CHARS = frozenset("{}\n")
+
+
+def chosen_template(given: str) -> str:
+    """The text of an operator's `--chat-template`: of the file of that name, else what was given, as in vLLM.
+
+    Raises `ConfigError` for a file that cannot be read, and for what is not valid Jinja.
+    """
+    try:
+        text = Path(given).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        if _TEMPLATE_CHARS.isdisjoint(given):
+            why = getattr(error, "strerror", None) or error
+            what = f"{given!r} is no template, and cannot be read as a file: {why}"
+            raise ConfigError("chat_template", what) from None
+        text = given
+    try:
+        ChatTemplate(text, {})
+    except CheckpointError as error:
+        raise ConfigError("chat_template", str(error)) from None
+    return text
 
 
 class ChatTemplate:

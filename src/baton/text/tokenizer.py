@@ -48,8 +48,9 @@ class Tokenizer:
         }
 
     @classmethod
-    def load(cls, directory: str | Path, skip_vocabulary: bool = False) -> Tokenizer:
+    def load(cls, directory: str | Path, skip_vocabulary: bool = False, chat_template: str | None = None) -> Tokenizer:
         """Load from a checkpoint directory. `skip_vocabulary`: it knows the end tokens alone, and all text is empty.
+        `chat_template`: one that replaces the directory's.
 
         Raises `CheckpointError` naming the file that is missing or broken.
         """
@@ -71,7 +72,7 @@ class Tokenizer:
             backend,
             eos_token_ids=_eos_token_ids(root, special, backend),
             special_tokens=special,
-            chat_template=_chat_template(root, settings),
+            chat_template=_chat_template(root, settings) if chat_template is None else chat_template,
         )
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
