@@ -95,6 +95,7 @@ async def test_calls_whole_and_streamed(tools_directory: Path) -> None:
             ("stop", "{}"),
         ]
         assert len({c.id for c in message.tool_calls}) == 2
+        assert all(len(c.id) == 9 and c.id.isalnum() for c in message.tool_calls), "all that Mistral's templates take"
         assert answer.choices[0].finish_reason == "tool_calls"
         stream, deltas = await streamed(client)
         assert stream["content"] == "I look."
@@ -241,3 +242,15 @@ async def test_automatic_calls_need_the_flags(tools_directory: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=f"^{field}: "):
             Parsing(**parsing)  # type: ignore[arg-type]
+
+
+async def test_channels_are_read_with_their_markers(tools_directory: Path) -> None:
+    """The markers of gpt-oss are special tokens: a request spells them for the parser, unless it says otherwise."""
+    text = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Sunny."
+
+    async def act(client: openai.AsyncOpenAI) -> Any:
+        return await client.chat.completions.create(model="fake", messages=ASK)
+
+    engine, answer = await with_client(tools_directory, text, Parsing(reasoning_parser="openai_gptoss"), act)
+    assert (answer.choices[0].message.content, answer.choices[0].message.reasoning_content) == ("Sunny.", "Hm.")
+    assert engine.requests[0].sampling_params.skip_special_tokens is False

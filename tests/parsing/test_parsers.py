@@ -81,6 +81,32 @@ CASES: dict[str, list[tuple[str, Found]]] = {
         ("[TOOL_CALLS] none of them", ("[TOOL_CALLS] none of them", "", [])),
         ("[TOOL_CALLS][1]", ("[TOOL_CALLS][1]", "", [])),
     ],
+    "openai": [
+        ("no call", ("no call", "", [])),
+        ("<|channel|>final<|message|>Yes.<|return|>", ("Yes.", "", [])),
+        (
+            "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary to=functions.get_weather "
+            f"<|constrain|>json<|message|>{ARGUMENTS}<|call|>",
+            ("", "Hm.", [("get_weather", ARGUMENTS)]),
+        ),
+        (
+            f" to=functions.get_weather<|channel|>commentary json<|message|>{ARGUMENTS}<|call|><|start|>assistant"
+            " to=functions.stop<|channel|>commentary<|message|>",
+            ("", "", [("get_weather", ARGUMENTS), ("stop", "{}")]),
+        ),
+        (
+            "<|channel|>commentary<|message|>I look.\n<|end|><|start|>assistant<|channel|>commentary"
+            " to=functions.stop<|message|>{<|call|>",
+            ("I look.", "", [("stop", "{")]),
+        ),
+        ("<|channel|>analysis<|message|>cut", ("", "cut", [])),
+        ("<|channel|>analysis", ("<|channel|>analysis", "", [])),
+        ("to be", ("to be", "", [])),
+        *(
+            (text := "<|channel|>" + "x" * size + "<|message|>A<|end|>", ("A" if size < 1014 else text, "", []))
+            for size in (1000, 1013, 1014, 1024, 2000)
+        ),
+    ],
     "qwen3_xml": [
         ("no call", ("no call", "", [])),
         (f"<tool_call>\n{XML}\n</tool_call>", ("", "", [("get_weather", '{"city": "12 Main", "days": 3}')])),
@@ -91,6 +117,13 @@ CASES: dict[str, list[tuple[str, Found]]] = {
         (
             "<tool_call><function=stop><parameter=x>[1, 2]</parameter><parameter=y>a\nb</parameter></function>",
             ("", "", [("stop", '{"x": [1, 2], "y": "a\\nb"}')]),
+        ),
+        *(
+            (  # Python reads these as numbers, and JSON has none of them.
+                f"<tool_call><function=stop><parameter=x>{text}</parameter></function></tool_call>",
+                ("", "", [("stop", f'{{"x": "{text}"}}')]),
+            )
+            for text in ("NaN", "-Infinity", "1e999")
         ),
         ("<tool_call>no function", ("<tool_call>no function", "", [])),
         ("<tool_call><function=stop><parameter=x>never ends", ("", "", [("stop", "{")])),
@@ -118,12 +151,23 @@ MARKERS = [
     "</think>",
 ]
 TAGS = ["<function=stop>", "<parameter=a>", "</parameter>", "</function>", ">"]
-ALPHABET = st.sampled_from([*JSON, *MARKERS, *TAGS, " ", "\n", "x", "1", "stop"])
+HARMONY = [
+    "<|start|>",
+    "<|channel|>",
+    "<|message|>",
+    "<|end|>",
+    "<|call|>",
+    "to=functions.stop",
+    "analysis",
+    "final",
+    "to=",
+]
+WORDS = [*JSON, *MARKERS, *TAGS, " ", "\n", "x", "1", "stop"]
 
 
 @st.composite
-def cut_texts(draw: st.DrawFn) -> list[str]:
-    text = "".join(draw(st.lists(ALPHABET, max_size=14)))
+def cut_texts(draw: st.DrawFn, words: Sequence[str]) -> list[str]:
+    text = "".join(draw(st.lists(st.sampled_from(words), max_size=14)))
     cuts = sorted(draw(st.lists(st.integers(0, len(text)), max_size=8)))
     return [text[start:stop] for start, stop in zip([0, *cuts], [*cuts, len(text)], strict=True)]
 
@@ -131,8 +175,8 @@ def cut_texts(draw: st.DrawFn) -> list[str]:
 MAKERS: list[Callable[[], Parser]] = [
     *(lambda form=form: form.make(SCHEMAS) for form in TOOL_PARSERS.values()),  # type: ignore[misc]
     *(
-        lambda make=make, opened=opened: make(TOOL_PARSERS["hermes"].make(SCHEMAS), opened)  # type: ignore[misc]
-        for make in REASONING_PARSERS.values()
+        lambda form=form, opened=opened: form.make(TOOL_PARSERS["hermes"].make(SCHEMAS), opened)  # type: ignore[misc]
+        for form in REASONING_PARSERS.values()
         for opened in (False, True)
     ),
     RequiredParser,
@@ -141,7 +185,7 @@ MAKERS: list[Callable[[], Parser]] = [
 
 
 @settings(max_examples=150, deadline=None)
-@given(cut_texts())
+@given(st.one_of(cut_texts([*WORDS, *HARMONY]), cut_texts([*HARMONY, "x", " ", "{"])))
 def test_what_is_found_does_not_depend_on_how_the_text_came(pieces: list[str]) -> None:
     """And no text, however malformed, ends a parser."""
     text = "".join(pieces)
@@ -152,7 +196,7 @@ def test_what_is_found_does_not_depend_on_how_the_text_came(pieces: list[str]) -
 
 
 @settings(max_examples=100, deadline=None)
-@given(cut_texts())
+@given(cut_texts(WORDS))
 def test_without_calls_every_character_is_content(pieces: list[str]) -> None:
     for form in TOOL_PARSERS.values():
         words, _, calls = found(form.make(SCHEMAS), pieces)
@@ -178,10 +222,17 @@ def test_answers_that_a_grammar_forces() -> None:
         ("qwen3", False, "<think>cut", ("", "cut")),
         ("deepseek_r1", False, "hm</think>Yes.", ("Yes.", "hm")),
         ("deepseek_r1", False, "<think>hm</think>Yes <think>.", ("Yes <think>.", "hm")),
+        (
+            "openai_gptoss",
+            False,
+            "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>Yes.",
+            ("Yes.", "hm"),
+        ),
+        ("openai_gptoss", False, "Yes.", ("Yes.", "")),
     ],
 )
 def test_reasoning(name: str, opened: bool, text: str, expected: tuple[str, str]) -> None:
-    assert found(REASONING_PARSERS[name](Plain(), opened), list(text))[:2] == expected
+    assert found(REASONING_PARSERS[name].make(Plain(), opened), list(text))[:2] == expected
 
 
 @pytest.mark.parametrize(

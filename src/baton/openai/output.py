@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import string
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -10,6 +11,8 @@ from baton.openai.errors import error_of_chunk
 from baton.parsing import Content, Event, Parser, Reasoning
 from baton.text import IncrementalDetokenizer, StopChecker, Tokenizer
 from baton.wire import FinishReason, GenerateRequest, TokenChunk, TokenLogprobs
+
+_ID_LETTERS = string.ascii_letters + string.digits
 
 
 @dataclass(slots=True)
@@ -151,8 +154,13 @@ class SampleOutput:
             self._reasoning.append(event.text)
         else:
             if event.index == len(self.calls):
-                self.calls.append(Call(f"call_{secrets.token_hex(12)}", event.name or ""))
+                self.calls.append(Call(_call_id(), event.name or ""))
             self.calls[event.index].arguments += event.arguments
+
+
+def _call_id() -> str:
+    """Nine letters and digits: the only ids that Mistral's chat templates take in the messages of a next request."""
+    return "".join(secrets.choice(_ID_LETTERS) for _ in range(9))
 
 
 def _rounds_used(chunk: TokenChunk, num_used: int) -> int:

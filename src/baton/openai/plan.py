@@ -97,8 +97,9 @@ def plan_chat(request: ChatRequest, model: ServedModel, parsing: Parsing = NO_PA
     _check_lengths([prompt], max_tokens, param, "messages", model)
     params = sampling_params(request, max_tokens, chat_logprobs(request), model.vocab_size)
     opened = text.rstrip().endswith(_REASONING_OPENED)
-    reader = tools.reader(parsing, opened, constrained=params.structured_outputs is not None)
-    if request.skip_special_tokens is None and tools.spells_special(parsing):
+    constrained = params.structured_outputs is not None
+    reader = tools.reader(parsing, opened, constrained)
+    if request.skip_special_tokens is None and tools.spells_special(parsing, constrained):
         params = msgspec.structs.replace(params, skip_special_tokens=False)
     plan = _plan(request, model, [prompt], params, chat=True)
     # As in vLLM and OpenAI's API, a call of a function that the client named ends with "stop".

@@ -172,12 +172,13 @@ class Asked:
         if parsing.reasoning_parser is None or constrained:
             return make
         reasons, rest = REASONING_PARSERS[parsing.reasoning_parser], make or Plain
-        return lambda: reasons(rest(), opened)
+        return lambda: reasons.make(rest(), opened)
 
-    def spells_special(self, parsing: Parsing) -> bool:
-        """Whether special tokens must be spelt for the parser to see its markers."""
-        name = parsing.tool_call_parser
-        return self.choice == "auto" and name is not None and TOOL_PARSERS[name].special
+    def spells_special(self, parsing: Parsing, constrained: bool) -> bool:
+        """Whether special tokens must be spelt for the parsers to see their markers. `constrained`: as in `reader`."""
+        name, reasons = parsing.tool_call_parser, parsing.reasoning_parser
+        calls = self.choice == "auto" and name is not None and TOOL_PARSERS[name].special
+        return calls or (reasons is not None and not constrained and REASONING_PARSERS[reasons].special)
 
 
 def _parameters(tool: Tool) -> dict[str, Any]:

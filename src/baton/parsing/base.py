@@ -77,12 +77,14 @@ class Words:
         return [Content(held)] if held and not self._behind_call else []
 
 
-def split_at(text: str, marker: str) -> tuple[str, bool, str]:
-    """`text` before the marker, whether it is there, and what is behind it; without it, a tail that may begin it."""
-    before, found, behind = text.partition(marker)
+def split_at(text: str, *markers: str) -> tuple[str, str, str]:
+    """`text` before the first marker, that marker, and what is behind it; without any, "" and a tail that may begin
+    one."""
+    found = min((m for m in markers if m in text), key=text.index, default="")
     if found:
-        return before, True, behind
-    for size in range(min(len(marker) - 1, len(text)), 0, -1):
-        if marker.startswith(text[-size:]):
-            return text[:-size], False, text[-size:]
-    return text, False, ""
+        before, _, behind = text.partition(found)
+        return before, found, behind
+    for size in range(min(max(map(len, markers)) - 1, len(text)), 0, -1):
+        if any(marker.startswith(text[-size:]) for marker in markers):
+            return text[:-size], "", text[-size:]
+    return text, "", ""

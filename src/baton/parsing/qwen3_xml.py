@@ -102,7 +102,7 @@ class Qwen3XmlParser:
             schema = schema.get(name) if isinstance(schema, dict) else None
         if schema != "string":
             try:
-                return json.dumps(json.loads(text), ensure_ascii=False)
+                return json.dumps(json.loads(text), ensure_ascii=False, allow_nan=False)
             except (ValueError, RecursionError):
                 pass
         return json.dumps(text, ensure_ascii=False)

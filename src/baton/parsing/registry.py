@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from baton.parsing.base import Parser
+from baton.parsing.harmony import HarmonyParser, reasoning
 from baton.parsing.hermes import HermesParser
 from baton.parsing.llama3_json import Llama3JsonParser
 from baton.parsing.mistral import MistralParser
@@ -27,13 +28,23 @@ TOOL_PARSERS: dict[str, ToolFormat] = {
     "hermes": ToolFormat(HermesParser, special=True),  # with some models they are
     "llama3_json": ToolFormat(Llama3JsonParser, special=True),
     "mistral": ToolFormat(MistralParser, special=True),
+    "openai": ToolFormat(HarmonyParser, special=True),
     "qwen3_xml": ToolFormat(Qwen3XmlParser),
 }
 
-# What reads the answer behind the reasoning, and whether the prompt ends inside of it.
-MakeReasoning = Callable[[Parser, bool], Parser]
-REASONING_PARSERS: dict[str, MakeReasoning] = {
+
+@dataclass(frozen=True, slots=True)
+class ReasoningFormat:
+    """How a model marks its reasoning. `make` gets what reads the answer behind it, and whether the prompt ends inside
+    of it. `special`: its markers are special tokens, which must be spelt."""
+
+    make: Callable[[Parser, bool], Parser]
+    special: bool = False
+
+
+REASONING_PARSERS: dict[str, ReasoningFormat] = {
     # Its templates open the reasoning, or the model leaves the opening out.
-    "deepseek_r1": lambda rest, opened: ThinkParser(rest, True),
-    "qwen3": ThinkParser,
+    "deepseek_r1": ReasoningFormat(lambda rest, opened: ThinkParser(rest, True)),
+    "openai_gptoss": ReasoningFormat(reasoning, special=True),
+    "qwen3": ReasoningFormat(ThinkParser),
 }

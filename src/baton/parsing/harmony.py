@@ -1,0 +1,143 @@
+"""`openai` and `openai_gptoss`: gpt-oss's channels, as its chat template spells them.
+
+An answer is messages, `<|channel|>CHANNEL<|message|>TEXT<|end|>`, the next behind `<|start|>assistant`. "analysis" is
+reasoning and "final" the answer; a message to `functions.NAME`, in "commentary", is a call, its text the arguments; all
+other commentary is for the reader. Source: OpenAI's harmony response format. The `openai-harmony` library reads tokens,
+by a vocabulary that it fetches from the network; this reads text, so a stop string or a router may cut it anywhere.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from baton.parsing.base import CallDelta, Content, Event, Parser, Reasoning, Words, split_at
+
+_START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
+_ENDS = ("<|end|>", "<|call|>", "<|return|>", _START)
+# Behind `<|start|>assistant`, which the prompt ends with, a header may name whom it is for before its channel.
+_TO = "to="
+_FUNCTION = re.compile(r"\bto=functions\.([A-Za-z0-9_.:-]{1,256})")
+_NAME = re.compile(r"\s*([a-z]+)")
+_MAX_HEADER = 1024
+
+
+class HarmonyParser:
+    """Words before the first message, and between two, are content."""
+
+    def __init__(self, tools: Mapping[str, Any]) -> None:
+        self._words = Words()
+        self._held = ""
+        self._where = "start"
+        self._header = ""
+        self._kind = "final"
+        self._count = 0
+        self._empty = True
+
+    def push(self, text: str) -> list[Event]:
+        text, self._held = self._held + text, ""
+        events: list[Event] = []
+        while text:
+            if self._where == "start":
+                lead = text.lstrip()
+                if _TO.startswith(lead) and lead != _TO:
+                    self._held = text
+                    break
+                self._where = "header" if lead.startswith(_TO) else "outside"
+            elif self._where == "outside":
+                before, found, text = split_at(text, _START, _CHANNEL)
+                events += self._words.push(before)
+                if not found:
+                    self._held = text
+                    break
+                self._where, self._header = "header", found
+            elif self._where == "header":
+                at = text.find(_MESSAGE, 0, _MAX_HEADER)
+                if at < 0 and len(text) < _MAX_HEADER:
+                    self._held = text
+                    break
+                if at >= 0:
+                    self._header += text[:at]
+                    text = text[at + len(_MESSAGE) :]
+                    self._begin(events)
+                else:
+                    events += self._words.push(self._header + text[:_MAX_HEADER])
+                    self._where, self._header, text = "outside", "", text[_MAX_HEADER:]
+            else:
+                before, found, text = split_at(text, *_ENDS)
+                self._body(before, events)
+                if not found:
+                    self._held = text
+                    break
+                self._end(events)
+                if found == _START:
+                    self._where, self._header = "header", found
+        return events
+
+    def _begin(self, events: list[Event]) -> None:
+        """A header is whole."""
+        header, self._header = self._header, ""
+        self._where, self._empty = "body", True
+        function = _FUNCTION.search(header)
+        channel = _NAME.match(header.partition(_CHANNEL)[2])
+        if function is not None:
+            self._kind = "call"
+            self._words.call()
+            events.append(CallDelta(self._count, function[1], ""))
+        else:
+            self._kind = "analysis" if channel is not None and channel[1] == "analysis" else "final"
+
+    def _body(self, text: str, events: list[Event]) -> None:
+        if not text:
+            return
+        self._empty = False
+        if self._kind == "call":
+            events.append(CallDelta(self._count, None, text))
+        elif self._kind == "analysis":
+            events.append(Reasoning(text))
+        else:
+            events += self._words.push(text)
+
+    def _end(self, events: list[Event]) -> None:
+        """A message is over."""
+        self._where = "outside"
+        if self._kind == "call":
+            if self._empty:
+                events.append(CallDelta(self._count, None, "{}"))
+            self._count += 1
+
+    def finish(self) -> list[Event]:
+        events: list[Event] = []
+        held, self._held = self._held, ""
+        if self._where == "body":
+            self._body(held, events)
+            self._end(events)
+        else:
+            events += self._words.push(self._header + held)
+        return events + self._words.finish()
+
+
+class HarmonyReasoning:
+    """What `HarmonyParser` reads, without calls: text before `rest`, which reads the answer's words."""
+
+    def __init__(self, rest: Parser) -> None:
+        self._rest = rest
+        self._channels = HarmonyParser({})
+
+    def push(self, text: str) -> list[Event]:
+        return self._read(self._channels.push(text))
+
+    def _read(self, events: list[Event]) -> list[Event]:
+        found: list[Event] = []
+        for event in events:
+            found += self._rest.push(event.text) if isinstance(event, Content) else [event]
+        return found
+
+    def finish(self) -> list[Event]:
+        return self._read(self._channels.finish()) + self._rest.finish()
+
+
+def reasoning(rest: Parser, opened: bool) -> Parser:
+    """Before the tool parser of this format, which reads reasoning too, nothing is needed."""
+    return rest if isinstance(rest, HarmonyParser) else HarmonyReasoning(rest)
