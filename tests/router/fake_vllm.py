@@ -63,6 +63,7 @@ class FakeVllm:
     fail_after: int = 0
     truncate: bool = False
     num_drafts: int = 0
+    max_model_len: int = 512
     num_short: int = 0
     eos_at: int | None = None
     healthy: bool = True
@@ -130,7 +131,9 @@ class FakeVllm:
 
     async def _models(self, request: web.Request) -> web.Response:
         adapter = {"id": "lora", "root": "elsewhere", "parent": "demo", "max_model_len": None}
-        return web.json_response({"data": [{"id": "demo", "root": str(self.root), "max_model_len": 512}, adapter]})
+        return web.json_response(
+            {"data": [{"id": "demo", "root": str(self.root), "max_model_len": self.max_model_len}, adapter]}
+        )
 
     async def _metrics(self, request: web.Request) -> web.StreamResponse:
         lines = ['vllm:num_requests_waiting{engine="0"} 5.0', 'vllm:num_requests_waiting{engine="1"} 7.0']

@@ -1,0 +1,83 @@
+"""The two deployments that clients talk to: Baton's own engines, and vLLM servers behind the router."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, contextmanager
+from pathlib import Path
+
+from baton.openai.tools import Parsing
+from baton.router import RouterConfig, build_app
+from benchmarks import smollm2
+from tests.clients.obedient_vllm import TEMPLATE, ObedientVllm
+from tests.e2e.running import running_up
+from tests.router.fake_vllm import Shared
+from tests.router.vllm_pair import QUICK
+from tests.server.fake_serving import ADMIN_TOKEN, KEY, served, write_tokenizer
+
+# The name in the requests that were recorded.
+MODEL = "demo"
+HEAD = "models/baton-smollm2-eagle3"
+FLAGS = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--served-model-name", MODEL]
+
+
+@contextmanager
+def embedded(folder: Path) -> Iterator[str]:
+    """`baton up` with one prefill and one decode engine, with drafts; every prompt is handed over. Raises
+    `smollm2.NotAvailableError`."""
+    spec = {"method": "eagle3", "model": HEAD, "num_speculative_tokens": 3}
+    more = ["--kv-cache-memory", "64M", "--max-local-prefill-length", "0", "--speculative-config", json.dumps(spec)]
+    with running_up(str(smollm2.smollm2()), folder / "log", *FLAGS, *more) as up:
+        yield up.url
+
+
+@contextmanager
+def before_vllm(folder: Path) -> Iterator[str]:
+    """The router over a prefill and a decode server that speak as vLLM does and say what they are asked for."""
+    model = write_tokenizer(folder / "model")
+    (model / "chat_template.jinja").write_text(TEMPLATE)
+
+    @contextlib.asynccontextmanager
+    async def serve() -> AsyncIterator[str]:
+        shared = Shared()
+        async with contextlib.AsyncExitStack() as stack:
+            urls = [
+                await stack.enter_async_context(ObedientVllm(model, name, shared=shared, max_model_len=8192).serve())
+                for name in ("P", "D")
+            ]
+            config = RouterConfig(
+                prefill=(urls[0],),
+                decode=(urls[1],),
+                engine="vllm",
+                ticket_key=KEY,
+                admin_token=ADMIN_TOKEN,
+                timers=QUICK,
+                parsing=Parsing(True, "hermes", None),
+            )
+            yield await stack.enter_async_context(served(await build_app(config)))
+
+    with in_thread(serve) as url:
+        yield url
+
+
+@contextmanager
+def in_thread(serve: Callable[[], AbstractAsyncContextManager[str]]) -> Iterator[str]:
+    """What `serve` serves, on a loop of its own, for clients that block."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    running = serve()
+    try:
+        url = asyncio.run_coroutine_threadsafe(running.__aenter__(), loop).result(60)
+        try:
+            yield url
+        finally:
+            asyncio.run_coroutine_threadsafe(running.__aexit__(None, None, None), loop).result(60)
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
