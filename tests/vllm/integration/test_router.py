@@ -20,6 +20,8 @@ from aiohttp.test_utils import TestServer
 from baton.handoff.channel.keys import make_keys, ticket_key_file
 from baton.handoff.protocol.ticket import load_or_create_key
 from baton.router import RouterConfig, build_app
+from baton.text import Tokenizer
+from baton.text.bad_words import tokens_of
 from benchmarks.scrape import scrape
 from benchmarks.vllm_servers import ONE_PROCESS, ServerConfig, VllmServer, free_port, serve
 from tests.vllm.integration.answers import NEAR_TIE
@@ -215,6 +217,33 @@ def test_ends_and_limits(pair: tuple[VllmServer, VllmServer], folder: Path) -> N
                     assert await until_free(session, pair, 20) < 20
 
     asyncio.run(run())
+
+
+def test_bad_words_are_barred_on_both_legs(pair: tuple[VllmServer, VllmServer], folder: Path) -> None:
+    """Words that an answer begins with, and some further on: the first token is the prefill server's."""
+    tokenizer = Tokenizer.load(MODEL)
+
+    async def run() -> None:
+        p, d = pair
+        async with aiohttp.ClientSession() as session, routed(p.url, d.url, folder) as url:
+            num_barred = 0
+            for prompt in demo_prompts([5, 64, 200], seed=7):
+                free = (await alone(session, d, prompt))["choices"][0]["token_ids"]
+                texts = [tokenizer.decode(free[i : i + n]).strip() for i, n in ((0, 1), (0, 2), (6, 2), (11, 1))]
+                words = tuple(text for text in texts if text)
+                spelt = tokens_of(words, tokenizer, tokenizer.vocab_size)
+                num_barred += any(holds(free, word) for word in spelt)
+                await same_as_one_server(session, url, d, [prompt], bad_words=list(words), ignore_eos=True)
+                found = await complete(session, url, prompt, bad_words=list(words), ignore_eos=True)
+                tokens = found["choices"][0]["token_ids"]
+                assert not any(holds(tokens, word) for word in spelt)
+            assert num_barred > 1, "words were barred that no answer held"
+
+    asyncio.run(run())
+
+
+def holds(tokens: Sequence[int], word: Sequence[int]) -> bool:
+    return any(tuple(tokens[i : i + len(word)]) == tuple(word) for i in range(len(tokens)))
 
 
 def test_a_decode_server_that_never_saw_its_leg(pair: tuple[VllmServer, VllmServer], folder: Path) -> None:
