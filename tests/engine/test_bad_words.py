@@ -115,14 +115,16 @@ def test_drafts_and_preemption_change_no_token(
 def test_handed_over_and_resumed_requests_go_on(
     asked: list[tuple[SamplingParams, list[int]]], prompt: list[int], tmp_path: Path, mode: str
 ) -> None:
-    with pair(tmp_path, **POOL) as two:
+    with pair(tmp_path, **POOL) as two, stepped(**POOL) as one:
         for index, (params, want) in enumerate(asked):
+            accepted = one.run(f"one{index}", prompt, params).accepted
             # A word may have begun in the tokens that were sent already.
             for cut in (0, 1, 5, LENGTH // 2):
                 known = want[:cut] or None
                 prefill, decode = two.legs(f"r{index}-{cut}", prompt, params, mode, known)  # type: ignore[arg-type]
                 two.step_until(lambda p=prefill, d=decode: p.ended and d.ended)  # type: ignore[misc]
                 assert decode.token_ids == want[cut:]
+                assert cut or decode.accepted == accepted
         two.settle()
 
 
