@@ -9,9 +9,11 @@ import pytest
 
 from baton.errors import ConfigError
 from baton.verify import Case, Observed, compare
+from baton.verify.acceptance import Acceptance
 from baton.verify.compare import acceptance
-from baton.verify.options import parse_lengths, parse_modes
+from baton.verify.options import Bounds, parse_lengths, parse_modes
 from baton.verify.report import format_reports
+from baton.verify.sides import Answers
 from baton.wire import SamplingParams
 
 CASE = Case((1, 2, 3), SamplingParams())
@@ -78,3 +80,12 @@ def test_options_are_checked() -> None:
             parse_lengths(bad)
     with pytest.raises(ConfigError, match="modes"):
         parse_modes("push,sideways")
+
+
+def test_the_reference_has_one_figure_in_all_rows() -> None:
+    """Its counters, which know of drafts beyond an answer's end, also where the candidate does not draft."""
+    counters = Acceptance(3, (2, 1))
+    want, plain = Answers([ANSWER], counters), Answers([replace(ANSWER, accepted=())], "no drafts")
+    bounds = Bounds.parse(None, None, 0.01, acceptance_required=False, servers=False, temperature=0.0)
+    for have in (Answers([ANSWER], counters), plain):
+        assert bounds.check(want, have).reference == counters

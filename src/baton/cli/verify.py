@@ -18,8 +18,7 @@ from baton.deployment import Deployment, check_shared_transport
 from baton.engine.config import SpeculativeConfig
 from baton.engine.hub import checkpoint_directory
 from baton.errors import ConfigError
-from baton.verify.acceptance import AcceptanceCheck, check_acceptance
-from baton.verify.compare import compare, of_answers
+from baton.verify.compare import compare
 from baton.verify.observe import REQUEST_TIMEOUT_S, Case
 from baton.verify.options import DEFAULT_LENGTHS, MODES, Bounds, choose_cases, parse_modes
 from baton.verify.report import format_reports, report_json
@@ -198,22 +197,10 @@ def _print_reports(
     for mode in modes:
         found = ask(mode)
         report = compare(mode, cases, expected.observed, found.observed, bounds.logprob_tolerance, bounds.near_tie)
-        report.check = _check(expected, found, bounds)
+        report.check = bounds.check(expected, found)
         reports.append(report)
     print(json.dumps([report_json(r) for r in reports], indent=1) if json_output else format_reports(reports))
     return all(report.passed for report in reports)
-
-
-def _check(want: Answers, have: Answers, bounds: Bounds) -> AcceptanceCheck:
-    """Compare by the counters of both sides; without them by the answers, unless counters are required."""
-    reference, candidate = of_answers(want.observed), of_answers(have.observed)
-    found = check_acceptance(want.counters, have.counters, bounds.acceptance, bounds.acceptance_required)
-    if found.compared or bounds.acceptance_required:
-        return found
-    if reference is not None and candidate is not None:
-        return check_acceptance(reference, candidate, bounds.acceptance, required=False)
-    # Engines that verify started tell of their rounds: without any they do not draft.
-    return found if bounds.servers else AcceptanceCheck(reference, candidate)
 
 
 def _say(text: str) -> None:

@@ -9,9 +9,11 @@ from dataclasses import dataclass
 
 from baton.errors import ConfigError
 from baton.text import Tokenizer
+from baton.verify.acceptance import AcceptanceCheck, check_acceptance
+from baton.verify.compare import of_answers
 from baton.verify.observe import Case, make_cases
 from baton.verify.prompts import parse_token_range, random_prompts, read_prompts
-from baton.verify.sides import Served
+from baton.verify.sides import Answers, Served
 from baton.wire import SamplingParams
 
 MODES = ("push", "pull", "single-nospec", "single")
@@ -62,6 +64,20 @@ class Bounds:
         if temperature > 0:
             near_tie = 0.0  # a sampled token is the best of logits plus noise, which logprobs do not show
         return cls(near_tie, logprob_tolerance, acceptance_tolerance, acceptance_required, servers)
+
+    def check(self, want: Answers, have: Answers) -> AcceptanceCheck:
+        """Compare by the counters of both sides; without them by the answers, unless counters are required."""
+        reference, candidate = of_answers(want.observed), of_answers(have.observed)
+        found = check_acceptance(want.counters, have.counters, self.acceptance, self.acceptance_required)
+        if found.compared or self.acceptance_required:
+            return found
+        if reference is not None and candidate is not None:
+            return check_acceptance(reference, candidate, self.acceptance, required=False)
+        if self.servers:
+            return found
+        # Engines that verify started tell of their rounds: without any they do not draft. The reference is then shown
+        # by what the other modes are held against, its counters.
+        return AcceptanceCheck(reference if isinstance(want.counters, str) else want.counters, candidate)
 
 
 def parse_lengths(text: str) -> list[int]:
