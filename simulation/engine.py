@@ -110,7 +110,7 @@ class Engine:
         )
         info = SimpleNamespace(vocab_size=VOCAB, max_model_len=longest, eos_token_ids=[EOS], default_seed=None)
         redeemer = Redeemer(process.config.ticket_key, process.name, process.uid)
-        self._front: Any = SimpleNamespace(info=info, core=self.core, redeemer=redeemer)
+        self._front: Any = SimpleNamespace(info=info, core=self.core, redeemer=redeemer, tokenizer=None)
         self._streams: dict[str, Stream] = {}
         self.stories: dict[str, Story] = {}  # by request
         self.closed = False

@@ -7,6 +7,7 @@ import pytest
 from baton.errors import ConfigError
 from simulation.mutations import MUTATIONS, applied
 from simulation.parallel import run_seeds
+from simulation.scenario import run_seed
 
 # Where a search found them last. It begins there, and goes through all seeds when the protocol has changed since.
 FOUND_AT = {
@@ -36,7 +37,10 @@ def test_there_are_enough() -> None:
 def test_a_broken_protocol_is_found(name: str) -> None:
     mutation, first = MUTATIONS[name], FOUND_AT.get(name, 0)
     for seeds in (range(first, first + 30), range(2000)):
-        if run_seeds(seeds, mutation.faults, mutation=name, stop_early=True).failures:
+        failures = run_seeds(seeds, mutation.faults, mutation=name, stop_early=True).failures
+        if failures:
+            # What is broken without the mutation too would find them all.
+            assert run_seed(failures[0][0], mutation.faults).violation is None
             return
     pytest.fail(f"2,000 seeds do not find {name}: {mutation.rule}")
 
