@@ -128,8 +128,8 @@ def test_settings_that_cannot_be_are_named(settings: dict[str, Any], words: str)
 
 
 def test_a_model_that_cannot_be_cut_leaves_nothing(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt_oss"}))
-    with pytest.raises(BatonError, match="tensor_parallel_size: must be 1 for model_type gpt_oss"):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "granitemoehybrid"}))
+    with pytest.raises(BatonError, match="tensor_parallel_size: must be 1 for model_type granitemoehybrid"):
         LLM(str(tmp_path), tensor_parallel_size=2)
     assert followers(os.getpid()) == []
 

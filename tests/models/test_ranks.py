@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from baton.errors import ConfigError
 from baton.models.linear import MergedLinear
 from baton.models.loader import load_model, weight_table
 from baton.models.parallel import Stage, TensorRank
+from tests.support.checkpoints_gpt_oss import make_gpt_oss
 from tests.support.rank_threads import on_ranks
 
 Checkpoint = Callable[..., Path]
@@ -36,6 +38,24 @@ CASES: dict[str, dict[str, Any]] = {
     "glm4_moe": EXPERTS,
     "deepseek_v3": {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, **EXPERTS, **LATENTS},
 }
+# Whose checkpoints keep the experts of a layer in one tensor.
+STACKED: dict[str, Callable[[Path], Path]] = {
+    "gpt_oss": make_gpt_oss,
+    "gpt_oss in MXFP4": functools.partial(make_gpt_oss, packed=True),
+}
+
+
+@pytest.fixture(scope="module")
+def path_of(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The checkpoint of a case, written once."""
+
+    @functools.cache
+    def path_of(case: str) -> Path:
+        if case in STACKED:
+            return STACKED[case](tmp_path_factory.mktemp("stacked"))
+        return checkpoint(case, **{**FOUR, **CASES[case]})
+
+    return path_of
 
 
 def probe(path: Path, dtype: str, ranks: TensorRank) -> str:
@@ -49,18 +69,18 @@ def probe(path: Path, dtype: str, ranks: TensorRank) -> str:
 
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("model_type", CASES)
-def test_any_number_of_ranks_gives_the_same_bits(checkpoint: Checkpoint, model_type: str, dtype: str) -> None:
-    path = checkpoint(model_type, **{**FOUR, **CASES[model_type]})
+@pytest.mark.parametrize("case", [*CASES, *STACKED])
+def test_any_number_of_ranks_gives_the_same_bits(path_of: Callable[[str], Path], case: str, dtype: str) -> None:
+    path = path_of(case)
     one = probe(path, dtype, TensorRank(num_slices=4))
     for size in (2, 4):
         assert on_ranks(size, 4, lambda ranks: probe(path, dtype, ranks)) == [one] * size
 
 
 @pytest.mark.usefixtures("one_thread", "unpacked")
-@pytest.mark.parametrize("model_type", CASES)
-def test_ranks_hold_all_of_each_weight_between_them(checkpoint: Checkpoint, model_type: str) -> None:
-    path = checkpoint(model_type, **{**FOUR, **CASES[model_type]})
+@pytest.mark.parametrize("case", [*CASES, *STACKED])
+def test_ranks_hold_all_of_each_weight_between_them(path_of: Callable[[str], Path], case: str) -> None:
+    path = path_of(case)
     whole = weight_table(load_model(path))
     tables = [weight_table(load_model(path, ranks=TensorRank(rank, 4, 4))) for rank in range(4)]
     num_cut = 0
@@ -78,6 +98,13 @@ def test_ranks_hold_all_of_each_weight_between_them(checkpoint: Checkpoint, mode
     assert num_cut >= 5 * 2  # of each layer at least q, o, gate, up, down
 
 
+def test_a_row_has_the_bias_of_each_of_its_experts_once(path_of: Callable[[str], Path]) -> None:
+    ranks = [TensorRank(), TensorRank(num_slices=4)]
+    whole, cut = (load_model(path_of("gpt_oss"), ranks=each).model.layers["0"].mlp for each in ranks)
+    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
+    assert torch.allclose(whole(x), cut(x), atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("size", "fields", "words"),
     [
@@ -92,7 +119,7 @@ def test_what_cannot_be_cut_is_named(checkpoint: Checkpoint, size: int, fields: 
         load_model(path, ranks=TensorRank(0, size, size))
 
 
-@pytest.mark.parametrize("model_type", ["gpt_oss", "granitemoehybrid"])
+@pytest.mark.parametrize("model_type", ["granitemoehybrid"])
 def test_kinds_that_cannot_be_cut_are_named(tmp_path: Path, model_type: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
     with pytest.raises(ConfigError, match=f"tensor_parallel_size: must be 1 for model_type {model_type}"):

@@ -19,8 +19,9 @@ from baton.models.config import ModelConfig, RawConfig, decoder_fields, get_bool
 from baton.models.cpu_kernels import clamped_glu, fits
 from baton.models.layers import DecoderLayer
 from baton.models.linear import Build, Linear
-from baton.models.moe import mixed
+from baton.models.moe import mixed_over_ranks
 from baton.models.mxfp4 import BLOCKS, SCALES, Mxfp4Pairs, dequantised
+from baton.models.row_linear import RowLinear
 from baton.models.specs import MoESpec
 
 _DEFAULTS: dict[str, Any] = {
@@ -52,8 +53,6 @@ class GptOssConfig(ModelConfig):
 
 
 class GptOss(CausalLM):
-    can_be_cut = False  # its experts are tensors of their own
-
     def __init__(self, config: ModelConfig, build: Build) -> None:
         super().__init__(config, build)
         self._pairs = Mxfp4Pairs()
@@ -136,9 +135,10 @@ class Experts(nn.Module):
         assert config.moe is not None
         self.router = Router(config.moe, config.hidden_size, build)
         self.experts = nn.ModuleList(Expert(config, build) for _ in range(config.moe.num_experts))
+        self._ranks = build.ranks
 
     def forward(self, x: Tensor) -> Tensor:
-        return mixed(list(self.experts), x, *self.router.choose(x))
+        return mixed_over_ranks(self.experts, x, *self.router.choose(x), self._ranks)
 
 
 class Router(Linear):
@@ -161,13 +161,28 @@ class Expert(nn.Module):
     def __init__(self, config: GptOssConfig, build: Build) -> None:
         super().__init__()
         self._alpha, self._limit = config.alpha, config.limit
-        self.gate_up_proj = Linear(config.hidden_size, 2 * config.intermediate_size, build, bias=True)
-        self.down_proj = Linear(config.intermediate_size, config.hidden_size, build, bias=True)
+        share = build.ranks.share(config.intermediate_size, "inner numbers of an expert")
+        # A gate and its up are neighbours, so that a rank's are one stretch of outputs.
+        self.gate_up_proj = Linear(config.hidden_size, 2 * share.length, build, bias=True, share=share.times(2))
+        self.down_proj = RowLinear(share, config.hidden_size, build, bias=True)
+        self._has_bias = build.ranks.rank == 0
         self._on_cpu = fits(build.device, build.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate_up = self.gate_up_proj(x)
+        return self.down_proj(self._gated(x))  # type: ignore[no-any-return]
+
+    def partials(self, x: Tensor) -> list[Tensor]:
+        """This rank's partial sums of what `forward` returns. The bias is in the model's first, so that a row has each
+        of its experts' once, with the expert's weight."""
+        parts = self.down_proj.partials(self._gated(x))
+        if self._has_bias:
+            assert self.down_proj.bias is not None
+            parts[0] = parts[0] + self.down_proj.bias
+        return parts
+
+    def _gated(self, x: Tensor) -> Tensor:
+        gate_up: Tensor = self.gate_up_proj(x)
         if self._on_cpu:
-            return self.down_proj(clamped_glu(gate_up, self._alpha, self._limit))  # type: ignore[no-any-return]
+            return clamped_glu(gate_up, self._alpha, self._limit)
         gate, up = gate_up[:, ::2].clamp(max=self._limit), gate_up[:, 1::2].clamp(-self._limit, self._limit)
-        return self.down_proj((up + 1) * gate * torch.sigmoid(self._alpha * gate))  # type: ignore[no-any-return]
+        return (up + 1) * gate * torch.sigmoid(self._alpha * gate)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from baton.models.config import ModelConfig
 from baton.models.cpu_kernels import sigmoid
 from baton.models.layers import MLP
 from baton.models.linear import Build, Linear
+from baton.models.parallel import TensorRank
 from baton.models.specs import MoESpec
 
 Expert = Callable[[Tensor], Tensor]
@@ -89,6 +91,23 @@ def mixed(experts: Sequence[Expert], x: Tensor, ids_TK: Tensor, weights_TK: Tens
     return total.to(x.dtype)
 
 
+def mixed_over_ranks(
+    experts: nn.ModuleList, x: Tensor, ids_TK: Tensor, weights_TK: Tensor, ranks: TensorRank
+) -> Tensor:
+    """As `mixed`, of experts that ranks share: each is cut like any MLP and has `partials`, this rank's partial sums
+    [T, E] of what it makes. What ranks have of a row is added once, for all its experts."""
+    if ranks.num_slices == 1:
+        return mixed(list(experts), x, ids_TK, weights_TK)
+    num_parts = ranks.num_slices // ranks.size
+    made = mixed([_side_by_side(expert) for expert in experts], x, ids_TK, weights_TK, num_parts)
+    return ranks.add(made.chunk(num_parts, dim=1))
+
+
+def _side_by_side(expert: nn.Module) -> Expert:
+    partials = cast(Callable[[Tensor], list[Tensor]], expert.partials)
+    return lambda rows: torch.cat(partials(rows), dim=1)
+
+
 class MoE(nn.Module):
     """Routed experts, each a SwiGLU MLP, and the shared one beside them: [T, E] -> [T, E].
 
@@ -101,21 +120,10 @@ class MoE(nn.Module):
         self.experts = nn.ModuleList(MLP(hidden, spec.intermediate_size, False, build) for _ in range(spec.num_experts))
         self.shared_experts = MLP(hidden, spec.shared_size, False, build) if spec.shared_size else None
         self._ranks = build.ranks
-        self._num_parts = self._ranks.num_slices // self._ranks.size
 
     def forward(self, x: Tensor) -> Tensor:
-        if self._ranks.num_slices == 1:
-            out = mixed(list(self.experts), x, *self.gate.choose(x))
-        else:
-            # Each expert is cut like any MLP; what ranks have of a row is added once, for all its experts.
-            makers = [self._side_by_side(expert) for expert in self.experts]
-            made = mixed(makers, x, *self.gate.choose(x), self._num_parts)
-            out = self._ranks.add(made.chunk(self._num_parts, dim=1))
+        out = mixed_over_ranks(self.experts, x, *self.gate.choose(x), self._ranks)
         return out if self.shared_experts is None else out + self.shared_experts(x)
-
-    def _side_by_side(self, expert: nn.Module) -> Expert:
-        assert isinstance(expert, MLP)
-        return lambda rows: torch.cat(expert.partials(rows), dim=1)
 
 
 def feed_forward(config: ModelConfig, layer_id: int, build: Build) -> nn.Module:
