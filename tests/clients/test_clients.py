@@ -1,7 +1,8 @@
-"""The official client in conversations with each deployment."""
+"""The official client in conversations with each deployment, and what other clients sent, sent again."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 
 import openai
@@ -10,6 +11,7 @@ import pytest
 from benchmarks import smollm2
 from tests.clients.conversations import ALL, Conversations
 from tests.clients.deployments import before_vllm, embedded
+from tests.clients.replay import CLIENTS, replay
 
 DEPLOYMENTS = {"embedded engines": embedded, "vLLM servers": before_vllm}
 
@@ -27,3 +29,19 @@ def url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 def test_conversation(url: str, conversation: Callable[[Conversations], object]) -> None:
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60.0) as client:
         conversation(Conversations(client))
+
+
+def test_the_recordings_have_what_they_are_for() -> None:
+    """Each client streams, follows a schema, and goes on behind a call's result."""
+    assert set(CLIENTS) == {"langchain", "litellm", "llm"}
+    for requests in CLIENTS.values():
+        bodies = [json.loads(request["body"]) for request in requests]
+        assert any(body.get("stream") for body in bodies)
+        assert any((body.get("response_format") or {}).get("type") == "json_schema" for body in bodies)
+        assert any(message["role"] == "tool" for body in bodies for message in body.get("messages", []))
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_answers_to_other_clients_are_what_was_asked_for(url: str, client: str) -> None:
+    for request in CLIENTS[client]:
+        replay(url, **request)
