@@ -11,21 +11,33 @@ from simulation.scenario import run_seed
 
 # Where a search found them last. It begins there, and goes through all seeds when the protocol has changed since.
 FOUND_AT = {
+    "abort_then_reuse": 15,
     "any_bye_is_quiet": 48,
     "blocking_connect": 98,
+    "cancel_once": 37,
     "cancelled_while_copying": 94,
     "cancelled_while_reading": 69,
     "commit_after_failure": 637,
+    "confirm_after_release": 55,
     "duplicate_commit_is_progress": 538,
+    "every_pair_wants_all": 28,
+    "failed_copy_counts": 48,
     "finish_while_copying": 87,
+    "free_while_reading": 15,
+    "late_pairs_hear_nothing": 28,
     "no_quarantine": 47,
     "no_ticket_check": 49,
     "preempt_keeps_pages": 49,
+    "progress_of_one_rank": 15,
     "release_before_quiet": 70,
+    "said_to_the_leading_pair": 28,
+    "skip_digest_check": 29,
     "timeout_frees_source": 70,
     "timeout_then_reuse": 94,
     "unfenced_is_fenced": 86,
+    "unknown_is_quiet": 15,
     "unproven_is_kept": 47,
+    "wrong_head_share": 21,
 }
 
 
