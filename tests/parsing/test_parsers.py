@@ -249,3 +249,12 @@ def test_a_long_value_takes_linear_time() -> None:
     ((name, arguments),) = found(TOOL_PARSERS["qwen3_xml"].make(SCHEMAS), pieces)[2]
     assert name == "stop"
     assert len(json.loads(arguments)["x"]) == 5 * 60_000
+
+
+def test_half_a_surrogate_pair_is_no_name_and_no_value() -> None:
+    """JSON can spell it and an answer, which is UTF-8, cannot hold it: the text stays as the model wrote it."""
+    text = '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>'
+    assert found(TOOL_PARSERS["hermes"].make(SCHEMAS), [text]) == (text, "", [])
+    text = '<tool_call><function=f><parameter=x>["\\ud800"]</parameter></function></tool_call>'
+    ((_, arguments),) = found(TOOL_PARSERS["qwen3_xml"].make({}), [text])[2]
+    assert arguments.encode() == b'{"x": "[\\"\\\\ud800\\"]"}'

@@ -119,6 +119,7 @@ class JsonCall:
 def _string(text: str) -> str | None:
     try:
         value = json.loads(text)
+        # Half of a surrogate pair is JSON, and no answer can hold it.
+        return value if isinstance(value, str) and value.encode() else None
     except ValueError:
         return None
-    return value if isinstance(value, str) else None

@@ -102,7 +102,9 @@ class Qwen3XmlParser:
             schema = schema.get(name) if isinstance(schema, dict) else None
         if schema != "string":
             try:
-                return json.dumps(json.loads(text), ensure_ascii=False, allow_nan=False)
+                value = json.dumps(json.loads(text), ensure_ascii=False, allow_nan=False)
+                value.encode()  # half of a surrogate pair is JSON, and no answer can hold it
+                return value
             except (ValueError, RecursionError):
                 pass
         return json.dumps(text, ensure_ascii=False)
