@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -13,6 +14,7 @@ from baton.engine.choice import choose
 from baton.engine.plan import DraftPlan, DraftResult, IntArray, PlanSpec, Scored, StepPlan, StepResult, Written
 from baton.engine.runner import ModelRunner, TargetOutput
 from baton.engine.scoring import scores_of
+from baton.wire import TokenLogprobs
 
 
 class Executor(Protocol):
@@ -44,6 +46,15 @@ class Executor(Protocol):
 _SCORED_ROWS = 64
 
 
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """What the target makes of a plan. `logits` [N, V]: of the rows to sample; None without such rows."""
+
+    logits: Tensor | None
+    features: np.ndarray
+    scores: list[TokenLogprobs]
+
+
 class LocalExecutor:
     """Runs plans in this process and thread."""
 
@@ -52,16 +63,25 @@ class LocalExecutor:
         self.spec = runner.spec
         self._output: TargetOutput | None = None
 
-    @torch.inference_mode()
     def execute(self, plan: StepPlan, written: Written | None = None) -> StepResult:
+        return self.chosen(plan, self.compute(plan, written))
+
+    @torch.inference_mode()
+    def compute(self, plan: StepPlan, written: Written | None = None) -> Computed:
+        """The half of `execute` in which all ranks take part."""
         output = self._output = self.runner.forward(plan.rows, written)
         features = _on_host(output.features_TF, plan.feature_rows)
         scores = [score for block, logits in self._scored(plan, output) for score in scores_of(logits, block)]
-        if not len(plan.sample_rows):
-            self._settle()
-            return StepResult(plan.sample_rows, _on_host(None, plan.logit_rows), features, scores)
-        logits_NV = self.runner.logits(output, plan.sample_rows)
-        result = StepResult(choose(logits_NV, plan.sampling), _on_host(logits_NV, plan.logit_rows), features, scores)
+        return Computed(
+            self.runner.logits(output, plan.sample_rows) if len(plan.sample_rows) else None, features, scores
+        )
+
+    @torch.inference_mode()
+    def chosen(self, plan: StepPlan, computed: Computed) -> StepResult:
+        """The choice of tokens, the first rank's alone."""
+        logits_NV = computed.logits
+        choices = plan.sample_rows if logits_NV is None else choose(logits_NV, plan.sampling)
+        result = StepResult(choices, _on_host(logits_NV, plan.logit_rows), computed.features, computed.scores)
         self._settle()
         return result
 

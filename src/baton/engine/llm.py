@@ -105,7 +105,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete one prompt, or each of many. Results are in the order of the prompts.
 
-        Raises RequestError naming the parameter when a request is refused; then nothing has run.
+        Raises RequestError naming the parameter when a request is refused; then nothing has run. Raises the error of
+        the first request that fails; the others are aborted.
         """
         alone = isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], int))
         many: Any = [prompts] if alone else prompts
@@ -132,9 +133,13 @@ class LLM:
                 outputs.append(SampleOutput(engine.tokenizer, wire))
             samples.append(outputs)
         self._chunks = {record.request_id: [] for record in records}
-        for record in records:
-            engine.core.add(record)
-        self._run(results, samples)
+        try:
+            for record in records:
+                engine.core.add(record)
+            self._run(results, samples)
+        finally:
+            for record in records:  # where one has failed, the others still run
+                engine.core.abort(record.request_id)
         for result, outputs in zip(results, samples, strict=True):
             result.num_cached_tokens = outputs[0].num_cached_tokens
             for index, out in enumerate(outputs):

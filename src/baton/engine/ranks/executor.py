@@ -9,7 +9,8 @@ from typing import TypeVar
 from baton.engine.executor import LocalExecutor
 from baton.engine.plan import DraftPlan, DraftResult, PlanSpec, StepPlan, StepResult, Written
 from baton.engine.ranks.followers import Followers
-from baton.engine.ranks.messages import Copy, Draft, Order, Step
+from baton.engine.ranks.messages import Copy, Done, Draft, Order, Step, digest
+from baton.errors import EngineUnavailableError
 
 R = TypeVar("R")
 
@@ -18,7 +19,8 @@ class RankExecutor:
     """Runs each plan on all ranks; what it returns is rank 0's. When it returns, every rank has written its KV.
 
     A plan that raises on one rank leaves the others in the middle of a sum, so it ends the ranks: all later plans raise
-    too, with which the engine ends.
+    too, with which the engine ends. So do drafts that are not the same on all ranks. A choice of tokens that raises is
+    rank 0's alone, and ends nothing.
     """
 
     def __init__(self, local: LocalExecutor, followers: Followers, spec: PlanSpec) -> None:
@@ -28,11 +30,17 @@ class RankExecutor:
 
     def execute(self, plan: StepPlan, written: Written | None = None) -> StepResult:
         """As `LocalExecutor.execute`. Raises `EngineUnavailableError` where a rank has ended."""
-        return self._together(Step(replace(plan, sampling=None)), lambda: self.local.execute(plan, written))
+        computed = self._together(Step(replace(plan, sampling=None)), lambda: self.local.compute(plan, written))
+        return self.local.chosen(plan, computed)
 
     def draft(self, plan: DraftPlan) -> DraftResult:
         """As `LocalExecutor.draft`. Raises as `execute` does."""
-        return self._together(Draft(plan), lambda: self.local.draft(plan))
+        result, answers = self._answers(Draft(plan), lambda: self.local.draft(plan))
+        own = digest(result)
+        for rank, answer in enumerate(answers, 1):
+            if answer.drafts not in (own, None):
+                raise EngineUnavailableError(self._followers.fail(f"rank {rank} has other drafts than rank 0"))
+        return result
 
     def copy_page(self, group: str, source: int, destination: int) -> None:
         """As `LocalExecutor.copy_page`. Raises as `execute` does."""
@@ -40,13 +48,16 @@ class RankExecutor:
 
     def _together(self, order: Order, own: Callable[[], R]) -> R:
         """What `own` returns, rank 0's part of an order, once all ranks have done theirs."""
+        return self._answers(order, own)[0]
+
+    def _answers(self, order: Order, own: Callable[[], R]) -> tuple[R, list[Done]]:
+        """The same, and what the other ranks answered."""
         self._followers.order(order)
         try:
             result = own()
         except Exception as error:
             raise self._followers.blame(error) from error
-        self._followers.answered()
-        return result
+        return result, self._followers.answered()
 
     def close(self) -> None:
         """End the other ranks, and let go of the pages."""

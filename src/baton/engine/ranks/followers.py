@@ -88,7 +88,7 @@ class Followers:
     def _wait(self, rank: int, process: subprocess.Popen[bytes], on_end: Callable[[str], None]) -> None:
         status = process.wait()
         if not self._closing:
-            on_end(self._fail(f"rank {rank} ended with status {status}"))
+            on_end(self.fail(f"rank {rank} ended with status {status}"))
 
     def order(self, message: Order) -> None:
         """Send it to all ranks; `answered` must follow. Raises `EngineUnavailableError`."""
@@ -102,20 +102,23 @@ class Followers:
         try:
             self._pipes[rank - 1].send_bytes(message if isinstance(message, bytes) else encode(message))
         except OSError as error:
-            raise EngineUnavailableError(self._fail(f"rank {rank} has gone: {error}")) from None
+            raise EngineUnavailableError(self.fail(f"rank {rank} has gone: {error}")) from None
 
-    def answered(self) -> None:
-        """Wait until all ranks have done what they were told. Raises `EngineUnavailableError`."""
+    def answered(self) -> list[Done]:
+        """What all ranks answer when they have done what they were told. Raises `EngineUnavailableError`."""
+        answers = []
         for rank, pipe in enumerate(self._pipes, 1):
             if self._failure is not None:
                 raise EngineUnavailableError(self._failure)
             try:
                 answer = decode_answer(pipe.recv_bytes(MAX_MESSAGE_BYTES))
             except (OSError, EOFError, msgspec.MsgspecError) as error:
-                raise EngineUnavailableError(self._fail(f"rank {rank} has gone: {error!r}")) from None
+                raise EngineUnavailableError(self.fail(f"rank {rank} has gone: {error!r}")) from None
             if isinstance(answer, Failed):
-                raise EngineUnavailableError(self._fail(f"rank {rank} failed: {answer.cause}"))
+                raise EngineUnavailableError(self.fail(f"rank {rank} failed: {answer.cause}"))
             assert isinstance(answer, Done)
+            answers.append(answer)
+        return answers
 
     def share(self, pool: KVMemory, aux_layers: Sequence[int]) -> None:
         """Tell each rank from 1 on where its pages lie, and what the drafter is fed; `answered` must follow.
@@ -136,11 +139,12 @@ class Followers:
         while not self._closing and time.monotonic() < deadline:
             for rank, process in enumerate(self._processes, 1):
                 if process.poll() is not None:
-                    return EngineUnavailableError(self._fail(f"rank {rank} ended with status {process.returncode}"))
+                    return EngineUnavailableError(self.fail(f"rank {rank} ended with status {process.returncode}"))
             time.sleep(0.01)
-        return EngineUnavailableError(self._fail(f"rank 0 failed: {type(error).__name__}: {error}"))
+        return EngineUnavailableError(self.fail(f"rank 0 failed: {type(error).__name__}: {error}"))
 
-    def _fail(self, cause: str) -> str:
+    def fail(self, cause: str) -> str:
+        """End the other ranks; the cause of the first failure."""
         if self._failure is None:
             self._failure = cause
             log.error("%s: the engine ends", cause)

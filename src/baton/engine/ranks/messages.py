@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import zlib
 from typing import Any, cast
 
 import msgspec
 import numpy as np
 
 from baton.engine.config import EngineConfig
-from baton.engine.plan import DraftPlan, StepPlan
+from baton.engine.plan import DraftPlan, DraftResult, StepPlan
 
 # A prompt of a million tokens in pages of one token makes block tables of this order.
 MAX_MESSAGE_BYTES = 1 << 30
@@ -52,7 +53,10 @@ class Draft(msgspec.Struct, frozen=True, tag="draft"):
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
-    """The answer to each: all that was asked is written."""
+    """The answer to each: all that was asked is written. `drafts`: the `digest` of a plan's drafts, of a rank that has
+    the drafter."""
+
+    drafts: int | None = None
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
@@ -81,6 +85,11 @@ def _from_builtin(kind: Any, value: Any) -> Any:
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=_to_builtin)
 _ORDERS = msgspec.msgpack.Decoder(Order, dec_hook=_from_builtin)
 _ANSWERS = msgspec.msgpack.Decoder(Answer)
+
+
+def digest(result: DraftResult) -> int:
+    """By which ranks see that they have the same drafts, which the next plan's rows are made of."""
+    return zlib.crc32(msgspec.msgpack.encode(result.drafts))
 
 
 def encode(message: Order | Answer) -> bytes:

@@ -33,6 +33,7 @@ from baton.engine.ranks.messages import (
     Start,
     Step,
     decode_order,
+    digest,
     encode,
 )
 from baton.engine.runner import ModelRunner
@@ -66,17 +67,18 @@ def serve(pipe: Connection) -> None:
         numeric_probe(loaded.model, groups, backend, device)
     pipe.send_bytes(encode(Done()))
     while True:
+        drafted = None
         match _next(pipe):
             case Step(plan):
                 executor.follow(plan)
             case Draft(plan):
                 if drafts:
-                    executor.draft(plan)
+                    drafted = digest(executor.draft(plan))
             case Copy(group, source, destination):
                 executor.copy_page(group, source, destination)
             case other:
                 raise AssertionError(f"rank 0 said {type(other).__name__} to a rank that computes")
-        pipe.send_bytes(encode(Done()))
+        pipe.send_bytes(encode(Done(drafted)))
 
 
 def _next(pipe: Connection) -> Order:

@@ -1,0 +1,43 @@
+"""With several ranks too, a request's own fault ends that request alone; drafts that differ between ranks end the
+engine, for the next plan's rows are made of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from baton import LLM
+from baton.engine import executor
+from baton.engine.plan import Sampling
+from baton.errors import BatonError, EngineUnavailableError
+from tests.engine.test_rank_processes import GREEDY, PARAMS, PROMPTS, SETTINGS, TARGET
+
+
+def test_whose_fault_ends_what(monkeypatch: pytest.MonkeyPatch) -> None:
+    with LLM(TARGET, **SETTINGS, tensor_parallel_size=2) as llm:
+        expected = [r.outputs[0].token_ids for r in llm.generate(PROMPTS[:3], GREEDY)]
+        chosen = executor.choose
+
+        def choose(logits: Any, sampling: Sampling | None) -> Any:
+            if sampling is not None:
+                raise ValueError("no such choice")
+            return chosen(logits, sampling)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(executor, "choose", choose)
+            with pytest.raises(BatonError, match="step_failed: ValueError"):
+                llm.generate(PROMPTS, PARAMS)
+            # The ranks go on, also while such requests come.
+            assert [r.outputs[0].token_ids for r in llm.generate(PROMPTS[:3], GREEDY)] == expected
+        assert all(r.outputs[0].token_ids for r in llm.generate(PROMPTS, PARAMS))
+
+        core = llm._engine.core
+        local = core.executor.local  # type: ignore[attr-defined]
+        drafted = local.draft
+        monkeypatch.setattr(
+            local, "draft", lambda plan: replace(drafted(plan), drafts=[[7, 7, 7]] * len(plan.num_drafts))
+        )
+        with pytest.raises(EngineUnavailableError, match="rank 1 has other drafts"):
+            llm.generate(PROMPTS, GREEDY)
