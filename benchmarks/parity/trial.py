@@ -17,7 +17,7 @@ from baton.kv.interval import Interval
 from baton.kv.spec import GroupSpec
 from baton.wire import SamplingParams
 from benchmarks.parity.cases import ALL_SIZES, CHUNK, MAX_MODEL_LEN, Case, block_sizes
-from benchmarks.parity.models import DRAFTERS, NUM_DRAFTS, TARGETS
+from benchmarks.parity.models import DRAFTERS, NUM_DRAFTS, TARGETS, MakeTarget
 from tests.engine.engines import Pair, Stepped, Stream, pair, request, stepped
 
 _KV_BYTES = 16 << 20
@@ -58,11 +58,19 @@ class Outcome:
 
 
 class Trial:
-    """One pair of target and drafter, in a folder of its own."""
+    """One pair of target and drafter, in a folder of its own. `maker`: of another target than the name's."""
 
-    def __init__(self, target: str, drafter: str, folder: Path, seed: int = 0, dtype: str = "auto") -> None:
+    def __init__(
+        self,
+        target: str,
+        drafter: str,
+        folder: Path,
+        seed: int = 0,
+        dtype: str = "auto",
+        maker: MakeTarget | None = None,
+    ) -> None:
         self.folder = folder
-        model = TARGETS[target](folder / "target", seed)
+        model = (maker or TARGETS[target])(folder / "target", seed)
         make, spec = DRAFTERS[drafter].make, None
         if make is not None:
             config = make(folder / "drafter", model, seed + 1)

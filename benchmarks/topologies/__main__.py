@@ -1,8 +1,8 @@
 """`python -m benchmarks.topologies`: hand requests over between engines of other ranks, and compare every token.
 
-Tensor ranks are processes that share the model. Stages, drafters on fewer ranks, and models that no engine cuts are
-played by agents: the model is computed by one rank, and each rank of the handoff has a share of its memory, an agent
-and an address of its own. Exit code 1 where a cell is not identical to one engine of one rank.
+Tensor ranks are processes that share the model. Stages and drafters on fewer ranks are played by agents: the model is
+computed by one rank, and each rank of the handoff has a share of its memory, an agent and an address of its own. Exit
+code 1 where a cell is not identical to one engine of one rank.
 """
 
 from __future__ import annotations
@@ -21,19 +21,25 @@ import torch
 from baton.engine.config import KVTransferConfig
 from benchmarks.parity import trial
 from benchmarks.parity.cases import Case, block_sizes, cases
+from benchmarks.parity.models import MakeTarget, louder
 from benchmarks.parity.trial import Cell, Trial
 from benchmarks.topologies.agents import bytes_of_equal_ranks, least_bytes, shaped
 from simulation.topologies import Shape
 from tests.engine.engines import Pair, Stream, pair
+from tests.support.checkpoints_granite import make_granite
 
 # Target and drafter of the matrix of equality: heads with heads, latents with heads, latents with latents, states.
 MODELS = {
     "GQA target with 2 KV heads, EAGLE-3": ("llama", "eagle3"),
     "MLA target, MHA EAGLE-3": ("deepseek_v2", "eagle3"),
     "MLA target, MTP": ("deepseek_v3", "mtp"),
+    "gpt-oss with 2 KV heads, EAGLE-3": ("gpt_oss", "eagle3"),
     "Mamba-2 hybrid": ("granitemoehybrid", "none"),
 }
-UNCUT = ("granitemoehybrid",)
+# Heads that four ranks can share.
+MAKERS: dict[str, MakeTarget] = {
+    "granitemoehybrid": lambda path, seed: louder(make_granite(path, seed, mamba_n_heads=8)),
+}
 TENSOR_RANKS = {f"TP {p} to TP {d}": (Shape(p), Shape(d)) for p in (1, 2, 4) for d in (1, 2, 4)}
 SHAPES: dict[str, tuple[Shape, Shape]] = {
     **TENSOR_RANKS,
@@ -46,17 +52,15 @@ SIZES = ("16/16", "16/7")
 _SLICES = 4
 
 
-def as_processes(target: str, shape: str) -> bool:
+def as_processes(shape: str) -> bool:
     """Whether the ranks of a cell are processes that compute; else agents alone."""
-    return shape in TENSOR_RANKS and target not in UNCUT
+    return shape in TENSOR_RANKS
 
 
 def trial_of(name: str, folder: Path, seed: int = 0) -> Trial:
     """A model whose sums do not depend on the number of ranks."""
-    model = Trial(*MODELS[name], folder, seed)
-    model.settings |= {"batch_invariant": True}
-    if MODELS[name][0] not in UNCUT:
-        model.settings |= {"reduction_slices": _SLICES}
+    model = Trial(*MODELS[name], folder, seed, maker=MAKERS.get(MODELS[name][0]))
+    model.settings |= {"batch_invariant": True, "reduction_slices": _SLICES}
     return model
 
 
@@ -76,7 +80,7 @@ def two(model: Trial, shapes: tuple[Shape, Shape], sizes: str, processes: bool) 
 
 def run(name: str, model: Trial, shape: str, sizes: str, alone: dict[Case, Stream]) -> Cell:
     """One cell: all cases, both modes."""
-    total, shapes, processes = Cell(), SHAPES[shape], as_processes(MODELS[name][0], shape)
+    total, shapes, processes = Cell(), SHAPES[shape], as_processes(shape)
     least = bytes_of_equal_ranks(shapes[1].tp) if processes else least_bytes(shapes[1])
     with mock.patch.object(trial, "num_bytes", least), two(model, shapes, sizes, processes) as made:
         for key in dict.fromkeys((case.chunked, case.mode) for case in alone):
@@ -91,7 +95,7 @@ def rows(name: str, model: Trial, batch: Sequence[Case], only: str, failures: li
     for shape in SHAPES:
         if only not in shape:
             continue
-        columns = [name, shape, "processes" if as_processes(MODELS[name][0], shape) else "agents"]
+        columns = [name, shape, "processes" if as_processes(shape) else "agents"]
         for sizes in SIZES:
             cell = run(name, model, shape, sizes, alone)
             failures += [f"{name}, {shape}, {sizes}: {failure}" for failure in cell.failures]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -128,9 +127,9 @@ def test_settings_that_cannot_be_are_named(settings: dict[str, Any], words: str)
 
 
 def test_a_model_that_cannot_be_cut_leaves_nothing(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "granitemoehybrid"}))
-    with pytest.raises(BatonError, match="tensor_parallel_size: must be 1 for model_type granitemoehybrid"):
-        LLM(str(tmp_path), tensor_parallel_size=2)
+    path = str(make_granite(tmp_path, mamba_n_heads=3, mamba_n_groups=3))
+    with pytest.raises(BatonError, match="tensor_parallel_size: is 2, which does not divide the model's 3 heads"):
+        LLM(path, tensor_parallel_size=2)
     assert followers(os.getpid()) == []
 
 

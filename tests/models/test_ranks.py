@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from baton.models.linear import MergedLinear
 from baton.models.loader import load_model, weight_table
 from baton.models.parallel import Stage, TensorRank
 from tests.support.checkpoints_gpt_oss import make_gpt_oss
+from tests.support.checkpoints_granite import make_granite
 from tests.support.rank_threads import on_ranks
 
 Checkpoint = Callable[..., Path]
@@ -42,6 +42,8 @@ CASES: dict[str, dict[str, Any]] = {
 STACKED: dict[str, Callable[[Path], Path]] = {
     "gpt_oss": make_gpt_oss,
     "gpt_oss in MXFP4": functools.partial(make_gpt_oss, packed=True),
+    "granite": functools.partial(make_granite, mamba_n_heads=8),
+    "granite, experts": functools.partial(make_granite, mamba_n_heads=8, mamba_n_groups=4, num_local_experts=4),
 }
 
 
@@ -119,11 +121,30 @@ def test_what_cannot_be_cut_is_named(checkpoint: Checkpoint, size: int, fields: 
         load_model(path, ranks=TensorRank(0, size, size))
 
 
-@pytest.mark.parametrize("model_type", ["granitemoehybrid"])
-def test_kinds_that_cannot_be_cut_are_named(tmp_path: Path, model_type: str) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
-    with pytest.raises(ConfigError, match=f"tensor_parallel_size: must be 1 for model_type {model_type}"):
-        load_model(tmp_path, ranks=TensorRank(0, 2, 2))
+@pytest.mark.parametrize(
+    ("size", "slices", "fields", "words"),
+    [
+        (4, 4, {}, "tensor_parallel_size: is 4, which does not divide the model's 6 heads of a state"),
+        (
+            4,
+            4,
+            {"mamba_n_heads": 8, "mamba_n_groups": 2},
+            "tensor_parallel_size: is 4, which does not divide the model's 2 g",
+        ),
+        (
+            1,
+            8,
+            {"mamba_n_groups": 3},
+            "reduction_slices: is 8, which neither divides nor is a multiple of the model's 3 g",
+        ),
+    ],
+)
+def test_states_that_cannot_be_cut_are_named(
+    tmp_path: Path, size: int, slices: int, fields: dict[str, Any], words: str
+) -> None:
+    path = make_granite(tmp_path, **fields)
+    with pytest.raises(ConfigError, match=words):
+        load_model(path, ranks=TensorRank(0, size, slices))
 
 
 def test_more_stages_than_layers_are_named(checkpoint: Checkpoint) -> None:

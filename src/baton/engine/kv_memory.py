@@ -19,10 +19,12 @@ from baton.kv.interval import Kind
 from baton.kv.spec import GroupSpec, Owner, Planes, PlaneSpec, kv_planes, latent_planes
 from baton.models.base import CausalLM
 from baton.models.cache import KVLayerSpec, LatentLayerSpec, LayerSpec, StateLayerSpec
-from baton.models.parallel import share_of_heads, stage_layers
+from baton.models.parallel import Share, share_of_heads, stage_layers
 from baton.transports.base import Region, Transport
 
 log = logging.getLogger(__name__)
+
+Part = tuple[GroupSpec, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +32,7 @@ class KVMemory:
     """`parts`: as `parts_of`, by rank. `kv`: rank 0's memory by group. `regions`: of each rank, in the order of its
     parts, as its transport knows them (none without one)."""
 
-    parts: list[list[tuple[GroupSpec, int]]]
+    parts: list[list[Part]]
     size: PoolSize
     regions: list[list[Region]]
     kv: dict[str, GroupMemory]
@@ -51,13 +53,11 @@ def model_groups(config: EngineConfig, model: CausalLM, drafter: Drafter | None)
     return groups
 
 
-def parts_of(
-    groups: Sequence[GroupSpec], config: EngineConfig, num_layers: int, rank: int
-) -> list[tuple[GroupSpec, int]]:
-    """What a rank holds of groups that it has a part of, and the model's number of the first head that it holds.
+def parts_of(groups: Sequence[GroupSpec], config: EngineConfig, num_layers: int, rank: int) -> list[Part]:
+    """What a rank holds of groups that it has a part of, and the model's number of the first head of each plane.
 
-    Stages share the target's layers, a stage's tensor ranks the heads of K and V; they hold latents whole, and those of
-    stage 0 the drafter. Ranks are counted stage by stage.
+    Stages share the target's layers, a stage's tensor ranks the heads or channels of each plane by itself; what is not
+    cut they hold whole, and those of stage 0 the drafter. Ranks are counted stage by stage.
     """
     size, stages = config.tensor_parallel_size, config.pipeline_parallel_size
     stage, tensor_rank = divmod(rank, size)
@@ -65,17 +65,23 @@ def parts_of(
     for group in groups:
         if group.owner == "draft":
             if stage == 0:
-                found.append((group, 0))
+                found.append((group, (0,) * len(group.planes)))
             continue
         own = tuple(layer for layer in group.layer_ids if layer in layers)
         if not own:
             continue
-        first, planes = 0, group.planes
-        if not any(plane.cut == "whole" for plane in planes) and size > 1:
-            share = share_of_heads(planes[0].num_heads, tensor_rank, size)
-            first = share.start
-            planes = tuple(msgspec.structs.replace(plane, num_heads=share.length) for plane in planes)
-        found.append((msgspec.structs.replace(group, layer_ids=own, planes=planes), first))
+        shares = [
+            Share(0, plane.num_heads, plane.num_heads)
+            if plane.cut == "whole"
+            else share_of_heads(plane.num_heads, tensor_rank, size)
+            for plane in group.planes
+        ]
+        planes = tuple(
+            msgspec.structs.replace(plane, num_heads=share.length)
+            for plane, share in zip(group.planes, shares, strict=True)
+        )
+        part = msgspec.structs.replace(group, layer_ids=own, planes=planes)
+        found.append((part, tuple(share.start for share in shares)))
     return found
 
 

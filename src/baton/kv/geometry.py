@@ -203,14 +203,18 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         sizes = [counts[axis] for axis in order]
         stride = {axis: math.prod(sizes[i + 1 :]) * one.itemsize for i, axis in enumerate(order)}
         bases = [index * stride["plane"] for index in range(len(spec.planes))]
-        return cls._dense(spec, num_pages, stride, bases, region, first_head, base)
+        return cls._dense(spec, num_pages, stride, bases, region, (first_head,) * len(spec.planes), base)
 
     @classmethod
-    def block_major(cls, spec: GroupSpec, num_pages: int, *, region: int = 0, first_head: int = 0) -> Geometry:
-        """Baton's own pool: pages of layers of planes of `[page_size, num_heads, head_dim]`, one region."""
+    def block_major(
+        cls, spec: GroupSpec, num_pages: int, *, region: int = 0, first_head: int | Sequence[int] = 0
+    ) -> Geometry:
+        """Baton's own pool: pages of layers of planes of `[page_size, num_heads, head_dim]`, one region. `first_head`:
+        of all planes that ranks share, or of each plane."""
         *bases, layer_bytes = spec.plane_offsets
         stride: dict[Axis, int] = {"page": spec.page_bytes, "layer": layer_bytes}
-        return cls._dense(spec, num_pages, stride, bases, region, first_head, 0)
+        first_heads = (first_head,) * len(spec.planes) if isinstance(first_head, int) else first_head
+        return cls._dense(spec, num_pages, stride, bases, region, first_heads, 0)
 
     @classmethod
     def _dense(
@@ -220,7 +224,7 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         stride: Mapping[Axis, int],
         bases: Sequence[int],
         region: int,
-        first_head: int,
+        first_heads: Sequence[int],
         base: int,
     ) -> Geometry:
         """Planes that begin at `base` + `bases`; what `stride` leaves out is packed inside the plane."""
@@ -239,7 +243,7 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 first_head=0 if plane.cut == "whole" else first_head,
                 base=base + offset,
             )
-            for plane, offset in zip(spec.planes, bases, strict=True)
+            for plane, offset, first_head in zip(spec.planes, bases, first_heads, strict=True)
         )
         return cls(
             group=spec.name,

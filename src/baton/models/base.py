@@ -98,12 +98,11 @@ def _rotaries(config: ModelConfig, build: Build) -> tuple[list[Rotary], list[int
 class CausalLM(nn.Module, ABC):
     """A target model. It knows nothing of pages or batches: `cache` does.
 
-    `kv_layers[l]` describes the cache of layer l, over all ranks; `can_be_cut`: tensor ranks can share a model of this
-    kind. `max_position` is the longest context in tokens.
+    `kv_layers[l]` describes the cache of layer l, over all ranks. `max_position` is the longest context in
+    tokens.
     """
 
     kv_layers: list[LayerSpec]
-    can_be_cut = True
     vocab_size: int
     hidden_size: int
     max_position: int

@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-import functools
 import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-import torch.nn.functional as F
+import torch
 from torch import Tensor, nn
 
 from baton.errors import CheckpointError
 from baton.models.base import CausalLM
 from baton.models.cache import LayerCache, LayerSpec
 from baton.models.config import ModelConfig, RawConfig, decoder_fields, get_bool, get_float, get_int
-from baton.models.cpu_kernels import fits
-from baton.models.cpu_rows import silu_mul
-from baton.models.layers import Attention, RMSNorm
-from baton.models.linear import Build, Linear, packed
-from baton.models.mamba2 import Mamba2, Mamba2Spec
-from baton.models.moe import Router, mixed
+from baton.models.layers import MLP, Attention, RMSNorm
+from baton.models.linear import Build
+from baton.models.mamba2 import Mamba2, Mamba2Spec, stored_parts
+from baton.models.moe import Router, mixed_over_ranks
 from baton.models.specs import MoESpec
 
 _RECURRENT = ("mamba", "linear_attention")
 _ATTENTION = ("attention", "full_attention")
+_MLP_LAYERS = ("input_linear", "output_linear")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,8 +39,6 @@ class GraniteConfig(ModelConfig):
 
 class GraniteMoeHybrid(CausalLM):
     """As Llama with other layers, and four multipliers: of embeddings, residuals, attention scores and logits."""
-
-    can_be_cut = False  # its states and experts are tensors of their own
 
     @classmethod
     def parse_config(cls, raw: RawConfig) -> GraniteConfig:
@@ -72,6 +69,25 @@ class GraniteMoeHybrid(CausalLM):
     def layer(self, config: ModelConfig, layer_id: int, build: Build) -> nn.Module:
         return GraniteLayer(cast(GraniteConfig, config), layer_id, build)
 
+    def unpack(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
+        """Gates and ups, the experts of a layer, and the parts of what goes into a state, which are stored as one."""
+        granite, (owner, _, kind) = cast(GraniteConfig, self.config), name.rpartition(".")
+        place, _, layer = owner.rpartition(".")
+        if place.endswith(".mamba") and (parts := stored_parts(granite.mamba).get(layer)):
+            for part, values in _split(name, tensor, parts):
+                yield f"{owner}.{part}.{kind}", values
+        elif layer in _MLP_LAYERS and place.endswith(".shared_mlp"):
+            yield from _of_mlp(name, place, layer, tensor, granite.shared_size)
+        elif layer in _MLP_LAYERS and place.endswith(".block_sparse_moe") and granite.moe is not None:
+            if tensor.dim() != 3 or len(tensor) != granite.moe.num_experts:
+                shape = f"has shape {list(tensor.shape)}, expected 3 dimensions, the first of {granite.moe.num_experts}"
+                raise CheckpointError(f"tensor {name} {shape} experts")
+            for expert, values in enumerate(tensor):
+                where = f"{place}.experts.{expert}"
+                yield from _of_mlp(name, where, layer, values, granite.moe.intermediate_size)
+        else:
+            yield name, tensor
+
     def compute_logits(self, hidden_TE: Tensor) -> Tensor:
         return super().compute_logits(hidden_TE) / cast(GraniteConfig, self.config).logits_scaling
 
@@ -88,7 +104,7 @@ class GraniteLayer(nn.Module):
         self.self_attn = None if self.mamba is not None else Attention(config, layer_id, build)
         self.post_attention_layernorm = RMSNorm(size, eps, build)
         self.block_sparse_moe = None if config.moe is None else SparseMoE(config.moe, size, build)
-        self.shared_mlp = SharedMLP(size, config.shared_size, build)
+        self.shared_mlp = MLP(size, config.shared_size, False, build)
 
     def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], cache: LayerCache) -> Tensor:
         normed = self.input_layernorm(x)
@@ -105,60 +121,34 @@ class GraniteLayer(nn.Module):
         return x + out * self._multiplier
 
 
-class SharedMLP(nn.Module):
-    """SwiGLU with gate and up in one tensor: [T, E] -> [T, E]."""
-
-    def __init__(self, hidden: int, intermediate: int, build: Build) -> None:
-        super().__init__()
-        self.input_linear = Linear(hidden, 2 * intermediate, build)
-        self.output_linear = Linear(intermediate, hidden, build)
-        self._on_cpu = fits(build.device, build.dtype)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.output_linear(_swiglu(self.input_linear(x), self._on_cpu))  # type: ignore[no-any-return]
-
-
 class SparseMoE(nn.Module):
     """Experts, each a SwiGLU MLP, beside the shared one: [T, E] -> [T, E]."""
 
     def __init__(self, spec: MoESpec, hidden: int, build: Build) -> None:
         super().__init__()
         self.router = nn.ModuleDict({"layer": Router(spec, hidden, build)})
-        self.input_linear = ExpertLinear(spec.num_experts, hidden, 2 * spec.intermediate_size, build)
-        self.output_linear = ExpertLinear(spec.num_experts, spec.intermediate_size, hidden, build)
-        self._experts = [functools.partial(self._expert, i) for i in range(spec.num_experts)]
-        self._on_cpu = fits(build.device, build.dtype)
+        self.experts = nn.ModuleList(MLP(hidden, spec.intermediate_size, False, build) for _ in range(spec.num_experts))
+        self._ranks = build.ranks
 
     def forward(self, x: Tensor) -> Tensor:
-        return mixed(self._experts, x, *cast(Router, self.router["layer"]).choose(x))
-
-    def _expert(self, index: int, x: Tensor) -> Tensor:
-        return self.output_linear.of(index, _swiglu(self.input_linear.of(index, x), self._on_cpu))
+        return mixed_over_ranks(self.experts, x, *cast(Router, self.router["layer"]).choose(x), self._ranks)
 
 
-class ExpertLinear(Linear):
-    """A linear layer of each expert, which a checkpoint keeps as one weight [X, out, in]."""
-
-    def __init__(self, num_experts: int, in_features: int, out_features: int, build: Build) -> None:
-        super().__init__(in_features, out_features, build)
-        self.weight = build.empty(num_experts, out_features, in_features)
-        self._of: list[Tensor] = []
-
-    def pack(self) -> None:
-        if self.weight is not None:
-            self._of = [weight if (blocked := packed(weight)) is None else blocked for weight in self.weight]
-            self.weight = None
-
-    def of(self, expert: int, x: Tensor) -> Tensor:
-        """One expert's product [T, out] of rows [T, in]."""
-        return self._product(x, self._of[expert], None)
+def _of_mlp(name: str, place: str, layer: str, tensor: Tensor, size: int) -> Iterable[tuple[str, Tensor]]:
+    """The weights of the MLP at `place`, of inner size `size`, that one of its two stored tensors holds."""
+    if layer == _MLP_LAYERS[1]:
+        yield f"{place}.down_proj.weight", tensor
+        return
+    for part, values in _split(name, tensor, {"gate_proj": size, "up_proj": size}):
+        yield f"{place}.{part}.weight", values
 
 
-def _swiglu(gate_up: Tensor, on_cpu: bool) -> Tensor:
-    if on_cpu:
-        return silu_mul(gate_up)
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
+def _split(name: str, tensor: Tensor, parts: Mapping[str, int]) -> Iterable[tuple[str, Tensor]]:
+    """The parts of a stored tensor, of so many rows each. Raises `CheckpointError` for another number of rows."""
+    rows = sum(parts.values())
+    if tensor.dim() == 0 or len(tensor) != rows:
+        raise CheckpointError(f"tensor {name} has shape {list(tensor.shape)}, expected {rows} rows")
+    return zip(parts, torch.split(tensor, list(parts.values())), strict=True)
 
 
 def _experts(raw: RawConfig, fields: dict[str, Any]) -> MoESpec | None:

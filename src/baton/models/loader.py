@@ -20,11 +20,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from baton.errors import CheckpointError, ConfigError
+from baton.errors import CheckpointError
 from baton.models.base import CausalLM
 from baton.models.config import RawConfig, get_dtype
-from baton.models.linear import Build, Cut, Linear, MergedLinear
-from baton.models.parallel import ALONE, Stage, TensorRank
+from baton.models.linear import Build, Cut, Linear
+from baton.models.parallel import ALONE, Share, Stage, TensorRank
 from baton.models.registry import model_class
 
 _INDEX = "model.safetensors.index.json"
@@ -128,17 +128,18 @@ class Place:
 
 
 def weight_table(module: nn.Module) -> dict[str, Place]:
-    """Checkpoint name -> place to fill, for all parameters and buffers; merged linears as their parts."""
+    """Checkpoint name -> place to fill, for all parameters and buffers; merged layers as their parts."""
     table: dict[str, Place] = {}
     modules = dict(module.named_modules())
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         owner, _, kind = name.rpartition(".")
         layer = modules[owner]
-        if not isinstance(layer, MergedLinear):
+        parts: Mapping[str, Share] | None = getattr(layer, "parts", None)
+        if parts is None:
             table[name] = Place(tensor, getattr(layer, "cuts", {}).get(kind))
             continue
         parent, start = owner.rpartition(".")[0], 0
-        for part, share in layer.parts.items():
+        for part, share in parts.items():
             own = tensor[start : start + share.length]
             table[".".join(filter(None, (parent, part, kind)))] = Place(own, (0, share))
             start += share.length
@@ -244,8 +245,6 @@ def load_model(
     """
     raw = read_config(path)
     cls = model_class(raw.get("model_type"))
-    if ranks.num_slices > 1 and not cls.can_be_cut:
-        raise ConfigError("tensor_parallel_size", f"must be 1 for model_type {raw.get('model_type')}")
     weight_files(path)
     config = cls.parse_config(raw)
     try:

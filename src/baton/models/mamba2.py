@@ -7,7 +7,7 @@ G groups of heads that share B and C, C = I + 2 G N channels of the convolution,
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -15,10 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from baton.errors import ConfigError
 from baton.models import mamba2_cpu, mamba2_torch
 from baton.models.cache import LayerCache, Scanned, StateLayerSpec, StatePlane, States
 from baton.models.cpu_kernels import array, fits
-from baton.models.linear import Build, Linear
+from baton.models.linear import Build, Cut, MergedLinear
+from baton.models.parallel import Share, tree
+from baton.models.row_linear import RowLinear
 
 # Up to so many rows, one by one costs no more than a chunk.
 _FEW_ROWS = 8
@@ -63,10 +66,12 @@ class Mamba2Spec:
 
 
 class _Conv(nn.Module):
-    """The parameters of the convolution, under Hugging Face's names."""
+    """The parameters of the convolution: `parts` names those of x, B and C as `MergedLinear` does."""
 
-    def __init__(self, channels: int, taps: int, bias: bool, build: Build) -> None:
+    def __init__(self, parts: dict[str, Share], taps: int, bias: bool, build: Build) -> None:
         super().__init__()
+        self.parts = parts
+        channels = sum(share.length for share in parts.values())
         self.weight = build.empty(channels, 1, taps)
         self.bias = build.empty(channels) if bias else None
 
@@ -74,25 +79,49 @@ class _Conv(nn.Module):
 class _Weight(nn.Module):
     """A norm's weight, under Hugging Face's name."""
 
-    def __init__(self, size: int, build: Build) -> None:
+    def __init__(self, share: Share, build: Build) -> None:
         super().__init__()
-        self.weight = build.empty(size)
+        self.weight = build.empty(share.length)
+        self.cuts: dict[str, Cut] = {"weight": (0, share)}
+
+
+def stored_parts(spec: Mamba2Spec) -> dict[str, dict[str, int]]:
+    """What a checkpoint stores as one tensor: its parts in order, with the rows of each, over all ranks."""
+    x, b, c = spec.conv_sizes
+    channels = {"x": x, "B": b, "C": c}
+    return {"in_proj": {"gate": x, **channels, "dt": spec.num_heads}, "conv1d": channels}
 
 
 class Mamba2(nn.Module):
-    """One layer, [T, E] -> [T, E]. Rows of `in_proj`: gate I, x I, B G N, C G N, dt H. The recurrence is in float32."""
+    """One layer, [T, E] -> [T, E]. Rows of `in_proj`: gate I, x I, B G N, C G N, dt H. The recurrence is in float32.
+
+    Tensor ranks share the heads, with the groups of B and C that these read; one group is on all of them.
+    """
 
     def __init__(self, spec: Mamba2Spec, hidden: int, eps: float, layer_id: int, build: Build) -> None:
         super().__init__()
-        self._spec, self._eps, self._layer_id = spec, eps, layer_id
-        self._on_cpu, self._by_row = fits(build.device, build.dtype), build.batch_invariant
-        channels = sum(spec.conv_sizes)
-        self._split = [spec.inner_size, channels, spec.num_heads]
-        self.in_proj = Linear(hidden, sum(self._split), build, spec.proj_bias)
-        self.conv1d = _Conv(channels, spec.taps, spec.conv_bias, build)
-        self.dt_bias, self.A_log, self.D = (build.empty(spec.num_heads) for _ in range(3))
-        self.norm = _Weight(spec.inner_size, build)
-        self.out_proj = Linear(spec.inner_size, hidden, build, spec.proj_bias)
+        self._eps, self._layer_id, self._num_groups = eps, layer_id, spec.num_groups
+        self._on_cpu, self._by_row, self._ranks = fits(build.device, build.dtype), build.batch_invariant, build.ranks
+        heads = build.ranks.share(spec.num_heads, "heads of a state")
+        one = Share(0, 1, 1)
+        groups = one if spec.num_groups == 1 else build.ranks.share(spec.num_groups, "groups of a state's heads")
+        # This rank's part.
+        self._spec = spec = replace(spec, num_heads=heads.length, num_groups=groups.length)
+        inner, shared = heads.times(spec.head_dim), groups.times(spec.state_size)
+        channels = {"x": inner, "B": shared, "C": shared}
+        self._split = [inner.length, sum(spec.conv_sizes), heads.length]
+        rows = {"gate": inner, **channels, "dt": heads}
+        parts = {f"in_proj.{name}": share for name, share in rows.items()}
+        self.in_proj = MergedLinear(hidden, parts, build, spec.proj_bias)
+        self.conv1d = _Conv({f"conv1d.{name}": c for name, c in channels.items()}, spec.taps, spec.conv_bias, build)
+        self.dt_bias, self.A_log, self.D = (build.empty(heads.length) for _ in range(3))
+        self.cuts: dict[str, Cut] = dict.fromkeys(("dt_bias", "A_log", "D"), (0, heads))
+        self.norm = _Weight(inner, build)
+        self._norm_pieces = max(build.ranks.num_slices, self._num_groups)
+        if self._norm_pieces % build.ranks.num_slices or self._norm_pieces % self._num_groups:
+            slices = f"is {build.ranks.num_slices}, which neither divides nor is a multiple of"
+            raise ConfigError("reduction_slices", f"{slices} the model's {self._num_groups} groups of a state's heads")
+        self.out_proj = RowLinear(inner, hidden, build, spec.proj_bias)
         self._wide: tuple[Tensor, ...] | None = None
 
     def forward(self, x: Tensor, cache: LayerCache) -> Tensor:
@@ -108,12 +137,36 @@ class Mamba2(nn.Module):
         return self.out_proj(self._normed(y, projected))  # type: ignore[no-any-return]
 
     def _normed(self, y: Tensor, projected: Tensor) -> Tensor:
-        weight, groups = self.norm.weight, self._spec.num_groups
+        if self._ranks.num_slices > 1:
+            return self._normed_in_pieces(y, projected)
+        weight, groups = self.norm.weight, self._num_groups
         if not self._on_cpu:
             return mamba2_torch.gated_norm(y, projected[:, : y.shape[1]], weight, groups, self._eps)
         normed = torch.empty(y.shape, dtype=projected.dtype)
         mamba2_cpu.gated_norm(array(y), array(projected), array(weight), groups, np.float32(self._eps), array(normed))
         return normed
+
+    def _normed_in_pieces(self, y: Tensor, projected: Tensor) -> Tensor:
+        """As `_normed`, of squares that are summed in as many pieces of a row however many ranks share them."""
+        weight, ranks, groups = self.norm.weight, self._ranks, self._num_groups
+        own, each = self._norm_pieces // ranks.size, self._norm_pieces // groups
+        gated = torch.empty(y.shape, dtype=torch.float32, device=y.device)
+        sums = torch.empty(len(y), own, dtype=torch.float32, device=y.device)
+        if self._on_cpu:
+            mamba2_cpu.gated_squares(array(y), array(projected), array(gated), array(sums))
+        else:
+            torch.mul(y, F.silu(projected[:, : y.shape[1]].float()), out=gated)
+            sums = gated.view(len(y), own, -1).pow(2).sum(-1)
+        pieces = torch.cat(tuple(ranks.gather(sums)), dim=1).view(len(y), groups, each)
+        mean = tree(pieces.unbind(-1)) / (y.shape[1] * ranks.size // groups)
+        factors = (1.0 / torch.sqrt(mean + self._eps)).repeat_interleave(each, dim=1)
+        factors = factors[:, ranks.rank * own : (ranks.rank + 1) * own].contiguous()
+        if not self._on_cpu:
+            normed = (gated.view(len(y), own, -1) * factors[:, :, None]).flatten(1)
+            return (weight.float() * normed).to(weight.dtype)
+        out = torch.empty(y.shape, dtype=projected.dtype)
+        mamba2_cpu.scaled(array(gated), array(factors), array(weight), array(out))
+        return out
 
     def _parameters32(self) -> tuple[Tensor, ...]:
         """Convolution [K, C] and its bias, the decay's rate, dt's bias and D, in float32."""

@@ -129,3 +129,32 @@ def gated_norm(y: Any, rows: Any, weight: Any, num_groups: Any, eps: Any, out: A
             factor = _ONE / np.sqrt(total / np.float32(size) + eps)
             for i in range(size):
                 out[t, start + i] = from_f32(element, to_f32(weight[start + i]) * (gated[i] * factor))
+
+
+@jit_contract
+def gated_squares(y: Any, rows: Any, gated: Any, sums: Any) -> None:
+    """y silu(gate) to `gated` float32 [T, I], and the sums of its squares over equal pieces of a row to `sums` float32
+    [T, pieces]; gates as in `gated_norm`."""
+    size = y.shape[1] // sums.shape[1]
+    for t in range(y.shape[0]):
+        for piece in range(sums.shape[1]):
+            start = piece * size
+            total = np.float32(0.0)
+            for i in range(start, start + size):
+                gate = to_f32(rows[t, i])
+                gated[t, i] = y[t, i] * (gate / (_ONE + exp32(-gate)))
+            for i in range(start, start + size):
+                total += gated[t, i] * gated[t, i]
+            sums[t, piece] = total
+
+
+@jit_contract
+def scaled(gated: Any, factors: Any, weight: Any, out: Any) -> None:
+    """`gated` [T, I] times the factor of its piece of a row (`factors` [T, pieces]) and its weight [I], to `out`."""
+    size = gated.shape[1] // factors.shape[1]
+    element = weight[0]
+    for t in range(gated.shape[0]):
+        for piece in range(factors.shape[1]):
+            factor = factors[t, piece]
+            for i in range(piece * size, (piece + 1) * size):
+                out[t, i] = from_f32(element, to_f32(weight[i]) * (gated[t, i] * factor))

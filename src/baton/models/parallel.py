@@ -110,14 +110,14 @@ class TensorRank:
         """The sum over all ranks of their slices' partial sums [T, N], in their dtype."""
         if self.size == 1 and len(partials) == 1:
             return partials[0]
-        own = partials[0] if len(partials) == 1 else _tree(partials)
+        own = partials[0] if len(partials) == 1 else tree(partials)
         parts = self.gather(own)
         # A tree over ranks on top of one tree per rank is the tree over all slices.
-        return (_tree([part.float() for part in parts]) if len(parts) > 1 else own).to(partials[0].dtype)
+        return (tree([part.float() for part in parts]) if len(parts) > 1 else own).to(partials[0].dtype)
 
 
-def _tree(parts: Sequence[Tensor]) -> Tensor:
-    """The sum in float32, neighbours first."""
+def tree(parts: Sequence[Tensor]) -> Tensor:
+    """The sum of as many tensors as a power of two, in float32, neighbours first."""
     level = [part.float() for part in parts]
     while len(level) > 1:
         level = [level[i] + level[i + 1] for i in range(0, len(level), 2)]

@@ -33,9 +33,9 @@ def make_agents(
     """
     parts: dict[str, list[RankGeometry]] = {group.name: [] for group in whole}
     for rank, held in enumerate(pool.parts):
-        for region, (group, first_head) in enumerate(held):
+        for region, (group, first_heads) in enumerate(held):
             pages = pool.size.num_pages[group.name]
-            geometry = Geometry.block_major(group, pages, region=region, first_head=first_head)
+            geometry = Geometry.block_major(group, pages, region=region, first_head=first_heads)
             parts[group.name].append(RankGeometry(rank=rank, geometry=geometry))
     # A peer may have more ranks than this engine, or fewer.
     instance = InstanceAgent(Instance(rank=0, groups=parts), emit)
