@@ -268,6 +268,18 @@ def test_a_state_is_one_piece_of_bytes() -> None:
     assert groups[0].final(10, 10, 1) == 1
 
 
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_layer_with_a_cache_beside_its_latents_is_refused(layers: int) -> None:
+    """DeepSeek V3.2's indexer keeps its own keys, of another width, in a cache of the same kind and number."""
+    widths = {"attn": 576, "indexer.k_cache": 132}
+    caches = {
+        f"model.layers.{i}.self_attn.{k}": torch.zeros(3, 1, 16, w) for i in range(layers) for k, w in widths.items()
+    }
+    groups = split_tables([CacheTable(0, "mla", None, 16, tuple(caches))], layers)
+    with pytest.raises(ConfigError, match=r"layer 0 has several caches, among them .*indexer"):
+        describe(caches, groups, dict.fromkeys(caches, "tokens"))
+
+
 def test_memory_that_is_nowhere_is_refused() -> None:
     meta = {name: torch.zeros(2, HEADS, 32, 2 * DIM, device="meta") for name in names(0)}
     with pytest.raises(ConfigError, match="this is on meta"):

@@ -77,8 +77,9 @@ def describe(
     `kernels` is how each layer's attention kernel stores its pages. The names of groups do not depend on which of the
     `num_stages` pipeline stages the worker is.
 
-    Raises `ConfigError` for memory that is neither the host's nor a GPU's, or of an unknown shape; for states of
-    several workers, which vLLM cuts in parts that are no heads.
+    Raises `ConfigError` for memory that is neither the host's nor a GPU's, or of an unknown shape; for a layer that has
+    several caches, as one with an indexer of sparse attention has; for states of several workers, which vLLM cuts in
+    parts that are no heads.
     """
     if worker.size > 1 and any(group.kind == "state" for group in groups):
         raise ConfigError("tensor_parallel_size", "states are handed off between single workers")
@@ -107,6 +108,11 @@ def describe(
             tensors, kernel = [tensor for _, tensor, _ in run], run[0][2]
             region = order[tensors[0].untyped_storage().data_ptr()]
             geometry = _geometry(part, tensors, kernel, granularity, region, worker).check()
+            if part.name in out.geometries:
+                # Names are known by a layer's number: the second of two caches would take the place of the first.
+                raise ConfigError(
+                    "model", f"layer {part.layer_ids[0]} has several caches, among them {part.layers[0]!r}"
+                )
             out.groups.append(part)
             out.geometries[part.name] = RankGeometry(rank=worker.rank, geometry=geometry)
             out.blocks_per_page[part.name] = 1 if group.kind == "state" else group.block_size // geometry.page_size
