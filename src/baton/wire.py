@@ -282,7 +282,8 @@ class EngineInfo(EngineIdentity, frozen=True, kw_only=True):
 
     `default_seed`: the seed of requests that bring none; None draws one for each. `token_api`: whether it serves
     `POST /inference/v1/generate`. `kv_tokens`: how many its pages hold at once. `prefix_step`: a prompt that was handed
-    to it is found again in multiples of so many tokens; 0: not at all.
+    to it is found again in multiples of so many tokens; 0: not at all. `max_num_seqs`: how many requests it computes at
+    once; 0: it does not tell.
     """
 
     role: Role
@@ -291,6 +292,7 @@ class EngineInfo(EngineIdentity, frozen=True, kw_only=True):
     max_model_len: int
     kv_tokens: int = 0
     prefix_step: int = 0
+    max_num_seqs: int = 0
     batch_invariant: bool
     default_seed: int | None = None
     token_api: bool = True

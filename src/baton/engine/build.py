@@ -244,6 +244,7 @@ def _info(
         max_model_len=size.max_model_len,
         kv_tokens=size.num_tokens,
         prefix_step=int(refound),
+        max_num_seqs=config.max_num_seqs,
         vocab_size=loaded.model.vocab_size,
         eos_token_ids=list(loaded.tokenizer.eos_token_ids),
         control_addresses=control_addresses,

@@ -30,6 +30,7 @@ from baton.router.connectors.base import Connector, Legs, Outcome
 from baton.router.join import Chunks, Items, Joined, LegFailed, TokenMismatch, join_legs
 from baton.router.near_tie import measure_gap
 from baton.router.pool import EnginePool, Instance, OnLost
+from baton.router.room import Room
 from baton.router.routes import PREFIX_MISSING, Decisions, Route, Routes
 from baton.timeouts import timeout
 from baton.wire import GenerateRequest, LegRole, Mode, Recovery, SamplingParams, TokenChunk, recovers
@@ -69,6 +70,7 @@ class RouterBackend:
         self.pool = pool
         self.decisions = Decisions()
         self._routes = Routes(pool, max_local_prefill_length)
+        self._room = Room(pool.max_num_seqs)
         self.allows_kv_mode = allow_mode_override
         self.handoffs: Counter[str] = Counter()
         self.failures: Counter[str] = Counter()
@@ -91,7 +93,14 @@ class RouterBackend:
     async def generate(
         self, request: GenerateRequest, kv_mode: Mode | None = None, went: Callable[[str], None] | None = None
     ) -> AsyncGenerator[TokenChunk, None]:
-        """Yield the request's chunks, over all attempts. Raises the error of the last one."""
+        """Yield the request's chunks, over all attempts, once there is room. Raises the error of the last one."""
+        async with self._room.place(), contextlib.aclosing(self._attempts(request, kv_mode, went)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+    async def _attempts(
+        self, request: GenerateRequest, kv_mode: Mode | None, went: Callable[[str], None] | None
+    ) -> AsyncGenerator[TokenChunk, None]:
         joined = Joined(request)
         tried: list[Instance] = []
         attempt = fruitless = 0

@@ -187,6 +187,12 @@ class EnginePool:
         """The instances that may get requests: the `healthy`, or those that were silent when last asked."""
         return [i for i in self._instances.values() if (i.healthy if healthy else i.suspected)]
 
+    def max_num_seqs(self) -> int | None:
+        """How many requests the healthy engines decode at once; None where there is none or one does not tell."""
+        infos = [i.info for i in self.usable(healthy=True) if i.role != "prefill"]
+        told = [info.max_num_seqs for info in infos if info is not None]
+        return sum(told) if told and all(told) else None
+
     def take(self, among: Sequence[Instance]) -> Instance:
         """The one of these instances whose turn it is. There is one at least."""
         self._turn += 1

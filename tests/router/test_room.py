@@ -1,0 +1,79 @@
+"""No more requests run than the engines decode at once; the others wait in order, and leave no trace when they go."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+
+from baton.router import RouterConfig, build_app
+from baton.router.room import Room
+from baton.server import build_app as build_engine_app
+from baton.text import Tokenizer
+from tests.server.fake_serving import KEY, FakeEngine, complete, served
+
+
+async def test_first_come_first_served_and_never_more() -> None:
+    room, begun, most = Room(lambda: 2), [], 0
+
+    async def request(number: int) -> None:
+        nonlocal most
+        async with room.place():
+            begun.append(number)
+            most = max(most, room.num_running)
+            await asyncio.sleep(0.001 * (number % 3))
+
+    tasks = []
+    for number in range(40):
+        tasks.append(asyncio.create_task(request(number)))
+        await asyncio.sleep(0)
+    leaving = tasks[5::7]
+    for task in leaving:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert begun == sorted(begun)
+    assert len(begun) >= 40 - len(leaving)
+    assert most == 2
+    assert room.num_running == 0
+    async with asyncio.timeout(0.1), room.place():
+        pass
+
+
+@pytest.mark.parametrize("later", [None, 3])
+async def test_room_that_comes_later_is_taken(later: int | None) -> None:
+    capacity: int | None = 1
+    room = Room(lambda: capacity)
+    other = room.place()
+    async with room.place():
+        waiting = asyncio.create_task(other.__aenter__())
+        await asyncio.sleep(0.02)
+        assert not waiting.done()
+        capacity = later
+        await asyncio.wait_for(waiting, 5)
+        assert room.num_running == 2
+    await other.__aexit__(None, None, None)
+
+
+async def test_who_waits_has_begun_nowhere(directory: Path) -> None:
+    """Its engine does not know of it, and beyond the queue's limit it is refused."""
+    engine = FakeEngine(directory, length=40, step_s=0.02)
+    engine.info = msgspec.structs.replace(engine.info, max_num_seqs=2)
+    app = build_engine_app(engine, Tokenizer.load(directory))
+    async with aiohttp.ClientSession() as session, served(app) as url:
+        config = RouterConfig(both=(url,), ticket_key=KEY, max_queued_requests=3)
+        async with served(await build_app(config)) as front:
+            asked: list[Any] = [asyncio.create_task(complete(session, front, max_tokens=40)) for _ in range(2)]
+            while engine.running < 2:
+                await asyncio.sleep(0.005)
+            asked += [asyncio.create_task(complete(session, front, max_tokens=40)) for _ in range(6)]
+            most = 0
+            while not all(task.done() for task in asked):
+                most = max(most, engine.running)
+                await asyncio.sleep(0.005)
+            statuses = [task.result()[0] for task in asked]
+    assert most == 2
+    assert sorted(statuses) == [200] * 5 + [429] * 3
