@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from baton import LLM, SamplingParams, StructuredOutputsParams
-from baton.engine.config import EngineConfig, KVTransferConfig
+from baton.engine.config import EngineConfig, KVTransferConfig, SpeculativeConfig
 from baton.engine.plan import StepPlan, one_request
 from baton.engine.ranks.executor import RankExecutor
 from baton.engine.ranks.messages import Step, decode_order, encode
@@ -124,6 +124,13 @@ def test_a_rank_ends_with_the_first() -> None:
 def test_settings_that_cannot_be_are_named(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         EngineConfig(TARGET, **settings).check()
+
+
+def test_a_drafter_is_whole_on_every_rank() -> None:
+    alone = EAGLE3 | {"draft_tensor_parallel_size": 1}
+    assert SpeculativeConfig.parse(alone) is not None
+    with pytest.raises(ConfigError, match=r"speculative_config.draft_tensor_parallel_size: must be 1"):
+        SpeculativeConfig.parse(alone | {"draft_tensor_parallel_size": 2})
 
 
 def test_a_model_that_cannot_be_cut_leaves_nothing(tmp_path: Path) -> None:

@@ -41,6 +41,7 @@ class SpeculativeConfig:
     `draft_kv` says what becomes of the drafter's KV in a handoff: `require` both engines to draft alike, as one engine
     would; move it where they do and start cold where they do not (`prefer`); or never move it (`drop`).
     `prompt_lookup_min` and `prompt_lookup_max` are the lengths of n-grams that `ngram` looks up.
+    `draft_tensor_parallel_size` is 1, if given: the drafter is whole on every tensor rank of its target.
     """
 
     method: str
@@ -51,6 +52,7 @@ class SpeculativeConfig:
     draft_kv: DraftKV = "require"
     prompt_lookup_min: int | None = None
     prompt_lookup_max: int | None = None
+    draft_tensor_parallel_size: int | None = None
 
     @classmethod
     def parse(cls, value: str | dict[str, Any] | None) -> SpeculativeConfig | None:
@@ -69,6 +71,9 @@ class SpeculativeConfig:
         if not isinstance(data.get("revision"), str | None):
             raise ConfigError("speculative_config.revision", "must be a string")
         _check_int("num_speculative_tokens", data.get("num_speculative_tokens", 3), 0, 32)
+        if data.get("draft_tensor_parallel_size") not in (None, 1):
+            what = "must be 1: the drafter is whole on every tensor rank"
+            raise ConfigError("speculative_config.draft_tensor_parallel_size", what)
         verifier, draft_kv = data.get("verifier", "coupled"), data.get("draft_kv", "require")
         if verifier not in get_args(Verifier):
             raise ConfigError("speculative_config.verifier", f"must be coupled or rejection, got {verifier!r}")
