@@ -16,6 +16,7 @@ from baton.openai.tools import Parsing
 from baton.server import build_app
 from baton.text import Tokenizer
 from baton.wire import StructuredOutputsParams, TokenChunk
+from tests.openai.test_tools import with_client
 from tests.server.fake_serving import FakeEngine, served, write_tokenizer
 
 TOOLS: list[Any] = [
@@ -59,12 +60,7 @@ async def ask(
     directory: Path, text: str, act: Callable[[openai.AsyncOpenAI], Any], parsing: Parsing = BOTH
 ) -> tuple[FakeEngine, Any]:
     """`act` with a client of an engine that answers with `text`."""
-    engine = FakeEngine(directory, length=len(text.encode()) + 1)
-    engine.info = msgspec.structs.replace(engine.info, max_model_len=4096)
-    engine.tokens = list(Tokenizer.load(directory).encode(text, False))
-    app = build_app(engine, Tokenizer.load(directory), parsing=parsing)
-    async with served(app) as url, openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
-        return engine, await act(client)
+    return await with_client(directory, text, parsing, act)
 
 
 def create(client: openai.AsyncOpenAI, **more: Any) -> Any:

@@ -135,12 +135,7 @@ REFUSED = {
     "enable_response_messages": Refused("is not supported: the answer does not hold it", (False,)),
 }
 # Parameters that a chat has by the same name.
-_AS_ASKED = (
-    *("stream_options", "allowed_token_ids", "bad_words", "min_tokens", "stop_token_ids", "structured_outputs"),
-    *("model", "temperature", "top_p", "stream", "parallel_tool_calls", "include_reasoning", "top_k", "min_p", "seed"),
-    *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "stop", "ignore_eos"),
-    *("include_stop_str_in_output", "skip_special_tokens", "chat_template_kwargs", "cache_salt", "kv_mode"),
-)
+_AS_ASKED = _SERVED & {*ChatRequest.__struct_fields__} - {"tools", "tool_choice"}
 # A chat's names of what has another name here.
 _NAMES = {
     "max_completion_tokens": "max_output_tokens",
