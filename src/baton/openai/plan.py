@@ -16,13 +16,12 @@ from baton.openai.conversation import chat_prompt, chat_text, encode
 from baton.openai.requests import (
     ChatRequest,
     CompletionRequest,
-    asked_tools,
     chat_logprobs,
     decode,
     grammar_of,
     sampling_params,
 )
-from baton.openai.tools import NO_PARSING, NamedChoice, Parsing
+from baton.openai.tools import NO_PARSING, Asked, NamedChoice, Parsing
 from baton.parsing import Parser
 from baton.text.bad_words import tokens_of
 from baton.wire import GenerateRequest, Mode, PromptIds, SamplingParams
@@ -73,8 +72,9 @@ def plan_completion(request: CompletionRequest, model: ServedModel) -> Plan:
         default = max(1, min(16, model.max_model_len - max(len(p) for p in prompts)))
     max_tokens = default if request.max_tokens is None else request.max_tokens
     _check_lengths(prompts, max_tokens, "max_tokens", "prompt", model)
-    params = sampling_params(request, max_tokens, request.logprobs, model.vocab_size)
-    return replace(_plan(request, model, prompts, params, chat=False), echo=bool(request.echo))
+    grammar, field = grammar_of(request)
+    params = sampling_params(request, max_tokens, request.logprobs, grammar, model.vocab_size)
+    return replace(_plan(request, model, prompts, params, field, chat=False), echo=bool(request.echo))
 
 
 def plan_chat(request: ChatRequest, model: ServedModel, parsing: Parsing = NO_PARSING) -> Plan:
@@ -85,7 +85,7 @@ def plan_chat(request: ChatRequest, model: ServedModel, parsing: Parsing = NO_PA
         variables["reasoning_effort"] = request.reasoning_effort
         if "reasoning_effort" not in model.tokenizer.template_variables:
             raise RequestError("reasoning_effort: this model's chat template knows no such thing", "reasoning_effort")
-    tools = asked_tools(request)
+    tools = Asked.of(request.tools, request.tool_choice, request.parallel_tool_calls)
     text = chat_text(request, request.messages, variables, tools.shown(), model)
     asked, param = request.max_completion_tokens, "max_completion_tokens"
     if asked is None:
@@ -95,13 +95,13 @@ def plan_chat(request: ChatRequest, model: ServedModel, parsing: Parsing = NO_PA
     if max_tokens < 1:
         raise RequestError(f"{param} must be at least 1, got {max_tokens}", param)
     _check_lengths([prompt], max_tokens, param, "messages", model)
-    params = sampling_params(request, max_tokens, chat_logprobs(request), model.vocab_size)
-    opened = text.rstrip().endswith(_REASONING_OPENED)
-    constrained = params.structured_outputs is not None
+    grammar, field = grammar_of(request, tools)
+    params = sampling_params(request, max_tokens, chat_logprobs(request), grammar, model.vocab_size)
+    opened, constrained = text.rstrip().endswith(_REASONING_OPENED), grammar is not None
     reader = tools.reader(parsing, opened, constrained)
     if request.skip_special_tokens is None and tools.spells_special(parsing, constrained):
         params = msgspec.structs.replace(params, skip_special_tokens=False)
-    plan = _plan(request, model, [prompt], params, chat=True)
+    plan = _plan(request, model, [prompt], params, field, chat=True)
     # As in vLLM and OpenAI's API, a call of a function that the client named ends with "stop".
     told = not isinstance(tools.choice, NamedChoice)
     return replace(plan, reader=reader, tells_calls=told, tells_reasoning=request.include_reasoning is not False)
@@ -123,6 +123,7 @@ def _plan(
     model: ServedModel,
     prompts: list[PromptIds],
     params: SamplingParams,
+    grammar_field: str,
     chat: bool,
 ) -> Plan:
     if len(prompts) * params.n > MAX_CHOICES:
@@ -161,7 +162,7 @@ def _plan(
         return_tokens_as_token_ids=bool(request.return_tokens_as_token_ids),
         kv_mode=request.kv_mode,
         prompt_logprobs=request.prompt_logprobs,
-        grammar_field=grammar_of(request)[1],
+        grammar_field=grammar_field,
     )
 
 

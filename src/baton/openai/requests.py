@@ -14,7 +14,7 @@ import msgspec
 from baton.errors import RequestError
 from baton.openai.fields import NOTHING_ELSE, Refused, refuse_unserved
 from baton.openai.structured import ResponseFormat, StructuredOutputs, structured_params
-from baton.openai.tools import Asked, Tool, ToolCall, ToolChoice
+from baton.openai.tools import NO_TOOLS, Asked, Tool, ToolCall, ToolChoice
 from baton.wire import MAX_LOGPROBS, Mode, SamplingParams, StructuredOutputsParams, check_salt
 
 _PATH = re.compile(r" - at `(key in )?\$\.?([^`]*)`\Z")
@@ -28,12 +28,10 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     continuous_usage_stats: bool | None = None
 
 
-class _Request(msgspec.Struct, kw_only=True):
-    """What both kinds of completions have in common; None is the default, as clients send null."""
+class CommonFields(msgspec.Struct, kw_only=True):
+    """What completions, chats and responses take by the same names; None is the default, as clients send null."""
 
     model: str | None = None
-    n: int | None = None
-    max_tokens: int | None = None
     min_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -46,7 +44,6 @@ class _Request(msgspec.Struct, kw_only=True):
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
-    truncate_prompt_tokens: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
@@ -54,19 +51,27 @@ class _Request(msgspec.Struct, kw_only=True):
     skip_special_tokens: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    kv_mode: Mode | None = None
+    cache_salt: str | None = None
+    structured_outputs: StructuredOutputs | None = None
+
+
+class _Completing(CommonFields, kw_only=True):
+    """What completions and chats take by the same names besides."""
+
+    n: int | None = None
+    max_tokens: int | None = None
+    truncate_prompt_tokens: int | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    kv_mode: Mode | None = None
     add_special_tokens: bool | None = None
     best_of: int | None = None
-    cache_salt: str | None = None
     response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
     prompt_logprobs: int | None = None
     echo: bool | None = None
 
 
-class CompletionRequest(_Request, kw_only=True):
+class CompletionRequest(_Completing, kw_only=True):
     """Body of `POST /v1/completions`."""
 
     prompt: str | list[str | int | list[int]]
@@ -97,7 +102,7 @@ class Message(msgspec.Struct, kw_only=True):
     tools: list[Any] | None = None
 
 
-class ChatRequest(_Request, kw_only=True):
+class ChatRequest(_Completing, kw_only=True):
     """Body of `POST /v1/chat/completions`."""
 
     messages: list[Message]
@@ -195,9 +200,13 @@ def checked(request: R) -> R:
 
 
 def sampling_params(
-    request: CompletionRequest | ChatRequest, max_tokens: int, logprobs: int | None, vocab_size: int
+    request: CompletionRequest | ChatRequest,
+    max_tokens: int,
+    logprobs: int | None,
+    grammar: StructuredOutputsParams | None,
+    vocab_size: int,
 ) -> SamplingParams:
-    """Return the checked parameters, with `n` and `seed` as asked.
+    """Return the checked parameters, with `n` and `seed` as asked. `grammar`: as `grammar_of` found it.
 
     Raises `RequestError` naming the parameter.
     """
@@ -214,7 +223,7 @@ def sampling_params(
         prompt_logprobs=_prompt_logprobs(request, max_tokens),
         stop=stop,
         stop_token_ids=tuple(request.stop_token_ids or ()),
-        structured_outputs=grammar_of(request)[0],
+        structured_outputs=grammar,
         **{name: value for name, value in asked.items() if value is not None},
     ).check(vocab_size)
 
@@ -228,15 +237,15 @@ def _prompt_logprobs(request: CompletionRequest | ChatRequest, max_tokens: int) 
     return 0 if asked is None and echoes and max_tokens == 0 else asked
 
 
-def asked_tools(request: ChatRequest) -> Asked:
-    """The tools of a chat, checked. Raises `RequestError` naming the field."""
-    return Asked.of(request.tools, request.tool_choice, request.parallel_tool_calls)
+def grammar_of(
+    request: CompletionRequest | ChatRequest, tools: Asked = NO_TOOLS
+) -> tuple[StructuredOutputsParams | None, str]:
+    """What the output must follow, if anything, and the field that says so. `tools`: those of a chat.
 
-
-def grammar_of(request: CompletionRequest | ChatRequest) -> tuple[StructuredOutputsParams | None, str]:
-    """What the output must follow, if anything, and the field that says so. Raises `RequestError` naming it."""
+    Raises `RequestError` naming the field.
+    """
     found, field = structured_params(request.response_format, request.structured_outputs)
-    forced = asked_tools(request).grammar() if isinstance(request, ChatRequest) else None
+    forced = tools.grammar()
     if forced is None:
         return found, field
     if found is not None:

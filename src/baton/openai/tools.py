@@ -181,6 +181,9 @@ class Asked:
         return calls or (reasons is not None and not constrained and REASONING_PARSERS[reasons].special)
 
 
+NO_TOOLS = Asked((), "none", True)
+
+
 def _parameters(tool: Tool) -> dict[str, Any]:
     return tool.function.parameters or _NO_PARAMETERS
 

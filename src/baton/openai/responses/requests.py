@@ -12,11 +12,10 @@ import msgspec
 
 from baton.errors import RequestError
 from baton.openai.fields import Refused
-from baton.openai.requests import ChatRequest, CompletionRequest, StreamOptions, decode_body
+from baton.openai.requests import ChatRequest, CommonFields, CompletionRequest, decode_body
 from baton.openai.responses.conversation import InputItem, messages_of
-from baton.openai.structured import JsonSchema, ResponseFormat, StructuredOutputs
+from baton.openai.structured import JsonSchema, ResponseFormat
 from baton.openai.tools import FunctionName, FunctionTool, NamedChoice, Tool, ToolChoice
-from baton.wire import Mode
 
 _KEPT = "is not supported: responses are not kept, so send the whole conversation as input"
 # What may be asked to be included: reasoning is told in plain words, so its encrypted form adds nothing.
@@ -65,47 +64,23 @@ class ReasoningOptions(msgspec.Struct, kw_only=True):
     generate_summary: str | None = None
 
 
-class ResponsesRequest(msgspec.Struct, kw_only=True):
+class ResponsesRequest(CommonFields, kw_only=True):
     """Body of `POST /v1/responses`; None is the default, as clients send null."""
 
     input: str | list[InputItem]
-    model: str | None = None
     instructions: str | None = None
     max_output_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
     tools: list[ResponseTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
     parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    include_reasoning: bool | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
-    include_reasoning: bool | None = None
     metadata: dict[str, str] | None = None
     user: str | None = None
     truncation: Literal["auto", "disabled"] | None = None
     include: list[str] | None = None
-    # Sampling parameters and others that chats have here.
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[int, float] | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
-    min_tokens: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    structured_outputs: StructuredOutputs | None = None
-    ignore_eos: bool | None = None
-    include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    cache_salt: str | None = None
-    kv_mode: Mode | None = None
 
 
 _SERVED = frozenset(ResponsesRequest.__struct_fields__)
