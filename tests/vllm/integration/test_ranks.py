@@ -114,8 +114,9 @@ def test_tokens_and_acceptance_are_those_of_one_vllm(
     }
 
 
-def test_prefix_hits_and_orders(fleet: Fleet) -> None:
-    pair = Pair(fleet["TWO"], fleet["OTHER"])
+def hits_and_orders(pair: Pair, one: Server) -> None:
+    """Prompts of which the decode server has a part or all but the last token already, legs in any order: what `one`
+    server of one rank answers."""
 
     async def run() -> None:
         rng = random.Random(11)
@@ -124,20 +125,25 @@ def test_prefix_hits_and_orders(fleet: Fleet) -> None:
             (base[:cut] + [rng.randrange(3, 2000) for _ in range(tail)], 0.0) for cut in (64, 399) for tail in (1, 40)
         ]
         cases += [([*base, rng.randrange(3, 2000)], late) for late in (-0.3, 0.3)] + [(base, 0.0), (base, 0.0)]
-        expected = await alone(fleet["ONE"], [prompt for prompt, _ in cases], 12)
+        expected = await alone(one, [prompt for prompt, _ in cases], 12)
         async with aiohttp.ClientSession() as session:
             for number, ((prompt, late), want) in enumerate(zip(cases, expected, strict=True)):
                 _, answer = await handoff(session, pair, prompt, 12, ("push", "pull")[number % 2], late)  # type: ignore[arg-type]
                 assert same(answer, want) is not False
 
+    name = "vllm:prefix_cache_hits_total"
+    before = pair.decode.metrics(name)[name]
     asyncio.run(run())
-    assert pair.decode.metrics("vllm:prefix_cache_hits_total")["vllm:prefix_cache_hits_total"] > 0
+    assert pair.decode.metrics(name)[name] > before
     wait_idle(pair.prefill, pair.decode)
 
 
-@pytest.mark.parametrize(("source", "dest"), [("TWO", "OTHER"), ("ONE", "TWO")])
-def test_aborts_leave_no_block_behind(fleet: Fleet, source: str, dest: str) -> None:
-    pair = Pair(fleet[source], fleet[dest])
+def test_prefix_hits_and_orders(fleet: Fleet) -> None:
+    hits_and_orders(Pair(fleet["TWO"], fleet["OTHER"]), fleet["ONE"])
+
+
+def abort_at_random(pair: Pair) -> None:
+    """Clients of both legs leave at any time; no block is held behind them."""
 
     async def one(session: aiohttp.ClientSession, which: int) -> None:
         rng = random.Random(which)
@@ -161,6 +167,11 @@ def test_aborts_leave_no_block_behind(fleet: Fleet, source: str, dest: str) -> N
 
     asyncio.run(run())
     wait_idle(pair.prefill, pair.decode)
+
+
+@pytest.mark.parametrize(("source", "dest"), [("TWO", "OTHER"), ("ONE", "TWO")])
+def test_aborts_leave_no_block_behind(fleet: Fleet, source: str, dest: str) -> None:
+    abort_at_random(Pair(fleet[source], fleet[dest]))
 
 
 def kill_rank(server: Server, rank: int) -> None:

@@ -1,4 +1,4 @@
-"""vLLM servers of pipeline stages and of data-parallel ranks, without speculation."""
+"""vLLM servers of tensor ranks, of pipeline stages and of data-parallel ranks, without speculation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,19 @@ from aiohttp.test_utils import TestServer
 from baton.router import RouterConfig, build_app
 from tests.vllm.integration.answers import Answer, same
 from tests.vllm.integration.servers import Mode, Pair, Server, ask, demo_prompts, request, serve, wait_idle
-from tests.vllm.integration.test_ranks import BOTH, PROMPTS, all_of, alone, check, ranks
+from tests.vllm.integration.test_ranks import (
+    BOTH,
+    LEASE_S,
+    PROMPTS,
+    abort_at_random,
+    all_of,
+    alone,
+    check,
+    hits_and_orders,
+    outcomes,
+    ranks,
+    under_way,
+)
 
 pytestmark = pytest.mark.timeout(900)
 # Stages on CPUs need what `--enforce-eager` leaves out; the graph is traced, and computed as it is.
@@ -23,11 +35,19 @@ Fleet = dict[str, Server]
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    """A server of two stages, and one of two data-parallel ranks, each of one worker."""
-    kinds = {"STAGES": ranks("pipeline", 2), "DATA": ["--data-parallel-size", "2"]}
-    configs = [(name, "kv_both", [*BOTH, *TRACED, *own]) for name, own in kinds.items()]
-    with serve(tmp_path_factory.mktemp("vllm"), configs, {}) as (stages, data):
-        yield {"STAGES": stages, "ONE": data.of_rank(0), "OTHER": data.of_rank(1)}
+    """Two servers of two tensor ranks, one of two stages, and one of two data-parallel ranks, each of one worker."""
+    tensor = ranks("tensor", 2)
+    kinds = {
+        "TWO": tensor,
+        "TWO MORE": tensor,
+        "STAGES": [*TRACED, *ranks("pipeline", 2)],
+        "DATA": [*TRACED, "--data-parallel-size", "2"],
+    }
+    configs = [(name.replace(" ", "_"), "kv_both", [*BOTH, *own]) for name, own in kinds.items()]
+    with serve(tmp_path_factory.mktemp("vllm"), configs, {"lease": LEASE_S}) as servers:
+        found = dict(zip(kinds, servers, strict=True))
+        data = found.pop("DATA")
+        yield found | {"ONE": data.of_rank(0), "OTHER": data.of_rank(1)}
 
 
 @pytest.fixture(scope="module")
@@ -37,19 +57,44 @@ def expected(fleet: Fleet) -> list[Answer]:
 
 @pytest.mark.parametrize(
     ("source", "dest", "modes"),
-    [("STAGES", "ONE", ("push", "pull")), ("OTHER", "STAGES", ("pull", "push")), ("ONE", "OTHER", ("push", "pull"))],
+    [
+        ("TWO", "ONE", ("push", "pull")),
+        ("ONE", "TWO", ("pull", "push")),
+        ("TWO", "TWO MORE", ("push", "pull")),
+        ("STAGES", "ONE", ("push", "pull")),
+        ("OTHER", "STAGES", ("pull", "push")),
+        ("STAGES", "TWO", ("push", "pull")),
+        ("TWO MORE", "STAGES", ("pull", "push")),
+        ("ONE", "OTHER", ("push", "pull")),
+    ],
 )
 def test_tokens_are_those_of_one_vllm(
     fleet: Fleet, expected: list[Answer], source: str, dest: str, modes: Sequence[Mode]
 ) -> None:
     pair = Pair(fleet[source], fleet[dest])
     assert [pair.prefill.identity["data_parallel_rank"], pair.decode.identity["data_parallel_rank"]] == [
-        {"STAGES": None, "ONE": 0, "OTHER": 1}[name] for name in (source, dest)
+        {"ONE": 0, "OTHER": 1}.get(name) for name in (source, dest)
+    ]
+    assert [len(server.identity["control_addresses"]) for server in (pair.prefill, pair.decode)] == [
+        1 if name in ("ONE", "OTHER") else 2 for name in (source, dest)
     ]
     before = pair.decode.metrics("vllm:baton_handoffs_total").get("committed", 0)
     check(asyncio.run(all_of(pair, PROMPTS, modes, source + dest)), expected, 0)
     wait_idle(pair.prefill, pair.decode)
     assert pair.decode.metrics("vllm:baton_handoffs_total")["committed"] - before == len(PROMPTS)
+
+
+PAIRS = [("TWO", "TWO MORE"), ("TWO", "ONE"), ("ONE", "TWO"), ("STAGES", "ONE"), ("ONE", "STAGES")]
+
+
+@pytest.mark.parametrize(("source", "dest"), PAIRS)
+def test_prefix_hits_and_orders(fleet: Fleet, source: str, dest: str) -> None:
+    hits_and_orders(Pair(fleet[source], fleet[dest]), fleet["OTHER"])
+
+
+@pytest.mark.parametrize(("source", "dest"), PAIRS)
+def test_aborts_leave_no_block_behind(fleet: Fleet, source: str, dest: str) -> None:
+    abort_at_random(Pair(fleet[source], fleet[dest]))
 
 
 def test_a_router_gives_both_legs_to_explicit_ranks(fleet: Fleet) -> None:
@@ -79,3 +124,25 @@ def test_a_router_gives_both_legs_to_explicit_ranks(fleet: Fleet) -> None:
     wait_idle(fleet["ONE"], fleet["OTHER"])
     after = [fleet[name].metrics("vllm:baton_handoffs_total").get(count, 0) for name in names]
     assert [now - then for now, then in zip(after, before, strict=True)] == [len(prompts), 0]
+
+
+def test_one_stage_of_the_prefill_server_is_killed(fleet: Fleet) -> None:
+    """The decode server, told to recompute, answers what one vLLM answers."""
+    pair = Pair(fleet["STAGES"], fleet["ONE"])
+    prompts = demo_prompts([900] * 4, seed=23)
+    expected = asyncio.run(alone(fleet["OTHER"], prompts, 12))
+    ends = asyncio.run(under_way(pair, prompts, pair.prefill))
+    for end, want in zip(ends[1::2], expected, strict=True):
+        assert isinstance(end, dict), end
+        assert same(Answer.of(end), want) is not False
+    wait_idle(pair.decode)
+    assert any(name.startswith("failed_") for name in outcomes(pair.decode))
+
+
+def test_one_rank_of_the_decode_server_is_killed(fleet: Fleet) -> None:
+    """Its clients get errors, and the prefill server's blocks come back on both ranks."""
+    pair = Pair(fleet["TWO"], fleet["TWO MORE"])
+    ends = asyncio.run(under_way(pair, demo_prompts([900] * 4, seed=29), pair.decode))
+    for end in ends[1::2]:
+        assert isinstance(end, Exception), end
+    wait_idle(pair.prefill)
