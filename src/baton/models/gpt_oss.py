@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from baton.errors import CheckpointError
+from baton.models import moe
 from baton.models.base import CausalLM
 from baton.models.config import ModelConfig, RawConfig, decoder_fields, get_bool, get_float, get_int, sliding_layers
 from baton.models.cpu_kernels import clamped_glu, fits
 from baton.models.layers import DecoderLayer
 from baton.models.linear import Build, Linear
-from baton.models.moe import mixed_over_ranks
 from baton.models.mxfp4 import BLOCKS, SCALES, Mxfp4Pairs, dequantised
 from baton.models.row_linear import RowLinear
 from baton.models.specs import MoESpec
@@ -134,11 +134,11 @@ class Experts(nn.Module):
         super().__init__()
         assert config.moe is not None
         self.router = Router(config.moe, config.hidden_size, build)
-        self.experts = nn.ModuleList(Expert(config, build) for _ in range(config.moe.num_experts))
-        self._ranks = build.ranks
+        num, hidden = config.moe.num_experts, config.hidden_size
+        self.experts = moe.Experts(lambda: Expert(config, build), num, hidden, build)
 
     def forward(self, x: Tensor) -> Tensor:
-        return mixed_over_ranks(self.experts, x, *self.router.choose(x), self._ranks)
+        return self.experts.mixed(x, *self.router.choose(x))
 
 
 class Router(Linear):

@@ -17,7 +17,7 @@ from baton.models.config import ModelConfig, RawConfig, decoder_fields, get_bool
 from baton.models.layers import MLP, Attention, RMSNorm
 from baton.models.linear import Build
 from baton.models.mamba2 import Mamba2, Mamba2Spec, stored_parts
-from baton.models.moe import Router, mixed_over_ranks
+from baton.models.moe import Router, mlp_experts
 from baton.models.specs import MoESpec
 
 _RECURRENT = ("mamba", "linear_attention")
@@ -127,11 +127,10 @@ class SparseMoE(nn.Module):
     def __init__(self, spec: MoESpec, hidden: int, build: Build) -> None:
         super().__init__()
         self.router = nn.ModuleDict({"layer": Router(spec, hidden, build)})
-        self.experts = nn.ModuleList(MLP(hidden, spec.intermediate_size, False, build) for _ in range(spec.num_experts))
-        self._ranks = build.ranks
+        self.experts = mlp_experts(spec, hidden, build)
 
     def forward(self, x: Tensor) -> Tensor:
-        return mixed_over_ranks(self.experts, x, *cast(Router, self.router["layer"]).choose(x), self._ranks)
+        return self.experts.mixed(x, *cast(Router, self.router["layer"]).choose(x))
 
 
 def _of_mlp(name: str, place: str, layer: str, tensor: Tensor, size: int) -> Iterable[tuple[str, Tensor]]:

@@ -23,6 +23,7 @@ from tqdm import tqdm
 from baton.errors import CheckpointError
 from baton.models.base import CausalLM
 from baton.models.config import RawConfig, get_dtype
+from baton.models.expert_parallel import Elsewhere
 from baton.models.linear import Build, Cut, Linear
 from baton.models.parallel import ALONE, Share, Stage, TensorRank
 from baton.models.registry import model_class
@@ -33,6 +34,7 @@ _SINGLE = "model.safetensors"
 _CONFIG_NOISE = ("_name_or_path", "transformers_version", "use_cache")
 _READ_SIZE = 1 << 22
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_EXPERT = re.compile(r"(.+\.experts\.\d+)\.")
 # Of a weight file at once.
 _MAPPED_SIZE = 1 << 26
 
@@ -163,9 +165,17 @@ def fill(module: nn.Module, path: str | Path, rename: Rename, unpack: Unpack = o
     table = weight_table(module)
     places = set(table)
     unfilled = _Unfilled(module, table)
+    elsewhere = {name for name, part in module.named_modules() if isinstance(part, Elsewhere)}
+
+    def here(stored: str) -> str | None:
+        name = rename(stored)
+        return None if name is None or _expert_of(name) in elsewhere else name
+
     for file in weight_files(path):
-        for stored, tensor in _stored(file, rename):
+        for stored, tensor in _stored(file, here):
             for place, values in unpack(str(rename(stored)), tensor):
+                if _expert_of(place) in elsewhere:
+                    continue  # one of several that are stored as one
                 if place not in places:
                     raise CheckpointError(f"{file}: unexpected tensor {stored}")
                 if place not in table:
@@ -179,6 +189,12 @@ def fill(module: nn.Module, path: str | Path, rename: Rename, unpack: Unpack = o
         first = ", ".join(sorted(table)[:3])
         rest = f" and {len(table) - 3} more" if len(table) > 3 else ""
         raise CheckpointError(f"{path}: missing tensor {first}{rest}")
+
+
+def _expert_of(name: str) -> str | None:
+    """The module's name of the expert that a tensor is of."""
+    found = _EXPERT.match(name)
+    return found[1] if found else None
 
 
 def _stored(file: Path, rename: Rename) -> Iterator[tuple[str, Tensor]]:

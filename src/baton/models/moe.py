@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from baton.models.config import ModelConfig
 from baton.models.cpu_kernels import sigmoid
+from baton.models.expert_parallel import Elsewhere, SharedLayer
 from baton.models.layers import MLP
 from baton.models.linear import Build, Linear
-from baton.models.parallel import TensorRank
 from baton.models.specs import MoESpec
 
 Expert = Callable[[Tensor], Tensor]
@@ -70,42 +70,66 @@ def _row_sum(values: Tensor) -> Tensor:
     return total
 
 
-def mixed(experts: Sequence[Expert], x: Tensor, ids_TK: Tensor, weights_TK: Tensor, num_parts: int = 1) -> Tensor:
-    """The weighted sum [T, E] of what each row's experts make of it, in x's dtype. `ids_TK` says which, in the order in
-    which they are added; each expert is called once, with all its rows. Experts that make `num_parts` partial sums,
-    side by side, are summed part by part."""
-    num_rows, top_k = ids_TK.shape
-    flat = ids_TK.flatten()
-    order = flat.argsort(stable=True)
-    chosen = x[order // top_k]
-    made = torch.empty(num_rows * top_k, num_parts * x.shape[1], dtype=x.dtype, device=x.device)
+class Experts(nn.ModuleList):
+    """A layer's experts, by their ids; where data-parallel ranks share them, this rank's alone are here.
+
+    Where tensor ranks share them, each is cut like any MLP and has `partials`, this rank's partial sums [T, E] of what
+    it makes.
+    """
+
+    def __init__(self, make: Callable[[], nn.Module], num_experts: int, hidden: int, build: Build) -> None:
+        ranks, self._shared = build.ranks, build.ranks.experts
+        held = range(num_experts) if self._shared is None else self._shared.held(num_experts)
+        super().__init__(make() if expert in held else Elsewhere() for expert in range(num_experts))
+        self._ranks, self._num_parts = ranks, ranks.num_slices // ranks.size
+        # What one makes is as wide as its partial sums side by side.
+        self._width = self._num_parts * hidden
+        whole = ranks.num_slices == 1
+        self._calls: list[Expert] = [expert if whole else _side_by_side(expert) for expert in self]
+        if self._shared is not None:
+            layer = SharedLayer(self._make, num_experts, hidden, self._width, build.dtype, build.device)
+            self._number = self._shared.add(layer)
+
+    def _make(self, rows: Tensor, places_P: Tensor, experts_P: Tensor) -> Tensor:
+        return made_by(self._calls, experts_P, lambda order: rows[places_P[order]], self._width)
+
+    def mixed(self, x: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        """The weighted sum [T, E] of what each row's experts make of it, in x's dtype. `ids_TK` says which, in the
+        order in which they are added. What tensor ranks have of a row is added once, for all its experts."""
+        top_k = ids_TK.shape[1]
+        if self._shared is not None:
+            made = self._shared.made(self._number, x, ids_TK)
+        else:
+            made = made_by(self._calls, ids_TK.flatten(), lambda order: x[order // top_k], self._width)
+        by_choice = made.view(len(x), top_k, -1)
+        total = by_choice[:, 0].float() * weights_TK[:, :1]
+        for k in range(1, top_k):
+            total = total + by_choice[:, k].float() * weights_TK[:, k, None]
+        out = total.to(x.dtype)
+        return out if self._ranks.num_slices == 1 else self._ranks.add(out.chunk(self._num_parts, dim=1))
+
+
+def made_by(experts: Sequence[Expert], experts_P: Tensor, rows: Callable[[Tensor], Tensor], width: int) -> Tensor:
+    """What the experts of pairs make of their rows [P, width]. `rows` gives those of pairs [N]; each expert is called
+    once, with all its rows."""
+    order = experts_P.argsort(stable=True)
+    chosen = rows(order)
+    made = torch.empty(len(order), width, dtype=chosen.dtype, device=chosen.device)
     start = 0
-    for expert, count in enumerate(torch.bincount(flat, minlength=len(experts)).tolist()):
+    for expert, count in enumerate(torch.bincount(experts_P, minlength=len(experts)).tolist()):
         if count:
             made[order[start : start + count]] = experts[expert](chosen[start : start + count])
             start += count
-    by_choice = made.view(num_rows, top_k, -1)
-    total = by_choice[:, 0].float() * weights_TK[:, :1]
-    for k in range(1, top_k):
-        total = total + by_choice[:, k].float() * weights_TK[:, k, None]
-    return total.to(x.dtype)
-
-
-def mixed_over_ranks(
-    experts: nn.ModuleList, x: Tensor, ids_TK: Tensor, weights_TK: Tensor, ranks: TensorRank
-) -> Tensor:
-    """As `mixed`, of experts that ranks share: each is cut like any MLP and has `partials`, this rank's partial sums
-    [T, E] of what it makes. What ranks have of a row is added once, for all its experts."""
-    if ranks.num_slices == 1:
-        return mixed(list(experts), x, ids_TK, weights_TK)
-    num_parts = ranks.num_slices // ranks.size
-    made = mixed([_side_by_side(expert) for expert in experts], x, ids_TK, weights_TK, num_parts)
-    return ranks.add(made.chunk(num_parts, dim=1))
+    return made
 
 
 def _side_by_side(expert: nn.Module) -> Expert:
-    partials = cast(Callable[[Tensor], list[Tensor]], expert.partials)
-    return lambda rows: torch.cat(partials(rows), dim=1)
+    return lambda rows: torch.cat(cast(Callable[[Tensor], list[Tensor]], expert.partials)(rows), dim=1)
+
+
+def mlp_experts(spec: MoESpec, hidden: int, build: Build) -> Experts:
+    """Experts that are SwiGLU MLPs."""
+    return Experts(lambda: MLP(hidden, spec.intermediate_size, False, build), spec.num_experts, hidden, build)
 
 
 class MoE(nn.Module):
@@ -117,12 +141,11 @@ class MoE(nn.Module):
     def __init__(self, spec: MoESpec, hidden: int, build: Build) -> None:
         super().__init__()
         self.gate = Router(spec, hidden, build)
-        self.experts = nn.ModuleList(MLP(hidden, spec.intermediate_size, False, build) for _ in range(spec.num_experts))
+        self.experts = mlp_experts(spec, hidden, build)
         self.shared_experts = MLP(hidden, spec.shared_size, False, build) if spec.shared_size else None
-        self._ranks = build.ranks
 
     def forward(self, x: Tensor) -> Tensor:
-        out = mixed_over_ranks(self.experts, x, *self.gate.choose(x), self._ranks)
+        out = self.experts.mixed(x, *self.gate.choose(x))
         return out if self.shared_experts is None else out + self.shared_experts(x)
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from baton.errors import ConfigError
+from baton.models.expert_parallel import ExpertRanks
 
 MAX_TENSOR_RANKS = 8
 
@@ -77,13 +78,15 @@ def stage_layers(num_layers: int, index: int, count: int) -> range:
 @dataclass(frozen=True, slots=True)
 class TensorRank:
     """One rank's place among `size`. `gather` gives every rank's tensor of one shape, in the order of ranks: all ranks
-    of its `stage` call it together. `num_slices` is a power of two and a multiple of `size`."""
+    of its `stage` call it together. `num_slices` is a power of two and a multiple of `size`. `experts`: its place among
+    data-parallel ranks, which share these."""
 
     rank: int = 0
     size: int = 1
     num_slices: int = 1
     gather: Gather = _alone
     stage: Stage = Stage()
+    experts: ExpertRanks | None = None
 
     def share(self, total: int, what: str) -> Share:
         """An equal part of `total`. Raises `ConfigError` naming `what` cannot be cut."""

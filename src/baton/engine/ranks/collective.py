@@ -38,6 +38,13 @@ class Exchange:
         self._group.allgather([as_bytes], [own.view(-1).view(torch.uint8)]).wait()
         return parts
 
+    def swap(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> Sequence[Tensor]:
+        """Bytes for each rank; returns those of each, of which so many come."""
+        came = torch.empty(sum(sizes), dtype=torch.uint8)
+        own = torch.cat(list(parts))
+        self._group.alltoall_base(came, own, list(sizes), [len(part) for part in parts]).wait()
+        return torch.split(came, list(sizes))
+
     def send(self, tensor: Tensor, to: int) -> None:
         """Send it to the rank of that number, which receives it."""
         self._group.send([tensor.contiguous().view(-1).view(torch.uint8)], to, 0).wait()

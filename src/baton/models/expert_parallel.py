@@ -1,0 +1,211 @@
+"""Experts that several ranks share, each of which computes rows of its own (GShard, arXiv:2006.16668; attention data
+parallelism, DeepSeek-V3, arXiv:2412.19437, 3.4): a row goes to the ranks that hold its experts, and what these make of
+it comes back.
+
+Ranks meet in *rounds*. In each a rank asks for rows of one layer, or for none; and all compute what they were asked
+for, each expert once for all ranks that ask for the same layer. Ranks need not be at the same layer, nor make equally
+many rounds in a step: who is done with its own goes on with rounds in which it asks for nothing, until all are done.
+
+Shapes: T rows, E hidden size, K experts chosen for a row, P pairs of a row and an expert, W width of what one makes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from baton.errors import ConfigError
+
+# The numbers of all ranks, in the order of ranks. All ranks call it together.
+Gather = Callable[[Tensor], Sequence[Tensor]]
+# Bytes for each rank, and how many come from each -> those that came. All ranks call it together.
+Swap = Callable[[Sequence[Tensor], Sequence[int]], Sequence[Tensor]]
+# Rows [T, E], the row of each pair and its expert's id, both [P] -> what these make [P, W].
+Make = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+_NOTHING = -1
+_PAIR_BYTES = 8
+
+
+class Elsewhere(nn.Module):
+    """The place of an expert that another rank holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedLayer:
+    """One layer's experts. `make` computes those of this rank; `width`: W."""
+
+    make: Make
+    num_experts: int
+    hidden: int
+    width: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """Rows [T, E] that one rank sends to another, and pairs [P] of these rows, by their place, and experts."""
+
+    rows: Tensor
+    places: Tensor
+    experts: Tensor
+
+
+class ExpertRanks:
+    """One rank's place among `size` that share experts. Of a layer's it has an equal part, one more at most.
+
+    `begins` is called before the first round behind `finish`, when others may not know yet that there is one.
+    """
+
+    def __init__(
+        self, rank: int, size: int, gather: Gather, swap: Swap, begins: Callable[[], None] = lambda: None
+    ) -> None:
+        self.rank, self.size = rank, size
+        self.begun = False
+        self._gather, self._swap, self._begins = gather, swap, begins
+        self._layers: list[SharedLayer] = []
+
+    def held(self, num_experts: int) -> range:
+        """The ids of this rank's experts. Raises `ConfigError` for fewer experts than ranks."""
+        if num_experts < self.size:
+            raise ConfigError("data_parallel_size", f"is {self.size}, and the model has {num_experts} experts")
+        return range(self.rank * num_experts // self.size, (self.rank + 1) * num_experts // self.size)
+
+    def add(self, layer: SharedLayer) -> int:
+        """The layer's number, the same on all ranks if they add the same layers in the same order."""
+        self._layers.append(layer)
+        return len(self._layers) - 1
+
+    @property
+    def num_layers(self) -> int:
+        """How many layers were added."""
+        return len(self._layers)
+
+    def made(self, number: int, x_TE: Tensor, ids_TK: Tensor) -> Tensor:
+        """What each row's experts make of it [T * K, W]: a round."""
+        layer = self._layers[number]
+        starts = [rank * layer.num_experts // self.size for rank in range(1, self.size)]
+        owners_TK = torch.bucketize(ids_TK, torch.tensor(starts, device=ids_TK.device), right=True)
+        asked, of_rank = [], []
+        for rank in range(self.size):
+            theirs_TK = owners_TK == rank
+            has_any_T = theirs_TK.any(dim=1)
+            rows = theirs_TK.nonzero()[:, 0]
+            asked.append(_Asked(x_TE[has_any_T], (has_any_T.cumsum(0) - 1)[rows], ids_TK[theirs_TK]))
+            of_rank.append(theirs_TK.flatten())
+        self._begin()
+        answers, _ = self._round(number, asked, 0)
+        made = torch.empty(ids_TK.numel(), layer.width, dtype=layer.dtype, device=layer.device)
+        for theirs, answer in zip(of_rank, answers, strict=True):
+            made[theirs] = answer
+        return made
+
+    def finish(self, word: int) -> list[int]:
+        """Compute for the other ranks until all have come here; returns the word of each, a small number."""
+        self._begin()
+        while True:
+            _, words = self._round(_NOTHING, [], word)
+            if words is not None:
+                self.begun = False
+                return words
+
+    def _begin(self) -> None:
+        if not self.begun:
+            self.begun = True
+            self._begins()
+
+    def _round(self, number: int, asked: Sequence[_Asked], word: int) -> tuple[list[Tensor], list[int] | None]:
+        """The answers to what this rank asks; or, where none asked for anything, the words of all."""
+        rows = [len(one.rows) for one in asked] or [0] * self.size
+        pairs = [len(one.experts) for one in asked] or [0] * self.size
+        heads = [head.tolist() for head in self._gather(torch.tensor([number, word, *rows, *pairs]))]
+        if all(head[0] == _NOTHING for head in heads):
+            return [], [head[1] for head in heads]
+        received = self._exchanged(asked, heads)
+        made = self._computed(received, heads)
+        answers = self._answered(number, made, pairs)
+        return answers, None
+
+    def _exchanged(self, asked: Sequence[_Asked], heads: Sequence[Sequence[int]]) -> dict[int, _Asked]:
+        """What each rank that asks wants of this one."""
+        out, sizes = [_no_bytes()] * self.size, [0] * self.size
+        for rank, one in enumerate(asked):
+            if rank != self.rank and len(one.experts):
+                out[rank] = _as_bytes(one)
+        counts = {}
+        for rank, head in enumerate(heads):
+            if head[0] == _NOTHING:
+                continue
+            num_rows, num_pairs = head[2 + self.rank], head[2 + self.size + self.rank]
+            counts[rank] = num_rows, num_pairs
+            if rank != self.rank:
+                layer = self._layers[head[0]]
+                sizes[rank] = num_pairs * _PAIR_BYTES + num_rows * layer.hidden * layer.dtype.itemsize
+        came = self._swap(out, sizes)
+        return {
+            rank: asked[rank]
+            if rank == self.rank
+            else _from_bytes(came[rank], *counts[rank], self._layers[heads[rank][0]])
+            for rank in counts
+        }
+
+    def _computed(self, received: dict[int, _Asked], heads: Sequence[Sequence[int]]) -> dict[int, Tensor]:
+        """What this rank's experts make for each rank that asks, [P, W]: a layer's for all of them at once."""
+        made: dict[int, Tensor] = {}
+        for number in {heads[rank][0] for rank in received}:
+            of_layer = {rank: one for rank, one in received.items() if heads[rank][0] == number}
+            places, first = [], 0
+            for one in of_layer.values():
+                places.append(one.places + first)
+                first += len(one.rows)
+            rows = torch.cat([one.rows for one in of_layer.values()])
+            experts = torch.cat([one.experts for one in of_layer.values()])
+            parts = torch.split(
+                self._layers[number].make(rows, torch.cat(places), experts), [len(each) for each in places]
+            )
+            made |= zip(of_layer, parts, strict=True)
+        return made
+
+    def _answered(self, number: int, made: dict[int, Tensor], pairs: Sequence[int]) -> list[Tensor]:
+        """What each rank made of this one's rows."""
+        out, sizes = [_no_bytes()] * self.size, [0] * self.size
+        for rank, part in made.items():
+            if rank != self.rank:
+                out[rank] = part.cpu().contiguous().view(-1).view(torch.uint8)
+        if number == _NOTHING:
+            self._swap(out, sizes)
+            return []
+        layer = self._layers[number]
+        for rank in range(self.size):
+            if rank != self.rank:
+                sizes[rank] = pairs[rank] * layer.width * layer.dtype.itemsize
+        came = self._swap(out, sizes)
+        return [
+            made[rank] if rank == self.rank else _typed(came[rank], layer.dtype).view(-1, layer.width).to(layer.device)
+            for rank in range(self.size)
+        ]
+
+
+def _no_bytes() -> Tensor:
+    return torch.empty(0, dtype=torch.uint8)
+
+
+def _as_bytes(one: _Asked) -> Tensor:
+    pairs = torch.stack((one.places, one.experts)).to(torch.int32).cpu()
+    return torch.cat([part.contiguous().view(-1).view(torch.uint8) for part in (pairs, one.rows.cpu())])
+
+
+def _from_bytes(data: Tensor, num_rows: int, num_pairs: int, layer: SharedLayer) -> _Asked:
+    split = num_pairs * _PAIR_BYTES
+    pairs, rows = data[:split], data[split:]
+    places, experts = _typed(pairs, torch.int32).long().to(layer.device).view(2, num_pairs)
+    return _Asked(_typed(rows, layer.dtype).view(num_rows, layer.hidden).to(layer.device), places, experts)
+
+
+def _typed(data: Tensor, dtype: torch.dtype) -> Tensor:
+    """Bytes as numbers; in memory of their own, which begins where such numbers may."""
+    return data.clone().view(dtype)
