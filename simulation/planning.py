@@ -146,9 +146,11 @@ def check(seed: int, tally: Tally) -> None:
     random = Random(seed)
     case = draw(random)
     tally.cases += 1
+    tally.kinds["hybrid"] += case.hybrid
     of_source, of_dest = (case.source, _told(random, case.dest)), (_told(random, case.source), case.dest)
     if not _complete(case):
         tally.refused += 1
+        assert not case.regular, "an engine lacks a part of its model"
         for ends in (of_source, of_dest):
             assert "nobody holds" in _refusal(*ends), "what nobody holds is promised"
         return
@@ -237,9 +239,9 @@ def main() -> int:
         print(error)
         return 1
     print(
-        f"{tally.cases:,} cases, {tally.refused:,} of them of what nobody holds; {tally.plans:,} plans for one rank, "
-        f"{tally.runs:,} runs, {tally.num_bytes:,} bytes: each once, from its place, nothing else "
-        f"({time.process_time() - began:.0f} s of CPU)"
+        f"{tally.cases:,} cases, {tally.kinds['hybrid']:,} of them hybrids, {tally.refused:,} of what nobody holds; "
+        f"{tally.plans:,} plans for one rank, {tally.runs:,} runs, {tally.num_bytes:,} bytes: each once, from its "
+        f"place, nothing else ({time.process_time() - began:.0f} s of CPU)"
     )
     return 0
 

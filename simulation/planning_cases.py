@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 from baton.handoff.plan.planner import Instance, RankGeometry
 from baton.kv.interval import ALL_LAYERS, Interval
+from simulation.planning_engines import as_layers, engine, hybrid
 from simulation.topologies import Layers, Part, Shape, instance, place, random_layout
 
 _PAGES = 9
@@ -22,16 +23,34 @@ class Case:
     dest: Instance
     wanted: dict[str, tuple[list[int], list[int], Interval, Interval]]
     regular: bool
+    hybrid: bool = False
 
 
 def draw(random: Random) -> Case:
-    """Two engines of a random model."""
+    """Two engines of a random model: a hybrid that is cut as engines cut theirs, or groups of any planes."""
+    if random.random() < 0.25:
+        return _draw_hybrid(random)
     tile = random.choice((1, 1, 1, 2))
     groups = [_group(random, f"group{i}", tile) for i in range(random.randint(1, 3))]
     if random.random() < 0.5:
         groups.append(_group(random, "draft", tile, draft=True))
     regular = random.random() < 0.8
     sides = [_side(random, groups, tile, regular) for _ in range(2)]
+    return _case(random, groups, sides, tile, regular)
+
+
+def _draw_hybrid(random: Random) -> Case:
+    """Both engines cut it by the same rules, or one of them has any layers and any share of each plane."""
+    model, regular = hybrid(random), random.random() < 0.8
+    groups = [as_layers(group) for group in model.groups]
+    sides = [engine(random, model, random.randint(1, 5), _PAGES) for _ in range(2)]
+    if not regular:
+        sides[random.randrange(2)] = _odd(random, groups, random.randint(1, 5), tile=1)
+    return replace(_case(random, groups, sides, 1, regular), hybrid=True)
+
+
+def _case(random: Random, groups: Sequence[Layers], sides: Sequence[Instance], tile: int, regular: bool) -> Case:
+    """What is wanted of two engines."""
     wanted = {}
     for group in groups:
         sizes = [side.groups[group.name][0].geometry.page_size for side in sides]
@@ -105,9 +124,14 @@ def _odd(random: Random, groups: Sequence[Layers], size: int, tile: int) -> Inst
             if not layers:
                 continue
             shares = []
+            # Planes may have as many heads as one another here, and other ones.
+            width = random.choice((None, 1, 2))
             for part in group.parts:
                 first = random.choice((0, 0, random.randrange(part.num_heads)))
                 last = random.choice((part.num_heads, random.randint(first + 1, part.num_heads)))
+                if width is not None and width <= part.num_heads:
+                    first = random.randint(0, part.num_heads - width)
+                    last = first + width
                 shares.append((0, part.num_heads) if part.cut == "whole" else (first, last - first))
             layout = random_layout(random, tile)
             geometry = place(group.name, group.parts, shares, layers, _PAGES, page_size, layout, region=rank)

@@ -14,6 +14,7 @@ from baton.handoff.plan import planner, topology
 from baton.handoff.protocol import digests, gather
 from baton.kv.geometry import Geometry
 from baton.kv.interval import Interval
+from simulation import planning_engines
 from simulation.planning import play
 
 Break = Callable[[pytest.MonkeyPatch], None]
@@ -34,6 +35,7 @@ def test_random_geometries() -> None:
     assert tally.plans > 300
     assert 0 < tally.refused < 20
     assert tally.kinds["regular"] > 30
+    assert tally.kinds["hybrid"] > 10
 
 
 def shares(change: Callable[..., Any]) -> Break:
@@ -117,6 +119,60 @@ def ranks_count_as_they_are_named(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(topology, "sorted", lambda items, key=None: list(items) if key else sorted(items), raising=False)
 
 
+def planes_share_as_the_first_does(patch: pytest.MonkeyPatch) -> None:
+    """Of a Mamba-2 layer, as if B and C were cut as x is."""
+    original = planning_engines.parts_of
+
+    def parts_of(*given: Any) -> Any:
+        return [(group, (firsts[0],) * len(firsts)) for group, firsts in original(*given)]
+
+    patch.setattr(planning_engines, "parts_of", parts_of)
+
+
+def what_is_whole_is_cut(patch: pytest.MonkeyPatch) -> None:
+    """Each rank promises its share alone of B and C of one group."""
+    original = planning_engines.parts_of
+
+    def parts_of(groups: Any, config: Any, num_layers: int, rank: int) -> Any:
+        cut = [
+            msgspec.structs.replace(
+                group,
+                planes=tuple(
+                    msgspec.structs.replace(plane, cut="channels") if plane.name.startswith("conv") else plane
+                    for plane in group.planes
+                ),
+            )
+            for group in groups
+        ]
+        found = original(cut, config, num_layers, rank)
+        names = {group.name: group for group in groups}
+        return [
+            (
+                msgspec.structs.replace(
+                    part,
+                    planes=tuple(
+                        msgspec.structs.replace(plane, cut=whole.cut)
+                        for plane, whole in zip(part.planes, names[part.name].planes, strict=True)
+                    ),
+                ),
+                firsts,
+            )
+            for part, firsts in found
+        ]
+
+    patch.setattr(planning_engines, "parts_of", parts_of)
+
+
+def planes_of_one_width_have_one_share(patch: pytest.MonkeyPatch) -> None:
+    original = topology._continues
+
+    def continues(planes: Any, first: int, index: int) -> bool:
+        moved = [msgspec.structs.replace(plane, first_head=0) for plane in planes]
+        return original(moved, first, index)
+
+    patch.setattr(topology, "_continues", continues)
+
+
 BROKEN: dict[str, Break] = {
     "every holder sends": shares(everybody_sends),
     "the first holder always sends": shares(first_holder_sends),
@@ -129,6 +185,9 @@ BROKEN: dict[str, Break] = {
     "planes as far apart everywhere": planes_of_one_shape_are_as_far_apart_everywhere,
     "runs join by destination": runs_join_by_destination,
     "pairs of the first sender": pairs_by_what_is_wanted_of_the_first_rank,
+    "planes share as the first does": planes_share_as_the_first_does,
+    "planes of one width have one share": planes_of_one_width_have_one_share,
+    "what is whole is cut": what_is_whole_is_cut,
     "ranks as they are named": ranks_count_as_they_are_named,
 }
 
