@@ -56,6 +56,33 @@ async def test_tokens_of_texts_and_chats(tmp_path: Path, session: aiohttp.Client
         assert text == {"prompt": "<bos>hé<eos>"}
 
 
+async def test_add_special_tokens_of_completions_and_chats(tmp_path: Path, session: aiohttp.ClientSession) -> None:
+    """As in vLLM: a completion's tokenizer adds BOS unless told otherwise, a chat's does not unless told to."""
+    file = write_tokenizer(tmp_path) / "tokenizer.json"
+    backend = tokenizers.Tokenizer.from_file(str(file))
+    backend.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", BOS)])
+    backend.save(str(file))
+    engine = FakeEngine(tmp_path)
+    chat = {"messages": [{"role": "user", "content": "a"}]}
+    num_bos = {}
+    async with served(build_app(engine, Tokenizer.load(tmp_path))) as url:
+        for path, asks in (("completions", {"prompt": "a"}), ("chat/completions", chat)):
+            for added in (None, True, False):
+                body = asks | {"max_tokens": 1, "add_special_tokens": added}
+                assert (await asked(session, f"{url}/v1/{path}", body))[0] == 200
+                prompt = engine.requests[-1].prompt_token_ids
+                num_bos[path, added] = [token == BOS for token in prompt[:2]].count(True)
+    written = num_bos["chat/completions", False]
+    assert num_bos == {
+        ("completions", None): 1,
+        ("completions", True): 1,
+        ("completions", False): 0,
+        ("chat/completions", None): written,
+        ("chat/completions", True): written + 1,
+        ("chat/completions", False): written,
+    }
+
+
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [

@@ -53,6 +53,8 @@ class FakeOpenAI:
     first: int = 6
     second: int = 3
     tokenizes: bool = True
+    bos: int | None = None
+    template: str = "{role}: {content}\n"
     drafts: int = 100
     accepted: list[int] = field(default_factory=lambda: [70, 20])
     requests: list[Json] = field(default_factory=list)
@@ -72,6 +74,19 @@ class FakeOpenAI:
         usage = {"prompt_tokens": len(prompt), "completion_tokens": num, "total_tokens": len(prompt) + num}
         return {"choices": [choice], "usage": usage}
 
+    def chat(self, body: Json) -> Json:
+        """A right answer to a chat: what a completion says, in the shape of a chat's."""
+        text = "".join(self.template.format(**message) for message in body["messages"])
+        completion = self.answer(body | {"prompt": list(text.encode())})
+        (choice,), logprobs = completion["choices"], completion["choices"][0].pop("logprobs")
+        scored = zip(logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True)
+        content = [
+            {"token": name, "logprob": value, "top_logprobs": [{"token": t, "logprob": v} for t, v in top.items()]}
+            for name, value, top in scored
+        ]
+        choice |= {"message": {"role": "assistant", "content": ""}, "logprobs": {"content": content}}
+        return completion | {"prompt_token_ids": list(text.encode())}
+
     async def complete(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         index = len(self.requests)
@@ -82,7 +97,7 @@ class FakeOpenAI:
         await asyncio.sleep(self.delay_s)
         if self.raw is not None:
             return web.Response(body=self.raw, status=self.status, headers=self.headers)
-        answer = self.answer(body)
+        answer = self.chat(body) if "messages" in body else self.answer(body)
         if self.change is not None:
             self.change(answer, index)
         return web.json_response(answer)
@@ -92,7 +107,9 @@ class FakeOpenAI:
         if request.path == "/v1/models":
             return web.json_response({"data": [{"id": "fake", "owned_by": self.owned_by}]})
         if request.path == "/tokenize" and self.tokenizes:
-            return web.json_response({"tokens": list((await request.json())["prompt"].encode())})
+            body = await request.json()
+            bos = [self.bos] if self.bos is not None and body["add_special_tokens"] else []
+            return web.json_response({"tokens": bos + list(body["prompt"].encode())})
         if request.path == "/metrics" and self.metrics is not None:
             text = self.metrics.format(drafts=self.drafts, first=self.accepted[0], second=self.accepted[1])
             return web.Response(text=text, status=self.metrics_status)
@@ -105,7 +122,8 @@ def running(fake: FakeOpenAI) -> Iterator[str]:
     loop = asyncio.new_event_loop()
     listener = bind("127.0.0.1", 0)
     app = web.Application()
-    app.router.add_post("/v1/completions", fake.complete)
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        app.router.add_post(path, fake.complete)
     app.router.add_route("*", "/{path:.*}", fake.other)
     runner = web.AppRunner(app, shutdown_timeout=0.1)
 

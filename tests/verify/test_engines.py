@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -25,28 +26,53 @@ def reference() -> Iterator[str]:
         yield deployment.url
 
 
-def verify(reference: str, candidate: str, *flags: str, lengths: str = LENGTHS) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "baton.cli", "verify", "--reference", reference, "--candidate", candidate]
-    command += ["--lengths", lengths, "--max-tokens", "20", *flags]
+CHATS = (
+    {"messages": [{"role": "system", "content": "Be terse."}, {"role": "user", "content": "What is a page?"}]},
+    [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": " list"}]}],
+    {
+        "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
+        "tools": [{"type": "function", "function": {"name": "f"}}],
+    },
+)
+
+
+def verify(reference: str, *flags: str, lengths: str | None = LENGTHS) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "baton.cli", "verify", "--reference", reference]
+    command += ["--max-tokens", "20", *(("--lengths", lengths) if lengths else ()), *flags]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, capture_output=True, text=True, timeout=170, env=environment, check=False)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_a_deployment_is_identical_to_one_engine_also_by_its_counters(reference: str) -> None:
+def test_a_deployment_is_identical_to_one_engine_also_by_its_counters(reference: str, tmp_path: Path) -> None:
+    chats = tmp_path / "chats.jsonl"
+    chats.write_text("\n".join(map(json.dumps, CHATS)))
     with Deployment(TARGET, engine_flags=FLAGS) as candidate:
         strict = ("--near-tie", "0", "--logprob-tolerance", "1e-5", "--acceptance-tolerance", "0")
         ids = ("--token-range", "3-2000")
-        by_counters = verify(reference, candidate.url, *strict, *ids, "--candidate-metrics", candidate.decode_urls[0])
-        by_answers = verify(reference, candidate.url, TARGET, *strict, "--concurrency", "4")
-        refused = verify(reference, candidate.url)
-    for result in (by_counters, by_answers):
+        there = ("--candidate", candidate.url)
+        by_counters = verify(reference, *there, *strict, *ids, "--candidate-metrics", candidate.decode_urls[0])
+        by_answers = verify(reference, *there, TARGET, *strict, "--concurrency", "4")
+        by_chats = verify(reference, *there, *strict, "--chat", str(chats), lengths=None)
+        refused = verify(reference, *there)
+    for result, num in ((by_counters, NUM), (by_answers, NUM), (by_chats, len(CHATS))):
         assert result.returncode == 0, result.stdout + result.stderr
         assert "acceptance candidate: accepted " in result.stdout
-        assert result.stdout.endswith(f": equal\nidentical: {NUM}/{NUM}\n")
+        assert result.stdout.endswith(f": equal\nidentical: {num}/{num}\n")
     assert refused.returncode == 1, refused.stdout + refused.stderr
     assert "prompt token ids must be in [0, 2048)" in refused.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_an_engine_in_this_process_writes_chats_as_a_server_does(reference: str, tmp_path: Path) -> None:
+    chats = tmp_path / "chats.jsonl"
+    chats.write_text("\n".join(map(json.dumps, CHATS)))
+    flags = (TARGET, "--speculative-config", json.dumps(EAGLE3), "--modes", "single", "--chat", str(chats))
+    result = verify(reference, *flags, "--near-tie", "0", lengths=None)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout.endswith(f": equal\nidentical: {len(CHATS)}/{len(CHATS)}\n")
 
 
 @pytest.mark.slow
@@ -61,6 +87,6 @@ def test_a_broken_deployment_is_found(fault: str, what: str, reference: str) -> 
     flags = (*FLAGS, "--recovery", "none")
     with Deployment(TARGET, engine_flags=flags, kv_transport=f"faulty+shm://?fault={fault}") as candidate:
         metrics = ("--candidate-metrics", candidate.decode_urls[0])
-        result = verify(reference, candidate.url, TARGET, *metrics, lengths="60-75")
+        result = verify(reference, "--candidate", candidate.url, TARGET, *metrics, lengths="60-75")
     assert result.returncode == 1, result.stdout + result.stderr
     assert f"DIFFERENT candidate: {what}" in result.stdout

@@ -3,52 +3,19 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from baton import cli
 from baton.openai import client
 from baton.verify import counters
+from tests.verify.command import Verify
 from tests.verify.fake_openai import METRICS, TIE, FakeOpenAI, Json, running, token, zipped
 
 NUM = 4  # requests
 MODEL = "models/baton-demo-llama"
-
-
-@dataclass
-class Result:
-    code: int
-    out: str
-    err: str
-
-
-Verify = Callable[..., Result]
-
-
-@pytest.fixture
-def verify(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Verify:
-    monkeypatch.setattr(counters, "_POLL_S", 0.01)
-
-    def run(reference: FakeOpenAI, candidate: FakeOpenAI, *flags: str) -> Result:
-        with running(reference) as one, running(candidate) as other:
-            given = [flag.format(reference=one, candidate=other) for flag in flags]
-            lengths = [] if "--prompts" in flags else ["--lengths", f"5-{4 + NUM}"]
-            command = ["baton", "verify", "--reference", one, "--candidate", f"{other}/v1", "--max-tokens", "8"]
-            monkeypatch.setattr(sys, "argv", [*command, *lengths, *given])
-            try:
-                cli.main()
-                code = 0
-            except SystemExit as ended:
-                code = int(ended.code or 0)
-        shown = capsys.readouterr()
-        return Result(code, shown.out, shown.err)
-
-    return run
 
 
 def of_choice(edit: Callable[[Json], object], only: int | None = None) -> Callable[[Json, int], None]:
@@ -360,6 +327,8 @@ def test_prompts_of_a_file(tmp_path: Path, verify: Verify) -> None:
         (("--candidate", "ftp://x"), "candidate: must be http://HOST:PORT"),
         (("--candidate-metrics", "nowhere"), "candidate_metrics: must be http://HOST:PORT"),
         (("--lengths", "3", "--prompts", "x"), "lengths: cannot be chosen with --prompts"),
+        (("--chat", "x", "--prompts", "x"), "prompts: cannot be chosen with --chat"),
+        (("--no-add-special-tokens",), "add_special_tokens: is for the texts of --prompts"),
         (("--token-range", "9-3"), "token_range: must be rising"),
         (("--near-tie", "nan"), "near_tie: must be at least 0"),
         (("--acceptance-tolerance", "-1"), "acceptance_tolerance: must be at least 0"),

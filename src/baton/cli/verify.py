@@ -20,7 +20,8 @@ from baton.engine.hub import checkpoint_directory
 from baton.errors import ConfigError
 from baton.verify.compare import compare
 from baton.verify.observe import REQUEST_TIMEOUT_S, Case
-from baton.verify.options import DEFAULT_LENGTHS, MODES, Bounds, choose_cases, parse_modes
+from baton.verify.options import DEFAULT_LENGTHS, MODES, Bounds, choose_cases, find_bos, parse_modes
+from baton.verify.prompts import num_doubled
 from baton.verify.report import format_reports, report_json
 from baton.verify.sides import Answers, InProcess, Served, Started
 from baton.wire import MAX_LOGPROBS, Recovery, SamplingParams
@@ -56,6 +57,16 @@ class PromptOptions:
 
     lengths: Annotated[str | None, typer.Option(help=f"Prompt lengths in tokens [default: {DEFAULT_LENGTHS}].")] = None
     prompts: Annotated[str | None, typer.Option(help="File of prompts: lines of text, or of JSON if *.jsonl.")] = None
+    chat: Annotated[
+        str | None, typer.Option(metavar="FILE", help='Lines of {"messages": [...]}, for /v1/chat/completions.')
+    ] = None
+    add_special_tokens: Annotated[
+        bool,
+        typer.Option(
+            "--add-special-tokens/--no-add-special-tokens",
+            help="For texts of --prompts: whether the tokenizer adds BOS; not where a template wrote it.",
+        ),
+    ] = True
     token_range: Annotated[str, typer.Option(help="Ids of random prompts, where there is no MODEL.")] = "100-30000"
 
 
@@ -162,7 +173,6 @@ def verify_command(
         servers.concurrency,
     )
     cases = choose_cases(model, want or have, **asdict(prompts), params=params)
-
     running: list[Deployment] = []
 
     def ask(mode: str) -> Answers:
@@ -179,6 +189,8 @@ def verify_command(
 
     _say(f"reference: {want.url if want else 'one engine in this process'}, {len(cases)} requests")
     expected = want.answers(cases, salted=True) if want else InProcess(settings).answers(cases)
+    if prompts.prompts is not None or prompts.chat is not None:
+        _warn_of_bos(cases, expected, find_bos(model, want or have), prompts.prompts is not None)
     with contextlib.ExitStack() as undo:
         if not _print_reports(cases, expected, chosen, ask, bounds, json_output):
             raise typer.Exit(1)
@@ -201,6 +213,15 @@ def _print_reports(
         reports.append(report)
     print(json.dumps([report_json(r) for r in reports], indent=1) if json_output else format_reports(reports))
     return all(report.passed for report in reports)
+
+
+def _warn_of_bos(cases: Sequence[Case], answers: Answers, bos: int | None, texts: bool) -> None:
+    """Prompts that begin with BOS twice are answered alike on both sides, and worse than they could be."""
+    answered = zip(cases, answers.observed, strict=True)
+    num = num_doubled([case.prompt_token_ids or seen.prompt_token_ids or () for case, seen in answered], bos)
+    if num:
+        cure = ": the tokenizer adds it to text that has it; see --no-add-special-tokens" if texts else ""
+        _say(f"warning: {num} of {len(cases)} prompts begin with BOS (token {bos}) twice{cure}")
 
 
 def _say(text: str) -> None:

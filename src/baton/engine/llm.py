@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+from tqdm import tqdm
 
 from baton.engine.build import build_engine
 from baton.engine.config import EngineConfig, SpeculativeConfig
@@ -88,6 +90,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
     ) -> list[RequestOutput]:
         """Answer one conversation, or each of many, by the model's chat template. Raises as `generate` does."""
         chats: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
@@ -96,14 +99,16 @@ class LLM:
             text = tokenizer.apply_chat_template(chat, add_generation_prompt, chat_template_kwargs)
             ids = tokenizer.encode(text, add_special_tokens=False)
             prompts.append({"prompt": text, "prompt_token_ids": ids})
-        return self.generate(prompts, sampling_params)
+        return self.generate(prompts, sampling_params, use_tqdm)
 
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
     ) -> list[RequestOutput]:
-        """Complete one prompt, or each of many. Results are in the order of the prompts.
+        """Complete one prompt, or each of many. Results are in the order of the prompts. `use_tqdm`: show on a terminal
+        how many are complete; or what makes another bar of tqdm's kind.
 
         Raises RequestError naming the parameter when a request is refused; then nothing has run. Raises the error of
         the first request that fails; the others are aborted.
@@ -136,7 +141,8 @@ class LLM:
         try:
             for record in records:
                 engine.core.add(record)
-            self._run(results, samples)
+            with _bar(use_tqdm, len(results)) as bar:
+                self._run(results, samples, bar.update)
         finally:
             for record in records:  # where one has failed, the others still run
                 engine.core.abort(record.request_id)
@@ -165,8 +171,15 @@ class LLM:
             ids = self._engine.tokenizer.encode(str(text))
         return text, list(ids), check_salt(prompt.get("cache_salt"))
 
-    def _run(self, results: Sequence[RequestOutput], samples: Sequence[Sequence[SampleOutput]]) -> None:
+    def _run(
+        self,
+        results: Sequence[RequestOutput],
+        samples: Sequence[Sequence[SampleOutput]],
+        complete: Callable[[], object],
+    ) -> None:
+        """Until all samples are complete; `complete` is told of each prompt that has all of its own."""
         core = self._engine.core
+        left = Counter({result.request_id: len(outputs) for result, outputs in zip(results, samples, strict=True)})
         open_samples = {
             f"{result.request_id}-{index}": sample
             for result, outputs in zip(results, samples, strict=True)
@@ -182,7 +195,18 @@ class LLM:
                         # A stop string may end a sample that the engine would go on with.
                         del open_samples[request_id]
                         core.abort(request_id)
+                        prompt = request_id.rpartition("-")[0]
+                        left[prompt] -= 1
+                        if not left[prompt]:
+                            complete()
                         break
+
+
+def _bar(use_tqdm: bool | Callable[..., Any], total: int) -> Any:
+    if callable(use_tqdm):
+        return use_tqdm(total=total)
+    disable = None if use_tqdm else True  # None: off where nobody watches
+    return tqdm(total=total, desc="Processed prompts", unit="prompt", delay=1.0, leave=False, disable=disable)
 
 
 def _config(model: str, settings: dict[str, Any]) -> EngineConfig:

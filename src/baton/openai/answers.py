@@ -71,12 +71,62 @@ class Usage(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Completion(msgspec.Struct, frozen=True):
-    """A completion, or one event of a streamed one."""
+    """A completion, or one event of a streamed one. `prompt_token_ids` are told of chats."""
 
     choices: list[Choice] = []
     usage: Usage | None = None
     error: dict[str, Any] | None = None
     kv_transfer_params: dict[str, Any] | None = None
+    prompt_token_ids: list[TokenId] | None = None
+
+
+class _ScoredToken(msgspec.Struct, frozen=True):
+    token: str
+    logprob: float
+    top_logprobs: list[_ScoredToken] = []
+
+
+class _ChatLogprobs(msgspec.Struct, frozen=True):
+    content: list[_ScoredToken] | None = None
+
+    def of_completion(self) -> Logprobs | None:
+        if self.content is None:
+            return None
+        top: list[dict[str, float] | None] = [
+            {other.token: other.logprob for other in one.top_logprobs} | {one.token: one.logprob}
+            for one in self.content
+        ]
+        return Logprobs([one.logprob for one in self.content], top, [one.token for one in self.content])
+
+
+class _ChatChoice(msgspec.Struct, frozen=True):
+    token_ids: list[TokenId] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    logprobs: _ChatLogprobs | None = None
+    spec_decode: SpecDecode | None = None
+
+
+class ChatCompletion(msgspec.Struct, frozen=True):
+    """A whole answer to a chat, without its messages: those are texts, which tell less than tokens do."""
+
+    choices: list[_ChatChoice] = []
+    usage: Usage | None = None
+    prompt_token_ids: list[TokenId] | None = None
+
+    def of_completion(self) -> Completion:
+        """The same as a completion tells it."""
+        choices = [
+            Choice(
+                one.token_ids,
+                one.finish_reason,
+                one.stop_reason,
+                None if one.logprobs is None else one.logprobs.of_completion(),
+                one.spec_decode,
+            )
+            for one in self.choices
+        ]
+        return Completion(choices, self.usage, prompt_token_ids=self.prompt_token_ids)
 
 
 class ErrorFields(msgspec.Struct, frozen=True):

@@ -21,7 +21,7 @@ from baton.errors import (
     OverloadedError,
     ProtocolError,
 )
-from baton.openai.answers import Completion, Model, Models, decode, printable, read_error
+from baton.openai.answers import ChatCompletion, Completion, Model, Models, decode, printable, read_error
 from baton.wire import TokenId
 
 MAX_BODY_BYTES = 32 * 2**20
@@ -136,10 +136,12 @@ class OpenAIClient:
 
     async def complete(self, body: dict[str, Any]) -> Completion:
         """Answer of `POST /v1/completions`, with one choice at least."""
-        completion = decode(await self.fetch("POST", f"{self.url}/v1/completions", body), Completion)
-        if not completion.choices:
-            raise ProtocolError("the answer has no choices")
-        return completion
+        return _with_choices(decode(await self.fetch("POST", f"{self.url}/v1/completions", body), Completion))
+
+    async def chat(self, body: dict[str, Any]) -> Completion:
+        """Answer of `POST /v1/chat/completions` without its messages, with one choice at least."""
+        answer = decode(await self.fetch("POST", f"{self.url}/v1/chat/completions", body), ChatCompletion)
+        return _with_choices(answer.of_completion())
 
     async def stream(self, body: dict[str, Any]) -> AsyncGenerator[Completion, None]:
         """Yield the events of `POST /v1/completions`; an error among them is raised as `HandoffError`."""
@@ -148,9 +150,9 @@ class OpenAIClient:
             async for event in read_events(response, url):
                 yield event
 
-    async def tokenize(self, model: str, prompt: str) -> list[int]:
+    async def tokenize(self, model: str, prompt: str, add_special_tokens: bool = True) -> list[int]:
         """Answer of vLLM's `POST /tokenize`."""
-        body = {"model": model, "prompt": prompt}
+        body = {"model": model, "prompt": prompt, "add_special_tokens": add_special_tokens}
         return decode(await self.fetch("POST", f"{self.url}/tokenize", body), _Tokens).tokens
 
     async def samples(self, url: str | None = None) -> list[Sample]:
@@ -173,6 +175,12 @@ class OpenAIClient:
                 if response.status != 200:
                     raise await _refused(response, url)
                 yield response
+
+
+def _with_choices(completion: Completion) -> Completion:
+    if not completion.choices:
+        raise ProtocolError("the answer has no choices")
+    return completion
 
 
 async def _refused(response: aiohttp.ClientResponse, url: str) -> EngineUnavailableError | OverloadedError:

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
 from baton.errors import RequestError
 from baton.openai.backend import ServedModel
 from baton.openai.conversation import chat_prompt, chat_text, encode
 from baton.openai.plan import check_model
 from baton.openai.requests import DetokenizeRequest, TokenizeRequest, decode_body
 from baton.openai.tools import Asked
+from baton.text import Tokenizer
+
+_ANY_LENGTH = 2**24
 
 
 def tokenize(body: bytes, model: ServedModel) -> dict[str, object]:
@@ -26,6 +34,20 @@ def tokenize(body: bytes, model: ServedModel) -> dict[str, object]:
         ids = list(encode(request.prompt or "", model, request.add_special_tokens is not False, "prompt"))
     strings = [model.tokenizer.token_text(token) for token in ids] if request.return_token_strs else None
     return {"count": len(ids), "max_model_len": model.max_model_len, "tokens": ids, "token_strs": strings}
+
+
+def chat_tokens(
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None,
+    chat_template_kwargs: Mapping[str, Any] | None,
+    tokenizer: Tokenizer,
+) -> list[int]:
+    """The tokens of a conversation as a server with this tokenizer writes it. Raises `RequestError`, as it does."""
+    fields = {"messages": messages, "tools": tools, "chat_template_kwargs": chat_template_kwargs}
+    model = ServedModel("", tokenizer, _ANY_LENGTH, tokenizer.vocab_size, 0)
+    found = tokenize(msgspec.json.encode(fields), model)["tokens"]
+    assert isinstance(found, list)
+    return found
 
 
 def detokenize(body: bytes, model: ServedModel) -> dict[str, object]:

@@ -11,14 +11,14 @@ from baton.verify.observe import Case, Observed
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Where an answer first departs from the reference's. `case` is the index of the request."""
+    """Where an answer first departs from the reference's. `index` is that of the request, `asked` what it asked."""
 
-    case: int
-    length: int
+    index: int
+    asked: str
     what: str
 
     def __str__(self) -> str:
-        return f"request {self.case} (prompt of {self.length} tokens): {self.what}"
+        return f"request {self.index} ({self.asked}): {self.what}"
 
 
 @dataclass(slots=True)
@@ -71,9 +71,10 @@ def compare(
         if what is None:
             report.num_identical += 1
         elif gap is not None:
-            report.near_ties.append(Difference(index, case.length, f"{what}: its logprob is {gap:.2g} below the best"))
+            gap_text = f"{what}: its logprob is {gap:.2g} below the best"
+            report.near_ties.append(Difference(index, str(case), gap_text))
         else:
-            report.differences.append(Difference(index, case.length, what))
+            report.differences.append(Difference(index, str(case), what))
         report.max_logprob_difference = max(report.max_logprob_difference, _logprob_difference(want, have))
     report.check = AcceptanceCheck(of_answers(reference), of_answers(candidate))
     return report
@@ -97,6 +98,8 @@ def _first_difference(want: Observed, have: Observed, tolerance: float | None) -
     for side, observed in (("reference", want), ("candidate", have)):
         if observed.error is not None:
             return f"no answer from the {side}: {observed.error}"
+    if (written := _prompt_difference(want, have)) is not None:
+        return written
     position = _parting(want, have)
     if position is not None:
         a, b = want.token_ids[position], have.token_ids[position]
@@ -117,6 +120,17 @@ def _first_difference(want: Observed, have: Observed, tolerance: float | None) -
     return _acceptance_difference(want, have)
 
 
+def _prompt_difference(want: Observed, have: Observed) -> str | None:
+    """Where two templates part that should have written one chat alike."""
+    first, second = want.prompt_token_ids, have.prompt_token_ids
+    if first is None or second is None or first == second:
+        return None
+    pairs = enumerate(zip(first, second, strict=False))
+    at = next((position for position, (a, b) in pairs if a != b), min(len(first), len(second)))
+    a, b = (str(ids[at]) if at < len(ids) else "its end" for ids in (first, second))
+    return f"token {at} of the prompt, which the chat template wrote: expected {a}, got {b}"
+
+
 def _parting(want: Observed, have: Observed) -> int | None:
     """Index of the first token that differs."""
     pairs = enumerate(zip(want.token_ids, have.token_ids, strict=False))
@@ -126,7 +140,7 @@ def _parting(want: Observed, have: Observed) -> int | None:
 def _near_tie(want: Observed, have: Observed, bound: float) -> float | None:
     """How far below the reference's best the tokens are where they part; None if `bound` or more, or not known."""
     position = _parting(want, have)
-    if position is None or want.top is None or position >= len(want.top):
+    if position is None or want.top is None or position >= len(want.top) or _prompt_difference(want, have):
         return None
     top, tokens = want.top[position], (want.token_ids[position], have.token_ids[position])
     if not all(token in top for token in tokens):

@@ -4,34 +4,45 @@ from __future__ import annotations
 
 import asyncio
 import pydoc_data.topics
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
+
+from tqdm import tqdm
 
 from baton.errors import BatonError, ProtocolError
 from baton.openai.answers import Completion, Logprobs, token_id, tokens_of
 from baton.openai.client import OpenAIClient
 from baton.text import Tokenizer
+from baton.verify.prompts import Chat
 from baton.wire import SamplingParams
 
 REQUEST_TIMEOUT_S = 300.0
+_PIPED_INTERVAL_S = 10.0
+_BAR_DELAY_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One request: a prompt in token ids and how to sample."""
+    """One request and how to sample: a prompt in token ids, or a chat. Of a chat the token ids, by the model's own
+    template, are for an engine in this process; a server gets the messages."""
 
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
+    chat: Chat | None = None
 
-    @property
-    def length(self) -> int:
-        return len(self.prompt_token_ids)
+    def __str__(self) -> str:
+        if self.chat is not None:
+            return f"chat of {len(self.chat.messages)} messages"
+        return f"prompt of {len(self.prompt_token_ids)} tokens"
 
 
 @dataclass(frozen=True, slots=True)
 class Observed:
     """One answer. A field that the source does not tell is None. `error` is set when there is no answer.
+
+    `prompt_token_ids` are those of a chat, as the side's template wrote it.
 
     `top`: at each token, logprobs of the likeliest token ids, the chosen one among them. `accepted`: accepted drafts
     of each verification round.
@@ -45,6 +56,7 @@ class Observed:
     num_completion_tokens: int | None = None
     accepted: tuple[int, ...] | None = None
     num_speculative_tokens: int = 0
+    prompt_token_ids: tuple[int, ...] | None = None
     error: str | None = None
 
 
@@ -59,6 +71,12 @@ def make_cases(tokenizer: Tokenizer, lengths: Sequence[int], params: SamplingPar
     return cases
 
 
+def progress(**options: Any) -> tqdm[NoReturn]:
+    """A bar of answers that have come, shown from two seconds on; where nobody sees it move, a line now and then."""
+    every = 0.1 if sys.stderr.isatty() else _PIPED_INTERVAL_S
+    return tqdm(**{"desc": "answers"} | options, unit="request", delay=_BAR_DELAY_S, mininterval=every, leave=False)
+
+
 def num_drafts(settings: Mapping[str, Any]) -> int:
     """How many tokens an engine of these settings drafts."""
     spec = settings.get("speculative_config") or {}
@@ -67,9 +85,10 @@ def num_drafts(settings: Mapping[str, Any]) -> int:
 
 def observe_llm(llm: Any, cases: Sequence[Case], num_speculative_tokens: int) -> list[Observed]:
     """Answers of a `baton.LLM`."""
-    results = llm.generate([list(case.prompt_token_ids) for case in cases], [case.params for case in cases])
+    prompts, params = [list(case.prompt_token_ids) for case in cases], [case.params for case in cases]
+    results = llm.generate(prompts, params, use_tqdm=progress)
     observed = []
-    for result in results:
+    for case, result in zip(cases, results, strict=True):
         out = result.outputs[0]
         chosen = zip(out.token_ids, out.logprobs, strict=False)
         observed.append(
@@ -82,6 +101,7 @@ def observe_llm(llm: Any, cases: Sequence[Case], num_speculative_tokens: int) ->
                 num_completion_tokens=len(out.token_ids),
                 accepted=tuple(out.accepted),
                 num_speculative_tokens=num_speculative_tokens,
+                prompt_token_ids=case.prompt_token_ids if case.chat else None,
             )
         )
     return observed
@@ -95,33 +115,53 @@ async def observe_client(
     kv_mode: str | None = None,
     cache_salts: Sequence[str] | None = None,
 ) -> list[Observed]:
-    """Answers of `POST /v1/completions`. A failed request is an `Observed` with its error, not an exception.
+    """Answers of `POST /v1/completions`, to chats of `POST /v1/chat/completions`. A failed request is an `Observed`
+    with its error, not an exception.
 
     With `cache_salts`, one for each case, a case finds prefixes of those alone that have the same.
     """
     gate = asyncio.Semaphore(concurrency)
 
     async def one(index: int, case: Case) -> Observed:
-        body = completion_body(model, case)
+        body = completion_body(model, case) if case.chat is None else chat_body(model, case, case.chat)
         if kv_mode is not None:
             body["kv_mode"] = kv_mode
         if cache_salts is not None:
             body["cache_salt"] = cache_salts[index]
         async with gate:
             try:
-                return observed(await client.complete(body), case.params.max_tokens)
+                answer = await (client.complete(body) if case.chat is None else client.chat(body))
+                return observed(answer, case.params.max_tokens)
             except BatonError as error:
                 return Observed(error=str(error))
+            finally:
+                bar.update()
 
-    return list(await asyncio.gather(*(one(index, case) for index, case in enumerate(cases))))
+    with progress(total=len(cases)) as bar:
+        return list(await asyncio.gather(*(one(index, case) for index, case in enumerate(cases))))
 
 
 def completion_body(model: str, case: Case) -> dict[str, Any]:
-    """A completion request. It sets each parameter for which a server might use a default of its model."""
-    params = case.params
+    """A completion request."""
+    return _body(model, case.params) | {"prompt": list(case.prompt_token_ids), "logprobs": case.params.logprobs}
+
+
+def chat_body(model: str, case: Case, chat: Chat) -> dict[str, Any]:
+    """A chat request. Tools are shown to the model, but a call is no more than text: that needs no parser."""
+    body = _body(model, case.params) | {"messages": chat.messages}
+    if case.params.logprobs is not None:
+        body |= {"logprobs": True, "top_logprobs": case.params.logprobs}
+    if chat.tools:
+        body |= {"tools": chat.tools, "tool_choice": "none"}
+    if chat.chat_template_kwargs:
+        body["chat_template_kwargs"] = chat.chat_template_kwargs
+    return body
+
+
+def _body(model: str, params: SamplingParams) -> dict[str, Any]:
+    """What requests of both kinds say: also each parameter for which a server might use a default of its model."""
     body: dict[str, Any] = {
         "model": model,
-        "prompt": list(case.prompt_token_ids),
         "max_tokens": params.max_tokens,
         "temperature": params.temperature,
         "top_p": params.top_p,
@@ -129,7 +169,6 @@ def completion_body(model: str, case: Case) -> dict[str, Any]:
         "min_p": params.min_p,
         "repetition_penalty": params.repetition_penalty,
         "ignore_eos": params.ignore_eos,
-        "logprobs": params.logprobs,
         "return_token_ids": True,
         "return_tokens_as_token_ids": True,
     }
@@ -154,6 +193,7 @@ def observed(answer: Completion, max_tokens: int) -> Observed:
         num_completion_tokens=usage.completion_tokens if usage else None,
         accepted=tuple(spec.accepted) if spec else None,
         num_speculative_tokens=spec.num_speculative_tokens if spec else 0,
+        prompt_token_ids=None if answer.prompt_token_ids is None else tuple(answer.prompt_token_ids),
     )
 
 

@@ -7,12 +7,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from baton.errors import ConfigError
+from baton.errors import ConfigError, RequestError
+from baton.openai.tokens import chat_tokens
 from baton.text import Tokenizer
 from baton.verify.acceptance import AcceptanceCheck, check_acceptance
 from baton.verify.compare import of_answers
 from baton.verify.observe import Case, make_cases
-from baton.verify.prompts import parse_token_range, random_prompts, read_prompts
+from baton.verify.prompts import Chat, Encode, ask_bos, parse_token_range, random_prompts, read_chats, read_prompts
 from baton.verify.sides import Answers, Served
 from baton.wire import SamplingParams
 
@@ -115,30 +116,65 @@ def choose_cases(
     server: Served | None,
     lengths: str | None,
     prompts: str | None,
+    chat: str | None,
+    add_special_tokens: bool,
     token_range: str,
     params: SamplingParams,
 ) -> list[Case]:
-    """Requests of a file of prompts, of text for the model's tokenizer, or of random tokens.
+    """Requests of a file of prompts or of chats, of text for the model's tokenizer, or of random tokens.
 
     Raises ConfigError, CheckpointError.
     """
+    _check_exclusive(lengths=lengths, prompts=prompts, chat=chat)
+    if prompts is None and not add_special_tokens:
+        raise ConfigError("add_special_tokens", "is for the texts of --prompts")
     ids_of = parse_token_range(token_range)
-    if prompts is None:
-        wanted = parse_lengths(lengths or DEFAULT_LENGTHS)
-        if model is not None:
-            return make_cases(Tokenizer.load(model), wanted, params)
-        return _cases(random_prompts(wanted, ids_of, params.seed or 0), params)
-    if lengths is not None:
-        raise ConfigError("lengths", "cannot be chosen with --prompts")
-    if model is None:
-        assert server is not None
-        return _cases(server.read_prompts(prompts), params)
+    if chat is not None:
+        chats = read_chats(chat)
+        tokenizer = None if model is None else Tokenizer.load(model)
+        return [Case(_written(f"{chat}: chat {n}", c, tokenizer), params, c) for n, c in enumerate(chats, 1)]
+    if prompts is not None:
+        if model is None:
+            assert server is not None
+            return _cases(server.read_prompts(prompts, add_special_tokens), params)
+        return _cases(asyncio.run(read_prompts(prompts, _encoder(model), add_special_tokens)), params)
+    wanted = parse_lengths(lengths or DEFAULT_LENGTHS)
+    if model is not None:
+        return make_cases(Tokenizer.load(model), wanted, params)
+    return _cases(random_prompts(wanted, ids_of, params.seed or 0), params)
+
+
+def find_bos(model: str | None, server: Served | None) -> int | None:
+    """The token with which the model's tokenizer, else the server's, begins each text by itself; None where it adds
+    none, or the server does not tell. Raises CheckpointError."""
+    if model is not None:
+        return asyncio.run(ask_bos(_encoder(model)))
+    return None if server is None else server.bos()
+
+
+def _encoder(model: str) -> Encode:
     tokenizer = Tokenizer.load(model)
 
-    async def encode(text: str) -> list[int]:
-        return tokenizer.encode(text)
+    async def encode(text: str, add_special_tokens: bool) -> list[int]:
+        return tokenizer.encode(text, add_special_tokens)
 
-    return _cases(asyncio.run(read_prompts(prompts, encode)), params)
+    return encode
+
+
+def _check_exclusive(**given: str | None) -> None:
+    first, *others = [name for name, value in given.items() if value is not None] or [""]
+    if others:
+        raise ConfigError(first, f"cannot be chosen with --{others[0]}")
+
+
+def _written(where: str, chat: Chat, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """A chat as a server of that checkpoint writes it; nothing where there is none."""
+    if tokenizer is None:
+        return ()
+    try:
+        return tuple(chat_tokens(chat.messages, chat.tools, chat.chat_template_kwargs, tokenizer))
+    except RequestError as error:
+        raise ConfigError("chat", f"{where}: {error}") from None
 
 
 def _cases(prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Case]:

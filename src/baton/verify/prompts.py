@@ -1,17 +1,28 @@
-"""Prompts in token ids for servers whose checkpoint is not at hand: random ones, or those of a file."""
+"""Prompts for servers: random ones, or those of a file: texts, token ids, chats."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
 import msgspec
 
 from baton.errors import ConfigError
 
 MAX_PROMPTS = 100_000
-Tokenize = Callable[[str], Awaitable[list[int]]]
+# The tokens of a text, with the special tokens that the tokenizer adds by itself or without them.
+Encode = Callable[[str, bool], Awaitable[list[int]]]
+T = TypeVar("T")
+
+
+class Chat(msgspec.Struct, frozen=True):
+    """A conversation, as `/v1/chat/completions` and chat templates take it."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class _Line(msgspec.Struct, frozen=True):
@@ -36,31 +47,63 @@ def random_prompts(lengths: Sequence[int], token_range: range, seed: int) -> lis
     return [[rng.randrange(token_range.start, token_range.stop) for _ in range(length)] for length in lengths]
 
 
-async def read_prompts(path: str, tokenize: Tokenize) -> list[list[int]]:
+async def read_prompts(path: str, encode: Encode, add_special_tokens: bool) -> list[list[int]]:
     """Prompts of a file: lines of text, or of JSON, `{"prompt": text or token ids}`, in a file named `*.jsonl`.
 
-    Empty lines are left out. Raises `ConfigError` naming the line, and what `tokenize` raises.
+    Empty lines are left out. Raises `ConfigError` naming the line, and what `encode` raises.
     """
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError("prompts", f"{path}: {error}") from None
     prompts: list[list[int]] = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        prompt = _parse(line, f"{path}, line {number}") if path.endswith(".jsonl") else line
-        ids = await tokenize(prompt) if isinstance(prompt, str) else prompt
+    for where, line in _lines("prompts", path):
+        prompt = _parse("prompts", line, where, _Line).prompt if path.endswith(".jsonl") else line
+        ids = await encode(prompt, add_special_tokens) if isinstance(prompt, str) else prompt
         if not ids or min(ids) < 0:
-            raise ConfigError("prompts", f"{path}, line {number}: must hold at least one token, and no negative one")
+            raise ConfigError("prompts", f"{where}: must hold at least one token, and no negative one")
         prompts.append(ids)
-    if not 0 < len(prompts) <= MAX_PROMPTS:
-        raise ConfigError("prompts", f"{path} must hold 1 to {MAX_PROMPTS} prompts, got {len(prompts)}")
     return prompts
 
 
-def _parse(line: str, where: str) -> str | list[int]:
+def read_chats(path: str) -> list[Chat]:
+    """Chats of a file: lines of JSON, `{"messages": [...]}`, with `tools` and `chat_template_kwargs` where they are
+    wanted, or a list of messages alone. Other fields are left out, as are empty lines.
+
+    Raises `ConfigError` naming the line.
+    """
+    chats = []
+    for where, line in _lines("chat", path):
+        found = _parse("chat", line, where, Chat | list[dict[str, Any]])
+        chat = found if isinstance(found, Chat) else Chat(found)
+        if not chat.messages:
+            raise ConfigError("chat", f"{where}: must hold at least one message")
+        chats.append(chat)
+    return chats
+
+
+async def ask_bos(encode: Encode) -> int | None:
+    """The token with which the tokenizer begins each text by itself; None where it adds none. Raises as `encode`."""
+    first, plain = (await encode("a", True))[:1], (await encode("a", False))[:1]
+    return first[0] if first and first != plain else None
+
+
+def num_doubled(prompts: Sequence[Sequence[int]], bos: int | None) -> int:
+    """How many prompts begin with `bos` twice."""
+    return 0 if bos is None else sum(list(ids[:2]) == [bos, bos] for ids in prompts)
+
+
+def _lines(field: str, path: str) -> Iterator[tuple[str, str]]:
+    """The lines that are not empty, each behind the words for where it stands."""
     try:
-        return msgspec.json.decode(line, type=_Line).prompt
-    except msgspec.DecodeError as error:
-        raise ConfigError("prompts", f"{where}: {error}") from None
+        # Other ends of lines, such as U+2028, may stand inside a JSON string.
+        lines = Path(path).read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(field, f"{path}: {error}") from None
+    found = [(f"{path}, line {n}", line.removesuffix("\r")) for n, line in enumerate(lines, 1) if line.strip()]
+    if not 0 < len(found) <= MAX_PROMPTS:
+        raise ConfigError(field, f"{path} must hold 1 to {MAX_PROMPTS} prompts, got {len(found)}")
+    yield from found
+
+
+def _parse(field: str, line: str, where: str, kind: type[T] | Any) -> T | Any:
+    try:
+        return msgspec.json.decode(line, type=kind)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ConfigError(field, f"{where}: {error}") from None

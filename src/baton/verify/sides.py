@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -22,7 +23,7 @@ from baton.verify.observe import (
     observe_client,
     observe_llm,
 )
-from baton.verify.prompts import read_prompts
+from baton.verify.prompts import ask_bos, read_prompts
 from baton.wire import Recovery
 
 
@@ -66,9 +67,16 @@ class Served:
         """
         return asyncio.run(self._answers(cases, kv_mode, salted))
 
-    def read_prompts(self, path: str) -> list[list[int]]:
+    def read_prompts(self, path: str, add_special_tokens: bool) -> list[list[int]]:
         """Prompts of a file, tokenised by the server. Raises `ConfigError` for the file, and where it cannot do so."""
-        return asyncio.run(self._read_prompts(path))
+        return asyncio.run(self._read_prompts(path, add_special_tokens))
+
+    def bos(self) -> int | None:
+        """The token with which the server begins each text by itself; None where it adds none, or does not tell."""
+        try:
+            return asyncio.run(self._bos())
+        except BatonError:
+            return None
 
     def _client(self) -> AbstractAsyncContextManager[OpenAIClient]:
         return connected(self.url, self.timeout_s, self.api_key)
@@ -101,17 +109,21 @@ class Served:
                 raise
             return f"{self.side}: {error}"
 
-    async def _read_prompts(self, path: str) -> list[list[int]]:
+    async def _read_prompts(self, path: str, add_special_tokens: bool) -> list[list[int]]:
         async with self._client() as client:
             model = await client.model()
 
-            async def encode(text: str) -> list[int]:
+            async def encode(text: str, special: bool) -> list[int]:
                 try:
-                    return await client.tokenize(model.id, text)
+                    return await client.tokenize(model.id, text, special)
                 except BatonError as error:
                     raise ConfigError("prompts", f"{error}; give MODEL, whose tokenizer then serves") from None
 
-            return await read_prompts(path, encode)
+            return await read_prompts(path, encode, add_special_tokens)
+
+    async def _bos(self) -> int | None:
+        async with self._client() as client:
+            return await ask_bos(functools.partial(client.tokenize, (await client.model()).id))
 
 
 @dataclass(frozen=True, slots=True)
