@@ -242,7 +242,8 @@ class TokenChunk(msgspec.Struct, frozen=True, kw_only=True):
     `position` is the output index of the first of `token_ids` (0: the first token after the client's prompt); None
     without tokens. `prompt_logprobs`: of each token of the prompt but the first, which has none; once, with the first
     token or the end. `accepted` holds, per verification round that ended in this chunk, how many draft tokens were
-    accepted, `drafted` of how many. `error` is set only with `finish_reason == "error"` and is
+    accepted, `drafted` of how many. `queued_s`: how long the prompt waited for an engine to begin it; once, with the
+    first token. `error` is set only with `finish_reason == "error"` and is
     `"<reason>: <message>"`; `recoverable` says that the request may succeed elsewhere, from the tokens known so far.
     """
 
@@ -256,6 +257,7 @@ class TokenChunk(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
     num_cached_tokens: int = 0
+    queued_s: float | None = None
     error: str | None = None
     recoverable: bool = False
 

@@ -122,6 +122,8 @@ def test_crossed_legs_of_two_routers(tmp_path: Path, alone: Stepped, mode: Mode)
             streams[str(i)] = legs[i][1]()
         two.run(streams)
         two.check(streams, expected)
+        # A decode leg waits for KV, in no queue of prompts.
+        assert {chunk.queued_s for stream in streams.values() for chunk in stream.chunks} == {None}
 
 
 @pytest.mark.parametrize("seeded", [False, True])
@@ -224,3 +226,16 @@ def test_a_limit_to_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
             assert time.monotonic() < until, "P is told at once"
             for engine in one.prefills + one.decodes:
                 engine.step()
+
+
+def test_the_first_token_says_how_long_its_prompt_waited(alone: Stepped, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 10.0
+    monkeypatch.setattr(alone.core.clock, "monotonic", lambda: now)
+    stream = alone.add(request("waits", prompts([20])[0], params(12)))
+    now = 12.5
+    while not stream.ended:
+        alone.step()
+        now += 1.0
+    told = [chunk.queued_s for chunk in stream.chunks]
+    assert len(told) > 1
+    assert told == [2.5] + [None] * (len(told) - 1)

@@ -21,7 +21,7 @@ TIMES = {"time_to_first_token_ms", "generation_time_ms", "queue_time_ms", "mean_
 
 async def ask(directory: Path, wanted: PerRequestMetrics, **body: Any) -> Any:
     """The `metrics` of an answer, streamed if the body says so; None for an answer without any."""
-    engine = FakeEngine(directory, step_s=0.002)
+    engine = FakeEngine(directory, step_s=0.002, queued_s=0.25)
     app = build_app(engine, Tokenizer.load(directory), per_request=wanted)
     async with served(app) as url, aiohttp.ClientSession() as session:
         client = {"model": "fake", "messages": [{"role": "user", "content": "a"}], "max_tokens": 14, **body}
@@ -54,7 +54,7 @@ async def test_all_there_is(directory: Path, more: dict[str, Any]) -> None:
         "per_step_accepted": [2] * 5,
         "per_step_drafted": [2] * 5,
     }
-    assert metrics["queue_time_ms"] is None
+    assert metrics["queue_time_ms"] == 250.0
     assert metrics["time_to_first_token_ms"] > 0
     assert metrics["mean_itl_ms"] == pytest.approx(metrics["generation_time_ms"] / 13)
     whole_ms = metrics["time_to_first_token_ms"] + metrics["generation_time_ms"]

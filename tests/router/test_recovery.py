@@ -351,6 +351,14 @@ def test_tokens_join_by_position() -> None:
     assert stream.token_ids == [5, 6, 7]
 
 
+@pytest.mark.parametrize("first", ["prefill", "decode"])
+def test_the_time_in_the_queue_is_told_whichever_leg_says_the_first_token(first: str) -> None:
+    stream, legs = joined(), [chunk(0, 5, queued_s=0.5), chunk(0, 5)]
+    said = [stream.push(leg) for leg in (legs if first == "prefill" else reversed(legs))]
+    said.append(stream.push(chunk(1, 6, finish_reason="length")))
+    assert {one.queued_s for one in said if one is not None} - {None} == {0.5}
+
+
 def test_tokens_that_do_not_join_are_refused() -> None:
     stream = joined()
     stream.push(chunk(0, 5, 6))

@@ -67,7 +67,7 @@ class FakeEngine:
     The first token comes alone, as after a prefill. A prefill leg ends after it and hands the rest to the
     decode leg of the same transfer, through `handed`, which both engines of a test share; the decode leg says that
     token too. A resumed request goes on behind its known tokens. `fail` names how it misbehaves, `fail_after` the
-    number of output tokens after which a decode leg does so.
+    number of output tokens after which a decode leg does so. `queued_s`: how long it says that prompts waited.
     """
 
     def __init__(
@@ -78,6 +78,7 @@ class FakeEngine:
         length: int | None = None,
         accept: int = 2,
         step_s: float = 0.0,
+        queued_s: float | None = None,
         fail: str | None = None,
         fail_after: int = 8,
         fingerprint: str = '{"weights": "a"}',
@@ -102,6 +103,7 @@ class FakeEngine:
         backend = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
         self.tokens: list[int] = backend.encode(TEXT).ids
         self.handed = {} if handed is None else handed
+        self.queued_s = queued_s
         self.length, self.accept, self.step_s, self.fail, self.fail_after = length, accept, step_s, fail, fail_after
         self.requests: list[GenerateRequest] = []
         self.outcomes: Counter[str] = Counter()
@@ -211,6 +213,7 @@ class FakeEngine:
                 drafted=[self.accept] if count > 1 else [],
                 finish_reason=reason if ends else None,  # type: ignore[arg-type]
                 num_cached_tokens=1,
+                queued_s=self.queued_s if position == 0 and role != "decode" else None,
             )
             if role == "prefill":
                 await asyncio.sleep(self.step_s)

@@ -123,6 +123,11 @@ class Request:
         self.prefill_len = len(self.token_ids) if self.num_output == 0 else len(self.token_ids) - 1
 
     @property
+    def queued_s(self) -> float | None:
+        """How long its prompt waited to be computed; None until then, and of a decode leg."""
+        return None if self.started_at is None else self.started_at - self.queued_at
+
+    @property
     def place(self) -> tuple[bool, int]:
         """Where it stands in queues: the least goes first."""
         return not self.started, self.arrival

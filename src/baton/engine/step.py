@@ -57,8 +57,8 @@ def _note_starts(core: EngineCore, scheduled: Sequence[ScheduledRows]) -> None:
     for rows in scheduled:
         request = rows.request
         if request.started_at is None and request.role != "decode":
-            request.started_at = core.clock.monotonic()
-            core.metrics.queue_time.observe(request.started_at - request.queued_at)
+            now = request.started_at = core.clock.monotonic()
+            core.metrics.queue_time.observe(now - request.queued_at)
 
 
 def _together(core: EngineCore, scheduled: Sequence[ScheduledRows]) -> Computed:
@@ -167,6 +167,7 @@ def _append(core: EngineCore, request: Request, verified: Verified, logits: npt.
         finish_reason=reason,
         stop_reason=stop_reason,
         num_cached_tokens=request.num_cached,
+        queued_s=request.queued_s if position == 0 else None,
         prompt_logprobs=(request.prompt_scores or None) if position == 0 else None,
     )
     # A prefill leg's stream stays open until its pages are free: its end is how a client that left is noticed.

@@ -49,7 +49,7 @@ class SampleOutput:
     """The growing output of one `GenerateRequest`.
 
     Totals are kept for the end: `text`, `token_ids`, `logprobs`, `accepted` (draft tokens accepted per
-    verification round), `drafted` (of how many), `num_cached_tokens`, `finish_reason`, `stop_reason`.
+    verification round), `drafted` (of how many), `num_cached_tokens`, `queued_s`, `finish_reason`, `stop_reason`.
     `times` once it has ended. With a `parser` also what it finds in the text: `content`, `reasoning`, `calls`.
     """
 
@@ -76,6 +76,7 @@ class SampleOutput:
         self.drafted: list[int] = []
         self.times: Times | None = None
         self.num_cached_tokens = 0
+        self.queued_s: float | None = None
         self.prompt_logprobs: list[TokenLogprobs | None] = []
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
@@ -107,6 +108,8 @@ class SampleOutput:
         if chunk.prompt_logprobs is not None:
             self.prompt_logprobs = chunk.prompt_logprobs
         self.num_cached_tokens = max(self.num_cached_tokens, chunk.num_cached_tokens)
+        if chunk.queued_s is not None:
+            self.queued_s = chunk.queued_s
         delta = Delta()
         # A token that stops the sequence (EOS or one of stop_token_ids) is counted but not spelt.
         hides_last = chunk.finish_reason == "stop" and not self._params.include_stop_str_in_output

@@ -38,7 +38,7 @@ NO_METRICS = PerRequestMetrics()
 
 def _times(output: SampleOutput) -> dict[str, Any]:
     """Milliseconds as the server that the client talks to sees them: from the request's arrival there, queues included.
-    It does not see when an engine took the request up, so the time in queue is not told apart."""
+    The time in the queue is the engine's own figure; vLLM's servers behind a router do not tell theirs."""
     times, num_tokens = output.times, len(output.token_ids)
     if times is None or not num_tokens:
         return {}
@@ -46,7 +46,7 @@ def _times(output: SampleOutput) -> dict[str, Any]:
     return {
         "time_to_first_token_ms": (times.first - times.arrived) * 1e3,
         "generation_time_ms": decode_s * 1e3,
-        "queue_time_ms": None,
+        "queue_time_ms": None if output.queued_s is None else output.queued_s * 1e3,
         "mean_itl_ms": decode_s * 1e3 / (num_tokens - 1) if num_tokens > 1 else None,
         "tokens_per_second": num_tokens / whole_s if whole_s > 0 else None,
     }

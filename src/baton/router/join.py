@@ -44,6 +44,7 @@ class Joined:
     def __init__(self, request: GenerateRequest) -> None:
         self.request = request
         self.token_ids: list[int] = []
+        self._queued_s: float | None = None
 
     def push(self, chunk: TokenChunk) -> TokenChunk | None:
         """The part of a leg's chunk that the client does not have yet, None when there is none.
@@ -51,6 +52,11 @@ class Joined:
         Raises `TokenMismatch` when engines disagree on a token that was sent, `ProtocolError` when tokens are missing
         before the chunk, or are too many.
         """
+        # The prefill leg alone tells it, and its token may come behind the same of the decode leg. The end has it.
+        if chunk.queued_s is not None:
+            self._queued_s = chunk.queued_s
+        elif chunk.finish_reason is not None:
+            chunk = msgspec.structs.replace(chunk, queued_s=self._queued_s)
         if not chunk.token_ids:
             return chunk if chunk.finish_reason is not None else None
         if chunk.logprobs is not None and len(chunk.logprobs) != len(chunk.token_ids):
