@@ -73,7 +73,8 @@ class Engine:
         return self.agents[0] if self.agents else None
 
     def close(self) -> None:
-        """End the agents' threads and the other ranks, and give the pool's memory back."""
+        """End the agents' threads and the other ranks, and give pool and weights back: at once, although an engine lies
+        in circles of references that the garbage collector finds later."""
         for agent in self.agents:
             agent.close()
         if self.core.prefix_store is not None:

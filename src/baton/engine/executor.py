@@ -38,7 +38,7 @@ class Executor(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of the pages' memory, which is its owner's to free."""
+        """Let go of the weights, and of the pages' memory, which is its owner's to free. Nothing is run after it."""
         ...
 
 
@@ -124,7 +124,8 @@ class LocalExecutor:
             torch.cuda.current_stream(self.runner.device).synchronize()
 
     def close(self) -> None:
-        self.runner.kv.clear()
+        self.runner.release()
+        self._output = None
 
 
 def _on_host(values: Tensor | None, rows: IntArray) -> np.ndarray:

@@ -73,7 +73,7 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Release the pool."""
+        """Give the memory of pool and weights back. `metrics` stays."""
         self._engine.close()
 
     @property

@@ -65,9 +65,10 @@ class PrefixStore:
         self._post = post
 
     def close(self) -> None:
-        """Finish what is being written; the pages are in use until then."""
+        """Finish what is being written; the pages are in use until then, and let go of behind it."""
         self._readers.shutdown(cancel_futures=True)
         self._writer.shutdown()
+        self._kv = {}
 
     # ------------------------------------------------------------ engine thread
 

@@ -26,7 +26,7 @@ from baton.models.base import CausalLM
 from baton.models.cache import LatentHeads, Recurrence
 from baton.structured import Constrained, DraftMatchers, Grammars
 
-LayerMap = Mapping[int, tuple[GroupMemory, int]]
+LayerMap = dict[int, tuple[GroupMemory, int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +144,12 @@ class ModelRunner:
         self._target_layers, self._draft_layers = _layer_map(target_groups, kv), _layer_map(draft_groups, kv)
         self._aux_layers = drafter.aux_layers if drafter else tuple(aux_layers)
         self.spec = plan_spec(groups, drafter)
+
+    def release(self) -> None:
+        """Let go of pages and weights, for good. What is alive only for a circle of references keeps neither."""
+        for held in (self.kv, self._target_layers, self._draft_layers):
+            held.clear()
+        del self.model, self.drafter
 
     @torch.inference_mode()
     def forward(self, rows: Rows, written: Written | None = None) -> TargetOutput:
