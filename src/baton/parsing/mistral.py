@@ -7,43 +7,31 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from baton.parsing.base import CallDelta, Event, Words, split_at
+from baton.parsing.base import CallDelta, Event
 from baton.parsing.calls import JsonCalls
 from baton.parsing.json_call import JsonValue
+from baton.parsing.marked import MarkedParser
 
 _OPEN, _ARGS = "[TOOL_CALLS]", "[ARGS]"
 _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,256}")
 
 
-class MistralParser:
+class MistralParser(MarkedParser):
     """Words, then calls; what follows a call and is none is words again."""
 
     def __init__(self, tools: Mapping[str, Any]) -> None:
-        self._words = Words()
+        super().__init__(_OPEN)
         self._calls = JsonCalls(self._words)
         self._value = JsonValue()
-        self._held = ""
-        self._where = "words"
 
-    def push(self, text: str) -> list[Event]:
-        text, self._held = self._held + text, ""
-        events: list[Event] = []
-        while text:
-            if self._where == "words":
-                before, found, text = split_at(text, _OPEN)
-                events += self._words.push(before)
-                if not found:
-                    self._held = text
-                    break
-                self._where = "start"
-                continue
-            left = len(text)
-            text = getattr(self, f"_{self._where}")(text, events)
-            if len(text) == left and self._held:
-                break
-        return events
+    def _opened(self) -> None:
+        self._where = "start"
 
-    def _start(self, text: str, events: list[Event]) -> str:
+    def _read(self, text: str, events: list[Event]) -> str | None:
+        states = {"start": self._start, "arguments": self._arguments, "call": self._call, "list": self._list}
+        return states[self._where](text, events)
+
+    def _start(self, text: str, events: list[Event]) -> str | None:
         """Behind `[TOOL_CALLS]`."""
         rest = text.lstrip()
         if rest.startswith("[") and not _ARGS.startswith(rest):
@@ -53,13 +41,11 @@ class MistralParser:
         name = _NAME.match(rest)
         behind = rest[name.end() :] if name else ""
         if not rest or (name and (not behind or (_ARGS.startswith(behind) and behind != _ARGS))) or rest == "[":
-            self._held = text
-            return text
+            return None
         behind = behind.removeprefix(_ARGS).lstrip()
         if name and (not behind or behind.startswith("{")):
             if not behind:
-                self._held = text
-                return text
+                return None
             self._words.call()
             events.append(CallDelta(self._calls.count, name.group(), ""))
             self._value, self._where = JsonValue(), "arguments"

@@ -11,7 +11,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from baton.parsing.base import CallDelta, Event, Words, split_at
+from baton.parsing.base import CallDelta, Event
+from baton.parsing.marked import MarkedParser
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _VALUE, _VALUE_END = "<parameter=", "</parameter>"
@@ -20,14 +21,12 @@ _PARAMETER = re.compile(r"\s*<parameter=([^<>]{1,256})>(.*?)</parameter>", re.DO
 _END = re.compile(r"\s*</function>(\s*</tool_call>)?")
 
 
-class Qwen3XmlParser:
+class Qwen3XmlParser(MarkedParser):
     """A call's name is told when its function is named, an argument when its value is whole."""
 
     def __init__(self, tools: Mapping[str, Any]) -> None:
+        super().__init__(_OPEN)
         self._tools = tools
-        self._words = Words()
-        self._held = ""
-        self._where = "words"
         self._count = 0
         self._name = ""
         self._keys: set[str] = set()
@@ -38,23 +37,13 @@ class Qwen3XmlParser:
             if _VALUE_END not in tail:
                 self._held += text  # to look through a long value at each of its pieces would take long
                 return []
-        text, self._held = self._held + text, ""
-        events: list[Event] = []
-        while text:
-            if self._where == "words":
-                before, found, text = split_at(text, _OPEN)
-                events += self._words.push(before)
-                if not found:
-                    self._held = text
-                    break
-                self._where = "call"
-                continue
-            rest = self._function(text, events) if self._where == "call" else self._inside(text, events)
-            if rest is None:
-                self._held = text
-                break
-            text = rest
-        return events
+        return super().push(text)
+
+    def _opened(self) -> None:
+        self._where = "call"
+
+    def _read(self, text: str, events: list[Event]) -> str | None:
+        return self._function(text, events) if self._where == "call" else self._inside(text, events)
 
     def _function(self, text: str, events: list[Event]) -> str | None:
         found = _FUNCTION.match(text)
