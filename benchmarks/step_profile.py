@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import typer
 
-from baton.engine.attention import AttnBatch, get_backend
+from baton.engine.attention import AttnBatch, AttnRows, get_backend
 from baton.models.cache import KVLayerSpec
 from baton.models.linear import Linear
 from baton.models.loader import load_model
@@ -96,7 +96,7 @@ def main(
         ids, at = torch.zeros(requests * rows, dtype=torch.int64), torch.from_numpy(positions)
 
         def attend_layer(layer: int, q: Any, k: Any, v: Any, scale: float, kv: Any = kv, batch: Any = batch) -> Any:
-            return attend(kv, layer, q, k, v, scale, batch, None)
+            return attend(kv, layer, AttnRows(q, k, v, scale), batch, None)
 
         parts: list[tuple[float, float, float]] = []
         for _ in range(repeat + 1):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.engine.attention import BACKENDS, AttnBatch, get_backend
+from baton.engine.attention import BACKENDS, AttnBatch, AttnRows, get_backend
 from baton.errors import BatonError, ConfigError
 from baton.models import cpu_team
 
@@ -71,7 +71,7 @@ def test_equals_the_reference(
     for start, stop in [(0, 130), (130, 131), (131, 201)]:
         rows = slice(start, stop)
         out = backend.write_and_attend(
-            pool.kv, LAYER, q[rows], k[rows], v[rows], 0.3, pool.batch({0: (start, stop)}), window
+            pool.kv, LAYER, AttnRows(q[rows], k[rows], v[rows], 0.3), pool.batch({0: (start, stop)}), window
         )
         torch.testing.assert_close(out.double(), expected[rows], rtol=1e-5, atol=2e-6)
     # Nothing else was written: other layers, the null page and free slots are as they were.
@@ -92,7 +92,9 @@ def test_the_paged_kernel_reads_nothing_that_is_freed() -> None:
 def test_bfloat16(name: str) -> None:
     q, k, v = (tensor.bfloat16() for tensor in random_qkv(90, 4, 2, 32, seed=2))
     pool = Pool(2, 32, 16, [90], torch.bfloat16)
-    out = get_backend(name, "cpu").write_and_attend(pool.kv, LAYER, q, k, v, 0.2, pool.batch({0: (0, 90)}), None)
+    out = get_backend(name, "cpu").write_and_attend(
+        pool.kv, LAYER, AttnRows(q, k, v, 0.2), pool.batch({0: (0, 90)}), None
+    )
     assert out.dtype is torch.bfloat16
     torch.testing.assert_close(out.double(), naive(q, k, v, 0.2, None), rtol=1e-2, atol=2e-2)
     page, slot = int(pool.table[0, 2]), 35 - 32
@@ -105,7 +107,7 @@ def test_large_scores_do_not_overflow(name: str) -> None:
     q, k, v = random_qkv(70, 2, 1, 8, seed=3)
     pool = Pool(1, 8, 16, [70], torch.float32)
     out = get_backend(name, "cpu").write_and_attend(
-        pool.kv, LAYER, q * 100, k * 100, v, 1.0, pool.batch({0: (0, 70)}), None
+        pool.kv, LAYER, AttnRows(q * 100, k * 100, v, 1.0), pool.batch({0: (0, 70)}), None
     )
     torch.testing.assert_close(out.double(), naive(q * 100, k * 100, v, 1.0, None), rtol=2e-2, atol=2e-2)
 
@@ -124,7 +126,7 @@ def test_paged_rows_are_equal_to_the_bit(dtype: torch.dtype, window: int | None,
         out = [torch.full((n, heads, size), float("nan"), dtype=dtype) for n in lengths]
         for spans in schedule:
             q, k, v = (torch.cat([data[r][part][a:b] for r, (a, b) in spans.items()]) for part in range(3))
-            rows = backend.write_and_attend(pool.kv, LAYER, q, k, v, 0.25, pool.batch(spans), window)
+            rows = backend.write_and_attend(pool.kv, LAYER, AttnRows(q, k, v, 0.25), pool.batch(spans), window)
             for (r, (a, b)), part in zip(spans.items(), rows.split([b - a for a, b in spans.values()]), strict=True):
                 out[r][a:b] = part
         return out
@@ -160,7 +162,9 @@ def test_threads_change_no_bit(runtime: str, monkeypatch: pytest.MonkeyPatch) ->
         torch.set_num_threads(threads)
         pool = Pool(2, 64, 16, [600], torch.float32)
         backend = get_backend("paged_cpu", "cpu")
-        results.append(backend.write_and_attend(pool.kv, LAYER, q, k, v, 0.1, pool.batch({0: (0, 600)}), None))
+        results.append(
+            backend.write_and_attend(pool.kv, LAYER, AttnRows(q, k, v, 0.1), pool.batch({0: (0, 600)}), None)
+        )
     torch.set_num_threads(1)
     assert teams == [1, 2]
     assert torch.equal(results[0], results[1])
@@ -178,7 +182,7 @@ def test_bad_slots_are_refused_before_anything_is_written(name: str, broken: str
         batch.page_table = batch.page_table.copy()
         batch.page_table[0, 3] = 0 if broken == "null page" else len(pool.kv)
     with pytest.raises(BatonError, match="slot"):
-        get_backend(name, "cpu").write_and_attend(pool.kv, LAYER, q, k, v, 1.0, batch, None)
+        get_backend(name, "cpu").write_and_attend(pool.kv, LAYER, AttnRows(q, k, v, 1.0), batch, None)
     assert pool.kv.isnan().all()
 
 
@@ -186,9 +190,9 @@ def test_bad_slots_are_refused_before_anything_is_written(name: str, broken: str
 def test_null_pages_outside_the_window_are_not_read(name: str) -> None:
     q, k, v = random_qkv(40, 2, 1, 8, seed=6)
     pool, backend = Pool(1, 8, 4, [40], torch.float32), get_backend(name, "cpu")
-    backend.write_and_attend(pool.kv, LAYER, q[:38], k[:38], v[:38], 0.3, pool.batch({0: (0, 38)}), 6)
+    backend.write_and_attend(pool.kv, LAYER, AttnRows(q[:38], k[:38], v[:38], 0.3), pool.batch({0: (0, 38)}), 6)
     pool.table[0, :8] = 0  # tokens 0..31; the oldest one that row 38 sees is 33
-    out = backend.write_and_attend(pool.kv, LAYER, q[38:], k[38:], v[38:], 0.3, pool.batch({0: (38, 40)}), 6)
+    out = backend.write_and_attend(pool.kv, LAYER, AttnRows(q[38:], k[38:], v[38:], 0.3), pool.batch({0: (38, 40)}), 6)
     torch.testing.assert_close(out.double(), naive(q, k, v, 0.3, 6)[38:], rtol=1e-5, atol=1e-6)
 
 
@@ -197,7 +201,7 @@ def test_requests_without_rows_are_allowed(name: str) -> None:
     q, k, v = random_qkv(4, 2, 1, 8, seed=7)
     pool = Pool(1, 8, 4, [4, 4], torch.float32)
     out = get_backend(name, "cpu").write_and_attend(
-        pool.kv, LAYER, q, k, v, 0.3, pool.batch({0: (0, 0), 1: (0, 4)}), None
+        pool.kv, LAYER, AttnRows(q, k, v, 0.3), pool.batch({0: (0, 0), 1: (0, 4)}), None
     )
     torch.testing.assert_close(out.double(), naive(q, k, v, 0.3, None), rtol=1e-5, atol=1e-6)
 
@@ -217,4 +221,6 @@ def test_paged_cpu_refuses_float16() -> None:
     q, k, v = (t.half() for t in random_qkv(2, 2, 1, 8, seed=8))
     pool = Pool(1, 8, 4, [2], torch.float16)
     with pytest.raises(ConfigError, match="float16"):
-        get_backend("paged_cpu", "cpu").write_and_attend(pool.kv, LAYER, q, k, v, 1.0, pool.batch({0: (0, 2)}), None)
+        get_backend("paged_cpu", "cpu").write_and_attend(
+            pool.kv, LAYER, AttnRows(q, k, v, 1.0), pool.batch({0: (0, 2)}), None
+        )

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from baton.engine.attention import get_backend
+from baton.engine.attention import AttnRows, get_backend
 from tests.engine.test_attention import LAYER, Pool, naive, random_qkv
 
 if not torch.cuda.is_available():
@@ -37,7 +37,9 @@ def test_equals_the_reference(shape: tuple[int, int, int, int], window: int | No
     close = {"rtol": 1e-5, "atol": 5e-6} if dtype is torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
     for start, stop in [(0, 130), (130, 131), (131, TOKENS)]:
         rows = (part[start:stop].cuda() for part in (q, k, v))
-        out = backend.write_and_attend(pool.kv, LAYER, *rows, size**-0.5, pool.batch({0: (start, stop)}), window)
+        out = backend.write_and_attend(
+            pool.kv, LAYER, AttnRows(*rows, size**-0.5), pool.batch({0: (start, stop)}), window
+        )
         torch.testing.assert_close(out.double().cpu(), expected[start:stop], **close)
     # Nothing else was written: other layers, the null page and free slots are as they were.
     assert pool.kv[:, [0, 2]].isnan().all()
@@ -57,7 +59,7 @@ def test_rows_are_batch_invariant(shape: tuple[int, int, int, int], window: int 
             pool = pool_of(shape, dtype, more)
             parts = [
                 backend.write_and_attend(
-                    pool.kv, LAYER, q[a:b], k[a:b], v[a:b], 0.3, pool.batch({0: (a, b)}), window, sinks
+                    pool.kv, LAYER, AttnRows(q[a:b], k[a:b], v[a:b], 0.3, sinks), pool.batch({0: (a, b)}), window
                 )
                 for a, b in itertools.pairwise(cuts)
             ]
@@ -72,5 +74,7 @@ def test_sinks_are_as_those_of_sdpa() -> None:
     for name in ("triton", "sdpa"):
         pool = pool_of((4, 2, 16, 7), torch.float32)
         batch = pool.batch({0: (0, TOKENS)})
-        made.append(get_backend(name, "cuda").write_and_attend(pool.kv, LAYER, q, k, v, 0.3, batch, 64, sinks))
+        made.append(
+            get_backend(name, "cuda").write_and_attend(pool.kv, LAYER, AttnRows(q, k, v, 0.3, sinks), batch, 64)
+        )
     torch.testing.assert_close(*made, rtol=1e-5, atol=5e-6)

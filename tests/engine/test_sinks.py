@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.engine.attention import BACKENDS, get_backend
+from baton.engine.attention import BACKENDS, AttnRows, get_backend
 from tests.engine.test_attention import LAYER, Pool, random_qkv
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -42,7 +42,7 @@ def test_equals_the_reference(
     for start, stop in [(0, 70), (70, 71), (71, 140)]:
         part = slice(start, stop)
         batch = pool.batch({0: (start, stop)})
-        out = backend.write_and_attend(pool.kv, LAYER, q[part], k[part], v[part], 0.3, batch, window, sinks)
+        out = backend.write_and_attend(pool.kv, LAYER, AttnRows(q[part], k[part], v[part], 0.3, sinks), batch, window)
         torch.testing.assert_close(out.double(), expected[part], rtol=1e-5, atol=2e-6)
 
 
@@ -53,7 +53,7 @@ def test_a_sink_that_weighs_nothing_changes_nothing(name: str) -> None:
     for sinks in (None, torch.full((4,), -1e30)):
         pool = Pool(2, 16, 16, [90], torch.float32)
         batch = pool.batch({0: (0, 90)})
-        outs.append(get_backend(name, "cpu").write_and_attend(pool.kv, LAYER, q, k, v, 0.3, batch, 20, sinks))
+        outs.append(get_backend(name, "cpu").write_and_attend(pool.kv, LAYER, AttnRows(q, k, v, 0.3, sinks), batch, 20))
     torch.testing.assert_close(outs[0], outs[1], rtol=1e-6, atol=1e-7)
 
 
@@ -62,7 +62,7 @@ def test_bfloat16(name: str) -> None:
     q, k, v = (part.bfloat16() for part in random_qkv(90, 4, 2, 32, seed=2))
     sinks, pool = torch.tensor([0.5, -1.0, 2.0, 0.0]), Pool(2, 32, 16, [90], torch.bfloat16)
     batch = pool.batch({0: (0, 90)})
-    out = get_backend(name, "cpu").write_and_attend(pool.kv, LAYER, q, k, v, 0.2, batch, None, sinks)
+    out = get_backend(name, "cpu").write_and_attend(pool.kv, LAYER, AttnRows(q, k, v, 0.2, sinks), batch, None)
     assert out.dtype is torch.bfloat16
     torch.testing.assert_close(out.double(), naive(q, k, v, 0.2, None, sinks), rtol=1e-2, atol=2e-2)
 
@@ -80,7 +80,7 @@ def test_paged_rows_are_equal_to_the_bit(dtype: torch.dtype, window: int | None)
         out = [torch.full((n, heads, size), float("nan"), dtype=dtype) for n in lengths]
         for spans in schedule:
             q, k, v = (torch.cat([data[r][part][a:b] for r, (a, b) in spans.items()]) for part in range(3))
-            rows = backend.write_and_attend(pool.kv, LAYER, q, k, v, 0.25, pool.batch(spans), window, sinks)
+            rows = backend.write_and_attend(pool.kv, LAYER, AttnRows(q, k, v, 0.25, sinks), pool.batch(spans), window)
             for (r, (a, b)), part in zip(spans.items(), rows.split([b - a for a, b in spans.values()]), strict=True):
                 out[r][a:b] = part
         return out

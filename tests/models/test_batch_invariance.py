@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from baton.engine.attention import AttnBatch, get_backend
+from baton.engine.attention import AttnBatch, AttnRows, get_backend
 from baton.models import load_model
 from baton.models.cpu_rows import silu_mul
 from baton.models.headwise import invariant_headwise
@@ -153,7 +153,7 @@ def test_requests_beside_each_other_do_not_change_bits(checkpoint: Any) -> None:
     batch = AttnBatch(np.cumsum([0, *lengths]).astype(np.int32), positions, table)
 
     def attend(layer: int, q: Any, k: Any, v: Any, scale: float) -> torch.Tensor:
-        return backend.write_and_attend(kv, layer, q, k, v, scale, batch, None)
+        return backend.write_and_attend(kv, layer, AttnRows(q, k, v, scale), batch, None)
 
     together, _ = model(torch.cat(prompts), torch.from_numpy(positions), attend)
     for prompt, rows in zip(prompts, together.split(lengths), strict=True):

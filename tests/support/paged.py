@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from baton.engine.attention import AttentionBackend, AttnBatch
+from baton.engine.attention import AttentionBackend, AttnBatch, AttnRows
 from baton.models.cache import KVLayerSpec
 
 
@@ -53,5 +53,5 @@ class PagedSequence:
     ) -> Tensor:
         window = self._layers[layer_id].window
         return self._backend.write_and_attend(
-            self.kv, layer_id, q_THD, k_TGD, v_TGD, scale, self._batch, window, sinks_H
+            self.kv, layer_id, AttnRows(q_THD, k_TGD, v_TGD, scale, sinks_H), self._batch, window
         )

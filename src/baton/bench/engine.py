@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from baton.engine.attention import AttnBatch
+from baton.engine.attention import AttnBatch, AttnRows
 from baton.engine.executor import LocalExecutor
 from baton.engine.llm import LLM
 from baton.verify.observe import make_cases
@@ -65,7 +65,7 @@ def step_over_forward(model: str, batch: int) -> tuple[float, float, float]:
             positions_T = torch.tensor(positions)
 
             def attend(layer: int, q: Any, k: Any, v: Any, scale: float) -> Any:
-                return runner.backend.write_and_attend(kv, layer, q, k, v, scale, attn, group.window)
+                return runner.backend.write_and_attend(kv, layer, AttnRows(q, k, v, scale), attn, group.window)
 
             def run() -> None:
                 with torch.inference_mode():

@@ -30,29 +30,29 @@ class AttnBatch:
     page_table: np.ndarray  # int32 [R, max_pages]: page ids of this group, in token order
 
 
+@dataclass(frozen=True, slots=True)
+class AttnRows:
+    """What a layer asks of the rows of one forward. `scale` is on the dot products; `sinks_H` as of
+    `models.cache.Attend`."""
+
+    q_THD: Tensor
+    k_TGD: Tensor
+    v_TGD: Tensor
+    scale: float
+    sinks_H: Tensor | None = None
+
+
 class AttentionBackend(Protocol):
     """A kernel. `batch_invariant`: a row's result depends on its own query and visible keys alone."""
 
     name: str
     batch_invariant: bool
 
-    def write_and_attend(
-        self,
-        kv: Tensor,
-        layer: int,
-        q_THD: Tensor,
-        k_TGD: Tensor,
-        v_TGD: Tensor,
-        scale: float,
-        batch: AttnBatch,
-        window: int | None,
-        sinks_H: Tensor | None = None,
-    ) -> Tensor:
+    def write_and_attend(self, kv: Tensor, layer: int, rows: AttnRows, batch: AttnBatch, window: int | None) -> Tensor:
         """Write k and v of all rows to their slots, then attend causally; returns [T, H, D] in q's dtype.
 
         `kv` is the group's region [pages, layers, 2, page_size, G, D]; `layer` indexes its second
         dimension; key j is visible to the query at position i iff i - window < j <= i (no window: j <= i).
-        `sinks`: as of `models.cache.Attend`.
         Raises `BatonError` for a slot in the null page or outside the page table.
         """
         ...

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from baton.engine.attention import AttnBatch, slot_error
+from baton.engine.attention import AttnBatch, AttnRows, slot_error
 from baton.engine.attention_paged_kernels import ATTEND, FAULT, WRITE
 from baton.errors import ConfigError
 from baton.models.cpu_team import arguments, float_bits, threads_for
@@ -54,18 +54,7 @@ class PagedCpuBackend:
     def __init__(self) -> None:
         self._where: Where | None = None
 
-    def write_and_attend(
-        self,
-        kv: Tensor,
-        layer: int,
-        q_THD: Tensor,
-        k_TGD: Tensor,
-        v_TGD: Tensor,
-        scale: float,
-        batch: AttnBatch,
-        window: int | None,
-        sinks_H: Tensor | None = None,
-    ) -> Tensor:
+    def write_and_attend(self, kv: Tensor, layer: int, rows: AttnRows, batch: AttnBatch, window: int | None) -> Tensor:
         if kv.dtype not in (torch.float32, torch.bfloat16):
             raise ConfigError("dtype", f"paged_cpu attends in float32 or bfloat16, not {kv.dtype}")
         if not kv.is_contiguous():
@@ -73,9 +62,9 @@ class PagedCpuBackend:
         where = self._where
         if where is None or where.batch is not batch:
             where = self._where = Where.of(batch)
-        num_rows, heads, size = q_THD.shape
-        q, k, v, width = _side_by_side(q_THD.to(kv.dtype), k_TGD.to(kv.dtype), v_TGD.to(kv.dtype))
-        sinks = None if sinks_H is None else sinks_H.float().contiguous()
+        num_rows, heads, size = rows.q_THD.shape
+        q, k, v, width = _side_by_side(rows.q_THD.to(kv.dtype), rows.k_TGD.to(kv.dtype), rows.v_TGD.to(kv.dtype))
+        sinks = None if rows.sinks_H is None else rows.sinks_H.float().contiguous()
         out = torch.empty(num_rows, heads, size, dtype=kv.dtype)
         num_pages, num_layers, _, page_size, kv_heads, _ = kv.shape
         given = arguments(
@@ -93,7 +82,7 @@ class PagedCpuBackend:
             layer,
             heads // kv_heads,
             window or 0,
-            float_bits(scale),
+            float_bits(rows.scale),
             *where.addresses,
             q.data_ptr(),
             k.data_ptr(),
@@ -107,7 +96,7 @@ class PagedCpuBackend:
             ATTEND[narrow].call(given, threads_for(where.num_pairs * heads * size, _PARALLEL_WORK))
         if given[FAULT]:
             raise slot_error()
-        return out.to(q_THD.dtype)
+        return out.to(rows.q_THD.dtype)
 
 
 def _side_by_side(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:

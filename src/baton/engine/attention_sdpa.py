@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from baton.engine.attention import AttnBatch, slot_error
+from baton.engine.attention import AttnBatch, AttnRows, slot_error
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,34 +45,23 @@ class SdpaBackend:
     def __init__(self) -> None:
         self._plans: dict[tuple[int | None, int], _Plan] = {}
 
-    def write_and_attend(
-        self,
-        kv: Tensor,
-        layer: int,
-        q_THD: Tensor,
-        k_TGD: Tensor,
-        v_TGD: Tensor,
-        scale: float,
-        batch: AttnBatch,
-        window: int | None,
-        sinks_H: Tensor | None = None,
-    ) -> Tensor:
+    def write_and_attend(self, kv: Tensor, layer: int, rows: AttnRows, batch: AttnBatch, window: int | None) -> Tensor:
         key = (window, kv.shape[3])
         plan = self._plans.get(key)
         if plan is None or plan.batch is not batch:
             plan = self._plans[key] = _make_plan(kv, batch, window)
-        kv[plan.pages, layer, 0, plan.offsets] = k_TGD
-        kv[plan.pages, layer, 1, plan.offsets] = v_TGD
-        out = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
+        kv[plan.pages, layer, 0, plan.offsets] = rows.k_TGD
+        kv[plan.pages, layer, 1, plan.offsets] = rows.v_TGD
+        out = torch.empty_like(rows.q_THD, memory_format=torch.contiguous_format)
         for request in plan.requests:
             # [1, heads, tokens, D], as SDPA wants it.
-            q = q_THD[request.rows].transpose(0, 1).unsqueeze(0)
+            q = rows.q_THD[request.rows].transpose(0, 1).unsqueeze(0)
             k = kv[request.pages, layer, 0, request.offsets].transpose(0, 1).unsqueeze(0)
             v = kv[request.pages, layer, 1, request.offsets].transpose(0, 1).unsqueeze(0)
             mask = request.mask
-            if sinks_H is not None:
-                k, v, mask = _with_sinks(k, v, mask, sinks_H)
-            attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
+            if rows.sinks_H is not None:
+                k, v, mask = _with_sinks(k, v, mask, rows.sinks_H)
+            attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=rows.scale, enable_gqa=True)
             out[request.rows] = attended[0].transpose(0, 1)
         return out
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from baton.engine.attention import AttnBatch, slot_error
+from baton.engine.attention import AttnBatch, AttnRows, slot_error
 from baton.errors import ConfigError
 
 # Rows times the query heads of a KV head in one program, and keys in one tile.
@@ -57,18 +57,8 @@ class TritonBackend:
         self._kernels: Any = kernels
         self._plans: dict[tuple[int, int], _Plan] = {}
 
-    def write_and_attend(
-        self,
-        kv: Tensor,
-        layer: int,
-        q_THD: Tensor,
-        k_TGD: Tensor,
-        v_TGD: Tensor,
-        scale: float,
-        batch: AttnBatch,
-        window: int | None,
-        sinks_H: Tensor | None = None,
-    ) -> Tensor:
+    def write_and_attend(self, kv: Tensor, layer: int, rows: AttnRows, batch: AttnBatch, window: int | None) -> Tensor:
+        q_THD, k_TGD, v_TGD, sinks_H = rows.q_THD, rows.k_TGD, rows.v_TGD, rows.sinks_H
         num_rows, num_heads, head_dim = q_THD.shape
         page_size, num_kv_heads = kv.shape[3], kv.shape[4]
         group = num_heads // num_kv_heads
@@ -87,7 +77,7 @@ class TritonBackend:
         wide = head_dim * kv.element_size() > _WIDE_BYTES
         self._kernels.attend[len(plan.tiles), num_kv_heads](
             q_THD, kept, out, plan.page_table, plan.tiles, plan.query_start, plan.positions,
-            sinks_H if sinks_H is not None else plan.positions, scale, window or 0,
+            sinks_H if sinks_H is not None else plan.positions, rows.scale, window or 0,
             *q_THD.stride()[:2], *kept.stride()[:4], plan.page_table.stride(0), *out.stride()[:2],
             PAGE=page_size, GROUP=group, D=head_dim, BLOCK_D=_power_of_two(head_dim),
             BLOCK_M=_block_m(group), BLOCK_N=_NARROW_N if wide else _BLOCK_N,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from baton.drafters.base import ChainDrafter, DraftBatch, Drafter, num_modules
-from baton.engine.attention import AttentionBackend, AttnBatch
+from baton.engine.attention import AttentionBackend, AttnBatch, AttnRows
 from baton.engine.attention_latent import Latents
 from baton.engine.choice import DraftChoice
 from baton.engine.group_memory import GroupMemory
@@ -63,9 +63,8 @@ class _LayerCache:
         memory, index = self._layers[layer_id]
         group = memory.spec
         assert memory.kv is not None
-        out = self._backend.write_and_attend(
-            memory.kv, index, q_THD, k_TGD, v_TGD, scale, self._batches[group.name], group.window, sinks_H
-        )
+        rows = AttnRows(q_THD, k_TGD, v_TGD, scale, sinks_H)
+        out = self._backend.write_and_attend(memory.kv, index, rows, self._batches[group.name], group.window)
         if self._written is not None:
             self._written(layer_id)
         return out
