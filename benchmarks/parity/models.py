@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +40,12 @@ MakeDrafter = Callable[[Path, Path, int], dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class DrafterEntry:
-    """`needs` says why a drafter does not go with a target, by the target's name; None where it does."""
+    """`needs` says why a drafter does not go with a target, by the target's name; None where it does. `settings`: of
+    engines that have it."""
 
     make: MakeDrafter | None
     needs: Callable[[str], str | None] = lambda target: "as for deepseek_v3" if target == THREE_MODULES else None
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
 
 def louder(checkpoint: Path) -> Path:
@@ -82,9 +84,11 @@ def head(method: str, **overrides: Any) -> DrafterEntry:
     return DrafterEntry(make)
 
 
-def whole(make: MakeTarget) -> DrafterEntry:
+def whole(make: MakeTarget, **settings: Any) -> DrafterEntry:
     """A random model as the drafter of another."""
-    return DrafterEntry(lambda path, target, seed: {"method": "draft_model", "model": str(make(path, seed))})
+    return DrafterEntry(
+        lambda path, target, seed: {"method": "draft_model", "model": str(make(path, seed))}, settings=settings
+    )
 
 
 def every_kind(path: Path, seed: int) -> Path:
@@ -137,4 +141,6 @@ DRAFTERS: Mapping[str, DrafterEntry] = {
     "draft_model": whole(tiny("llama", num_hidden_layers=1, num_key_value_heads=1)),
     "draft_model, window": DrafterEntry(lambda path, target, seed: windowed_draft_model(path)),
     "draft_model, latents": whole(tiny_moe("deepseek_v3", num_hidden_layers=2)),
+    # Prompts are shorter than the usual distance of checkpoints.
+    "draft_model, states": whole(lambda path, seed: louder(make_granite(path, seed)), mamba_block_size=16),
 }

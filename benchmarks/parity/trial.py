@@ -82,6 +82,7 @@ class Trial:
             "dtype": dtype,
             "kv_cache_memory": _KV_BYTES,
             "max_model_len": MAX_MODEL_LEN,
+            **DRAFTERS[drafter].settings,
         }
 
     def alone(self, cases: Sequence[Case]) -> dict[Case, Stream]:

@@ -158,15 +158,29 @@ def test_a_cold_drafter_depends_on_nothing_that_others_left_in_its_pages(tmp_pat
     assert sum(sum(accepted) for _, accepted in found[0]) > 0
 
 
-@pytest.mark.parametrize("windowed", [False, True])
+@pytest.mark.parametrize("kind", ["full", "windows", "states"])
 def test_a_draft_model_that_starts_cold_computes_the_prompt_itself(
-    windowed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target = make_checkpoint(tmp_path / "target", "llama", num_hidden_layers=2)
-    model = windowed_draft_model(tmp_path / "s") if windowed else draft_model(tmp_path / "s", num_hidden_layers=2)
-    itself = {"method": "draft_model", "model": str(target)}
-    for drafter in (itself, model):
-        on_d = {"speculative_config": spec(drafter, draft_kv="prefer"), "max_num_batched_tokens": 9}
+    drafters: list[Settings] = []
+    if kind == "states":
+        pytest.importorskip("transformers")
+        from tests.support.checkpoints_granite import make_granite
+
+        target = make_granite(tmp_path / "target")
+    else:
+        target = make_checkpoint(tmp_path / "target", "llama", num_hidden_layers=2)
+        windowed = kind == "windows"
+        drafters.append(
+            windowed_draft_model(tmp_path / "s") if windowed else draft_model(tmp_path / "s", num_hidden_layers=2)
+        )
+    itself: Settings = {"method": "draft_model", "model": str(target)}
+    for drafter in (itself, *drafters):
+        on_d = {
+            "speculative_config": spec(drafter, draft_kv="prefer"),
+            "max_num_batched_tokens": 9,
+            "mamba_block_size": 16,
+        }
         with (
             stepped(model=str(target), speculative_config=on_d["speculative_config"]) as one,
             pair(

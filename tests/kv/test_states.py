@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from baton.kv.cache import KVCache
+from baton.kv.cache import OWNERS, KVCache
 from baton.kv.interval import Interval, Rules
 from baton.kv.spec import GroupSpec, PlaneSpec, kv_planes
 from baton.kv.tables import BlockTables
@@ -156,6 +156,81 @@ class Life(RuleBasedStateMachine):
 
 Life.TestCase.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
 TestLife = Life.TestCase
+
+
+HYBRID_DRAFTER = GroupSpec(
+    name="draft", owner="draft", kind="state", planes=PARTS, page_size=1, layer_ids=(0,), module=None
+)
+
+
+def test_the_drafters_states_go_their_own_way() -> None:
+    """Rows of target and drafter differ: each has its state, its scratch and its checkpoints."""
+    copied: list[tuple[str, int, int]] = []
+    cache = KVCache(
+        [*GROUPS, HYBRID_DRAFTER],
+        {"kv": 40, "state": 20, "draft": 20},
+        8,
+        lambda *which: copied.append(which),
+        checkpoint_tokens=INTERVAL,
+    )
+    tables, tokens = BlockTables(), list(range(12))
+    assert cache.attach(tables, tokens, 12, 12) == 0
+    (state, scratch), (own, ahead) = tables.slots("state"), tables.slots("draft")
+    assert (len(scratch), len(ahead)) == (9, 3)
+    assert cache.offered(tables, 12)["draft"] == [own]
+    cache.plan_checkpoints(tables, tokens, 0, 7, "draft")
+    assert (list(tables.checkpoints["draft"]), list(tables.checkpoints["state"])) == ([3, 6], [])
+    # Behind seven rows nothing is due; behind two more there is.
+    after = ahead[0]
+    cache.accept(tables, 0, 7, "draft")
+    assert (tables.slots("draft")[0], tables.slots("state")[0], copied) == (after, state, [])
+    cache.advance(tables, tokens, 7, 7)
+    cache.plan_checkpoints(tables, tokens, 7, 9, "draft")
+    cache.accept(tables, 0, 9, "draft")
+    kept = tables.checkpoints["draft"][9]
+    assert (tables.slots("draft")[0], copied) == (own, [("draft", own, kept)])
+    cache.advance(tables, tokens, 9, 9)
+    cache.release(tables)
+    assert [pool.num_referenced for pool in cache.pools.values()] == [0, 0, 0]
+    assert cache.pools["draft"].lookup(tokens, 12).num_tokens == 9
+    # The target's state has no checkpoint: both begin with nothing.
+    assert cache.attach(BlockTables(), tokens, 12, 12) == 0
+
+
+def test_a_drafter_that_starts_cold_begins_at_a_state_with_all_its_layers() -> None:
+    small = GroupSpec(
+        name="draft.1",
+        owner="draft",
+        kind="full",
+        planes=kv_planes(1, 1, "uint8"),
+        page_size=3,
+        layer_ids=(1,),
+        module=None,
+    )
+    cache = KVCache(
+        [*GROUPS, HYBRID_DRAFTER, small],
+        {"kv": 40, "state": 20, "draft": 20, "draft.1": 40},
+        2,
+        lambda *_: None,
+        checkpoint_tokens=6,
+    )
+    tables, tokens = BlockTables(), list(range(12))
+    assert cache.attach(tables, tokens, 12, 12) == 0
+    for owner in OWNERS:
+        cache.plan_checkpoints(tables, tokens, 0, 11, owner)
+        cache.accept(tables, 0, 11, owner)
+    cache.advance(tables, tokens, 11, 11)
+    cache.release(tables)
+    found = cache.attach_destination(BlockTables(), tokens, 12, {"kv", "state"})
+    assert found is not None
+    assert found.hits == {"kv": 9, "state": 0, "draft": 6, "draft.1": 6}
+    assert found.wanted.keys() == {"kv", "state"}
+
+
+@given(st.integers(1, 8))
+def test_a_drafter_needs_no_more_slots_than_one_behind_its_rows_and_two_in_turn(num_drafts: int) -> None:
+    assert Rules("state", None).num_scratch(num_drafts) == min(num_drafts, 3)
+    assert Rules("state", None).num_scratch(0) == 1
 
 
 @given(st.integers(0, 8))

@@ -21,12 +21,14 @@ IntArray = npt.NDArray[np.int64]
 
 
 class Pages(Protocol):
-    """The drafter's KV of a batch's requests."""
+    """The drafter's KV and states of a batch's requests."""
 
     def bind(self, requests: IntArray, positions: IntArray, query_start: npt.NDArray[np.int32]) -> LayerCache:
         """The cache for one forward over rows of some of the batch's requests.
 
         `positions` int64 [T]; rows of the i-th of `requests` are query_start[i] .. query_start[i + 1], int32 [R + 1].
+        States go by position, too: the batch's rows of a request, with what is drafted first, go on from the state that
+        the batch before has left, and each further draft from that of the position before it.
         """
         ...
 

@@ -2,7 +2,7 @@
 
 It sees tokens alone: entry i of its KV depends on x_0..x_i, as the target's does. Row i of a batch writes entry i; the
 token behind a request's last row is computed with the first draft and again with the row that it becomes, since which
-row that is depends on what the target accepts.
+row that is depends on what the target accepts. So states, where it has any, go on from the last row, not from drafts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from baton.drafters.base import DraftBatch, IntArray
 from baton.errors import CheckpointError
 from baton.models.base import CausalLM
-from baton.models.cache import LayerSpec, StateLayerSpec
+from baton.models.cache import LayerSpec
 from baton.models.linear import Build
 from baton.models.loader import load_model
 
@@ -34,12 +34,10 @@ class DraftModel:
 
     @classmethod
     def load(cls, path: str, target: CausalLM, build: Build) -> DraftModel:
-        """Raises `CheckpointError` for a model of another vocabulary, or one with states."""
+        """Raises `CheckpointError` for a model of another vocabulary."""
         model = load_model(path, build.dtype, build.device, build.batch_invariant)
         if model.vocab_size != target.vocab_size:
             raise CheckpointError(f"drafter: vocab_size is {model.vocab_size}, the target's is {target.vocab_size}")
-        if any(isinstance(layer, StateLayerSpec) for layer in model.kv_layers):
-            raise CheckpointError("drafter: a draft model with recurrent layers is not supported")
         return cls(model, build.device)
 
     def combine(self, hidden_TE: Tensor, aux: list[Tensor]) -> None:

@@ -270,6 +270,7 @@ class EngineCore:
     def _finalise(self, scheduled: Sequence[ScheduledRows], draft_rows: Sequence[DraftRows]) -> None:
         for drafted in draft_rows:
             drafted.request.num_drafted = drafted.stop
+            self.cache.accept(drafted.request.kv, 0, drafted.stop, "draft")
             drafted.request.num_known_drafted = len(drafted.request.token_ids)
         for rows in scheduled:
             request = rows.request

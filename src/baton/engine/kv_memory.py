@@ -45,7 +45,8 @@ def model_groups(config: EngineConfig, model: CausalLM, drafter: Drafter | None)
     if drafter is not None:
         groups += _groups(drafter.kv_layers, drafter.kv_modules, "draft", sizes, dtype)
     for group in groups:
-        if group.kind == "state" and (named := sizes.keys() & {group.name, group.kind}):
+        # A drafter's first group has its owner's name, which may mean the others.
+        if group.kind == "state" and (named := sizes.keys() & {group.name, group.kind} - {group.owner}):
             raise ConfigError("block_size", f"{min(named)!r}: states have no tokens to a page; see --mamba-block-size")
     known = {name for group in groups if group.kind != "state" for name in _names(group)}
     if unknown := sizes.keys() - known:

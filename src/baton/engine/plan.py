@@ -33,8 +33,9 @@ def _none() -> IntArray:
 
 @dataclass(frozen=True, slots=True)
 class PlanSpec:
-    """What an executor's plans must hold: block tables of which groups, slots of which groups of states, whether it
-    drafts, whether its drafter takes all known tokens of a request, and of how many modules it is a chain (or 1)."""
+    """What an executor's plans must hold: block tables of which groups, slots of which groups of states, the target's
+    and the drafter's, whether it drafts, whether its drafter takes all known tokens of a request, and of how many
+    modules it is a chain (or 1)."""
 
     target_groups: tuple[str, ...]
     draft_groups: tuple[str, ...]
@@ -42,6 +43,7 @@ class PlanSpec:
     drafts: bool
     needs_contexts: bool
     num_modules: int = 1
+    draft_state_groups: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,19 @@ class StateSlots:
     read: IntArray  # [R]: the state before a request's rows; 0: it begins
     kept: IntArray  # [K], ascending: rows behind which the state is kept
     write: IntArray  # [K]: where
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSlots:
+    """Slots of one group of the drafter's states. Which forward writes which of them the drafter decides: see
+    `baton.engine.draft_states`."""
+
+    read: IntArray  # [R]: the state before a request's rows; 0: it begins
+    scratch: IntArray  # [R, S]: for the state behind its last row, and for those behind drafts
+    # Checkpoints on the way: behind so many tokens of which of the plan's requests, and where. [C] each, in order.
+    request: IntArray
+    num_tokens: IntArray
+    write: IntArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +208,7 @@ class DraftPlan:
     `num_drafts` [R]: tokens to draft behind a request's last row. `noise`: [R] each. `contexts`: as
     `PlanSpec.needs_contexts` asks. `first_entry` [R]: the position whose entry is the first of a request's pages; empty
     where it is 0 for all. `chain`: what a drafter of several modules needs besides.
-    `constraints`: grammars of requests that have any; empty where none has.
+    `constraints`: grammars of requests that have any; empty where none has. `states`: by group of the drafter's.
     """
 
     rows: Rows
@@ -204,6 +219,7 @@ class DraftPlan:
     constraints: Sequence[Known | None] = ()
     first_entry: IntArray = field(default_factory=_none)
     chain: ModuleChain | None = None
+    states: Mapping[str, DraftSlots] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.drafters.chain import ModuleChain
-from baton.engine.plan import DraftPlan, Int32Array, IntArray, PlanSpec, Rows, Scored, StateSlots, StepPlan
+from baton.engine.plan import DraftPlan, DraftSlots, Int32Array, IntArray, PlanSpec, Rows, Scored, StateSlots, StepPlan
 from baton.engine.request import Request
 from baton.engine.sampler import ToSample, noise_of, sampling_of
 from baton.engine.scheduler import ScheduledRows
@@ -101,6 +101,7 @@ def draft_plan(draft_rows: Sequence[DraftRows], spec: PlanSpec, rejection: bool)
         contexts=[_array(request.token_ids) for request in requests] if spec.needs_contexts else (),
         constraints=_constraints(draft_rows),
         chain=_chain(draft_rows, spec.num_modules) if spec.num_modules > 1 else None,
+        states={name: _draft_slots(draft_rows, name) for name in spec.draft_state_groups},
     )
 
 
@@ -165,6 +166,21 @@ def _state_slots(scheduled: Sequence[ScheduledRows], group: str) -> StateSlots:
         kept += range(num_rows - num_kept, num_rows)
         write += scratch[:num_kept]
     return StateSlots(_array(read), _array(kept), _array(write))
+
+
+def _draft_slots(draft_rows: Sequence[DraftRows], group: str) -> DraftSlots:
+    """What a drafter reads and may write; it has no state before its first entry."""
+    read: list[int] = []
+    scratch: list[list[int]] = []
+    checkpoints: list[tuple[int, int, int]] = []
+    for index, rows in enumerate(draft_rows):
+        request = rows.request
+        state, own = request.kv.slots(group)
+        read.append(state if rows.start > request.first_drafted else NULL_PAGE)
+        scratch.append(own)
+        checkpoints += [(index, count, slot) for count, slot in request.kv.checkpoints[group].items()]
+    columns = np.array(checkpoints, dtype=np.int64).reshape(-1, 3)
+    return DraftSlots(_array(read), np.array(scratch, dtype=np.int64), *np.ascontiguousarray(columns.T))
 
 
 def _table(requests: Sequence[Request], group: str) -> Int32Array:

@@ -18,10 +18,11 @@ from baton.drafters.base import ChainDrafter, DraftBatch, Drafter, num_modules
 from baton.engine.attention import AttentionBackend, AttnBatch, AttnRows
 from baton.engine.attention_latent import Latents
 from baton.engine.choice import DraftChoice
+from baton.engine.draft_states import DraftStates
 from baton.engine.group_memory import GroupMemory
 from baton.engine.plan import DraftPlan, DraftResult, Int32Array, IntArray, PlanSpec, Rows, Written
 from baton.engine.scan import StateBatch, scan
-from baton.kv.spec import GroupSpec
+from baton.kv.spec import GroupSpec, Owner
 from baton.models.base import CausalLM
 from baton.models.cache import LatentHeads, Recurrence
 from baton.structured import Constrained, DraftMatchers, Grammars
@@ -92,12 +93,13 @@ class _LayerCache:
 
 @dataclass(frozen=True, slots=True)
 class _DraftPages:
-    """The drafter's pages of a plan's requests: `Pages`."""
+    """The drafter's pages and slots of a plan's requests: `Pages`."""
 
     runner: ModelRunner
     layers: LayerMap
     tables: Mapping[str, Int32Array]
     first_entry: IntArray
+    states: DraftStates
 
     def bind(self, requests: IntArray, positions: IntArray, query_start: Int32Array) -> _LayerCache:
         slots = positions
@@ -105,19 +107,25 @@ class _DraftPages:
             # What lies before a request's first entry does not exist: slots and visibility count from there.
             slots = positions - np.repeat(self.first_entry[requests], np.diff(query_start))
         batches = {name: AttnBatch(query_start, slots, table[requests]) for name, table in self.tables.items()}
-        return _LayerCache(self.runner.backend, self.layers, batches, {})
+        slots_of = self.states.bind(requests, positions, query_start)
+        states = {name: StateBatch(query_start, slots) for name, slots in slots_of.items()}
+        return _LayerCache(self.runner.backend, self.layers, batches, states)
 
 
 def plan_spec(groups: Sequence[GroupSpec], drafter: Drafter | None) -> PlanSpec:
     """What plans must hold for an engine with these groups."""
-    target_groups = [g for g in groups if g.owner == "target"]
+
+    def names(owner: Owner, states: bool) -> tuple[str, ...]:
+        return tuple(g.name for g in groups if g.owner == owner and (g.kind == "state") is states)
+
     return PlanSpec(
-        target_groups=tuple(g.name for g in target_groups if g.kind != "state"),
-        draft_groups=tuple(g.name for g in groups if g.owner == "draft"),
-        state_groups=tuple(g.name for g in target_groups if g.kind == "state"),
+        target_groups=names("target", False),
+        draft_groups=names("draft", False),
+        state_groups=names("target", True),
         drafts=drafter is not None,
         needs_contexts=drafter is not None and drafter.needs_contexts,
         num_modules=num_modules(drafter),
+        draft_state_groups=names("draft", True),
     )
 
 
@@ -182,6 +190,8 @@ class ModelRunner:
             features = features[self._tensor(plan.feature_rows)]
         # The last row's token is known too: what is drafted first stands two positions behind the row.
         first = rows.positions[rows.query_start[1:] - 1] + 2
+        states = DraftStates(plan)
+        tables = {name: rows.tables[name] for name in self.spec.draft_groups}
         batch = DraftBatch(
             next_ids=rows.token_ids,
             positions=rows.positions,
@@ -189,13 +199,14 @@ class ModelRunner:
             features_TF=features,
             num_drafts=plan.num_drafts,
             contexts=plan.contexts,
-            pages=_DraftPages(
-                self, self._draft_layers, {name: rows.tables[name] for name in self.spec.draft_groups}, plan.first_entry
-            ),
+            pages=_DraftPages(self, self._draft_layers, tables, plan.first_entry, states),
             choose=DraftChoice(plan.noise, first, self.model.vocab_size, self._constrained(plan)),
             chain=plan.chain,
         )
         extended = drafter.extend(batch)
+        for group, source, destination in states.left_out():
+            pages = self.kv[group].pages
+            pages[destination].copy_(pages[source])
         carried = np.zeros((0, 0, 0), dtype=np.float32)
         if plan.chain is not None:
             carried = cast(ChainDrafter, drafter).carried(extended).float().cpu().numpy()

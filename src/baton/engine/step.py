@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.drafters.chain import ModuleChain
-from baton.engine.plan import DraftPlan, Noise, StepPlan, StepResult, one_request
+from baton.engine.plan import DraftPlan, DraftSlots, Noise, StepPlan, StepResult, one_request
 from baton.engine.planning import DraftRows, Sampled, draft_plan, step_plan
 from baton.engine.request import Request
 from baton.engine.sampler import token_logprobs
@@ -83,6 +83,9 @@ def _together(core: EngineCore, scheduled: Sequence[ScheduledRows]) -> Computed:
             failed[one.request] = error
     _end_without_tokens(core, scheduled)
     draft_rows = _advance(core, scheduled, plan, failed)
+    for drafted in draft_rows:
+        request = drafted.request
+        core.cache.plan_checkpoints(request.kv, request.token_ids, drafted.start, drafted.stop, "draft")
     failed |= _draft(core, draft_rows)
     return Computed([drafted for drafted in draft_rows if drafted.request not in failed], failed)
 
@@ -101,12 +104,19 @@ def _works(core: EngineCore) -> bool:
     if tables is None:
         return True
     try:
-        rows, one = one_request([0], tables.pages, core.executor.spec.state_groups), np.array([1])
+        spec, one = core.executor.spec, np.array([1])
+        rows = one_request([0], tables.pages, (*spec.state_groups, *spec.draft_state_groups))
         core.executor.execute(StepPlan(rows, sample_rows=np.array([0])))
-        if core.executor.spec.drafts:
+        if spec.drafts:
             noise = Noise(np.zeros(1, dtype=np.uint64), np.zeros(1, dtype=np.uint64), np.zeros(1))
-            contexts = (np.zeros(2, dtype=np.int64),) if core.executor.spec.needs_contexts else ()
-            core.executor.draft(DraftPlan(rows, np.array([0]), one, noise, contexts, chain=_one_row(core)))
+            contexts = (np.zeros(2, dtype=np.int64),) if spec.needs_contexts else ()
+            none = np.zeros(0, dtype=np.int64)
+            states = {
+                name: DraftSlots(np.zeros(1, dtype=np.int64), rows.states[name].write[None], none, none, none)
+                for name in spec.draft_state_groups
+            }
+            plan = DraftPlan(rows, np.array([0]), one, noise, contexts, chain=_one_row(core), states=states)
+            core.executor.draft(plan)
     except Exception:
         return False
     finally:

@@ -14,7 +14,7 @@ from baton.errors import CapacityError
 from baton.kv.geometry import NULL_PAGE
 from baton.kv.interval import Interval
 from baton.kv.pool import PagePool, PrefixHit
-from baton.kv.spec import GroupSpec
+from baton.kv.spec import GroupSpec, Owner
 from baton.kv.states import StatePool
 from baton.kv.tables import BlockTables, Destination
 
@@ -22,6 +22,8 @@ CopyPage = Callable[[str, int, int], None]
 
 # Tokens between checkpoints of states, each as large as the KV of thousands of tokens.
 CHECKPOINT_TOKENS = 256
+
+OWNERS: tuple[Owner, Owner] = ("target", "draft")
 
 
 class KVCache:
@@ -49,6 +51,10 @@ class KVCache:
             group.name: StatePool(num_pages[group.name], self.checkpoint_interval, enable_prefix_caching)
             for group in groups
             if group.kind == "state"
+        }
+        self._states_of: dict[Owner, dict[str, StatePool]] = {
+            owner: {group.name: self._states[group.name] for group in groups if _is_state(group, owner)}
+            for owner in OWNERS
         }
         self.pools = {
             group.name: self._states.get(group.name)
@@ -88,11 +94,15 @@ class KVCache:
 
     def find(self, tables: BlockTables, tokens: Sequence[int], num_tokens: int) -> dict[str, PrefixHit]:
         """The prefix hits with which `attach` would begin now; the shortest is common to all groups."""
-        found = self._look_up(tables, tokens, num_tokens - 1)
+        return self._agreed(tables, tokens, self._look_up(tables, tokens, num_tokens - 1))
+
+    def _agreed(self, tables: BlockTables, tokens: Sequence[int], found: dict[str, PrefixHit]) -> dict[str, PrefixHit]:
+        """The same hits, those of states at the last checkpoint that lies within the hits of all of these groups."""
+        states = {name: pool for name, pool in self._states.items() if name in found}
         common = min(hit.num_tokens for hit in found.values())
-        while any(found[name].num_tokens > common for name in self._states):
+        while any(found[name].num_tokens > common for name in states):
             # A state starts at its checkpoints alone.
-            found |= {name: pool.lookup(tokens, common, tables.chains[name]) for name, pool in self._states.items()}
+            found |= {name: pool.lookup(tokens, common, tables.chains[name]) for name, pool in states.items()}
             common = min(hit.num_tokens for hit in found.values())
         return found
 
@@ -103,9 +113,9 @@ class KVCache:
 
         `brought`: the groups of which a peer sends something, None for all. Of the others nothing is wanted; one whose
         entries need the target's features has no hit either, and enters nothing into the prefix cache: what is missing
-        of it is never computed.
+        of it is never computed. Those that need tokens alone begin at their common hit.
 
-        Hits need not agree between groups. Pages that a handoff writes are the request's alone; those that only entries
+        Hits of the others need not agree. Pages that a handoff writes are the request's alone; those that only entries
         before a window's first wanted one would use are null. None, changing nothing, where there is no room.
         """
         found = self._look_up(tables, tokens, num_tokens)
@@ -113,6 +123,9 @@ class KVCache:
         hits = {name: rules.hit(found[name].num_tokens, num_tokens) for name, rules in self.rules.items()}
         lost = {name for name in cold if self.rules[name].module is not None}
         hits |= dict.fromkeys(lost, 0)
+        if alone := [name for name in cold if name not in lost]:
+            found |= self._agreed(tables, tokens, {name: found[name] for name in alone})
+            hits |= dict.fromkeys(alone, min(found[name].num_tokens for name in alone))
         whole = {name: hit - hit % self.pools[name].page_size for name, hit in hits.items()}
         if not self._take(tables, found, hits, num_tokens + 1):
             hits = whole
@@ -188,10 +201,12 @@ class KVCache:
                 tables.set_pages(name, pages + self.pools[name].allocate(count, pages[-1] if pages else None))
         return True
 
-    def plan_checkpoints(self, tables: BlockTables, tokens: Sequence[int], start: int, stop: int) -> None:
-        """Take slots for the checkpoints that prefill rows [start, stop) pass by. There need not be any: they are free
-        slots, or older checkpoints', and of several never more than half, for the last ones of the rows."""
-        for name, pool in self._states.items():
+    def plan_checkpoints(
+        self, tables: BlockTables, tokens: Sequence[int], start: int, stop: int, owner: Owner = "target"
+    ) -> None:
+        """Take slots for the checkpoints that rows [start, stop) of known tokens pass by. There need not be any: they
+        are free slots, or older checkpoints', and of several never more than half, for the last ones of the rows."""
+        for name, pool in self._states_of[owner].items():
             chain = tables.chains[name]
             due = [count for count in pool.due(start + 1, stop) if not pool.holds(tokens, count, chain)]
             # That behind the last row is taken when the step is over.
@@ -200,11 +215,11 @@ class KVCache:
             due = due[max(0, len(due) - most) :]
             tables.checkpoints[name] |= zip(due, pool.allocate(len(due)), strict=True)
 
-    def accept(self, tables: BlockTables, num_accepted: int, num_computed: int) -> None:
-        """A step is over, and `num_accepted` rows behind the request's first count (behind a prefill's last: none). The
-        state behind them, which has seen `num_computed` tokens, is the request's from now on; all other slots are
-        scratch."""
-        for name, pool in self._states.items():
+    def accept(self, tables: BlockTables, num_accepted: int, num_computed: int, owner: Owner = "target") -> None:
+        """A step is over, and `num_accepted` rows behind the request's first count (behind a prefill's last, and a
+        drafter's: none). The state behind them, which has seen `num_computed` tokens, is the request's from now on;
+        all other slots are scratch."""
+        for name, pool in self._states_of[owner].items():
             scratch, pages = tables.scratch[name], tables.pages[name]
             for count in pool.due(num_computed - num_accepted, num_computed + 1):
                 if pool.num_available:
@@ -309,3 +324,7 @@ class KVCache:
             self.release(tables)
             return None
         return tables
+
+
+def _is_state(group: GroupSpec, owner: Owner) -> bool:
+    return group.kind == "state" and group.owner == owner

@@ -12,6 +12,7 @@ The table's rows are kinds, and in each of them the `module` says on which token
 - None, a drafter that sees tokens alone (a draft model): as the target.
 
 A state group has one slot, the interval [0, 1), whatever the number of tokens: it is final when all went through it.
+States are the target's, or of a drafter that sees tokens alone.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ ALL_LAYERS = Interval(0, MAX_TOKENS)
 class Rules:
     """The table's entry for one group. `window` in tokens: the query at position i sees keys j > i - window.
 
-    Raises `ProtocolError` for a window that does not go with the kind, and for a drafter with states.
+    Raises `ProtocolError` for a window that does not go with the kind, and for states of a drafter that looks ahead.
     """
 
     kind: Kind
@@ -92,8 +93,9 @@ class Rules:
             raise ProtocolError("a window of at least 1 goes with kind sliding_window only")
         if self.module is not None and self.module < 0:
             raise ProtocolError(f"there is no module {self.module}")
-        if self.module != 0 and self.kind == "state":
-            raise ProtocolError("a drafter with a state group cannot be handed off")
+        if self.reach and self.kind == "state":
+            # The last tokens of a prompt would be guesses, and a state cannot forget them.
+            raise ProtocolError("states of a drafter that needs the tokens behind its own cannot be handed off")
 
     @property
     def reach(self) -> int:
@@ -135,9 +137,16 @@ class Rules:
         return min(num_tokens, 1) if self.kind == "state" else -(-num_tokens // page_size)
 
     def num_scratch(self, num_drafts: int) -> int:
-        """Slots of a state group besides a request's own: a verification keeps the state behind each of its rows, and
-        which of them goes on is known after it. No interval covers them. Other kinds write drafts behind the tokens."""
-        return num_drafts + 1 if self.kind == "state" else 0
+        """Slots of a state group besides a request's own. No interval covers them. Other kinds write drafts behind the
+        tokens.
+
+        A verification keeps the state behind each of its rows, and which of them goes on is known after it. A drafter
+        goes on from the last known token, whatever it drafted behind it: it needs a slot for the state there, and two
+        in turn for those behind drafts, of which the last has none.
+        """
+        if self.kind != "state":
+            return 0
+        return num_drafts + 1 if self.module == 0 else max(1, min(num_drafts, 3))
 
     def first_needed(self, computed: int) -> int:
         """Entries before this are never read again once [0, computed) are computed: no later query sees them."""

@@ -16,7 +16,8 @@ from baton.kv.prefix import ROOT, Chain
 class BlockTables:
     """One request's pages by group, in token order (null where a window has left them), and `tables`, the same as
     int32 arrays. Of a group of states the one page is the slot of the request's state; the slots that its next step
-    writes are `scratch`, which no interval covers and no peer is shown; `checkpoints` are slots, by the token counts
+    writes are `scratch`, of which the first gets the state behind the last row of known tokens; no interval covers
+    them and no peer is shown them; `checkpoints` are slots, by the token counts
     whose states they get in this step.
 
     Hashes of its tokens are kept over the loss of the pages, since tokens are only ever added. `uncached` groups hold

@@ -71,10 +71,12 @@ def check_config(config: Any) -> None:
     if speculative is not None and speculative.use_multi_module_mtp():
         # The KV of later modules depends on tokens behind the prompt.
         raise ConfigError("speculative_config", "BatonConnector knows drafters of one MTP module, this has several")
-    if speculative is not None and config.model_config.has_inner_state:
-        raise ConfigError(
-            "speculative_config", "a model with state layers (Mamba) cannot be handed off with speculation"
-        )
+    if speculative is not None:
+        models = config.model_config, speculative.draft_model_config
+        if any(model is not None and model.has_inner_state for model in models):
+            raise ConfigError(
+                "speculative_config", "a model with state layers (Mamba) cannot be handed off with speculation"
+            )
     if config.device_config.device_type == "cpu":
         _check_rotary(config)
 

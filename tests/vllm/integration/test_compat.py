@@ -119,7 +119,7 @@ def config(**more: Any) -> Any:
 
 
 def drafter(method: str, several_modules: bool = False) -> Any:
-    return SimpleNamespace(method=method, use_multi_module_mtp=lambda: several_modules)
+    return SimpleNamespace(method=method, use_multi_module_mtp=lambda: several_modules, draft_model_config=None)
 
 
 def test_what_cannot_be_handed_off_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,6 +160,10 @@ def test_what_cannot_be_handed_off_is_refused_by_name(monkeypatch: pytest.Monkey
     compat.check_config(config(model_config=state))
     with pytest.raises(ConfigError, match="Mamba"):
         compat.check_config(config(model_config=state, speculative_config=drafter("ngram")))
+    small = drafter("draft_model")
+    small.draft_model_config = state
+    with pytest.raises(ConfigError, match="Mamba"):
+        compat.check_config(config(speculative_config=small))
 
 
 def test_the_heads_of_a_worker_are_those_of_its_rank() -> None:

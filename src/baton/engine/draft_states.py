@@ -1,0 +1,74 @@
+"""Which slots the forwards of a drafter with states read and write.
+
+A drafter goes over a request's new known tokens, and on over its own drafts, while nobody knows which of them will be
+accepted. The state behind the last known token is what its next plan goes on from; those behind drafts are for the next
+draft alone, and stay in scratch. So nothing is ever taken back, and what an engine hands over has seen no draft.
+
+Slots go by position, as pages do: a drafter says which rows a forward has, and knows of no slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from baton.engine.plan import DraftPlan, DraftSlots, Int32Array, IntArray, StateSlots
+
+
+class DraftStates:
+    """The slots of one plan's requests."""
+
+    def __init__(self, plan: DraftPlan) -> None:
+        rows = plan.rows
+        self._groups, self._num_drafts = plan.states, plan.num_drafts
+        self._start = rows.positions[rows.query_start[:-1]]
+        self._stop = rows.positions[rows.query_start[1:] - 1] + 1
+        self._seen = self._start.copy()  # [R]: tokens that went into the state which is kept
+
+    def bind(self, requests: IntArray, positions: IntArray, query_start: Int32Array) -> dict[str, StateSlots]:
+        """By group the slots of a forward, whose rows are told as to `Pages.bind`."""
+        if not self._groups:
+            return {}
+        first, last = positions[query_start[:-1]], positions[query_start[1:] - 1]
+        start, stop = self._start[requests], self._stop[requests]
+        # Rows of known tokens, of which the last is kept, and behind them of drafts: behind the last draft comes none.
+        known, known_last = first < stop, np.minimum(last, stop - 1)
+        goes_on = (last >= stop) & (last - stop < self._num_drafts[requests] - 1)
+        self._seen[requests[known]] = known_last[known] + 1
+        row_of = query_start[:-1] - first  # of position 0
+        place = np.full(len(self._start), -1)
+        place[requests] = np.arange(len(requests))
+        found = {}
+        for name, slots in self._groups.items():
+            read = np.where(first == start, slots.read[requests], _scratch(slots, requests, first - 1 - stop))
+            at, row = place[slots.request], slots.num_tokens - 1
+            passed = (at >= 0) & (row >= first[at]) & (row < known_last[at])
+            kept = (row_of + known_last)[known], (row_of + last)[goes_on], (row_of[at] + row)[passed]
+            write = (
+                slots.scratch[requests[known], 0],
+                _scratch(slots, requests, last - stop)[goes_on],
+                slots.write[passed],
+            )
+            order = np.argsort(rows := np.concatenate(kept))
+            found[name] = StateSlots(read, rows[order], np.concatenate(write)[order])
+        return found
+
+    def left_out(self) -> Iterator[tuple[str, int, int]]:
+        """Copies, by group, source and destination, for requests that no forward has followed to their last known row:
+        the state behind the last that one has stands for all later ones. A drafter does not see beyond its context."""
+        for request in np.flatnonzero(self._seen < self._stop).tolist():
+            for name, slots in self._groups.items():
+                kept = int(slots.scratch[request, 0])
+                if self._seen[request] == self._start[request]:
+                    yield name, int(slots.read[request]), kept
+                later = (slots.request == request) & (slots.num_tokens >= self._seen[request])
+                for checkpoint in slots.write[later].tolist():
+                    yield name, kept, checkpoint
+
+
+def _scratch(slots: DraftSlots, requests: IntArray, ahead: IntArray) -> IntArray:
+    """Where the state is that lies `ahead` rows behind the first of drafts; before that, the last known row's."""
+    index = np.where(ahead < 0, 0, 1 + ahead % 2)
+    found: IntArray = slots.scratch[requests, np.minimum(index, slots.scratch.shape[1] - 1)]
+    return found
