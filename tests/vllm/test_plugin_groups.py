@@ -204,10 +204,6 @@ def test_heads_that_workers_do_not_share_evenly() -> None:
     assert third.first_head("draft", 2) == 0  # the drafter is whole on each worker
     with pytest.raises(ConfigError, match="a worker of 4 has 3 of 8 KV heads"):
         third.first_head("target", 3)
-    groups = split_tables([CacheTable(0, "state", None, 1, names(0))], 1)
-    state = {name: torch.zeros(6, 1, 1, 80, dtype=torch.int8) for name in names(0)}
-    with pytest.raises(ConfigError, match="between single workers"):
-        describe(state, groups, dict.fromkeys(state, "tokens"), worker=third)
 
 
 def test_whole_pages_of_other_sizes_are_refused() -> None:

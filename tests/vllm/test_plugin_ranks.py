@@ -13,7 +13,7 @@ from baton.handoff.plan.planner import plan
 from baton.handoff.protocol.fingerprint import compare, geometry_fields
 from baton.handoff.protocol.gather import pairs_of
 from baton.kv.interval import Interval
-from baton.vllm.geometry import CacheLayout, describe
+from baton.vllm.geometry import CacheLayout, TensorRank, describe
 from baton.vllm.groups import CacheTable, split_tables
 from baton.vllm.ranks import Part, Whole, join, joined_addresses
 from tests.vllm.test_plugin_groups import DIM, HEADS, fill, names
@@ -81,6 +81,37 @@ def test_stages_with_a_drafter_bring_every_layer(held: list[Sequence[int]], want
     # Whole blocks are moved, of which both ends have written the same tokens alone.
     for found, expected in zip(dests, right, strict=True):
         assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def latents(rank: int, size: int, heads: int = 2) -> CacheLayout:
+    """A worker of a target with latents, which each worker has whole, and of a drafter with heads, in one block
+    table."""
+    views = {name: torch.zeros(BLOCKS, 1, SIZE, 24) for name in names(0, 1)}
+    views |= {name: torch.zeros(BLOCKS, max(heads // size, 1), SIZE, 2 * DIM) for name in names(2)}
+    tables = [CacheTable(0, "mla", None, SIZE, names(0, 1)), CacheTable(0, "full", None, SIZE, names(2))]
+    kernels = dict.fromkeys(names(0, 1), "tokens") | dict.fromkeys(names(2), "k_by_dimension")
+    worker = TensorRank(rank, size, {"target": 1, "draft": heads})
+    return describe(views, split_tables(tables, 2), kernels, worker=worker)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("sources", "dests", "of_latents", "of_heads"),
+    [
+        (2, 1, {(0, 0)}, {(0, 0), (1, 0)}),
+        (1, 2, {(0, 0), (0, 1)}, {(0, 0), (0, 1)}),
+        (2, 2, {(0, 0), (1, 1)}, {(0, 0), (1, 1)}),
+        (4, 2, {(0, 0), (1, 1)}, {(0, 0), (3, 1)}),
+        (2, 4, {(0, 0), (1, 1), (0, 2), (1, 3)}, {(0, 0), (0, 1), (1, 2), (1, 3)}),
+    ],
+)
+def test_latents_have_one_sender_for_each_receiver(
+    sources: int, dests: int, of_latents: set[tuple[int, int]], of_heads: set[tuple[int, int]]
+) -> None:
+    p, d = (joined([part(rank, latents(rank, size)) for rank in range(size)]) for size in (sources, dests))
+    pairs = pairs_of(p.instance, d.instance)
+    for group, expected in (("target.mla", of_latents), ("draft.full", of_heads)):
+        found = [pair for pair, names in pairs.items() if any(name.startswith(group) for name in names)]
+        assert sorted(found) == sorted(expected)
 
 
 def test_workers_that_contradict_each_other() -> None:

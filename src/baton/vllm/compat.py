@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from baton.models.loader import fingerprint
 from baton.vllm.geometry import KernelLayout, TensorRank
 from baton.vllm.groups import CacheTable
 from baton.vllm.ranks import gather
+from baton.vllm.states import Mamba2, StatePart
 from baton.wire import KVStream
 
 SUPPORTED = ((0, 30), (0, 31), (0, 32))
@@ -212,6 +214,28 @@ def kernel_layout(config: Any, layer: str) -> KernelLayout:
     """How a layer's attention kernel stores its pages: token after token, unless the layer names an `isa`."""
     isa = getattr(config.compilation_config.static_forward_context[layer], "isa", None)
     return "tokens" if isa is None else "k_by_dimension" if isa in _K_BY_DIMENSION else "unknown"
+
+
+def state_parts(config: Any, layers: Iterable[str]) -> dict[str, tuple[StatePart, ...]]:
+    """What lies in a slot of each of these layers that is Mamba-2's, and keeps no more than its states."""
+    from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
+    from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+
+    rank, found = tensor_rank(config).rank, {}
+    for layer in layers:
+        module = config.compilation_config.static_forward_context[layer]
+        if isinstance(module, MambaMixer2) and not module.use_replayssm:
+            found[layer] = Mamba2(
+                rank=rank,
+                shapes=module.get_state_shape(),
+                dtypes=module.get_state_dtype(),
+                # `module.n_groups` counts a group once for each rank that has a copy.
+                num_groups=module.norm.n_groups,
+                groups_here=module.n_groups // module.tp_size,
+                state_size=module.ssm_state_size,
+                channels_first=is_conv_state_dim_first(),
+            ).parts()
+    return found
 
 
 def layout_name(config: Any, layer: str) -> str:

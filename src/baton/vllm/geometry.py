@@ -23,6 +23,7 @@ from baton.kv.geometry import Geometry, Plane
 from baton.kv.spec import Cut, Owner
 from baton.transports.base import DeviceMemory, Region
 from baton.vllm.groups import LayerGroup
+from baton.vllm.states import StatePart, dtype_name, layer_stride, slots
 
 # How a kernel stores a page: token after token; K by dimension, then V by token; or in a way that is not known.
 KernelLayout = Literal["tokens", "k_by_dimension", "unknown"]
@@ -72,17 +73,18 @@ def describe(
     granularity: Granularity = "page",
     worker: TensorRank = ALONE,
     num_stages: int = 1,
+    states: Mapping[str, Sequence[StatePart]] | None = None,
 ) -> CacheLayout:
     """Describe `caches`, the tensors `[blocks, heads, tokens, elements]` that vLLM registers in `worker`, by layer.
-    `kernels` is how each layer's attention kernel stores its pages. The names of groups do not depend on which of the
-    `num_stages` pipeline stages the worker is.
+    `kernels` is how each layer's attention kernel stores its pages, `states` what lies in a slot of those state layers
+    of which that is known. The names of groups do not depend on which of the `num_stages` pipeline stages the worker
+    is.
 
     Raises `ConfigError` for memory that is neither the host's nor a GPU's, or of an unknown shape; for a layer that has
-    several caches, as one with an indexer of sparse attention has; for states of several workers, which vLLM cuts in
-    parts that are no heads.
+    several caches, as one with an indexer of sparse attention has; for states of several tensor ranks that are not in
+    `states`.
     """
-    if worker.size > 1 and any(group.kind == "state" for group in groups):
-        raise ConfigError("tensor_parallel_size", "states are handed off between single workers")
+    states = states or {}
     regions: dict[int, Region] = {}
     for layer, tensor in caches.items():
         if not isinstance(tensor, Tensor) or tensor.dim() != 4:
@@ -107,7 +109,11 @@ def describe(
             )
             tensors, kernel = [tensor for _, tensor, _ in run], run[0][2]
             region = order[tensors[0].untyped_storage().data_ptr()]
-            geometry = _geometry(part, tensors, kernel, granularity, region, worker).check()
+            if group.kind == "state":
+                held = [states.get(layer) for layer in part.layers]
+                geometry = slots(part, tensors, region, held, alone=worker.size == 1).check()
+            else:
+                geometry = _geometry(part, tensors, kernel, granularity, region, worker).check()
             if part.name in out.geometries:
                 # Names are known by a layer's number: the second of two caches would take the place of the first.
                 raise ConfigError(
@@ -174,14 +180,14 @@ def _geometry(
     if granularity == "token" and kernel == "unknown":
         raise ConfigError("granularity", f"group {group.name!r}: only whole pages of its kernel are known")
     storage = first.untyped_storage()
-    cut: Cut = "whole" if group.kind in ("mla", "state") else "heads"
+    cut: Cut = "whole" if group.kind == "mla" else "heads"
     whole = Plane(
-        name={"mla": "latent", "state": "state"}.get(group.kind, "kv"),
-        dtype=_dtype(first.dtype),
+        name="latent" if group.kind == "mla" else "kv",
+        dtype=dtype_name(first.dtype),
         cut=cut,
         num_heads=heads,
         head_dim=width,
-        layer_stride=tensors[1].data_ptr() - first.data_ptr() if len(tensors) > 1 else page * blocks,
+        layer_stride=layer_stride(tensors),
         page_stride=page,
         token_stride=width * size if both else token,
         head_stride=head,
@@ -206,11 +212,6 @@ def _geometry(
         layer_ids=group.layer_ids,
         planes=tuple(planes),
     )
-
-
-def _dtype(dtype: torch.dtype) -> str:
-    name = str(dtype).removeprefix("torch.")
-    return "uint8" if name == "int8" else name
 
 
 def kernel_pages(table: Sequence[int], blocks_per_page: int) -> list[int]:

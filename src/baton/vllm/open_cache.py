@@ -63,7 +63,8 @@ def open_cache(
     layers = {layer: kv_caches[layer] for group in groups for layer in group.layers}
     kernels = {layer: compat.kernel_layout(config, layer) for layer in layers}
     heads, stages = compat.tensor_rank(config), compat.num_stages(config)
-    layout = describe(layers, groups, kernels, settings.granularity, heads, stages)
+    states = compat.state_parts(config, (layer for g in groups if g.kind == "state" for layer in g.layers))
+    layout = describe(layers, groups, kernels, settings.granularity, heads, stages, states)
     facts = compat.facts(config, version)
     for group in layout.groups:
         facts[f"group.{group.name}.layout"] = compat.layout_name(config, group.layers[0])

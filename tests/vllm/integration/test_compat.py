@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from vllm.config import ParallelConfig
+from vllm.model_executor.layers.mamba import mamba_mixer2
+from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
 from vllm.v1 import kv_cache_interface as kv
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -202,6 +205,42 @@ def test_the_layout_of_a_convolution_state_is_a_fact() -> None:
     found = config(compilation_config=SimpleNamespace(static_forward_context=context))
     assert compat.layout_name(found, "model.layers.0.mixer") == f"SimpleNamespace/{get_conv_state_layout()}"
     assert compat.layout_name(found, "model.layers.1.attn") == "SimpleNamespace/vec"
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_parts_of_a_mamba2_state_are_all_of_it(ranks: int, groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the shapes that vLLM itself computes."""
+    layer = MambaMixer2.__new__(MambaMixer2)
+    torch.nn.Module.__init__(layer)
+    here = groups if groups % ranks == 0 else ranks  # a copy for each rank
+    sizes = {"intermediate_size": 64, "num_heads": 8, "head_dim": 8, "ssm_state_size": 16, "conv_kernel_size": 4}
+    vars(layer).update(sizes, tp_size=ranks, n_groups=here, num_spec=0, use_replayssm=False)
+    layer.norm = torch.nn.Module()
+    layer.norm.n_groups = groups
+    monkeypatch.setattr(mamba_mixer2, "get_tensor_model_parallel_world_size", lambda: ranks)
+    monkeypatch.setattr(MambaMixer2, "get_state_dtype", lambda self: (torch.bfloat16, torch.float32))
+    found = config(
+        model_config=SimpleNamespace(get_total_num_kv_heads=lambda: 2),
+        parallel_config=SimpleNamespace(rank=ranks - 1, tensor_parallel_size=ranks),
+        compilation_config=SimpleNamespace(static_forward_context={"0.mamba": layer, "1.attn": object()}),
+    )
+    (parts,) = compat.state_parts(found, ["0.mamba", "1.attn"]).values()
+    (conv, state), (of_conv, of_state) = layer.get_state_shape(), layer.get_state_dtype()
+    assert sum(part.num_heads * part.head_dim * part.dtype.itemsize for part in parts) == (
+        math.prod(conv) * of_conv.itemsize + math.prod(state) * of_state.itemsize
+    )
+    last, width = ranks - 1, 16 * groups // ranks
+    assert [(part.name, part.cut, part.first_head, part.num_heads) for part in parts] == [
+        ("conv.x", "channels", last * 32, 64 // ranks),
+        *(
+            (name, *(("whole", 0, 16) if groups == 1 else ("channels", last * width, width)))
+            for name in ("conv.B", "conv.C")
+        ),
+        ("ssm", "heads", last * 4, 8 // ranks),
+    ]
+    layer.use_replayssm = True
+    assert compat.state_parts(found, ["0.mamba"]) == {}
 
 
 def test_the_kernel_of_mla_is_a_fact() -> None:
