@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -13,24 +14,26 @@ from baton.log_limit import LogLimit
 from tests.attacks.attacker import Scene
 
 
-@pytest.fixture
-def scene() -> Iterator[Scene]:
-    made = Scene(None)
+@contextlib.contextmanager
+def still_served(made: Scene) -> Iterator[Scene]:
+    """A scene in which a client is served behind the attack as before it."""
     try:
         yield made
         made.traffic.serve_one()
     finally:
         made.close()
+
+
+@pytest.fixture
+def scene() -> Iterator[Scene]:
+    with still_served(Scene(None)) as made:
+        yield made
 
 
 @pytest.fixture
 def keyed(tmp_path: Path) -> Iterator[Scene]:
-    made = Scene(tmp_path / "keys")
-    try:
+    with still_served(Scene(tmp_path / "keys")) as made:
         yield made
-        made.traffic.serve_one()
-    finally:
-        made.close()
 
 
 @pytest.fixture

@@ -26,16 +26,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 TOKENS, HEADS, GROUPS, SIZE = 40, 4, 2, 16
 
 
-@pytest.fixture(scope="session")
-def target_path(checkpoint: Any) -> Path:
-    return Path(checkpoint("llama"))
-
-
-@pytest.fixture(scope="session")
-def target(target_path: Path) -> CausalLM:
-    return load_model(target_path)
-
-
 def head(tmp_path: Path, target_path: Path, method: str, **options: Any) -> Path:
     return make_drafter(tmp_path / method, method, target_path, **options)
 

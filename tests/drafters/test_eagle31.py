@@ -16,22 +16,12 @@ from safetensors.torch import load_file
 from baton.drafters.eagle3 import aux_layer_ids
 from baton.drafters.registry import load_drafter
 from baton.errors import CheckpointError
-from baton.models import CausalLM, load_model
+from baton.models import CausalLM
 from tests.drafters.test_drafters import TOKENS, attention, edit, inputs, layer_weights, mlp, norm, run
 from tests.support.checkpoints import make_drafter
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 FLAGS = ("fc_norm", "norm_before_fc", "norm_output")
-
-
-@pytest.fixture(scope="session")
-def target_path(checkpoint: Any) -> Path:
-    return Path(checkpoint("llama"))
-
-
-@pytest.fixture(scope="session")
-def target(target_path: Path) -> CausalLM:
-    return load_model(target_path)
 
 
 def speculators(path: Path, **outer: Any) -> None:

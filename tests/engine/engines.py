@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -83,6 +83,14 @@ class Stepped:
         while not stream.ended:
             self.step()
         return stream
+
+    def all_of(self, prompts: Sequence[list[int]], params: SamplingParams) -> list[Stream]:
+        """Whole requests side by side; nothing is held behind them."""
+        streams = [self.add(request(f"{len(self.streams)}", prompt, params)) for prompt in prompts]
+        while not all(stream.ended for stream in streams):
+            self.step()
+        assert self.is_idle()
+        return streams
 
     def is_idle(self) -> bool:
         load = self.core.load()

@@ -17,7 +17,7 @@ from baton.kv.cache import KVCache
 from baton.kv.interval import Rules
 from baton.kv.tables import BlockTables
 from baton.wire import SamplingParams
-from tests.engine.engines import Mode, Pair, Stepped, Stream, pair, request, stepped
+from tests.engine.engines import Mode, Pair, Stream, pair, request, stepped
 from tests.support import kinds
 from tests.support.checkpoints import make_drafter
 
@@ -64,14 +64,6 @@ def trial(registered: None, tmp_path_factory: pytest.TempPathFactory) -> Trial:
     return Trial(tmp_path_factory.mktemp("every_kind"))
 
 
-def all_of(one: Stepped, prompts: list[list[int]]) -> list[Stream]:
-    streams = [one.add(request(f"{len(one.streams)}", prompt, GREEDY)) for prompt in prompts]
-    while not all(stream.ended for stream in streams):
-        one.step()
-    assert one.is_idle()
-    return streams
-
-
 # Every residue of pages of 4 and of 6, shorter and longer than the window and the convolution.
 PROMPTS = [prompt_of(length, salt=length) for length in [*range(1, 26), 40, 61]]
 
@@ -81,13 +73,13 @@ PROMPTS = [prompt_of(length, salt=length) for length in [*range(1, 26), 40, 61]]
 def test_tokens_are_those_of_the_model_computed_whole(trial: Trial, drafter: str | None, budget: int) -> None:
     expected = trial.expect(PROMPTS)
     with stepped(**trial.settings(drafter, max_num_batched_tokens=budget)) as one:
-        streams = all_of(one, PROMPTS)
+        streams = one.all_of(PROMPTS, GREEDY)
         assert [stream.token_ids for stream in streams] == expected
         accepted = {n for stream in streams for n in stream.accepted}
         if drafter == "guesses":
             assert accepted == {0, 1, 2, 3}, "every rollback was tried"
         # The same prompts again: what is left of some groups in the prefix cache helps nobody without the state.
-        again = all_of(one, PROMPTS[::5])
+        again = one.all_of(PROMPTS[::5], GREEDY)
         assert [stream.token_ids for stream in again] == expected[::5]
         assert one.core.metrics.num_cached_tokens == 0
 
@@ -99,7 +91,7 @@ def test_little_memory_changes_no_token(trial: Trial) -> None:
     with stepped(**settings) as one:
         pools = one.core.cache.pools
         assert pools["target.state.2"].num_pages - 1 == 6 * 6, "slots for six requests"
-        streams = all_of(one, PROMPTS)
+        streams = one.all_of(PROMPTS, GREEDY)
         assert [stream.token_ids for stream in streams] == expected
         assert one.core.scheduler.num_preemptions > 0
 
@@ -186,7 +178,7 @@ def test_a_handoff_changes_neither_tokens_nor_acceptance(trial: Trial, drafter: 
     other = OTHER_SIZES if drafter == "eagle" else OTHER_SIZES.rpartition(",")[0]
     modes: tuple[Mode, Mode] = ("push", "pull")
     with stepped(**settings) as single, pair(tmp_path, {"block_size": other}, **settings) as two:
-        whole = all_of(single, PROMPTS)
+        whole = single.all_of(PROMPTS, GREEDY)
         for mode in modes:
             streams = both_legs(two, PROMPTS, mode)
             assert not two.decode.core.metrics.recoveries
@@ -295,5 +287,5 @@ def test_a_broken_engine_shows(
             streams = both_legs(two, prompts, "push")
     else:
         with stepped(**settings) as one:
-            streams = all_of(one, prompts)
+            streams = one.all_of(prompts, GREEDY)
     assert [stream.token_ids for stream in streams] != expected

@@ -82,14 +82,6 @@ def settings(model: Path, head: Path | None = None, **more: Any) -> dict[str, An
     }
 
 
-def all_of(one: Stepped, prompts: list[list[int]], params: SamplingParams = PARAMS) -> list[Stream]:
-    streams = [one.add(request(f"{len(one.streams)}", prompt, params)) for prompt in prompts]
-    while not all(stream.ended for stream in streams):
-        one.step()
-    assert one.is_idle()
-    return streams
-
-
 def reference(path: Path, prompts: list[list[int]]) -> list[list[int]]:
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
     model.generation_config.eos_token_id = model.config.eos_token_id = None
@@ -110,7 +102,7 @@ def test_greedy_tokens_are_those_of_transformers(name: str, find: Find) -> None:
     assert len({tuple(tokens) for tokens in expected}) > len(PROMPTS) // 2
     for head in (None, find(f"{name} head")):
         with stepped(**settings(find(name), head, max_num_batched_tokens=40)) as one:
-            assert [stream.token_ids for stream in all_of(one, PROMPTS)] == expected
+            assert [stream.token_ids for stream in one.all_of(PROMPTS, PARAMS)] == expected
 
 
 @pytest.mark.parametrize(
@@ -123,8 +115,8 @@ def test_neither_chunks_nor_neighbours_nor_drafts_change_a_bit(name: str, dtype:
     for head in (None, find(f"{name} head")):
         for rows in (7, 2048):
             with stepped(**settings(find(name), head, dtype=dtype, max_num_batched_tokens=rows)) as one:
-                together = [stream.result for stream in all_of(one, PROMPTS, params)]
-                alone = [all_of(one, [prompt], params)[0].result for prompt in PROMPTS[::4]]
+                together = [stream.result for stream in one.all_of(PROMPTS, params)]
+                alone = [one.all_of([prompt], params)[0].result for prompt in PROMPTS[::4]]
             expected = expected or together
             assert together == expected
             assert alone == expected[::4]
@@ -135,7 +127,7 @@ def test_a_handoff_changes_neither_tokens_nor_acceptance(find: Find, tmp_path: P
     common = settings(find("dense 1"), find("dense 1 head"), integrity="full", max_num_batched_tokens=32)
     modes: tuple[Mode, Mode] = ("push", "pull")
     with stepped(**common) as single, pair(tmp_path, {"block_size": 7}, **common) as two:
-        whole = all_of(single, PROMPTS)
+        whole = single.all_of(PROMPTS, PARAMS)
         for mode in modes:
             legs = [two.legs(f"{mode}-{len(prompt)}", prompt, PARAMS, mode) for prompt in PROMPTS]
             two.settle()
@@ -176,7 +168,7 @@ def hybrid(find: Find, **more: Any) -> dict[str, Any]:
 
 def without_hits(find: Find, prompts: list[list[int]]) -> list[Stream]:
     with stepped(**hybrid(find, enable_prefix_caching=False)) as one:
-        return all_of(one, prompts)
+        return one.all_of(prompts, PARAMS)
 
 
 def hits_of(one: Stepped) -> list[int | None]:
@@ -198,7 +190,7 @@ def test_a_prompt_goes_on_from_the_last_state_that_it_shares(find: Find) -> None
     with stepped(**hybrid(find)) as one:
         for prompt, whole, hit in zip(TURNS, expected, (0, 48, 80, 48, 32), strict=True):
             before = one.core.metrics.num_cached_tokens
-            (stream,) = all_of(one, [prompt])
+            (stream,) = one.all_of([prompt], PARAMS)
             assert (stream.result, stream.accepted) == (whole.result, whole.accepted)
             assert one.core.metrics.num_cached_tokens - before == hit
 
@@ -206,9 +198,9 @@ def test_a_prompt_goes_on_from_the_last_state_that_it_shares(find: Find) -> None
 def test_a_conversation_goes_on_from_a_state_behind_generated_tokens(find: Find) -> None:
     params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
     with stepped(**hybrid(find)) as one:
-        (stream,) = all_of(one, [CHAT], params)
+        (stream,) = one.all_of([CHAT], params)
         longer = CHAT + stream.token_ids + prompt_of(5, 9)
-        found = all_of(one, [longer])[0]
+        found = one.all_of([longer], PARAMS)[0]
         assert one.core.metrics.num_cached_tokens == 128
     expected = without_hits(find, [longer])[0]
     assert (found.result, found.accepted) == (expected.result, expected.accepted)
@@ -219,7 +211,7 @@ def test_preempted_requests_go_on_from_their_states(find: Find) -> None:
     params = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
     prompts = [prompt_of(40 + i, 3) for i in range(4)]
     with stepped(**hybrid(find, enable_prefix_caching=False)) as one:
-        expected = [stream.result for stream in all_of(one, prompts, params)]
+        expected = [stream.result for stream in one.all_of(prompts, params)]
     with stepped(**hybrid(find)) as one:
         pool = one.core.cache.pools["target.full.1"]
         taken, hits = pool.allocate(pool.num_available - 22), hits_of(one)

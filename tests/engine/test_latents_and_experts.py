@@ -21,7 +21,7 @@ from baton.errors import CheckpointError
 from baton.models import load_model
 from baton.models.registry import model_class
 from baton.wire import SamplingParams
-from tests.engine.engines import Mode, Stepped, Stream, pair, request, stepped
+from tests.engine.engines import Mode, Stepped, pair, stepped
 from tests.engine.test_transformers_equality import judge, load_reference, make_predictable
 from tests.support.checkpoints import make_drafter
 from tests.support.checkpoints_moe import SHAPES, make_moe_checkpoint
@@ -42,17 +42,9 @@ def settings_of(target: Path, head: Path | None = None, method: str = "eagle3", 
     return {"model": str(target), "speculative_config": parsed, "dtype": "float32", **more}
 
 
-def all_of(one: Stepped, prompts: list[list[int]]) -> list[Stream]:
-    streams = [one.add(request(f"{len(one.streams)}", prompt, GREEDY)) for prompt in prompts]
-    while not all(stream.ended for stream in streams):
-        one.step()
-    assert one.is_idle()
-    return streams
-
-
 def tokens_of(settings: Settings, prompts: list[list[int]]) -> list[list[int]]:
     with stepped(**settings) as one:
-        return [stream.token_ids for stream in all_of(one, prompts)]
+        return [stream.token_ids for stream in one.all_of(prompts, GREEDY)]
 
 
 @pytest.mark.parametrize(
@@ -144,8 +136,8 @@ def test_neither_hits_nor_preemption_nor_handoffs_change_a_token(shape: str, met
     settings = with_head(tmp_path, shape, method)
     plain = tokens_of({**settings, "speculative_config": None}, PROMPTS)
     with stepped(**settings, max_num_batched_tokens=24) as one:
-        whole = all_of(one, PROMPTS)
-        again = all_of(one, PROMPTS)
+        whole = one.all_of(PROMPTS, GREEDY)
+        again = one.all_of(PROMPTS, GREEDY)
         assert one.core.metrics.num_cached_tokens > 0
         assert [stream.token_ids for stream in whole] == plain
         assert [stream.token_ids for stream in again] == plain
@@ -154,7 +146,7 @@ def test_neither_hits_nor_preemption_nor_handoffs_change_a_token(shape: str, met
     few = (LONGEST + NUM_TOKENS + 4) // 8 + 2
     sizes = {"block_size": "8", "max_model_len": 8 * few, "kv_cache_memory": memory_of(settings, 8, 2 * few)}
     with stepped(**settings, **sizes, max_num_seqs=4) as one:
-        assert [stream.token_ids for stream in all_of(one, PROMPTS[1:] * 2)] == plain[1:] * 2
+        assert [stream.token_ids for stream in one.all_of(PROMPTS[1:] * 2, GREEDY)] == plain[1:] * 2
         assert one.core.scheduler.num_preemptions > 0
     modes: tuple[Mode, Mode] = ("push", "pull")
     with pair(tmp_path, {"block_size": "7,draft=9"}, **settings, integrity="full", max_num_batched_tokens=24) as two:

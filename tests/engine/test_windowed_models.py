@@ -19,7 +19,7 @@ from baton import LLM
 from baton.engine.config import SpeculativeConfig
 from baton.models import CausalLM, KVLayerSpec, load_model
 from baton.wire import SamplingParams
-from tests.engine.engines import Mode, Stepped, Stream, pair, request, stepped
+from tests.engine.engines import Mode, pair, request, stepped
 from tests.engine.test_handoff_kinds import both_ways, drop_one_page_more, prompt_of, want_one_page_less
 from tests.engine.test_transformers_equality import load_reference
 from tests.support.checkpoints import make_drafter
@@ -124,14 +124,6 @@ SAMPLED = SamplingParams(max_tokens=12, temperature=0.8, seed=3, ignore_eos=True
 WITH_LOGPROBS = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, logprobs=2)
 
 
-def all_of(one: Stepped, prompts: list[list[int]], params: SamplingParams = GREEDY) -> list[Stream]:
-    streams = [one.add(request(f"{len(one.streams)}", prompt, params)) for prompt in prompts]
-    while not all(stream.ended for stream in streams):
-        one.step()
-    assert one.is_idle()
-    return streams
-
-
 @pytest.mark.parametrize(("name", "dtype"), [("gemma3-odd", "float32"), ("gpt_oss", "bfloat16")])
 def test_a_request_alone_gets_the_bits_it_gets_among_others(name: str, dtype: str, find: Find) -> None:
     """Tokens and logprobs, whatever the chunks and the page size."""
@@ -142,7 +134,7 @@ def test_a_request_alone_gets_the_bits_it_gets_among_others(name: str, dtype: st
     for has_drafter, rows, size in ((False, 23, 7), (True, 50, 16)):
         settings = trial.settings(has_drafter, dtype=dtype, max_num_batched_tokens=rows) | {"block_size": size}
         with stepped(**settings) as one:
-            assert [stream.result for stream in all_of(one, prompts, WITH_LOGPROBS)] == expected
+            assert [stream.result for stream in one.all_of(prompts, WITH_LOGPROBS)] == expected
 
 
 @pytest.mark.parametrize(("name", "has_drafter"), [("gemma3", True), ("gemma3-odd", False), ("gpt_oss-page", True)])
@@ -151,11 +143,11 @@ def test_hits_of_windowed_groups_change_no_token(name: str, has_drafter: bool, f
     trial = find(name)
     prompts = [prompt_of(70), prompt_of(48), prompt_of(70)[:64] + prompt_of(20, salt=3), prompt_of(33)]
     with stepped(**trial.settings(has_drafter, enable_prefix_caching=False)) as one:
-        expected = [stream.result for stream in all_of(one, prompts)]
+        expected = [stream.result for stream in one.all_of(prompts, GREEDY)]
     with stepped(**trial.settings(has_drafter, max_num_batched_tokens=40)) as one:
         first = [one.run(f"a{i}", prompt, GREEDY).result for i, prompt in enumerate(prompts)]
         assert first == expected
-        assert [stream.result for stream in all_of(one, prompts)] == expected
+        assert [stream.result for stream in one.all_of(prompts, GREEDY)] == expected
         assert one.core.metrics.num_cached_tokens > 64
 
 
@@ -165,12 +157,12 @@ def test_little_memory_changes_no_token(name: str, find: Find) -> None:
     prompts = [prompt_of(length, salt=length) for length in (20, 33, 47, 60)]
     params = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
     with stepped(**trial.settings(True)) as one:
-        expected = [stream.token_ids for stream in all_of(one, prompts, params)]
+        expected = [stream.token_ids for stream in one.all_of(prompts, params)]
         page_bytes = {g: m.spec.page_bytes for g, m in one.core.executor.runner.kv.items()}  # type: ignore[attr-defined]
     # Ten pages of each group: a context, and a part of another.
     settings = trial.settings(True, max_model_len=120, kv_cache_memory=10 * sum(page_bytes.values()))
     with stepped(max_num_batched_tokens=24, **settings) as one:
-        streams = all_of(one, prompts, params)
+        streams = one.all_of(prompts, params)
         assert one.core.scheduler.num_preemptions > 0
         assert [stream.token_ids for stream in streams] == expected
 

@@ -6,7 +6,6 @@ import multiprocessing
 import re
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
@@ -43,14 +42,6 @@ from tests.handoff.nodes import (
     ticket_for,
 )
 from tests.support.tickets import signed
-
-
-@pytest.fixture
-def pair() -> Iterator[Pair]:
-    made = Pair()
-    yield made
-    for node in made.nodes:
-        node.close()
 
 
 @pytest.mark.parametrize("mode", ["push", "pull"])

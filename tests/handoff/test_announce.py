@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Literal
 
@@ -124,11 +123,6 @@ def test_an_attempt_that_is_over_answers_whatever_is_asked(mode: Mode) -> None:
 # ---------------------------------------------------------------- engines by a clock of the test's
 
 
-@pytest.fixture
-def world() -> World:
-    return World()
-
-
 @MODES
 def test_a_wait_outlasts_the_ticket(world: World, mode: Mode) -> None:
     p, d = engine(world, "P"), engine(world, "D")
@@ -236,14 +230,6 @@ def test_a_claim_that_cancel_overtook_starts_nothing(world: World, claim: str) -
 
 
 # ---------------------------------------------------------------- whole agents
-
-
-@pytest.fixture
-def pair() -> Iterator[Pair]:
-    made = Pair()
-    yield made
-    for node in made.nodes:
-        node.close()
 
 
 @MODES

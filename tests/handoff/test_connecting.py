@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -44,14 +43,6 @@ class Hanging(LocalTransport):
 def node(world: World, name: str) -> tuple[Node, Hanging]:
     transport = Hanging()
     return Node(world, name, transport=transport), transport
-
-
-@pytest.fixture
-def world() -> Iterator[World]:
-    made = World()
-    yield made
-    for each in made.nodes.values():
-        each.transport.close()
 
 
 @pytest.mark.parametrize("slow", ["P", "D"])

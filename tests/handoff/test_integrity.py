@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 
 import msgspec
 import numpy as np
@@ -33,14 +32,6 @@ from tests.handoff.nodes import SEEDS, Node, Pair, hand_over, settle, ticket_for
 
 TOKENS = 150
 REGION = {"target": 0, "draft": 1}
-
-
-@pytest.fixture
-def pair() -> Iterator[Pair]:
-    made = Pair()
-    yield made
-    for node in made.nodes:
-        node.close()
 
 
 def engines(pair: Pair, mode: str, fault: str, scheme: str = "local", **config: object) -> tuple[Node, Node]:

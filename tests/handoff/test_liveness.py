@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -22,14 +21,6 @@ from baton.handoff.protocol.messages import Cancel, Cancelled, Register, Renew
 from baton.kv.interval import Interval
 from baton.transports.base import Operation, Peer
 from tests.support.modelled_network import STEP, TIMERS, N, Node, StuckTransport, World
-
-
-@pytest.fixture
-def world() -> Iterator[World]:
-    made = World()
-    yield made
-    for node in made.nodes.values():
-        node.transport.close()
 
 
 @pytest.fixture(params=["push", "pull"])

@@ -53,6 +53,19 @@ def write_tokenizer(directory: Path) -> Path:
     return directory
 
 
+def load_of(num_running: int) -> EngineLoad:
+    """Of an engine that does nothing else."""
+    return EngineLoad(
+        num_running=num_running,
+        num_waiting=0,
+        num_handoffs=0,
+        kv_usage=0.0,
+        num_referenced_pages=0,
+        num_quarantined_pages=0,
+        num_cached_pages=0,
+    )
+
+
 class FakeMetrics:
     """Rows as the real engine gives them."""
 
@@ -124,15 +137,7 @@ class FakeEngine:
 
     def load(self) -> EngineLoad:
         """Return a load with the running requests."""
-        return EngineLoad(
-            num_running=self.running,
-            num_waiting=0,
-            num_handoffs=0,
-            kv_usage=0.0,
-            num_referenced_pages=0,
-            num_quarantined_pages=0,
-            num_cached_pages=0,
-        )
+        return load_of(self.running)
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
         """Refuse at once, or return the stream."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from baton.engine.metrics import EngineMetrics
 from baton.openai.metrics import FrontMetrics, RowCollector, exposed, with_vllm_names
-from baton.wire import EngineLoad
+from tests.server.fake_serving import load_of
 from tools.prometheus_check import metric_names, queries
 
 
@@ -14,15 +14,7 @@ def test_every_metric_of_the_queries_is_exposed() -> None:
         made.labels("m")
     front.vllm_success.labels("m", "stop")
     engine.verified(3, 1)
-    engine.load = EngineLoad(
-        num_running=0,
-        num_waiting=0,
-        num_handoffs=0,
-        kv_usage=0.0,
-        num_referenced_pages=0,
-        num_quarantined_pages=0,
-        num_cached_pages=0,
-    )
+    engine.load = load_of(0)
     front.registry.register(RowCollector(lambda: with_vllm_names(engine.collect_rows(), "m")))
     text = exposed(front.registry.collect()).decode()
     shown = {line.partition("{")[0] for line in text.splitlines() if 'model_name="m"' in line}

@@ -22,7 +22,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +33,7 @@ from baton.kv.geometry import CopyList
 ByteArray = NDArray[np.uint8]
 Direction = Literal["read", "write"]
 State = Literal["pending", "done", "failed"]
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,6 +261,13 @@ def check_copies(copies: CopyList, source_sizes: Sequence[int], dest_sizes: Sequ
 
 
 _open: weakref.WeakSet[Transport] = weakref.WeakSet()
+
+
+def source_and_dest(direction: Direction, own: R, far: R) -> tuple[R, R]:
+    """Own regions and those of a peer, in the order in which bytes go. Raises `ProtocolError` for another direction."""
+    if direction not in ("read", "write"):
+        raise ProtocolError(f"direction must be read or write, got {direction!r}")
+    return (own, far) if direction == "write" else (far, own)
 
 
 def close_at_exit(transport: Transport) -> None:

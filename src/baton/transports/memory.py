@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from baton.errors import ProtocolError, TransportError
+from baton.errors import TransportError
 from baton.kv.geometry import CopyList
 from baton.transports.base import (
     ByteArray,
@@ -18,6 +18,7 @@ from baton.transports.base import (
     check_copies,
     check_regions,
     future_of,
+    source_and_dest,
 )
 from baton.transports.mover import Mover
 
@@ -105,10 +106,7 @@ class MemoryTransport:
                 raise TransportError("not connected to this peer")
             if not peer.alive():
                 raise TransportError(f"peer {peer.name} is gone")
-            if direction not in ("read", "write"):
-                raise ProtocolError(f"direction must be read or write, got {direction!r}")
-            own, far = self._regions, peer.regions
-            sources, dests = (own, far) if direction == "write" else (far, own)
+            sources, dests = source_and_dest(direction, self._regions, peer.regions)
             check_copies(copies, [r.size for r in sources], [r.size for r in dests])
             operation = Operation(tag)
             peer.operations = [op for op in peer.operations if op.poll() == "pending"]

@@ -30,6 +30,7 @@ from baton.transports.base import (
     check_regions,
     close_at_exit,
     settle,
+    source_and_dest,
 )
 from baton.transports.batches import Job, make_job
 from baton.transports.driver import CALL_TIMEOUT_S, Driver
@@ -151,10 +152,7 @@ class RemoteTransport:
                 raise TransportError("not connected to this peer")
             if not peer.alive():
                 raise TransportError(f"peer {peer.endpoint} is gone")
-            if direction not in ("read", "write"):
-                raise ProtocolError(f"direction must be read or write, got {direction!r}")
-            own, far = self._spans, peer.regions
-            sources, dests = (own, far) if direction == "write" else (far, own)
+            sources, dests = source_and_dest(direction, self._spans, peer.regions)
             check_copies(copies, [n for _, n in sources], [n for _, n in dests])
             source = sources[copies.source_region][0] + copies.source_offset
             dest = dests[copies.dest_region][0] + copies.dest_offset

@@ -13,13 +13,13 @@ import pytest
 from benchmarks.vllm_servers import ONE_PROCESS
 from tests.vllm.integration.answers import Answer, same
 from tests.vllm.integration.checkpoints import shallow
+from tests.vllm.integration.checks import check_all_are_handed_over
 from tests.vllm.integration.servers import (
     ROOT,
     Mode,
     Pair,
     Server,
     ask,
-    compare,
     demo_prompts,
     reference,
     request,
@@ -51,15 +51,8 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.mark.parametrize("mode", ["push", "pull"])
 def test_greedy_tokens_and_acceptance_are_those_of_one_vllm(pair: Pair, mode: Mode) -> None:
-    async def run() -> None:
-        prompts = demo_prompts([2, 3, 31, 32, 33, 47, 63, 64, 65, 96, 97, 200, 333, 1000], seed=51)
-        async with aiohttp.ClientSession() as session:
-            expected = [await reference(session, pair.decode, prompt, 32) for prompt in prompts]
-        await compare(pair, prompts, 32, mode, expected)
-
-    asyncio.run(run())
-    wait_idle(pair.prefill, pair.decode)
-    assert pair.decode.metrics("vllm:baton_handoffs_total").keys() == {"committed"}
+    lengths = [2, 3, 31, 32, 33, 47, 63, 64, 65, 96, 97, 200, 333, 1000]
+    check_all_are_handed_over(pair, demo_prompts(lengths, seed=51), 32, mode)
 
 
 @pytest.mark.parametrize("mode", ["push", "pull"])

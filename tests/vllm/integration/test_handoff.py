@@ -13,6 +13,7 @@ import torch
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
 from tests.vllm.integration.answers import Answer, same
+from tests.vllm.integration.checks import alone_in_turn, leave_at_random
 from tests.vllm.integration.servers import (
     EAGLE3,
     Mode,
@@ -62,12 +63,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @pytest.fixture(scope="module")
 def alone(pair: Pair) -> list[Answer]:
     """What one vLLM says to `PROMPTS`."""
-
-    async def run() -> list[Answer]:
-        async with aiohttp.ClientSession() as session:
-            return [await reference(session, pair.decode, prompt, 24) for prompt in PROMPTS]
-
-    return asyncio.run(run())
+    return asyncio.run(alone_in_turn(pair.decode, PROMPTS, 24))
 
 
 @pytest.mark.parametrize("mode", ["push", "pull"])
@@ -108,30 +104,7 @@ def test_prefix_hits_orders_and_many_at_once(pair: Pair, mode: Mode) -> None:
 
 @pytest.mark.parametrize("mode", ["push", "pull"])
 def test_fifty_aborts_leave_no_block_behind(pair: Pair, mode: Mode) -> None:
-    async def run() -> None:
-        rng = random.Random(17)
-        async with aiohttp.ClientSession() as session:
-
-            async def one(which: int) -> None:
-                prompt = [rng.randrange(3, 2000) for _ in range(rng.randrange(200, 2600))]
-                # A decode server that never saw its leg cannot say so: then the ticket's end frees the blocks.
-                ticket = pair.ticket(prompt, mode, life_s=8)
-                bodies = [
-                    (pair.prefill, request(prompt, 1, {"role": "prefill", "ticket": ticket})),
-                    (pair.decode, request(prompt, 60, {"role": "decode", "ticket": ticket})),
-                ]
-                legs = [asyncio.create_task(ask(session, server, body)) for server, body in bodies]
-                await asyncio.sleep(rng.random() * 0.5)
-                legs[which % 2].cancel()
-                await asyncio.sleep(rng.random() * 0.1)
-                legs[1 - which % 2].cancel()
-                await asyncio.gather(*legs, return_exceptions=True)
-
-            for start in range(0, 50, 5):
-                await asyncio.gather(*(one(start + index) for index in range(5)))
-
-    asyncio.run(run())
-    wait_idle(pair.prefill, pair.decode)
+    leave_at_random(pair, 50, 5, 2600, [mode], (0.5, 0.1))
 
 
 def test_hostile_params_change_nothing(pair: Pair) -> None:

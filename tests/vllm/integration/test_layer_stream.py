@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Iterator
 
 import aiohttp
 import pytest
 
 from tests.vllm.integration.answers import Answer, same
+from tests.vllm.integration.checks import alone_in_turn, leave_at_random
 from tests.vllm.integration.servers import (
     EAGLE3,
     Pair,
     Server,
-    ask,
     compare,
     demo_prompts,
     handoff,
     reference,
-    request,
     serve,
     wait_idle,
 )
@@ -41,12 +39,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
 @pytest.fixture(scope="module")
 def alone(servers: list[Server]) -> list[Answer]:
     """What one vLLM says to `PROMPTS`."""
-
-    async def run() -> list[Answer]:
-        async with aiohttp.ClientSession() as session:
-            return [await reference(session, servers[-1], prompt, 24) for prompt in PROMPTS]
-
-    return asyncio.run(run())
+    return asyncio.run(alone_in_turn(servers[-1], PROMPTS, 24))
 
 
 def test_tokens_and_acceptance_are_those_of_one_vllm(servers: list[Server], alone: list[Answer]) -> None:
@@ -74,30 +67,7 @@ def test_a_layer_that_is_told_before_it_is_written_is_seen(servers: list[Server]
 
 def test_aborts_between_layers_leave_no_block_behind(servers: list[Server]) -> None:
     p, _, d = servers
-
-    async def run() -> None:
-        rng = random.Random(17)
-        async with aiohttp.ClientSession() as session:
-
-            async def one(which: int) -> None:
-                prompt = [rng.randrange(3, 2000) for _ in range(rng.randrange(200, 600))]
-                ticket = Pair(p, d).ticket(prompt, "push", life_s=8)
-                bodies = [
-                    (p, request(prompt, 1, {"role": "prefill", "ticket": ticket})),
-                    (d, request(prompt, 60, {"role": "decode", "ticket": ticket})),
-                ]
-                legs = [asyncio.create_task(ask(session, server, body)) for server, body in bodies]
-                await asyncio.sleep(rng.random())
-                legs[which % 2].cancel()
-                await asyncio.sleep(rng.random() * 0.2)
-                legs[1 - which % 2].cancel()
-                await asyncio.gather(*legs, return_exceptions=True)
-
-            for start in range(0, 12, 3):
-                await asyncio.gather(*(one(start + index) for index in range(3)))
-
-    asyncio.run(run())
-    wait_idle(p, d)
+    leave_at_random(Pair(p, d), 12, 3, 600, ["push"], (1.0, 0.2))
     asyncio.run(_again(Pair(p, d)))
 
 

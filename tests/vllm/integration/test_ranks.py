@@ -16,6 +16,7 @@ import aiohttp
 import pytest
 
 from tests.vllm.integration.answers import Answer, same, same_acceptance
+from tests.vllm.integration.checks import alone, leave_at_random
 from tests.vllm.integration.servers import (
     EAGLE3,
     Mode,
@@ -24,7 +25,6 @@ from tests.vllm.integration.servers import (
     ask,
     demo_prompts,
     handoff,
-    reference,
     request,
     serve,
     wait_idle,
@@ -78,12 +78,6 @@ def check(found: Sequence[Answer], expected: Sequence[Answer], num_drafts: int) 
     accepted = sum(sum(want.accepted) for want in expected)
     print(f"{len(found)} prompts, {near_ties} part at near-ties, {other_drafts} draft otherwise, {accepted} accepted")
     assert accepted >= len(found) or not num_drafts
-
-
-async def alone(server: Server, prompts: Sequence[Sequence[int]], num: int = 20) -> list[Answer]:
-    """What one vLLM says."""
-    async with aiohttp.ClientSession() as session:
-        return list(await asyncio.gather(*(reference(session, server, prompt, num) for prompt in prompts)))
 
 
 @pytest.fixture(scope="module")
@@ -142,30 +136,7 @@ def test_prefix_hits_and_orders(fleet: Fleet) -> None:
 
 
 def abort_at_random(pair: Pair) -> None:
-    """Clients of both legs leave at any time; no block is held behind them."""
-
-    async def one(session: aiohttp.ClientSession, which: int) -> None:
-        rng = random.Random(which)
-        prompt = [rng.randrange(3, 2000) for _ in range(rng.randrange(200, 1500))]
-        ticket = pair.ticket(prompt, ("push", "pull")[which // 2 % 2], life_s=8)  # type: ignore[arg-type]
-        bodies = [
-            (pair.prefill, request(prompt, 1, {"role": "prefill", "ticket": ticket})),
-            (pair.decode, request(prompt, 60, {"role": "decode", "ticket": ticket})),
-        ]
-        legs = [asyncio.create_task(ask(session, server, body)) for server, body in bodies]
-        await asyncio.sleep(rng.random() * 0.6)
-        legs[which % 2].cancel()
-        await asyncio.sleep(rng.random() * 0.1)
-        legs[1 - which % 2].cancel()
-        await asyncio.gather(*legs, return_exceptions=True)
-
-    async def run() -> None:
-        async with aiohttp.ClientSession() as session:
-            for start in range(0, 16, 4):
-                await asyncio.gather(*(one(session, start + index) for index in range(4)))
-
-    asyncio.run(run())
-    wait_idle(pair.prefill, pair.decode)
+    leave_at_random(pair, 16, 4, 1500, ["push", "pull"])
 
 
 @pytest.mark.parametrize(("source", "dest"), [("TWO", "OTHER"), ("ONE", "TWO")])

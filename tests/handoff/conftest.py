@@ -1,0 +1,28 @@
+"""Engines' agents, and what connects them, for one test."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.handoff.nodes import Pair
+from tests.support.modelled_network import World
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    """Whole agents on threads and sockets."""
+    made = Pair()
+    yield made
+    for node in made.nodes:
+        node.close()
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    """Agents of modelled time, on a modelled network."""
+    made = World()
+    yield made
+    for node in made.nodes.values():
+        node.transport.close()

@@ -1,0 +1,61 @@
+"""What many tests ask of a pair of vLLM servers."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+
+import aiohttp
+
+from tests.vllm.integration.answers import Answer
+from tests.vllm.integration.servers import Mode, Pair, Server, ask, compare, reference, request, wait_idle
+
+
+async def alone(server: Server, prompts: Sequence[Sequence[int]], num: int = 20) -> list[Answer]:
+    """What one vLLM says to prompts that come side by side."""
+    async with aiohttp.ClientSession() as session:
+        return list(await asyncio.gather(*(reference(session, server, prompt, num) for prompt in prompts)))
+
+
+async def alone_in_turn(server: Server, prompts: Sequence[Sequence[int]], num: int) -> list[Answer]:
+    """What one vLLM says to prompts that come one after the other, as `compare` sends them."""
+    async with aiohttp.ClientSession() as session:
+        return [await reference(session, server, prompt, num) for prompt in prompts]
+
+
+def check_all_are_handed_over(pair: Pair, prompts: Sequence[Sequence[int]], num: int, mode: Mode) -> None:
+    """Tokens and acceptance are those of one vLLM, and nothing was computed instead of being handed over."""
+    asyncio.run(compare(pair, prompts, num, mode, asyncio.run(alone_in_turn(pair.decode, prompts, num))))
+    wait_idle(pair.prefill, pair.decode)
+    assert pair.decode.metrics("vllm:baton_handoffs_total").keys() == {"committed"}
+
+
+def leave_at_random(
+    pair: Pair, num: int, at_once: int, longest: int, modes: Sequence[Mode], pauses: tuple[float, float] = (0.6, 0.1)
+) -> None:
+    """Clients of both legs of `num` requests leave, `pauses` seconds apart at most; no block is held behind them."""
+
+    async def one(session: aiohttp.ClientSession, which: int) -> None:
+        rng = random.Random(which)
+        prompt = [rng.randrange(3, 2000) for _ in range(rng.randrange(200, longest))]
+        # A decode server that never saw its leg cannot say so: then the ticket's end frees the blocks.
+        ticket = pair.ticket(prompt, modes[which // 2 % len(modes)], life_s=8)
+        bodies = [
+            (pair.prefill, request(prompt, 1, {"role": "prefill", "ticket": ticket})),
+            (pair.decode, request(prompt, 60, {"role": "decode", "ticket": ticket})),
+        ]
+        legs = [asyncio.create_task(ask(session, server, body)) for server, body in bodies]
+        await asyncio.sleep(rng.random() * pauses[0])
+        legs[which % 2].cancel()
+        await asyncio.sleep(rng.random() * pauses[1])
+        legs[1 - which % 2].cancel()
+        await asyncio.gather(*legs, return_exceptions=True)
+
+    async def run() -> None:
+        async with aiohttp.ClientSession() as session:
+            for start in range(0, num, at_once):
+                await asyncio.gather(*(one(session, start + index) for index in range(at_once)))
+
+    asyncio.run(run())
+    wait_idle(pair.prefill, pair.decode)
