@@ -162,6 +162,16 @@ REASONS = frozenset(
 )
 
 
+def refusal(error: RequestError) -> str:
+    """The error of a leg whose request turned out to ask for what cannot be: its reason, its field, its message."""
+    return f"invalid_request: {error.param or ''}: {error}"
+
+
+def is_refusal(error: str | None) -> bool:
+    """Whether a leg's error is one that every engine would give."""
+    return error is not None and error.startswith("invalid_request: ")
+
+
 def reason_label(reason: str) -> str:
     """A reason as a metric's label. Whatever a peer may have made up is `other`: each text would be a time series."""
     return reason if reason in REASONS else "other"

@@ -188,6 +188,11 @@ def test_what_cannot_be_honoured_is_refused(plain: Stepped, prompt: list[int]) -
         plain.add(request("endless", prompt, endless))
     with pytest.raises(RequestError, match="does not follow"):
         plain.add(request("known", prompt, PARAMS[0], known=prompt[:2]))
+    for more, param in (({"allowed_token_ids": (5,)}, "allowed_token_ids"), ({"bad_words": tuple("rgl")}, "bad_words")):
+        nothing = plain.add(request(param, prompt, msgspec.structs.replace(PARAMS[6], **more)))
+        while not nothing.ended:
+            plain.step()
+        assert nothing.error == f"invalid_request: {param}: what the request allows leaves no token to choose"
     grammars, plain.engine.grammars = plain.engine.grammars, None
     try:
         with pytest.raises(RequestError, match="no tokenizer") as refused:
@@ -197,7 +202,9 @@ def test_what_cannot_be_honoured_is_refused(plain: Stepped, prompt: list[int]) -
         plain.engine.grammars = grammars
 
 
-def test_a_step_that_takes_too_much_work_ends_its_request_alone(plain: Stepped, prompt: list[int]) -> None:
+def test_a_step_that_takes_too_much_work_ends_its_request_alone(
+    plain: Stepped, prompt: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     costly = SamplingParams(
         max_tokens=30,
         temperature=0.0,
@@ -210,11 +217,23 @@ def test_a_step_that_takes_too_much_work_ends_its_request_alone(plain: Stepped, 
     keep = grammars.matcher(COSTLY)  # as one whose costly step comes later than those that are tried
     other = plain.add(request("other", prompt, PARAMS[1]))
     began, stream = time.thread_time(), plain.add(request("costly", prompt, costly))
+    num_forwards, execute = 0, plain.core.executor.execute
+
+    def counted(*arguments: Any) -> Any:
+        nonlocal num_forwards
+        num_forwards += 1
+        return execute(*arguments)
+
+    monkeypatch.setattr(plain.core.executor, "execute", counted)
+    num_steps = 0
     while not (stream.ended and other.ended):
         plain.step()
+        num_steps += 1
     assert stream.finish_reason == "error"
     assert stream.error is not None
-    assert stream.error.startswith("step_failed")
+    assert stream.error.startswith("invalid_request: structured_outputs: the grammar is refused: ")
     assert other.finish_reason in ("stop", "length")
+    # No row of the other one was computed twice.
+    assert num_forwards == num_steps
     assert time.thread_time() - began < 5.0
     del keep

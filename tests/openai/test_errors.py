@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from baton.errors import EngineUnavailableError, HandoffError, OverloadedError, ProtocolError, RequestError
-from baton.openai.errors import to_api_error
+from baton.errors import EngineUnavailableError, HandoffError, OverloadedError, ProtocolError, RequestError, refusal
+from baton.openai.errors import error_of_chunk, to_api_error
 
 
 @pytest.mark.parametrize(
@@ -29,3 +29,15 @@ def test_addresses_stay_in_the_log(text: str, shown: str, caplog: pytest.LogCapt
     assert to_api_error(HandoffError("lost", text)).message == f"lost: {shown}"
     assert (text in caplog.text) == (text != shown)
     assert to_api_error(RequestError(text)).message == text, "it is the client's own"
+
+
+def test_a_body_that_nests_too_deeply_for_whoever_handles_it() -> None:
+    told = to_api_error(RecursionError("maximum recursion depth exceeded"))
+    assert (told.status, told.type) == (400, "invalid_request_error")
+    assert "nests too deeply" in told.message
+
+
+@pytest.mark.parametrize("error", [RequestError("no: token", "bad_words"), RequestError("no token")])
+def test_a_refusal_crosses_http(error: RequestError) -> None:
+    told = to_api_error(error_of_chunk(refusal(error)))
+    assert (told.status, told.param, told.message) == (400, error.param, str(error))

@@ -227,6 +227,21 @@ async def test_what_makes_no_sense_is_refused_by_name(tools_directory: Path, mor
     assert not engine.requests
 
 
+async def test_a_schema_reaches_the_template_as_it_is_however_deep(tools_directory: Path) -> None:
+    deep: Any = {"default": None}
+    for _ in range(400):
+        deep = {"a": deep}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"items": [deep]}}}]
+
+    async def act(client: openai.AsyncOpenAI) -> None:
+        await chat(client, tools=tools, tool_choice="none")
+
+    engine, _ = await with_client(tools_directory, "x", HERMES, act)
+    prompt = Tokenizer.load(tools_directory).decode(engine.requests[0].prompt_token_ids)
+    assert prompt.count('{"a": ') == 400
+    assert '{"default": null}' in prompt
+
+
 async def test_automatic_calls_need_the_flags(tools_directory: Path) -> None:
     async def act(client: openai.AsyncOpenAI) -> None:
         for more in ({}, {"tool_choice": "auto"}):

@@ -166,6 +166,18 @@ async def test_an_engine_bug_in_either_leg_fails_the_request(directory: Path, le
         await until(lambda: setup.decode.running == 0 and setup.prefill.running == 0)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_no_engine_can_compute_is_the_clients_fault_and_tried_once(directory: Path, stream: bool) -> None:
+    setup = Setup(directory)
+    setup.prefill.fail = "nothing left"
+    async with setup.run() as (url, session):
+        status, answer = await complete(session, url, max_tokens=9, stream=stream)
+        assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
+        assert (answer["error"]["param"], answer["error"]["message"]) == ("bad_words", "no token is left")
+        await until(lambda: setup.prefill.running == setup.decode.running == 0)
+        assert len(setup.prefill.requests) == len(setup.decode.requests) == 1
+
+
 async def test_client_disconnect_closes_both_legs(directory: Path) -> None:
     setup = Setup(directory, step_s=0.02)
     async with setup.run() as (url, session):

@@ -197,6 +197,10 @@ class FakeEngine:
                 return
             await future
             yield TokenChunk(request_id=name)  # its first chunk may be empty
+        elif self.fail == "nothing left":
+            error = "invalid_request: bad_words: no token is left"
+            yield TokenChunk(request_id=name, finish_reason="error", error=error)
+            return
         elif role == "prefill" and self.fail == "lost":
             raise ConnectionResetError
         elif role == "prefill" and known:

@@ -250,6 +250,16 @@ def test_what_no_grammar_can_be_made_of_is_refused(asked: StructuredOutputsParam
     assert refused.value.param == "structured_outputs"
 
 
+def test_a_choice_of_very_many_texts(grammars: Grammars) -> None:
+    """Of which some begin with others, and with every character."""
+    choice = StructuredOutputsParams(choice=('\x00\x7f"', *map(str, range(9000))))
+    grammars.check(choice)
+    matcher = grammars.matcher(choice)
+    one = grammars._tokenizer.encode("1", False)
+    assert matcher.follows(one, one) == len(one)
+    assert matcher.allowed(one, one * 2).bits.any(axis=1).all()
+
+
 def test_a_tokenizer_without_bytes_is_refused(tmp_path: Path) -> None:
     made = tokenizers.Tokenizer(models.WordLevel({"a": 0, "</s>": 1}, unk_token="a"))
     made.save(str(tmp_path / "tokenizer.json"))

@@ -7,7 +7,6 @@ run. Everything here runs on the engine thread; other threads reach it through `
 from __future__ import annotations
 
 import itertools
-import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -20,7 +19,7 @@ from baton.engine.metrics import EngineMetrics
 from baton.engine.planning import DraftRows
 from baton.engine.request import Request, RequestStatus
 from baton.engine.scheduler import ScheduledRows, Scheduler
-from baton.engine.step import compute
+from baton.engine.step import compute, told
 from baton.engine.stopping import until_stop
 from baton.handoff.channel.base import Clock, SystemClock
 from baton.handoff.protocol.events import HandoffEvent
@@ -31,8 +30,6 @@ if TYPE_CHECKING:
     # The core itself needs no torch.
     from baton.engine.executor import Executor
     from baton.engine.prefix_store import PrefixStore
-
-log = logging.getLogger(__name__)
 
 EmitChunk = Callable[[TokenChunk, bool], None]
 
@@ -249,7 +246,7 @@ class EngineCore:
             return False
         done = compute(self, scheduled)
         for request, error in done.failed.items():
-            self._fail(request, error)
+            self.finish(request, "error", told(request, error))
         self._finalise([rows for rows in scheduled if rows.request not in done.failed], done.draft_rows)
         self.metrics.num_steps += 1
         return True
@@ -261,11 +258,6 @@ class EngineCore:
         for request in self.scheduler.queued():
             if not request.started and now >= request.queued_at + self.queue_timeout_s:
                 self.finish(request, "error", f"queue_timeout: no room within {self.queue_timeout_s:g} s")
-
-    def _fail(self, request: Request, error: Exception) -> None:
-        """End a request that the engine cannot compute; `error` is of no interest to its client."""
-        log.error("%s ends: its step failed", request.request_id, exc_info=error)
-        self.finish(request, "error", f"step_failed: {type(error).__name__}")
 
     def _finalise(self, scheduled: Sequence[ScheduledRows], draft_rows: Sequence[DraftRows]) -> None:
         for drafted in draft_rows:

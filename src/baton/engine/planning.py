@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,7 +15,7 @@ from baton.engine.sampler import ToSample, noise_of, sampling_of
 from baton.engine.scheduler import ScheduledRows
 from baton.kv.geometry import NULL_PAGE
 from baton.kv.interval import known_entries
-from baton.structured import Known
+from baton.structured import Allowed, Known
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +39,33 @@ class DraftRows:
     num_drafts: int
 
 
-def step_plan(scheduled: Sequence[ScheduledRows], spec: PlanSpec, rejection: bool) -> tuple[StepPlan, list[Sampled]]:
-    """The target's plan for the rows of a step: known tokens, then the requests' drafts."""
+def is_sampled(rows: ScheduledRows) -> bool:
+    """Whether a token is chosen behind these rows."""
+    request = rows.request
+    if not request.is_prefilling:
+        return True
+    return rows.start + rows.num_rows == len(request.token_ids) and request.params.max_tokens > 0
+
+
+def choosable(scheduled: Sequence[ScheduledRows]) -> tuple[dict[Request, Allowed | None], dict[Request, Exception]]:
+    """What the requests of a step may choose from, where that is not everything; and those that may choose nothing,
+    or cannot tell."""
+    allowed: dict[Request, Allowed | None] = {}
+    refused: dict[Request, Exception] = {}
+    for rows in scheduled:
+        request = rows.request
+        if is_sampled(rows) and not request.sampler.plain_greedy:
+            try:
+                allowed[request] = request.allowed()
+            except Exception as error:
+                refused[request] = error
+    return allowed, refused
+
+
+def step_plan(
+    scheduled: Sequence[ScheduledRows], allowed: Mapping[Request, Allowed | None], spec: PlanSpec, rejection: bool
+) -> tuple[StepPlan, list[Sampled]]:
+    """The target's plan for the rows of a step: known tokens, then the requests' drafts. `allowed`: of `choosable`."""
     ids: list[int] = []
     sample_rows: list[int] = []
     logit_rows: list[int] = []
@@ -58,15 +83,12 @@ def step_plan(scheduled: Sequence[ScheduledRows], spec: PlanSpec, rejection: boo
                 (first + at - 1, request.token_ids[at], request.params.prompt_logprobs)
                 for at in request.to_score(rows.start, stop)
             ]
-        if not request.is_prefilling:
-            wanted = range(len(ids) - rows.num_rows, len(ids))
-        elif stop == len(request.token_ids) and request.params.max_tokens:
-            wanted = range(len(ids) - 1, len(ids))
-        else:
+        if not is_sampled(rows):
             continue
+        wanted = range(len(ids) - (1 if request.is_prefilling else rows.num_rows), len(ids))
         sampled.append(Sampled(request, len(sample_rows), len(logit_rows)))
         if not request.sampler.plain_greedy:
-            to_sample.append(ToSample(request.sampler, len(sample_rows), request.draft_ids, request.allowed()))
+            to_sample.append(ToSample(request.sampler, len(sample_rows), request.draft_ids, allowed.get(request)))
         if request.params.logprobs is not None:
             logit_rows += range(len(sample_rows), len(sample_rows) + len(wanted))
         sample_rows += wanted

@@ -145,7 +145,8 @@ class Request:
         nothing may be."""
         allowed = self._allowed(self.draft_ids)
         if allowed is not None and self.sampler.restricts and not allowed.bits.any(axis=1).all():
-            raise RequestError("what the request allows leaves no token to choose", "bad_words")
+            field = "bad_words" if self.params.allowed_token_ids is None else "allowed_token_ids"
+            raise RequestError("what the request allows leaves no token to choose", field)
         return allowed
 
     def drafted(self, draft_ids: list[int]) -> None:

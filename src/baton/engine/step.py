@@ -16,12 +16,13 @@ import numpy.typing as npt
 
 from baton.drafters.chain import ModuleChain
 from baton.engine.plan import DraftPlan, DraftSlots, Noise, StepPlan, StepResult, one_request
-from baton.engine.planning import DraftRows, Sampled, draft_plan, step_plan
+from baton.engine.planning import DraftRows, Sampled, choosable, draft_plan, step_plan
 from baton.engine.request import Request
 from baton.engine.sampler import token_logprobs
 from baton.engine.scheduler import ScheduledRows
 from baton.engine.stopping import until_stop
 from baton.engine.verifier import Verified, verify
+from baton.errors import RequestError, refusal
 from baton.wire import TokenChunk, TokenLogprobs
 
 if TYPE_CHECKING:
@@ -51,6 +52,16 @@ def compute(core: EngineCore, scheduled: Sequence[ScheduledRows]) -> Computed:
     return computed
 
 
+def told(request: Request, error: Exception) -> str:
+    """What the client of a request that could not be computed is told. What failed here is of no interest to it, unless
+    that is its own request: one that leaves no token to choose."""
+    if isinstance(error, RequestError):
+        log.info("%s ends: %s", request.request_id, error)
+        return refusal(error)
+    log.error("%s ends: its step failed", request.request_id, exc_info=error)
+    return f"step_failed: {type(error).__name__}"
+
+
 def _note_starts(core: EngineCore, scheduled: Sequence[ScheduledRows]) -> None:
     """Book how long requests waited that are computed for the first time. A decode leg waits for its KV, which handoffs
     have figures of their own for."""
@@ -63,8 +74,12 @@ def _note_starts(core: EngineCore, scheduled: Sequence[ScheduledRows]) -> None:
 
 def _together(core: EngineCore, scheduled: Sequence[ScheduledRows]) -> Computed:
     layers = core.legs.layers if core.legs is not None else None
+    allowed, refused = choosable(scheduled)
+    if refused:
+        others = [rows for rows in scheduled if rows.request not in refused]
+        return _joined([Computed(failed=dict(refused)), *([_together(core, others)] if others else [])])
     try:
-        plan, sampled = step_plan(scheduled, core.executor.spec, core.rejection)
+        plan, sampled = step_plan(scheduled, allowed, core.executor.spec, core.rejection)
         result = core.executor.execute(plan, layers.begin(scheduled) if layers is not None else None)
     except Exception as error:
         if layers is not None:

@@ -23,6 +23,7 @@ from baton.errors import (
     RequestError,
     UnauthorizedError,
     UnknownModelError,
+    is_refusal,
 )
 
 logger = logging.getLogger(__name__)
@@ -92,6 +93,9 @@ def to_api_error(error: BaseException) -> ApiError:
         text = _ADDRESS.sub("(address)", text)
         if text != str(error):
             logger.warning("a client is told an error without its addresses: %s", error)
+    if isinstance(error, RecursionError):
+        # Only what clients send nests; how deep is too deep depends on who handles it.
+        return ApiError(400, "the request nests too deeply", "invalid_request_error")
     for kind, status, shape, code in _TOLD:
         if isinstance(error, kind):
             return ApiError(status, text, shape, param, error.reason if isinstance(error, HandoffError) else code)
@@ -100,10 +104,12 @@ def to_api_error(error: BaseException) -> ApiError:
 
 
 def error_of_chunk(text: str | None) -> BatonError:
-    """Return the exception for a `TokenChunk.error`, which reads `"<reason>: <message>"`."""
+    """Return the exception for a `TokenChunk.error`, which reads `"<reason>: <message>"`; of a refusal the
+    message is `"<field>: <message>"`."""
     reason, _, message = (text or "unknown").partition(": ")
     if reason in _UNAVAILABLE_REASONS:
         return EngineUnavailableError(message or reason)
-    if reason == "invalid_request":
-        return RequestError(message)
+    if is_refusal(text):
+        field, _, message = message.partition(": ")
+        return RequestError(message, field or None)
     return HandoffError(reason, message)

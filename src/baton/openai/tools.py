@@ -129,7 +129,7 @@ class Asked:
 
     def shown(self) -> list[dict[str, Any]] | None:
         """As templates take them."""
-        return [_without_none(msgspec.to_builtins(tool)) for tool in self.tools] or None
+        return [_shown(tool) for tool in self.tools] or None
 
     def grammar(self) -> StructuredOutputsParams | None:
         """What an answer must follow that has to call a tool: as in vLLM a list of `{"name", "parameters"}`, or the
@@ -214,5 +214,7 @@ def _calls(tools: Sequence[Tool], parallel: bool) -> dict[str, Any]:
     return schema | ({"$defs": definitions} if definitions else {})
 
 
-def _without_none(value: Any) -> Any:
-    return {k: _without_none(v) for k, v in value.items() if v is not None} if isinstance(value, dict) else value
+def _shown(tool: Tool) -> dict[str, Any]:
+    """Without what was not said. The schema is as the client wrote it, where null may be a default."""
+    told = msgspec.structs.asdict(tool.function)
+    return {"function": {name: value for name, value in told.items() if value is not None}, "type": tool.type}

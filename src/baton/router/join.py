@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 
 import msgspec
 
-from baton.errors import BatonError, EngineLostError, HandoffError, ProtocolError
+from baton.errors import BatonError, EngineLostError, HandoffError, ProtocolError, is_refusal
 from baton.wire import GenerateRequest, LegRole, TokenChunk
 
 Chunks = AsyncGenerator[TokenChunk, None]
@@ -101,7 +101,8 @@ async def join_legs(
 
     Closing it closes the legs. Into `items` others may put that a leg is lost. When the prefill leg ended the request,
     the decode leg is handed to `drain`: its engine is told by its peer and ends the leg itself; so is the prefill leg
-    when the decode leg ended well, as its engine ends it once its pages are free.
+    when the decode leg ended well, as its engine ends it once its pages are free. What the prefill leg refuses, no
+    engine can compute: that ends the request too.
 
     Raises `LegFailed` when the decode leg, or the only one, is lost, or no engine took the prefill leg. A prefill leg
     that fails later is no matter where the decode engine `notices` whether it misses anything, and recovers or says so;
@@ -119,9 +120,10 @@ async def join_legs(
                 if isinstance(item, TokenChunk):
                     if item.finish_reason in ("stop", "length"):
                         drained = "decode"
-                    if item.finish_reason in (None, "stop", "length"):
+                    refused = is_refusal(item.error)
+                    if refused or item.finish_reason in (None, "stop", "length"):
                         yield item, leg
-                    if drained is not None:
+                    if refused or drained is not None:
                         return
                 elif item is None:
                     ended.add(leg)

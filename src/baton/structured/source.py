@@ -32,12 +32,17 @@ def source_of(asked: StructuredOutputsParams) -> str:
             check_repetition(asked.regex)
             return grammar_from("regex", asked.regex)
         if asked.choice is not None:
-            quoted = (json.dumps(text, ensure_ascii=False) for text in asked.choice)
-            return grammar_from("lark", f"start: {' | '.join(quoted)}")
+            # One terminal, which is one item of a parser's row, where a rule would be as many as there are texts.
+            return grammar_from("lark", f"start: CHOICE\nCHOICE: {' | '.join(map(_quoted, asked.choice))}")
         check_repetition(asked.grammar or "")
         return grammar_from("grammar", asked.grammar or "")
     except (ValueError, RecursionError) as error:
         raise refused(str(error)) from None
+
+
+def _quoted(text: str) -> str:
+    """A text in a grammar, which takes no control character as it is; JSON escapes all but one."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _checked(schema: str) -> str:
