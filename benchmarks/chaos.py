@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import itertools
 import json
+import os
 import random
 import sys
 import tempfile
@@ -29,7 +30,7 @@ from baton.text import Tokenizer
 from baton.verify.observe import Case, Observed, make_cases
 from baton.verify.sides import InProcess
 from baton.wire import Recovery, SamplingParams
-from benchmarks.chaos_faults import FAULTS, KILL_RANK, Breaker, await_healthy, count_recoveries, engines_of
+from benchmarks.chaos_faults import FAULTS, KILL_RANK, KILL_RANK_0, Breaker, await_healthy, count_recoveries, engines_of
 from benchmarks.chaos_report import ChaosReport
 from benchmarks.demo import SPECULATIVE, TARGET
 from benchmarks.deployment import BreakableDeployment
@@ -77,6 +78,10 @@ def run_chaos(config: ChaosConfig) -> ChaosReport:
     with tempfile.TemporaryDirectory(prefix="baton-chaos-") as directory:
         if config.prefix_store:
             flags += ["--kv-transfer-config", json.dumps({"prefix_store": f"file://{directory}/store"})]
+        # What processes put among temporary files is found here when they have ended.
+        left_by_children = Path(directory) / "tmp"
+        left_by_children.mkdir()
+        os.environ |= {"TMPDIR": str(left_by_children), "PYTHONFAULTHANDLER": "1"}
         with BreakableDeployment(
             TARGET,
             config.prefill,
@@ -88,6 +93,7 @@ def run_chaos(config: ChaosConfig) -> ChaosReport:
         ) as deployment:
             chaos = _Chaos(config, deployment, cases, want, report)
             asyncio.run(chaos.run())
+        report.leaks += [f"temporary {path.name}" for path in left_by_children.iterdir()]
     segments = (path.name for path in Path("/dev/shm").glob("baton-*"))
     left = [name for name in segments if int(name.split("-")[1]) in chaos.pids]
     report.leaks += [f"/dev/shm/{name}" for name in left]
@@ -96,8 +102,8 @@ def run_chaos(config: ChaosConfig) -> ChaosReport:
 
 def _faults(config: ChaosConfig) -> tuple[str, ...]:
     if config.ranks_only:
-        return (KILL_RANK,)
-    return FAULTS if config.tensor_parallel_size == 1 else (*FAULTS, KILL_RANK)
+        return (KILL_RANK, KILL_RANK_0)
+    return FAULTS if config.tensor_parallel_size == 1 else (*FAULTS, KILL_RANK, KILL_RANK_0)
 
 
 def _cases(config: ChaosConfig) -> list[Case]:

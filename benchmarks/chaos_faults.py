@@ -15,19 +15,22 @@ from typing import Any
 import aiohttp
 
 from baton.errors import BatonError
+from baton.openai.client import OpenAIClient
 from benchmarks.chaos_report import ChaosReport
 from benchmarks.deployment import BreakableDeployment
 from benchmarks.scrape import get_json, scrape
 
 # "met, stop": killed, restarted, and halted when the first leg has brought it a session with a peer (HELLO).
 FAULTS = ("kill", "stop, cont", "stop, kill", "met, stop")
-# One of an engine's processes but the first is killed when the engine has handoffs: the engine ends with it.
-KILL_RANK = "kill rank"
+# One of an engine's processes is killed when the engine has handoffs, one but the first or the first: the others end
+# with it.
+KILL_RANK, KILL_RANK_0 = "kill rank", "kill rank 0"
 # Longer than a lease, so that peers and router give the engine up, or so short that nobody notices.
 LONG_STOP_S, SHORT_STOP_S = (5.5, 8.0), (0.1, 2.0)
 REJOIN_LIMIT_S = 60.0
 MEET_LIMIT_S = 5.0
-END_LIMIT_S = 10.0
+# Of which an engine takes 8 to close, at most, and as long as its clients to hear of it.
+END_LIMIT_S = 13.0
 
 
 def engines_of(deployment: BreakableDeployment) -> dict[str, str]:
@@ -41,6 +44,9 @@ async def count_recoveries(session: aiohttp.ClientSession, report: ChaosReport, 
     for rung in ("retry", "recompute"):
         count = sum(await scrape(session, url, "baton:recoveries", rung=rung))
         report.recoveries["engine", rung] += int(count)
+    for sample in await OpenAIClient(session, url).samples():
+        if sample.name.startswith("baton:handoff_failures") and sample.value:
+            report.reasons[sample.labels["reason"]] += int(sample.value)
 
 
 async def await_healthy(session: aiohttp.ClientSession, deployment: BreakableDeployment, name: str) -> None:
@@ -104,6 +110,7 @@ class Breaker:
             "stop, kill": self._stop_and_kill,
             "met, stop": self._stop_when_met,
             KILL_RANK: self._kill_rank,
+            KILL_RANK_0: self._kill_rank_0,
         }
         # Each kind once, in any order, before any comes again.
         bag: list[str] = []
@@ -141,27 +148,63 @@ class Breaker:
         await self._stop_and_cont(name)
 
     async def _kill_rank(self, name: str) -> None:
-        await count_recoveries(self._session, self._report, engines_of(self._deployment)[name])
-        await self._until_handoffs(name)
-        await asyncio.sleep(self._rng.uniform(0.0, 0.05))
-        ranks = rank_processes(self._deployment.pids[name])
-        if not ranks:
-            raise BatonError(f"{name} has no rank but the first")
+        ranks = await self._in_handoff(name)
         os.kill(self._rng.choice(ranks), signal.SIGKILL)
-        started = time.monotonic()
-        status = await asyncio.wait_for(asyncio.to_thread(self._deployment.wait, name), END_LIMIT_S)
-        self._report.ended_s.append(time.monotonic() - started)
-        if status == 0 or not re.search(r"rank \d (ended with status -9|has gone)", self._deployment.log(name)):
-            self._report.leaks.append(f"{name} ended with status {status}, and does not say which rank died")
-        self._report.leaks += [f"rank {pid} of {name} lives on" for pid in ranks if alive(pid)]
+        await self._ended_with_a_rank(name, ranks)
+        if not re.search(r"rank \d (ended with status -9|has gone)", self._deployment.log(name)):
+            self._report.leaks.append(f"{name} does not say which rank died")
         self._deployment.kill(name)
         await self._restart(name)
 
+    async def _kill_rank_0(self, name: str) -> None:
+        ranks = await self._in_handoff(name)
+        os.kill(self._deployment.pids[name], signal.SIGKILL)
+        await self._ended_with_a_rank(name, ranks)
+        self._deployment.kill(name)
+        await self._restart(name)
+
+    async def _in_handoff(self, name: str) -> list[int]:
+        """Wait until an engine has handoffs, and a little longer; its ranks but the first."""
+        await count_recoveries(self._session, self._report, engines_of(self._deployment)[name])
+        ranks = rank_processes(self._deployment.pids[name])
+        if not ranks:
+            raise BatonError(f"{name} has no rank but the first")
+        deadline = time.monotonic() + MEET_LIMIT_S
+        while True:
+            await self._until_handoffs(name)
+            await asyncio.sleep(self._rng.uniform(0.0, 0.05))
+            if await self._num_handoffs(name):
+                self._report.in_handoff += 1
+                return ranks
+            if time.monotonic() > deadline:
+                return ranks
+
+    async def _ended_with_a_rank(self, name: str, ranks: Sequence[int]) -> None:
+        """Wait until all of an engine's processes have ended."""
+        started = time.monotonic()
+        waited = asyncio.create_task(asyncio.to_thread(self._deployment.wait, name))
+        if not (await asyncio.wait({waited}, timeout=END_LIMIT_S))[0]:
+            # It says where its threads are, which `PYTHONFAULTHANDLER` brings.
+            os.kill(self._deployment.pids[name], signal.SIGABRT)
+            await waited
+            self._report.leaks.append(f"{name} did not end within {END_LIMIT_S:g} s: {self._deployment.log(name)}")
+        status = await waited
+        # The kernel ends them with the first.
+        while any(alive(pid) for pid in ranks) and time.monotonic() < started + END_LIMIT_S:
+            await asyncio.sleep(0.01)
+        self._report.ended_s.append(time.monotonic() - started)
+        if status == 0:
+            self._report.leaks.append(f"{name} ended with status 0")
+        self._report.leaks += [f"rank {pid} of {name} lives on" for pid in ranks if alive(pid)]
+
     async def _until_handoffs(self, name: str) -> None:
         deadline = time.monotonic() + MEET_LIMIT_S
-        url = f"{engines_of(self._deployment)[name]}/inference/v1/load"
-        while time.monotonic() < deadline and not (await get_json(self._session, url))["num_handoffs"]:
+        while time.monotonic() < deadline and not await self._num_handoffs(name):
             await asyncio.sleep(0.001)
+
+    async def _num_handoffs(self, name: str) -> int:
+        load = await get_json(self._session, f"{engines_of(self._deployment)[name]}/inference/v1/load")
+        return int(load["num_handoffs"])
 
     def _stop_s(self) -> float:
         return self._rng.uniform(*self._rng.choice((LONG_STOP_S, SHORT_STOP_S)))

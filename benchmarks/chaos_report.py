@@ -14,6 +14,8 @@ RUNGS = (("engine", "retry"), ("router", "retry"), ("router", "source"), ("engin
 class ChaosReport:
     """What came of it. `faults` by role and kind, `recoveries` by (who, rung); `leaks` says what was left behind.
 
+    `in_handoff`: engines that lost a rank while handoffs were open; `reasons`: of handoffs that failed on D.
+
     `refusals` are errors that a server told, by reason, `errors` streams that just ended. `beside` are streams of other
     routers than the one that was killed.
     """
@@ -28,6 +30,8 @@ class ChaosReport:
     recoveries: Counter[tuple[str, str]] = field(default_factory=Counter)
     leaks: list[str] = field(default_factory=list)
     ended_s: list[float] = field(default_factory=list)
+    in_handoff: int = 0
+    reasons: Counter[str] = field(default_factory=Counter)
     rejoined_s: list[float] = field(default_factory=list)
     slowest_s: float = 0.0
     elapsed_s: float = 0.0
@@ -55,10 +59,12 @@ class ChaosReport:
         rows += [(f"outcome: CUT, {name}", str(count)) for name, count in sorted(self.errors.items())]
         rows += [("outcome: DIFFERENT", text) for text in self.different]
         rows += [(f"recovery: {who}, {rung}", str(self.recoveries[who, rung])) for who, rung in RUNGS]
+        rows += [(f"handoffs failed: {reason}", str(count)) for reason, count in sorted(self.reasons.items())]
         slowest = max(self.rejoined_s, default=0.0)
         rows.append(("restarted engines rejoined", f"{len(self.rejoined_s)}, slowest {slowest:.1f} s after its start"))
         if self.ended_s:
-            rows.append(("engines that lost a rank", f"{len(self.ended_s)}, ended within {max(self.ended_s):.1f} s"))
+            lost = f"{len(self.ended_s)}, {self.in_handoff} with handoffs open, ended within {max(self.ended_s):.1f} s"
+            rows.append(("engines that lost a rank", lost))
         rows.append(("router killed", f"{self.num_orphans} streams cut, freed in {self.orphans_freed_s:.1f} s"))
         if self.num_beside:
             rows.append(("other routers meanwhile: exact", f"{self.num_exact_beside}/{self.num_beside}"))

@@ -90,13 +90,14 @@ def test_stages_may_have_groups_that_others_have_not(tmp_path: Path) -> None:
     assert found[0] == found[1]
 
 
-def test_a_rank_ends_with_the_first() -> None:
+def test_a_rank_ends_with_the_first_and_leaves_no_files(tmp_path: Path) -> None:
     code = (
         "from baton import LLM; import sys, time\n"
         f"llm = LLM({TARGET!r}, tensor_parallel_size=2, kv_cache_memory=1 << 20)\n"
         "print('ready', flush=True); time.sleep(60)"
     )
-    first = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    env = {**os.environ, "TMPDIR": str(tmp_path)}
+    first = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=env)
     assert first.stdout is not None
     with first, first.stdout:
         assert first.stdout.readline() == "ready\n"
@@ -105,6 +106,7 @@ def test_a_rank_ends_with_the_first() -> None:
         first.kill()
         first.wait()
         until_gone(others)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

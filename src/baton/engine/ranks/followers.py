@@ -118,7 +118,14 @@ class Followers:
                 raise EngineUnavailableError(self.fail(f"rank {rank} failed: {answer.cause}"))
             assert isinstance(answer, Done)
             answers.append(answer)
+        # Who answers has found the others; what is not there need not be left behind by a process that is killed.
+        self._remove_store()
         return answers
+
+    def _remove_store(self) -> None:
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+            self._directory = None
 
     def share(self, pool: KVMemory, aux_layers: Sequence[int]) -> None:
         """Tell each rank from 1 on where its pages lie, and what the drafter is fed; `answered` must follow.
@@ -164,8 +171,7 @@ class Followers:
                 continue
             process.kill()
             process.wait()
-        if self._directory is not None:
-            shutil.rmtree(self._directory, ignore_errors=True)
+        self._remove_store()
 
 
 def _has_fileno(stream: object) -> bool:
