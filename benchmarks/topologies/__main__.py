@@ -1,18 +1,18 @@
 """`python -m benchmarks.topologies`: hand requests over between engines of other ranks, and compare every token.
 
-Tensor ranks are processes that share the model. Stages and drafters on fewer ranks are played by agents: the model is
-computed by one rank, and each rank of the handoff has a share of its memory, an agent and an address of its own. Exit
-code 1 where a cell is not identical to one engine of one rank.
+Tensor and data-parallel ranks are processes that share the model. Stages and drafters on fewer ranks are played by
+agents: the model is computed by one rank, and each rank of the handoff has a share of its memory, an agent and an
+address of its own. Exit code 1 where a cell is not identical to one engine of one rank.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
@@ -24,6 +24,7 @@ from benchmarks.parity.cases import Case, block_sizes, cases
 from benchmarks.parity.models import MakeTarget, louder
 from benchmarks.parity.trial import Cell, Trial
 from benchmarks.topologies.agents import bytes_of_equal_ranks, least_bytes, shaped
+from benchmarks.topologies.data_rank import beside
 from simulation.topologies import Shape
 from tests.engine.engines import Pair, Stream, pair
 from tests.support.checkpoints_granite import make_granite
@@ -48,13 +49,17 @@ SHAPES: dict[str, tuple[Shape, Shape]] = {
     "2 stages to 2 of TP 2": (Shape(stages=2), Shape(2, stages=2)),
     "TP 4 to TP 4, drafters on 1 rank": (Shape(4, draft_tp=1), Shape(4, draft_tp=1)),
 }
+# Of how many ranks P and D are one, with what tensor ranks; the other ranks compute requests of their own.
+DATA_RANKS = {"attention-DP 2 to TP 1": (2, 1), "TP 2 to attention-DP 2": (1, 2)}
+SHAPES |= {"attention-DP 2 to TP 1": (Shape(), Shape()), "TP 2 to attention-DP 2": (Shape(2), Shape())}
+WITH_EXPERTS = ("deepseek_v2", "deepseek_v3")
 SIZES = ("16/16", "16/7")
 _SLICES = 4
 
 
 def as_processes(shape: str) -> bool:
     """Whether the ranks of a cell are processes that compute; else agents alone."""
-    return shape in TENSOR_RANKS
+    return shape in TENSOR_RANKS or shape in DATA_RANKS
 
 
 def trial_of(name: str, folder: Path, seed: int = 0) -> Trial:
@@ -64,25 +69,30 @@ def trial_of(name: str, folder: Path, seed: int = 0) -> Trial:
     return model
 
 
-@contextmanager
-def two(model: Trial, shapes: tuple[Shape, Shape], sizes: str, processes: bool) -> Iterator[Pair]:
+@contextlib.contextmanager
+def two(model: Trial, shape: str, sizes: str) -> Iterator[Pair]:
     """P and D."""
-    if not processes:
+    shapes = SHAPES[shape]
+    if not as_processes(shape):
         with shaped(*shapes), model.pair(sizes) as made:
             yield made
         return
     p, d = block_sizes(sizes, ())
     common = {**model.settings, "kv_transfer_config": KVTransferConfig(kv_transport="shm://")}
-    decode = {"block_size": d, "tensor_parallel_size": shapes[1].tp}
-    with pair(model.folder, decode, **common, block_size=p, tensor_parallel_size=shapes[0].tp) as made:
-        yield made
+    settings = [{"block_size": size, "tensor_parallel_size": of.tp} for size, of in zip((p, d), shapes, strict=True)]
+    with contextlib.ExitStack() as others:
+        for own, count in zip(settings, DATA_RANKS.get(shape, (1, 1)), strict=True):
+            alone = {"data_parallel_size": 1, "data_parallel_rank": 0, "data_parallel_store": None}
+            own |= others.enter_context(beside({**model.settings, **own})) if count > 1 else alone
+        with pair(model.folder, settings[1], **common, **settings[0]) as made:
+            yield made
 
 
 def run(name: str, model: Trial, shape: str, sizes: str, alone: dict[Case, Stream]) -> Cell:
     """One cell: all cases, both modes."""
-    total, shapes, processes = Cell(), SHAPES[shape], as_processes(shape)
-    least = bytes_of_equal_ranks(shapes[1].tp) if processes else least_bytes(shapes[1])
-    with mock.patch.object(trial, "num_bytes", least), two(model, shapes, sizes, processes) as made:
+    total, d = Cell(), SHAPES[shape][1]
+    least = bytes_of_equal_ranks(d.tp) if as_processes(shape) else least_bytes(d)
+    with mock.patch.object(trial, "num_bytes", least), two(model, shape, sizes) as made:
         for key in dict.fromkeys((case.chunked, case.mode) for case in alone):
             batch = {case: said for case, said in alone.items() if (case.chunked, case.mode) == key}
             total.add(trial.compare(made, batch))
@@ -93,7 +103,7 @@ def rows(name: str, model: Trial, batch: Sequence[Case], only: str, failures: li
     """One line for each topology."""
     alone, out = model.alone(batch), []
     for shape in SHAPES:
-        if only not in shape:
+        if only not in shape or (shape in DATA_RANKS and MODELS[name][0] not in WITH_EXPERTS):
             continue
         columns = [name, shape, "processes" if as_processes(shape) else "agents"]
         for sizes in SIZES:

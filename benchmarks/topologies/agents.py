@@ -99,6 +99,7 @@ def make(
     emit: Callable[[HandoffEvent], None],
     stalled: Callable[[], bool],
     lost: Callable[[str], None],
+    data_rank: int | None = None,
 ) -> tuple[list[HandoffAgent], InstanceAgent]:
     """In place of the one agent that an engine of one rank makes. `transports`, the engine's, gets one for each further
     rank; regions are those of this process.

@@ -266,7 +266,7 @@ class EngineIdentity(msgspec.Struct, frozen=True):
     """Who an engine is to routers, tickets and peers. `incarnation` is new with each start of its process;
     `control_addresses`: one for each of its ranks, none where it takes no handoffs; `fingerprint`: JSON of the facts
     that must be equal on P and D; `clock`: what its monotonic clock said, in seconds, as it answered: tickets expire
-    by it.
+    by it. `data_parallel_rank`: which it is of those that share a model's experts, or a vLLM server's address.
     """
 
     engine_id: str
@@ -277,6 +277,7 @@ class EngineIdentity(msgspec.Struct, frozen=True):
     eos_token_ids: list[int]
     num_speculative_tokens: int
     clock: float = 0.0
+    data_parallel_rank: int | None = None
 
 
 class EngineInfo(EngineIdentity, frozen=True, kw_only=True):
@@ -319,12 +320,11 @@ class LegParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 class VllmIdentity(EngineIdentity, frozen=True, kw_only=True):
     """Who a vLLM server with `BatonConnector` is. `roles`: the legs that it takes; `truncate_prefill`: those of prefill
-    come without their prompt's last token. `data_parallel_rank`: which of the engines behind one address it is.
+    come without their prompt's last token.
     """
 
     truncate_prefill: bool
     roles: list[str]
-    data_parallel_rank: int | None = None
 
 
 class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):

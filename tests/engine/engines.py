@@ -75,7 +75,7 @@ class Stepped:
 
     def step(self) -> bool:
         self.core.drain()
-        return self.core.step()
+        return self.core.peers.turn(self.core.step, False)
 
     def run(self, name: str, prompt: list[int], params: SamplingParams, known: list[int] | None = None) -> Stream:
         """A whole request; with `known`, one that resumes from those output tokens."""

@@ -61,6 +61,9 @@ class StepOptions:
     ] = None
     tensor_parallel_size: Annotated[int, typer.Option(help="Ranks that share the model, a process each.")] = 1
     pipeline_parallel_size: Annotated[int, typer.Option(help="Stages that share the layers; their ranks multiply.")] = 1
+    data_parallel_size: Annotated[
+        int, typer.Option(help="Engines that share the experts, each with requests and a port of its own.")
+    ] = 1
     reduction_slices: Annotated[
         int | None, typer.Option(help="With --batch-invariant: engines of equal number compute alike; default: ranks.")
     ] = None
@@ -117,17 +120,24 @@ class EngineOptions(StepOptions):
         model: str,
         role: Role = "both",
         engine_id: str = "engine",
-        ticket_key_file: str | None = None,
-        keys: str | None = None,
+        process: ProcessOptions | None = None,
     ) -> EngineConfig:
         """Return the checked configuration, with models of the hub fetched. Raises `ConfigError` naming the first
         bad field."""
+        own = process or ProcessOptions()
         settings: dict[str, Any] = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         settings["engines_per_host"] = 1 if self.engines_per_host is None else self.engines_per_host
         settings["speculative_config"] = SpeculativeConfig.parse(self.speculative_config)
         settings["kv_transfer_config"] = KVTransferConfig.parse(self.kv_transfer_config, settings.pop("kv_transport"))
         config = EngineConfig(
-            model=model, role=role, engine_id=engine_id, ticket_key_file=ticket_key_file, keys=keys, **settings
+            model=model,
+            role=role,
+            engine_id=engine_id,
+            ticket_key_file=own.ticket_key_file,
+            keys=own.keys,
+            data_parallel_rank=own.data_parallel_rank or 0,
+            data_parallel_store=own.data_parallel_store,
+            **settings,
         )
         return config.check().located()
 
@@ -227,6 +237,8 @@ class ProcessOptions:
         str | None, typer.Option(metavar="DIR", help="Key directory of `baton keys`, ticket key included.")
     ] = None
     ready_fd: Annotated[int | None, typer.Option(hidden=True)] = None
+    data_parallel_rank: Annotated[int | None, typer.Option(hidden=True)] = None
+    data_parallel_store: Annotated[str | None, typer.Option(hidden=True)] = None
 
 
 @dataclass(frozen=True, slots=True)

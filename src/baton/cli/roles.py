@@ -20,6 +20,10 @@ TensorRanks = Annotated[
 Stages = Annotated[
     int | None, typer.Option(min=1, help="Stages of engines of that role [default: --pipeline-parallel-size].")
 ]
+DataRanks = Annotated[
+    int | None,
+    typer.Option(min=1, help="Data-parallel ranks of engines of that role [default: --data-parallel-size]."),
+]
 Options = TypeVar("Options", bound=StepOptions)
 
 
@@ -33,6 +37,8 @@ class RoleOptions:
     decode_tensor_parallel_size: TensorRanks = None
     prefill_pipeline_parallel_size: Stages = None
     decode_pipeline_parallel_size: Stages = None
+    prefill_data_parallel_size: DataRanks = None
+    decode_data_parallel_size: DataRanks = None
 
     def flags(self) -> dict[str, list[str]]:
         """By role. Raises `ConfigError` naming the option that is out of range."""
@@ -50,6 +56,11 @@ class RoleOptions:
                     raise ConfigError(f"{role}_tensor_parallel_size", f"must be one of {RANKS}, got {ranks}")
                 own += ["--tensor-parallel-size", str(ranks)]
         return found
+
+    def data_ranks(self, options: StepOptions) -> dict[str, int]:
+        """By role."""
+        own = {"prefill": self.prefill_data_parallel_size, "decode": self.decode_data_parallel_size, "both": None}
+        return {role: size or options.data_parallel_size for role, size in own.items()}
 
     def alike(self, options: Options, batch_invariant: bool) -> Options:
         """`options` with which engines of both roles compute the same bits, if they are to."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
+from baton.cli.logs import log_to_stderr
 from baton.cli.options import (
     EngineOptions,
     ListenOptions,
@@ -48,10 +49,12 @@ def serve_command(
     if listen.chat_template is not None and role != "both":
         raise ConfigError("chat_template", f"is not for role {role}: the router makes prompts of chats")
     reporter = Reporter(process.ready_fd)
+    if options.data_parallel_size > 1 and process.data_parallel_rank is None:
+        return _serve_ranks(options, listen, process, model, role, engine_id, reporter)
     listener = listen.bind()
     with contextlib.closing(listener):
         name = engine_id or f"{role}-{listener.getsockname()[1]}"
-        config = options.to_config(model, role, name, process.ticket_key_file, process.keys)
+        config = options.to_config(model, role, name, process)
         from baton.text import Tokenizer
 
         tokenizer = Tokenizer.load(config.model, chat_template=listen.template())
@@ -79,6 +82,32 @@ def serve_command(
             listen.parsing(),
             listen.per_request(),
         )
+
+
+def _serve_ranks(
+    options: EngineOptions,
+    listen: ListenOptions,
+    process: ProcessOptions,
+    model: str,
+    role: Role,
+    engine_id: str | None,
+    reporter: Reporter,
+) -> None:
+    """A server for each data-parallel rank."""
+    from baton.cli.data_ranks import DataRanks, free_ports
+
+    log_to_stderr(listen.log_level, listen.log_format)
+    # Checked here too, so that a bad flag gives one error line instead of one per rank.
+    options.to_config(model, role, engine_id or role, process)
+    size = options.data_parallel_size
+    ports = free_ports(listen.host, listen.port, size)
+    ranks = DataRanks(size, engine_id or f"{role}-{ports[0]}", ports, options.engines_per_host or 1)
+    with contextlib.closing(ranks), ranks.told_of_signals():
+        urls, kv = ranks.await_ready(reporter)
+        reporter.ready(urls[0], kv, urls)
+        if process.ready_fd is None:
+            _tell(f"{size} data-parallel ranks ({role}) are served at {', '.join(urls)}")
+        ranks.wait()
 
 
 @with_options
@@ -126,6 +155,7 @@ def up_command(
             show_progress=True,
             shutdown_timeout_s=listen.shutdown_timeout,
             engine_port_base=engine_port_base,
+            data_ranks=roles.data_ranks(options),
         )
         with deployment:
             router = msgspec.structs.replace(

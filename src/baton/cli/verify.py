@@ -157,6 +157,7 @@ def verify_command(
         "speculative_config",
         "tensor_parallel_size",
         "pipeline_parallel_size",
+        "data_parallel_size",
     ):
         del plain[name]
     drafting = SpeculativeConfig.parse(engine.speculative_config) is not None
@@ -171,6 +172,7 @@ def verify_command(
         started.kv_transport,
         started.recovery,
         servers.concurrency,
+        roles.data_ranks(engine),
     )
     cases = choose_cases(model, want or have, **asdict(prompts), params=params)
     running: list[Deployment] = []

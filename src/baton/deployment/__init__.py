@@ -1,6 +1,6 @@
 """A deployment of one host: router and engines as child processes."""
 
-from baton.deployment.child import Reporter
+from baton.deployment.child import Reporter, read_reports
 from baton.deployment.processes import BATON, FLAG_VARIABLES, Deployment, check_shared_transport, end_processes
 
 __all__ = [
@@ -10,4 +10,5 @@ __all__ = [
     "Reporter",
     "check_shared_transport",
     "end_processes",
+    "read_reports",
 ]

@@ -5,8 +5,19 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Sequence
+from typing import Any
 
 from baton.parent import die_with_parent
+
+
+def read_reports(pipe: int, pending: bytes) -> tuple[list[dict[str, Any]] | None, bytes]:
+    """The next reports from a child's pipe, behind what was `pending`, and what is pending then; None at its end."""
+    data = os.read(pipe, 65536)
+    if not data:
+        return None, pending
+    *lines, pending = (pending + data).split(b"\n")
+    return [json.loads(line) for line in lines], pending
 
 
 class Reporter:
@@ -25,11 +36,12 @@ class Reporter:
         else:
             self._write({"progress": text})
 
-    def ready(self, url: str, kv: str = "") -> None:
-        """Tell that requests are served at `url`, by an engine with so much KV."""
+    def ready(self, url: str, kv: str = "", urls: Sequence[str] = ()) -> None:
+        """Tell that requests are served at `url`, by an engine with so much KV; with data-parallel ranks at `urls`, the
+        first of them `url`."""
         if self._fd is not None:
-            self._write({"ready": url, "kv": kv})
+            self._write({"ready": url, "kv": kv, "urls": list(urls) or [url]})
 
-    def _write(self, report: dict[str, str]) -> None:
+    def _write(self, report: dict[str, object]) -> None:
         assert self._fd is not None
         os.write(self._fd, json.dumps(report).encode() + b"\n")

@@ -8,7 +8,6 @@ kernel to be signalled when their parent dies, and the parent ends them in `clos
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import selectors
 import shutil
@@ -23,6 +22,7 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import TypeVar
 
+from baton.deployment.child import read_reports
 from baton.errors import ConfigError, EngineUnavailableError
 from baton.handoff.channel.keys import make_keys, ticket_key_file
 from baton.transports.registry import parse_uri, with_default
@@ -47,6 +47,7 @@ class Child:
     log: Path
     pending: bytes = b""
     url: str | None = None
+    urls: tuple[str, ...] = ()
     kv: str = ""
 
 
@@ -74,7 +75,8 @@ class Deployment:
     engine's without one. Ports are free ones, but for `port`, the first router's, and those of engines from
     `engine_port_base` on, unless that is 0. A deployment is closed after its requests have ended; those of a child that
     is told to end alone have `shutdown_timeout_s`. With `kv_transport` `file` and no path, KV goes through a directory
-    that ends with the deployment. Create it on a thread that outlives it: on Linux the parent is the thread, not the
+    that ends with the deployment. Engines of a role have as many data-parallel ranks as `data_ranks` says; each rank is
+    an engine to the router. Create it on a thread that outlives it: on Linux the parent is the thread, not the
     process.
 
     Raises `EngineUnavailableError` with the child's own error line when one does not start, `ConfigError` for a
@@ -98,6 +100,7 @@ class Deployment:
         command: Sequence[str] | None = None,
         shutdown_timeout_s: float = 0.0,
         engine_port_base: int = 0,
+        data_ranks: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         if min(prefill, decode, both) < 0 or (prefill == 0) != (decode == 0) or prefill + both == 0:
             raise ConfigError("prefill", "there must be engines of both roles, or engines of role both")
@@ -118,16 +121,19 @@ class Deployment:
             roles = ["prefill"] * prefill + ["decode"] * decode + ["both"] * both
             self._environment = _environment(len(roles))
             names = [f"{role}-{roles[:number].count(role)}" for number, role in enumerate(roles)]
-            make_keys(keys, names)
+            sizes = [data_ranks.get(role, 1) for role in roles]
+            make_keys(keys, [id_ for name, size in zip(names, sizes, strict=True) for id_ in rank_ids(name, size)])
             self.ticket_key_file = str(ticket_key_file(keys))
-            if engine_port_base + len(names) > 65536:
-                raise ConfigError("engine_port_base", f"leaves no ports for {len(names)} engines")
+            if engine_port_base + sum(sizes) > 65536:
+                raise ConfigError("engine_port_base", f"leaves no ports for {sum(sizes)} engines")
             for number, (name, role) in enumerate(zip(names, roles, strict=True)):
-                port_flag = str(engine_port_base + number if engine_port_base else 0)
+                port_flag = str(engine_port_base + sum(sizes[:number]) if engine_port_base else 0)
                 flags = ["--role", role, "--engine-id", name, "--port", port_flag]
                 flags += ["--engines-per-host", str(len(names)), "--log-level", "warning"]
                 flags += [*engine_flags, *transport_flags]
                 flags += role_flags.get(role, ())
+                if max(sizes) > 1:
+                    flags += ["--data-parallel-size", str(sizes[number])]
                 if role != "both":
                     flags += ["--keys", str(keys)]
                 elif router:
@@ -136,7 +142,7 @@ class Deployment:
             self._await_ready(self._children)
             self._urls: dict[str, list[str]] = {"prefill": [], "decode": [], "both": []}
             for child, role in zip(self._children, roles, strict=True):
-                self._urls[role].append(child.url or "")
+                self._urls[role] += child.urls
             self.url = self.engine_urls[0]
             started = []
             for number in range(routers if router else 0):
@@ -171,7 +177,11 @@ class Deployment:
 
     def engines(self) -> dict[str, str]:
         """Where each engine is, and how much KV it has, by its name."""
-        return {child.name: f"{child.url}, {child.kv}" for child in self._children if child.url in self.engine_urls}
+        return {
+            child.name: f"{', '.join(child.urls)}, {child.kv}"
+            for child in self._children
+            if child.url in self.engine_urls
+        }
 
     def ended(self) -> dict[str, str]:
         """Return the children that have ended, with the last line each wrote."""
@@ -279,18 +289,22 @@ class Deployment:
                         selector.unregister(key.fileobj)
 
     def _read_reports(self, child: Child) -> None:
-        data = os.read(child.pipe, 65536)
-        if not data:
+        reports, child.pending = read_reports(child.pipe, child.pending)
+        if reports is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.process.wait(2.0)
             raise EngineUnavailableError(f"{child.name} did not start: {_last_line(child)}")
-        *lines, child.pending = (child.pending + data).split(b"\n")
-        for line in lines:
-            report = json.loads(line)
+        for report in reports:
+            child.urls = tuple(report.get("urls", child.urls))
             child.url, child.kv = report.get("ready", child.url), report.get("kv", child.kv)
             if self._show_progress:
                 text = report.get("progress") or f"ready at {child.url}"
                 print(f"  {child.name}: {text}", file=sys.stderr, flush=True)
+
+
+def rank_ids(engine_id: str, data_ranks: int) -> list[str]:
+    """The ids of an engine's data-parallel ranks; its own where there is one."""
+    return [engine_id] if data_ranks == 1 else [f"{engine_id}_dp{rank}" for rank in range(data_ranks)]
 
 
 def end_processes(processes: Sequence[subprocess.Popen[bytes]], limit_s: float = END_TIMEOUT_S) -> None:

@@ -7,7 +7,7 @@ import json
 import logging
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -23,17 +23,19 @@ from baton.engine.handoff import HandoffLegs
 from baton.engine.kv_memory import kv_memory, model_groups
 from baton.engine.layer_stream import LayerStream
 from baton.engine.loading import Loaded, load_checkpoints
+from baton.engine.lockstep import Bells, Lockstep
 from baton.engine.metrics import EngineMetrics
 from baton.engine.pool_size import Memory, PoolSize
 from baton.engine.prefix_store import PrefixStore
 from baton.engine.ranks.agents import make_agents
+from baton.engine.ranks.collective import expert_ranks
 from baton.engine.ranks.executor import RankExecutor
 from baton.engine.ranks.followers import start_followers
 from baton.engine.runner import ModelRunner, plan_spec
 from baton.engine.scheduler import Scheduler
 from baton.engine.stopping import until_stop
 from baton.errors import BatonError, ConfigError, EngineUnavailableError, HandoffError
-from baton.handoff.channel.config import DEFAULT_MAX_RETRIES
+from baton.handoff.channel.config import DEFAULT_MAX_RETRIES, own_bind
 from baton.handoff.channel.keys import KeyRing
 from baton.handoff.node.agent import AgentConfig, HandoffAgent, Timers
 from baton.handoff.node.instance import Agent
@@ -81,6 +83,7 @@ class Engine:
             self.core.prefix_store.close()
         if self.grammars is not None:
             self.grammars.close()
+        self.core.peers.close()
         # The pool is a view of the transport's memory.
         self.core.executor.close()
         for transport in self.transports:
@@ -113,8 +116,13 @@ def _build(
     memory = Memory.measure(device, uses_shm)
     followers = start_followers(config, progress)
     undo.callback(followers.close)
-    loaded = load_checkpoints(config, progress, followers.join())
+    peers = _join(config, undo)
+    place = replace(followers.join(), experts=None if peers is None else peers.shared)
+    loaded = load_checkpoints(config, progress, place)
     model, drafter = loaded.model, loaded.drafter
+    if peers is not None and peers.shared.num_layers == 0:
+        what = f"is {config.data_parallel_size}, and the model has no experts to share: as many engines do the same"
+        raise ConfigError("data_parallel_size", what)
     whole = model_groups(config, model, drafter)
     followers.answered()
     pool = kv_memory(config, whole, model.config.num_layers, model.max_position, memory, uses_shm, transports, progress)
@@ -144,7 +152,7 @@ def _build(
         identity = AgentConfig(
             engine_id=config.engine_id,
             incarnation=incarnation,
-            bind=config.kv_transfer_config.control_bind,
+            bind=own_bind(config.kv_transfer_config.control_bind, config.data_parallel_rank),
             fingerprint=facts,
             ticket_key=ticket_key,
             keys=keys,
@@ -160,6 +168,7 @@ def _build(
             lambda event: core.post(lambda: core.on_handoff(event)),
             lambda: core.busy_s() > config.stall_timeout_s,
             lambda why: core.post(lambda: _end(HandoffError("agent_lost", why))),
+            config.data_parallel_rank if peers is not None else None,
         )
         for agent in agents:
             undo.callback(agent.close)
@@ -177,6 +186,9 @@ def _build(
         _prefix_store(config, facts, cache, pool.kv),
         config.queue_timeout_s,
     )
+    if peers is not None:
+        core.peers = peers
+        peers.bells.listen(lambda: core.post(lambda: None))
     for agent in agents:
         agent.start()
     followers.watch(lambda cause: core.post(lambda: _end(EngineUnavailableError(cause))))
@@ -189,6 +201,21 @@ def _end(error: BatonError) -> None:
     """End the thread that calls it, the engine's, and with it the engine: what its ranks' memory holds, or who writes
     there, is not known any more."""
     raise error
+
+
+def _join(config: EngineConfig, undo: contextlib.ExitStack) -> Lockstep | None:
+    """This rank's turns among data-parallel ranks, if there are several: once all are there."""
+    if config.data_parallel_size == 1:
+        return None
+    if config.data_parallel_store is None:
+        what = f"is {config.data_parallel_size}: ranks are started together, by baton serve and baton up"
+        raise ConfigError("data_parallel_size", what)
+    bells = Bells(config.data_parallel_store, config.data_parallel_rank, config.data_parallel_size)
+    undo.callback(bells.close)
+    try:
+        return Lockstep(expert_ranks(config, str(Path(config.data_parallel_store) / "store")), bells)
+    except RuntimeError as error:
+        raise EngineUnavailableError(f"data-parallel ranks do not find each other: {error}") from None
 
 
 def _integrity(config: EngineConfig) -> Integrity:
@@ -253,6 +280,7 @@ def _info(
         num_speculative_tokens=config.num_drafts,
         batch_invariant=config.batch_invariant,
         default_seed=config.seed,
+        data_parallel_rank=config.data_parallel_rank if config.data_parallel_size > 1 else None,
         token_api=config.role != "both" or config.token_api,
     )
 

@@ -26,6 +26,7 @@ DTYPES = ("auto", "float32", "bfloat16")
 
 MAX_BLOCK_SIZE = 1024
 RANKS = (1, 2, 4, 8)
+MAX_DATA_RANKS = 64
 
 
 # Methods whose drafter is no checkpoint of its own: it has no weights, or they are the target's.
@@ -142,6 +143,8 @@ class EngineConfig:
     `tensor_parallel_size` ranks share the target's heads and inner widths, `pipeline_parallel_size` stages of so many
     ranks its layers, a process each. With `batch_invariant`
     engines of equal `reduction_slices` compute the same bits whatever their number of ranks (None: as many slices).
+    `data_parallel_size` engines share the target's experts, each with requests and pages of its own; this is number
+    `data_parallel_rank`, and they find each other in the directory `data_parallel_store`.
     `keys` is a key directory, which holds the ticket key too; without one the control socket stays on loopback.
     `seed` is that of requests that bring none; None draws one for each. `token_api`: an engine of role both takes
     requests in token ids, from a router, beside those of clients; the other roles always do.
@@ -173,6 +176,9 @@ class EngineConfig:
     batch_invariant: bool = False
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
+    data_parallel_size: int = 1
+    data_parallel_rank: int = 0
+    data_parallel_store: str | None = None
     reduction_slices: int | None = None
     attention_backend: str | None = None
     speculative_config: SpeculativeConfig | None = None
@@ -221,7 +227,11 @@ class EngineConfig:
         fits = slices is None or (slices in RANKS and slices % self.tensor_parallel_size == 0)
         need(fits, "reduction_slices", "a power of two up to 8, and a multiple of tensor_parallel_size")
         need(slices is None or self.batch_invariant, "reduction_slices", "left out without batch_invariant")
-        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+        size = self.data_parallel_size
+        need(1 <= size <= MAX_DATA_RANKS, "data_parallel_size", f"1 to {MAX_DATA_RANKS}")
+        need(0 <= self.data_parallel_rank < size, "data_parallel_rank", f"0 to {size - 1}")
+        need(size == 1 or self.num_ranks == 1, "data_parallel_size", "1 with other tensor ranks or stages than one")
+        for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
             need(getattr(self, name) == 1 or self.device == "cpu", name, "1 unless device is cpu")
         spec = self.speculative_config
         if spec is not None and spec.num_speculative_tokens == 0 and self.role != "prefill":

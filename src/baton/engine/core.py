@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from baton.engine.handoff import Effect, HandoffLegs, PagesLetGo, RequestArrived, RequestFailed
+from baton.engine.lockstep import Alone, Peers
 from baton.engine.metrics import EngineMetrics
 from baton.engine.planning import DraftRows
 from baton.engine.request import Request, RequestStatus
@@ -59,10 +60,8 @@ class EngineCore:
         self.prefix_store = prefix_store
         self.eos_ids = frozenset(eos_ids)
         self.max_model_len = max_model_len
-        self.num_speculative_tokens = num_speculative_tokens
-        self.rejection = rejection
-        self.queue_timeout_s = queue_timeout_s
-        self.clock = clock or SystemClock()
+        self.num_speculative_tokens, self.rejection = num_speculative_tokens, rejection
+        self.queue_timeout_s, self.clock = queue_timeout_s, clock or SystemClock()
         self._arrivals = itertools.count(1)
         self.metrics = EngineMetrics() if legs is None else legs.metrics
         self.requests: dict[str, Request] = {}
@@ -70,6 +69,7 @@ class EngineCore:
         self._turn_started: float | None = None
         self._wake = threading.Condition()
         self._stopping = False
+        self.peers: Peers = Alone()
         if prefix_store is not None:
             prefix_store.bind(self.post)
 
@@ -89,18 +89,18 @@ class EngineCore:
 
     def run(self) -> None:
         """The loop: until `stop`, run steps while there is work and sleep while there is none."""
-        while not self._stopping:
+        while not (self._stopping and self.peers.ended):
             self.turn()
 
     def turn(self) -> None:
         """Do what was posted, then one step; with nothing to compute, sleep until something is posted."""
         self._turn_started = self.clock.monotonic()
         self.drain()
-        computed = self.step()
+        goes_on = self.peers.turn(self.step, self._stopping)
         self._turn_started = None
-        if not computed:
+        if not goes_on:
             with self._wake:
-                if not self._posted and not self._stopping:
+                if not self._posted and self.peers.may_sleep(self._stopping):
                     # Requests that wait for pages are looked at again at least this often, for their limits.
                     self._wake.wait(0.5 if self.scheduler.has_work else None)
 

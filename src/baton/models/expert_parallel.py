@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from baton.errors import ConfigError
+from baton.errors import ConfigError, EngineUnavailableError
 
 # The numbers of all ranks, in the order of ranks. All ranks call it together.
 Gather = Callable[[Tensor], Sequence[Tensor]]
@@ -58,15 +58,16 @@ class _Asked:
 class ExpertRanks:
     """One rank's place among `size` that share experts. Of a layer's it has an equal part, one more at most.
 
-    `begins` is called before the first round behind `finish`, when others may not know yet that there is one.
+    `begun`: there was a round since the last `finish`. `begins` is called before the first, of which others may not
+    know yet. After a round that failed all fail: what the other ranks have of it is not known.
     """
 
-    def __init__(
-        self, rank: int, size: int, gather: Gather, swap: Swap, begins: Callable[[], None] = lambda: None
-    ) -> None:
+    def __init__(self, rank: int, size: int, gather: Gather, swap: Swap) -> None:
         self.rank, self.size = rank, size
         self.begun = False
-        self._gather, self._swap, self._begins = gather, swap, begins
+        self.begins: Callable[[], None] = lambda: None
+        self._gather, self._swap = gather, swap
+        self._failure: str | None = None
         self._layers: list[SharedLayer] = []
 
     def held(self, num_experts: int) -> range:
@@ -86,7 +87,7 @@ class ExpertRanks:
         return len(self._layers)
 
     def made(self, number: int, x_TE: Tensor, ids_TK: Tensor) -> Tensor:
-        """What each row's experts make of it [T * K, W]: a round."""
+        """What each row's experts make of it [T * K, W]: a round. Raises `EngineUnavailableError` where it fails."""
         layer = self._layers[number]
         starts = [rank * layer.num_experts // self.size for rank in range(1, self.size)]
         owners_TK = torch.bucketize(ids_TK, torch.tensor(starts, device=ids_TK.device), right=True)
@@ -105,7 +106,8 @@ class ExpertRanks:
         return made
 
     def finish(self, word: int) -> list[int]:
-        """Compute for the other ranks until all have come here; returns the word of each, a small number."""
+        """Compute for the other ranks until all have come here; returns the word of each, a small number. Raises as
+        `made` does."""
         self._begin()
         while True:
             _, words = self._round(_NOTHING, [], word)
@@ -116,10 +118,23 @@ class ExpertRanks:
     def _begin(self) -> None:
         if not self.begun:
             self.begun = True
-            self._begins()
+            try:
+                self.begins()
+            except EngineUnavailableError as error:
+                self._failure = str(error)
+                raise
 
     def _round(self, number: int, asked: Sequence[_Asked], word: int) -> tuple[list[Tensor], list[int] | None]:
         """The answers to what this rank asks; or, where none asked for anything, the words of all."""
+        if self._failure is None:
+            try:
+                return self._tried(number, asked, word)
+            except Exception as error:
+                self._failure = f"data-parallel ranks cannot go on: {type(error).__name__}: {error}"
+                raise EngineUnavailableError(self._failure) from error
+        raise EngineUnavailableError(self._failure)
+
+    def _tried(self, number: int, asked: Sequence[_Asked], word: int) -> tuple[list[Tensor], list[int] | None]:
         rows = [len(one.rows) for one in asked] or [0] * self.size
         pairs = [len(one.experts) for one in asked] or [0] * self.size
         heads = [head.tolist() for head in self._gather(torch.tensor([number, word, *rows, *pairs]))]

@@ -54,7 +54,10 @@ def run_engine(
             failure = asyncio.run(_serve(engine, app, listener, ready, shutdown_timeout_s))
         finally:
             # A process that was told to end must end even where its engine thread hangs.
-            timer = threading.Timer(_CLOSE_LIMIT_S, os._exit, [1])
+            limit_s = _CLOSE_LIMIT_S
+            if engine.info.data_parallel_rank is not None:
+                limit_s += shutdown_timeout_s  # other ranks may have requests yet, which need this one's experts
+            timer = threading.Timer(limit_s, os._exit, [1])
             timer.daemon = True
             timer.start()
             engine.close()

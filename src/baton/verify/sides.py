@@ -7,7 +7,7 @@ import functools
 import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from baton.deployment import Deployment
@@ -155,6 +155,7 @@ class Started:
     kv_transport: str
     recovery: Recovery
     concurrency: int
+    data_ranks: Mapping[str, int] = field(default_factory=dict)
 
     def start(self) -> Deployment:
         """Start it; the caller ends it. Raises as `Deployment` does."""
@@ -166,6 +167,7 @@ class Started:
             role_flags=self.role_flags,
             kv_transport=self.kv_transport,
             router_flags=["--allow-mode-override", "--recovery", self.recovery],
+            data_ranks=self.data_ranks,
         )
 
     def answers(self, running: Deployment, cases: Sequence[Case], mode: str) -> Answers:

@@ -25,18 +25,20 @@ def make_agents(
     emit: Callable[[HandoffEvent], None],
     stalled: Callable[[], bool],
     lost: Callable[[str], None],
+    data_rank: int | None = None,
 ) -> tuple[list[HandoffAgent], InstanceAgent]:
     """One for each rank, with its transport, which has not registered its regions yet; and the same as one agent.
 
     `whole`: the groups over all ranks. With several ranks a control port that is named is the first rank's, and the
-    others have those behind it.
+    others have those behind it. `data_rank`: of data-parallel ranks of one tensor rank, whose pages are each of an
+    instance of its own.
     """
     parts: dict[str, list[RankGeometry]] = {group.name: [] for group in whole}
     for rank, held in enumerate(pool.parts):
         for region, (group, first_heads) in enumerate(held):
             pages = pool.size.num_pages[group.name]
             geometry = Geometry.block_major(group, pages, region=region, first_head=first_heads)
-            parts[group.name].append(RankGeometry(rank=rank, geometry=geometry))
+            parts[group.name].append(RankGeometry(rank=rank, geometry=geometry, turn=data_rank))
     # A peer may have more ranks than this engine, or fewer.
     instance = InstanceAgent(Instance(rank=0, groups=parts), emit)
     agents = []

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from baton.engine.config import EngineConfig
+from baton.models.expert_parallel import ExpertRanks
 from baton.models.parallel import Stage, TensorRank
 
 # A rank that is paused for longer has hung. One that has died is seen at once.
@@ -52,6 +53,13 @@ class Exchange:
     def receive(self, tensor: Tensor, source: int) -> None:
         """Fill it with what that rank sends."""
         self._group.recv([tensor.view(-1).view(torch.uint8)], source, 0).wait()
+
+
+def expert_ranks(config: EngineConfig, store: str) -> ExpertRanks:
+    """This process's place among data-parallel ranks, once all are there."""
+    rank, size = config.data_parallel_rank, config.data_parallel_size
+    exchange = Exchange(store, rank, size)
+    return ExpertRanks(rank, size, exchange.gather, exchange.swap)
 
 
 def tensor_rank(config: EngineConfig, store: str, rank: int) -> TensorRank:

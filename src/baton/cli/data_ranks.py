@@ -1,0 +1,152 @@
+"""`baton serve --data-parallel-size N`: a process for each rank, which is a server of its own. They begin and end
+together; this process computes nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+
+from baton.deployment import BATON, Reporter, end_processes, read_reports
+from baton.errors import ConfigError, EngineUnavailableError
+from baton.openai.serving import bind
+
+_LOOK_S = 0.1
+# Tries to find as many free ports in a row.
+_TRIES = 50
+
+
+def free_ports(host: str, port: int, count: int) -> list[int]:
+    """`port` and those behind it, or with 0 as many free ones in a row. Raises `ConfigError` where one is taken.
+
+    They are free when this returns: whoever binds them must do so soon.
+    """
+    for left in reversed(range(_TRIES if port == 0 else 1)):
+        with contextlib.ExitStack() as held:
+            try:
+                first = held.enter_context(contextlib.closing(bind(host, port))).getsockname()[1]
+                for number in range(first + 1, first + count):
+                    held.enter_context(contextlib.closing(bind(host, number)))
+            except ConfigError:
+                if left == 0:
+                    raise
+                continue
+            return list(range(first, first + count))
+    raise AssertionError("the last try returns or raises")
+
+
+class DataRanks:
+    """The processes of all ranks, each with the flags of this command and a few of its own.
+
+    `engine_id`: the ranks' are this with `_dp0`, `_dp1`.. behind it. One that ends by itself ends all.
+    """
+
+    def __init__(self, size: int, engine_id: str, ports: Sequence[int], engines_per_host: int) -> None:
+        # By files in it ranks find each other; no other user can read it.
+        self._directory = Path(tempfile.mkdtemp(prefix="baton-data-"))
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._pipes: list[int] = []
+        self._told = False
+        try:
+            for rank in range(size):
+                own = {
+                    "--data-parallel-rank": str(rank),
+                    "--data-parallel-store": str(self._directory),
+                    "--engine-id": f"{engine_id}_dp{rank}",
+                    "--port": str(ports[rank]),
+                    "--engines-per-host": str(engines_per_host * size),
+                }
+                self._start([text for flag in own.items() for text in flag], size)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, flags: list[str], size: int) -> None:
+        read, write = os.pipe()
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+        try:
+            process = subprocess.Popen(
+                [*BATON, *sys.argv[1:], *flags, "--ready-fd", str(write)],
+                stdin=subprocess.DEVNULL,
+                env={"OMP_NUM_THREADS": str(max(1, cores // size)), **os.environ},
+                pass_fds=[write],
+                # Ctrl-C reaches this process alone, which passes it on.
+                start_new_session=True,
+            )
+        finally:
+            os.close(write)
+        self._pipes.append(read)
+        self._processes.append(process)
+
+    def await_ready(self, reporter: Reporter) -> tuple[list[str], str]:
+        """Wait until all ranks serve; returns their URLs, and how much KV each has. Raises `EngineUnavailableError`
+        when one ends before."""
+        urls: dict[int, str] = {}
+        kv, pending = "", [b""] * len(self._pipes)
+        with selectors.DefaultSelector() as selector:
+            for rank, pipe in enumerate(self._pipes):
+                selector.register(pipe, selectors.EVENT_READ, rank)
+            while len(urls) < len(self._pipes):
+                for key, _ in selector.select():
+                    rank = key.data
+                    reports, pending[rank] = read_reports(self._pipes[rank], pending[rank])
+                    if reports is None:
+                        self._processes[rank].wait()
+                        raise EngineUnavailableError(self._end_of(rank))
+                    for report in reports:
+                        if "ready" in report:
+                            urls[rank], kv = report["ready"], report["kv"]
+                            selector.unregister(key.fileobj)
+                        else:
+                            reporter.progress(f"rank {rank}: {report['progress']}")
+        return [urls[rank] for rank in range(len(urls))], kv
+
+    def wait(self) -> None:
+        """Wait until all have ended, as they were told to. Raises `EngineUnavailableError` with the first that ends by
+        itself; the others are ended then."""
+        while any(process.poll() is None for process in self._processes):
+            for rank, process in enumerate(self._processes):
+                if process.poll() is not None and not self._told:
+                    raise EngineUnavailableError(self._end_of(rank))
+            time.sleep(_LOOK_S)
+        failed = [rank for rank, process in enumerate(self._processes) if process.returncode != 0]
+        if failed:
+            raise EngineUnavailableError(self._end_of(failed[0]))
+
+    def _end_of(self, rank: int) -> str:
+        return f"data-parallel rank {rank} ended with status {self._processes[rank].returncode}"
+
+    @contextlib.contextmanager
+    def told_of_signals(self) -> Iterator[None]:
+        """Pass SIGTERM and SIGINT on to all ranks. Main thread only."""
+        before = {number: signal.signal(number, self._tell) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _tell(self, number: int, frame: FrameType | None) -> None:
+        self._told = True
+        for process in self._processes:
+            if process.poll() is None:
+                process.send_signal(number)
+
+    def close(self) -> None:
+        """End all ranks that run: one alone cannot go on, nor end in order."""
+        for process in self._processes:
+            if not self._told and process.poll() is None:
+                process.kill()
+        end_processes(self._processes)
+        for pipe in self._pipes:
+            os.close(pipe)
+        shutil.rmtree(self._directory, ignore_errors=True)

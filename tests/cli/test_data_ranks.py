@@ -1,0 +1,101 @@
+"""The processes of data-parallel ranks: they begin together, and end together with the cause."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from baton.cli import data_ranks
+from baton.cli.data_ranks import DataRanks, free_ports
+from baton.cli.options import EngineOptions
+from baton.cli.roles import RoleOptions
+from baton.deployment import Reporter
+from baton.deployment.processes import rank_ids
+from baton.errors import ConfigError, EngineUnavailableError
+from baton.openai.serving import bind
+
+# A rank that says its flags when it serves, and ends with status 3 where it finds a file `end-RANK`.
+RANK = """
+import json, os, signal, sys, time
+flags = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+def end(*_): sys.exit(0)
+signal.signal(signal.SIGTERM, end)
+fd, rank = int(flags["--ready-fd"]), flags["--data-parallel-rank"]
+os.write(fd, b'{"progress": "loading"}\\n')
+if os.path.exists(f"refuse-{rank}"): sys.exit(2)
+os.write(fd, json.dumps({"ready": "http://h:" + flags["--port"], "kv": json.dumps(flags)}).encode() + b"\\n")
+while not os.path.exists(f"end-{rank}"): time.sleep(0.01)
+sys.exit(3)
+"""
+
+
+@contextmanager
+def ranks(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Iterator[DataRanks]:
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(data_ranks, "BATON", (sys.executable, "-c", RANK))
+    monkeypatch.setattr(sys, "argv", ["baton", "serve", "MODEL"])
+    with contextlib.closing(DataRanks(2, "p", [7000, 7001], 3)) as started:
+        yield started
+
+
+def test_ranks_serve_together_and_the_end_of_one_ends_the_others(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with ranks(monkeypatch, tmp_path) as started:
+        urls, kv = started.await_ready(Reporter(None))
+        assert urls == ["http://h:7000", "http://h:7001"]
+        flags = json.loads(kv)
+        assert flags["serve"] == "MODEL", "those of the command come first"
+        assert (flags["--engine-id"][:-1], flags["--engines-per-host"]) == ("p_dp", "6")
+        store = Path(flags["--data-parallel-store"])
+        assert store.stat().st_mode & 0o777 == 0o700
+        (tmp_path / "end-1").touch()
+        with pytest.raises(EngineUnavailableError, match="data-parallel rank 1 ended with status 3"):
+            started.wait()
+        pids = [process.pid for process in started._processes]
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    assert not store.exists()
+    assert "rank 0: loading" in capsys.readouterr().err
+
+
+def test_a_rank_that_does_not_start_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "refuse-0").touch()
+    with (
+        ranks(monkeypatch, tmp_path) as started,
+        pytest.raises(EngineUnavailableError, match="data-parallel rank 0 ended with status 2"),
+    ):
+        started.await_ready(Reporter(None))
+
+
+def test_signals_reach_all_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with ranks(monkeypatch, tmp_path) as started, started.told_of_signals():
+        started.await_ready(Reporter(None))
+        threading.Timer(0.1, os.kill, [os.getpid(), signal.SIGTERM]).start()
+        began = time.monotonic()
+        started.wait()
+        assert time.monotonic() - began < 5
+
+
+def test_ports_of_ranks_are_in_a_row() -> None:
+    first, second, third = free_ports("127.0.0.1", 0, 3)
+    assert (second, third) == (first + 1, first + 2)
+    with contextlib.closing(bind("127.0.0.1", second)), pytest.raises(ConfigError, match=f"port: {second} on"):
+        free_ports("127.0.0.1", first, 2)
+
+
+def test_roles_have_ranks_of_their_own() -> None:
+    roles = RoleOptions(prefill_data_parallel_size=2)
+    assert roles.data_ranks(EngineOptions()) == {"prefill": 2, "decode": 1, "both": 1}
+    assert roles.data_ranks(EngineOptions(data_parallel_size=4)) == {"prefill": 2, "decode": 4, "both": 4}
+    assert rank_ids("prefill-0", 2) == ["prefill-0_dp0", "prefill-0_dp1"]
+    assert rank_ids("decode-0", 1) == ["decode-0"]

@@ -1,0 +1,240 @@
+"""Engines that share a model's experts: each has the tokens and drafts of one engine alone, whatever the others do."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.engine.async_engine import AsyncEngine
+from baton.engine.build import build_engine
+from baton.engine.config import EngineConfig, SpeculativeConfig
+from baton.engine.lockstep import Bells, Lockstep
+from baton.errors import ConfigError, EngineUnavailableError
+from baton.models.expert_parallel import ExpertRanks
+from baton.wire import SamplingParams
+from benchmarks.parity.models import TARGETS
+from tests.engine.engines import TARGET, request
+
+Answer = tuple[list[int], list[int]]
+PROMPTS = [[3 + (7 * i + 13 * n) % 90 for i in range(n)] for n in (1, 17, 40, 61)]
+PARAMS = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    model = TARGETS["deepseek_v3"](tmp_path_factory.mktemp("target"), 0)
+    spec = SpeculativeConfig.parse({"method": "mtp", "num_speculative_tokens": 3})
+    tiny = {"kv_cache_memory": 4 << 20, "max_model_len": 128, "max_num_batched_tokens": 32}
+    return {
+        "model": str(model),
+        "speculative_config": spec,
+        "skip_tokenizer_init": True,
+        "batch_invariant": True,
+        **tiny,
+    }
+
+
+@contextmanager
+def ranks(size: int, store: Path, settings: dict[str, Any]) -> Iterator[list[AsyncEngine]]:
+    """Engines that run."""
+
+    def make(rank: int) -> AsyncEngine:
+        more = {"data_parallel_size": size, "data_parallel_rank": rank, "data_parallel_store": str(store)}
+        return AsyncEngine(EngineConfig(**settings, **more))
+
+    with ThreadPoolExecutor(size) as pool:
+        starts = [pool.submit(make, rank) for rank in range(size)]
+        engines = []
+        for start in starts:
+            engines.append(start.result(timeout=60))
+            engines[-1].start()
+        try:
+            yield engines
+        finally:
+            list(pool.map(AsyncEngine.close, engines))
+
+
+async def answer(engine: AsyncEngine, name: str, prompt: list[int], params: SamplingParams = PARAMS) -> Answer:
+    tokens, accepted = [], []
+    async for chunk in engine.generate(request(name, prompt, params)):
+        tokens += chunk.token_ids
+        accepted += chunk.accepted
+    return tokens, accepted
+
+
+async def answers(engines: Sequence[AsyncEngine]) -> list[list[Answer]]:
+    """Of each engine to all prompts, all at once."""
+    asked = [asyncio.gather(*(answer(e, f"{i}", p) for i, p in enumerate(PROMPTS))) for e in engines]
+    return [list(each) for each in await asyncio.gather(*asked)]
+
+
+@pytest.mark.usefixtures("one_thread")
+async def test_ranks_answer_as_one_engine_does(tmp_path: Path, settings: dict[str, Any]) -> None:
+    size = 3
+    alone = AsyncEngine(EngineConfig(**settings))
+    alone.start()
+    (expected,) = await answers([alone])
+    alone.close()
+    with ranks(size, tmp_path, settings) as engines:
+        # All at once; then each while the others have nothing to do, and again behind a sleep.
+        assert await answers(engines) == [expected] * size
+        for engine in [*engines, *engines]:
+            assert await answers([engine]) == [expected]
+        # One leaves off in the middle of an answer.
+        cut = engines[0].generate(request("cut", PROMPTS[2], PARAMS))
+        await anext(cut)
+        await cut.aclose()
+        assert await answers(engines[1:]) == [expected] * (size - 1)
+        assert {engine.info.data_parallel_rank for engine in engines} == set(range(size))
+
+
+@pytest.mark.usefixtures("one_thread")
+async def test_the_end_of_one_is_the_end_of_all(tmp_path: Path, settings: dict[str, Any]) -> None:
+    """One that sleeps learns of it when it is asked."""
+    with ranks(2, tmp_path, settings) as (first, second):
+        core = second._engine.core
+        for _ in range(1000):  # gloo's connections are this process's: they outlive the thread
+            if all(engine._engine.core.peers.may_sleep(False) for engine in (first, second)):
+                break
+            await asyncio.sleep(0.01)
+
+        def fail() -> bool:
+            raise RuntimeError("out of luck")
+
+        core.step = fail  # type: ignore[method-assign]
+        core.post(lambda: None)
+        await asyncio.to_thread(second._thread.join, 10.0)
+        # Its process would end now, and its sockets with it.
+        assert isinstance(core.peers, Lockstep)
+        core.peers.bells.close()
+        with pytest.raises(EngineUnavailableError, match="EngineUnavailableError"):
+            await answer(first, "1", PROMPTS[1])
+        await asyncio.to_thread(first._thread.join, 10.0)
+        assert first._failure is not None
+        assert "data-parallel rank 1 has gone" in first._failure
+
+
+def test_a_round_that_failed_is_the_last() -> None:
+    def gather(head: Any) -> Any:
+        raise RuntimeError("connection closed")
+
+    shared = ExpertRanks(0, 2, gather, lambda parts, sizes: parts)
+    for _ in range(2):
+        with pytest.raises(EngineUnavailableError, match="cannot go on: RuntimeError: connection closed"):
+            shared.finish(0)
+
+
+class _Rounds:
+    """Rounds of a rank whose peers say `words`."""
+
+    def __init__(self) -> None:
+        self.begun, self.begins = False, lambda: None
+        self.said: list[int] = []
+        self.words: list[int] = []
+
+    def finish(self, word: int) -> list[int]:
+        if not self.begun:
+            self.begins()
+        self.begun = False
+        self.said.append(word)
+        return [word, *self.words]
+
+
+class _Bells:
+    def __init__(self) -> None:
+        self.heard, self.rung = -1, list[int]()
+
+    def ring(self, wave: int) -> None:
+        self.rung.append(wave)
+
+
+def test_who_wakes_by_itself_rings_once_a_wave_and_old_rings_wake_nobody() -> None:
+    rounds, bells = _Rounds(), _Bells()
+    lockstep = Lockstep(rounds, bells)  # type: ignore[arg-type]
+
+    def computes() -> bool:
+        if not rounds.begun:
+            rounds.begun = True
+            rounds.begins()
+        return True
+
+    rounds.words = [1]
+    assert lockstep.turn(lambda: False, False), "another has computed, and may need this one again"
+    rounds.words = [0]
+    assert not lockstep.turn(lambda: False, False)
+    assert (rounds.said, bells.rung) == ([0, 0], []), "all are awake at first"
+    assert not lockstep.turn(lambda: False, False)
+    assert len(rounds.said) == 2, "a sleeping rank that has nothing to compute makes no round"
+    assert lockstep.turn(computes, False)
+    assert lockstep.turn(computes, False)
+    assert not lockstep.turn(lambda: False, False)
+    assert bells.rung == [1]
+    bells.heard = 1
+    assert not lockstep.turn(lambda: False, False)
+    assert len(rounds.said) == 5, "that wave is over"
+    bells.heard = 2
+    assert not lockstep.turn(lambda: False, False)
+    assert (len(rounds.said), bells.rung) == (6, [1])
+
+
+def test_a_rank_that_is_told_to_stop_goes_on_until_all_are() -> None:
+    rounds, bells = _Rounds(), _Bells()
+    lockstep = Lockstep(rounds, bells)  # type: ignore[arg-type]
+    rounds.words = [0]
+    lockstep.turn(lambda: False, False)
+    assert not lockstep.may_sleep(True), "the others do not know yet"
+    lockstep.turn(lambda: False, True)
+    assert (rounds.said[-1], bells.rung, lockstep.ended) == (2, [1], False)
+    assert lockstep.may_sleep(True)
+    rounds.words, bells.heard = [3], 2
+    lockstep.turn(lambda: False, True)
+    assert lockstep.ended
+
+
+def test_bells_are_heard_with_their_waves(tmp_path: Path) -> None:
+    bells = [Bells(str(tmp_path), rank, 2) for rank in range(2)]
+    woken = threading.Event()
+    bells[1].listen(woken.set)
+    bells[0].ring(7)
+    assert woken.wait(10)
+    bells[0].ring(5)
+    bells[1].close()
+    assert bells[1].heard == 7
+    with pytest.raises(EngineUnavailableError, match="data-parallel rank 1 has gone"):
+        bells[0].ring(8)
+    bells[0].close()
+    with pytest.raises(ConfigError, match="data_parallel_store"):
+        Bells(str(tmp_path / "none"), 0, 2)
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"data_parallel_rank": 2, "data_parallel_store": "x"}, "data_parallel_rank: must be 0 to 1, got 2"),
+        ({"tensor_parallel_size": 2}, "data_parallel_size: must be 1 with other tensor ranks or stages than one"),
+        ({}, "data_parallel_size: is 2: ranks are started together, by baton serve and baton up"),
+    ],
+)
+def test_what_ranks_cannot_be_is_named(more: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        build_engine(EngineConfig(TARGET, data_parallel_size=2, **more), lambda chunk, last: None)
+
+
+def test_a_model_without_experts_is_refused(tmp_path: Path) -> None:
+    same: dict[str, Any] = {"data_parallel_size": 2, "data_parallel_store": str(tmp_path)}
+
+    def refused(rank: int) -> str:
+        config = EngineConfig(TARGET, data_parallel_rank=rank, kv_cache_memory=4 << 20, **same)
+        with pytest.raises(ConfigError) as caught:
+            build_engine(config, lambda chunk, last: None)
+        return str(caught.value)
+
+    with ThreadPoolExecutor(2) as pool:
+        assert all("the model has no experts to share" in text for text in pool.map(refused, range(2)))
