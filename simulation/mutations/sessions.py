@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from baton.handoff.channel import sessions as sessions
-from baton.handoff.channel.connecting import Connector
+from baton.handoff.channel.connecting import TransportEnds
 from baton.handoff.channel.sessions import Sessions
 from baton.handoff.node.attempts import Book
 from baton.handoff.node.operations import Operations
@@ -107,7 +107,7 @@ def _blocking_connect() -> list[Patch]:
         self._transport.process.blocked_on = future
         return future
 
-    return around_method(Connector, "begin", around)
+    return around_method(TransportEnds, "begin", around)
 
 
 @mutation(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 
 from baton.errors import TransportError
-from baton.handoff.channel.connecting import FIRST_PAUSE_S, LONGEST_PAUSE_S, MAX_REFUSED, Connector
+from baton.handoff.channel.connecting import FIRST_PAUSE_S, LONGEST_PAUSE_S, MAX_REFUSED, TransportEnds
 from baton.handoff.protocol.events import DecodeCommitted, DecodeReleased, PrefillReleased
 from baton.kv.interval import Interval
 from baton.transports.base import Peer
@@ -146,7 +146,7 @@ class Refusing:
 
 def test_what_was_refused_is_left_alone_for_longer_each_time() -> None:
     transport, clock = Refusing(), Clock()
-    connector = Connector(transport, clock, lambda: None)  # type: ignore[arg-type]
+    connector = TransportEnds(transport, clock, lambda: None)  # type: ignore[arg-type]
 
     def attempt(descriptor: bytes = b"far") -> bool:
         before = transport.tried

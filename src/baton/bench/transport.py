@@ -34,9 +34,9 @@ RUN_SIZES = (4 << 10, 32 << 10, 1 << 20)
 
 
 @dataclass(frozen=True, slots=True)
-class CopyFigures:
-    """Of `nbytes` in runs of `run_bytes`, scattered at the source: GB/s, median and quartiles; milliseconds, median;
-    and the median of the ratios of speed to the `memcpy` of each round."""
+class CopySpeed:
+    """How fast `nbytes` go in runs of `run_bytes`, scattered at the source: GB/s, median and quartiles; milliseconds,
+    median; and `over_memcpy`, the median of each round's speed over that of its `memcpy`."""
 
     transport: str
     nbytes: int
@@ -63,7 +63,7 @@ def available(uris: Sequence[str]) -> tuple[list[str], dict[str, str]]:
 
 def measure_copies(
     uri: str, sizes: Sequence[int] = SIZES, run_sizes: Sequence[int] = RUN_SIZES, rounds: int = ROUNDS
-) -> list[CopyFigures]:
+) -> list[CopySpeed]:
     """All sizes in runs of all sizes that are as small, and whole. Between two processes.
 
     Raises `ConfigError` for an unknown transport and for sizes that hold no whole number of runs.
@@ -149,10 +149,10 @@ def _scattered(nbytes: int, run_bytes: int) -> CopyList:
     return CopyList(0, 0, source, dest, np.full(count, run_bytes, dtype=np.int64))
 
 
-def _figures(name: str, nbytes: int, run_bytes: int, seconds: Sequence[float], memcpy: Sequence[float]) -> CopyFigures:
+def _figures(name: str, nbytes: int, run_bytes: int, seconds: Sequence[float], memcpy: Sequence[float]) -> CopySpeed:
     speeds = sorted(nbytes / one / 1e9 for one in seconds)
     quarter = len(speeds) // 4
-    return CopyFigures(
+    return CopySpeed(
         name,
         nbytes,
         run_bytes,

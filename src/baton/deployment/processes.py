@@ -52,9 +52,9 @@ class Child:
 
 
 def _environment(engines: int) -> dict[str, str]:
-    """That of the children of a deployment: engines compute with twice their even share of the cores, at most all,
-    since P and D are busy at different times, or wait for memory. A number that the user has set stays. Flags of the
-    command that started the deployment are not their own."""
+    """The environment variables of a deployment's children. Engines compute with twice their even share of the cores,
+    at most all, since P and D are busy at different times, or wait for memory; a number that the user has set stays.
+    The variables that hold flags of the command that started the deployment are left out."""
     own = {name: value for name, value in os.environ.items() if not name.startswith(FLAG_VARIABLES)}
     if engines == 1 or not hasattr(os, "sched_getaffinity"):
         return own

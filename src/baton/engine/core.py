@@ -163,7 +163,7 @@ class EngineCore:
 
     def _queue(self, request: Request) -> None:
         if request.role == "decode" and self.legs is not None:
-            self.legs.is_ready(request)
+            self.legs.set_ready(request)
         else:
             self.scheduler.enqueue(request)
 
@@ -252,7 +252,7 @@ class EngineCore:
         return True
 
     def _expire_queues(self, now: float) -> None:
-        """Waiting is no failure, unless there is a limit to it: who has not started by then is told early."""
+        """End the requests that have not started within `queue_timeout_s`, if there is such a limit."""
         if self.queue_timeout_s <= 0:
             return
         for request in self.scheduler.queued():

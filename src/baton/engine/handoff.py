@@ -1,9 +1,9 @@
 """Where an engine's requests meet the handoff agent: legs, destination pages, and who may free what.
 
 Runs on the engine thread. Calls and the agent's events come in; what they mean for a request goes out as effects, which
-the core carries out. A leg's pages are released exactly once: P's on
-`PrefillReleased`, D's with its request after commit, or on `DecodeReleased` after a failure. A request of D whose
-handoff failed need not wait for that: it goes on with other pages.
+the core carries out. A leg's pages are released exactly once: P's on `PrefillReleased`, D's with its request after
+commit, or on `DecodeReleased` after a failure. A request of D whose handoff failed does not wait for `DecodeReleased`:
+it goes on with other pages.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class HandoffLegs:
         self._recomputing: dict[Request, float] = {}  # with the time (monotonic) at which its old pages should be free
 
     def opened(self, request: Request) -> None:
-        """A leg arrived. The other side may speak of it at any time, or is to know of it."""
+        """A leg arrived: tell the agent. D may ask for a prefill leg at any time, and P is to hear of a decode leg."""
         assert request.ticket is not None
         self.open[request.ticket.key] = Leg(request)
         if request.role == "prefill":
@@ -128,8 +128,8 @@ class HandoffLegs:
             self.scheduler.announced[request] = None
             self.agent.announce_decode(request.ticket)
 
-    def is_ready(self, request: Request) -> None:
-        """A decode leg may enter its queue, once P has admitted it."""
+    def set_ready(self, request: Request) -> None:
+        """Nothing on this engine keeps a decode leg from its queue: it enters it as soon as P has admitted it."""
         assert request.ticket is not None
         leg = self.open.get(request.ticket.key)
         if leg is not None:
@@ -137,7 +137,8 @@ class HandoffLegs:
             self._enqueue(leg)
 
     def _enqueue(self, leg: Leg) -> None:
-        """Pages go to legs that P has admitted, alone: those that it has no room for would never free them."""
+        """Queue a leg for pages if P has admitted it. One that P has no room for must get none: it could never be
+        committed, and would keep its pages from those that can."""
         request, scheduler = leg.request, self.scheduler
         if leg.ready and leg.admitted and request in scheduler.announced:
             del scheduler.announced[request]
@@ -169,8 +170,9 @@ class HandoffLegs:
             self.agent.open_decode(ticket, request.prefill_len, leg.wanted, pages)
 
     def expire_recomputing(self, now: float) -> list[Effect]:
-        """A request that finds no room for its recomputation may succeed elsewhere, where pages that a peer might still
-        write are what is missing: nobody knows when they come back. Pages in use do. `now`: monotonic seconds."""
+        """End the requests that have found no room to recompute for `handoff_timeout_s`, if pages are in
+        quarantine: nobody knows when those come back, so another engine may serve the request sooner. Where all pages
+        are in use a request waits on, since their requests end. `now`: monotonic seconds."""
         effects: list[Effect] = []
         for request, until in list(self._recomputing.items()):
             if request.status is not RequestStatus.WAITING:
@@ -191,7 +193,7 @@ class HandoffLegs:
         if request.is_prefilling:
             return
         if request.finish_reason is None:
-            # Else no drafter has run, and nothing is wanted.
+            # For a request that has ended no drafter has run, and D wants nothing of it.
             final = self._final(request, seeded=True)
         carried = request.carried if request.finish_reason is None else None
         seeds = Seeds(
@@ -211,8 +213,8 @@ class HandoffLegs:
         return {name: cache.num_final(name, n, computed, drafted, seeded=seeded) for name in cache.pools}
 
     def keeps_pages(self, request: Request, error: str | None) -> bool:
-        """A request ended early: whether the agent must first prove its pages quiet. It is told to give up, and tells
-        the other side."""
+        """A request ended early: tell the agent to give its leg up. True where its pages are not free before the agent
+        has proven them quiet."""
         leg = self.open.get(request.ticket.key) if request.ticket is not None else None
         if leg is None or not leg.attached:
             return False
@@ -224,8 +226,8 @@ class HandoffLegs:
         return True
 
     def abandon(self, request: Request) -> None:
-        """The client of a computed prefill leg is gone. D may never have heard of the attempt, and then only this
-        ends it before its ticket does."""
+        """The client of a computed prefill leg is gone: give it up. If D has never heard of it, nothing else would end
+        it before its ticket expires."""
         assert request.ticket is not None
         self.agent.abort(request.ticket.key, "aborted")
 
@@ -295,13 +297,13 @@ class HandoffLegs:
             return "token ids out of range or too many drafts"
         if request.num_output > 0 and seeds.first_token != request.token_ids[request.prefill_len]:
             return "the first token is not the last one known"
-        # Of a drafter that starts cold none are taken, of a request that has ended none are made.
+        # No states are taken for a drafter that starts cold, and none are made for a request that has ended.
         num_bytes = 0 if finished or request.cold_from is not None else self.drafter_state_bytes
         if num_bytes and len(seeds.drafter_states) != num_bytes:
             return f"the drafter's states have {len(seeds.drafter_states)} bytes, not {num_bytes}"
         if request.num_output == 0 and request.params.logprobs is not None and seeds.first_logprobs is None:
             return "logprobs are missing"
-        # One that goes on from known tokens ended with none of them.
+        # A request that goes on from known tokens has not ended with one of them.
         ends = request.num_output == 0 and self._ends(request, seeds.first_token)
         if finished is not ends:
             return f"the first token ends the request: {ends}, the peer says {finished}"

@@ -240,7 +240,7 @@ class EnginePool:
             if instance.problem != str(error):
                 logger.warning("engine %s: %s", instance.url, error)
             instance.problem = str(error)
-            # One that is gone after it said so has ended what it had; it is known by this until it is back.
+            # An engine that said it was draining, and is gone now, counts as draining until it is back.
             instance.draining |= isinstance(error, DrainingError)
             if not isinstance(error, EngineLostError):
                 instance.num_silent = 0

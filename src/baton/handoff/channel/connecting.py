@@ -1,4 +1,4 @@
-"""The transport's ends: begun, given up, and let go of, without waiting for any of it."""
+"""The connections of one engine's transport: begun, given up and let go of, without waiting for any of it."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ class _Refused(NamedTuple):
     error: str
 
 
-class Connector:
-    """Connects one engine's transport. For one thread; `wake` is called on any when something has ended."""
+class TransportEnds:
+    """This engine's ends of its transport's connections. For one thread; `wake` is called on any thread when an attempt
+    to connect has ended."""
 
     def __init__(self, transport: Transport, clock: Clock, wake: Callable[[], None]) -> None:
         self._transport = transport

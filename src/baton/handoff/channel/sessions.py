@@ -18,7 +18,7 @@ import msgspec
 from baton.errors import BatonError, IncompatiblePeerError, ProtocolError
 from baton.handoff.channel.base import Clock, Connection, ControlChannel
 from baton.handoff.channel.config import AgentConfig
-from baton.handoff.channel.connecting import Connector
+from baton.handoff.channel.connecting import TransportEnds
 from baton.handoff.channel.health import Health
 from baton.handoff.plan.planner import Instance
 from baton.handoff.protocol.fingerprint import check_pair, compare, geometry_fields, target_groups
@@ -100,7 +100,7 @@ class Sessions:
         self.is_stalled: Callable[[], bool] = lambda: False  # whether the engine behind the agent hangs
         self._config = config
         self._gathered = gathered
-        self._connector = Connector(transport, clock, channel.wake)
+        self._ends = TransportEnds(transport, clock, channel.wake)
         self._channel = channel
         self._clock = clock
         facts = {**config.fingerprint, "handoff.integrity": config.integrity}
@@ -204,14 +204,14 @@ class Sessions:
         return {LEAD: frozenset(here.groups)}
 
     def _connect(self, session: Session, hello: Hello) -> None:
-        session.connecting = self._connector.begin(hello.descriptor or b"")
+        session.connecting = self._ends.begin(hello.descriptor or b"")
         if session.connecting.done():
             self._connected(session, session.connecting, hello)
 
     def _connected(self, session: Session, future: Future[Peer], hello: Hello) -> None:
         session.connecting = None
         try:
-            session.peer = self._connector.result(future, hello.descriptor or b"")
+            session.peer = self._ends.result(future, hello.descriptor or b"")
         except BatonError as error:
             session.refusal = ("unreachable_peer", str(error))
 
@@ -223,7 +223,7 @@ class Sessions:
 
     def poll(self) -> list[Session]:
         """The sessions whose connection has ended since the last call, well or not."""
-        self._connector.poll()
+        self._ends.poll()
         ended = []
         for session in self._all():
             if session.hello is not None and session.connecting is not None and session.connecting.done():
@@ -327,17 +327,17 @@ class Sessions:
         if self.servers.get(session.connection.address) is session:
             del self.servers[session.connection.address]
         if session.connecting is not None:
-            self._connector.abandon(session.connecting)
+            self._ends.abandon(session.connecting)
             session.connecting = None
         if session.peer is not None:
-            self._connector.retire(session.peer)
+            self._ends.retire(session.peer)
 
     def dead(self) -> list[Session]:
         """Sessions whose transport's end is dead."""
         return [session for session in self._all() if session.peer is not None and not session.peer.alive()]
 
     def sweep(self, used: list[Peer]) -> None:
-        self._connector.sweep(used)
+        self._ends.sweep(used)
 
     def say_bye(self, reason: str, quiet: bool) -> None:
         """End all sessions; `quiet` tells the peers that our copies have ended."""

@@ -38,8 +38,8 @@ MAX_UNPROVEN = 128
 _BURST = 256
 # Frames that wait in one connection before its sender is held back.
 _QUEUE = 128
-# How long what was sent may still take to leave, in milliseconds: for a session that ends, and at the end of all, where
-# a peer that hears no BYE would wait for its fence. Only a peer that takes nothing in costs so much.
+# How long frames may take to leave, in milliseconds, when one session ends, and when all do. The second is longer: a
+# peer that hears no BYE has to wait for its fence. Only a peer that reads nothing costs the whole time.
 _LINGER_MS, _LAST_LINGER_MS = 200, 5000
 # Frames that are answered at the end though nobody reads them any more.
 _LAST_FRAMES = 4096

@@ -99,11 +99,11 @@ class InstanceAgent:
         self._instance = instance
         self._tell = on_event
         self._agents: dict[int, RankAgent] = {}
-        # Ranks count from 0 on; of those that are apart, the one that is here has all the pairs.
+        # The rank whose agent leads: 0, or where ranks are apart the only one that is here.
         self._first = instance.rank if instance.apart else 0
         self._legs: dict[AttemptKey, _Leg] = {}
-        # What ended lately: the engine may speak of it until it has heard that. P's leg is kept where D was not known
-        # when it ended: D's ranks are told when they come.
+        # Requests that ended lately: the engine may speak of one until it has heard of its end. P's leg is kept with it
+        # if D's ranks were not known by then: each is told of the end when it comes.
         self._ended: dict[AttemptKey, _Leg | None] = {}
         self._peers: dict[str, Instance] = {}  # by incarnation
         self._lock = threading.RLock()
@@ -135,7 +135,7 @@ class InstanceAgent:
         self, key: AttemptKey, prompt_len: int, pages: dict[str, list[int]], final: dict[str, int]
     ) -> None:
         """Tokens `[0, final)` of each group will not change any more, on any rank; `pages` are the tables so far."""
-        # Those of the engine grow on.
+        # Copies, because the engine's own tables grow.
         tables = {group: list(table) for group, table in pages.items()} if key in self._legs else pages
 
         def declare(agent: RankAgent, pair: Pair, groups: frozenset[str] | None) -> None:
@@ -244,7 +244,8 @@ class InstanceAgent:
                     saying(self._agents[pair[leg.side]], pair, groups)
 
     def _give_up_unmet(self, leg: _Leg) -> None:
-        """D gives up before it knows P's ranks. Those that are apart have not heard of it, and hold their pages."""
+        """D gives a request up before it knows P's ranks. If these are apart, only one of them has heard of D, and the
+        others hold pages for it: an attempt with each of them is opened, only to be aborted."""
         for rank in range(1, len(leg.ticket.prefill_addresses)) if leg.lead == LEAD else ():
             if (pair := (rank, 0)) not in leg.pairs:
                 leg.pairs = {**leg.pairs, pair: None}
@@ -325,7 +326,7 @@ class InstanceAgent:
                 continue
             if isinstance(action, ev.DecodeFailed):
                 if leg.ended:
-                    continue  # the engine has given up, of which P has told another rank before this one heard of it
+                    continue  # the engine gave up itself: another rank told P, and P told this one
                 leg.ended = action.reason
             elif isinstance(action, ev.PrefillReleased | ev.DecodeCommitted | ev.DecodeFinished | ev.DecodeReleased):
                 del self._legs[key]

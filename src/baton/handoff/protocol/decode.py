@@ -271,7 +271,7 @@ class DecodeHandoff(Half):
             self.phase, self._pending = DecodePhase.READ, msg.ReadDone(self.key)
             return [ev.Send(self._pending)]
         pieces, again = sum(map(len, bad.values())), tokens_of(bad)
-        # Joining them over what is proven would have that written again.
+        # So many stretches cannot be named in one REPAIR, and joined ones would have proven tokens written again.
         scattered = any(len(found) > msg.MAX_REPAIRS for found in again.values())
         if self.round == self.max_retries or scattered:
             what = f"tokens {_text(again)} do not match their digests" if bad else _BAD_SEEDS
@@ -301,7 +301,7 @@ class DecodeHandoff(Half):
         asked = self.phase is not DecodePhase.WAITING
         self.phase, self.reason = DecodePhase.CLOSING, reason
         cancel = msg.Cancel(self.key, reason, message[:2000])
-        # Never asked, P may still be holding pages for this attempt: it is told when it can be.
+        # P may hold pages for this attempt even if D never reached it: then it is told as soon as it is reached.
         self._pending, self._farewell = (cancel, None) if asked else (None, cancel)
         failed = ev.DecodeFailed(self.key, reason, message, recoverable=reason not in ev.FINAL_REASONS)
         actions: list[ev.Action] = [ev.Notify(failed)] if notify else []
@@ -314,7 +314,7 @@ class DecodeHandoff(Half):
         self._peer_quiet = self._peer_quiet or peer_quiet
         if self.phase is not DecodePhase.CLOSING or self.copies.outstanding:
             return []
-        # Without pages there is nothing to free, but P may be holding its own until it has heard of the end.
+        # Even where D has no pages to free, P may hold its own until it has heard of the end.
         if (self.mode == "push" or not self.placed) and not self._peer_quiet:
             return []
         asked = self._pending is not None

@@ -155,7 +155,7 @@ class PrefillHandoff(Half):
     def _acknowledged(self) -> list[ev.Action]:
         if self._offer is None or isinstance(self._offer, msg.Ready):
             return []  # nothing was committed that could be acknowledged
-        # Also when a deadline overtook the ACK: D has committed, and reads no more.
+        # This holds after a deadline too, if the ACK came late: D has committed, and reads no more.
         self._peer_quiet = True
         if self.phase is PrefillPhase.OFFERED:
             self._close()
@@ -310,5 +310,5 @@ class PrefillHandoff(Half):
         return self._notify_released()
 
     def _notify_released(self) -> list[ev.Action]:
-        # An engine that has not opened the attempt holds no pages for it; it is told when it does.
+        # An engine that has not opened the attempt holds no pages for it, and is told when it opens it.
         return [ev.Notify(ev.PrefillReleased(self.key, self.reason))] if self.opened else []
