@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import resource
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,39 +25,12 @@ LONGEST = (
     "tools/test_demo_training.py",
 )
 
-RESIDENT = pytest.StashKey[int]()
-MAX_GROWTH_BYTES = 512 << 20
-
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Whole files in the order of `LONGEST`, the others behind them as they were collected."""
     here = Path(__file__).parent
     rank = {here / name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: rank.get(item.path, len(rank)))
-
-
-def pytest_collection_finish() -> None:
-    """What is there before the first test stays; without it among what is searched, searching is cheap, and often."""
-    gc.collect()
-    gc.freeze()
-
-
-def resident_bytes() -> int:
-    """Of this process; 0 where the system does not tell."""
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-    except OSError:
-        return 0
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Engines that tests have left in circles of references would keep their pools, 256 MiB each: they are searched
-    for behind each file, and where they have grown to something."""
-    ends_file = nextitem is None or nextitem.path != item.path
-    if ends_file or resident_bytes() > item.config.stash.get(RESIDENT, 0) + MAX_GROWTH_BYTES:
-        gc.collect()
-        item.config.stash[RESIDENT] = resident_bytes()
 
 
 @pytest.fixture(scope="module")
