@@ -68,6 +68,29 @@ def test_ranks_serve_together_and_the_end_of_one_ends_the_others(
     assert "rank 0: loading" in capsys.readouterr().err
 
 
+def test_the_one_that_was_killed_is_the_cause(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with ranks(monkeypatch, tmp_path) as started:
+        started.await_ready(Reporter(None))
+        (tmp_path / "end-0").touch()
+        started._processes[0].wait()
+        started._processes[1].kill()
+        started._processes[1].wait()
+        # Both are there when it looks.
+        monkeypatch.setattr(started, "_processes", [*started._processes, _Running()])
+        with pytest.raises(EngineUnavailableError, match="data-parallel rank 1 ended with status -9"):
+            started.wait()
+        monkeypatch.undo()
+
+
+class _Running:
+    """A process that goes on."""
+
+    returncode = None
+
+    def poll(self) -> None:
+        return None
+
+
 def test_a_rank_that_does_not_start_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "refuse-0").touch()
     with (

@@ -114,9 +114,10 @@ class DataRanks:
         """Wait until all have ended, as they were told to. Raises `EngineUnavailableError` with the first that ends by
         itself; the others are ended then."""
         while any(process.poll() is None for process in self._processes):
-            for rank, process in enumerate(self._processes):
-                if process.poll() is not None and not self._told:
-                    raise EngineUnavailableError(self._end_of(rank))
+            ended = {rank: status for rank, one in enumerate(self._processes) if (status := one.poll()) is not None}
+            if ended and not self._told:
+                # The others of one that was killed, whose status is negative, end by themselves soon.
+                raise EngineUnavailableError(self._end_of(min(ended, key=lambda rank: ended[rank])))
             time.sleep(_LOOK_S)
         failed = [rank for rank, process in enumerate(self._processes) if process.returncode != 0]
         if failed:
