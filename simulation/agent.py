@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from baton.handoff.node.agent import HandoffAgent
 from baton.handoff.node.instance import InstanceAgent
 from baton.handoff.plan.planner import Instance
-from baton.handoff.protocol.events import DecodeAdmitted
+from baton.handoff.protocol.events import DecodeAdmitted, LayersWithdrawn, LayersWritten
 from baton.handoff.protocol.messages import AttemptKey, Seeds
 from baton.handoff.protocol.ticket import SignedTicket, Ticket
 from baton.kv.interval import Interval
@@ -55,14 +55,21 @@ class SimAgent(InstanceAgent):
         self._process.cluster.seeds[str(key)] = seeds
         super().finish_prefill(key, seeds, finished, final)
 
-    def _check_final(self, key: AttemptKey, final: dict[str, int]) -> None:
+    def stream_layers(self, key: AttemptKey, event: LayersWritten | LayersWithdrawn) -> None:
+        self._process.cluster.rungs["layers"] += 1
+        # A forward that is going to fail takes back what it says.
+        if isinstance(event, LayersWritten) and not self._engine.executor.broken:
+            self._check_final(key, event.final, event.layers)
+        super().stream_layers(key, event)
+
+    def _check_final(self, key: AttemptKey, final: dict[str, int], below: int | None = None) -> None:
         request = self._engine.legs.open[key].request
         story = self._engine.stories[request.request_id]
         for group, stop in final.items():
             memory, n = self._engine.memory(group), request.prefill_len
             # No peer wants what no query behind the prompt sees.
             start = 0 if memory.model.window is None else max(0, n - memory.model.window + 1 - memory.model.reach)
-            bad = memory.wrong(story, n, request.kv.pages[group], min(start, stop), stop)
+            bad = memory.wrong(story, n, request.kv.pages[group], min(start, stop), stop, below)
             if bad is not None:
                 self._process.world.fail(
                     "early_final", f"{self._process.name} declares {group} final up to {stop}: entry {bad} is not"

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from baton.engine.core import EngineCore
 from baton.engine.handoff import HandoffLegs
+from baton.engine.layer_stream import LayerStream
 from baton.engine.metrics import EngineMetrics
 from baton.engine.request import Request, RequestStatus
 from baton.engine.requests import make_request
@@ -83,6 +84,11 @@ class Engine:
         def ends(request: Request, token: int) -> bool:
             return until_stop(request, [token], {EOS}, longest)[1] is not None
 
+        layers = None
+        if settings.by_layer:
+            whole = [memory.spec for memory in process.memories]
+            few = random.choice((1, 1, 200))
+            layers = LayerStream(self.agent, self.cache, whole, len(process.ranks) > 1, few)
         timeout = settings.timers.handoff
         self.legs = HandoffLegs(
             self.agent,
@@ -94,6 +100,8 @@ class Engine:
             settings.recovery,
             timeout,
             clock=process.clock,
+            kv_stream="chunk" if layers is None else "layer",
+            layers=layers,
         )
         store: Any = SimPrefixStore(self) if settings.has("prefix_store") else None
         self.core = EngineCore(
@@ -168,6 +176,14 @@ class Engine:
 
     def fail_any(self) -> bool:
         """A fault: the engine gives up on one of its requests by itself; False when it has none."""
+        found = bool(self.core.requests)
+        if found and self.world.computing is self.process:
+            self.process.post(self._fail_one)  # its thread is in the midst of a forward
+        elif found:
+            self._fail_one()
+        return found
+
+    def _fail_one(self) -> None:
         requests = [self.core.requests[name] for name in sorted(self.core.requests)]
         if requests:
             request = self.world.random.choice(requests)
@@ -178,7 +194,6 @@ class Engine:
                 self.core.abort(request.request_id)
             else:
                 self.core.finish(request, "error", "engine_failed", recoverable=True)
-        return bool(requests)
 
     def close(self) -> None:
         """The process is about to end: no step any more, and every stream ends here."""

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from simulation.engine import Engine
 
 _RIGHT_GUESS = 0.7
+_BREAKS = 0.4
 Half = Literal["target", "drafter"]
+_Entry = tuple[GroupMemory, list[int], int, int]  # what a row writes where
 
 
 class StepFailed(Exception):
@@ -41,7 +43,8 @@ class _Computed:
 
 
 class CellExecutor:
-    """`failing`: requests whose rows raise, by id, in the target's half of a step or the drafter's."""
+    """`failing`: requests whose rows raise, by id, in the target's half of a step or the drafter's. `broken`: the
+    forward under way is going to raise."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._world = engine, engine.process.world
@@ -57,6 +60,7 @@ class CellExecutor:
             needs_contexts=any(memory.model.reach > 1 for memory in self._draft),
         )
         self.failing: dict[str, Half] = {}
+        self.broken = False
         self._last: dict[int, _Computed] = {}  # by first row
         self._positions: list[int] = []
 
@@ -73,10 +77,15 @@ class CellExecutor:
         ids, positions, ends = rows.token_ids.tolist(), rows.positions.tolist(), rows.query_start.tolist()
         self._positions = positions
         self._last = {first: self._whose(rows, index, positions[first]) for index, first in enumerate(ends[:-1])}
-        self._may_fail(self._last.values(), "target")
+        self.broken = False
+        if written is None:
+            self._may_fail(self._last.values(), "target")
+        else:
+            self.broken = self._breaks()
         self._world.progress()
         tables = {name: table.tolist() for name, table in rows.tables.items()}
         states: list[int] = []
+        entries: list[_Entry] = []
         for index, (first, one) in enumerate(self._last.items()):
             own = ids[first : ends[index + 1]]
             after = extend(one.story.before(one.start), own)
@@ -85,7 +94,12 @@ class CellExecutor:
                 table = tables[memory.model.name][index]
                 self._check(one, memory, table, one.start)
                 for entry, state in enumerate(after, one.start):
-                    memory.put(self._own(memory, table, entry), entry, state)
+                    entries.append((memory, self._own(memory, table, entry), entry, state))
+        if written is None:
+            for memory, table, entry, state in entries:
+                memory.put(table, entry, state)
+        else:
+            self._write_by_layer(entries, written)
         for memory in self._states:
             slots = rows.states[memory.model.name]
             for one, slot in zip(self._last.values(), slots.read.tolist(), strict=True):
@@ -95,6 +109,44 @@ class CellExecutor:
         choices = np.array([follow(states[row]) for row in plan.sample_rows.tolist()], dtype=np.int64)
         nothing = np.zeros((0, 0), dtype=np.float32)
         return StepResult(choices, nothing, nothing)
+
+    def _write_by_layer(self, entries: list[_Entry], written: Written) -> None:
+        """Layer by layer, while time passes. Of tensor ranks the first tells when it has written a layer, and the
+        others write theirs a little later; it does not go on before they have.
+        """
+        parts = sorted(
+            (layer, rank, memory.model.name)
+            for memory in self._target
+            for rank, part in memory.ranks.items()
+            for layer in part.spec.layer_ids
+        )
+        fails_at = self._world.random.randrange(len(parts)) if self.broken else None
+        for number, (layer, rank, name) in enumerate(parts):
+            for memory, table, entry, state in entries:
+                if memory.model.name == name:
+                    index, token = divmod(entry, memory.page_size)
+                    memory.ranks[rank].put(table[index], token, state + self.broken, layer)
+            if rank == 0:
+                written(layer)
+            self._engine.process.compute(1 / len(parts))
+            if number == fails_at:
+                self.broken = False
+                raise StepFailed(self._engine.name)
+
+    def _breaks(self) -> bool:
+        """Whether a forward over several layers ends in the midst of them: for one request's rows, or for no request's
+        in particular, and then they are computed again one by one.
+        """
+        world = self._world
+        try:
+            self._may_fail(self._last.values(), "target")
+        except StepFailed:
+            return True
+        strikes = len(self._last) > 1 and world.settings.has("engine_abort") and not world.calm
+        if not strikes or world.random.random() >= _BREAKS:
+            return False
+        world.injected["engine_abort"] += 1
+        return True
 
     def _may_fail(self, computed: Iterable[_Computed], half: Half) -> None:
         for one in computed:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from msgspec import structs
+
 from baton.errors import ProtocolError
 from baton.handoff.protocol.digests import Cell, cells_of, pieces
 from baton.handoff.protocol.messages import PieceDigest
@@ -19,7 +21,8 @@ from simulation.settings import GroupModel
 from simulation.story import Story
 
 CELL_BYTES = 8
-MAX_LAYERS = 2
+# More than there are salts: layers of all groups take turns, as in a model.
+_NUM_SALTS = 16
 
 
 class RankMemory:
@@ -49,7 +52,7 @@ class RankMemory:
             planes=planes,
             page_size=page_size,
             window=model.window,
-            layer_ids=tuple(model.salt * MAX_LAYERS + layer for layer in layers),
+            layer_ids=tuple(layer * _NUM_SALTS + model.salt for layer in layers),
             module=model.module,
         )
         self.geometry = Geometry.from_order(self.spec, num_pages, order, region=region, first_head=heads.start)
@@ -72,6 +75,10 @@ class RankMemory:
             for head in range(plane.first_head, plane.last_head)
         }
         self._values = [(offset, hash(part)) for part, offset in self._parts.items()]
+        self._of_layer = {
+            layer: [(offset, hash(part)) for part, offset in self._parts.items() if part[0] == layer]
+            for layer in self.spec.layer_ids
+        }
 
     def _cell(self, page: int, token: int) -> int:
         return page * self._page_step + token * self._token_step
@@ -80,16 +87,19 @@ class RankMemory:
         """The pages in which `count` cells from `start` on lie."""
         return {cell % self._period // self._page_step for cell in range(start, start + count)}
 
-    def put(self, page: int, token: int, state: int) -> None:
-        """As `GroupMemory.put`."""
+    def put(self, page: int, token: int, state: int, layer: int | None = None) -> None:
+        """As `GroupMemory.put`; in one layer alone if it is named."""
         at = self._cell(page, token)
-        for offset, salt in self._values:
+        for offset, salt in self._values if layer is None else self._of_layer[layer]:
             self.cells[at + offset] = hash((state, salt))
 
-    def holds(self, page: int, token: int, state: int) -> bool:
+    def holds(self, page: int, token: int, state: int, below: int | None = None) -> bool:
         """As `GroupMemory.holds`."""
         at = self._cell(page, token)
-        return all(self.cells[at + offset] == hash((state, salt)) for offset, salt in self._values)
+        values = self._values
+        if below is not None:
+            values = [value for layer, own in self._of_layer.items() if layer < below for value in own]
+        return all(self.cells[at + offset] == hash((state, salt)) for offset, salt in values)
 
     def read(self, table: Sequence[int], tokens: Interval, layer: int, plane: int, heads: range) -> list[int]:
         """The cells of some heads of a plane in a layer."""
@@ -114,21 +124,29 @@ class GroupMemory:
         self.model, self.num_pages, self.page_size, self.ranks = model, num_pages, page_size, ranks
         self.writers: dict[int, str] = {}
 
+    @property
+    def spec(self) -> GroupSpec:
+        """The group over all ranks; planes are those of one."""
+        parts = [rank.spec for rank in self.ranks.values()]
+        return structs.replace(parts[0], layer_ids=tuple(sorted({i for part in parts for i in part.layer_ids})))
+
     def put(self, table: Sequence[int], entry: int, state: int) -> None:
         """Write one entry, which stands for the tokens that `state` stands for."""
         for rank in self.ranks.values():
             rank.put(table[entry // self.page_size], entry % self.page_size, state)
 
-    def holds(self, table: Sequence[int], entry: int, state: int) -> bool:
-        """Whether an entry is what `put` writes."""
+    def holds(self, table: Sequence[int], entry: int, state: int, below: int | None = None) -> bool:
+        """Whether an entry is what `put` writes, in all layers or in those below one."""
         index = entry // self.page_size
         if index >= len(table) or table[index] == NULL_PAGE:
             return False
-        return all(rank.holds(table[index], entry % self.page_size, state) for rank in self.ranks.values())
+        return all(rank.holds(table[index], entry % self.page_size, state, below) for rank in self.ranks.values())
 
-    def wrong(self, story: Story, num_tokens: int, table: Sequence[int], start: int, stop: int) -> int | None:
+    def wrong(
+        self, story: Story, num_tokens: int, table: Sequence[int], start: int, stop: int, below: int | None = None
+    ) -> int | None:
         """The first entry in `[start, stop)` that is not the story's, of whose tokens `num_tokens` were computed; None
-        when all are.
+        when all are. `below`: in the layers below that one.
         """
         if self.model.kind == "state":
             # The one slot holds what all tokens so far come to.
@@ -136,7 +154,7 @@ class GroupMemory:
             return None if right else 0
         reach, chain = self.model.reach, story.chain
         for entry in range(start, stop):
-            if not self.holds(table, entry, chain[entry + reach]):
+            if not self.holds(table, entry, chain[entry + reach], below):
                 return entry
         return None
 

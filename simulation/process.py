@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ from baton.wire import LegRole
 from simulation.engine import Engine
 from simulation.memory import GroupMemory, RankMemory
 from simulation.rank import Rank
+from simulation.world import Violation
 
 if TYPE_CHECKING:
     from simulation.cluster import Cluster
@@ -22,6 +24,10 @@ _ENGINE_STEP = (0.002, 0.03)
 _SLOW_ENGINE_STEP = (0.02, 0.6)
 # As long as a real engine sleeps that has work and nothing to compute.
 _LOOK_AGAIN_S = 0.5
+
+
+class Ended(BaseException):
+    """A process has ended in the midst of a forward. No guard of the engine's is meant for that."""
 
 
 class SimClock:
@@ -151,12 +157,39 @@ class Process:
         if at != self._next_step or self.dead or self.paused or self.engine.closed:
             return
         self._next_step = float("inf")
+        if self.world.computing is self:
+            return  # the step under way is followed by another
         core = self.engine.core
         core.drain()
-        if core.step():
+        try:
+            computed = core.step()
+        except Ended:
+            return
+        if computed:
             self.stir()
         elif core.scheduler.has_work:
             self.stir(_LOOK_AGAIN_S)
+
+    def compute(self, share: float) -> None:
+        """A share of a forward takes its time, in which everything else goes on, this process's agents too. Forwards of
+        other engines take none meanwhile. Raises `Ended`.
+        """
+        world = self.world
+        if world.computing is not None:
+            return
+        world.computing = self
+        try:
+            world.run_for(world.random.uniform(*self._engine_pace) * share)
+            while self.paused and not self.dead:
+                world.step()
+        except Exception as error:
+            world.violation = world.violation or Violation("exception", f"{type(error).__name__}: {error}")
+            world.note("!", traceback.format_exc())
+            raise Ended from error
+        finally:
+            world.computing = None
+        if self.dead or self.engine.closed:
+            raise Ended
 
     # ------------------------------------------------------------ life and death
 

@@ -96,29 +96,45 @@ def _load(world: World, cluster: Cluster) -> float:
 
 def _play(world: World, cluster: Cluster) -> None:
     """Run until everything is at rest, or until it must have been."""
-    strikes = list(world.settings.strikes)
     latest = _load(world, cluster)
     world.after(latest, cluster.calm_down)
-    rest_by = latest + world.settings.life + world.settings.timers.handoff + _REST_S
-    count = world.settings.num_requests * (2 if world.settings.has("burst") else 1)
-    next_look = 0.0
-    while world.step():
+    watch = _Watch(world, cluster, latest + world.settings.life + world.settings.timers.handoff + _REST_S)
+    world.watch = watch
+    while not watch.over and world.step():
+        pass
+
+
+class _Watch:
+    """What is looked at after each event, also in the midst of a forward. `over`: everything is at rest, which it must
+    be by `rest_by`.
+    """
+
+    def __init__(self, world: World, cluster: Cluster, rest_by: float) -> None:
+        self._world, self._cluster, self._rest_by = world, cluster, rest_by
+        self._strikes = list(world.settings.strikes)
+        self._count = world.settings.num_requests * (2 if world.settings.has("burst") else 1)
+        self._next_look = 0.0
+        self.over = False
+
+    def __call__(self) -> None:
+        world, cluster, strikes = self._world, self._cluster, self._strikes
         while strikes and strikes[0][0] <= world.events:
             cluster.strike(strikes.pop(0)[1])
-        if world.now < next_look:
-            continue
-        next_look = world.now + _POLL_S
+        if world.now < self._next_look:
+            return
+        self._next_look = world.now + _POLL_S
         requests = cluster.requests
         waiting = [request.name for request in requests if not request.outcome]
         if world.settings.harmless and waiting and world.now > world.progressed + _STILL_S:
             world.fail("no_progress", f"{waiting} wait, and nothing moves")
-        if len(requests) == count and all(request.outcome for request in requests):
+        if len(requests) == self._count and all(request.outcome for request in requests):
             if not world.calm:
                 # Processes that were paused have messages to take in before they are at rest.
                 cluster.calm_down()
             elif _at_rest(cluster):
+                self.over = True
                 return
-        if world.now > rest_by:
+        if world.now > self._rest_by:
             world.fail("not_at_rest", "; ".join(_left(cluster)))
 
 

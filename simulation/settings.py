@@ -69,6 +69,8 @@ COMPANIONS: dict[str, tuple[str, ...]] = {
 }
 # Where no more kinds than these are allowed, their meeting is what is looked for.
 _FEW = 8
+# The share of seeds in which prefill engines stream by layer.
+_BY_LAYER = 0.3
 # The event at which the last strike comes.
 _LAST_STRIKE = 1500
 
@@ -114,6 +116,7 @@ class Settings:
     num_drafts: int
     num_heads: int  # of K, V and states
     num_layers: int  # of each group
+    by_layer: bool  # prefill engines tell of layers while a forward runs
     shapes: tuple[tuple[int, int], ...]  # what engines may be: tensor ranks, which share heads, and stages, layers
     draft_alone: bool  # the drafter is on one rank of those that share the target's heads
     groups: tuple[GroupModel, ...]
@@ -162,6 +165,8 @@ def draw(random: Random, allowed: Collection[str] = FAULTS) -> Settings:
     elif "corrupt_seeds" in faults and integrity == "off":
         integrity = "sampled"
     harmless = faults <= HARMLESS
+    # Of a fork: what other seeds draw does not depend on it.
+    by_layer = Random(random.getstate()[1][0]).random() < _BY_LAYER
     # Ranks that fail alone are those of engines that have several.
     num_heads = random.choice((2, 2, 4)) if faults & OF_RANKS else random.choice((1, 1, 1, 2))
     return Settings(
@@ -180,7 +185,8 @@ def draw(random: Random, allowed: Collection[str] = FAULTS) -> Settings:
         patience=400.0 if harmless else random.uniform(12.0, 30.0),
         num_drafts=random.randint(0, 3),
         num_heads=num_heads,
-        num_layers=1 if num_heads == 1 else 2,
+        num_layers=(1 if num_heads == 1 else 2) * (2 if by_layer else 1),
+        by_layer=by_layer,
         shapes=SHAPES[num_heads],
         draft_alone=random.random() < 0.3,
         groups=_groups(random),

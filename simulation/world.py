@@ -38,6 +38,8 @@ class World:
         self.violation: Violation | None = None
         self.tracing = tracing
         self.trace: list[str] = []
+        self.computing: object | None = None  # the one process that is in the midst of a forward
+        self.watch: Callable[[], None] | None = None  # called after each event
         self._queue: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._count = 0
 
@@ -61,7 +63,16 @@ class World:
         if self.violation is not None:
             # Raised inside a callback that guards itself against its caller's mistakes.
             raise self.violation
+        if self.watch is not None:
+            self.watch()
         return True
+
+    def run_for(self, seconds: float) -> None:
+        """Let everything happen that falls into that time, in the midst of an event."""
+        until = self.now + seconds
+        while self._queue and self._queue[0][0] <= until:
+            self.step()
+        self.now = max(self.now, until)
 
     def skip(self, seconds: float) -> None:
         """Let time pass in which every process sleeps."""

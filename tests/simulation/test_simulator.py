@@ -24,7 +24,7 @@ def test_many_seeds() -> None:
     assert total.seeds == 250
     assert {kind for kind in FAULTS if total.injected[kind]} == set(FAULTS)
     assert total.outcomes["exact"] > sum(total.outcomes.values()) / 3
-    assert min(total.rungs[rung] for rung in ("source", "recompute", "resume", "preempt")) > 0
+    assert min(total.rungs[rung] for rung in ("source", "recompute", "resume", "preempt", "layers")) > 0
 
 
 def test_without_faults_every_answer_is_exact() -> None:
@@ -32,6 +32,7 @@ def test_without_faults_every_answer_is_exact() -> None:
     assert not total.failures
     assert set(total.outcomes) == {"exact"}
     assert not total.injected
+    assert total.rungs["layers"] > 0
 
 
 @pytest.mark.parametrize("kind", sorted({*RATES, *STRIKES}))

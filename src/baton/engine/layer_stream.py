@@ -38,10 +38,19 @@ class _Streamed:
 
 class LayerStream:
     """What of the forward under way was told. `groups` are all of the engine's, over its ranks. With `many_ranks` a
-    layer counts as written when the next one is: behind the sum that all ranks made in between, each has written it."""
+    layer counts as written when the next one is: behind the sum that all ranks made in between, each has written it.
+    `min_bytes` is `MIN_BYTES` where it is not given."""
 
-    def __init__(self, agent: Agent, cache: KVCache, groups: Sequence[GroupSpec], many_ranks: bool) -> None:
+    def __init__(
+        self,
+        agent: Agent,
+        cache: KVCache,
+        groups: Sequence[GroupSpec],
+        many_ranks: bool,
+        min_bytes: int | None = None,
+    ) -> None:
         self._agent, self._cache, self._behind = agent, cache, int(many_ranks)
+        self._min_bytes = MIN_BYTES if min_bytes is None else min_bytes
         self._group_of: dict[int, tuple[str, int]] = {}  # by layer: its group, and its bytes of one token
         for group in groups:
             if group.owner == "target" and group.kind != "state":
@@ -60,7 +69,7 @@ class LayerStream:
             ticket = request.ticket
             if request.role != "prefill" or ticket is None or ticket.mode != "push" or not request.is_prefilling:
                 continue
-            if rows.num_rows * self._token_bytes < 2 * MIN_BYTES:
+            if rows.num_rows * self._token_bytes < 2 * self._min_bytes:
                 continue
             n, computed = request.prefill_len, rows.start + rows.num_rows
             final = {name: self._cache.num_final(name, n, computed, 0) for name in self._names}
@@ -76,7 +85,7 @@ class LayerStream:
         for one in self._streamed:
             one.untold += one.num_rows * token_bytes
             one.groups.add(group)
-            if one.untold >= MIN_BYTES:
+            if one.untold >= self._min_bytes:
                 self._tell(one, done + 1)
 
     def _tell(self, one: _Streamed, stop: int) -> None:

@@ -1,0 +1,42 @@
+"""Mutations of what is told, and copied, of a forward that is under way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from baton.engine.layer_stream import LayerStream
+from baton.handoff.protocol.stretches import Stretches
+from simulation.mutations.registry import Patch, around_method, mutation
+
+
+@mutation("a layer is final when it is written, and not before")
+def _layer_not_written() -> list[Patch]:
+    def around(self: LayerStream, written: Any, layer_id: int) -> None:
+        later = [layer for layer in sorted(self._group_of) if layer > layer_id]
+        written(later[0] if later else layer_id)
+
+    return around_method(LayerStream, "_written", around)
+
+
+@mutation("a layer is final when all tensor ranks have written it")
+def _layer_of_one_rank() -> list[Patch]:
+    original = LayerStream.__init__
+
+    def init(self: LayerStream, agent: Any, cache: Any, groups: Any, many_ranks: bool, *rest: Any) -> None:
+        original(self, agent, cache, groups, False, *rest)
+
+    return [(LayerStream, "__init__", init)]
+
+
+@mutation("layers of a forward that failed are copied again", ("engine_abort", "slow_engine", "burst"))
+def _layers_not_withdrawn() -> list[Patch]:
+    return [(LayerStream, "withdraw", lambda self: None)]
+
+
+@mutation("tokens are copied when all their layers are final")
+def _one_layer_is_all() -> list[Patch]:
+    def around(self: Stretches, written: Any, event: Any) -> None:
+        written(event)
+        self.extend(event.final)
+
+    return around_method(Stretches, "written", around)
