@@ -51,17 +51,21 @@ def check_version() -> str:
 def check_config(config: Any) -> None:
     """Raise `ConfigError`, which names the setting, for a configuration that the connector cannot hand off."""
     parallel, speculative = config.parallel_config, config.speculative_config
-    for kind in ("data", "prefill_context", "decode_context"):
+    for kind in ("prefill_context", "decode_context"):
         name = f"{kind}_parallel_size"
         if (ranks := getattr(parallel, name)) != 1:
-            # vLLM sets the size of data parallelism back to 1 where a model has no experts to share.
             raise ConfigError(name, f"BatonConnector hands off between engines without ranks of this kind, got {ranks}")
-    for kind in ("tensor", "pipeline"):
+    for kind in ("tensor", "pipeline", "data"):
         name = f"{kind}_parallel_size"
         if (ranks := getattr(parallel, name)) != 1 and check_version() != WITH_RANKS:
             raise ConfigError(name, f"BatonConnector knows several ranks with vLLM {WITH_RANKS}, got {ranks}")
     if parallel.pipeline_parallel_size != 1 and speculative is not None:
         raise ConfigError("speculative_config", "pipeline stages are handed off without speculation")
+    if not steps_alone(config) and speculative is not None:
+        # A rank that runs along writes entries of its drafter where its last request had them, into others' blocks.
+        raise ConfigError(
+            "speculative_config", "data-parallel ranks that share experts are handed off without speculation"
+        )
     if data_parallel_rank(config) is not None and check_version() != WITH_RANKS:
         raise ConfigError("data_parallel_size", f"BatonConnector knows data-parallel ranks with vLLM {WITH_RANKS}")
     if config.model_config.enable_sleep_mode:
@@ -135,6 +139,12 @@ def num_stages(config: Any) -> int:
 def worker_number(config: Any) -> int:
     """The rank of this process's worker among all of its engine: stage by stage, tensor ranks within."""
     return int(config.parallel_config.rank % config.parallel_config.world_size)
+
+
+def steps_alone(config: Any) -> bool:
+    """Whether no other engine waits for this one's steps. Data-parallel ranks of a model with experts do; where a model
+    has none, vLLM sets their number back to 1."""
+    return int(config.parallel_config.data_parallel_size) == 1
 
 
 def data_parallel_rank(config: Any) -> int | None:

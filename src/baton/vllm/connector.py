@@ -33,7 +33,7 @@ from baton.wire import VllmIdentity
 
 @dataclass
 class BatonMetadata(KVConnectorMetadata):
-    """The scheduler's news of a step for the worker. `idle`: the step computes nothing."""
+    """The scheduler's news of a step for the worker. `idle`: it computes nothing, and nobody waits for its end."""
 
     step: Step
     idle: bool
@@ -221,7 +221,8 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         for request_id, start, blocks in zip(*columns, strict=True):
             end = start + scheduled[request_id]
             side.on_scheduled(request_id, end, blocks, replace=request_id in cached.resumed_req_ids)
-        return BatonMetadata(side.take_step(), idle=scheduler_output.total_num_scheduled_tokens == 0)
+        idle = scheduler_output.total_num_scheduled_tokens == 0 and compat.steps_alone(self._vllm_config)
+        return BatonMetadata(side.take_step(), idle)
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Take the worker's news of a step."""

@@ -91,9 +91,9 @@ def serve(
     hooks: Mapping[str, str] | None = None,
 ) -> Iterator[list[Server]]:
     """Servers by (name, kv_role, further arguments), ready. `extra` is the connector's configuration, with a server's
-    `own` over it; `policy` the `kv_load_failure_policy` of those that do not recompute; `hooks` the connector, of the
-    module `layer_hooks`, of those that have another. With speculation, `spec`, answers tell of each verification, which
-    vLLM before 0.32 cannot."""
+    `own` over it; `policy` the `kv_load_failure_policy` of those that do not recompute; `hooks` the connector, as
+    "module.Class" of this folder, of those that have another. With speculation, `spec`, answers tell of each
+    verification, which vLLM before 0.32 cannot."""
     parallel = [name for name, _, arguments in configs if "--data-parallel-size" in arguments]
     ranks = [f"{name}_dp{rank}" for name in parallel for rank in range(2)]
     make_keys(folder / "keys", [*(name for name, _, _ in configs), *ranks])
@@ -111,8 +111,8 @@ def serve(
             | (own or {}).get(name, {}),
         }
         if name in (hooks or {}):
-            module = "tests.vllm.integration.layer_hooks"
-            transfer |= {"kv_connector": hooks[name], "kv_connector_module_path": module}
+            module, _, connector = hooks[name].partition(".")
+            transfer |= {"kv_connector": connector, "kv_connector_module_path": f"{__package__}.{module}"}
         flags = [*arguments] if spec is None else ["--speculative-config", json.dumps(spec), *DETAILS, *arguments]
         started.append(ServerConfig(name, flags, transfer))
     with start_servers(sys.executable, str(model), folder, started) as found:

@@ -127,11 +127,13 @@ def drafter(method: str, several_modules: bool = False) -> Any:
 
 def test_what_cannot_be_handed_off_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     compat.check_config(config())
-    for name in ("data_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size"):
+    for name in ("prefill_context_parallel_size", "decode_context_parallel_size"):
         with pytest.raises(ConfigError, match=name):
             compat.check_config(config(parallel_config=SimpleNamespace(**RANKS | {name: 2})))
     independent = ParallelConfig(data_parallel_size=2, data_parallel_rank=1)
+    assert not compat.steps_alone(config(parallel_config=independent))  # as of a model with experts
     independent.reconfigure_for_independent_dp_rank()
+    assert compat.steps_alone(config(parallel_config=independent))
     assert independent.data_parallel_size == 1
     # As vLLM calls each engine, in its process.
     ranked = {"parallel_config": independent, "kv_transfer_config": SimpleNamespace(engine_id="P_dp1")}
@@ -142,14 +144,17 @@ def test_what_cannot_be_handed_off_is_refused_by_name(monkeypatch: pytest.Monkey
     assert compat.data_parallel_rank(config()) is None
     assert compat.data_parallel_rank(config(parallel_config=ParallelConfig())) is None
     stages = SimpleNamespace(**RANKS | {"pipeline_parallel_size": 2})
-    for ranks in (stages, SimpleNamespace(**RANKS | {"tensor_parallel_size": 2})):
+    several = [SimpleNamespace(**RANKS | {f"{kind}_parallel_size": 2}) for kind in ("tensor", "data")]
+    for ranks in (stages, *several):
         compat.check_config(config(parallel_config=ranks))
         with monkeypatch.context() as patch:
             patch.setattr(compat, "check_version", lambda: "0.31")
-            with pytest.raises(ConfigError, match=r"(tensor|pipeline)_parallel_size.*with vLLM 0.32"):
+            with pytest.raises(ConfigError, match=r"(tensor|pipeline|data)_parallel_size.*with vLLM 0.32"):
                 compat.check_config(config(parallel_config=ranks))
     with pytest.raises(ConfigError, match=r"speculative_config.*pipeline stages"):
         compat.check_config(config(parallel_config=stages, speculative_config=drafter("eagle3")))
+    with pytest.raises(ConfigError, match=r"speculative_config.*share experts"):
+        compat.check_config(config(parallel_config=several[1], speculative_config=drafter("eagle3")))
     with pytest.raises(ConfigError, match="enable_sleep_mode"):
         compat.check_config(config(model_config=SimpleNamespace(enable_sleep_mode=True)))
     with pytest.raises(ConfigError, match=r"device.*xpu"):

@@ -144,6 +144,20 @@ def test_workers_tell_ends_once_and_what_each_has_moved() -> None:
     }
 
 
+def test_a_step_that_other_engines_wait_for_is_not_idle() -> None:
+    """Data-parallel ranks of a model with experts: a rank that waited for news would hold them all up."""
+    half, none = (
+        BatonConnector.__new__(BatonConnector),
+        SimpleNamespace(req_ids=[], num_computed_tokens=[], new_block_ids=[]),
+    )
+    half._scheduler = cast("Any", SimpleNamespace(on_preempted=lambda ids: None, take_step=Step))
+    step = SimpleNamespace(preempted_req_ids=set(), num_scheduled_tokens={}, total_num_scheduled_tokens=0)
+    step.scheduled_new_reqs, step.scheduled_cached_reqs = [], none
+    for ranks, idle in ((1, True), (2, False)):
+        half._vllm_config = cast("Any", SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=ranks)))
+        assert half.build_connector_meta(step).idle is idle
+
+
 @pytest.mark.parametrize(("device", "given"), [("cpu", {0, 1}), ("cuda", {1})])
 def test_threads_get_the_cores_that_the_operator_gave(
     device: str, given: set[int], monkeypatch: pytest.MonkeyPatch

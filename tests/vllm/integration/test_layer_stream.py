@@ -30,7 +30,7 @@ CHUNKS = ["--max-num-batched-tokens", "256"]
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
     configs = [("P", "kv_producer", CHUNKS), ("E", "kv_producer", CHUNKS), ("D", "kv_consumer", [])]
-    hooks = {"P": "Waiting", "E": "Early"}
+    hooks = {"P": "layer_hooks.Waiting", "E": "layer_hooks.Early"}
     folder = tmp_path_factory.mktemp("vllm")
     with serve(folder, configs, {"kv_stream": "layer"}, EAGLE3, hooks=hooks) as found:
         yield found

@@ -1,0 +1,57 @@
+"""What data-parallel ranks of a model with experts need, and vLLM's CPU workers lack: for `kv_connector_module_path`,
+since vLLM imports that module in each worker."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
+
+from baton.vllm import compat
+from baton.vllm.connector import BatonConnector
+
+
+def all_gatherv(self: Any, input_: Any, dim: int = 0, sizes: list[int] | None = None) -> Any:
+    """The rows of all ranks, rank by rank; `sizes` says how many each has."""
+    if isinstance(input_, list):
+        return [all_gatherv(self, each, dim, sizes) for each in input_]
+    sizes = sizes or [input_.shape[0]] * self.world_size
+    padded = input_.new_zeros(max(sizes), *input_.shape[1:])
+    padded[: input_.shape[0]] = input_
+    found = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(found, padded, group=self.device_group)
+    return torch.cat([each[:size] for each, size in zip(found, sizes, strict=True)])
+
+
+def reduce_scatterv(self: Any, input_: torch.Tensor, dim: int = -1, sizes: list[int] | None = None) -> torch.Tensor:
+    """The sum over all ranks of this rank's rows."""
+    sizes = sizes or [input_.shape[0] // self.world_size] * self.world_size
+    total = input_.clone()
+    dist.all_reduce(total, group=self.device_group)
+    return total.split(sizes)[self.rank_in_group]
+
+
+def write_nothing(self: Any, *args: Any, **kwargs: Any) -> None:
+    """A drafter's part of a step in which its rank only runs along. vLLM's own writes its entries where the rank's last
+    request had them, in blocks that may be another's by now."""
+    self._slot_mapping_buffer.fill_(-1)
+    run_along(self, *args, **kwargs)
+
+
+run_along = SpecDecodeBaseProposer.dummy_run
+CpuCommunicator.all_gatherv = all_gatherv
+CpuCommunicator.reduce_scatterv = reduce_scatterv
+SpecDecodeBaseProposer.dummy_run = write_nothing
+
+
+class Gathering(BatonConnector):
+    """The connector, which does not refuse speculation here."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(compat, "steps_alone", lambda config: True)
+            super().__init__(vllm_config, role, kv_cache_config)
