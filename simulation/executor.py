@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from baton.engine.plan import DraftPlan, DraftResult, PlanSpec, Rows, StepPlan, StepResult, Written
+from baton.engine.plan import DraftPlan, DraftResult, DraftSlots, PlanSpec, Rows, StepPlan, StepResult, Written
 from baton.engine.request import Request
+from baton.kv.spec import Owner
 from simulation.memory import GroupMemory
 from simulation.story import VOCAB, Story, extend, follow
 
@@ -49,15 +50,15 @@ class CellExecutor:
     def __init__(self, engine: Engine) -> None:
         self._engine, self._world = engine, engine.process.world
         memories = engine.process.memories
-        self._states = [memory for memory in memories if memory.model.kind == "state"]
-        self._target = [memory for memory in memories if memory.model.owner == "target" and memory not in self._states]
-        self._draft = [memory for memory in memories if memory.model.owner == "draft"]
+        self._target, self._states = _by_kind(memories, "target")
+        self._draft, self._draft_states = _by_kind(memories, "draft")
         self.spec = PlanSpec(
             target_groups=tuple(memory.model.name for memory in self._target),
             draft_groups=tuple(memory.model.name for memory in self._draft),
             state_groups=tuple(memory.model.name for memory in self._states),
             drafts=engine.world.settings.num_drafts > 0 or bool(self._draft),
             needs_contexts=any(memory.model.reach > 1 for memory in self._draft),
+            draft_state_groups=tuple(memory.model.name for memory in self._draft_states),
         )
         self.failing: dict[str, Half] = {}
         self.broken = False
@@ -199,8 +200,23 @@ class CellExecutor:
                     elif entry < one.start and memory.holds(table, entry, state):
                         continue
                     memory.put(self._own(memory, table, entry), entry, state)
+            for memory in self._draft_states:
+                self._go_on(one, memory, plan.states[memory.model.name], index, states, stop)
             drafts.append(self._guesses(states[stop], count))
         return DraftResult(drafts, np.zeros((0, 0, 0), dtype=np.float32))
+
+    def _go_on(
+        self, one: _Computed, memory: GroupMemory, slots: DraftSlots, index: int, states: list[int], stop: int
+    ) -> None:
+        """One request's state, from its slot to the first of its scratch; the others get what rests on guesses."""
+        self._check(one, memory, [int(slots.read[index])], one.start)
+        kept, *behind = slots.scratch[index].tolist()
+        memory.put(self._own(memory, [kept], 0), 0, states[stop - 1])
+        for slot in behind:
+            memory.put(self._own(memory, [slot], 0), 0, self._world.random.getrandbits(60))
+        for request, count, slot in zip(slots.request, slots.num_tokens, slots.write, strict=True):
+            if request == index:
+                memory.put(self._own(memory, [int(slot)], 0), 0, states[int(count) - 1])
 
     def _guesses(self, state: int, count: int) -> list[int]:
         """Right until one is wrong, as a rule."""
@@ -238,6 +254,12 @@ class CellExecutor:
                 f"times, cached: {page in pool._cached}, open to {memory.writers.get(page)}",
             )
         return table
+
+
+def _by_kind(memories: Iterable[GroupMemory], owner: Owner) -> tuple[list[GroupMemory], list[GroupMemory]]:
+    """An owner's groups with pages, and those of states."""
+    own = [memory for memory in memories if memory.model.owner == owner]
+    return [m for m in own if m.model.kind != "state"], [m for m in own if m.model.kind == "state"]
 
 
 __all__ = ["CellExecutor", "StepFailed"]

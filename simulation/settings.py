@@ -223,6 +223,8 @@ def _groups(random: Random) -> tuple[GroupModel, ...]:
         groups.append(GroupModel("draft", "draft", random.choice(attends), None, 1, 2))
     elif drafter < 0.8:
         groups.append(GroupModel("draft", "draft", "full", None, None, 2))
+        if drafter < 0.74:
+            groups.append(GroupModel("draft.state", "draft", "state", None, None, 9))
     elif drafter < 0.95:
         modules = range(1, random.randint(2, 3) + 1)
         groups += [GroupModel(f"draft{j}", "draft", random.choice(attends), None, j, 1 + j) for j in modules]

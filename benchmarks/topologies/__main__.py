@@ -36,6 +36,7 @@ MODELS = {
     "MLA target, MTP": ("deepseek_v3", "mtp"),
     "gpt-oss with 2 KV heads, EAGLE-3": ("gpt_oss", "eagle3"),
     "Mamba-2 hybrid": ("granitemoehybrid", "none"),
+    "GQA target, hybrid draft model": ("llama", "draft_model, states"),
 }
 # Heads that four ranks can share.
 MAKERS: dict[str, MakeTarget] = {
