@@ -1,8 +1,9 @@
 """`python -m benchmarks.load_sweep`: goodput by load of P/D deployments and of one engine on the same cores.
 
 Rates go to 1.5 times saturation, which is what the one engine serves of a closed loop, or what is said. A queue longer
-than the objective times that rate lets all that are served miss it, hence few may wait. Failures may be refusals (429)
-alone. Exit code 1 where there are others, or where goodput past saturation falls below a half of its best.
+than the objective times that rate lets all that are served miss it, hence few may wait; a larger batch than meets the
+objective of TPOT lets all that run miss that one, hence few may run. Failures may be refusals (429) alone. Exit code 1
+where there are others, or where goodput past saturation falls below a half of its best.
 """
 
 from __future__ import annotations
@@ -30,9 +31,10 @@ def start(model: str, pairs: int, options: argparse.Namespace) -> BreakableDeplo
     cores = options.cores
     half = len(cores) // 2
     os.environ["OMP_NUM_THREADS"] = str(len(cores) if not pairs else max(1, half // pairs))
-    flags = ["--max-queued-requests", str(options.max_queued_requests), *options.flag]
-    # As `baton up` has it: short prompts are not handed over.
-    router = ["--max-local-prefill-length", "64"]
+    queue = ["--max-queued-requests", str(options.max_queued_requests)]
+    flags = [*queue, "--max-num-seqs", str(options.max_num_seqs), *options.flag]
+    # As `baton up` has it: short prompts are not handed over, and the router knows the bound.
+    router = [*queue, "--max-local-prefill-length", "64"]
     deployment = BreakableDeployment(model, pairs, pairs, int(not pairs), engine_flags=flags, router_flags=router)
     places = {"prefill": cores[:half], "decode": cores[half:], "both": cores, "router": options.other_cores}
     pin_all(deployment, places)
@@ -49,6 +51,7 @@ def main() -> int:
     parser.add_argument("--duration", type=float, default=8.0, help="seconds of each rate")
     parser.add_argument("--goodput", default="ttft:500 tpot:20", help="milliseconds")
     parser.add_argument("--max-queued-requests", type=int, default=8)
+    parser.add_argument("--max-num-seqs", type=int, default=16, help="a batch that still meets the TPOT of --goodput")
     parser.add_argument("--cores", type=parse_cores, default=[0, 1])
     parser.add_argument("--other-cores", type=parse_cores, default=[0, 1], help="of the router and this client")
     parser.add_argument("--flag", action="append", default=[], help="one more flag of the engines")

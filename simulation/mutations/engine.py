@@ -112,7 +112,7 @@ def _window_freed_too_early() -> list[Patch]:
 @mutation("the state that goes on is the one behind the last accepted draft")
 def _first_state_goes_on() -> list[Patch]:
     original = KVCache.accept
-    return [(KVCache, "accept", lambda self, tables, num_accepted, num: original(self, tables, 0, num))]
+    return [(KVCache, "accept", lambda self, tables, num_accepted, *more: original(self, tables, 0, *more))]
 
 
 @mutation("P's pages stay until the agent lets them go, whatever became of the request")

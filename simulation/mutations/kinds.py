@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import msgspec
@@ -40,8 +40,14 @@ def _window_wanted_too_late() -> list[Patch]:
 def _state_clipped_by_hit() -> list[Patch]:
     original = KVCache.attach_destination
 
-    def attach(self: KVCache, tables: BlockTables, tokens: Sequence[int], num_tokens: int) -> Destination | None:
-        found = original(self, tables, tokens, num_tokens)
+    def attach(
+        self: KVCache,
+        tables: BlockTables,
+        tokens: Sequence[int],
+        num_tokens: int,
+        brought: Container[str] | None = None,
+    ) -> Destination | None:
+        found = original(self, tables, tokens, num_tokens, brought)
         if found is None or not any(found.hits.values()):
             return found
         clipped = {name: Interval(1, 1) for name, rules in self.rules.items() if rules.kind == "state"}

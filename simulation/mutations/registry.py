@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -48,8 +49,20 @@ def applied(name: str | None) -> Iterator[None]:
         raise ConfigError("mutation", f"{name!r} is none of {', '.join(MUTATIONS)}")
     with ExitStack() as stack:
         for owner, attribute, replacement in MUTATIONS[name].patches() if name is not None else []:
+            _check_arguments(owner, attribute, replacement)
             stack.enter_context(mock.patch.object(owner, attribute, replacement))
         yield
+
+
+def _check_arguments(owner: Any, attribute: str, replacement: Any) -> None:
+    """Raise `TypeError` for what takes other arguments than the function in whose place it comes: every seed would end
+    in such an error, and the mutation be found by it alone."""
+    original = inspect.getattr_static(owner, attribute)
+    if not (inspect.isfunction(original) and inspect.isfunction(replacement)):
+        return
+    want, have = (inspect.signature(function).parameters for function in (original, replacement))
+    if len(want) != len(have) and not any(p.kind is p.VAR_POSITIONAL for p in have.values()):
+        raise TypeError(f"{attribute} takes {', '.join(want)}; what comes in its place {', '.join(have)}")
 
 
 Handle = Callable[[Any], list[Action]]

@@ -254,7 +254,7 @@ def send_the_state_of_the_step_before(patch: pytest.MonkeyPatch) -> None:
 
 def forget_to_roll_back(patch: pytest.MonkeyPatch) -> None:
     original = KVCache.accept
-    patch.setattr(KVCache, "accept", lambda self, tables, num_accepted, num: original(self, tables, 0, num))
+    patch.setattr(KVCache, "accept", lambda self, tables, num_accepted, *more: original(self, tables, 0, *more))
 
 
 def begin_from_the_slot_of_another(patch: pytest.MonkeyPatch) -> None:

@@ -72,7 +72,7 @@ def test_stages_that_are_cut_differently(pair: Both, p_shape: Shape, d_shape: Sh
 # ---------------------------------------------------------------- one rank fails
 
 
-SLOW = "faulty+local://?fault=delay&delay_s=1.5&every=1000"
+SLOW = "faulty+local://?fault=delay&delay_s=4&every=1000"
 LOCAL = "local://"
 
 

@@ -14,6 +14,7 @@ bit for bit. So are the rows of `cpu_products`.
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -24,6 +25,11 @@ from torch import Tensor, nn
 
 from baton.models import cpu_products
 from baton.models.parallel import ALONE, Share, TensorRank
+
+# What oneDNN, and PyTorch around it, compile for one shape of a product each keeps, for 1,024 shapes by default: with
+# prompts of many lengths most of a gigabyte. They read this at the first product.
+for _capacity in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+    os.environ.setdefault(_capacity, "128")
 
 _REFERENCE_HEIGHT = 16
 HEIGHTS = (512, 256, 128, 64, 32, 16, 8, 4, 2, 1)
