@@ -23,7 +23,7 @@ class Cluster:
         self.world = world
         self.rungs: Counter[str] = Counter()
         self.seeds: dict[str, Seeds] = {}  # what each prefill handed over, by attempt
-        self.tickets: list[str] = []  # all that the router signed
+        self.tickets: dict[AttemptKey, str] = {}  # all that the router signed
         self.network = Network(world)
         self.stranger = Stranger(world, self.network)
         if world.settings.has("stranger"):
@@ -173,7 +173,9 @@ class Cluster:
         if session is None or not session.ready:
             return False
         claimed = AttemptKey(key.transfer_id, key.attempt + 1, key.prefill_incarnation, forger.uid)
-        ticket = random.choice(sorted(self.tickets))
+        ticket = random.choice(sorted(self.tickets.values()))
+        if self.tickets.get(claimed) == ticket:
+            return False  # it is for it: what it says of its own pages is its own affair
         groups = {memory.model.name: memory for memory in forger.memories}
         forger.ranks[0].channel.send(
             session.connection,

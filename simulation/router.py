@@ -208,7 +208,7 @@ class Router:
             "router", f"{request.name}: {str(ticket.key)[:6]}/{ticket.attempt} {prefill.uid} {ticket.mode} {decode.uid}"
         )
         text = mint(TICKET_KEY, ticket)
-        self.cluster.tickets.append(text)
+        self.cluster.tickets[ticket.key] = text
         for role, process in (("prefill", prefill), ("decode", decode)):
             stream = request.streams[role] = Stream(self, request, process.role, process)
             late = random.uniform(0.0, 1.5) if self.world.hit("late_leg") else 0.0
