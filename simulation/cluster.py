@@ -174,8 +174,8 @@ class Cluster:
             return False
         claimed = AttemptKey(key.transfer_id, key.attempt + 1, key.prefill_incarnation, forger.uid)
         ticket = random.choice(sorted(self.tickets.values()))
-        if self.tickets.get(claimed) == ticket:
-            return False  # it is for it: what it says of its own pages is its own affair
+        if claimed in self.tickets:
+            return False  # the attempt is its own: what it says of its own pages there is its own affair
         groups = {memory.model.name: memory for memory in forger.memories}
         forger.ranks[0].channel.send(
             session.connection,
