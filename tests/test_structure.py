@@ -8,6 +8,7 @@ import importlib.util
 import pkgutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -200,6 +201,27 @@ def test_what_decides_in_an_engine_needs_no_torch() -> None:
     names = ("core", "scheduler", "handoff", "step", "requests")
     command = f"import sys, {', '.join('baton.engine.' + name for name in names)}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", command], timeout=60).returncode == 0
+
+
+def _named_things(path: Path) -> Iterator[tuple[str, str]]:
+    """Public classes of a file with where they are, and its public aliases of types with what they stand for."""
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.ClassDef):
+            yield node.name, module_of(path)
+        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            name = node.targets[0].id
+            if name[0].isupper() and not name.isupper():
+                yield name, ast.unparse(node.value)
+
+
+def test_a_name_stands_for_one_thing() -> None:
+    """A reader who meets `Step` knows which. Aliases of one type may stand in several modules."""
+    things: dict[str, set[str]] = {}
+    for path in SOURCES:
+        for name, thing in _named_things(path):
+            if not name.startswith("_"):
+                things.setdefault(name, set()).add(thing)
+    assert not {name: found for name, found in things.items() if len(found) > 1}
 
 
 def test_no_pickle_anywhere() -> None:

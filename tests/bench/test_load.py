@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from baton.bench.load import Load, run_load
 from baton.bench.load_figures import (
-    Outcome,
+    RequestOutcome,
     load_figures,
     parse_goodput,
     parse_metrics,
@@ -104,11 +104,11 @@ def test_prompts_that_cannot_be_are_refused(prompts: RandomPrompts | PrefixRepet
         prompts.check()
 
 
-def two_and_a_failure() -> list[Outcome]:
+def two_and_a_failure() -> list[RequestOutcome]:
     return [
-        Outcome(100, 10.0, 0.0, ttft=0.2, itl=[0.5, 0.1, 0.1, 0.1], latency=1.0, output_len=9, text="a"),
-        Outcome(50, 11.5, 0.25, ttft=0.4, latency=0.4, output_len=1, text="b"),
-        Outcome(70, 10.0, error="out of luck"),
+        RequestOutcome(100, 10.0, 0.0, ttft=0.2, itl=[0.5, 0.1, 0.1, 0.1], latency=1.0, output_len=9, text="a"),
+        RequestOutcome(50, 11.5, 0.25, ttft=0.4, latency=0.4, output_len=1, text="b"),
+        RequestOutcome(70, 10.0, error="out of luck"),
     ]
 
 
@@ -139,7 +139,7 @@ def test_what_was_not_measured_is_not_zero() -> None:
     assert figures["mean_tpot_ms"] is None
     assert figures["p99_itl_ms"] is None
     assert figures["request_goodput"] is None
-    nothing = load_figures([Outcome(1, error="no")], 1.0, ("ttft",), (99.0,), {"ttft": 1.0})
+    nothing = load_figures([RequestOutcome(1, error="no")], 1.0, ("ttft",), (99.0,), {"ttft": 1.0})
     assert (nothing["median_ttft_ms"], nothing["request_goodput"]) == (None, 0.0)
 
 

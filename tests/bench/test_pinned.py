@@ -10,7 +10,7 @@ import pytest
 
 from baton.bench.fragmentation import num_runs
 from baton.bench.load import LoadRun
-from baton.bench.load_figures import Outcome
+from baton.bench.load_figures import RequestOutcome
 from baton.kv import pool
 from benchmarks.pinned import Scattered, figures, parse_cores, pin
 
@@ -30,9 +30,9 @@ def test_scattered_pools_hand_out_every_page_once_and_no_runs(monkeypatch: pytes
 
 def test_failures_are_counted_by_kind() -> None:
     outcomes = [
-        Outcome(3, ttft=0.1, latency=0.1, output_len=1),
-        Outcome(3, error="HTTP 429: full"),
-        Outcome(3, error="x"),
+        RequestOutcome(3, ttft=0.1, latency=0.1, output_len=1),
+        RequestOutcome(3, error="HTTP 429: full"),
+        RequestOutcome(3, error="x"),
     ]
     found = figures(LoadRun("m", outcomes, 2.0, None, None), {"ttft": 50.0})
     assert found["errors_by_kind"] == {"429": 1, "x": 1}

@@ -23,7 +23,7 @@ from baton.engine.plan import PlanSpec
 from baton.engine.planning import DraftRows
 from baton.engine.request import Request
 from baton.engine.scheduler import ScheduledRows, Scheduler
-from baton.engine.step import Computed
+from baton.engine.step import StepOutcome
 from baton.engine.stopping import until_stop
 from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.messages import AttemptKey, Seeds
@@ -283,8 +283,8 @@ class Engine:
 
     # ------------------------------------------------------------ a step
 
-    def compute(self, core: EngineCore, scheduled: Sequence[ScheduledRows]) -> Computed:
-        done = Computed()
+    def compute(self, core: EngineCore, scheduled: Sequence[ScheduledRows]) -> StepOutcome:
+        done = StepOutcome()
         for rows in scheduled:
             request, stop = rows.request, rows.start + rows.num_rows
             assert rows.start == request.num_computed == request.num_drafted

@@ -65,7 +65,7 @@ def test_d_registers_when_it_was_admitted_and_has_pages(mode: Mode) -> None:
 @pytest.mark.parametrize("first", ["announced", "admitted"])
 def test_p_says_admitted_in_either_order_and_again(mode: Mode, first: str) -> None:
     p = prefill(mode, ev.Opened())
-    came, room = ev.Received(ANNOUNCE), ev.Admitted()
+    came, room = ev.Received(ANNOUNCE), ev.PagesGiven()
     said = [ev.Send(msg.Admitted(KEY))]
     before, after = (came, room) if first == "announced" else (room, came)
     assert p.handle(before) == []
@@ -99,7 +99,7 @@ def test_p_hears_of_a_leg_that_gives_up_while_it_waits(mode: Mode) -> None:
 
 @MODES
 def test_a_request_that_ends_with_its_first_token_takes_no_pages(mode: Mode) -> None:
-    p = prefill(mode, ev.Opened(), ev.Received(ANNOUNCE), ev.Admitted())
+    p = prefill(mode, ev.Opened(), ev.Received(ANNOUNCE), ev.PagesGiven())
     finished = ev.Send(msg.Finished(KEY, SEEDS))
     assert finished in p.handle(ev.Sampled(SEEDS, True, {}))
     assert p.handle(ev.Received(ANNOUNCE)) == [finished]
@@ -109,7 +109,7 @@ def test_a_request_that_ends_with_its_first_token_takes_no_pages(mode: Mode) -> 
         ev.Notify(ev.DecodeFinished(KEY, SEEDS)),
     ]
     assert d.handle(ev.Placed(WANTED, TABLES)) == []
-    late = prefill(mode, ev.Opened(), ev.Admitted(), ev.Sampled(SEEDS, True, {}))
+    late = prefill(mode, ev.Opened(), ev.PagesGiven(), ev.Sampled(SEEDS, True, {}))
     assert late.handle(ev.Received(ANNOUNCE)) == [finished]
 
 
@@ -130,7 +130,7 @@ def test_a_wait_outlasts_the_ticket(world: World, mode: Mode) -> None:
     p.node.open_prefill(ticket)
     d.node.announce_decode(ticket)
     world.run(40)
-    p.node.to_prefill(ticket.key, ev.Admitted())
+    p.node.to_prefill(ticket.key, ev.PagesGiven())
     world.run(0.2)
     assert d.events == [ev.DecodeAdmitted(ticket.key)]
     world.prefill(p, ticket)
@@ -162,7 +162,7 @@ def test_time_counts_from_register(world: World, mode: Mode) -> None:
     ticket = world.ticket(p, d, mode, life=10)
     p.node.open_prefill(ticket)
     d.node.announce_decode(ticket)
-    p.node.to_prefill(ticket.key, ev.Admitted())
+    p.node.to_prefill(ticket.key, ev.PagesGiven())
     world.run(30)
     d.node.open_decode(ticket, {"target": Interval(0, N)}, {"target": [3, 4]})
     world.run(TIMERS.handoff - 1)
@@ -177,7 +177,7 @@ def test_p_keeps_no_pages_for_a_leg_that_fell_silent(world: World) -> None:
     ticket = world.ticket(p, d, "pull", life=10)
     p.node.open_prefill(ticket)
     d.node.announce_decode(ticket)
-    p.node.to_prefill(ticket.key, ev.Admitted())
+    p.node.to_prefill(ticket.key, ev.PagesGiven())
     world.prefill(p, ticket)
     world.run(15)
     # D's session lives, but it does not speak of this attempt any more.

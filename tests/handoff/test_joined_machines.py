@@ -20,7 +20,6 @@ from baton.handoff.protocol.decode import DecodeHandoff
 from baton.handoff.protocol.events import (
     Abort,
     Action,
-    Admitted,
     BadPiece,
     CancelCopies,
     CheckDigests,
@@ -40,6 +39,7 @@ from baton.handoff.protocol.events import (
     MachineEvent,
     Notify,
     Opened,
+    PagesGiven,
     PeerLost,
     PeerReady,
     Placed,
@@ -190,7 +190,7 @@ class World:
         step, self.step_of_p = self.step_of_p, self.step_of_p + 1
         if step == 0:
             self.feed_p(Opened())
-            self.feed_p(Admitted())
+            self.feed_p(PagesGiven())
         elif self.p_free:
             return  # the engine was told to drop the request
         elif step <= self.n:

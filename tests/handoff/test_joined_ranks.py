@@ -63,7 +63,7 @@ class RankOf:
         self.calls.append(lambda: self.world.open_p((self.rank, peer)))
 
     def admit_prefill(self, key: Any) -> None:
-        self._feed(key, ev.Admitted())
+        self._feed(key, ev.PagesGiven())
 
     def declare_final(self, key: Any, prompt_len: int, pages: Any, final: Any) -> None:
         self._feed(key, ev.Declared(prompt_len, pages, final))

@@ -55,7 +55,7 @@ ENDS: dict[str, ev.MachineEvent] = {
 }
 P_EVENTS: dict[str, ev.MachineEvent] = {
     "opened": ev.Opened(),
-    "admitted": ev.Admitted(),
+    "admitted": ev.PagesGiven(),
     "declared": DECLARED,
     "sampled": SAMPLED,
     "sampled, the last": ev.Sampled(SEEDS, True, FINAL),
@@ -81,7 +81,7 @@ D_EVENTS: dict[str, ev.MachineEvent] = {
     "NACK": received(msg.Nack(KEY, "register_refused")),
     **ENDS,
 }
-OPEN = (ev.Opened(), ev.Admitted(), received(msg.Announce(KEY, ticket="t")), REGISTER, DECLARED)
+OPEN = (ev.Opened(), ev.PagesGiven(), received(msg.Announce(KEY, ticket="t")), REGISTER, DECLARED)
 PLACED = (ev.PeerReady(), ev.Placed(WANTED, D_PAGES))
 P_PATHS: dict[Mode, Modes] = {
     "push": {

@@ -22,7 +22,7 @@ from baton.kv.geometry import CopyList
 from baton.transports import driver, mooncake
 from baton.transports import remote as remote_module
 from baton.transports.base import ByteArray, DeviceMemory, Direction, Operation, Peer
-from baton.transports.batches import Rows
+from baton.transports.batches import Runs
 from baton.transports.library import BatchFailedError, Library, RemotePeer
 from baton.transports.lifeline import MAX_STRANGERS, RECEIVED_BYTES, Event, Lifeline, Line
 from baton.transports.registry import create_transport
@@ -64,7 +64,7 @@ class FakeLibrary(Library):
         self.removed.append(endpoint)
         return self.cuts
 
-    def issue(self, peer: RemotePeer, direction: Direction, rows: Rows) -> Any:
+    def issue(self, peer: RemotePeer, direction: Direction, rows: Runs) -> Any:
         if rows[0, 0] == self._bounce.ctypes.data:
             return Batch("done")
         self.batches.append(Batch())

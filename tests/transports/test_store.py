@@ -17,7 +17,7 @@ import pytest
 from baton.errors import ConfigError, TransportError
 from baton.kv.geometry import CopyList
 from baton.testing.transport_peer import pattern
-from baton.transports.batches import Rows
+from baton.transports.batches import Runs
 from baton.transports.file import FileLibrary
 from baton.transports.registry import create_transport
 from baton.transports.remote import RemoteTransport
@@ -195,7 +195,7 @@ def test_text_that_is_none_ends_the_line(tmp_path: Path) -> None:
     try:
         near.register([near.allocate("near", 64)])
         peer = near.connect(far.register([far.allocate("far", 64)])).result(30)
-        runs: Rows = np.array([[1], [8]], dtype=np.int64)
+        runs: Runs = np.array([[1], [8]], dtype=np.int64)
         frame = msgspec.msgpack.encode(["ask", 1, "write", "key", runs.tobytes()]).replace(b"key", b"k\xffy")
         peer.line.send(frame)  # type: ignore[attr-defined]
         deadline = time.monotonic() + 10

@@ -13,7 +13,7 @@ from baton.handoff.plan.planner import plan
 from baton.handoff.protocol.digests import MemoryDigester
 from baton.kv.interval import Interval
 from baton.kv.spec import Owner
-from baton.vllm.geometry import CacheLayout, Granularity, KernelLayout, TensorRank, describe, kernel_pages
+from baton.vllm.geometry import CacheLayout, Granularity, KernelLayout, WorkerHeads, describe, kernel_pages
 from baton.vllm.groups import CacheTable, is_draft, layer_index, split_tables
 
 HEADS, DIM = 2, 8
@@ -165,7 +165,7 @@ class Workers:
                 shape = (len(group.layers), 9, len(found), block_size, 2 * DIM)
                 views |= dict(zip(group.layers, torch.zeros(shape), strict=True))
                 heads |= dict.fromkeys(group.layers, found)
-            worker = TensorRank(rank, size, KV_HEADS)
+            worker = WorkerHeads(rank, size, KV_HEADS)
             self.layouts.append(describe(views, groups, dict.fromkeys(views, "k_by_dimension"), granularity, worker))
             self.views.append(views)
             self.heads.append(heads)
@@ -199,7 +199,7 @@ def test_each_worker_gets_its_heads(num_sources: int, num_dests: int, dest_size:
 
 
 def test_heads_that_workers_do_not_share_evenly() -> None:
-    third = TensorRank(2, 4, {"target": 8, "draft": 2})
+    third = WorkerHeads(2, 4, {"target": 8, "draft": 2})
     assert (third.first_head("target", 2), third.first_head("draft", 1)) == (4, 1)
     assert third.first_head("draft", 2) == 0  # the drafter is whole on each worker
     with pytest.raises(ConfigError, match="a worker of 4 has 3 of 8 KV heads"):

@@ -18,7 +18,7 @@ from baton.handoff.protocol.prefill import PrefillHandoff
 from baton.handoff.protocol.ticket import SignedTicket
 from baton.vllm import compat, layer_stream
 from baton.vllm.config import read_config
-from baton.vllm.steps import ClosePrefill, Computed, OpenPrefill, Step
+from baton.vllm.steps import ClosePrefill, ComputedTokens, OpenPrefill, StepNews
 from baton.vllm.worker import WorkerSide
 from baton.wire import KVStream
 from tests.support.tickets import make_ticket
@@ -105,7 +105,7 @@ class Pair:
         self.worker = WorkerSide(self.p.layout, kv_stream=kv_stream)
         self.worker.bind(self.agent)  # type: ignore[arg-type]
         self.ticket = msgspec.structs.replace(SignedTicket.of(make_ticket(), "signed"), mode=mode)
-        self.worker.begin(Step(opened=[OpenPrefill("r", self.ticket, self.num_tokens, self.tokens[-1])]))
+        self.worker.begin(StepNews(opened=[OpenPrefill("r", self.ticket, self.num_tokens, self.tokens[-1])]))
         self.d.reserve(length + LOOKAHEAD)
         if hit:
             self.d.compute(self.tokens, 0, hit)
@@ -115,9 +115,9 @@ class Pair:
     def num_tokens(self) -> int:
         return len(self.tokens) - 1
 
-    def computed(self, stop: int) -> list[Computed]:
+    def computed(self, stop: int) -> list[ComputedTokens]:
         self.p.reserve(stop + LOOKAHEAD)
-        return [Computed(self.ticket.key, stop, tuple(list(table) for table in self.p.blocks))]
+        return [ComputedTokens(self.ticket.key, stop, tuple(list(table) for table in self.p.blocks))]
 
     def write(self, layer: int, start: int, stop: int) -> None:
         """A layer of the forward over tokens [start, stop), and rows of guesses behind them."""
@@ -132,7 +132,7 @@ class Pair:
     def step(self, start: int, stop: int, hook: Callable[[int], None] | None = None) -> None:
         """As vLLM makes one: the target's layers, each with its hook, then the drafter, several times over."""
         computed = self.computed(stop)
-        self.worker.begin(Step(computed=computed))
+        self.worker.begin(StepNews(computed=computed))
         for layer in TARGET_LAYERS:
             self.write(layer, start, stop)
             (hook or self.tell)(layer)
@@ -190,7 +190,7 @@ def test_a_layer_that_is_told_before_it_is_written_is_caught(length: int) -> Non
     """Else the tests above say nothing."""
     two = Pair(length)
     computed = two.computed(length)
-    two.worker.begin(Step(computed=computed))
+    two.worker.begin(StepNews(computed=computed))
     for layer in TARGET_LAYERS:
         two.tell(layer)
         two.write(layer, 0, length)
@@ -203,7 +203,7 @@ def test_a_layer_that_is_told_before_it_is_written_is_caught(length: int) -> Non
 def test_what_is_written_again_is_copied_again(again: str) -> None:
     """A forward that fails behind some of its layers, or one that comes to a layer twice."""
     two = Pair(25)
-    two.worker.begin(Step(computed=two.computed(25)))
+    two.worker.begin(StepNews(computed=two.computed(25)))
     for layer in (0, 1):
         two.p.slot(0, layer, 3)[:] = GARBAGE
         two.tell(layer)
@@ -229,7 +229,7 @@ def test_layers_behind_one_that_is_missing_wait_for_the_end_of_the_step() -> Non
     """Also where a layer's hook never comes."""
     two = Pair(25)
     computed = two.computed(25)
-    two.worker.begin(Step(computed=computed))
+    two.worker.begin(StepNews(computed=computed))
     for layer in (0, 2, 3):
         two.write(layer, 0, 25)
         two.tell(layer)
@@ -249,7 +249,7 @@ def test_a_leg_that_is_given_up_is_told_of_no_more() -> None:
         if end == "preempted":
             two.worker.release_preempted([two.ticket.key])
         elif end == "cancelled":
-            two.worker.begin(Step(cancelled=[two.ticket.key]))
+            two.worker.begin(StepNews(cancelled=[two.ticket.key]))
         if end != "preempted":
             two.worker.post(ev.PrefillReleased(two.ticket.key, "peer_lost"))
             two.worker.results()
@@ -257,7 +257,7 @@ def test_a_leg_that_is_given_up_is_told_of_no_more() -> None:
         two.step(16, 25)
         assert two.agent.copied == copied or end == "released"
         assert len(two.agent.told) == num_told
-        two.worker.begin(Step(closed=[ClosePrefill(two.ticket.key, held=False, failed=True)]))
+        two.worker.begin(StepNews(closed=[ClosePrefill(two.ticket.key, held=False, failed=True)]))
 
 
 def test_a_prefix_that_either_side_has() -> None:

@@ -13,9 +13,9 @@ from baton.handoff.plan.planner import plan
 from baton.handoff.protocol.fingerprint import compare, geometry_fields
 from baton.handoff.protocol.gather import pairs_of
 from baton.kv.interval import Interval
-from baton.vllm.geometry import CacheLayout, TensorRank, describe
+from baton.vllm.geometry import CacheLayout, WorkerHeads, describe
 from baton.vllm.groups import CacheTable, split_tables
-from baton.vllm.ranks import Part, Whole, join, joined_addresses
+from baton.vllm.ranks import JoinedWorkers, WorkerPart, join, joined_addresses
 from tests.vllm.test_plugin_groups import DIM, HEADS, fill, names
 
 BLOCKS, SIZE, DRAFTER = 9, 32, 4  # the drafter's layer follows the target's four
@@ -32,8 +32,8 @@ def stages(*held: Sequence[int]) -> tuple[list[CacheLayout], list[dict[str, torc
     return layouts, views
 
 
-def part(rank: int, layout: CacheLayout, **changes: object) -> Part:
-    found = Part(
+def part(rank: int, layout: CacheLayout, **changes: object) -> WorkerPart:
+    found = WorkerPart(
         rank=rank,
         incarnation=f"of {rank}",
         geometries=layout.geometries,
@@ -43,7 +43,7 @@ def part(rank: int, layout: CacheLayout, **changes: object) -> Part:
     return msgspec.structs.replace(found, **changes)
 
 
-def joined(parts: Sequence[Part], rank: int = 0) -> Whole:
+def joined(parts: Sequence[WorkerPart], rank: int = 0) -> JoinedWorkers:
     told = [msgspec.msgpack.encode(each) for each in parts]
 
     def all_gather(own: bytes) -> list[bytes]:
@@ -90,7 +90,7 @@ def latents(rank: int, size: int, heads: int = 2) -> CacheLayout:
     views |= {name: torch.zeros(BLOCKS, max(heads // size, 1), SIZE, 2 * DIM) for name in names(2)}
     tables = [CacheTable(0, "mla", None, SIZE, names(0, 1)), CacheTable(0, "full", None, SIZE, names(2))]
     kernels = dict.fromkeys(names(0, 1), "tokens") | dict.fromkeys(names(2), "k_by_dimension")
-    worker = TensorRank(rank, size, {"target": 1, "draft": heads})
+    worker = WorkerHeads(rank, size, {"target": 1, "draft": heads})
     return describe(views, split_tables(tables, 2), kernels, worker=worker)  # type: ignore[arg-type]
 
 

@@ -12,7 +12,7 @@ import pytest
 from baton.handoff.protocol.ticket import SignedTicket, Ticket, mint
 from baton.vllm.groups import CacheTable
 from baton.vllm.scheduler import SchedulerSide, VllmIdentity, handoff_digest
-from baton.vllm.steps import AnnounceDecode, ClosePrefill, Computed, OpenDecode, OpenPrefill, Step
+from baton.vllm.steps import AnnounceDecode, ClosePrefill, ComputedTokens, OpenDecode, OpenPrefill, StepNews
 from tests.support.tickets import make_ticket, signed
 
 KEY = b"k" * 32
@@ -101,7 +101,7 @@ def test_a_prefill_leg_is_announced_computed_and_held() -> None:
     p.on_scheduled("prefill-1", 10, ([2, 3], [8]), replace=False)
     step = p.take_step()
     assert step.admitted == [t.key]
-    assert step.computed == [Computed(t.key, 4, ([1], [7])), Computed(t.key, 10, ([1, 2, 3], [7, 8]))]
+    assert step.computed == [ComputedTokens(t.key, 4, ([1], [7])), ComputedTokens(t.key, 10, ([1, 2, 3], [7, 8]))]
     p.on_scheduled("prefill-1", 11, None, replace=False)
     assert p.on_finished(request) == (True, None)
     step = p.take_step()
@@ -151,7 +151,7 @@ def test_a_preempted_prefill_leg_is_lost_but_goes_on() -> None:
     p.on_preempted({"prefill-1"})
     assert p.take_step().preempted == [t.key]
     p.on_scheduled("prefill-1", 10, ([5], [6]), replace=True)
-    assert p.take_step() == Step()
+    assert p.take_step() == StepNews()
     # Its new blocks were never shown to anybody.
     assert p.on_finished(request) == (False, None)
     assert p.take_step().closed == [ClosePrefill(t.key, held=False, failed=True)]
@@ -203,7 +203,7 @@ def test_a_decode_leg_waits_for_all_but_the_last_token() -> None:
     d, t = side("D"), ticket()
     request = leg("decode", t)
     d.on_new_request(request)
-    assert d.take_step() == Step(announced=[AnnounceDecode("decode-1", t, 109)])
+    assert d.take_step() == StepNews(announced=[AnnounceDecode("decode-1", t, 109)])
     # Blocks that it took before the other engine has its own could be those that that one waits for.
     assert d.num_matched("decode-1", 4) is None
     d.on_admitted({(0, "decode-1"), (0, "another")})

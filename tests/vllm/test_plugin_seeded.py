@@ -15,7 +15,7 @@ from baton.handoff.protocol.ticket import SignedTicket, Ticket, mint
 from baton.vllm.geometry import describe
 from baton.vllm.groups import CacheTable, split_tables
 from baton.vllm.scheduler import SchedulerSide, handoff_digest
-from baton.vllm.steps import AnnounceDecode, ClosePrefill, Computed, OpenDecode, OpenPrefill, Step
+from baton.vllm.steps import AnnounceDecode, ClosePrefill, ComputedTokens, OpenDecode, OpenPrefill, StepNews
 from baton.vllm.worker import WorkerSide
 from baton.wire import VllmIdentity
 from tests.support.tickets import make_ticket, signed
@@ -81,7 +81,7 @@ def seeded_leg(p: SchedulerSide, t: Ticket) -> Request:
     p.on_new_request(request)
     assert p.take_step().opened == [OpenPrefill("prefill-1", t, 10, None, seeded=True)]
     p.on_scheduled("prefill-1", 10, ([1],), replace=True)
-    assert p.take_step() == Step(admitted=[t.key], computed=[Computed(t.key, 10, ([1],))])
+    assert p.take_step() == StepNews(admitted=[t.key], computed=[ComputedTokens(t.key, 10, ([1],))])
     return request
 
 
@@ -110,7 +110,7 @@ def test_a_ticket_for_another_length_permits_nothing() -> None:
     p = side("P")
     p.on_new_request(leg(ticket(PROMPT[:-1]), "prefill", PROMPT, seed_first_token=True))
     p.on_new_request(leg(ticket(), "prefill", PROMPT))
-    assert p.take_step() == Step()
+    assert p.take_step() == StepNews()
     assert sum(p.refused.values()) == 2
 
 
@@ -123,7 +123,7 @@ def test_a_cancelled_leg_is_let_go() -> None:
             p.on_finished(request)
             p.take_step()
         p.on_new_request(cancel(other))
-        assert p.take_step() == Step(), "that one is another's"
+        assert p.take_step() == StepNews(), "that one is another's"
         p.on_new_request(cancel(t))
         if finished:
             assert p.take_step().cancelled == [t.key]
@@ -177,10 +177,10 @@ def worker(agent: Agent) -> WorkerSide:
 
 def test_a_seeded_leg_is_committed_with_the_token_that_was_sampled(agent: Agent, worker: WorkerSide) -> None:
     t = ticket()
-    worker.begin(Step(opened=[OpenPrefill("r", t, 10, None, seeded=True)]))
-    worker.finalise([Computed(t.key, 10, ([1],))])
+    worker.begin(StepNews(opened=[OpenPrefill("r", t, 10, None, seeded=True)]))
+    worker.finalise([ComputedTokens(t.key, 10, ([1],))])
     assert [call[0] for call in agent.calls] == ["open_prefill", "declare_final"]
-    worker.begin(Step(closed=[ClosePrefill(t.key, held=True, failed=False, sampled=FIRST)]))
+    worker.begin(StepNews(closed=[ClosePrefill(t.key, held=True, failed=False, sampled=FIRST)]))
     assert agent.calls[-1] == ("finish_prefill", t.key, Seeds(first_token=FIRST), False, {})
     assert not worker.results().sent
     worker.post(ev.PrefillReleased(t.key, "committed"))
@@ -189,13 +189,13 @@ def test_a_seeded_leg_is_committed_with_the_token_that_was_sampled(agent: Agent,
 
 def test_a_cancelled_leg_is_aborted_once(agent: Agent, worker: WorkerSide) -> None:
     t = ticket()
-    worker.begin(Step(opened=[OpenPrefill("r", t, 10, None, seeded=True)]))
-    worker.finalise([Computed(t.key, 10, ([1],))])
-    worker.begin(Step(closed=[ClosePrefill(t.key, held=True, failed=False, sampled=FIRST)]))
-    worker.begin(Step(cancelled=[t.key]))
+    worker.begin(StepNews(opened=[OpenPrefill("r", t, 10, None, seeded=True)]))
+    worker.finalise([ComputedTokens(t.key, 10, ([1],))])
+    worker.begin(StepNews(closed=[ClosePrefill(t.key, held=True, failed=False, sampled=FIRST)]))
+    worker.begin(StepNews(cancelled=[t.key]))
     assert agent.calls[-1][:2] == ("abort", t.key)
     worker.post(ev.PrefillReleased(t.key, "aborted"))
     assert worker.results().sent == {"r"}
     num_calls = len(agent.calls)
-    worker.begin(Step(cancelled=[t.key, ticket().key]))
+    worker.begin(StepNews(cancelled=[t.key, ticket().key]))
     assert len(agent.calls) == num_calls

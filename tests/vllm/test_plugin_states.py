@@ -10,14 +10,14 @@ import torch
 from baton.errors import ConfigError
 from baton.handoff.plan.planner import plan
 from baton.kv.interval import Interval
-from baton.vllm.geometry import CacheLayout, TensorRank, describe
+from baton.vllm.geometry import CacheLayout, WorkerHeads, describe
 from baton.vllm.groups import CacheTable, split_tables
-from baton.vllm.states import Mamba2
+from baton.vllm.states import Mamba2State
 
 HEADS, HEAD_DIM, STATE, INPUTS = 8, 4, 6, 3
 INNER, PADDING, SLOTS = HEADS * HEAD_DIM, 40, 7
 LAYERS = tuple(f"model.layers.{number}.mamba" for number in (0, 2))
-KV_HEADS = TensorRank(0, 1, {"target": 2, "draft": 2}).num_kv_heads
+KV_HEADS = WorkerHeads(0, 1, {"target": 2, "draft": 2}).num_kv_heads
 
 
 class Rank:
@@ -29,7 +29,7 @@ class Rank:
         channels = INNER // size + 2 * self.groups_here * STATE
         conv = (channels, INPUTS) if channels_first else (INPUTS, channels)
         shapes = (conv, (HEADS // size, HEAD_DIM, STATE))
-        self.parts = Mamba2(
+        self.parts = Mamba2State(
             rank, shapes, (torch.bfloat16, torch.float32), groups, self.groups_here, STATE, channels_first
         ).parts()
         self.state_bytes = 2 * channels * INPUTS + 4 * INNER // size * STATE
@@ -39,7 +39,7 @@ class Rank:
 
     def describe(self) -> CacheLayout:
         groups = split_tables([CacheTable(0, "state", None, 1, LAYERS)], num_target_layers=3)
-        worker = TensorRank(self.rank, self.size, KV_HEADS)
+        worker = WorkerHeads(self.rank, self.size, KV_HEADS)
         states = dict.fromkeys(LAYERS, self.parts)
         return describe(self.caches, groups, dict.fromkeys(LAYERS, "tokens"), worker=worker, states=states)
 
@@ -96,11 +96,11 @@ def test_a_state_between_equal_engines_is_one_run_a_layer() -> None:
 
 def test_states_that_are_not_known() -> None:
     with pytest.raises(ConfigError, match=r"a Mamba-2 state of shapes \[\(4, 3\)\] is not known"):
-        Mamba2(0, [(4, 3)], [torch.float32], 1, 1, STATE, True).parts()
+        Mamba2State(0, [(4, 3)], [torch.float32], 1, 1, STATE, True).parts()
     two, other = Rank(1, 2, 1, True), Rank(1, 2, 2, True)
 
     groups = split_tables([CacheTable(0, "state", None, 1, LAYERS)], num_target_layers=3)
-    kernels, worker = dict.fromkeys(LAYERS, "tokens"), TensorRank(1, 2, KV_HEADS)
+    kernels, worker = dict.fromkeys(LAYERS, "tokens"), WorkerHeads(1, 2, KV_HEADS)
     with pytest.raises(ConfigError, match="not Mamba-2's are handed off between engines of one tensor rank"):
         describe(two.caches, groups, kernels, worker=worker)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="states of several shapes"):

@@ -17,7 +17,7 @@ from baton.handoff.protocol.ticket import SignedTicket, Ticket
 from baton.kv.interval import Interval
 from baton.vllm.geometry import describe
 from baton.vllm.groups import CacheTable, split_tables
-from baton.vllm.steps import AnnounceDecode, ClosePrefill, Computed, OpenDecode, OpenPrefill, Step
+from baton.vllm.steps import AnnounceDecode, ClosePrefill, ComputedTokens, OpenDecode, OpenPrefill, StepNews
 from baton.vllm.worker import IDLE_WAIT_S, Results, WorkerSide
 from tests.support.tickets import make_ticket
 
@@ -82,7 +82,7 @@ def ticket() -> SignedTicket:
 
 def receive(worker: WorkerSide, opened: OpenDecode) -> None:
     """A decode leg that was announced, and has blocks."""
-    worker.begin(Step(announced=[AnnounceDecode(opened.request_id, opened.ticket, 7)], receives=[opened]))
+    worker.begin(StepNews(announced=[AnnounceDecode(opened.request_id, opened.ticket, 7)], receives=[opened]))
 
 
 def both(value: Any) -> dict[str, Any]:
@@ -91,10 +91,10 @@ def both(value: Any) -> dict[str, Any]:
 
 def test_chunks_become_final_by_whole_tiles(worker: WorkerSide, agent: FakeAgent) -> None:
     t = ticket()
-    worker.begin(Step(opened=[OpenPrefill("r", t, 99, 7)]))
-    worker.finalise([Computed(t.key, 40, ([1, 2],))])
-    worker.finalise([Computed(t.key, 100, ([1, 2, 3, 4],))])
-    worker.finalise([Computed(t.key, 100, ([1, 2, 3, 4],))])
+    worker.begin(StepNews(opened=[OpenPrefill("r", t, 99, 7)]))
+    worker.finalise([ComputedTokens(t.key, 40, ([1, 2],))])
+    worker.finalise([ComputedTokens(t.key, 100, ([1, 2, 3, 4],))])
+    worker.finalise([ComputedTokens(t.key, 100, ([1, 2, 3, 4],))])
     assert agent.calls == [
         ("open_prefill", t),
         ("declare_final", t.key, 99, both([1, 2]), both(32)),
@@ -107,17 +107,17 @@ def test_chunks_become_final_by_whole_tiles(worker: WorkerSide, agent: FakeAgent
 def test_a_runner_that_speaks_of_preemptions_late(agent: FakeAgent, preempted: bool) -> None:
     """What its blocks hold is not said to be good before they are held for the leg."""
     worker, t = make_worker(agent, commit_at_end=True), ticket()
-    worker.begin(Step(opened=[OpenPrefill("r", t, 99, 7)]))
-    worker.finalise([Computed(t.key, 100, ([1, 2, 3, 4],))])
+    worker.begin(StepNews(opened=[OpenPrefill("r", t, 99, 7)]))
+    worker.finalise([ComputedTokens(t.key, 100, ([1, 2, 3, 4],))])
     assert [call[0] for call in agent.calls] == ["open_prefill", "declare_final"]
     if preempted:
         agent.on_abort = lambda key: worker.post(ev.PrefillReleased(key, "preempted"))
         worker.release_preempted([t.key])
-        worker.begin(Step(closed=[ClosePrefill(t.key, held=True, failed=False)]))
+        worker.begin(StepNews(closed=[ClosePrefill(t.key, held=True, failed=False)]))
         assert [call[0] for call in agent.calls[2:]] == ["abort"]
         assert worker.results() == Results(sent={"r"})
     else:
-        worker.begin(Step(closed=[ClosePrefill(t.key, held=True, failed=False)]))
+        worker.begin(StepNews(closed=[ClosePrefill(t.key, held=True, failed=False)]))
         assert agent.calls[2:] == [("finish_prefill", t.key, Seeds(first_token=7), False)]
 
 
@@ -132,7 +132,7 @@ def test_only_a_second_idle_step_waits(worker: WorkerSide, monkeypatch: pytest.M
             raise queue.Empty
 
     monkeypatch.setattr(worker, "_events", Events())
-    worker.begin(Step(opened=[OpenPrefill("r", ticket(), 99, 7)]))
+    worker.begin(StepNews(opened=[OpenPrefill("r", ticket(), 99, 7)]))
     counts = []
     for idle in (True, True, True, False, True, True):
         worker.results(idle)
@@ -144,8 +144,8 @@ def test_only_a_second_idle_step_waits(worker: WorkerSide, monkeypatch: pytest.M
 @pytest.mark.parametrize("released_first", [True, False])
 def test_held_blocks_are_reported_once_and_after_both_ends(worker: WorkerSide, released_first: bool) -> None:
     t = ticket()
-    worker.begin(Step(opened=[OpenPrefill("r", t, 99, 7)]))
-    close = Step(closed=[ClosePrefill(t.key, held=True, failed=False)])
+    worker.begin(StepNews(opened=[OpenPrefill("r", t, 99, 7)]))
+    close = StepNews(closed=[ClosePrefill(t.key, held=True, failed=False)])
     if released_first:
         worker.post(ev.PrefillReleased(t.key, "committed"))
         assert worker.results() == Results()
@@ -160,7 +160,7 @@ def test_held_blocks_are_reported_once_and_after_both_ends(worker: WorkerSide, r
 
 def test_blocks_that_vllm_frees_itself_are_not_reported(worker: WorkerSide, agent: FakeAgent) -> None:
     t = ticket()
-    worker.begin(Step(opened=[OpenPrefill("r", t, 99, 7)], closed=[ClosePrefill(t.key, held=False, failed=True)]))
+    worker.begin(StepNews(opened=[OpenPrefill("r", t, 99, 7)], closed=[ClosePrefill(t.key, held=False, failed=True)]))
     assert agent.calls[-1] == ("abort", t.key, "aborted")
     worker.post(ev.PrefillReleased(t.key, "aborted"))
     assert worker.results() == Results()
@@ -202,7 +202,7 @@ def test_a_receive_that_nobody_waits_for(worker: WorkerSide, agent: FakeAgent) -
 
 def test_a_prefill_leg_that_is_turned_away_is_called_off(worker: WorkerSide, agent: FakeAgent) -> None:
     t = ticket()
-    worker.begin(Step(turned_away=[t]))
+    worker.begin(StepNews(turned_away=[t]))
     assert agent.calls == [("open_prefill", t), ("abort", t.key, "refused")]
     worker.post(ev.PrefillReleased(t.key, "refused"))
     assert worker.results() == Results()
@@ -210,12 +210,12 @@ def test_a_prefill_leg_that_is_turned_away_is_called_off(worker: WorkerSide, age
 
 def test_a_decode_leg_waits_until_it_is_admitted(worker: WorkerSide, agent: FakeAgent) -> None:
     t = ticket()
-    worker.begin(Step(announced=[AnnounceDecode("r", t, 7)]))
+    worker.begin(StepNews(announced=[AnnounceDecode("r", t, 7)]))
     assert agent.calls == [("announce_decode", t)]
     worker.post(ev.DecodeAdmitted(t.key))
     assert worker.results() == Results()
     assert (worker.take_admitted(), worker.take_admitted()) == ({"r"}, set())
-    worker.begin(Step(receives=[OpenDecode("r", t, 99, 32, ([4, 5, 6, 7],), parked=True)]))
+    worker.begin(StepNews(receives=[OpenDecode("r", t, 99, 32, ([4, 5, 6, 7],), parked=True)]))
     assert agent.calls[1:] == [("open_decode", t, 99, both(Interval(32, 99)), both([4, 5, 6, 7]))]
 
 
@@ -223,12 +223,12 @@ def test_a_decode_leg_waits_until_it_is_admitted(worker: WorkerSide, agent: Fake
 def test_a_decode_leg_that_fails_before_it_has_blocks(worker: WorkerSide, agent: FakeAgent, parked: bool) -> None:
     """vLLM says what becomes of it, as it does of others that fail: when it has blocks, and not before."""
     t = ticket()
-    worker.begin(Step(announced=[AnnounceDecode("r", t, 7)]))
+    worker.begin(StepNews(announced=[AnnounceDecode("r", t, 7)]))
     worker.post(ev.DecodeFailed(t.key, "peer_lost", "", recoverable=True))
     worker.post(ev.DecodeReleased(t.key))
     assert worker.results() == Results()
     assert worker.take_admitted() == {"r"}
-    worker.begin(Step(receives=[OpenDecode("r", t, 99, 0, ([4, 5, 6, 7],), parked=parked)]))
+    worker.begin(StepNews(receives=[OpenDecode("r", t, 99, 0, ([4, 5, 6, 7],), parked=parked)]))
     assert agent.calls == [("announce_decode", t)]
     assert worker.results() == (Results(received={"r"}, failed={"r"}) if parked else Results())
     assert (worker.counts["failed_peer_lost"], worker.counts["released"]) == (1, 1)
@@ -237,31 +237,31 @@ def test_a_decode_leg_that_fails_before_it_has_blocks(worker: WorkerSide, agent:
 def test_ends_of_decode_legs(worker: WorkerSide, agent: FakeAgent) -> None:
     t, waiting = ticket(), ticket()
     receive(worker, OpenDecode("r", t, 99, 0, ([4, 5, 6, 7],), parked=True))
-    worker.begin(Step(announced=[AnnounceDecode("s", waiting, 7)], aborted=[waiting.key]))
+    worker.begin(StepNews(announced=[AnnounceDecode("s", waiting, 7)], aborted=[waiting.key]))
     assert agent.calls[2:] == [("announce_decode", waiting), ("abort", waiting.key, "aborted")]
-    worker.begin(Step(aborted=[t.key]))
+    worker.begin(StepNews(aborted=[t.key]))
     assert agent.calls[-1] == ("abort", t.key, "aborted")
     worker.post(ev.DecodeReleased(t.key))
     worker.post(ev.DecodeReleased(waiting.key))
     assert worker.results().received == {"r"}
     num_calls = len(agent.calls)
-    worker.begin(Step(aborted=[t.key, waiting.key]))
+    worker.begin(StepNews(aborted=[t.key, waiting.key]))
     assert len(agent.calls) == num_calls
 
 
 def test_a_preemption_waits_for_the_agent_and_for_no_copy(worker: WorkerSide, agent: FakeAgent) -> None:
     """A decode engine that stalls keeps copies from ending, and this engine from nothing."""
     t, other = ticket(), ticket()
-    worker.begin(Step(opened=[OpenPrefill("r", t, 99, 7), OpenPrefill("s", other, 99, 7)]))
-    worker.finalise([Computed(t.key, 40, ([1, 2],))])
+    worker.begin(StepNews(opened=[OpenPrefill("r", t, 99, 7), OpenPrefill("s", other, 99, 7)]))
+    worker.finalise([ComputedTokens(t.key, 40, ([1, 2],))])
     taken: list[AttemptKey] = []
     agent.on_abort = taken.append
     worker.release_preempted([t.key, ticket().key])
     worker.release_preempted([t.key])
     assert taken == [t.key]
     # vLLM computes the request again, for itself, and is told nothing of blocks that it took back.
-    worker.finalise([Computed(other.key, 100, ([1, 2, 3, 4],))])
-    worker.begin(Step(closed=[ClosePrefill(t.key, held=False, failed=True)]))
+    worker.finalise([ComputedTokens(other.key, 100, ([1, 2, 3, 4],))])
+    worker.begin(StepNews(closed=[ClosePrefill(t.key, held=False, failed=True)]))
     assert worker.results() == Results()
     worker.post(ev.PrefillReleased(t.key, "preempted"))
     assert worker.results() == Results()
@@ -271,7 +271,7 @@ def test_a_preemption_waits_for_the_agent_and_for_no_copy(worker: WorkerSide, ag
 
 def test_an_agent_that_does_not_answer_stops_the_engine(agent: FakeAgent) -> None:
     worker, t = make_worker(agent, abort_timeout=0.2), ticket()
-    worker.begin(Step(opened=[OpenPrefill("r", t, 99, 7)]))
+    worker.begin(StepNews(opened=[OpenPrefill("r", t, 99, 7)]))
     agent.answers = False
     with pytest.raises(HandoffError, match="does not give up"):
         worker.release_preempted([t.key])

@@ -11,7 +11,7 @@ from typing import Any
 
 import aiohttp
 
-from baton.bench.load_figures import Outcome
+from baton.bench.load_figures import RequestOutcome
 from baton.bench.prompts import LoadRequest
 from baton.errors import BatonError, EngineUnavailableError
 from baton.openai.client import OpenAIClient
@@ -41,7 +41,7 @@ class LoadRun:
     `spec_decode_counters`) before and after; None where the server has no `/metrics`."""
 
     model: str
-    outcomes: list[Outcome]
+    outcomes: list[RequestOutcome]
     duration_s: float
     before: dict[str, float] | None
     after: dict[str, float] | None
@@ -98,7 +98,7 @@ async def spec_decode_counters(client: OpenAIClient) -> dict[str, float] | None:
 
 async def _ask(
     client: OpenAIClient, model: str, request: LoadRequest, extra: dict[str, Any], gate: asyncio.Semaphore, due: float
-) -> Outcome:
+) -> RequestOutcome:
     body = {
         "model": model,
         "prompt": list(request.prompt),
@@ -106,7 +106,7 @@ async def _ask(
         "stream_options": {"include_usage": True},
         **extra,
     }
-    outcome = Outcome(len(request.prompt))
+    outcome = RequestOutcome(len(request.prompt))
     usage = None
     async with gate:
         outcome.start_time = last = time.perf_counter()

@@ -17,7 +17,7 @@ OBJECTIVES = ("ttft", "tpot", "e2el")
 
 
 @dataclass(slots=True)
-class Outcome:
+class RequestOutcome:
     """What one request met; times in seconds. `start_time` is when it was sent, on the clock of `time.perf_counter`;
     `ttft`, `itl` and `latency` are those of the events that carried a choice; `queue_time` passed between the time at
     which it was due and `start_time`. `error`: why it failed, empty when it did not.
@@ -83,7 +83,7 @@ def parse_percentiles(text: str) -> tuple[float, ...]:
 
 
 def load_figures(
-    outcomes: Sequence[Outcome],
+    outcomes: Sequence[RequestOutcome],
     duration_s: float,
     metrics: Sequence[str],
     percentiles: Sequence[float],
@@ -140,7 +140,7 @@ def spec_decode_figures(before: Mapping[str, float], after: Mapping[str, float])
     }
 
 
-def _values(metric: str, good: Sequence[Outcome]) -> list[float]:
+def _values(metric: str, good: Sequence[RequestOutcome]) -> list[float]:
     if metric == "itl":
         return [gap for outcome in good for gap in outcome.itl]
     name = {"e2el": "latency", "client_queue_time": "queue_time"}.get(metric, metric)
@@ -156,13 +156,13 @@ def _distribution(metric: str, values: Sequence[float], percentiles: Sequence[fl
     return {key: float(value) * 1e3 for key, value in zip(keys, found, strict=True)}
 
 
-def _meets(outcome: Outcome, goodput_ms: Mapping[str, float]) -> bool:
+def _meets(outcome: RequestOutcome, goodput_ms: Mapping[str, float]) -> bool:
     """An answer of one token has no time per token to miss."""
     times = {"ttft": outcome.ttft, "tpot": outcome.tpot or 0.0, "e2el": outcome.latency}
     return all(times[name] * 1e3 <= limit for name, limit in goodput_ms.items())
 
 
-def _peaks(good: Sequence[Outcome]) -> tuple[float, int]:
+def _peaks(good: Sequence[RequestOutcome]) -> tuple[float, int]:
     """Of the seconds since the first request: most events with tokens, and most requests that one of them met."""
     if not good:
         return 0.0, 0

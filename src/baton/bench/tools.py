@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from baton.errors import ConfigError
 
-Tool = Literal["vllm", "guidellm", "aiperf"]
+LoadTool = Literal["vllm", "guidellm", "aiperf"]
 
 # vLLM's flags of the same names, and whether each is a switch.
 _VLLM_VALUES = (
@@ -60,13 +60,13 @@ _OURS = (
 )
 
 
-def tool_command(tool: Tool, settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:
+def tool_command(tool: LoadTool, settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:
     """The command that makes `tool` send the load of `settings`, by the names of `baton bench serve`'s flags.
 
     `defaults`: what they are where nobody gave them. Raises `ConfigError` naming a setting that the tool has not, or
     `tool` where it is not installed.
     """
-    build: dict[Tool, Callable[[Mapping[str, Any], Mapping[str, Any]], list[str]]] = {
+    build: dict[LoadTool, Callable[[Mapping[str, Any], Mapping[str, Any]], list[str]]] = {
         "vllm": _vllm,
         "guidellm": _guidellm,
         "aiperf": _aiperf,
@@ -150,7 +150,7 @@ def _aiperf(settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[st
     return out
 
 
-def _lengths(tool: Tool, settings: Mapping[str, Any]) -> tuple[int, int, int, int]:
+def _lengths(tool: LoadTool, settings: Mapping[str, Any]) -> tuple[int, int, int, int]:
     """Tokens of a prompt behind its prefix and of an answer; tokens of a prefix, and how many prefixes there are."""
     if settings["random_range_ratio"]:
         raise ConfigError("random_range_ratio", f"{tool} has no uniform lengths")
@@ -163,7 +163,7 @@ def _lengths(tool: Tool, settings: Mapping[str, Any]) -> tuple[int, int, int, in
     return prompt, output, prefix, count
 
 
-def _refuse(tool: Tool, settings: Mapping[str, Any], defaults: Mapping[str, Any], names: tuple[str, ...]) -> None:
+def _refuse(tool: LoadTool, settings: Mapping[str, Any], defaults: Mapping[str, Any], names: tuple[str, ...]) -> None:
     for name in names:
         if settings[name] != defaults[name]:
             raise ConfigError(name, f"cannot be told to {tool}")

@@ -10,8 +10,8 @@ import typer
 
 from baton.cli.data_plane import handoff_command, transport_command
 from baton.cli.load import load_command
-from baton.cli.options import Model, with_options
-from baton.cli.tables import Json
+from baton.cli.options import ModelArgument, with_options
+from baton.cli.tables import JsonFlag
 from baton.engine.config import SpeculativeConfig
 from baton.engine.hub import checkpoint_directory
 
@@ -26,14 +26,14 @@ app.command("transport")(transport_command)
 
 @app.command("split")
 def split_command(
-    model: Model,
+    model: ModelArgument,
     speculative_config: Speculative = None,
     prompt_tokens: Annotated[int, typer.Option(help="Length of every prompt.")] = 512,
     num_pairs: Annotated[int, typer.Option(help="Requests to each side.")] = 30,
     max_tokens: Annotated[int, typer.Option(help="Tokens per answer.")] = 32,
     kv_mode: Annotated[str, typer.Option(help="push or pull.")] = "push",
     engine_flag: Annotated[list[str] | None, typer.Option(help="One more flag of the P/D engines.")] = None,
-    json_output: Json = False,
+    json_output: JsonFlag = False,
 ) -> None:
     """Time to first token and decode speed of a P/D deployment, beside those of one engine."""
     from baton.bench.serve import measure
@@ -53,10 +53,10 @@ def split_command(
 
 @app.command("engine")
 def engine_command(
-    model: Model,
+    model: ModelArgument,
     speculative_config: Speculative = None,
     batch: Annotated[int, typer.Option(help="Requests per step.")] = 1,
-    json_output: Json = False,
+    json_output: JsonFlag = False,
 ) -> None:
     """Engine step over the bare model forward; with a drafter, speculative over plain decode."""
     from baton.bench.engine import speculative_over_plain, step_over_forward

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from baton.cli.tables import Json, OutputJson, parse_list, show_table, write_json
+from baton.cli.tables import JsonFlag, OutputJson, parse_list, show_table, write_json
 from baton.engine.config import parse_size
 from baton.errors import ConfigError
 
@@ -51,7 +51,7 @@ class HandoffOptions:
 
 
 def handoff_command(
-    kv: KVOptions, options: HandoffOptions, output_json: OutputJson = None, json_: Json = False
+    kv: KVOptions, options: HandoffOptions, output_json: OutputJson = None, json_: JsonFlag = False
 ) -> None:
     """Time, runs and hidden part of handoffs between two processes, by length and order of pages."""
     from baton.bench.handoff import Pace, Topology, measure
@@ -91,7 +91,7 @@ def transport_command(
     run_size: Annotated[str, typer.Option(help="Bytes of its contiguous runs; at most the copy's.")] = "4K,32K,1M",
     num_iters: Annotated[int, typer.Option(min=1, help="Most rounds; a slow transport has fewer.")] = 21,
     output_json: OutputJson = None,
-    json_: Json = False,
+    json_: JsonFlag = False,
 ) -> None:
     """Copies to another process over memcpy, by transport, size and length of runs; and planning time."""
     from baton.bench.transport import ALL, available, measure_copies, measure_planning

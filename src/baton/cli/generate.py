@@ -9,14 +9,14 @@ from typing import Annotated
 
 import typer
 
-from baton.cli.options import EngineOptions, Model, with_options
+from baton.cli.options import EngineOptions, ModelArgument, with_options
 from baton.wire import GenerateRequest, SamplingParams
 
 
 @with_options
 def generate_command(
     options: EngineOptions,
-    model: Model,
+    model: ModelArgument,
     prompt: Annotated[str, typer.Argument(help="Text to continue, or with --chat to answer.")],
     chat: Annotated[bool, typer.Option("--chat", help="Use the chat template.")] = False,
     max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 64,

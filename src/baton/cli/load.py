@@ -15,9 +15,9 @@ from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 
-from baton.bench.tools import Tool, tool_command
+from baton.bench.tools import LoadTool, tool_command
 from baton.cli.load_options import DatasetOptions, ReportOptions, TargetOptions, TrafficOptions
-from baton.cli.tables import Json, show_table
+from baton.cli.tables import JsonFlag, show_table
 from baton.errors import ConfigError, EngineUnavailableError
 
 # Lists with an entry for each request: of interest beside --save-detailed alone.
@@ -28,7 +28,7 @@ _COLUMNS = ("request_rate", "completed", "failed", "request_throughput", "reques
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ReportedFigures:
     """Which figures."""
 
     metrics: tuple[str, ...]
@@ -44,14 +44,14 @@ def load_command(
     tool: Annotated[
         Literal["baton", "vllm", "guidellm", "aiperf"], typer.Option(help="Who sends the load, where installed.")
     ] = "baton",
-    json_output: Json = False,
+    json_output: JsonFlag = False,
 ) -> None:
     """Throughput and latencies of a server under load, as `vllm bench serve` tells them."""
     from baton.bench.load_figures import parse_goodput, parse_metrics, parse_percentiles
     from baton.bench.picture import check_picture, draw_sweep
 
     rates = _check(traffic, report)
-    asked = Asked(
+    asked = ReportedFigures(
         parse_metrics(report.percentile_metrics),
         parse_percentiles(report.metric_percentiles),
         parse_goodput(report.goodput),
@@ -81,7 +81,7 @@ def _measure(
     dataset: DatasetOptions,
     traffic: TrafficOptions,
     report: ReportOptions,
-    asked: Asked,
+    asked: ReportedFigures,
     first: bool,
 ) -> dict[str, Any]:
     """The result of one rate. Raises `EngineUnavailableError` where the first one has no answer at all."""
@@ -111,7 +111,7 @@ def _measure(
     return {name: value for name, value in result.items() if report.save_detailed or name not in _DETAILS}
 
 
-def _hand_to(tool: Tool, *options: Any) -> NoReturn:
+def _hand_to(tool: LoadTool, *options: Any) -> NoReturn:
     """Run another load generator instead, and end as it does."""
     *groups, json_output = options
     settings = {name: value for group in groups for name, value in asdict(group).items()}

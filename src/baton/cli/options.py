@@ -39,7 +39,9 @@ MAX_LOCAL_PREFILL_LENGTH = 64
 if TYPE_CHECKING:
     from baton.router import RouterConfig
 
-Model = Annotated[str, typer.Argument(help="Checkpoint directory in Hugging Face format, or ORG/NAME on the hub.")]
+ModelArgument = Annotated[
+    str, typer.Argument(help="Checkpoint directory in Hugging Face format, or ORG/NAME on the hub.")
+]
 
 
 @dataclass(frozen=True, slots=True)

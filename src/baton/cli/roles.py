@@ -20,7 +20,7 @@ TensorRanks = Annotated[
 Stages = Annotated[
     int | None, typer.Option(min=1, help="Stages of engines of that role [default: --pipeline-parallel-size].")
 ]
-DataRanks = Annotated[
+DataRankCount = Annotated[
     int | None,
     typer.Option(min=1, help="Data-parallel ranks of engines of that role [default: --data-parallel-size]."),
 ]
@@ -37,8 +37,8 @@ class RoleOptions:
     decode_tensor_parallel_size: TensorRanks = None
     prefill_pipeline_parallel_size: Stages = None
     decode_pipeline_parallel_size: Stages = None
-    prefill_data_parallel_size: DataRanks = None
-    decode_data_parallel_size: DataRanks = None
+    prefill_data_parallel_size: DataRankCount = None
+    decode_data_parallel_size: DataRankCount = None
 
     def flags(self) -> dict[str, list[str]]:
         """By role. Raises `ConfigError` naming the option that is out of range."""

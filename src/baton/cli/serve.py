@@ -19,7 +19,7 @@ from baton.cli.logs import log_to_stderr
 from baton.cli.options import (
     EngineOptions,
     ListenOptions,
-    Model,
+    ModelArgument,
     ProcessOptions,
     RouterOptions,
     with_options,
@@ -41,7 +41,7 @@ def serve_command(
     options: EngineOptions,
     listen: ListenOptions,
     process: ProcessOptions,
-    model: Model,
+    model: ModelArgument,
     role: Annotated[Role, typer.Option(help="both serves the API; prefill and decode serve a router.")] = "both",
     engine_id: Annotated[str | None, typer.Option(help="Default: role and port.")] = None,
 ) -> None:
@@ -116,7 +116,7 @@ def up_command(
     listen: ListenOptions,
     routing: RouterOptions,
     roles: RoleOptions,
-    model: Model,
+    model: ModelArgument,
     prefill: Annotated[int, typer.Option(min=0, help="Prefill engines.")] = 1,
     decode: Annotated[int, typer.Option(min=0, help="Decode engines.")] = 1,
     engine_port_base: Annotated[

@@ -11,7 +11,7 @@ import typer
 
 from baton.errors import ConfigError
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 OutputJson = Annotated[str | None, typer.Option(help="Write a JSON file too.")]
 
 

@@ -14,10 +14,8 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from baton.drafters.chain import ModuleChain
+from baton.drafters.chain import IntArray, ModuleChain
 from baton.models.cache import LayerCache, LayerSpec
-
-IntArray = npt.NDArray[np.int64]
 
 
 class Pages(Protocol):

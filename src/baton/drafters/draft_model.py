@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from baton.drafters.base import DraftBatch, IntArray
+from baton.drafters.base import DraftBatch
+from baton.drafters.chain import IntArray
 from baton.errors import CheckpointError
 from baton.models.base import CausalLM
 from baton.models.cache import LayerSpec

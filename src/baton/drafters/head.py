@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from baton.drafters.base import DraftBatch, IntArray
+from baton.drafters.base import DraftBatch
+from baton.drafters.chain import IntArray
 from baton.errors import CheckpointError
 from baton.models.base import CausalLM, Embedding
 from baton.models.cache import KVLayerSpec, LatentLayerSpec, LayerCache, LayerSpec

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from baton.drafters.base import DraftBatch, IntArray
+from baton.drafters.base import DraftBatch
+from baton.drafters.chain import IntArray
 from baton.drafters.mtp import Mtp
 
 

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
-from baton.drafters.base import DraftBatch, IntArray
+from baton.drafters.base import DraftBatch
+from baton.drafters.chain import IntArray
 from baton.errors import ConfigError
 from baton.models.base import CausalLM
 from baton.models.cache import LayerSpec

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from baton.handoff.plan.planner import RankGeometry
-from baton.handoff.protocol.digests import Gather, MemoryDigester
+from baton.handoff.protocol.digests import MemoryDigester, TokenReader
 from baton.kv.geometry import Geometry, Plane
 from baton.transports.base import DeviceMemory, Region
 
@@ -46,7 +46,7 @@ class _Bytes:
         }
 
 
-def _device_plane(stream: Any, geometry: Geometry, plane: Plane, region: DeviceMemory) -> Gather:
+def _device_plane(stream: Any, geometry: Geometry, plane: Plane, region: DeviceMemory) -> TokenReader:
     size, device = plane.itemsize, torch.device("cuda", region.device)
     numbers = torch.as_tensor(_Bytes(region), device=device).view(_OF_SIZE[size])
     view = numbers.as_strided(

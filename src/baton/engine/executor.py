@@ -47,7 +47,7 @@ _SCORED_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Computed:
+class TargetResult:
     """What the target makes of a plan. `logits` [N, V]: of the rows to sample; None without such rows."""
 
     logits: Tensor | None
@@ -67,17 +67,17 @@ class LocalExecutor:
         return self.chosen(plan, self.compute(plan, written))
 
     @torch.inference_mode()
-    def compute(self, plan: StepPlan, written: Written | None = None) -> Computed:
+    def compute(self, plan: StepPlan, written: Written | None = None) -> TargetResult:
         """The half of `execute` in which all ranks take part."""
         output = self._output = self.runner.forward(plan.rows, written)
         features = _on_host(output.features_TF, plan.feature_rows)
         scores = [score for block, logits in self._scored(plan, output) for score in scores_of(logits, block)]
-        return Computed(
+        return TargetResult(
             self.runner.logits(output, plan.sample_rows) if len(plan.sample_rows) else None, features, scores
         )
 
     @torch.inference_mode()
-    def chosen(self, plan: StepPlan, computed: Computed) -> StepResult:
+    def chosen(self, plan: StepPlan, computed: TargetResult) -> StepResult:
         """The choice of tokens, the first rank's alone."""
         logits_NV = computed.logits
         choices = plan.sample_rows if logits_NV is None else choose(logits_NV, plan.sampling)

@@ -24,7 +24,7 @@ from baton.transports.base import Region, Transport
 
 log = logging.getLogger(__name__)
 
-Part = tuple[GroupSpec, tuple[int, ...]]
+GroupLayers = tuple[GroupSpec, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class KVMemory:
     """`parts`: as `parts_of`, by rank. `kv`: rank 0's memory by group. `regions`: of each rank, in the order of its
     parts, as its transport knows them (none without one)."""
 
-    parts: list[list[Part]]
+    parts: list[list[GroupLayers]]
     size: PoolSize
     regions: list[list[Region]]
     kv: dict[str, GroupMemory]
@@ -54,7 +54,7 @@ def model_groups(config: EngineConfig, model: CausalLM, drafter: Drafter | None)
     return groups
 
 
-def parts_of(groups: Sequence[GroupSpec], config: EngineConfig, num_layers: int, rank: int) -> list[Part]:
+def parts_of(groups: Sequence[GroupSpec], config: EngineConfig, num_layers: int, rank: int) -> list[GroupLayers]:
     """What a rank holds of groups that it has a part of, and the model's number of the first head of each plane.
 
     Stages share the target's layers, a stage's tensor ranks the heads or channels of each plane by itself; what is not

@@ -19,7 +19,7 @@ from baton.structured import Allowed, Known
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
+class SampledRequest:
     """A request that gets tokens from a plan: its first of the result's choices, and of the logits, if it has any."""
 
     request: Request
@@ -64,12 +64,12 @@ def choosable(scheduled: Sequence[ScheduledRows]) -> tuple[dict[Request, Allowed
 
 def step_plan(
     scheduled: Sequence[ScheduledRows], allowed: Mapping[Request, Allowed | None], spec: PlanSpec, rejection: bool
-) -> tuple[StepPlan, list[Sampled]]:
+) -> tuple[StepPlan, list[SampledRequest]]:
     """The target's plan for the rows of a step: known tokens, then the requests' drafts. `allowed`: of `choosable`."""
     ids: list[int] = []
     sample_rows: list[int] = []
     logit_rows: list[int] = []
-    sampled: list[Sampled] = []
+    sampled: list[SampledRequest] = []
     to_sample: list[ToSample] = []
     scored: list[tuple[int, int, int]] = []
     for rows in scheduled:
@@ -86,7 +86,7 @@ def step_plan(
         if not is_sampled(rows):
             continue
         wanted = range(len(ids) - (1 if request.is_prefilling else rows.num_rows), len(ids))
-        sampled.append(Sampled(request, len(sample_rows), len(logit_rows)))
+        sampled.append(SampledRequest(request, len(sample_rows), len(logit_rows)))
         if not request.sampler.plain_greedy:
             to_sample.append(ToSample(request.sampler, len(sample_rows), request.draft_ids, allowed.get(request)))
         if request.params.logprobs is not None:

@@ -35,7 +35,7 @@ log.addFilter(LogLimit())
 
 SPAN_TOKENS = 256
 Post = Callable[[Callable[[], None]], None]
-Pages = dict[str, list[int]]
+_GroupPages = dict[str, list[int]]
 
 
 class PrefixStore:
@@ -97,7 +97,7 @@ class PrefixStore:
             return
         num = min(num_final // self._span, self._num_spans(len(request.token_ids)))
         tokens = list(request.token_ids)
-        slots: Pages = {}
+        slots: _GroupPages = {}
         while num > 0 and self._states:
             hits = {name: pool.lookup(tokens, num * self._span) for name, pool in self._states.items()}
             slots = {name: hit.pages for name, hit in hits.items() if hit.num_tokens == num * self._span}
@@ -125,7 +125,7 @@ class PrefixStore:
 
         self._writer.submit(write)
 
-    def _written(self, num: int, pages: Pages) -> None:
+    def _written(self, num: int, pages: _GroupPages) -> None:
         self._num_writing -= num
         for name, pool in self._pools.items():
             pool.release(pages[name])
@@ -200,7 +200,7 @@ class PrefixStore:
         sizes = {name: self._kv[name][0].nbytes * self._span_pages.get(name, 1) for name in groups}
         return {name: data.size for name, data in tensors.items()} == sizes
 
-    def _write(self, tokens: Sequence[int], num: int, pages: Pages) -> None:
+    def _write(self, tokens: Sequence[int], num: int, pages: _GroupPages) -> None:
         keys = list(self._keys(tokens, num))
         for index, key in enumerate(keys):
             spans = {name: slice(index * count, (index + 1) * count) for name, count in self._span_pages.items()}
@@ -208,7 +208,7 @@ class PrefixStore:
         if self._states:
             self._save(_of_states(keys[-1]), {name: pages[name] for name in self._states})
 
-    def _save(self, key: str, pages: Pages) -> None:
+    def _save(self, key: str, pages: _GroupPages) -> None:
         if not self._store.use(key):
             tensors = {name: self._kv[name][torch.tensor(ids)].cpu() for name, ids in pages.items()}
             self._store.put({name: kv.reshape(-1).view(torch.uint8).numpy() for name, kv in tensors.items()}, key=key)

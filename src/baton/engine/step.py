@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from baton.drafters.chain import ModuleChain
 from baton.engine.plan import DraftPlan, DraftSlots, Noise, StepPlan, StepResult, one_request
-from baton.engine.planning import DraftRows, Sampled, choosable, draft_plan, step_plan
+from baton.engine.planning import DraftRows, SampledRequest, choosable, draft_plan, step_plan
 from baton.engine.request import Request
 from baton.engine.sampler import token_logprobs
 from baton.engine.scheduler import ScheduledRows
@@ -32,14 +32,14 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Computed:
+class StepOutcome:
     """What a step computed: the drafter's rows, and the requests that could not be computed, with the cause."""
 
     draft_rows: list[DraftRows] = field(default_factory=list)
     failed: dict[Request, Exception] = field(default_factory=dict)
 
 
-def compute(core: EngineCore, scheduled: Sequence[ScheduledRows]) -> Computed:
+def compute(core: EngineCore, scheduled: Sequence[ScheduledRows]) -> StepOutcome:
     """Run the rows, and send the tokens they give to their clients.
 
     Raises what the rows of every request raise, where a harmless request of the engine's own raises too: then it is
@@ -72,12 +72,12 @@ def _note_starts(core: EngineCore, scheduled: Sequence[ScheduledRows]) -> None:
             core.metrics.queue_time.observe(now - request.queued_at)
 
 
-def _together(core: EngineCore, scheduled: Sequence[ScheduledRows]) -> Computed:
+def _together(core: EngineCore, scheduled: Sequence[ScheduledRows]) -> StepOutcome:
     layers = core.legs.layers if core.legs is not None else None
     allowed, refused = choosable(scheduled)
     if refused:
         others = [rows for rows in scheduled if rows.request not in refused]
-        return _joined([Computed(failed=dict(refused)), *([_together(core, others)] if others else [])])
+        return _joined([StepOutcome(failed=dict(refused)), *([_together(core, others)] if others else [])])
     try:
         plan, sampled = step_plan(scheduled, allowed, core.executor.spec, core.rejection)
         result = core.executor.execute(plan, layers.begin(scheduled) if layers is not None else None)
@@ -85,7 +85,7 @@ def _together(core: EngineCore, scheduled: Sequence[ScheduledRows]) -> Computed:
         if layers is not None:
             layers.withdraw()
         if len(scheduled) == 1:
-            return Computed(failed={scheduled[0].request: error})
+            return StepOutcome(failed={scheduled[0].request: error})
         log.warning("a step of %d requests failed, each is run alone: %r", len(scheduled), error)
         return _joined([_together(core, [rows]) for rows in scheduled])
     failed: dict[Request, Exception] = {}
@@ -102,11 +102,11 @@ def _together(core: EngineCore, scheduled: Sequence[ScheduledRows]) -> Computed:
         request = drafted.request
         core.cache.plan_checkpoints(request.kv, request.token_ids, drafted.start, drafted.stop, "draft")
     failed |= _draft(core, draft_rows)
-    return Computed([drafted for drafted in draft_rows if drafted.request not in failed], failed)
+    return StepOutcome([drafted for drafted in draft_rows if drafted.request not in failed], failed)
 
 
-def _joined(parts: Sequence[Computed]) -> Computed:
-    whole = Computed()
+def _joined(parts: Sequence[StepOutcome]) -> StepOutcome:
+    whole = StepOutcome()
     for part in parts:
         whole.draft_rows.extend(part.draft_rows)
         whole.failed.update(part.failed)
@@ -149,7 +149,7 @@ def _one_row(core: EngineCore) -> ModuleChain | None:
     return ModuleChain(spans, [np.zeros(0, dtype=np.int64)], np.full((1, num_modules - 1), -1))
 
 
-def _choose(core: EngineCore, one: Sampled, choices: Sequence[int], result: StepResult) -> None:
+def _choose(core: EngineCore, one: SampledRequest, choices: Sequence[int], result: StepResult) -> None:
     request = one.request
     verified = verify(request.draft_ids, choices, one.first_choice)
     _append(core, request, verified, result.logits[one.first_logits :])

@@ -12,8 +12,6 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-IntArray = npt.NDArray[np.int64]
-
 
 @dataclass(frozen=True, slots=True)
 class KVLayerSpec:
@@ -65,7 +63,7 @@ class Scanned:
     [R + 1]). The states behind the rows `kept` (int64 [K], ascending) are wanted."""
 
     query_start: npt.NDArray[np.int32]
-    kept: IntArray
+    kept: npt.NDArray[np.int64]
 
 
 class Recurrence(Protocol):

@@ -322,14 +322,14 @@ def _scaled(typing_context: Any, element: Any, source: Any, factor: Any, weight:
     return numba.void(element, numba.int64, numba.float32, numba.int64, numba.int64), generate
 
 
-Kernel = Callable[..., Any]
-transpose = cast(Kernel, intrinsic(_transposed))
-widen = cast(Kernel, intrinsic(_widened))
-touch = cast(Kernel, intrinsic(_touched))
-products = cast(Kernel, intrinsic(prefer_literal=True)(_products))
-largest = cast(Kernel, intrinsic(_largest))
-exponentials = cast(Kernel, intrinsic(_exponentials))
-square_sum = cast(Kernel, intrinsic(_square_sum))
-silu_times = cast(Kernel, intrinsic(_silu_times))
-added = cast(Kernel, intrinsic(_added))
-scaled = cast(Kernel, intrinsic(_scaled))
+_Call = Callable[..., Any]
+transpose = cast(_Call, intrinsic(_transposed))
+widen = cast(_Call, intrinsic(_widened))
+touch = cast(_Call, intrinsic(_touched))
+products = cast(_Call, intrinsic(prefer_literal=True)(_products))
+largest = cast(_Call, intrinsic(_largest))
+exponentials = cast(_Call, intrinsic(_exponentials))
+square_sum = cast(_Call, intrinsic(_square_sum))
+silu_times = cast(_Call, intrinsic(_silu_times))
+added = cast(_Call, intrinsic(_added))
+scaled = cast(_Call, intrinsic(_scaled))

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from baton.errors import ConfigError, EngineUnavailableError
 
-# The numbers of all ranks, in the order of ranks. All ranks call it together.
+# The tensors of all ranks, in the order of ranks. All ranks call it together.
 Gather = Callable[[Tensor], Sequence[Tensor]]
 # Bytes for each rank, and how many come from each -> those that came. All ranks call it together.
 Swap = Callable[[Sequence[Tensor], Sequence[int]], Sequence[Tensor]]

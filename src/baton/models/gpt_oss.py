@@ -86,7 +86,7 @@ class GptOss(CausalLM):
         )
 
     def layer(self, config: ModelConfig, layer_id: int, build: Build) -> nn.Module:
-        return DecoderLayer(config, layer_id, build, mlp=Experts(cast(GptOssConfig, config), build))
+        return DecoderLayer(config, layer_id, build, mlp=RoutedExperts(cast(GptOssConfig, config), build))
 
     def unpack(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
         """The experts of a layer one by one. Plain weights are stored [X, in, out], those in MXFP4 [X, out, in / 32,
@@ -127,13 +127,13 @@ def _expect_mxfp4(quantization: object) -> None:
         raise CheckpointError(f"config.json: quantization_config is set ({method!r}), only 'mxfp4' is supported")
 
 
-class Experts(nn.Module):
+class RoutedExperts(nn.Module):
     """A router and its experts, [T, E] -> [T, E]."""
 
     def __init__(self, config: GptOssConfig, build: Build) -> None:
         super().__init__()
         assert config.moe is not None
-        self.router = Router(config.moe, config.hidden_size, build)
+        self.router = LogitRouter(config.moe, config.hidden_size, build)
         num, hidden = config.moe.num_experts, config.hidden_size
         self.experts = moe.Experts(lambda: Expert(config, build), num, hidden, build)
 
@@ -141,7 +141,7 @@ class Experts(nn.Module):
         return self.experts.mixed(x, *self.router.choose(x))
 
 
-class Router(Linear):
+class LogitRouter(Linear):
     """The K experts with the largest logits, weighted by a softmax over these alone; in float32."""
 
     def __init__(self, spec: MoESpec, hidden: int, build: Build) -> None:

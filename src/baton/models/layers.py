@@ -13,7 +13,7 @@ from baton.models.cache import Attend
 from baton.models.config import ModelConfig
 from baton.models.cpu_kernels import fits, rms_norm_wide
 from baton.models.cpu_rows import add_rms_norm, rms_norm, silu_mul
-from baton.models.linear import Build, Cut, MergedLinear
+from baton.models.linear import Build, MergedLinear, WeightCut
 from baton.models.rotary import rotate
 from baton.models.row_linear import RowLinear
 
@@ -125,7 +125,7 @@ class Attention(nn.Module):
         self.q_norm = make_norm(config, config.head_dim, build) if config.qk_norm else None
         self.k_norm = make_norm(config, config.head_dim, build) if config.qk_norm else None
         self.sinks = replace(build, dtype=torch.float32).empty(heads.length) if config.has_sinks else None
-        self.cuts: dict[str, Cut] = {"sinks": (0, heads)}
+        self.cuts: dict[str, WeightCut] = {"sinks": (0, heads)}
 
     def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor] | None, attend: Attend) -> Tensor:
         heads = self.qkv_proj(x).view(x.shape[0], self._heads + 2 * self._kv_heads, self._head_dim)

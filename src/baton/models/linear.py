@@ -44,7 +44,7 @@ _PACKED_ROWS = 16
 _PACKED_DTYPES = (torch.float32, torch.bfloat16)
 
 
-Cut = tuple[int, Share]
+WeightCut = tuple[int, Share]
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +205,7 @@ class Linear(nn.Module):
     ) -> None:
         super().__init__()
         self.out_features = out_features
-        self.cuts: dict[str, Cut] = {} if share is None else {"weight": (0, share), "bias": (0, share)}
+        self.cuts: dict[str, WeightCut] = {} if share is None else {"weight": (0, share), "bias": (0, share)}
         self.weight = build.empty(out_features, in_features)
         self.bias = build.empty(out_features) if bias else None
         self._packed: Tensor | None = None

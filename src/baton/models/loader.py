@@ -24,7 +24,7 @@ from baton.errors import CheckpointError
 from baton.models.base import CausalLM
 from baton.models.config import RawConfig, get_dtype
 from baton.models.expert_parallel import Elsewhere
-from baton.models.linear import Build, Cut, Linear
+from baton.models.linear import Build, Linear, WeightCut
 from baton.models.parallel import ALONE, Share, Stage, TensorRank
 from baton.models.registry import model_class
 
@@ -110,7 +110,7 @@ class Place:
     """A tensor to fill; of a checkpoint's tensor it is the part `cut`, where ranks share it."""
 
     tensor: Tensor
-    cut: Cut | None = None
+    cut: WeightCut | None = None
 
     @property
     def shape(self) -> list[int]:

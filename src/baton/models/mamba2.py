@@ -19,7 +19,7 @@ from baton.errors import ConfigError
 from baton.models import mamba2_cpu, mamba2_torch
 from baton.models.cache import LayerCache, Scanned, StateLayerSpec, StatePlane, States
 from baton.models.cpu_kernels import array, fits
-from baton.models.linear import Build, Cut, MergedLinear
+from baton.models.linear import Build, MergedLinear, WeightCut
 from baton.models.parallel import Share, tree
 from baton.models.row_linear import RowLinear
 
@@ -82,7 +82,7 @@ class _Weight(nn.Module):
     def __init__(self, share: Share, build: Build) -> None:
         super().__init__()
         self.weight = build.empty(share.length)
-        self.cuts: dict[str, Cut] = {"weight": (0, share)}
+        self.cuts: dict[str, WeightCut] = {"weight": (0, share)}
 
 
 def stored_parts(spec: Mamba2Spec) -> dict[str, dict[str, int]]:
@@ -115,7 +115,7 @@ class Mamba2(nn.Module):
         self.in_proj = MergedLinear(hidden, parts, build, spec.proj_bias)
         self.conv1d = _Conv({f"conv1d.{name}": c for name, c in channels.items()}, spec.taps, spec.conv_bias, build)
         self.dt_bias, self.A_log, self.D = (build.empty(heads.length) for _ in range(3))
-        self.cuts: dict[str, Cut] = dict.fromkeys(("dt_bias", "A_log", "D"), (0, heads))
+        self.cuts: dict[str, WeightCut] = dict.fromkeys(("dt_bias", "A_log", "D"), (0, heads))
         self.norm = _Weight(inner, build)
         self._norm_pieces = max(build.ranks.num_slices, self._num_groups)
         if self._norm_pieces % build.ranks.num_slices or self._norm_pieces % self._num_groups:

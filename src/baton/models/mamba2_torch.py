@@ -8,15 +8,11 @@ Shapes: T rows, C channels of the convolution, H heads of P channels, N numbers 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 CHUNK = 64
-
-Scan = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def convolve(inputs_TC: Tensor, state_CK: Tensor, weight_KC: Tensor, bias_C: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from baton.models.layers import MLP
 from baton.models.linear import Build, Linear
 from baton.models.specs import MoESpec
 
-Expert = Callable[[Tensor], Tensor]
+ExpertCall = Callable[[Tensor], Tensor]
 
 
 class Router(Linear):
@@ -85,7 +85,7 @@ class Experts(nn.ModuleList):
         # What one makes is as wide as its partial sums side by side.
         self._width = self._num_parts * hidden
         whole = ranks.num_slices == 1
-        self._calls: list[Expert] = [expert if whole else _side_by_side(expert) for expert in self]
+        self._calls: list[ExpertCall] = [expert if whole else _side_by_side(expert) for expert in self]
         if self._shared is not None:
             layer = SharedLayer(self._make, num_experts, hidden, self._width, build.dtype, build.device)
             self._number = self._shared.add(layer)
@@ -109,7 +109,7 @@ class Experts(nn.ModuleList):
         return out if self._ranks.num_slices == 1 else self._ranks.add(out.chunk(self._num_parts, dim=1))
 
 
-def made_by(experts: Sequence[Expert], experts_P: Tensor, rows: Callable[[Tensor], Tensor], width: int) -> Tensor:
+def made_by(experts: Sequence[ExpertCall], experts_P: Tensor, rows: Callable[[Tensor], Tensor], width: int) -> Tensor:
     """What the experts of pairs make of their rows [P, width]. `rows` gives those of pairs [N]; each expert is called
     once, with all its rows."""
     order = experts_P.argsort(stable=True)
@@ -123,7 +123,7 @@ def made_by(experts: Sequence[Expert], experts_P: Tensor, rows: Callable[[Tensor
     return made
 
 
-def _side_by_side(expert: nn.Module) -> Expert:
+def _side_by_side(expert: nn.Module) -> ExpertCall:
     return lambda rows: torch.cat(cast(Callable[[Tensor], list[Tensor]], expert.partials)(rows), dim=1)
 
 

@@ -17,13 +17,10 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from baton.errors import ConfigError
-from baton.models.expert_parallel import ExpertRanks
+from baton.models.expert_parallel import ExpertRanks, Gather
 
-MAX_TENSOR_RANKS = 8
-
-Gather = Callable[[Tensor], Sequence[Tensor]]
 # To the stage of that number, and from it into the tensor.
-Send = Callable[[Tensor, int], None]
+SendTensor = Callable[[Tensor, int], None]
 Receive = Callable[[Tensor, int], None]
 
 
@@ -55,7 +52,7 @@ class Stage:
 
     index: int = 0
     count: int = 1
-    send: Send = _nowhere
+    send: SendTensor = _nowhere
     receive: Receive = _nowhere
 
     def layers(self, num_layers: int) -> range:

@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 _BODY_TYPE = "application/json"
 
 
-class Connection(web.RequestHandler):
+class ClientConnection(web.RequestHandler):
     """One client's connection. A request whose head is not there `head_s` seconds after its first byte (the first one:
     after the connection) is answered with 408, and the connection closed.
 

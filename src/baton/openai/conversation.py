@@ -8,7 +8,7 @@ import msgspec
 
 from baton.errors import RequestError
 from baton.openai.backend import ServedModel
-from baton.openai.requests import ChatRequest, Message, TokenizeRequest
+from baton.openai.requests import ChatMessage, ChatRequest, TokenizeRequest
 from baton.wire import PromptIds
 
 MAX_MESSAGES = 4096
@@ -18,7 +18,7 @@ _END = "<|baton-end-of-message|> "
 
 def chat_text(
     request: ChatRequest | TokenizeRequest,
-    messages: list[Message],
+    messages: list[ChatMessage],
     variables: dict[str, Any],
     tools: list[dict[str, Any]] | None,
     model: ServedModel,
@@ -83,7 +83,7 @@ def _until_end(text: str) -> str:
     return text[:found] if text.startswith(_END, found) else text[:found].rstrip()
 
 
-def _message(index: int, message: Message) -> dict[str, Any]:
+def _message(index: int, message: ChatMessage) -> dict[str, Any]:
     param = f"messages[{index}].content"
     for name in ("function_call", "audio", "refusal", "tools"):
         if getattr(message, name):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from baton.openai.errors import error_of_chunk
-from baton.parsing import Content, Event, Parser, Reasoning
+from baton.parsing import Content, ParsedEvent, Parser, Reasoning
 from baton.text import IncrementalDetokenizer, StopChecker, Tokenizer
 from baton.wire import FinishReason, GenerateRequest, TokenChunk, TokenLogprobs
 
@@ -24,7 +24,7 @@ class Delta:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    events: list[Event] = field(default_factory=list)
+    events: list[ParsedEvent] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +150,7 @@ class SampleOutput:
         self.logprobs += delta.logprobs
         self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
 
-    def _found(self, event: Event) -> None:
+    def _found(self, event: ParsedEvent) -> None:
         if isinstance(event, Content):
             self._content.append(event.text)
         elif isinstance(event, Reasoning):

@@ -21,7 +21,7 @@ from baton.openai.requests import (
     grammar_of,
     sampling_params,
 )
-from baton.openai.tools import NO_PARSING, Asked, NamedChoice, Parsing
+from baton.openai.tools import NO_PARSING, CheckedTools, NamedChoice, Parsing
 from baton.parsing import Parser
 from baton.text.bad_words import tokens_of
 from baton.wire import GenerateRequest, Mode, PromptIds, SamplingParams
@@ -85,7 +85,7 @@ def plan_chat(request: ChatRequest, model: ServedModel, parsing: Parsing = NO_PA
         variables["reasoning_effort"] = request.reasoning_effort
         if "reasoning_effort" not in model.tokenizer.template_variables:
             raise RequestError("reasoning_effort: this model's chat template knows no such thing", "reasoning_effort")
-    tools = Asked.of(request.tools, request.tool_choice, request.parallel_tool_calls)
+    tools = CheckedTools.of(request.tools, request.tool_choice, request.parallel_tool_calls)
     text = chat_text(request, request.messages, variables, tools.shown(), model)
     asked, param = request.max_completion_tokens, "max_completion_tokens"
     if asked is None:

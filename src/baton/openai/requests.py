@@ -14,7 +14,7 @@ import msgspec
 from baton.errors import RequestError
 from baton.openai.fields import NOTHING_ELSE, Refused, refuse_unserved
 from baton.openai.structured import ResponseFormat, StructuredOutputs, structured_params
-from baton.openai.tools import NO_TOOLS, Asked, Tool, ToolCall, ToolChoice
+from baton.openai.tools import NO_TOOLS, CheckedTools, Tool, ToolCall, ToolChoice
 from baton.wire import MAX_LOGPROBS, Mode, SamplingParams, StructuredOutputsParams, check_salt
 
 _PATH = re.compile(r" - at `(key in )?\$\.?([^`]*)`\Z")
@@ -79,13 +79,13 @@ class CompletionRequest(_Completing, kw_only=True):
 
 
 class ContentPart(msgspec.Struct, kw_only=True):
-    """One part of a message; only text is served."""
+    """One part of a message or of a response's item; only text is served."""
 
     type: str
     text: str | None = None
 
 
-class Message(msgspec.Struct, kw_only=True):
+class ChatMessage(msgspec.Struct, kw_only=True):
     """One chat message."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -105,7 +105,7 @@ class Message(msgspec.Struct, kw_only=True):
 class ChatRequest(_Completing, kw_only=True):
     """Body of `POST /v1/chat/completions`."""
 
-    messages: list[Message]
+    messages: list[ChatMessage]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -124,7 +124,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = None
+    messages: list[ChatMessage] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -238,7 +238,7 @@ def _prompt_logprobs(request: CompletionRequest | ChatRequest, max_tokens: int) 
 
 
 def grammar_of(
-    request: CompletionRequest | ChatRequest, tools: Asked = NO_TOOLS
+    request: CompletionRequest | ChatRequest, tools: CheckedTools = NO_TOOLS
 ) -> tuple[StructuredOutputsParams | None, str]:
     """What the output must follow, if anything, and the field that says so. `tools`: those of a chat.
 

@@ -16,7 +16,7 @@ from typing import Any
 from aiohttp import web
 
 from baton.errors import ConfigError
-from baton.openai.connections import Connection
+from baton.openai.connections import ClientConnection
 from baton.openai.http import DRAIN, LIMITS, TLS
 from baton.openai.limits import HttpLimits
 
@@ -71,8 +71,8 @@ async def served(app: web.Application, listener: socket.socket) -> AsyncIterator
         manager = runner.server
         assert manager is not None
 
-        def connection() -> Connection:
-            return Connection(
+        def connection() -> ClientConnection:
+            return ClientConnection(
                 manager, limits.head_s, access_log=None, keepalive_timeout=limits.keep_alive_s, lingering_time=2.0
             )
 

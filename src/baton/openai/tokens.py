@@ -12,7 +12,7 @@ from baton.openai.backend import ServedModel
 from baton.openai.conversation import chat_prompt, chat_text, encode
 from baton.openai.plan import check_model
 from baton.openai.requests import DetokenizeRequest, TokenizeRequest, decode_body
-from baton.openai.tools import Asked
+from baton.openai.tools import CheckedTools
 from baton.text import Tokenizer
 
 _ANY_LENGTH = 2**24
@@ -28,7 +28,7 @@ def tokenize(body: bytes, model: ServedModel) -> dict[str, object]:
     if (request.prompt is None) == (request.messages is None):
         raise RequestError("exactly one of prompt and messages is needed", "prompt")
     if request.messages is not None:
-        tools, variables = Asked.of(request.tools, None, None).shown(), dict(request.chat_template_kwargs or {})
+        tools, variables = CheckedTools.of(request.tools, None, None).shown(), dict(request.chat_template_kwargs or {})
         ids = list(chat_prompt(chat_text(request, request.messages, variables, tools, model), request, model))
     else:
         ids = list(encode(request.prompt or "", model, request.add_special_tokens is not False, "prompt"))

@@ -102,7 +102,7 @@ NO_PARSING = Parsing()
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class CheckedTools:
     """The tools of a request, checked. `choice`: none where there are no tools."""
 
     tools: Sequence[Tool]
@@ -110,7 +110,7 @@ class Asked:
     parallel: bool
 
     @classmethod
-    def of(cls, tools: Sequence[Tool] | None, choice: ToolChoice | None, parallel: bool | None) -> Asked:
+    def of(cls, tools: Sequence[Tool] | None, choice: ToolChoice | None, parallel: bool | None) -> CheckedTools:
         """Raises `RequestError` naming the field."""
         tools = tools or ()
         if len(tools) > MAX_TOOLS:
@@ -181,7 +181,7 @@ class Asked:
         return calls or (reasons is not None and not constrained and REASONING_PARSERS[reasons].special)
 
 
-NO_TOOLS = Asked((), "none", True)
+NO_TOOLS = CheckedTools((), "none", True)
 
 
 def _parameters(tool: Tool) -> dict[str, Any]:

@@ -35,17 +35,17 @@ class CallDelta:
     arguments: str
 
 
-Event = Content | Reasoning | CallDelta
+ParsedEvent = Content | Reasoning | CallDelta
 
 
 class Parser(Protocol):
     """Reads one answer."""
 
-    def push(self, text: str) -> list[Event]:
+    def push(self, text: str) -> list[ParsedEvent]:
         """What more text says."""
         ...
 
-    def finish(self) -> list[Event]:
+    def finish(self) -> list[ParsedEvent]:
         """What was held back. Nothing may be pushed after it."""
         ...
 
@@ -57,7 +57,7 @@ class Words:
         self._held = ""
         self._behind_call = False
 
-    def push(self, text: str) -> list[Event]:
+    def push(self, text: str) -> list[ParsedEvent]:
         """Content; trailing white space is kept for later."""
         text = self._held + text
         words = text.rstrip()
@@ -71,7 +71,7 @@ class Words:
         """A call begins or ends here: the white space around it is nobody's."""
         self._held, self._behind_call = "", True
 
-    def finish(self) -> list[Event]:
+    def finish(self) -> list[ParsedEvent]:
         """What is held back of an answer that ends here."""
         held, self._held = self._held, ""
         return [Content(held)] if held and not self._behind_call else []

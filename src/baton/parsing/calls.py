@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from baton.parsing.base import CallDelta, Event, Words
+from baton.parsing.base import CallDelta, ParsedEvent, Words
 from baton.parsing.json_call import JsonCall
 
 
@@ -20,7 +20,7 @@ class JsonCalls:
         """A call may begin here, behind the text `lead`."""
         self._call, self._lead, self._told = JsonCall(), lead, False
 
-    def push(self, text: str) -> tuple[list[Event], str, bool | None]:
+    def push(self, text: str) -> tuple[list[ParsedEvent], str, bool | None]:
         """Events, the text behind the call, and whether it is one: None while it is not over."""
         for at, char in enumerate(text, 1):
             self._call.push(char)
@@ -33,7 +33,7 @@ class JsonCalls:
                 return events, text[at:], True
         return self._tell(), "", None
 
-    def _tell(self) -> list[Event]:
+    def _tell(self) -> list[ParsedEvent]:
         name, pieces = self._call.name, self._call.take()
         if name is None or not pieces:
             return []
@@ -42,7 +42,7 @@ class JsonCalls:
         first, self._told = not self._told, True
         return [CallDelta(self.count, name if first else None, pieces)]
 
-    def _drop(self) -> list[Event]:
+    def _drop(self) -> list[ParsedEvent]:
         if self._told:
             # The client has its name: what is there of it stays a call.
             events = self._tell()
@@ -50,6 +50,6 @@ class JsonCalls:
             return events
         return self._words.push(self._lead + self._call.raw)
 
-    def finish(self) -> list[Event]:
+    def finish(self) -> list[ParsedEvent]:
         """The answer ends within a call."""
         return self._tell() if self._told else self._drop()

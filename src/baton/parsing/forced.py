@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from baton.parsing.base import CallDelta, Content, Event, Words
+from baton.parsing.base import CallDelta, Content, ParsedEvent, Words
 from baton.parsing.calls import JsonCalls
 
 
@@ -14,8 +14,8 @@ class RequiredParser:
         self._calls = JsonCalls(self._words)
         self._inside = False
 
-    def push(self, text: str) -> list[Event]:
-        events: list[Event] = []
+    def push(self, text: str) -> list[ParsedEvent]:
+        events: list[ParsedEvent] = []
         while text:
             if not self._inside:
                 text = text.lstrip(" \t\r\n[,]")
@@ -28,7 +28,7 @@ class RequiredParser:
             self._inside = is_call is None
         return events
 
-    def finish(self) -> list[Event]:
+    def finish(self) -> list[ParsedEvent]:
         return (self._calls.finish() if self._inside else []) + self._words.finish()
 
 
@@ -38,21 +38,21 @@ class NamedParser:
     def __init__(self, name: str) -> None:
         self._name: str | None = name
 
-    def push(self, text: str) -> list[Event]:
+    def push(self, text: str) -> list[ParsedEvent]:
         if not text:
             return []
         name, self._name = self._name, None
         return [CallDelta(0, name, text)]
 
-    def finish(self) -> list[Event]:
+    def finish(self) -> list[ParsedEvent]:
         return []
 
 
 class Plain:
     """All is words."""
 
-    def push(self, text: str) -> list[Event]:
+    def push(self, text: str) -> list[ParsedEvent]:
         return [Content(text)] if text else []
 
-    def finish(self) -> list[Event]:
+    def finish(self) -> list[ParsedEvent]:
         return []

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from baton.parsing.base import CallDelta, Content, Event, Parser, Reasoning, Words, split_at
+from baton.parsing.base import CallDelta, Content, ParsedEvent, Parser, Reasoning, Words, split_at
 
 _START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>", _START)
@@ -35,9 +35,9 @@ class HarmonyParser:
         self._count = 0
         self._empty = True
 
-    def push(self, text: str) -> list[Event]:
+    def push(self, text: str) -> list[ParsedEvent]:
         text, self._held = self._held + text, ""
-        events: list[Event] = []
+        events: list[ParsedEvent] = []
         while text:
             if self._where == "start":
                 lead = text.lstrip()
@@ -75,7 +75,7 @@ class HarmonyParser:
                     self._where, self._header = "header", found
         return events
 
-    def _begin(self, events: list[Event]) -> None:
+    def _begin(self, events: list[ParsedEvent]) -> None:
         """A header is whole."""
         header, self._header = self._header, ""
         self._where, self._empty = "body", True
@@ -88,7 +88,7 @@ class HarmonyParser:
         else:
             self._kind = "analysis" if channel is not None and channel[1] == "analysis" else "final"
 
-    def _body(self, text: str, events: list[Event]) -> None:
+    def _body(self, text: str, events: list[ParsedEvent]) -> None:
         if not text:
             return
         self._empty = False
@@ -99,7 +99,7 @@ class HarmonyParser:
         else:
             events += self._words.push(text)
 
-    def _end(self, events: list[Event]) -> None:
+    def _end(self, events: list[ParsedEvent]) -> None:
         """A message is over."""
         self._where = "outside"
         if self._kind == "call":
@@ -107,8 +107,8 @@ class HarmonyParser:
                 events.append(CallDelta(self._count, None, "{}"))
             self._count += 1
 
-    def finish(self) -> list[Event]:
-        events: list[Event] = []
+    def finish(self) -> list[ParsedEvent]:
+        events: list[ParsedEvent] = []
         held, self._held = self._held, ""
         if self._where == "body":
             self._body(held, events)
@@ -125,16 +125,16 @@ class HarmonyReasoning:
         self._rest = rest
         self._channels = HarmonyParser({})
 
-    def push(self, text: str) -> list[Event]:
+    def push(self, text: str) -> list[ParsedEvent]:
         return self._read(self._channels.push(text))
 
-    def _read(self, events: list[Event]) -> list[Event]:
-        found: list[Event] = []
+    def _read(self, events: list[ParsedEvent]) -> list[ParsedEvent]:
+        found: list[ParsedEvent] = []
         for event in events:
             found += self._rest.push(event.text) if isinstance(event, Content) else [event]
         return found
 
-    def finish(self) -> list[Event]:
+    def finish(self) -> list[ParsedEvent]:
         return self._read(self._channels.finish()) + self._rest.finish()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from baton.parsing.base import Event
+from baton.parsing.base import ParsedEvent
 from baton.parsing.calls import JsonCalls
 from baton.parsing.marked import MarkedParser
 
@@ -23,7 +23,7 @@ class HermesParser(MarkedParser):
         self._where = "call"
         self._calls.begin(_OPEN)
 
-    def _read(self, text: str, events: list[Event]) -> str | None:
+    def _read(self, text: str, events: list[ParsedEvent]) -> str | None:
         if self._where == "call":
             more, text, is_call = self._calls.push(text)
             events += more
@@ -36,7 +36,7 @@ class HermesParser(MarkedParser):
         self._where = "words"
         return stripped.removeprefix(_CLOSE)
 
-    def finish(self) -> list[Event]:
+    def finish(self) -> list[ParsedEvent]:
         if self._where == "call":
             return self._calls.finish() + self._words.finish()
         held = "" if self._where == "close" and not self._held.strip() else self._held

@@ -9,7 +9,7 @@ _SPACE = " \t\r\n"
 _ARGUMENTS = ("arguments", "parameters")
 _MAX_NAME = 256
 
-State = Literal["open", "key", "colon", "value", "next", "done", "failed"]
+_Expected = Literal["open", "key", "colon", "value", "next", "done", "failed"]
 
 
 class JsonValue:
@@ -53,7 +53,7 @@ class JsonCall:
     def __init__(self) -> None:
         self.raw = ""
         self.name: str | None = None
-        self.state: State = "open"
+        self.state: _Expected = "open"
         self._has_arguments = False
         self._pending = ""
         self._key = ""

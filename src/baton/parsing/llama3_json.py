@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from baton.parsing.base import Event, Words
+from baton.parsing.base import ParsedEvent, Words
 from baton.parsing.calls import JsonCalls
 
 _TAG = "<|python_tag|>"
@@ -21,9 +21,9 @@ class Llama3JsonParser:
         self._held = ""
         self._where = "start"
 
-    def push(self, text: str) -> list[Event]:
+    def push(self, text: str) -> list[ParsedEvent]:
         text, self._held = self._held + text, ""
-        events: list[Event] = []
+        events: list[ParsedEvent] = []
         while text:
             if self._where == "words":
                 return events + self._words.push(text)
@@ -45,7 +45,7 @@ class Llama3JsonParser:
                 self._where = "words"
         return events
 
-    def finish(self) -> list[Event]:
+    def finish(self) -> list[ParsedEvent]:
         if self._where == "call":
             return self._calls.finish() + self._words.finish()
         if self._where == "between":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-from baton.parsing.base import Event, Words, split_at
+from baton.parsing.base import ParsedEvent, Words, split_at
 
 
 class MarkedParser(ABC):
@@ -19,9 +19,9 @@ class MarkedParser(ABC):
         self._held = ""
         self._where = "words"
 
-    def push(self, text: str) -> list[Event]:
+    def push(self, text: str) -> list[ParsedEvent]:
         text, self._held = self._held + text, ""
-        events: list[Event] = []
+        events: list[ParsedEvent] = []
         while text:
             rest: str | None = None
             if self._where == "words":
@@ -43,5 +43,5 @@ class MarkedParser(ABC):
         """A marker was read: enter the state behind it."""
 
     @abstractmethod
-    def _read(self, text: str, events: list[Event]) -> str | None:
+    def _read(self, text: str, events: list[ParsedEvent]) -> str | None:
         """Read some of the text outside words: add to `events`, and return what is left; None until more comes."""

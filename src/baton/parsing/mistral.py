@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from baton.parsing.base import CallDelta, Event
+from baton.parsing.base import CallDelta, ParsedEvent
 from baton.parsing.calls import JsonCalls
 from baton.parsing.json_call import JsonValue
 from baton.parsing.marked import MarkedParser
@@ -27,11 +27,11 @@ class MistralParser(MarkedParser):
     def _opened(self) -> None:
         self._where = "start"
 
-    def _read(self, text: str, events: list[Event]) -> str | None:
+    def _read(self, text: str, events: list[ParsedEvent]) -> str | None:
         states = {"start": self._start, "arguments": self._arguments, "call": self._call, "list": self._list}
         return states[self._where](text, events)
 
-    def _start(self, text: str, events: list[Event]) -> str | None:
+    def _start(self, text: str, events: list[ParsedEvent]) -> str | None:
         """Behind `[TOOL_CALLS]`."""
         rest = text.lstrip()
         if rest.startswith("[") and not _ARGS.startswith(rest):
@@ -54,7 +54,7 @@ class MistralParser(MarkedParser):
         self._where = "words"
         return text
 
-    def _arguments(self, text: str, events: list[Event]) -> str:
+    def _arguments(self, text: str, events: list[ParsedEvent]) -> str:
         """Behind a name."""
         before = len(self._value.text)
         for char in text:
@@ -69,7 +69,7 @@ class MistralParser(MarkedParser):
             self._where = "words"
         return text[len(more) :]
 
-    def _call(self, text: str, events: list[Event]) -> str:
+    def _call(self, text: str, events: list[ParsedEvent]) -> str:
         """In a list."""
         more, text, is_call = self._calls.push(text)
         events += more
@@ -77,7 +77,7 @@ class MistralParser(MarkedParser):
             self._where = "list" if is_call else "words"
         return text
 
-    def _list(self, text: str, events: list[Event]) -> str:
+    def _list(self, text: str, events: list[ParsedEvent]) -> str:
         """Behind a call of a list."""
         rest = text.lstrip()
         if rest.startswith(","):
@@ -89,7 +89,7 @@ class MistralParser(MarkedParser):
             return rest.removeprefix("]")
         return ""
 
-    def finish(self) -> list[Event]:
+    def finish(self) -> list[ParsedEvent]:
         if self._where == "call":
             return self._calls.finish() + self._words.finish()
         lead = _OPEN if self._where == "start" else ""

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from baton.parsing.base import CallDelta, Event
+from baton.parsing.base import CallDelta, ParsedEvent
 from baton.parsing.marked import MarkedParser
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
@@ -31,7 +31,7 @@ class Qwen3XmlParser(MarkedParser):
         self._name = ""
         self._keys: set[str] = set()
 
-    def push(self, text: str) -> list[Event]:
+    def push(self, text: str) -> list[ParsedEvent]:
         if self._where == "inside" and self._held.lstrip().startswith(_VALUE):
             tail = self._held[-len(_VALUE_END) :] + text
             if _VALUE_END not in tail:
@@ -42,10 +42,10 @@ class Qwen3XmlParser(MarkedParser):
     def _opened(self) -> None:
         self._where = "call"
 
-    def _read(self, text: str, events: list[Event]) -> str | None:
+    def _read(self, text: str, events: list[ParsedEvent]) -> str | None:
         return self._function(text, events) if self._where == "call" else self._inside(text, events)
 
-    def _function(self, text: str, events: list[Event]) -> str | None:
+    def _function(self, text: str, events: list[ParsedEvent]) -> str | None:
         found = _FUNCTION.match(text)
         if found is None:
             begun = text.lstrip()
@@ -60,7 +60,7 @@ class Qwen3XmlParser(MarkedParser):
         events.append(CallDelta(self._count, self._name, "{"))
         return text[found.end() :]
 
-    def _inside(self, text: str, events: list[Event]) -> str | None:
+    def _inside(self, text: str, events: list[ParsedEvent]) -> str | None:
         if ">" not in text:
             return None
         found = _PARAMETER.match(text)
@@ -98,7 +98,7 @@ class Qwen3XmlParser(MarkedParser):
                 pass
         return json.dumps(text, ensure_ascii=False)
 
-    def finish(self) -> list[Event]:
+    def finish(self) -> list[ParsedEvent]:
         if self._where == "inside":
             # An end that was waited for is one; without it the call is cut off, and so are its arguments.
             closed = _END.match(self._held) is not None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from baton.parsing.base import Event, Parser, Reasoning, split_at
+from baton.parsing.base import ParsedEvent, Parser, Reasoning, split_at
 
 _OPEN, _CLOSE = "<think>", "</think>"
 
@@ -16,7 +16,7 @@ class ThinkParser:
         self._where = "start"
         self._held = ""
 
-    def push(self, text: str) -> list[Event]:
+    def push(self, text: str) -> list[ParsedEvent]:
         if self._where == "behind":
             return self._rest.push(text)
         text, self._held = self._held + text, ""
@@ -30,7 +30,7 @@ class ThinkParser:
                 return self._rest.push(text)
             # A prompt may have opened the reasoning that the model opens again.
             self._where, text = "inside", lead.removeprefix(_OPEN) if lead.startswith(_OPEN) else text
-        events: list[Event] = []
+        events: list[ParsedEvent] = []
         if self._where == "inside":
             before, found, text = split_at(text, _CLOSE)
             if before:
@@ -45,8 +45,8 @@ class ThinkParser:
             events += self._rest.push(text)
         return events
 
-    def finish(self) -> list[Event]:
-        events: list[Event] = []
+    def finish(self) -> list[ParsedEvent]:
+        events: list[ParsedEvent] = []
         if self._held and (self._where == "inside" or self._begun):
             events.append(Reasoning(self._held))
         elif self._held:

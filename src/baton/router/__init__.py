@@ -2,6 +2,6 @@
 
 from baton.router.app import RouterConfig, build_app
 from baton.router.backend import RouterBackend
-from baton.router.pool import EnginePool, Instance
+from baton.router.pool import EnginePool, PooledEngine
 
-__all__ = ["EnginePool", "Instance", "RouterBackend", "RouterConfig", "build_app"]
+__all__ = ["EnginePool", "PooledEngine", "RouterBackend", "RouterConfig", "build_app"]

@@ -25,7 +25,7 @@ from baton.router.backend import RouterBackend
 from baton.router.client import new_session
 from baton.router.connectors import BATON_ENGINES, create_connector
 from baton.router.connectors.base import ConnectorConfig
-from baton.router.pool import EnginePool, Instance, Policy
+from baton.router.pool import EnginePool, Policy, PooledEngine
 from baton.router.routes import WHYS
 from baton.router.scrape import families
 from baton.router.timers import RouterTimers
@@ -191,7 +191,7 @@ async def _body(request: web.Request, kind: type[T]) -> T:
 async def _status(backend: RouterBackend) -> dict[str, object]:
     """Return engines, roles, load as of now, and handoffs."""
 
-    async def load(instance: Instance) -> EngineLoad | None:
+    async def load(instance: PooledEngine) -> EngineLoad | None:
         try:
             return await instance.client.load()
         except BatonError:
@@ -213,7 +213,7 @@ async def _status(backend: RouterBackend) -> dict[str, object]:
     }
 
 
-def _describe(instance: Instance, load: EngineLoad | None) -> dict[str, object]:
+def _describe(instance: PooledEngine, load: EngineLoad | None) -> dict[str, object]:
     return {
         "url": instance.url,
         "role": instance.role,

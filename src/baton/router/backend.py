@@ -26,10 +26,10 @@ from baton.errors import (
 )
 from baton.openai import ServedModel
 from baton.openai.errors import error_of_chunk
-from baton.router.connectors.base import Connector, Legs, Outcome
-from baton.router.join import Chunks, Items, Joined, LegFailed, TokenMismatch, join_legs
+from baton.router.connectors.base import Connector, HandoffOutcome, Legs
+from baton.router.join import Chunks, Joined, LegFailed, LegItems, TokenMismatch, join_legs
 from baton.router.near_tie import measure_gap
-from baton.router.pool import EnginePool, Instance, OnLost
+from baton.router.pool import EnginePool, OnLost, PooledEngine
 from baton.router.room import Room
 from baton.router.routes import PREFIX_MISSING, Decisions, Route, Routes
 from baton.timeouts import timeout
@@ -55,7 +55,7 @@ class RouterBackend:
     the prefill engine sees the two at most `near_tie` nats apart (counted in `near_ties`), else the request fails.
     """
 
-    OUTCOMES: tuple[str, ...] = ("started", *get_args(Outcome))
+    OUTCOMES: tuple[str, ...] = ("started", *get_args(HandoffOutcome))
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class RouterBackend:
         self, request: GenerateRequest, kv_mode: Mode | None, went: Callable[[str], None] | None
     ) -> AsyncGenerator[TokenChunk, None]:
         joined = Joined(request)
-        tried: list[Instance] = []
+        tried: list[PooledEngine] = []
         attempt = fruitless = 0
         route: Route | None = None
         hand_off = kv_mode is not None  # who names a mode wants it
@@ -181,7 +181,7 @@ class RouterBackend:
         await asyncio.gather(*self._background, return_exceptions=True)
 
     async def _choose(
-        self, request: GenerateRequest, tried: list[Instance], hand_off: bool, patience_s: float
+        self, request: GenerateRequest, tried: list[PooledEngine], hand_off: bool, patience_s: float
     ) -> Route:
         """Return a route; wait up to `patience_s` while there is none. Raises `EngineUnavailableError`."""
         deadline = time.monotonic() + patience_s
@@ -208,7 +208,7 @@ class RouterBackend:
         legs = self._connector.legs(request, prefill, decode, kv_mode)
         self.handoffs["started"] += 1
         self.num_active_handoffs += 1
-        outcome: Outcome = "aborted"
+        outcome: HandoffOutcome = "aborted"
         try:
             joining = self._join({"prefill": prefill, "decode": decode}, legs)
             async with contextlib.aclosing(joining) as joined:
@@ -233,9 +233,9 @@ class RouterBackend:
                 self._do(legs.over(outcome), self.pool.timers.tell)
 
     async def _join(
-        self, engines: dict[LegRole, Instance], legs: Legs
+        self, engines: dict[LegRole, PooledEngine], legs: Legs
     ) -> AsyncGenerator[tuple[TokenChunk, LegRole], None]:
-        items: Items = asyncio.Queue()
+        items: LegItems = asyncio.Queue()
 
         def on_lost(leg: LegRole) -> OnLost:
             return lambda error: items.put_nowait((leg, error))
@@ -248,7 +248,7 @@ class RouterBackend:
                 async for item in joined:
                     yield item
 
-    async def _is_near_tie(self, joined: Joined, mismatch: TokenMismatch, prefill: Instance) -> bool:
+    async def _is_near_tie(self, joined: Joined, mismatch: TokenMismatch, prefill: PooledEngine) -> bool:
         if self._near_tie <= 0.0:
             return False
         with contextlib.suppress(BatonError, asyncio.TimeoutError):

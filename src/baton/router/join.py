@@ -16,7 +16,7 @@ from baton.errors import BatonError, EngineLostError, HandoffError, ProtocolErro
 from baton.wire import GenerateRequest, LegRole, TokenChunk
 
 Chunks = AsyncGenerator[TokenChunk, None]
-Items = asyncio.Queue["tuple[LegRole, TokenChunk | BaseException | None]"]  # None: the leg ended
+LegItems = asyncio.Queue["tuple[LegRole, TokenChunk | BaseException | None]"]  # None: the leg ended
 
 
 class LegFailed(Exception):
@@ -95,7 +95,7 @@ class Joined:
 
 
 async def join_legs(
-    legs: Mapping[LegRole, Chunks], items: Items, drain: Callable[[Chunks], None], notices: bool = True
+    legs: Mapping[LegRole, Chunks], items: LegItems, drain: Callable[[Chunks], None], notices: bool = True
 ) -> AsyncGenerator[tuple[TokenChunk, LegRole], None]:
     """Yield (chunk, leg it came from) until a chunk with `finish_reason`. One leg alone, of either kind, must say all.
 
@@ -155,7 +155,7 @@ async def join_legs(
         await asyncio.gather(*ending, return_exceptions=True)
 
 
-async def _pump(leg: LegRole, chunks: Chunks, items: Items) -> None:
+async def _pump(leg: LegRole, chunks: Chunks, items: LegItems) -> None:
     try:
         try:
             async for chunk in chunks:
@@ -167,7 +167,7 @@ async def _pump(leg: LegRole, chunks: Chunks, items: Items) -> None:
         items.put_nowait((leg, error))
 
 
-async def _rest(which: LegRole, task: asyncio.Task[None], items: Items, ended: bool) -> Chunks:
+async def _rest(which: LegRole, task: asyncio.Task[None], items: LegItems, ended: bool) -> Chunks:
     """Yield what a leg still says; closing it closes the leg."""
     try:
         while not ended:

@@ -42,7 +42,7 @@ NewClient = Callable[[aiohttp.ClientSession, str, RouterTimers, Role], EngineCli
 
 
 @dataclass(slots=True, eq=False)
-class Instance:
+class PooledEngine:
     """One engine. `num_inflight` counts this router's legs on it; `problem` says why it is not used.
 
     `answered`: when it last answered, in monotonic seconds; `num_silent`: questions unanswered since. `evicted`: its
@@ -119,13 +119,13 @@ class EnginePool:
         self._session = session
         self._policy = policy
         self._tokenizer_dir, self._chat_template = tokenizer_dir, chat_template
-        self._instances: dict[str, Instance] = {}
+        self._instances: dict[str, PooledEngine] = {}
         self._turn = 0
         self._model: ServedModel | None = None
-        self._asking: dict[Instance, asyncio.Task[None]] = {}
+        self._asking: dict[PooledEngine, asyncio.Task[None]] = {}
 
     @property
-    def instances(self) -> list[Instance]:
+    def instances(self) -> list[PooledEngine]:
         """All instances, in the order in which they joined."""
         return list(self._instances.values())
 
@@ -138,7 +138,7 @@ class EnginePool:
         drafts = max([self._model.num_speculative_tokens, *(info.num_speculative_tokens for info in infos)])
         return dataclasses.replace(self._model, max_model_len=length, num_speculative_tokens=drafts)
 
-    async def add(self, url: str, role: Role) -> Instance:
+    async def add(self, url: str, role: Role) -> PooledEngine:
         """Add an engine. Where it does not answer yet, `watch` asks it again.
 
         Raises `RequestError` for a bad URL or another role than the engine's own, `IncompatiblePeerError` for
@@ -147,7 +147,7 @@ class EnginePool:
         url = checked_url(url)
         if url in self._instances:
             raise RequestError(f"{url} is already an instance", "url")
-        instance = Instance(self._new_client(self._session, url, self.timers, role), role)
+        instance = PooledEngine(self._new_client(self._session, url, self.timers, role), role)
         try:
             await self._identify(instance)
         except EngineUnavailableError as error:
@@ -157,14 +157,14 @@ class EnginePool:
         self._instances[url] = instance
         return instance
 
-    def remove(self, url: str) -> Instance:
+    def remove(self, url: str) -> PooledEngine:
         """Remove an engine: it gets no new requests, and running ones end normally. `RequestError` if unknown."""
         instance = self._instances.pop(checked_url(url), None)
         if instance is None:
             raise RequestError(f"{url} is not an instance", "url")
         return instance
 
-    def drain(self, url: str) -> Instance:
+    def drain(self, url: str) -> PooledEngine:
         """Send an engine no new requests, and remove it when its last leg has ended. Asked again, tell its legs that it
         is lost: they go on elsewhere. Raises `RequestError` if it is unknown."""
         instance = self._instances.get(checked_url(url))
@@ -179,11 +179,11 @@ class EnginePool:
             instance.when_idle = lambda: self._left(instance)
         return instance
 
-    def _left(self, instance: Instance) -> None:
+    def _left(self, instance: PooledEngine) -> None:
         if self._instances.get(instance.url) is instance:
             del self._instances[instance.url]
 
-    def usable(self, healthy: bool) -> list[Instance]:
+    def usable(self, healthy: bool) -> list[PooledEngine]:
         """The instances that may get requests: the `healthy`, or those that were silent when last asked."""
         return [i for i in self._instances.values() if (i.healthy if healthy else i.suspected)]
 
@@ -193,7 +193,7 @@ class EnginePool:
         told = [info.max_num_seqs for info in infos if info is not None]
         return sum(told) if told and all(told) else None
 
-    def take(self, among: Sequence[Instance]) -> Instance:
+    def take(self, among: Sequence[PooledEngine]) -> PooledEngine:
         """The one of these instances whose turn it is. There is one at least."""
         self._turn += 1
         if self._policy == "least_loaded":
@@ -203,12 +203,12 @@ class EnginePool:
         chosen.order = self._turn  # equal loads take turns
         return chosen
 
-    def has_other(self, instance: Instance, avoid: Sequence[Instance] = ()) -> bool:
+    def has_other(self, instance: PooledEngine, avoid: Sequence[PooledEngine] = ()) -> bool:
         """Whether there is another of its role for new requests, not one of `avoid`."""
         mine = (i for i in self._instances.values() if i.role == instance.role and i.healthy)
         return any(i is not instance and i not in avoid for i in mine)
 
-    async def refresh(self, instance: Instance) -> None:
+    async def refresh(self, instance: PooledEngine) -> None:
         """Ask an engine again who it is, after it failed or restarted."""
         await asyncio.shield(self._ask(instance))
 
@@ -225,7 +225,7 @@ class EnginePool:
                 task.cancel()
             await asyncio.gather(*asking, return_exceptions=True)
 
-    def _ask(self, instance: Instance) -> asyncio.Task[None]:
+    def _ask(self, instance: PooledEngine) -> asyncio.Task[None]:
         """The question that is under way to an engine, or a new one."""
         task = self._asking.get(instance)
         if task is None:
@@ -233,7 +233,7 @@ class EnginePool:
             task.add_done_callback(lambda _: self._asking.pop(instance, None))
         return task
 
-    async def _check(self, instance: Instance) -> None:
+    async def _check(self, instance: PooledEngine) -> None:
         try:
             await self._identify(instance)
         except BatonError as error:
@@ -253,7 +253,7 @@ class EnginePool:
                 logger.warning("engine %s is given up after %.1f s", instance.url, silent_s)
                 instance.evict(EngineLostError(f"engine {instance.url} has not answered for {silent_s:.1f} s"))
 
-    async def _identify(self, instance: Instance) -> None:
+    async def _identify(self, instance: PooledEngine) -> None:
         info = await instance.client.info()
         if info.role != instance.role:
             raise RequestError(f"{instance.url} has role {info.role!r}, not {instance.role!r}", "role")
@@ -277,7 +277,7 @@ class EnginePool:
         instance.draining = instance.leaving
         instance.answered, instance.num_silent, instance.evicted = time.monotonic(), 0, False
 
-    def _check_same_model(self, instance: Instance, info: EngineInfo) -> None:
+    def _check_same_model(self, instance: PooledEngine, info: EngineInfo) -> None:
         for other in self.instances:
             if other is instance or other.info is None or other.problem is not None:
                 continue

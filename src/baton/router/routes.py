@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from baton.router.pool import EnginePool, Instance
+from baton.router.pool import EnginePool, PooledEngine
 from baton.router.prefixes import chain_of
 from baton.wire import GenerateRequest, Role
 
@@ -31,8 +31,8 @@ class Route:
     `max_prefill_tokens` of the prompt (None: any number)."""
 
     why: Why
-    decode: Instance
-    prefill: Instance | None = None
+    decode: PooledEngine
+    prefill: PooledEngine | None = None
     max_prefill_tokens: int | None = None
 
 
@@ -72,13 +72,13 @@ class Routes:
         self._pool = pool
         self._most = max_local_prefill_length
 
-    def choose(self, request: GenerateRequest, tried: Sequence[Instance], hand_off: bool) -> Route | None:
+    def choose(self, request: GenerateRequest, tried: Sequence[PooledEngine], hand_off: bool) -> Route | None:
         """A route over healthy engines, or for want of those over silent ones; None where there is none. Of a role, one
         that was `tried` is only for want of another. `hand_off`: whatever the decode engine holds."""
         for healthy in (True, False):
             usable = self._pool.usable(healthy)
 
-            def of(role: Role, usable: list[Instance] = usable) -> list[Instance]:
+            def of(role: Role, usable: list[PooledEngine] = usable) -> list[PooledEngine]:
                 mine = [instance for instance in usable if instance.role == role]
                 return [instance for instance in mine if instance not in tried] or mine
 
@@ -90,9 +90,9 @@ class Routes:
     def _among(
         self,
         request: GenerateRequest,
-        prefill: list[Instance],
-        decode: list[Instance],
-        both: list[Instance],
+        prefill: list[PooledEngine],
+        decode: list[PooledEngine],
+        both: list[PooledEngine],
         hand_off: bool,
     ) -> Route | None:
         take = self._pool.take
@@ -108,7 +108,7 @@ class Routes:
             return Route("no_prefill_engine", take(decode))
         return Route("no_decode_engine", take(prefill)) if prefill else None
 
-    def _local(self, request: GenerateRequest, decode: list[Instance], chosen: Instance) -> Route | None:
+    def _local(self, request: GenerateRequest, decode: list[PooledEngine], chosen: PooledEngine) -> Route | None:
         tokens = request.prompt_token_ids
         if len(tokens) <= self._most:
             return Route("short", chosen)

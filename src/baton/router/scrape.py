@@ -10,13 +10,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from baton.errors import BatonError
-from baton.router.pool import Instance
+from baton.router.pool import PooledEngine
 
 # Of vLLM's names, what the router itself measures is not told a second time for each leg.
 _OWN = "vllm:"
 
 
-async def families(own: Iterable[Metric], instances: Sequence[Instance]) -> list[Metric]:
+async def families(own: Iterable[Metric], instances: Sequence[PooledEngine]) -> list[Metric]:
     """The router's `own` families, and those of its engines with the labels `engine` and `role`. An engine that does
     not answer, or not with metrics, is left out."""
     pages = await asyncio.gather(*(_page(instance) for instance in instances))
@@ -34,7 +34,7 @@ async def families(own: Iterable[Metric], instances: Sequence[Instance]) -> list
     return list(found.values())
 
 
-async def _page(instance: Instance) -> list[Metric]:
+async def _page(instance: PooledEngine) -> list[Metric]:
     if not instance.healthy and not instance.draining:
         return []
     try:

@@ -21,7 +21,7 @@ from baton.router.vllm_api import completion_body, to_chunk
 from baton.wire import EngineInfo, EngineLoad, GenerateRequest, TokenChunk
 
 if TYPE_CHECKING:
-    from baton.router.pool import Instance
+    from baton.router.pool import PooledEngine
 
 _MAX_BODY_BYTES = 16 * 2**20
 # How long a reading of a server's clock is used. Clocks drift by less than 0.1 s in that time.
@@ -50,7 +50,7 @@ class VllmClient(EngineClient):
         self._read = 0.0
 
     @staticmethod
-    def of(instance: Instance) -> VllmClient:
+    def of(instance: PooledEngine) -> VllmClient:
         """The client of an instance whose connector makes this kind."""
         assert isinstance(instance.client, VllmClient)
         return instance.client

@@ -22,11 +22,11 @@ from baton.testing.transport_peer import pattern
 from baton.transports.base import ByteArray
 from baton.transports.store import KEEP_S, Entry, FileStore
 
-Factory = Callable[[Path, int], FileStore]
+NewStore = Callable[[Path, int], FileStore]
 ROOM = 1 << 20
 
 
-def check_store(factory: Factory) -> list[str]:
+def check_store(factory: NewStore) -> list[str]:
     """Run every check on stores made by `factory(directory, max_bytes)`; the names of those that ran.
 
     Raises `AssertionError` naming the check, with the first broken expectation.
@@ -57,7 +57,7 @@ def _same(entry: Entry | None, tensors: dict[str, ByteArray], about: dict[str, s
     )
 
 
-def _check_returns_what_was_put(factory: Factory, directory: Path) -> None:
+def _check_returns_what_was_put(factory: NewStore, directory: Path) -> None:
     store, about = factory(directory, ROOM), {"tokens": "128"}
     key = store.put(_groups(), about)
     need(_same(store.get(key), _groups(), about), "every group comes back, the drafter's too")
@@ -71,7 +71,7 @@ def _check_returns_what_was_put(factory: Factory, directory: Path) -> None:
     need(store.get(key) is None, "a removed entry is gone")
 
 
-def _check_is_content_addressed(factory: Factory, directory: Path) -> None:
+def _check_is_content_addressed(factory: NewStore, directory: Path) -> None:
     store = factory(directory, ROOM)
     key = store.put(_groups())
     need(store.put(_groups()) == key and store.keys() == [key], "equal content is stored once")
@@ -80,7 +80,7 @@ def _check_is_content_addressed(factory: Factory, directory: Path) -> None:
     need(len({key, *others}) == 4, "names, strings and bytes all count")
 
 
-def _check_refuses_damage(factory: Factory, directory: Path) -> None:
+def _check_refuses_damage(factory: NewStore, directory: Path) -> None:
     store = factory(directory, ROOM)
     key = store.put(_groups(), {"tokens": "128"})
     whole = (directory / key).read_bytes()
@@ -96,7 +96,7 @@ def _check_refuses_damage(factory: Factory, directory: Path) -> None:
     need(_same(store.get(key), _groups(), {"tokens": "128"}), "and comes back")
 
 
-def _check_refuses_hostile_files(factory: Factory, directory: Path) -> None:
+def _check_refuses_hostile_files(factory: NewStore, directory: Path) -> None:
     store, key = factory(directory, ROOM), "cd" * 16
     outside = directory / "outside"
     good = store.put(_groups())
@@ -127,7 +127,7 @@ def _refuses(store: FileStore, key: str) -> None:
     raise AssertionError(f"expected that entry {key!r} is refused")
 
 
-def _check_evicts_by_size(factory: Factory, directory: Path) -> None:
+def _check_evicts_by_size(factory: NewStore, directory: Path) -> None:
     store = factory(directory, ROOM)
     keys = [store.put({"x": pattern(ROOM // 8, i)}) for i in range(7)]
     for age, key in enumerate(reversed(keys)):
@@ -155,7 +155,7 @@ def _check_evicts_by_size(factory: Factory, directory: Path) -> None:
     raise AssertionError("expected that an entry above max_bytes is refused")
 
 
-def _check_shows_whole_entries_only(factory: Factory, directory: Path) -> None:
+def _check_shows_whole_entries_only(factory: NewStore, directory: Path) -> None:
     stores = [factory(directory, ROOM << 4) for _ in range(3)]
     failures: list[str] = []
     rounds = [{"x": pattern(1 << 16, i)} for i in range(12)]
@@ -186,14 +186,14 @@ def _check_shows_whole_entries_only(factory: Factory, directory: Path) -> None:
     need(sorted(path.name for path in directory.iterdir()) == keys, "nothing half-written is left behind")
 
 
-def _check_is_private(factory: Factory, directory: Path) -> None:
+def _check_is_private(factory: NewStore, directory: Path) -> None:
     store = factory(directory / "new" / "store", ROOM)
     key = store.put(_groups())
     modes = [os.stat(path).st_mode & 0o777 for path in (store.directory, store.directory / key)]
     need(modes == [0o700, 0o600], "directory and entries are for one user")
 
 
-_CHECKS: tuple[Callable[[Factory, Path], None], ...] = (
+_CHECKS: tuple[Callable[[NewStore, Path], None], ...] = (
     _check_returns_what_was_put,
     _check_is_content_addressed,
     _check_refuses_damage,

@@ -56,7 +56,7 @@ class OnDevice:
         return found
 
 
-Memory = ByteArray | OnDevice
+RegisteredMemory = ByteArray | OnDevice
 
 
 def allocate(transport: Transport, name: str, nbytes: int, device: str | None) -> Any:
@@ -64,6 +64,6 @@ def allocate(transport: Transport, name: str, nbytes: int, device: str | None) -
     return transport.allocate(name, nbytes) if device is None else OnDevice(nbytes, device)
 
 
-def register(transport: Transport, memory: Sequence[Memory]) -> bytes:
+def register(transport: Transport, memory: Sequence[RegisteredMemory]) -> bytes:
     """The descriptor of these regions. Raises as `Transport.register` does."""
     return transport.register([part.region if isinstance(part, OnDevice) else part for part in memory])

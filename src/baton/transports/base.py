@@ -32,7 +32,7 @@ from baton.kv.geometry import CopyList
 
 ByteArray = NDArray[np.uint8]
 Direction = Literal["read", "write"]
-State = Literal["pending", "done", "failed"]
+CopyState = Literal["pending", "done", "failed"]
 R = TypeVar("R")
 
 
@@ -64,14 +64,14 @@ class Operation:
     def __init__(self, tag: str) -> None:
         self.tag = tag
         self.flags = np.zeros(2, dtype=np.int64)
-        self._state: State = "pending"
+        self._state: CopyState = "pending"
         self._error: str | None = None
         self._started = False
         self._ended = threading.Event()
         self._lock = threading.Lock()
         self._callbacks: list[Callable[[], None]] = []
 
-    def poll(self) -> State:
+    def poll(self) -> CopyState:
         """The state now; never blocks."""
         return self._state
 
@@ -80,7 +80,7 @@ class Operation:
         """Why it failed; None while pending and when done."""
         return self._error
 
-    def wait(self, timeout: float | None = None) -> State:
+    def wait(self, timeout: float | None = None) -> CopyState:
         """Block until it ended or `timeout` seconds passed, and return the state."""
         self._ended.wait(timeout)
         return self._state

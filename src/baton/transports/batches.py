@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from baton.transports.base import Direction, Operation
 
-Rows = NDArray[np.int64]
+Runs = NDArray[np.int64]
 BATCH_RUNS = 1024
 BATCH_BYTES = 16 << 20
 
@@ -24,7 +24,7 @@ class Job:
 
     operation: Operation
     direction: Direction
-    rows: Rows
+    rows: Runs
     bounds: list[int]
     at: int = 0
     handle: Any = None
@@ -39,18 +39,18 @@ class Job:
         """The error of an operation that ends now; None when all its batches are done."""
         return None if self.at == self.num_batches else f"cancelled after {self.at} of {self.num_batches} batches"
 
-    def batch(self) -> Rows:
+    def batch(self) -> Runs:
         """The rows of batch `at`, int64 `[runs, 3]`."""
         return self.rows[self.bounds[self.at] : self.bounds[self.at + 1]]
 
 
-def make_job(operation: Operation, direction: Direction, rows: Rows) -> Job:
+def make_job(operation: Operation, direction: Direction, rows: Runs) -> Job:
     """A job of `rows` (int64 `[runs, 3]`), cut into batches of at most `BATCH_RUNS` runs and `BATCH_BYTES` bytes."""
     rows = split_runs(rows, BATCH_BYTES)
     return Job(operation, direction, rows, batch_bounds(rows[:, 2], BATCH_RUNS, BATCH_BYTES))
 
 
-def split_runs(rows: Rows, limit: int) -> Rows:
+def split_runs(rows: Runs, limit: int) -> Runs:
     """Cut the runs of `rows` (int64 `[runs, 3]`) into pieces of at most `limit` bytes, and drop empty runs."""
     pieces = -(-rows[:, 2] // limit)
     if bool((pieces == 1).all()):
@@ -62,7 +62,7 @@ def split_runs(rows: Rows, limit: int) -> Rows:
     return out
 
 
-def batch_bounds(nbytes: Rows, max_runs: int, max_bytes: int) -> list[int]:
+def batch_bounds(nbytes: Runs, max_runs: int, max_bytes: int) -> list[int]:
     """Cut runs of `nbytes` bytes (int64 `[runs]`) into batches of at most `max_runs` runs, and at most `max_bytes`
     bytes or a single run. Returns the cuts `[0, ..., runs]`.
     """

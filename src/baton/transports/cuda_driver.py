@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from baton.errors import ConfigError, TransportError
-from baton.transports.batches import BATCH_RUNS, Rows
+from baton.transports.batches import BATCH_RUNS, Runs
 
 HANDLE_BYTES = 64
 _THREADS = 256
@@ -104,7 +104,7 @@ class CudaDriver:
         """Undo one `open`."""
         self._call(self._api.cuIpcCloseMemHandle(address))
 
-    def copy(self, rows: Rows, source: int, dest: int) -> Launch:
+    def copy(self, rows: Runs, source: int, dest: int) -> Launch:
         """Launch the copies of int64 `[runs, 3]`, at most `BATCH_RUNS`: `source` and `dest` are columns of addresses,
         the third column is bytes."""
         launch = self._free.pop() if self._free else self._launch()

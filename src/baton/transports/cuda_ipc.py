@@ -26,7 +26,7 @@ from msgspec import Meta
 
 from baton.errors import ProtocolError, TransportError
 from baton.transports.base import ByteArray, DeviceMemory, Direction
-from baton.transports.batches import Rows
+from baton.transports.batches import Runs
 from baton.transports.cuda_driver import HANDLE_BYTES, CudaDriver, Launch, check_cuda
 from baton.transports.library import Library, RemotePeer
 from baton.transports.lifeline import Lifeline
@@ -51,17 +51,17 @@ class _Mapped:
     """A peer's regions, by rising address: where each starts and ends in its owner, and how far from there it is here.
     `opened` are this process's addresses of its allocations."""
 
-    start: Rows
-    stop: Rows
-    shift: Rows
+    start: Runs
+    stop: Runs
+    shift: Runs
     opened: list[int]
 
-    def here(self, addresses: Rows, nbytes: Rows) -> Rows:
+    def here(self, addresses: Runs, nbytes: Runs) -> Runs:
         """The peer's addresses as this process has them. Raises `TransportError` for one outside its regions."""
         at = np.searchsorted(self.start, addresses, side="right") - 1
         if bool((at < 0).any()) or bool((addresses + nbytes > self.stop[at]).any()):
             raise TransportError("a run lies in no region that the peer opened")
-        moved: Rows = addresses + self.shift[at]
+        moved: Runs = addresses + self.shift[at]
         return moved
 
 
@@ -141,7 +141,7 @@ class CudaIpcLibrary(Library):
         for address in addresses:
             self._driver.unmap(address)
 
-    def issue(self, peer: RemotePeer, direction: Direction, rows: Rows) -> Launch | None:
+    def issue(self, peer: RemotePeer, direction: Direction, rows: Runs) -> Launch | None:
         assert self._driver is not None
         here = rows.copy()
         here[:, 1] = self._peers[peer.endpoint].here(rows[:, 1], rows[:, 2])

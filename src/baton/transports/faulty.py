@@ -44,7 +44,7 @@ from baton.transports.base import (
 )
 from baton.transports.memory import MemoryPeer
 
-Fault = Literal[
+FaultKind = Literal[
     "drop",
     "drop-draft",
     "drop-last-page",
@@ -63,7 +63,7 @@ SeedsT = TypeVar("SeedsT")  # what they are is the handoff's business
 class FaultSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The options of a defect, as the module's table and list name them."""
 
-    fault: Fault
+    fault: FaultKind
     region: int | None = None
     every: int = 1
     page_bytes: int | None = None

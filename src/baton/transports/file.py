@@ -30,7 +30,7 @@ import numpy as np
 from baton.errors import BatonError, ProtocolError, TransportError
 from baton.kv.geometry import CopyList
 from baton.transports.base import ByteArray, Direction
-from baton.transports.batches import BATCH_BYTES, Rows
+from baton.transports.batches import BATCH_BYTES, Runs
 from baton.transports.library import BatchFailedError, Library, RemotePeer
 from baton.transports.lifeline import Lifeline, Line
 from baton.transports.mover import copy_runs
@@ -73,8 +73,8 @@ class Batch:
     number: int
     peer: RemotePeer
     direction: Direction
-    near: Rows
-    far: Rows
+    near: Runs
+    far: Runs
     work: Future[None] | None = None
     answer: _Answer | None = None
 
@@ -117,7 +117,7 @@ class FileLibrary(Library):
 
     # ------------------------------------------------------------ this side asks
 
-    def issue(self, peer: RemotePeer, direction: Direction, rows: Rows) -> Batch:
+    def issue(self, peer: RemotePeer, direction: Direction, rows: Runs) -> Batch:
         self._next += 1
         batch = Batch(self._next, peer, direction, rows[:, [0, 2]].T, rows[:, [1, 2]].T)
         self._asked[batch.number] = batch
@@ -170,7 +170,7 @@ class FileLibrary(Library):
         if batch.direction == "read" and not answer.error:
             batch.work = self._work(lambda: self._fetch(self._near(), answer.key, batch.near, line))
 
-    def _fetch(self, spans: list[ByteArray], key: str, runs: Rows, line: Line) -> None:
+    def _fetch(self, spans: list[ByteArray], key: str, runs: Runs, line: Line) -> None:
         entry = self._store.get(key)
         if entry is None:
             raise TransportError(f"the store has no entry {key}; do both engines use one directory?")
@@ -219,7 +219,7 @@ def _need_answer(batch: Batch) -> None:
         raise TransportError(batch.peer.broken)
 
 
-def _gather(spans: list[ByteArray], runs: Rows) -> ByteArray:
+def _gather(spans: list[ByteArray], runs: Runs) -> ByteArray:
     """The bytes of runs (`[2, runs]`: addresses, bytes), back to back. Raises `ProtocolError` unless all lie in
     one of `spans`.
     """
@@ -230,14 +230,14 @@ def _gather(spans: list[ByteArray], runs: Rows) -> ByteArray:
     return data
 
 
-def _scatter(spans: list[ByteArray], runs: Rows, data: ByteArray) -> None:
+def _scatter(spans: list[ByteArray], runs: Runs, data: ByteArray) -> None:
     """The reverse of `_gather`; `data` has as many bytes as the runs."""
     span, offset, nbytes = _locate(spans, runs)
     copies = CopyList(0, 0, np.cumsum(nbytes) - nbytes, offset, nbytes)
     copy_runs(data, span, copies, np.zeros(2, dtype=np.int64))
 
 
-def _locate(spans: list[ByteArray], runs: Rows) -> tuple[ByteArray, Rows, Rows]:
+def _locate(spans: list[ByteArray], runs: Runs) -> tuple[ByteArray, Runs, Runs]:
     address, nbytes = (np.ascontiguousarray(column) for column in runs)
     if not bool(((nbytes >= 0) & (nbytes <= BATCH_BYTES)).all()) or int(nbytes.sum()) > BATCH_BYTES:
         raise ProtocolError(f"the runs of a batch hold more than {BATCH_BYTES} bytes")

@@ -9,7 +9,7 @@ from typing import Any
 
 from baton.errors import TransportError
 from baton.transports.base import ByteArray, DeviceMemory, Direction
-from baton.transports.batches import Job, Rows
+from baton.transports.batches import Job, Runs
 from baton.transports.lifeline import Lifeline, Line
 from baton.transports.process import ProcessWatch
 
@@ -98,7 +98,7 @@ class Library:
         """
         raise NotImplementedError
 
-    def issue(self, peer: RemotePeer, direction: Direction, rows: Rows) -> Any:
+    def issue(self, peer: RemotePeer, direction: Direction, rows: Runs) -> Any:
         """Start a batch (int64 `[runs, 3]`, as in `Job`) and return its handle."""
         raise NotImplementedError
 

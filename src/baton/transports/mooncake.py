@@ -29,7 +29,7 @@ import msgspec
 
 from baton.errors import ConfigError, ProtocolError, TransportError
 from baton.transports.base import ByteArray, Direction
-from baton.transports.batches import Rows
+from baton.transports.batches import Runs
 from baton.transports.library import Library, RemotePeer
 from baton.transports.lifeline import Lifeline
 from baton.transports.registry import read_options
@@ -102,7 +102,7 @@ class MooncakeLibrary(Library):
     def remove(self, endpoint: str) -> bool:
         return False
 
-    def issue(self, peer: RemotePeer, direction: Direction, rows: Rows) -> Any:
+    def issue(self, peer: RemotePeer, direction: Direction, rows: Runs) -> Any:
         copy = getattr(self._engine, f"batch_transfer_sync_{direction}")
         near, far, nbytes = (rows[:, i].tolist() for i in range(3))
         batch: Future[int] = self._workers.submit(copy, peer.endpoint, near, far, nbytes)

@@ -32,7 +32,7 @@ import numpy as np
 
 from baton.errors import ConfigError, ProtocolError, TransportError
 from baton.transports.base import ByteArray, DeviceMemory, Direction
-from baton.transports.batches import Rows
+from baton.transports.batches import Runs
 from baton.transports.library import Library, RemotePeer
 from baton.transports.lifeline import Lifeline
 from baton.transports.registry import read_options
@@ -109,7 +109,7 @@ class NixlLibrary(Library):
             self._agent.get_new_notifs()
         return True
 
-    def issue(self, peer: RemotePeer, direction: Direction, rows: Rows) -> Any:
+    def issue(self, peer: RemotePeer, direction: Direction, rows: Runs) -> Any:
         descs = []
         own = None if rows[0, 0] == self._bounce.ctypes.data else self._device
         for side, device in enumerate((own, peer.device)):

@@ -19,7 +19,7 @@ from baton.errors import ConfigError
 from baton.transports.base import Transport
 from baton.wire import Integrity
 
-Factory = Callable[[dict[str, str]], Transport]
+NewTransport = Callable[[dict[str, str]], Transport]
 OptionsT = TypeVar("OptionsT")
 _GROUP = "baton.transports"
 _NAME = re.compile(r"[a-z][a-z0-9_+.-]*")
@@ -126,7 +126,7 @@ def create_transport(uri: str) -> Transport:
     """
     scheme, query = parse_uri(uri)
     _, plus, inner = scheme.rpartition("+")
-    factory: Factory = _factories()[inner].load()
+    factory: NewTransport = _factories()[inner].load()
     if not plus:
         return factory(query)
     from baton.transports.faulty import FaultyTransport, parse_fault

@@ -16,10 +16,10 @@ from baton.errors import ConfigError
 from baton.kv.interval import Kind
 from baton.kv.spec import Owner
 from baton.models.loader import fingerprint
-from baton.vllm.geometry import KernelLayout, TensorRank
+from baton.vllm.geometry import KernelLayout, WorkerHeads
 from baton.vllm.groups import CacheTable
 from baton.vllm.ranks import gather
-from baton.vllm.states import Mamba2, StatePart
+from baton.vllm.states import Mamba2State, StatePart
 from baton.wire import KVStream
 
 SUPPORTED = ((0, 30), (0, 31), (0, 32))
@@ -211,13 +211,13 @@ def _kind(spec: Any) -> tuple[Kind, int | None, int]:
     return kind, spec.sliding_window if kind == "sliding_window" else None, spec.block_size
 
 
-def tensor_rank(config: Any) -> TensorRank:
+def tensor_rank(config: Any) -> WorkerHeads:
     """Which heads the worker of this process has."""
     parallel, speculative = config.parallel_config, config.speculative_config
     heads: dict[Owner, int] = dict.fromkeys(("target", "draft"), config.model_config.get_total_num_kv_heads())
     if speculative is not None and speculative.draft_model_config is not None:
         heads["draft"] = speculative.draft_model_config.get_total_num_kv_heads()
-    return TensorRank(parallel.rank % parallel.tensor_parallel_size, parallel.tensor_parallel_size, heads)
+    return WorkerHeads(parallel.rank % parallel.tensor_parallel_size, parallel.tensor_parallel_size, heads)
 
 
 def kernel_layout(config: Any, layer: str) -> KernelLayout:
@@ -235,7 +235,7 @@ def state_parts(config: Any, layers: Iterable[str]) -> dict[str, tuple[StatePart
     for layer in layers:
         module = config.compilation_config.static_forward_context[layer]
         if isinstance(module, MambaMixer2) and not module.use_replayssm:
-            found[layer] = Mamba2(
+            found[layer] = Mamba2State(
                 rank=rank,
                 shapes=module.get_state_shape(),
                 dtypes=module.get_state_dtype(),

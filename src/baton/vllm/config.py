@@ -22,7 +22,7 @@ FIELD = "kv_connector_extra_config"
 _OUT_OF_REACH = {"local": "it joins engines of one process", "shm": "it moves memory that it has allocated itself"}
 
 
-class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class PluginConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The fields of `kv_connector_extra_config`.
 
     `keys` is the key directory that `baton keys` makes, with the router's ticket key and this engine's secret.
@@ -63,10 +63,10 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             raise ConfigError(FIELD, f"keys: {file}: {error.strerror}") from error
 
 
-def read_config(extra: Mapping[str, Any]) -> ConnectorConfig:
+def read_config(extra: Mapping[str, Any]) -> PluginConfig:
     """Parse `kv_connector_extra_config`. Raises `ConfigError` for an unknown, bad or missing setting."""
     try:
-        config = msgspec.convert(dict(extra), ConnectorConfig)
+        config = msgspec.convert(dict(extra), PluginConfig)
     except msgspec.ValidationError as error:
         raise ConfigError(FIELD, str(error)) from error
     scheme = parse_uri(config.kv_transport)[0].rpartition("+")[2]

@@ -26,7 +26,7 @@ from baton.vllm.metrics import TOTALS, BatonPromMetrics, BatonStats
 from baton.vllm.open_cache import OpenCache, open_cache
 from baton.vllm.ranks import joined_addresses
 from baton.vllm.scheduler import SchedulerSide
-from baton.vllm.steps import Step
+from baton.vllm.steps import StepNews
 from baton.vllm.worker import WorkerSide
 from baton.wire import VllmIdentity
 
@@ -35,7 +35,7 @@ from baton.wire import VllmIdentity
 class BatonMetadata(KVConnectorMetadata):
     """The scheduler's news of a step for the worker. `idle`: it computes nothing, and nobody waits for its end."""
 
-    step: Step
+    step: StepNews
     idle: bool
 
 

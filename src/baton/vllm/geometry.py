@@ -31,7 +31,7 @@ Granularity = Literal["page", "token"]
 
 
 @dataclass(frozen=True, slots=True)
-class TensorRank:
+class WorkerHeads:
     """Which heads one of `size` tensor-parallel workers has. `num_kv_heads` are the model's, by owner; where they are
     fewer than workers, neighbouring workers have the same one."""
 
@@ -52,7 +52,7 @@ class TensorRank:
         return self.rank * min(self.size, total) // self.size * num_heads
 
 
-ALONE = TensorRank(0, 1, {"target": 1, "draft": 1})
+ALONE = WorkerHeads(0, 1, {"target": 1, "draft": 1})
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ def describe(
     groups: Sequence[LayerGroup],
     kernels: Mapping[str, KernelLayout],
     granularity: Granularity = "page",
-    worker: TensorRank = ALONE,
+    worker: WorkerHeads = ALONE,
     num_stages: int = 1,
     states: Mapping[str, Sequence[StatePart]] | None = None,
 ) -> CacheLayout:
@@ -165,7 +165,7 @@ def _geometry(
     kernel: KernelLayout,
     granularity: Granularity,
     region: int,
-    worker: TensorRank,
+    worker: WorkerHeads,
 ) -> Geometry:
     first = tensors[0]
     blocks, heads, tokens, width = first.shape

@@ -32,7 +32,7 @@ class _Layer:
 
 
 @dataclass(slots=True)
-class Prompt:
+class StreamedPrompt:
     """A prompt of `num_tokens` tokens in the forward: `pages` by group; tokens `[0, final)` of a group are final behind
     the forward, `[0, before)` were so ahead of it. `untold` bytes in `groups` are written, and `told` says whether the
     agent has heard of any."""
@@ -51,7 +51,7 @@ class Prompt:
         return max(self.final[group] - self.before.get(group, 0), 0)
 
 
-class LayerStream:
+class VllmLayerStream:
     """What of the forward under way was told. `begin` and `end` stand around each, `written` in its midst."""
 
     def __init__(self, layout: CacheLayout, agent: Agent) -> None:
@@ -64,11 +64,11 @@ class LayerStream:
                 layers += [_Layer(name, layer_id, group.name, token_bytes) for name, layer_id in named]
         self._layers = sorted(layers, key=lambda layer: layer.layer_id)
         self._names = {layer.name for layer in layers}
-        self._prompts: list[Prompt] = []
+        self._prompts: list[StreamedPrompt] = []
         self._written: set[str] = set()
         self._reached = 0  # so many of `_layers` are written, and all that come before them
 
-    def begin(self, prompts: Iterable[Prompt]) -> None:
+    def begin(self, prompts: Iterable[StreamedPrompt]) -> None:
         """A forward over these prompts is about to run. One that was not ended has failed, and its rows will be written
         again or never."""
         self.withdraw()
@@ -97,7 +97,7 @@ class LayerStream:
             if prompt.groups and (last or prompt.untold >= MIN_BYTES):
                 self._tell(prompt, stop)
 
-    def _tell(self, prompt: Prompt, stop: int) -> None:
+    def _tell(self, prompt: StreamedPrompt, stop: int) -> None:
         final = {group: prompt.final[group] for group in sorted(prompt.groups)}
         tables = {group: list(prompt.pages[group]) for group in final}
         self._agent.stream_layers(prompt.key, LayersWritten(prompt.num_tokens, tables, final, stop))

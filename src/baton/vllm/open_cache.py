@@ -19,10 +19,10 @@ from baton.handoff.protocol.digests import Digester, MemoryDigester
 from baton.transports.base import DeviceMemory, Transport
 from baton.transports.registry import create_transport
 from baton.vllm import compat
-from baton.vllm.config import ConnectorConfig
+from baton.vllm.config import PluginConfig
 from baton.vllm.geometry import CacheLayout, describe
 from baton.vllm.groups import split_tables
-from baton.vllm.ranks import Part, join
+from baton.vllm.ranks import WorkerPart, join
 from baton.vllm.worker import WorkerSide
 from baton.wire import VllmIdentity
 
@@ -51,7 +51,7 @@ class OpenCache:
 
 
 def open_cache(
-    config: Any, settings: ConnectorConfig, kv_cache_config: Any, kv_caches: Mapping[str, Any], version: str
+    config: Any, settings: PluginConfig, kv_cache_config: Any, kv_caches: Mapping[str, Any], version: str
 ) -> OpenCache:
     """Open the KV cache that vLLM registers in this worker, and start its agent. Collective over the engine's workers.
 
@@ -69,7 +69,7 @@ def open_cache(
     for group in layout.groups:
         facts[f"group.{group.name}.layout"] = compat.layout_name(config, group.layers[0])
         facts[f"group.{group.name}.window"] = str(group.window)
-    part = Part(
+    part = WorkerPart(
         rank=rank,
         incarnation=secrets.token_hex(8),
         geometries=layout.geometries,
@@ -119,7 +119,7 @@ def open_cache(
     return OpenCache(side, rank, identity, agent, transport)
 
 
-def _digester(config: ConnectorConfig, layout: CacheLayout) -> Digester | None:
+def _digester(config: PluginConfig, layout: CacheLayout) -> Digester | None:
     if config.integrity == "off":
         return None
     memory = [region for region in layout.regions if not isinstance(region, DeviceMemory)]

@@ -14,7 +14,7 @@ from baton.handoff.plan.planner import Instance, RankGeometry
 AllGather = Callable[[bytes], list[bytes]]
 
 
-class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class WorkerPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One worker: its `rank`, what it holds of each group, and the facts about its groups. The `incarnation` of worker
     0 is that of the engine. `has_states`: it has state layers (Mamba)."""
 
@@ -25,8 +25,8 @@ class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     has_states: bool
 
 
-class Whole(msgspec.Struct, frozen=True, kw_only=True):
-    """All workers: the `instance` as this worker speaks of it, and what `Part` has of one."""
+class JoinedWorkers(msgspec.Struct, frozen=True, kw_only=True):
+    """All workers: the `instance` as this worker speaks of it, and what `WorkerPart` has of one."""
 
     instance: Instance
     incarnation: str
@@ -46,12 +46,12 @@ def gather(own: bytes, group: dist.ProcessGroup) -> list[bytes]:
     return [each.numpy().tobytes()[: int(length)] for each, length in zip(found, lengths, strict=True)]
 
 
-def join(own: Part, all_gather: AllGather) -> Whole:
+def join(own: WorkerPart, all_gather: AllGather) -> JoinedWorkers:
     """Tell the other workers of this one, and hear of them.
 
     Raises `ConfigError` where workers contradict each other.
     """
-    parts = [msgspec.msgpack.decode(each, type=Part) for each in all_gather(msgspec.msgpack.encode(own))]
+    parts = [msgspec.msgpack.decode(each, type=WorkerPart) for each in all_gather(msgspec.msgpack.encode(own))]
     if [part.rank for part in parts] != list(range(len(parts))):
         raise ConfigError("world_size", f"workers call themselves {[part.rank for part in parts]}")
     groups: dict[str, list[RankGeometry]] = {}
@@ -66,7 +66,7 @@ def join(own: Part, all_gather: AllGather) -> Whole:
         instance = Instance(rank=own.rank, groups=groups, apart=len(parts) > 1).check()
     except ProtocolError as error:
         raise ConfigError("kv_cache", str(error)) from error
-    return Whole(
+    return JoinedWorkers(
         instance=instance,
         incarnation=parts[0].incarnation,
         facts=facts,

@@ -21,7 +21,7 @@ from baton.errors import ProtocolError
 from baton.handoff.protocol.ticket import Redeemer, SignedTicket, request_digest, verify
 from baton.log_limit import LogLimit
 from baton.vllm.groups import CacheTable
-from baton.vllm.steps import AnnounceDecode, ClosePrefill, Computed, OpenDecode, OpenPrefill, Step, Tables
+from baton.vllm.steps import AnnounceDecode, ClosePrefill, ComputedTokens, OpenDecode, OpenPrefill, StepNews, Tables
 from baton.wire import BATON_PARAM, LegParams, SamplingParams, VllmIdentity
 
 log = logging.getLogger(__name__)
@@ -98,7 +98,7 @@ class SchedulerSide:
         self._held: dict[str, _Prefill] = {}  # finished requests whose blocks are kept
         self._decodes: dict[str, _Decode] = {}
         self._asked: set[str] = set()  # requests that ask for this engine's identity
-        self._step = Step()
+        self._step = StepNews()
 
     # ------------------------------------------------------------ arrival
 
@@ -234,7 +234,7 @@ class SchedulerSide:
         if not done and num_computed >= leg.num_tokens:
             self._pin(leg)
         if not done:
-            self._step.computed.append(Computed(leg.ticket.key, num_computed, leg.tables))
+            self._step.computed.append(ComputedTokens(leg.ticket.key, num_computed, leg.tables))
 
     def _pin(self, leg: _Prefill) -> None:
         """Keep the first block of each window. This engine computes one token more than it hands over, so for vLLM the
@@ -288,9 +288,9 @@ class SchedulerSide:
             self._step.aborted.append(decode.ticket.key)
         return False, None
 
-    def take_step(self) -> Step:
+    def take_step(self) -> StepNews:
         """The news since the last call."""
-        step, self._step = self._step, Step()
+        step, self._step = self._step, StepNews()
         return step
 
     def has_news(self) -> bool:

@@ -37,7 +37,7 @@ class StatePart:
 
 
 @dataclass(frozen=True, slots=True)
-class Mamba2:
+class Mamba2State:
     """A Mamba-2 layer on tensor rank `rank`: shapes and dtypes, as vLLM gives them, of the convolution's and of the
     recurrent state, how many groups the model has and this rank, and the `state_size` of each. `channels_first`: the
     convolution's state is [channels, inputs], and not [inputs, channels]."""

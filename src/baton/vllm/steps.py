@@ -23,7 +23,7 @@ class OpenPrefill:
 
 
 @dataclass(frozen=True, slots=True)
-class Computed:
+class ComputedTokens:
     """After this step target and drafter have computed the first `num_computed` tokens."""
 
     key: AttemptKey
@@ -67,7 +67,7 @@ class OpenDecode:
 
 
 @dataclass(slots=True)
-class Step:
+class StepNews:
     """All news of one step. `turned_away`: prefill legs that are served without a handoff. `admitted`: prefill legs
     that have got blocks. `aborted`: decode legs that vLLM has given up. `preempted`: prefill legs whose blocks go to
     other requests. `cancelled`: prefill legs that no decode engine will fetch."""
@@ -75,7 +75,7 @@ class Step:
     opened: list[OpenPrefill] = field(default_factory=list)
     turned_away: list[SignedTicket] = field(default_factory=list)
     admitted: list[AttemptKey] = field(default_factory=list)
-    computed: list[Computed] = field(default_factory=list)
+    computed: list[ComputedTokens] = field(default_factory=list)
     closed: list[ClosePrefill] = field(default_factory=list)
     announced: list[AnnounceDecode] = field(default_factory=list)
     receives: list[OpenDecode] = field(default_factory=list)

@@ -21,8 +21,8 @@ from baton.handoff.protocol.messages import AttemptKey, Seeds
 from baton.kv.interval import Interval
 from baton.log_limit import LogLimit
 from baton.vllm.geometry import CacheLayout, kernel_pages
-from baton.vllm.layer_stream import LayerStream, Prompt
-from baton.vllm.steps import ClosePrefill, Computed, OpenDecode, OpenPrefill, Step, Tables
+from baton.vllm.layer_stream import StreamedPrompt, VllmLayerStream
+from baton.vllm.steps import ClosePrefill, ComputedTokens, OpenDecode, OpenPrefill, StepNews, Tables
 from baton.wire import KVStream, Mode
 
 log = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ class WorkerSide:
         self.counts: Counter[str] = Counter()
         self._commit_at_end = commit_at_end
         self._kv_stream = kv_stream
-        self._layers: LayerStream | None = None
+        self._layers: VllmLayerStream | None = None
         self._was_idle = False
         self._layout = layout
         self._abort_timeout = abort_timeout
@@ -103,7 +103,7 @@ class WorkerSide:
     def bind(self, agent: Agent) -> None:
         """Use `agent`, whose events come to `post`."""
         self._agent = agent
-        self._layers = LayerStream(self._layout, agent) if self._kv_stream == "layer" else None
+        self._layers = VllmLayerStream(self._layout, agent) if self._kv_stream == "layer" else None
 
     def post(self, event: ev.HandoffEvent) -> None:
         """Take an event of the agent, from its thread."""
@@ -134,7 +134,7 @@ class WorkerSide:
             except queue.Empty:
                 raise HandoffError("not_answering", "the handoff agent does not give up preempted requests") from None
 
-    def begin(self, step: Step) -> None:
+    def begin(self, step: StepNews) -> None:
         """Pass on the news of a step that need no forward pass."""
         for opened in step.opened:
             self._open_prefill(opened)
@@ -159,20 +159,20 @@ class WorkerSide:
         if self._layers is not None:
             self._layers.begin(list(self._pushed(step.computed)))
 
-    def _pushed(self, computed: Sequence[Computed]) -> Iterator[Prompt]:
+    def _pushed(self, computed: Sequence[ComputedTokens]) -> Iterator[StreamedPrompt]:
         """The prompts of a forward pass that is about to run whose bytes this engine copies."""
         for entry in computed:
             leg = self._prefills.get(entry.key)
             if leg is not None and leg.mode == "push" and not (leg.committed or leg.lost or leg.released):
                 pages, final = self._pages(entry.tables), self._final(leg, entry)
-                yield Prompt(entry.key, leg.num_tokens, pages, final, leg.final)
+                yield StreamedPrompt(entry.key, leg.num_tokens, pages, final, leg.final)
 
     def layer_written(self, layer: str) -> None:
         """The forward pass has written a layer."""
         if self._layers is not None:
             self._layers.written(layer)
 
-    def finalise(self, computed: Sequence[Computed]) -> None:
+    def finalise(self, computed: Sequence[ComputedTokens]) -> None:
         """Declare final what the step's forward passes wrote, which are over, the drafter's too."""
         if self._layers is not None:
             self._layers.end()
@@ -189,7 +189,7 @@ class WorkerSide:
                 if not leg.seeded and not self._commit_at_end:
                     self._commit(entry.key, leg.next_token)
 
-    def _final(self, leg: _Prefill, entry: Computed) -> dict[str, int]:
+    def _final(self, leg: _Prefill, entry: ComputedTokens) -> dict[str, int]:
         return {
             group.name: group.final(leg.num_tokens, entry.num_computed, self._tiles[group.name])
             for group in self._layout.groups

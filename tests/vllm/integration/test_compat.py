@@ -19,7 +19,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from baton.errors import ConfigError
 from baton.vllm import compat
-from baton.vllm.geometry import TensorRank
+from baton.vllm.geometry import WorkerHeads
 from baton.vllm.groups import CacheTable
 
 
@@ -181,9 +181,9 @@ def test_the_heads_of_a_worker_are_those_of_its_rank() -> None:
         return SimpleNamespace(get_total_num_kv_heads=lambda: num_kv_heads)
 
     found = config(model_config=model(8), parallel_config=SimpleNamespace(rank=5, tensor_parallel_size=4))
-    assert compat.tensor_rank(found) == TensorRank(1, 4, {"target": 8, "draft": 8})
+    assert compat.tensor_rank(found) == WorkerHeads(1, 4, {"target": 8, "draft": 8})
     found.speculative_config = SimpleNamespace(draft_model_config=model(2))
-    assert compat.tensor_rank(found) == TensorRank(1, 4, {"target": 8, "draft": 2})
+    assert compat.tensor_rank(found) == WorkerHeads(1, 4, {"target": 8, "draft": 2})
 
 
 @pytest.mark.parametrize(

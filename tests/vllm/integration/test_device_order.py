@@ -16,11 +16,11 @@ from vllm.v1.worker import kv_connector_model_runner_mixin as mixin
 from baton.errors import ConfigError
 from baton.transports.base import DeviceMemory
 from baton.vllm import compat
-from baton.vllm.config import ConnectorConfig
+from baton.vllm.config import PluginConfig
 from baton.vllm.connector import BatonConnector, BatonMetadata, BatonWorkerMetadata
 from baton.vllm.geometry import CacheLayout
 from baton.vllm.open_cache import OpenCache, _digester, _unbound
-from baton.vllm.steps import Step
+from baton.vllm.steps import StepNews
 from baton.vllm.worker import Results
 
 
@@ -49,7 +49,7 @@ def opened(side: Any, rank: int = 0) -> OpenCache:
 
 def test_the_device_is_waited_for_before_copies_and_only_then(calls: list[str]) -> None:
     half, anything = connector(calls), cast("Any", object())
-    for step in (Step(), Step(receives=[anything]), Step(computed=[anything])):
+    for step in (StepNews(), StepNews(receives=[anything]), StepNews(computed=[anything])):
         half.bind_connector_metadata(BatonMetadata(step, idle=False))
         half.wait_for_save()
         calls.append("|")
@@ -65,7 +65,7 @@ def test_a_step_that_failed_made_nothing_final(calls: list[str], fails: bool, mo
     monkeypatch.setattr(mixin, "get_kv_transfer_group", lambda: half)
     monkeypatch.setattr(mixin, "get_forward_context", lambda: None)
     step: Any = SimpleNamespace(
-        kv_connector_metadata=BatonMetadata(Step(computed=[cast("Any", object())]), idle=False),
+        kv_connector_metadata=BatonMetadata(StepNews(computed=[cast("Any", object())]), idle=False),
         has_sync_kv_loads=False,
         finished_req_ids=set(),
     )
@@ -150,7 +150,7 @@ def test_a_step_that_other_engines_wait_for_is_not_idle() -> None:
         BatonConnector.__new__(BatonConnector),
         SimpleNamespace(req_ids=[], num_computed_tokens=[], new_block_ids=[]),
     )
-    half._scheduler = cast("Any", SimpleNamespace(on_preempted=lambda ids: None, take_step=Step))
+    half._scheduler = cast("Any", SimpleNamespace(on_preempted=lambda ids: None, take_step=StepNews))
     step = SimpleNamespace(preempted_req_ids=set(), num_scheduled_tokens={}, total_num_scheduled_tokens=0)
     step.scheduled_new_reqs, step.scheduled_cached_reqs = [], none
     for ranks, idle in ((1, True), (2, False)):
@@ -174,6 +174,6 @@ def test_threads_get_the_cores_that_the_operator_gave(
 def test_digests_of_a_gpus_memory_are_refused() -> None:
     layout = CacheLayout([DeviceMemory(4096, 64, 0, enter=lambda: None)], [], {}, {})
     key = {"keys": "keys"}
-    assert _digester(ConnectorConfig(**key), layout) is None
+    assert _digester(PluginConfig(**key), layout) is None
     with pytest.raises(ConfigError, match="integrity"):
-        _digester(ConnectorConfig(**key, integrity="sampled"), layout)
+        _digester(PluginConfig(**key, integrity="sampled"), layout)

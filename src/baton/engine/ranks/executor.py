@@ -9,7 +9,7 @@ from typing import TypeVar
 from baton.engine.executor import LocalExecutor
 from baton.engine.plan import DraftPlan, DraftResult, PlanSpec, StepPlan, StepResult, Written
 from baton.engine.ranks.followers import Followers
-from baton.engine.ranks.messages import Copy, Done, Draft, Order, Step, digest
+from baton.engine.ranks.messages import Compute, Copy, Done, Draft, Order, digest
 from baton.errors import EngineUnavailableError
 
 R = TypeVar("R")
@@ -30,7 +30,7 @@ class RankExecutor:
 
     def execute(self, plan: StepPlan, written: Written | None = None) -> StepResult:
         """As `LocalExecutor.execute`. Raises `EngineUnavailableError` where a rank has ended."""
-        computed = self._together(Step(replace(plan, sampling=None)), lambda: self.local.compute(plan, written))
+        computed = self._together(Compute(replace(plan, sampling=None)), lambda: self.local.compute(plan, written))
         return self.local.chosen(plan, computed)
 
     def draft(self, plan: DraftPlan) -> DraftResult:

@@ -23,7 +23,7 @@ import torch
 from baton.engine.config import EngineConfig
 from baton.engine.kv_memory import KVMemory
 from baton.engine.ranks.collective import tensor_rank
-from baton.engine.ranks.messages import MAX_MESSAGE_BYTES, Done, Failed, Memory, Order, Start, decode_answer, encode
+from baton.engine.ranks.messages import MAX_MESSAGE_BYTES, Allocate, Done, Failed, Order, Start, decode_answer, encode
 from baton.errors import EngineUnavailableError
 from baton.models.parallel import TensorRank
 from baton.transports.segments import file_of
@@ -137,7 +137,7 @@ class Followers:
             if pool.regions:
                 named = zip(pool.parts[rank], pool.regions[rank], strict=True)
                 files = {g.name: file_of(region) for (g, _), region in named if isinstance(region, np.ndarray)}
-            self._send(rank, Memory(dict(pool.size.num_pages), files, list(aux_layers)))
+            self._send(rank, Allocate(dict(pool.size.num_pages), files, list(aux_layers)))
 
     def blame(self, error: Exception) -> EngineUnavailableError:
         """What to raise when `error` ended rank 0's part of an order: no rank can go on. Where another rank has ended,

@@ -23,9 +23,9 @@ class Start(msgspec.Struct, frozen=True, tag="start"):
     store: str
 
 
-class Memory(msgspec.Struct, frozen=True, tag="memory"):
-    """The second: the pages of each group, and the file in which they lie with its first byte; None: the rank's own.
-    `aux_layers`: of which the drafter of stage 0 is fed."""
+class Allocate(msgspec.Struct, frozen=True, tag="allocate"):
+    """The second: the pages of each group, and the file in which they lie with its first byte; None: the rank allocates
+    them itself. `aux_layers`: of which the drafter of stage 0 is fed."""
 
     num_pages: dict[str, int]
     files: dict[str, tuple[str, int]] | None
@@ -40,7 +40,7 @@ class Copy(msgspec.Struct, frozen=True, tag="copy"):
     destination: int
 
 
-class Step(msgspec.Struct, frozen=True, tag="step"):
+class Compute(msgspec.Struct, frozen=True, tag="compute"):
     """Compute the target's half of a step; no token is chosen."""
 
     plan: StepPlan
@@ -65,7 +65,7 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     cause: str
 
 
-Order = Start | Memory | Copy | Step | Draft
+Order = Start | Allocate | Copy | Compute | Draft
 Answer = Done | Failed
 
 

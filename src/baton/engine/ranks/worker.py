@@ -24,14 +24,14 @@ from baton.engine.loading import load_checkpoints
 from baton.engine.ranks.collective import tensor_rank
 from baton.engine.ranks.messages import (
     MAX_MESSAGE_BYTES,
+    Allocate,
+    Compute,
     Copy,
     Done,
     Draft,
     Failed,
-    Memory,
     Order,
     Start,
-    Step,
     decode_order,
     digest,
     encode,
@@ -55,11 +55,11 @@ def serve(pipe: Connection) -> None:
     whole = model_groups(config, loaded.model, loaded.drafter)
     groups = [group for group, _ in parts_of(whole, config, loaded.model.config.num_layers, start.rank)]
     pipe.send_bytes(encode(Done()))
-    memory = _next(pipe)
-    assert isinstance(memory, Memory)
-    kv = {group.name: _memory(group, memory, device) for group in groups}
+    pages = _next(pipe)
+    assert isinstance(pages, Allocate)
+    kv = {group.name: _memory(group, pages, device) for group in groups}
     backend = get_backend(config.attention_backend, config.device)
-    aux_layers = [] if drafts else memory.aux_layers
+    aux_layers = [] if drafts else pages.aux_layers
     executor = LocalExecutor(
         ModelRunner(loaded.model, loaded.drafter, groups, kv, backend, device, loaded.grammars, aux_layers)
     )
@@ -69,7 +69,7 @@ def serve(pipe: Connection) -> None:
     while True:
         drafted = None
         match _next(pipe):
-            case Step(plan):
+            case Compute(plan):
                 executor.follow(plan)
             case Draft(plan):
                 if drafts:
@@ -85,11 +85,11 @@ def _next(pipe: Connection) -> Order:
     return decode_order(pipe.recv_bytes(MAX_MESSAGE_BYTES))
 
 
-def _memory(group: GroupSpec, memory: Memory, device: torch.device) -> GroupMemory:
-    num_pages = memory.num_pages[group.name]
-    if memory.files is None:
+def _memory(group: GroupSpec, pages: Allocate, device: torch.device) -> GroupMemory:
+    num_pages = pages.num_pages[group.name]
+    if pages.files is None:
         return GroupMemory.zeros(group, num_pages, device)
-    path, offset = memory.files[group.name]
+    path, offset = pages.files[group.name]
     size = num_pages * group.page_bytes
     region = np.memmap(path, dtype=np.uint8, mode="r+", offset=offset, shape=(size,))
     return GroupMemory.over(group, torch.from_numpy(region).view(-1, group.page_bytes))

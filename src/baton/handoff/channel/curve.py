@@ -21,6 +21,7 @@ _MONITOR_ADDRESS = "inproc://baton.refused"
 # ZAP's own refusals are counted where they are made; these are handshakes that did not get that far.
 _FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 
+# pyzmq's sockets are generic over sync and async; only the plain ones are used here.
 Socket = Any
 
 

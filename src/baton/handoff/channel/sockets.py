@@ -22,7 +22,7 @@ import zmq
 
 from baton.errors import ConfigError, ProtocolError
 from baton.handoff.channel.base import Connection
-from baton.handoff.channel.curve import Gate
+from baton.handoff.channel.curve import Gate, Socket
 from baton.handoff.channel.keys import KeyRing, check_bind, is_local
 from baton.handoff.protocol.frames import MAX_FRAME, decode, encode
 from baton.handoff.protocol.greeting import Side, is_sealed, seal
@@ -46,9 +46,6 @@ _LAST_FRAMES = 4096
 # BYE ends a session whatever the receiver has counted so far.
 _LAST_SEQUENCE = (1 << 63) - 1
 _RECONNECT_MS = (100, 2000)
-
-# pyzmq's sockets are generic over sync and async; only the plain ones are used here.
-Socket = Any
 
 
 class Channel:

@@ -132,7 +132,7 @@ class HandoffAgent:
 
     def admit_prefill(self, key: AttemptKey) -> None:
         """P's engine has given the request pages for its whole prompt: nothing keeps it from being computed."""
-        self._call(lambda: self._node.to_prefill(key, ev.Admitted()))
+        self._call(lambda: self._node.to_prefill(key, ev.PagesGiven()))
 
     def declare_final(
         self, key: AttemptKey, prompt_len: int, pages: dict[str, list[int]], final: dict[str, int]

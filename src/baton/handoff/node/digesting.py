@@ -11,11 +11,11 @@ from baton.handoff.plan.planner import RankGeometry
 from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.digests import Cell, Digester, mismatches
 
-Owner = TypeVar("Owner")
+_Owner = TypeVar("_Owner")
 Shares = Callable[[str], Sequence[Cell]]
 
 
-class Digesting(Generic[Owner]):
+class Digesting(Generic[_Owner]):
     """Digests that are being taken, each for one owner (an attempt). For one thread, but for the jobs of `worker`.
 
     An attempt may end, and its pages be freed, while a digest of them is taken: what is read then is of no use, and
@@ -33,9 +33,9 @@ class Digesting(Generic[Owner]):
         self._geometries = geometries
         self._worker = worker
         self._wake = wake
-        self._done: queue.SimpleQueue[tuple[Owner, ev.MachineEvent]] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[tuple[_Owner, ev.MachineEvent]] = queue.SimpleQueue()
 
-    def begin(self, owner: Owner, action: ev.ComputeDigests | ev.CheckDigests, shares: Shares) -> None:
+    def begin(self, owner: _Owner, action: ev.ComputeDigests | ev.CheckDigests, shares: Shares) -> None:
         """Have it done, after what was begun before it. `shares`: what of each group the two ranks exchange."""
 
         def job() -> None:
@@ -57,7 +57,7 @@ class Digesting(Generic[Owner]):
         except Exception as error:  # an attempt that never hears of its digests would wait for ever
             return ev.Fault("transfer_failed", f"no digest: {error}")
 
-    def ended(self) -> list[tuple[Owner, ev.MachineEvent]]:
+    def ended(self) -> list[tuple[_Owner, ev.MachineEvent]]:
         """What has ended since the last call, in the order in which it was begun."""
         out = []
         while not self._done.empty():

@@ -17,12 +17,12 @@ from baton.kv.interval import ALL_LAYERS
 from baton.transports.base import Direction, Operation, Peer, Transport
 
 log = logging.getLogger(__name__)
-Owner = TypeVar("Owner")
+_Owner = TypeVar("_Owner")
 
 
 @dataclass(slots=True)
-class _Running(Generic[Owner]):
-    owner: Owner
+class _Running(Generic[_Owner]):
+    owner: _Owner
     copy_id: int
     operation: Operation
     num_bytes: int
@@ -34,7 +34,7 @@ class _Running(Generic[Owner]):
     cancelled: bool = False
 
 
-class Operations(Generic[Owner]):
+class Operations(Generic[_Owner]):
     """Operations outstanding, each of one owner (an attempt). Used by one thread; `wake` is called on any when one has
     ended.
     """
@@ -42,7 +42,7 @@ class Operations(Generic[Owner]):
     def __init__(self, transport: Transport, wake: Callable[[], None]) -> None:
         self._transport = transport
         self._wake = wake
-        self._running: list[_Running[Owner]] = []
+        self._running: list[_Running[_Owner]] = []
         self.figures = CopyFigures()
 
     def __len__(self) -> int:
@@ -55,7 +55,7 @@ class Operations(Generic[Owner]):
 
     def start(
         self,
-        owner: Owner,
+        owner: _Owner,
         copy: StartCopy,
         peer: Peer,
         direction: Direction,
@@ -101,14 +101,14 @@ class Operations(Generic[Owner]):
                 return None
         raise ProtocolError(f"rank {source.rank} has nothing for rank {dest.rank}")
 
-    def ended(self) -> list[tuple[Owner, CopyEnded]]:
+    def ended(self) -> list[tuple[_Owner, CopyEnded]]:
         """Collect what has ended since the last call.
 
         A write that was cancelled ends, at the latest, with its peer's fence: its bytes go nowhere any more. A read
         does not, since it is this side that goes on writing its pages.
         """
-        out: list[tuple[Owner, CopyEnded]] = []
-        still: list[_Running[Owner]] = []
+        out: list[tuple[_Owner, CopyEnded]] = []
+        still: list[_Running[_Owner]] = []
         for run in self._running:
             state = run.operation.poll()
             if state == "pending" and run.cancelled and run.direction == "write" and run.peer.fenced():
@@ -126,10 +126,10 @@ class Operations(Generic[Owner]):
         self._running = still
         return out
 
-    def cancel(self, owner: Owner, copy_ids: tuple[int, ...]) -> list[CopyEnded]:
+    def cancel(self, owner: _Owner, copy_ids: tuple[int, ...]) -> list[CopyEnded]:
         """Ask operations to end; the ends of those that have at once. The others end through `ended`."""
         out: list[CopyEnded] = []
-        still: list[_Running[Owner]] = []
+        still: list[_Running[_Owner]] = []
         for run in self._running:
             if run.owner is owner and run.copy_id in copy_ids:
                 self._transport.cancel(run.operation)

@@ -19,8 +19,16 @@ from numpy.typing import NDArray
 
 from baton.errors import ConfigError, ProtocolError
 from baton.handoff.plan.topology import RankGeometry, assign
-from baton.handoff.protocol.events import BadPiece, Digests
-from baton.handoff.protocol.messages import DIGEST_BYTES, MAX_HASHES, PIECE_TOKENS, AttemptKey, PieceDigest, Seeds
+from baton.handoff.protocol.events import BadPiece
+from baton.handoff.protocol.messages import (
+    DIGEST_BYTES,
+    MAX_HASHES,
+    PIECE_TOKENS,
+    AttemptKey,
+    Digests,
+    PieceDigest,
+    Seeds,
+)
 from baton.kv.geometry import NULL_PAGE, Geometry, Plane
 from baton.kv.interval import Interval
 from baton.wire import Integrity
@@ -52,7 +60,7 @@ class Digester(Protocol):
 
 
 # Bytes of some heads of some pages of one layer of a plane, in the canonical order.
-Gather = Callable[[int, NDArray[np.int64], slice], memoryview]
+TokenReader = Callable[[int, NDArray[np.int64], slice], memoryview]
 
 
 class MemoryDigester:
@@ -66,9 +74,9 @@ class MemoryDigester:
         self,
         geometries: Mapping[str, RankGeometry],
         regions: Sequence[Any],
-        planes: Callable[[Geometry, Plane, Any], Gather] | None = None,
+        planes: Callable[[Geometry, Plane, Any], TokenReader] | None = None,
     ) -> None:
-        self._pools: dict[str, tuple[Geometry, list[Gather]]] = {}
+        self._pools: dict[str, tuple[Geometry, list[TokenReader]]] = {}
         for group, rank in geometries.items():
             geometry = rank.geometry
             if geometry.tile > 1:
@@ -108,7 +116,7 @@ class MemoryDigester:
         return [PieceDigest(piece, bytes(found)) for found, piece in zip(hashes, cut, strict=True)]
 
 
-def host_plane(geometry: Geometry, plane: Plane, region: NDArray[np.uint8]) -> Gather:
+def host_plane(geometry: Geometry, plane: Plane, region: NDArray[np.uint8]) -> TokenReader:
     """Gathers from a plane in host memory."""
     view = _view(geometry, plane, region)
 

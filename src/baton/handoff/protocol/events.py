@@ -7,10 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from baton.handoff.protocol.messages import AttemptKey, AttemptMessage, PieceDigest, Seeds
+from baton.handoff.protocol.messages import AttemptKey, AttemptMessage, Digests, PieceDigest, Seeds
 from baton.kv.interval import ALL_LAYERS, Interval
-
-Digests = dict[str, list[PieceDigest]]  # by group, in token order
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +29,7 @@ class Opened:
 
 
 @dataclass(frozen=True, slots=True)
-class Admitted:
+class PagesGiven:
     """P: the engine has given the request pages for its whole prompt."""
 
 
@@ -165,7 +163,7 @@ class PeerLost:
 
 MachineEvent = (
     Opened
-    | Admitted
+    | PagesGiven
     | Declared
     | LayersWritten
     | LayersWithdrawn

@@ -37,7 +37,7 @@ Name = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[ -~]*\Z")]
 Reason = Annotated[str, Meta(max_length=64, pattern=r"^[ -~]*\Z")]
 Text = Annotated[str, Meta(max_length=2048)]
 Token = Annotated[int, Meta(ge=0, lt=1 << 31)]
-Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
+Number = Annotated[int, Meta(ge=0, lt=1 << 62)]
 PageIds = Annotated[list[Annotated[int, Meta(ge=0, lt=1 << 31)]], Meta(max_length=MAX_PAGES)]
 PageTables = Annotated[dict[Name, PageIds], Meta(max_length=MAX_GROUPS)]
 Intervals = Annotated[dict[Name, Interval], Meta(max_length=MAX_GROUPS)]
@@ -111,6 +111,7 @@ class PieceDigest(msgspec.Struct, frozen=True, array_like=True):
     hashes: Annotated[bytes, Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES * MAX_HASHES)]
 
 
+# By group, in token order.
 Digests = Annotated[dict[Name, Annotated[list[PieceDigest], Meta(max_length=MAX_PIECES)]], Meta(max_length=MAX_GROUPS)]
 
 
@@ -149,7 +150,7 @@ class Renew(Message, frozen=True, tag="RENEW"):
     """
 
     lease: Annotated[float, Meta(gt=0, le=MAX_LEASE_S)]
-    nonce: Count
+    nonce: Number
     echo: bool = False
     stalled: bool = False
 
@@ -221,8 +222,8 @@ class Commit(AttemptMessage, frozen=True, tag="COMMIT"):
 
     final: Annotated[dict[Name, Position], Meta(max_length=MAX_GROUPS)]
     seeds: Seeds
-    num_bytes: Count = 0
-    num_runs: Count = 0
+    num_bytes: Number = 0
+    num_runs: Number = 0
     round: Round = 0
     digests: Digests = {}
     seeds_digest: SeedsDigest = b""

@@ -75,7 +75,7 @@ class PrefillHandoff(Half):
             case ev.Opened():
                 self.opened = True
                 return self._notify_released() if self.released else self._advance()
-            case ev.Admitted():
+            case ev.PagesGiven():
                 self.admitted = True
                 return self._say_admitted()
             case ev.Received(message):

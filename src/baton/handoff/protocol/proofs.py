@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from baton.handoff.protocol.events import Action, CheckDigests, Digests, DigestsChecked
-from baton.handoff.protocol.messages import PieceDigest
+from baton.handoff.protocol.events import Action, CheckDigests, DigestsChecked
+from baton.handoff.protocol.messages import Digests, PieceDigest
 from baton.kv.interval import Interval
 
 

@@ -37,7 +37,7 @@ class Stretches:
         self.final: dict[str, int] = {}
         self.computed = False  # the engine has said so of the whole prompt
         self.pages: dict[str, list[int]] = {}
-        self.digests: ev.Digests = {}
+        self.digests: msg.Digests = {}
         self._key = key
         self._mode = mode
         self._integrity = integrity

@@ -12,11 +12,11 @@ import msgspec
 from baton.errors import RequestError
 from baton.openai.backend import ServedModel
 from baton.openai.errors import to_api_error
-from baton.openai.format import usage
+from baton.openai.format import Json, usage
 from baton.openai.output import SampleOutput
 from baton.openai.plan import Plan, plan_chat
 from baton.openai.requests import checked
-from baton.openai.responses.items import Items, Json
+from baton.openai.responses.items import Items
 from baton.openai.responses.requests import ResponsesRequest, field_here, named_here, read, to_chat
 from baton.openai.service import OpenAIService, prepend
 from baton.openai.tools import NO_PARSING, Parsing

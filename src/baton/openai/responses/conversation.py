@@ -9,17 +9,10 @@ import msgspec
 
 from baton.errors import RequestError
 from baton.openai.conversation import MAX_MESSAGES
-from baton.openai.requests import Message
+from baton.openai.requests import ChatMessage, ContentPart
 from baton.openai.tools import CalledFunction, ToolCall
 
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
-
-
-class Part(msgspec.Struct, kw_only=True):
-    """One part of a content; only text is served."""
-
-    type: str
-    text: str | None = None
 
 
 class InputItem(msgspec.Struct, kw_only=True):
@@ -28,24 +21,24 @@ class InputItem(msgspec.Struct, kw_only=True):
 
     type: str = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
-    content: str | list[Part] | None = None
+    content: str | list[ContentPart] | None = None
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
-    output: str | list[Part] | None = None
-    summary: list[Part] | None = None
+    output: str | list[ContentPart] | None = None
+    summary: list[ContentPart] | None = None
     encrypted_content: str | None = None
 
 
-def messages_of(instructions: str | None, given: str | list[InputItem]) -> list[Message]:
+def messages_of(instructions: str | None, given: str | list[InputItem]) -> list[ChatMessage]:
     """What the assistant says, calls and reasons in a row is one message. Templates know no role "developer": its
     messages are the system's.
 
     Raises `RequestError` naming the item.
     """
-    messages = [] if instructions is None else [Message(role="system", content=instructions)]
+    messages = [] if instructions is None else [ChatMessage(role="system", content=instructions)]
     if isinstance(given, str):
-        return [*messages, Message(role="user", content=given)]
+        return [*messages, ChatMessage(role="user", content=given)]
     # Before any is looked at, whose number a body does not bound.
     if len(given) > MAX_MESSAGES:
         raise RequestError(f"input must be at most {MAX_MESSAGES} items", "input")
@@ -57,7 +50,7 @@ def messages_of(instructions: str | None, given: str | list[InputItem]) -> list[
     return messages
 
 
-def _add(messages: list[Message], item: InputItem, field: str) -> None:
+def _add(messages: list[ChatMessage], item: InputItem, field: str) -> None:
     if item.type == "message":
         if item.role is None:
             raise RequestError(f"{field}.role is needed", f"{field}.role")
@@ -65,7 +58,7 @@ def _add(messages: list[Message], item: InputItem, field: str) -> None:
             raise RequestError(f"{field}.content is needed", f"{field}.content")
         content = _text(item.content, f"{field}.content")
         if item.role != "assistant":
-            messages.append(Message(role="system" if item.role == "developer" else item.role, content=content))
+            messages.append(ChatMessage(role="system" if item.role == "developer" else item.role, content=content))
             return
         message = _assistant(messages, begins=lambda last: last.content is not None or bool(last.tool_calls))
         message.content = content
@@ -81,7 +74,7 @@ def _add(messages: list[Message], item: InputItem, field: str) -> None:
         if item.call_id is None:
             raise RequestError(f"{field}.call_id is needed", f"{field}.call_id")
         output = _text(item.output, f"{field}.output")
-        messages.append(Message(role="tool", tool_call_id=item.call_id, content=output))
+        messages.append(ChatMessage(role="tool", tool_call_id=item.call_id, content=output))
     elif item.type == "reasoning":
         if item.encrypted_content is not None:
             raise RequestError(f"{field}.encrypted_content is not supported", f"{field}.encrypted_content")
@@ -99,14 +92,14 @@ def _check_arguments(arguments: str | None, field: str) -> None:
         raise RequestError(f"{field} is not the text of a JSON object", field) from None
 
 
-def _assistant(messages: list[Message], begins: Callable[[Message], bool]) -> Message:
+def _assistant(messages: list[ChatMessage], begins: Callable[[ChatMessage], bool]) -> ChatMessage:
     """The message of the assistant that an item belongs to: the last, unless it is another's or a new one `begins`."""
     if not messages or messages[-1].role != "assistant" or begins(messages[-1]):
-        messages.append(Message(role="assistant"))
+        messages.append(ChatMessage(role="assistant"))
     return messages[-1]
 
 
-def _text(content: str | list[Part] | None, field: str) -> str:
+def _text(content: str | list[ContentPart] | None, field: str) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     for part in content:

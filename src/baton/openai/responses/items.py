@@ -7,12 +7,11 @@ again when it is done. A whole response is what the events add up to.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
+from baton.openai.format import Json
 from baton.openai.output import Delta, SampleOutput
-from baton.parsing import Content, Event, Reasoning
+from baton.parsing import Content, ParsedEvent, Reasoning
 
-Json = dict[str, Any]
 # The prefix of an item's id, the type of its only part, and of the events about that part's text.
 _MESSAGE = ("msg", "output_text", "output_text")
 _REASONING = ("rs", "reasoning_text", "reasoning_text")
@@ -31,7 +30,7 @@ class Items:
 
     def push(self, delta: Delta, parsed: bool) -> Iterator[Json]:
         """The events of a piece of the answer: what the parser found in it or, where nothing parses, its text."""
-        found: list[Event] = delta.events if parsed else [Content(delta.text)]
+        found: list[ParsedEvent] = delta.events if parsed else [Content(delta.text)]
         for event in found:
             if isinstance(event, Content | Reasoning):
                 told = self._tells_reasoning or isinstance(event, Content)

@@ -15,7 +15,7 @@ from baton.errors import ConfigError, EngineLostError, EngineUnavailableError, R
 from baton.handoff.protocol.ticket import TICKET_LIFE_S
 from baton.router.client import EngineClient
 from baton.router.join import Chunks
-from baton.router.pool import Instance
+from baton.router.pool import PooledEngine
 from baton.router.timers import RouterTimers
 from baton.wire import GenerateRequest, LegRole, Mode, Role, SamplingParams
 
@@ -24,7 +24,7 @@ _NOT_SEEDED = {
     **{"seed": None, "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0},
     **{"stop": (), "bad_words": (), "structured_outputs": None},
 }
-Outcome = Literal["completed", "finished_early", "aborted", "failed"]
+HandoffOutcome = Literal["completed", "finished_early", "aborted", "failed"]
 _T = TypeVar("_T")
 
 
@@ -47,7 +47,7 @@ class Legs:
 
     chunks: Mapping[LegRole, Chunks]
     notices: bool = True
-    over: Callable[[Outcome], Coroutine[Any, Any, None]] | None = None
+    over: Callable[[HandoffOutcome], Coroutine[Any, Any, None]] | None = None
 
 
 class Connector(ABC):
@@ -71,13 +71,13 @@ class Connector(ABC):
         """Return a client of the engine at `url`, which is used in `role`."""
 
     @abstractmethod
-    def legs(self, request: GenerateRequest, prefill: Instance, decode: Instance, kv_mode: Mode) -> Legs:
+    def legs(self, request: GenerateRequest, prefill: PooledEngine, decode: PooledEngine, kv_mode: Mode) -> Legs:
         """Return the legs of one attempt; nothing is sent before they are read.
 
         Raises `EngineUnavailableError` when an engine is not known any more.
         """
 
-    def alone(self, request: GenerateRequest, engine: Instance) -> Chunks:
+    def alone(self, request: GenerateRequest, engine: PooledEngine) -> Chunks:
         """Return the one leg of a request that `engine`, of any role, computes whole. Nothing is sent before it is
         read.
 

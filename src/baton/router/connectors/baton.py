@@ -10,7 +10,7 @@ from baton.router.client import BatonClient
 from baton.router.connectors.base import Connector, Legs
 from baton.router.connectors.tickets import mint_ticket
 from baton.router.join import Chunks
-from baton.router.pool import Instance
+from baton.router.pool import PooledEngine
 from baton.router.timers import RouterTimers
 from baton.wire import GenerateRequest, HandoffParams, LegRole, Mode, Role
 
@@ -23,18 +23,18 @@ class EngineConnector(Connector):
     def client(self, session: aiohttp.ClientSession, url: str, timers: RouterTimers, role: Role) -> BatonClient:
         return BatonClient(session, url, timers)
 
-    def legs(self, request: GenerateRequest, prefill: Instance, decode: Instance, kv_mode: Mode) -> Legs:
+    def legs(self, request: GenerateRequest, prefill: PooledEngine, decode: PooledEngine, kv_mode: Mode) -> Legs:
         digest = request_digest(request.prompt_token_ids, request.sampling_params, request.num_prompt_tokens)
         ticket = mint_ticket(self.config.ticket_key, prefill, decode, kv_mode, digest, self.config.ticket_life_s)
 
-        def leg(role: LegRole, engine: Instance) -> Chunks:
+        def leg(role: LegRole, engine: PooledEngine) -> Chunks:
             return engine.client.generate(
                 msgspec.structs.replace(request, handoff=HandoffParams(role=role, ticket=ticket))
             )
 
         return Legs({"prefill": leg("prefill", prefill), "decode": leg("decode", decode)})
 
-    def alone(self, request: GenerateRequest, engine: Instance) -> Chunks:
+    def alone(self, request: GenerateRequest, engine: PooledEngine) -> Chunks:
         """An engine of a deployment computes what a router has signed, alone too."""
         if engine.role != "both":
             digest = request_digest(request.prompt_token_ids, request.sampling_params, request.num_prompt_tokens)

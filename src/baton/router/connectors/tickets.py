@@ -6,12 +6,12 @@ import time
 
 from baton.errors import EngineUnavailableError
 from baton.handoff.protocol.ticket import Ticket, mint
-from baton.router.pool import Instance
+from baton.router.pool import PooledEngine
 from baton.wire import Mode
 
 
 def mint_ticket(
-    key: bytes | None, prefill: Instance, decode: Instance, mode: Mode, request_digest: bytes, life_s: float
+    key: bytes | None, prefill: PooledEngine, decode: PooledEngine, mode: Mode, request_digest: bytes, life_s: float
 ) -> str:
     """A ticket for one attempt of the request with this digest, whose legs come within `life_s` seconds.
 

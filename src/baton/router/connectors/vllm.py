@@ -9,7 +9,7 @@ import aiohttp
 from baton.errors import ProtocolError, RequestError
 from baton.openai.answers import Model
 from baton.router.connectors.base import Connector
-from baton.router.pool import Instance
+from baton.router.pool import PooledEngine
 from baton.router.timers import RouterTimers
 from baton.router.vllm_api import can_resume
 from baton.router.vllm_client import VllmClient
@@ -48,7 +48,7 @@ class VllmConnector(Connector):
         """Who a server is. Raises as `EngineClient.info` does, and `RequestError` for a role that it has not."""
 
 
-def draws_anew(request: GenerateRequest, engine: Instance) -> bool:
+def draws_anew(request: GenerateRequest, engine: PooledEngine) -> bool:
     """Whether an engine's first token is another draw than another engine's, whatever the seed: the sampled token of a
     verification step is none of an ordinary step.
     """

@@ -13,11 +13,11 @@ import msgspec
 
 from baton.errors import ProtocolError, RequestError
 from baton.handoff.protocol.ticket import request_digest
-from baton.router.connectors.base import ConnectorConfig, Legs, Outcome, in_turn, muted
+from baton.router.connectors.base import ConnectorConfig, HandoffOutcome, Legs, in_turn, muted
 from baton.router.connectors.tickets import mint_ticket
 from baton.router.connectors.vllm import VllmConnector, draws_anew
 from baton.router.join import Chunks
-from baton.router.pool import Instance
+from baton.router.pool import PooledEngine
 from baton.router.vllm_client import VllmClient
 from baton.wire import (
     BATON_PARAM,
@@ -41,7 +41,7 @@ class VllmBatonConnector(VllmConnector):
         super().__init__(config)
         self._truncating: dict[str, bool] = {}  # by URL: whether prefill legs get prompts without their last token
 
-    def legs(self, request: GenerateRequest, prefill: Instance, decode: Instance, kv_mode: Mode) -> Legs:
+    def legs(self, request: GenerateRequest, prefill: PooledEngine, decode: PooledEngine, kv_mode: Mode) -> Legs:
         p = VllmClient.of(prefill)
         tokens, seeded = request.prompt_token_ids, self.config.seed_first_token
         if seeded and request.sampling_params.max_tokens - request.num_known == 1:
@@ -50,7 +50,7 @@ class VllmBatonConnector(VllmConnector):
         digest = request_digest(tokens if seeded else tokens[:-1], SamplingParams())
         ticket = mint_ticket(self.config.ticket_key, prefill, decode, kv_mode, digest, self.config.ticket_life_s)
 
-        async def over(outcome: Outcome) -> None:
+        async def over(outcome: HandoffOutcome) -> None:
             if outcome in ("failed", "aborted") or (seeded and outcome == "finished_early"):
                 # The decode server may never have seen its leg, and then does not tell the prefill server to free the
                 # pages.
@@ -60,7 +60,7 @@ class VllmBatonConnector(VllmConnector):
         return Legs(chunks, over=over)
 
     def _in_turn(
-        self, request: GenerateRequest, prefill: Instance, decode: Instance, ticket: str
+        self, request: GenerateRequest, prefill: PooledEngine, decode: PooledEngine, ticket: str
     ) -> dict[LegRole, Chunks]:
         p, d = VllmClient.of(prefill), VllmClient.of(decode)
 
@@ -81,7 +81,7 @@ class VllmBatonConnector(VllmConnector):
         return in_turn(first, then)
 
     def _at_once(
-        self, request: GenerateRequest, prefill: Instance, decode: Instance, ticket: str
+        self, request: GenerateRequest, prefill: PooledEngine, decode: PooledEngine, ticket: str
     ) -> dict[LegRole, Chunks]:
         p, d = VllmClient.of(prefill), VllmClient.of(decode)
         tokens, offered = request.prompt_token_ids, _params(LegParams(role="prefill", ticket=ticket))

@@ -13,10 +13,10 @@ from typing import ClassVar, Literal
 import msgspec
 
 from baton.errors import EngineUnavailableError, ProtocolError, RequestError
-from baton.router.connectors.base import ConnectorConfig, Legs, Outcome, in_turn
+from baton.router.connectors.base import ConnectorConfig, HandoffOutcome, Legs, in_turn
 from baton.router.connectors.vllm import VllmConnector, draws_anew
 from baton.router.join import Chunks
-from baton.router.pool import Instance
+from baton.router.pool import PooledEngine
 from baton.router.vllm_client import VllmClient
 from baton.wire import EngineIdentity, GenerateRequest, LegRole, Mode, Role, TokenChunk
 
@@ -48,19 +48,19 @@ class _NixlConnector(VllmConnector):
         super().__init__(config)
         self._addresses: dict[str, _Address] = {}  # by URL, from a finished prefill leg
 
-    def legs(self, request: GenerateRequest, prefill: Instance, decode: Instance, kv_mode: Mode) -> Legs:
+    def legs(self, request: GenerateRequest, prefill: PooledEngine, decode: PooledEngine, kv_mode: Mode) -> Legs:
         """The mode is the servers' own."""
         p = VllmClient.of(prefill)
         if request.sampling_params.max_tokens - request.num_known == 1:
             return Legs({"prefill": p.leg(request)})  # the first token is the last
 
-        async def over(outcome: Outcome) -> None:
+        async def over(outcome: HandoffOutcome) -> None:
             if outcome == "failed":
                 self._addresses.pop(p.url, None)  # the server may have been replaced
 
         return Legs(self._chunks(request, prefill, decode), notices=False, over=over)
 
-    def _chunks(self, request: GenerateRequest, prefill: Instance, decode: Instance) -> dict[LegRole, Chunks]:
+    def _chunks(self, request: GenerateRequest, prefill: PooledEngine, decode: PooledEngine) -> dict[LegRole, Chunks]:
         async def first(found: asyncio.Future[dict[str, object] | None]) -> Chunks:
             chunk, params, is_first = await self._first(request, prefill)
             if not is_first or chunk.finish_reason is None:
@@ -70,7 +70,9 @@ class _NixlConnector(VllmConnector):
 
         return in_turn(first, lambda params: VllmClient.of(decode).leg(request, params))
 
-    async def _first(self, request: GenerateRequest, prefill: Instance) -> tuple[TokenChunk, dict[str, object], bool]:
+    async def _first(
+        self, request: GenerateRequest, prefill: PooledEngine
+    ) -> tuple[TokenChunk, dict[str, object], bool]:
         """The prefill leg: its token, what the decode server needs, and whether the token is the request's first one.
         It is another where this server does not compute a prompt's last token, or where servers that speculate draw
         theirs anew.
@@ -121,7 +123,7 @@ class NixlPushConnector(_NixlConnector):
 
     mode = "push"
 
-    def _chunks(self, request: GenerateRequest, prefill: Instance, decode: Instance) -> dict[LegRole, Chunks]:
+    def _chunks(self, request: GenerateRequest, prefill: PooledEngine, decode: PooledEngine) -> dict[LegRole, Chunks]:
         address = self._addresses.get(prefill.url)
         if address is None:
             return super()._chunks(request, prefill, decode)
