@@ -68,6 +68,7 @@ def engine_facts(
     return facts
 
 
+@torch.inference_mode()
 def numeric_probe(model: CausalLM, groups: Sequence[GroupSpec], backend: AttentionBackend, device: torch.device) -> str:
     """16 hex digits over the bits of a fixed prompt's logits and of sampling noise.
 

@@ -131,7 +131,7 @@ def plan_spec(groups: Sequence[GroupSpec], drafter: Drafter | None) -> PlanSpec:
 
 class ModelRunner:
     """`kv` is the memory of every group; its pages are the mutable state. Without `grammars` drafts follow none. A
-    pipeline stage without the drafter is told the `aux_layers` that it is fed."""
+    pipeline stage without the drafter is told the `aux_layers` it is fed. Callers are in `torch.inference_mode()`."""
 
     def __init__(
         self,
@@ -158,7 +158,6 @@ class ModelRunner:
             held.clear()
         del self.model, self.drafter
 
-    @torch.inference_mode()
     def forward(self, rows: Rows, written: Written | None = None) -> TargetOutput:
         """Target forward; the rows' KV is written."""
         batches = {
@@ -173,14 +172,12 @@ class ModelRunner:
             raise ValueError(f"drafter {_name(self.drafter)} made features of shape {shape} of {num_rows} rows")
         return TargetOutput(hidden_TE, features)
 
-    @torch.inference_mode()
     def logits(self, output: TargetOutput, rows: IntArray) -> Tensor:
         """Target logits float32 [len(rows), V] of those rows of the step, which are ascending."""
         if len(rows) == output.hidden_TE.shape[0]:
             return self.model.compute_logits(output.hidden_TE)
         return self.model.compute_logits(output.hidden_TE[self._tensor(rows)])
 
-    @torch.inference_mode()
     def draft(self, plan: DraftPlan, output: TargetOutput) -> DraftResult:
         """Drafter forward: the rows' KV is written."""
         drafter, rows = self.drafter, plan.rows

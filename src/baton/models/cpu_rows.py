@@ -167,7 +167,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     gate_up = gate_up.contiguous()
     out = torch.empty(gate_up.shape[0], width, dtype=gate_up.dtype)
     if out.numel():
-        _run(_GATES, gate_up, len(out), width, gate_up.data_ptr(), out.data_ptr())
+        _run(_GATES, gate_up, out.shape[0], width, gate_up.data_ptr(), out.data_ptr())
     return out
 
 

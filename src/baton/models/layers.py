@@ -130,11 +130,11 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor] | None, attend: Attend) -> Tensor:
         heads = self.qkv_proj(x).view(x.shape[0], self._heads + 2 * self._kv_heads, self._head_dim)
         if self.q_norm is not None and self.k_norm is not None:
-            q, k, v = torch.split(heads, self._split, dim=1)
+            q, k, v = heads.split_with_sizes(self._split, dim=1)
             heads = torch.cat((self.q_norm(q), self.k_norm(k), v), dim=1)
         if cos_sin is not None:
             heads = rotate(heads, self._heads + self._kv_heads, *cos_sin)
-        q, k, v = torch.split(heads, self._split, dim=1)
+        q, k, v = heads.split_with_sizes(self._split, dim=1)
         sinks = () if self.sinks is None else (self.sinks,)
         out = attend(self._layer_id, q, k, v, self._scale, *sinks)
         return self.o_proj(out.reshape(x.shape[0], -1))  # type: ignore[no-any-return]

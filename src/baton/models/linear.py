@@ -220,11 +220,9 @@ class Linear(nn.Module):
             self._address = cpu_products.address(self.weight, blocked)
             self._packed, self.weight = blocked, None
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.multiplied(x, self.bias)
-
-    def multiplied(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """x W^T + `bias`."""
+    def forward(self, x: Tensor, adds_bias: bool = True) -> Tensor:
+        """x W^T, plus the bias if it has one; without it where partial sums are to be added first."""
+        bias = self.bias if adds_bias else None
         if self._address is not None and self._takes(x):
             return cpu_products.multiply(x, self._address, self.out_features, bias)
         weight = self.weight if self._packed is None else self._packed
@@ -233,7 +231,7 @@ class Linear(nn.Module):
 
     def _takes(self, x: Tensor) -> bool:
         """Whether these rows are some that `cpu_products` multiplies."""
-        if len(x) > cpu_products.MOST_ROWS or x.dtype is not torch.bfloat16 or not x.is_contiguous():
+        if x.shape[0] > cpu_products.MOST_ROWS or x.dtype is not torch.bfloat16 or not x.is_contiguous():
             return False
         return not self._batch_invariant or few_rows_agree(self.out_features, x.shape[1], torch.get_num_threads())
 

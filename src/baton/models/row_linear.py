@@ -20,6 +20,7 @@ class RowLinear(Linear):
         self.cuts = {"weight": (1, share)}
         self._build = build
         self._num_slices = build.ranks.slices(share.total, "inputs of a projection")
+        self._is_whole = build.ranks.num_slices == 1
         self._slices: list[Linear] = []
 
     def pack(self) -> None:
@@ -37,12 +38,12 @@ class RowLinear(Linear):
     def partials(self, x: Tensor) -> list[Tensor]:
         """The partial sums [T, out] of this rank's slices, without the bias."""
         if self._num_slices == 1:
-            return [self.multiplied(x, None)]
+            return [super().forward(x, adds_bias=False)]
         parts = x.chunk(self._num_slices, dim=1)
         return [one(part.contiguous()) for part, one in zip(parts, self._slices, strict=True)]
 
-    def forward(self, x: Tensor) -> Tensor:
-        if self._build.ranks.num_slices == 1:
-            return super().forward(x)
+    def forward(self, x: Tensor, adds_bias: bool = True) -> Tensor:
+        if self._is_whole:
+            return super().forward(x, adds_bias)
         out = self._build.ranks.add(self.partials(x))
-        return out if self.bias is None else out + self.bias
+        return out if self.bias is None or not adds_bias else out + self.bias
