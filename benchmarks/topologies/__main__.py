@@ -38,9 +38,19 @@ MODELS = {
     "Mamba-2 hybrid": ("granitemoehybrid", "none"),
     "GQA target, hybrid draft model": ("llama", "draft_model, states"),
 }
+# With data-parallel ranks alone: tensor ranks share nothing of them that they do not share of the others.
+MORE = {
+    "GQA target with experts, EAGLE-3": ("qwen3_moe", "eagle3"),
+    "Mamba-2 hybrid with experts": ("granitemoehybrid", "none"),
+    "GQA target, draft model": ("llama", "draft_model"),
+    "GQA target, ngram": ("llama", "ngram"),
+}
 # Heads that four ranks can share.
 MAKERS: dict[str, MakeTarget] = {
-    "granitemoehybrid": lambda path, seed: louder(make_granite(path, seed, mamba_n_heads=8)),
+    "Mamba-2 hybrid": lambda path, seed: louder(make_granite(path, seed, mamba_n_heads=8)),
+    "Mamba-2 hybrid with experts": lambda path, seed: louder(
+        make_granite(path, seed, mamba_n_heads=8, num_local_experts=4)
+    ),
 }
 TENSOR_RANKS = {f"TP {p} to TP {d}": (Shape(p), Shape(d)) for p in (1, 2, 4) for d in (1, 2, 4)}
 SHAPES: dict[str, tuple[Shape, Shape]] = {
@@ -53,7 +63,6 @@ SHAPES: dict[str, tuple[Shape, Shape]] = {
 # Of how many ranks P and D are one, with what tensor ranks; the other ranks compute requests of their own.
 DATA_RANKS = {"attention-DP 2 to TP 1": (2, 1), "TP 2 to attention-DP 2": (1, 2)}
 SHAPES |= {"attention-DP 2 to TP 1": (Shape(), Shape()), "TP 2 to attention-DP 2": (Shape(2), Shape())}
-WITH_EXPERTS = ("deepseek_v2", "deepseek_v3")
 SIZES = ("16/16", "16/7")
 _SLICES = 4
 
@@ -65,7 +74,7 @@ def as_processes(shape: str) -> bool:
 
 def trial_of(name: str, folder: Path, seed: int = 0) -> Trial:
     """A model whose sums do not depend on the number of ranks."""
-    model = Trial(*MODELS[name], folder, seed, maker=MAKERS.get(MODELS[name][0]))
+    model = Trial(*{**MODELS, **MORE}[name], folder, seed, maker=MAKERS.get(name))
     model.settings |= {"batch_invariant": True, "reduction_slices": _SLICES}
     return model
 
@@ -104,7 +113,7 @@ def rows(name: str, model: Trial, batch: Sequence[Case], only: str, failures: li
     """One line for each topology."""
     alone, out = model.alone(batch), []
     for shape in SHAPES:
-        if only not in shape or (shape in DATA_RANKS and MODELS[name][0] not in WITH_EXPERTS):
+        if only not in shape or (name in MORE and shape not in DATA_RANKS):
             continue
         columns = [name, shape, "processes" if as_processes(shape) else "agents"]
         for sizes in SIZES:
@@ -121,7 +130,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.topologies", description=(__doc__ or "").splitlines()[0]
     )
-    parser.add_argument("--model", default="", help=f"models whose name contains this: {'; '.join(MODELS)}")
+    parser.add_argument("--model", default="", help=f"models whose name contains this: {'; '.join([*MODELS, *MORE])}")
     parser.add_argument("--shape", default="", help="topologies whose name contains this")
     parser.add_argument("--seed", type=int, default=0, help="of weights, prompts and noise")
     parser.add_argument("--cases", type=int, default=2, help="requests of each mode and condition")
@@ -129,7 +138,7 @@ def main(arguments: list[str] | None = None) -> int:
     torch.set_num_threads(1)
     began, lines, failures = time.process_time(), list[str](), list[str]()
     batch = cases(options.seed, options.cases)
-    for name in MODELS:
+    for name in (*MODELS, *MORE):
         if options.model in name:
             with tempfile.TemporaryDirectory() as folder:
                 model = trial_of(name, Path(folder), options.seed)

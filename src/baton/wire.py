@@ -266,7 +266,7 @@ class EngineIdentity(msgspec.Struct, frozen=True):
     """Who an engine is to routers, tickets and peers. `incarnation` is new with each start of its process;
     `control_addresses`: one for each of its ranks, none where it takes no handoffs; `fingerprint`: JSON of the facts
     that must be equal on P and D; `clock`: what its monotonic clock said, in seconds, as it answered: tickets expire
-    by it. `data_parallel_rank`: which it is of those that share a model's experts, or a vLLM server's address.
+    by it. `data_parallel_rank`: which it is of the engines that were started together, or of a vLLM server's.
     """
 
     engine_id: str

@@ -19,7 +19,7 @@ BATCH = cases(5, 1)
 @pytest.mark.parametrize(
     ("name", "shapes"),
     [
-        ("GQA target with 2 KV heads, EAGLE-3", ("TP 2 to TP 1", "2 stages to 2 of TP 2")),
+        ("GQA target with 2 KV heads, EAGLE-3", ("TP 2 to TP 1", "2 stages to 2 of TP 2", "attention-DP 2 to TP 1")),
         ("MLA target, MHA EAGLE-3", ("TP 4 to TP 4, drafters on 1 rank",)),
         ("MLA target, MTP", ("TP 1 to TP 2",)),  # a vocabulary that ranks share, which the drafter reads too
         ("Mamba-2 hybrid", ("TP 2 to TP 1",)),

@@ -227,14 +227,25 @@ def test_what_ranks_cannot_be_is_named(more: dict[str, Any], words: str) -> None
         build_engine(EngineConfig(TARGET, data_parallel_size=2, **more), lambda chunk, last: None)
 
 
-def test_a_model_without_experts_is_refused(tmp_path: Path) -> None:
-    same: dict[str, Any] = {"data_parallel_size": 2, "data_parallel_store": str(tmp_path)}
-
-    def refused(rank: int) -> str:
-        config = EngineConfig(TARGET, data_parallel_rank=rank, kv_cache_memory=4 << 20, **same)
-        with pytest.raises(ConfigError) as caught:
-            build_engine(config, lambda chunk, last: None)
-        return str(caught.value)
-
-    with ThreadPoolExecutor(2) as pool:
-        assert all("the model has no experts to share" in text for text in pool.map(refused, range(2)))
+@pytest.mark.usefixtures("one_thread")
+async def test_ranks_without_experts_are_engines_of_their_own(tmp_path: Path, settings: dict[str, Any]) -> None:
+    """The second starts when the first has answered; they tell each other nothing."""
+    store = tmp_path / "store"
+    store.mkdir()
+    of_all = {**settings, "model": str(TARGETS["llama"](tmp_path / "target", 0))}
+    of_all["speculative_config"] = SpeculativeConfig.parse({"method": "ngram", "num_speculative_tokens": 3})
+    alone = AsyncEngine(EngineConfig(**of_all))
+    alone.start()
+    (expected,) = await answers([alone])
+    alone.close()
+    engines = []
+    for rank in range(2):
+        place = {"data_parallel_size": 2, "data_parallel_rank": rank, "data_parallel_store": str(store)}
+        engines.append(AsyncEngine(EngineConfig(**of_all, **place)))
+        engines[-1].start()
+        assert await answers(engines) == [expected] * len(engines)
+        assert engines[-1].info.data_parallel_rank == rank
+    assert not list(store.iterdir())
+    engines[1].close()
+    assert await answers(engines[:1]) == [expected]
+    engines[0].close()

@@ -64,7 +64,7 @@ class StepOptions:
     tensor_parallel_size: Annotated[int, typer.Option(help="Ranks that share the model, a process each.")] = 1
     pipeline_parallel_size: Annotated[int, typer.Option(help="Stages that share the layers; their ranks multiply.")] = 1
     data_parallel_size: Annotated[
-        int, typer.Option(help="Engines that share the experts, each with requests and a port of its own.")
+        int, typer.Option(help="Engines that split requests and share experts, each with a port of its own.")
     ] = 1
     reduction_slices: Annotated[
         int | None, typer.Option(help="With --batch-invariant: engines of equal number compute alike; default: ranks.")

@@ -121,8 +121,9 @@ def _build(
     loaded = load_checkpoints(config, progress, place)
     model, drafter = loaded.model, loaded.drafter
     if peers is not None and peers.shared.num_layers == 0:
-        what = f"is {config.data_parallel_size}, and the model has no experts to share: as many engines do the same"
-        raise ConfigError("data_parallel_size", what)
+        # Without experts ranks have nothing to tell each other: each is an engine alone.
+        peers.close()
+        peers = None
     whole = model_groups(config, model, drafter)
     followers.answered()
     pool = kv_memory(config, whole, model.config.num_layers, model.max_position, memory, uses_shm, transports, progress)
@@ -168,7 +169,7 @@ def _build(
             lambda event: core.post(lambda: core.on_handoff(event)),
             lambda: core.busy_s() > config.stall_timeout_s,
             lambda why: core.post(lambda: _end(HandoffError("agent_lost", why))),
-            config.data_parallel_rank if peers is not None else None,
+            config.data_parallel_rank if config.data_parallel_size > 1 else None,
         )
         for agent in agents:
             undo.callback(agent.close)
@@ -204,7 +205,7 @@ def _end(error: BatonError) -> None:
 
 
 def _join(config: EngineConfig, undo: contextlib.ExitStack) -> Lockstep | None:
-    """This rank's turns among data-parallel ranks, if there are several: once all are there."""
+    """This rank's turns among data-parallel ranks, if there are several."""
     if config.data_parallel_size == 1:
         return None
     if config.data_parallel_store is None:
@@ -212,10 +213,7 @@ def _join(config: EngineConfig, undo: contextlib.ExitStack) -> Lockstep | None:
         raise ConfigError("data_parallel_size", what)
     bells = Bells(config.data_parallel_store, config.data_parallel_rank, config.data_parallel_size)
     undo.callback(bells.close)
-    try:
-        return Lockstep(expert_ranks(config, str(Path(config.data_parallel_store) / "store")), bells)
-    except RuntimeError as error:
-        raise EngineUnavailableError(f"data-parallel ranks do not find each other: {error}") from None
+    return Lockstep(expert_ranks(config, str(Path(config.data_parallel_store) / "store")), bells)
 
 
 def _integrity(config: EngineConfig) -> Integrity:

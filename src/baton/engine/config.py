@@ -143,8 +143,8 @@ class EngineConfig:
     `tensor_parallel_size` ranks share the target's heads and inner widths, `pipeline_parallel_size` stages of so many
     ranks its layers, a process each. With `batch_invariant`
     engines of equal `reduction_slices` compute the same bits whatever their number of ranks (None: as many slices).
-    `data_parallel_size` engines share the target's experts, each with requests and pages of its own; this is number
-    `data_parallel_rank`, and they find each other in the directory `data_parallel_store`.
+    `data_parallel_size` engines share the target's experts, if it has any, each with requests and pages of its own;
+    this is number `data_parallel_rank`, and they find each other in the directory `data_parallel_store`.
     `keys` is a key directory, which holds the ticket key too; without one the control socket stays on loopback.
     `seed` is that of requests that bring none; None draws one for each. `token_api`: an engine of role both takes
     requests in token ids, from a router, beside those of clients; the other roles always do.

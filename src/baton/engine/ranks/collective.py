@@ -3,6 +3,7 @@ that only they can read."""
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Sequence
 from datetime import timedelta
@@ -56,10 +57,12 @@ class Exchange:
 
 
 def expert_ranks(config: EngineConfig, store: str) -> ExpertRanks:
-    """This process's place among data-parallel ranks, once all are there."""
+    """This process's place among data-parallel ranks, which meet in their first round: without experts never."""
     rank, size = config.data_parallel_rank, config.data_parallel_size
-    exchange = Exchange(store, rank, size)
-    return ExpertRanks(rank, size, exchange.gather, exchange.swap)
+    exchange = functools.cache(lambda: Exchange(store, rank, size))
+    return ExpertRanks(
+        rank, size, lambda tensor: exchange().gather(tensor), lambda parts, sizes: exchange().swap(parts, sizes)
+    )
 
 
 def tensor_rank(config: EngineConfig, store: str, rank: int) -> TensorRank:
