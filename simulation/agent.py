@@ -10,7 +10,7 @@ from baton.handoff.node.instance import InstanceAgent
 from baton.handoff.plan.planner import Instance
 from baton.handoff.protocol.events import DecodeAdmitted, LayersWithdrawn, LayersWritten
 from baton.handoff.protocol.messages import AttemptKey, Seeds
-from baton.handoff.protocol.ticket import SignedTicket, Ticket
+from baton.handoff.protocol.ticket import SignedTicket
 from baton.kv.interval import Interval
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class SimAgent(InstanceAgent):
 
     # ------------------------------------------------------------ P
 
-    def open_prefill(self, ticket: Ticket) -> None:
+    def open_prefill(self, ticket: SignedTicket) -> None:
         self._engine.prefills[str(ticket.key)] = self._engine.legs.open[ticket.key].request
         super().open_prefill(ticket)
 

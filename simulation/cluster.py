@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from random import Random
 
 from baton.handoff.protocol.messages import AttemptKey, Register, Seeds
 from baton.kv.interval import Interval
@@ -14,6 +15,9 @@ from simulation.router import Request, Router, Stream
 from simulation.stranger import Stranger
 from simulation.transport import Fabric
 from simulation.world import World
+
+# How often who forges a claim has an attempt of its own for it.
+_OWN_ATTEMPT = 0.5
 
 
 class Cluster:
@@ -157,7 +161,9 @@ class Cluster:
             self._restart_later(process)
 
     def _forge(self) -> bool:
-        """A decode engine claims the next attempt of another's transfer, with a ticket that is not for it."""
+        """A decode engine claims the next attempt of another's transfer, or registers one that it has announced, with a
+        ticket that is not for it.
+        """
         random = self.world.random
         attempts = [
             (process, attempt.machine.key)
@@ -173,9 +179,14 @@ class Cluster:
         if session is None or not session.ready:
             return False
         claimed = AttemptKey(key.transfer_id, key.attempt + 1, key.prefill_incarnation, forger.uid)
+        # Of a fork: what else a seed draws does not depend on it.
+        fork, prefills = Random(self.world.now), victim.ranks[0].node.execution.prefills
+        own = [k for k, known in prefills.live.items() if known.claimed and k.decode_incarnation == forger.uid]
+        if own and fork.random() < _OWN_ATTEMPT:
+            claimed = fork.choice(own)
         ticket = random.choice(sorted(self.tickets.values()))
-        if claimed in self.tickets:
-            return False  # the attempt is its own: what it says of its own pages there is its own affair
+        if self.tickets.get(claimed) == ticket:
+            return False  # the attempt and the ticket are its own, and so are the pages of which it speaks: no forgery
         groups = {memory.model.name: memory for memory in forger.memories}
         forger.ranks[0].channel.send(
             session.connection,

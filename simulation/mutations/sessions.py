@@ -29,6 +29,7 @@ from baton.handoff.protocol.messages import (
     Hello,
     Register,
 )
+from baton.handoff.protocol.prefill import PrefillHandoff
 from baton.handoff.protocol.ticket import verify
 from simulation.mutations.registry import Handle, Patch, around_method, mutation
 
@@ -62,6 +63,11 @@ def _no_ticket_check() -> list[Patch]:
         return msgspec.structs.replace(ticket, transfer_id=message.key.transfer_id, attempt=message.key.attempt)
 
     return [(Sessions, "check_register", check)]
+
+
+@mutation("who has announced an attempt registers it with the ticket that was checked", ("forged_register", "reorder"))
+def _no_ticket_check_again() -> list[Patch]:
+    return [(PrefillHandoff, "begun_with", lambda self, ticket: True)]
 
 
 @mutation("a ticket expires by the engine's monotonic clock, whatever the time of day", ("clock_step", "reorder"))

@@ -41,7 +41,7 @@ def announced(mode: Mode) -> DecodeHandoff:
 
 
 def prefill(mode: Mode, *events: ev.MachineEvent) -> PrefillHandoff:
-    p = PrefillHandoff(KEY, mode, list(WANTED))
+    p = PrefillHandoff(KEY, mode, "t", list(WANTED))
     for event in events:
         p.handle(event)
     return p

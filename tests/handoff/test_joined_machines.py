@@ -87,7 +87,7 @@ class World:
         self.p_memory: dict[tuple[str, int, int], int] = {}
         self.d_memory: dict[tuple[str, int, int], int] = {}
         self.p_free = self.d_free = False
-        self.p = PrefillHandoff(KEY, mode, GROUPS, integrity=integrity)
+        self.p = PrefillHandoff(KEY, mode, "t", GROUPS, integrity=integrity)
         self.announces = self.random.random() < 0.5
         self.places = False
         given = (None, None) if self.announces else (self.wanted, self.d_pages)

@@ -136,7 +136,7 @@ class World:
 
     def p_half(self, pair: Pair) -> Half:
         if pair not in self.halves[0]:
-            machine = PrefillHandoff(self.ticket.key.of_pair(pair), self.mode, list(self.wanted))
+            machine = PrefillHandoff(self.ticket.key.of_pair(pair), self.mode, "t", list(self.wanted))
             self.halves[0][pair] = Half(machine)
         return self.halves[0][pair]
 

@@ -123,7 +123,7 @@ D_PATHS: dict[Mode, Modes] = {
 
 
 def p_machine(mode: Mode) -> PrefillHandoff:
-    return PrefillHandoff(KEY, mode, ["target"], integrity="full")
+    return PrefillHandoff(KEY, mode, "t", ["target"], integrity="full")
 
 
 def d_machine(mode: Mode) -> DecodeHandoff:

@@ -60,7 +60,7 @@ ALL = Declared(8, TABLES, {"target": 8, "draft": 7})
 
 
 def machine(mode: Literal["push", "pull"] = "push", *events: object) -> tuple[PrefillHandoff, list[Action]]:
-    made = PrefillHandoff(KEY, mode, ["target", "draft"])
+    made = PrefillHandoff(KEY, mode, "t", ["target", "draft"])
     actions: list[Action] = []
     for event in (Opened(), *events):
         actions = made.handle(event)  # type: ignore[arg-type]
@@ -162,7 +162,7 @@ def test_a_prompt_whose_prefix_is_final_in_other_tokens_is_copied_whole() -> Non
 
 
 def test_d_is_told_of_a_stretch_when_all_its_layers_have_come() -> None:
-    p = PrefillHandoff(KEY, "push", ["target", "draft"], integrity="full")
+    p = PrefillHandoff(KEY, "push", "t", ["target", "draft"], integrity="full")
     for event in (Opened(), REGISTER, LayersWritten(8, TABLES, PART, 2)):
         p.handle(event)
     assert p.handle(CopyEnded(0, ok=True)) == []
@@ -180,7 +180,7 @@ def test_pull_reads_when_all_is_final_whatever_was_said_of_layers() -> None:
 
 @pytest.mark.parametrize("order", ["before", "after"])
 def test_register_may_come_before_the_engine_opens_or_after_it_is_done(order: str) -> None:
-    p = PrefillHandoff(KEY, "push", ["target", "draft"])
+    p = PrefillHandoff(KEY, "push", "t", ["target", "draft"])
     rest = [Opened(), ALL, Sampled(SEEDS, False, WHOLE)]
     events = [REGISTER, *rest] if order == "before" else [*rest, REGISTER]
     copies = [interval for event in events for interval in intervals(p.handle(event))]
@@ -234,7 +234,7 @@ def test_pull_frees_at_once_what_was_never_offered() -> None:
 
 
 def test_a_cancel_leaves_a_tombstone_that_starts_nothing() -> None:
-    p = PrefillHandoff(KEY, "push", ["target", "draft"])
+    p = PrefillHandoff(KEY, "push", "t", ["target", "draft"])
     assert p.handle(Received(Cancel(KEY, "gone"))) == [Send(Cancelled(KEY, "gone"))]
     assert p.closed
     assert p.handle(REGISTER) == [Send(Cancelled(KEY, "gone"))]
@@ -281,7 +281,7 @@ def test_a_failed_copy_is_issued_again_within_bounds() -> None:
 
 
 def test_a_failed_copy_without_retries_ends_the_attempt() -> None:
-    p = PrefillHandoff(KEY, "push", ["target", "draft"], max_retries=0)
+    p = PrefillHandoff(KEY, "push", "t", ["target", "draft"], max_retries=0)
     for event in (Opened(), REGISTER, ALL):
         p.handle(event)
     assert p.handle(CopyEnded(0, ok=False, message="disk")) == [
@@ -314,7 +314,7 @@ def test_a_register_of_other_groups_is_refused_and_changes_nothing() -> None:
 
 def committed(max_retries: int = 2) -> PrefillHandoff:
     """A P whose copies are done and whose COMMIT is out."""
-    p = PrefillHandoff(KEY, "push", ["target", "draft"], max_retries)
+    p = PrefillHandoff(KEY, "push", "t", ["target", "draft"], max_retries)
     for event in (Opened(), REGISTER, ALL, Sampled(SEEDS, False, WHOLE)):
         p.handle(event)
     for copy_id in range(3):
@@ -385,7 +385,7 @@ def test_repairs_are_bounded() -> None:
 
 
 def guarded(mode: Literal["push", "pull"]) -> PrefillHandoff:
-    p = PrefillHandoff(KEY, mode, ["target", "draft"], integrity="full")
+    p = PrefillHandoff(KEY, mode, "t", ["target", "draft"], integrity="full")
     for event in (Opened(), REGISTER):
         p.handle(event)
     return p

@@ -49,7 +49,7 @@ class Handoff(RuleBasedStateMachine):
         integrity: ev.Integrity = "full" if full else "off"
         self.mode, self.full, self.ends_at_once, self.cancels_are_quiet = mode, full, ends_at_once, quiet
         self.wanted = {"target": Interval(hit, TOKENS), "draft": Interval(min(hit, TOKENS - 1), TOKENS)}
-        self.p = PrefillHandoff(KEY, mode, GROUPS, integrity=integrity)
+        self.p = PrefillHandoff(KEY, mode, "ticket", GROUPS, integrity=integrity)
         tables = {group: list(TABLE) for group in GROUPS}
         self.d = DecodeHandoff(KEY, mode, "ticket", self.wanted, tables, integrity=integrity)
         self.to_p: list[AttemptMessage] = []

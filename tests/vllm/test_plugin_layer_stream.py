@@ -45,7 +45,7 @@ class Agent:
         self._waiting: list[ev.StartCopy] = []
 
     def open_prefill(self, ticket: SignedTicket) -> None:
-        self.machine = PrefillHandoff(ticket.key, ticket.mode, sorted(self.p.layout.geometries))
+        self.machine = PrefillHandoff(ticket.key, ticket.mode, "t", sorted(self.p.layout.geometries))
         self._feed(ev.Opened())
 
     def register(self, key: AttemptKey, num_tokens: int, hit: int = 0) -> None:

@@ -25,7 +25,7 @@ from baton.handoff.protocol.fingerprint import check_pair, compare, geometry_fie
 from baton.handoff.protocol.gather import LEAD, pairs_with
 from baton.handoff.protocol.greeting import Side, is_proven, prove, session_key
 from baton.handoff.protocol.messages import CHALLENGE_BYTES, Announce, Bye, Hello, Pair, Register, Renew
-from baton.handoff.protocol.ticket import MAX_TICKET_LIFE_S, Ticket, verify
+from baton.handoff.protocol.ticket import MAX_TICKET_LIFE_S, SignedTicket, Ticket, verify
 from baton.log_limit import LogLimit
 from baton.transports.base import Peer, Transport
 
@@ -258,7 +258,7 @@ class Sessions:
             raise ProtocolError(f"HELLO of {hello.engine_id!r} proves no knowledge of the ticket key")
         return session
 
-    def check_register(self, session: Session, message: Announce | Register) -> Ticket:
+    def check_register(self, session: Session, message: Announce | Register) -> SignedTicket:
         """The ticket of a claim that this session's peer may make, else `ProtocolError` that says why not."""
         config, hello = self._config, session.hello
         if hello is None or session.refusal is not None:

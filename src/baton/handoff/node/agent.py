@@ -26,7 +26,7 @@ from baton.handoff.plan.planner import Instance
 from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.digests import Digester, cells_of
 from baton.handoff.protocol.messages import MAX_HASHES, AttemptKey, Bye, Seeds
-from baton.handoff.protocol.ticket import SignedTicket, Ticket
+from baton.handoff.protocol.ticket import SignedTicket
 from baton.kv.interval import Interval
 from baton.transports.base import Transport
 
@@ -122,7 +122,7 @@ class HandoffAgent:
 
     # ------------------------------------------------------------ the engine's calls, from any thread
 
-    def open_prefill(self, ticket: Ticket, peer: int = 0) -> None:
+    def open_prefill(self, ticket: SignedTicket, peer: int = 0) -> None:
         """Take P's leg of a verified ticket.
 
         Raises `ProtocolError` when the ticket names another engine.

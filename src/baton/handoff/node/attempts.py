@@ -76,14 +76,15 @@ class PrefillAttempt(_Attempt):
 
     def served(self, session: Session) -> bool:
         """Whether D's claim was checked before, so that this session may repeat it, or register what it announced."""
-        return self._claimed and (self.machine.closed or session.peer is not None)
+        return self.claimed and (self.machine.closed or session.peer is not None)
 
     def waits_for(self, session: Session) -> bool:
         """Whether D's claim was checked before, and is to be taken up when this session is connected."""
-        return self._claimed and not self.machine.closed and session.connecting is not None
+        return self.claimed and not self.machine.closed and session.connecting is not None
 
     @property
-    def _claimed(self) -> bool:
+    def claimed(self) -> bool:
+        """Whether a claim of D was taken."""
         return self.machine.announced or self.machine.registered
 
     def heard(self, now: float) -> None:

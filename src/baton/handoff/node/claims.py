@@ -13,7 +13,7 @@ from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.frames import kind_of
 from baton.handoff.protocol.messages import Announce, AttemptKey, Cancel, Nack, Register, check_table
 from baton.handoff.protocol.prefill import PrefillHandoff
-from baton.handoff.protocol.ticket import MAX_TICKET_LIFE_S, Ticket
+from baton.handoff.protocol.ticket import MAX_TICKET_LIFE_S, SignedTicket, Ticket
 from baton.log_limit import LogLimit
 from baton.wire import LegRole, Mode
 
@@ -29,7 +29,7 @@ class _Held(NamedTuple):
 
     session: Session
     message: Claim
-    ticket: Ticket | None
+    ticket: SignedTicket | None
 
 
 class Claims:
@@ -49,14 +49,14 @@ class Claims:
         """True while an ANNOUNCE or REGISTER waits for an earlier attempt to become quiet, or for its connection."""
         return bool(self._held)
 
-    def prefill(self, key: AttemptKey, mode: Mode, expiry: float) -> PrefillAttempt:
+    def prefill(self, key: AttemptKey, ticket: SignedTicket) -> PrefillAttempt:
         """P's half of an attempt, made where it is not known yet."""
         found = self._execution.prefills.get(key)
         if found is not None:
             return found
         config = self._execution.config
-        machine = PrefillHandoff(key, mode, self._groups, config.max_retries, config.integrity)
-        attempt = self._execution.prefills.add(key, PrefillAttempt(expiry, machine=machine))
+        machine = PrefillHandoff(key, ticket.mode, ticket.text, self._groups, config.max_retries, config.integrity)
+        attempt = self._execution.prefills.add(key, PrefillAttempt(self.expiry(ticket, "prefill"), machine=machine))
         reason = self._cancelled.pop(key, None)
         if reason is not None:
             self._execution.feed(attempt, ev.Received(Cancel(key, reason)))
@@ -107,17 +107,18 @@ class Claims:
                 if known is not None:
                     known.heard(self._clock.monotonic())
                 return
-            self._feed(self.prefill(key, ticket.mode, self.expiry(ticket, "prefill")), session, message)
+            self._feed(self.prefill(key, ticket), session, message)
         except ProtocolError as error:
             self._execution.figures.count("rejected")
             log.warning("refused %s of %s: %s", kind_of(message), key, error)
             reason = session.refusal[0] if session.refusal else error.reason
             self._execution.channel.send(session.connection, Nack(key, reason, str(error)[:2000]))
 
-    def _check(self, session: Session, message: Claim) -> Ticket:
+    def _check(self, session: Session, message: Claim) -> SignedTicket:
         """The ticket of a claim, else `ProtocolError`. One that came in time does not expire while it waits."""
-        held = self._held.get(message.key)
-        ticket = held.ticket if held is not None and held.session is session and session.refusal is None else None
+        held, ticket = self._held.get(message.key), None
+        if held is not None and held.session is session and session.refusal is None:
+            ticket = held.ticket if held.message.ticket == message.ticket else None
         ticket = ticket or self._sessions.check_register(session, message)
         if isinstance(message, Register):
             _check_tables(session, message, ticket.mode)

@@ -19,7 +19,7 @@ from baton.handoff.plan.topology import Instance
 from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.gather import LEAD, DecodeGather, EndPair, PrefillGather, pairs_of
 from baton.handoff.protocol.messages import NO_SEEDS, AttemptKey, Pair, Seeds
-from baton.handoff.protocol.ticket import SignedTicket, Ticket
+from baton.handoff.protocol.ticket import SignedTicket
 from baton.kv.interval import Interval
 
 T = TypeVar("T")
@@ -31,7 +31,7 @@ P, D = 0, 1  # a side, and where its rank stands in a pair
 class Agent(Protocol):
     """The calls of `baton.handoff.node.agent.HandoffAgent` that an engine uses. From any thread; none blocks."""
 
-    def open_prefill(self, ticket: Ticket) -> None: ...
+    def open_prefill(self, ticket: SignedTicket) -> None: ...
     def admit_prefill(self, key: AttemptKey) -> None: ...
     def declare_final(
         self, key: AttemptKey, prompt_len: int, pages: dict[str, list[int]], final: dict[str, int]
@@ -48,7 +48,7 @@ class Agent(Protocol):
 class RankAgent(Agent, Protocol):
     """One rank's agent, whose attempts are with one rank `peer` of the other engine."""
 
-    def open_prefill(self, ticket: Ticket, peer: int = 0) -> None: ...
+    def open_prefill(self, ticket: SignedTicket, peer: int = 0) -> None: ...
     def announce_decode(self, ticket: SignedTicket, peer: int = 0) -> None: ...
     def open_decode(
         self,
@@ -77,7 +77,7 @@ class _Leg:
     those opened later; `told`: the engine knows that its pages are free; `ended`: why no pair is to be opened any more.
     """
 
-    ticket: Ticket
+    ticket: SignedTicket
     side: int
     lead: Pair
     pairs: Mapping[Pair, frozenset[str] | None]
@@ -123,7 +123,7 @@ class InstanceAgent:
 
     # ------------------------------------------------------------ the engine's calls
 
-    def open_prefill(self, ticket: Ticket) -> None:
+    def open_prefill(self, ticket: SignedTicket) -> None:
         """Take P's leg of a verified ticket."""
         self._begin(ticket, P, ticket.decode_addresses)
 
@@ -205,7 +205,7 @@ class InstanceAgent:
     def _lead(self, side: int) -> Pair:
         return (self._first, 0) if side == P else (0, self._first)
 
-    def _begin(self, ticket: Ticket, side: int, others: Sequence[str]) -> None:
+    def _begin(self, ticket: SignedTicket, side: int, others: Sequence[str]) -> None:
         with self._lock:
             if self._passes(others):
                 self._open(ticket, side, LEAD)
@@ -215,11 +215,10 @@ class InstanceAgent:
                 self._open(ticket, side, lead)
                 self._meet(leg, self._peers.get(ticket.key.ends[1 - side][0]))
 
-    def _open(self, ticket: Ticket, side: int, pair: Pair) -> None:
+    def _open(self, ticket: SignedTicket, side: int, pair: Pair) -> None:
         if side == P:
             self._agents[pair[P]].open_prefill(ticket, pair[D])
         else:
-            assert isinstance(ticket, SignedTicket)
             self._agents[pair[D]].announce_decode(ticket, pair[P])
 
     def _meet(self, leg: _Leg, peer: Instance | None) -> None:

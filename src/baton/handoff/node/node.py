@@ -21,7 +21,7 @@ from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.decode import DecodeHandoff
 from baton.handoff.protocol.digests import Digester
 from baton.handoff.protocol.messages import AttemptKey, Message
-from baton.handoff.protocol.ticket import SignedTicket, Ticket
+from baton.handoff.protocol.ticket import SignedTicket
 from baton.kv.interval import Interval
 from baton.transports.base import Transport
 
@@ -61,12 +61,17 @@ class HandoffNode:
 
     # ------------------------------------------------------------ the engine's calls
 
-    def open_prefill(self, ticket: Ticket, peer: int = 0) -> None:
+    def open_prefill(self, ticket: SignedTicket, peer: int = 0) -> None:
         """The engine took P's leg."""
         key, claims = ticket.key.of_pair((self.rank, peer)), self.routing.claims
-        attempt = claims.prefill(key, ticket.mode, claims.expiry(ticket, "prefill"))
+        attempt = claims.prefill(key, ticket)
         claims.supersede(key)
         self.execution.feed(attempt, ev.Opened())
+        if attempt.machine.begun_with(ticket.text):
+            return
+        # The router must not sign two tickets for one attempt: what D wants may be another request's.
+        log.warning("attempt %s: the ticket of P's leg is not that of D's", key)
+        self.execution.feed(attempt, ev.Fault("register_refused", "both legs must have one ticket"))
 
     def announce_decode(self, ticket: SignedTicket, peer: int = 0) -> None:
         """The engine took D's leg, and has no destination pages yet."""

@@ -214,10 +214,13 @@ class Routing:
         key = message.key
         if key.ends != (self._self, (hello.incarnation, hello.instance.rank)):
             raise ProtocolError("message for an attempt of other engines")
+        attempt = self._execution.prefills.get(key)
         if isinstance(message, Announce | Register):
+            if attempt is not None and attempt.claimed and not attempt.machine.begun_with(message.ticket):
+                # It says nothing of the attempt, which goes on: a NACK would end it.
+                raise ProtocolError("the ticket is not the one by which this attempt was claimed")
             self.claims.take(session, message)
             return
-        attempt = self._execution.prefills.get(key)
         if attempt is None:
             if not isinstance(message, Cancel | ReadDone | Repair):
                 raise ProtocolError("message for an attempt that is not open here")

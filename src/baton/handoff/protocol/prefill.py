@@ -29,20 +29,23 @@ from baton.wire import Integrity, Mode
 class PrefillHandoff(Half):
     """State machine of P for one attempt. It may begin with `Opened` or with a REGISTER.
 
-    `groups` are the names of the groups of which this pair of ranks moves bytes: those of P's rank, until D's instance
-    is known. `handle` raises `ProtocolError` for a REGISTER that contradicts them, and for a REPAIR of what was not
-    wanted; the attempt is then as before.
+    `ticket` is the router's signed ticket by which P's engine or D began the attempt. `groups` are the names of the
+    groups of which this pair of ranks moves bytes: those of P's rank, until D's instance is known. `handle` raises
+    `ProtocolError` for an ANNOUNCE or REGISTER that shows another ticket, for a REGISTER that contradicts the groups,
+    and for a REPAIR of what was not wanted; the attempt is then as before.
     """
 
     def __init__(
         self,
         key: AttemptKey,
         mode: Mode,
+        ticket: str,
         groups: Sequence[str],
         max_retries: int = 3,
         integrity: Integrity = "off",
     ) -> None:
         super().__init__(key, mode, max_retries, integrity)
+        self._ticket = ticket
         self.groups = frozenset(groups)
         self.phase = PrefillPhase.OPEN
         self.opened = False
@@ -68,6 +71,11 @@ class PrefillHandoff(Half):
     def closed(self) -> bool:
         """True when the machine can be replaced by its terminal reply."""
         return self.phase is PrefillPhase.CLOSED
+
+    def begun_with(self, ticket: str) -> bool:
+        """Whether a ticket is the one by which this attempt began. What is closed has let go of it, starts nothing, and
+        tells all the same."""
+        return self.closed or ticket == self._ticket
 
     def handle(self, event: ev.MachineEvent) -> list[ev.Action]:
         """Take one event; the actions are to be carried out in order."""
@@ -107,6 +115,8 @@ class PrefillHandoff(Half):
     # ------------------------------------------------------------ messages
 
     def _receive(self, message: msg.AttemptMessage) -> list[ev.Action]:
+        if isinstance(message, msg.Announce | msg.Register) and not self.begun_with(message.ticket):
+            raise ProtocolError("the ticket is not the one by which this attempt began")
         self._known = True
         match message:
             case msg.Announce():
@@ -286,8 +296,8 @@ class PrefillHandoff(Half):
         return answer + self._release(self.reason)
 
     def _close(self) -> None:
-        # What is left is a tombstone, which answers until its ticket has expired: let go of the tables.
-        self.phase, self._register, self._offer = PrefillPhase.CLOSED, None, None
+        # What is left is a tombstone, which answers until its ticket has expired: let go of the tables and the text.
+        self.phase, self._ticket, self._register, self._offer = PrefillPhase.CLOSED, "", None, None
         self._stretches.forget()
 
     def _answer(self) -> list[ev.Action]:

@@ -1,0 +1,126 @@
+"""A claim shows the ticket of its attempt, however often it is laid and whatever came before it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+import pytest
+
+from baton.errors import ProtocolError
+from baton.handoff.protocol import events as ev
+from baton.handoff.protocol import messages as msg
+from baton.handoff.protocol.prefill import PrefillHandoff
+from baton.handoff.protocol.ticket import SignedTicket, mint
+from baton.kv.interval import Interval
+from tests.support.modelled_network import N, Node, World
+
+KEY = msg.AttemptKey(b"0" * 16, 0, "p", "d")
+WHOLE = {"target": Interval(0, N)}
+PAGES = {"target": [3, 4]}
+FOREIGN = {"target": [9, 10]}
+Mode = Literal["push", "pull"]
+MODES = pytest.mark.parametrize("mode", ["push", "pull"])
+
+
+def register(key: msg.AttemptKey, ticket: str, mode: str, pages: dict[str, list[int]] = PAGES) -> msg.Register:
+    return msg.Register(key, ticket, WHOLE, pages if mode == "push" else {})
+
+
+@MODES
+@pytest.mark.parametrize("before", ["nothing", "announced", "registered"])
+def test_a_machine_takes_no_claim_with_another_ticket(mode: Mode, before: str) -> None:
+    p = PrefillHandoff(KEY, mode, "t", ["target"])
+    p.handle(ev.Opened())
+    if before != "nothing":
+        p.handle(ev.Received(msg.Announce(KEY, "t")))
+    if before == "registered":
+        p.handle(ev.Received(register(KEY, "t", mode)))
+    for forged in (msg.Announce(KEY, "other"), register(KEY, "other", mode, FOREIGN)):
+        with pytest.raises(ProtocolError, match="ticket"):
+            p.handle(ev.Received(forged))
+    assert p.announced is (before != "nothing")
+    assert p.registered is (before == "registered")
+    actions = p.handle(ev.Received(register(KEY, "t", mode)))
+    actions += p.handle(ev.Declared(N, {"target": [1, 2]}, {"target": N}))
+    assert [a.dest_pages for a in actions if isinstance(a, ev.StartCopy)] == ([[3, 4]] if mode == "push" else [])
+
+
+@MODES
+def test_what_is_over_tells_all_the_same(mode: Mode) -> None:
+    p = PrefillHandoff(KEY, mode, "t", ["target"])
+    for event in (ev.Opened(), ev.Received(msg.Announce(KEY, "t")), ev.Abort("gone")):
+        p.handle(event)
+    for claim in (msg.Announce(KEY, "other"), register(KEY, "other", mode)):
+        assert p.handle(ev.Received(claim)) == [ev.Send(msg.Cancelled(KEY, "gone"))]
+
+
+@MODES
+@pytest.mark.parametrize("when", ["announced", "registered"])
+def test_a_forged_claim_of_an_attempt_under_way_costs_it_nothing(world: World, mode: Mode, when: str) -> None:
+    p, d = Node(world, "P"), Node(world, "D")
+    ticket, other = world.ticket(p, d, mode), world.ticket(p, d, mode)
+    p.node.open_prefill(ticket)
+    d.node.announce_decode(ticket)
+    world.run(0.5)
+    if when == "registered":
+        d.node.open_decode(ticket, WHOLE, PAGES)
+        world.run(0.5)
+    (session,) = d.node.sessions.servers.values()
+    for forged in (msg.Announce(ticket.key, other.text), register(ticket.key, other.text, mode, FOREIGN)):
+        d.channel.send(session.connection, forged)
+    world.run(0.5)
+    assert p.node.stats().rejected == 2
+    assert p.sent(msg.Nack) == []
+    p.node.to_prefill(ticket.key, ev.PagesGiven())
+    p.memory[:] = 7
+    world.prefill(p, ticket)
+    if when == "announced":
+        d.node.open_decode(ticket, WHOLE, PAGES)
+    world.run(1)
+    assert d.count(ev.DecodeCommitted) == 1
+    page = d.memory.size // 16
+    assert [int(d.memory[i * page]) for i in (3, 4, 9, 10)] == [7, 7, 0, 0]
+
+
+def test_a_claim_that_waits_vouches_for_no_other_ticket(world: World) -> None:
+    """The later attempt waits for the earlier one to be quiet; what registers it meanwhile must show its own ticket."""
+    p, d = Node(world, "P", stuck=True), Node(world, "D")
+    first = world.begin(p, d, "push")
+    world.prefill(p, first)
+    world.run(0.5)
+    second = msgspec.structs.replace(first, attempt=1)
+    second = SignedTicket.of(second, mint(b"k", second))
+    d.node.announce_decode(second)
+    world.run(0.5)
+    assert p.node.routing.claims.holding
+    (session,) = d.node.sessions.servers.values()
+    d.channel.send(session.connection, register(second.key, first.text, "push"))
+    world.run(0.2)
+    assert d.failures() == ["superseded", "register_refused"]
+
+
+@pytest.mark.parametrize("first", ["P", "D"])
+def test_two_tickets_for_one_attempt_end_it(world: World, first: str) -> None:
+    """As a router would sign them that begins a request twice: what D wants may be another prompt's."""
+    p, d = Node(world, "P"), Node(world, "D")
+    ticket = world.ticket(p, d, "push")
+    twin = msgspec.structs.replace(ticket, request_digest=bytes(range(32)))
+    twin = SignedTicket.of(twin, mint(b"k", twin))
+    assert twin.key == ticket.key
+    if first == "P":
+        p.node.open_prefill(ticket)
+    d.node.open_decode(twin, WHOLE, PAGES)
+    world.run(0.5)
+    if first == "D":
+        p.node.open_prefill(ticket)
+    world.prefill(p, ticket)
+    world.run(1)
+    assert d.failures() == ["register_refused"]
+    assert d.count(ev.DecodeReleased) == 1
+    assert d.count(ev.DecodeCommitted) == 0
+    if first == "P":
+        # Its client has the answer of P's leg, and P waits no longer than for any D that does not come.
+        world.run(110)
+    assert p.count(ev.PrefillReleased) == 1
+    assert world.settled()
