@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
+import numpy as np
 
+from baton.engine import planning
+from baton.engine.plan import DraftSlots
 from baton.handoff.plan import planner
 from baton.kv.cache import KVCache
 from baton.kv.geometry import Geometry
 from baton.kv.interval import Interval, Rules
+from baton.kv.spec import Owner
 from baton.kv.tables import BlockTables, Destination
 from simulation.mutations.registry import Patch, mutation
 
@@ -64,3 +69,27 @@ def _scratch_slot_is_sent() -> list[Patch]:
         return {**original(self, tables, num_tokens), **{name: slots[:1] for name, slots in tables.scratch.items()}}
 
     return [(KVCache, "offered", offered)]
+
+
+@mutation("the state that a drafter goes on from has seen known tokens alone")
+def _draft_state_has_seen_drafts() -> list[Patch]:
+    original = KVCache.accept
+
+    def accept(
+        self: KVCache, tables: BlockTables, num_accepted: int, num_computed: int, owner: Owner = "target"
+    ) -> None:
+        of_drafts = owner == "draft" and all(len(tables.scratch[name]) > 1 for name in self._states_of["draft"])
+        original(self, tables, num_accepted + of_drafts, num_computed, owner)
+
+    return [(KVCache, "accept", accept)]
+
+
+@mutation("states behind drafts have slots of their own")
+def _drafts_go_over_the_state() -> list[Patch]:
+    original = planning._draft_slots
+
+    def slots(draft_rows: Sequence[Any], group: str) -> DraftSlots:
+        found = original(draft_rows, group)
+        return replace(found, scratch=np.repeat(found.scratch[:, :1], found.scratch.shape[1], axis=1))
+
+    return [(planning, "_draft_slots", slots)]

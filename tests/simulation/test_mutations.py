@@ -20,6 +20,8 @@ FOUND_AT = {
     "cancelled_while_reading": 69,
     "commit_after_failure": 48,
     "confirm_after_release": 55,
+    "draft_state_has_seen_drafts": 33,
+    "drafts_go_over_the_state": 33,
     "duplicate_commit_is_progress": 538,
     "every_pair_wants_all": 28,
     "failed_copy_counts": 48,
