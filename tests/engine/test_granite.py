@@ -44,6 +44,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "experts": {"num_local_experts": 5, "num_experts_per_tok": 2},
     "one expert": {"num_local_experts": 1, "num_experts_per_tok": 1, "intermediate_size": 36, "mamba_n_heads": 4},
     "one head": {"mamba_n_heads": 1, "layer_types": ["attention", "mamba", "attention", "mamba"]},
+    "states alone": {"num_hidden_layers": 2, "layer_types": ["mamba", "mamba"]},
 }
 Find = Callable[[str], Path]
 
@@ -122,9 +123,12 @@ def test_neither_chunks_nor_neighbours_nor_drafts_change_a_bit(name: str, dtype:
             assert alone == expected[::4]
 
 
-def test_a_handoff_changes_neither_tokens_nor_acceptance(find: Find, tmp_path: Path) -> None:
-    """Drafts are rejected and accepted, and the state goes back to where the last accepted one stood."""
-    common = settings(find("dense 1"), find("dense 1 head"), integrity="full", max_num_batched_tokens=32)
+@pytest.mark.parametrize(("name", "drafts"), [("dense 1", True), ("states alone 8", False)])
+def test_a_handoff_changes_neither_tokens_nor_acceptance(name: str, drafts: bool, find: Find, tmp_path: Path) -> None:
+    """Drafts are rejected and accepted, and the state goes back to where the last accepted one stood. A model of states
+    alone has no pages at all."""
+    head = find(f"{name} head") if drafts else None
+    common = settings(find(name), head, integrity="full", max_num_batched_tokens=32)
     modes: tuple[Mode, Mode] = ("push", "pull")
     with stepped(**common) as single, pair(tmp_path, {"block_size": 7}, **common) as two:
         whole = single.all_of(PROMPTS, PARAMS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,8 @@ from baton.engine.executor import LocalExecutor
 from baton.engine.runner import ModelRunner
 from baton.errors import EngineUnavailableError, RequestError
 from baton.wire import SamplingParams, TokenChunk
-from tests.engine.engines import EAGLE3, TARGET, request
+from tests.engine.engines import EAGLE3, TARGET, request, stepped
+from tests.support.drafters_tokens import draft_model
 
 PROMPTS = [[1, 2, 3], [7, 8], [9] * 20, [4, 5, 6, 7]]
 GUILTY = 2
@@ -176,6 +178,19 @@ async def test_an_engine_that_can_compute_nothing_fails_as_a_whole(
         assert failures == ["the engine failed: RuntimeError('the device is gone')"]
         engine.on_failure(failures.append)  # late, and told at once
         assert len(failures) == 2
+
+
+@pytest.mark.parametrize("page", [2, 16])
+def test_a_request_that_leaves_nothing_to_choose_ends_alone(page: int, tmp_path: Path) -> None:
+    """Whether the engine is broken is asked of a token and the drafts behind it, which may need more than one page."""
+    drafter = SpeculativeConfig.parse(draft_model(tmp_path, num=5, vocab_size=2048))
+    with stepped(speculative_config=drafter, block_size=page, kv_cache_memory=4 << 20) as one:
+        barred = one.engine.tokenizer.encode("a", add_special_tokens=False)
+        ended = one.run("guilty", PROMPTS[0], params(allowed_token_ids=tuple(barred), bad_words=("a",)))
+        assert ended.error is not None
+        assert "leaves no token to choose" in ended.error
+        assert len(one.run("after", PROMPTS[0], params(ignore_eos=True)).token_ids) == 6
+        assert one.is_idle()
 
 
 async def test_a_canary_leaves_nothing(quiet: list[list[int]]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gzip
 import json
 import logging
 from pathlib import Path
@@ -59,6 +60,28 @@ class Raw:
         head, _, body = bytes(answer).partition(b"\r\n\r\n")
         self.writer.close()
         return int(head.split()[1]), json.loads(body)
+
+
+async def test_bodies_that_cannot_be_decoded_are_refused(
+    directory: Path, session: aiohttp.ClientSession, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With nothing in the log: whoever sends one wants to fill it. The same for a body that says how long it is."""
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+    encoded = head + b"Content-Encoding: %b\r\nContent-Length: 9\r\n\r\nnot that."
+    cut = gzip.compress(b" " * 10_000 + b"{}")[:40]
+    async with served(app_with(directory)) as url:
+        for data, expected in (
+            (encoded % b"gzip", b"400"),
+            (encoded % b"deflate", b"400"),
+            (head + b"Transfer-Encoding: chunked\r\n\r\n1\r\n{\r\nwhat?\r\n", b"400"),
+            (head + b"Content-Encoding: gzip\r\nContent-Length: 40\r\n\r\n" + cut, b"400"),
+            (head + b"Content-Length: 99999999999\r\n\r\n{", b"413"),
+        ):
+            raw = await Raw.open(url, data)
+            answer = await asyncio.wait_for(raw.reader.readuntil(b"}}"), LIMIT_S)
+            assert answer.split()[1] == expected, data
+            raw.writer.close()
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
 async def test_half_sent_requests_end(directory: Path, session: aiohttp.ClientSession) -> None:
@@ -131,7 +154,7 @@ async def test_who_leaves_as_the_body_comes_has_left(turns: int) -> None:
     bodies = Bodies(HttpLimits())
 
     async def handle() -> None:
-        async with bodies.read(cast("web.Request", SimpleNamespace(content=content))):
+        async with bodies.read(cast("web.Request", SimpleNamespace(content=content, content_length=2))):
             await asyncio.sleep(3600)
 
     task = asyncio.create_task(handle())

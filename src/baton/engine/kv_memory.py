@@ -49,8 +49,10 @@ def model_groups(config: EngineConfig, model: CausalLM, drafter: Drafter | None)
         if group.kind == "state" and (named := sizes.keys() & {group.name, group.kind} - {group.owner}):
             raise ConfigError("block_size", f"{min(named)!r}: states have no tokens to a page; see --mamba-block-size")
     known = {name for group in groups if group.kind != "state" for name in _names(group)}
-    if unknown := sizes.keys() - known:
-        raise ConfigError("block_size", f"there is no group {min(unknown)!r}; there are {', '.join(sorted(known)[1:])}")
+    # Where all layers have states, there is nothing that the size for all would be for.
+    if unknown := sizes.keys() - known - {""}:
+        there = ", ".join(sorted(known)[1:]) or "none with pages"
+        raise ConfigError("block_size", f"there is no group {min(unknown)!r}; there are {there}")
     return groups
 
 

@@ -315,11 +315,12 @@ class KVCache:
             pool.leave_quarantine(pages)
 
     def spare(self) -> BlockTables | None:
-        """Tables of one page per group that belong to no request; None where there is no room. `release` ends them."""
+        """Tables for a token and the slots for drafts behind it, of no request; None where there is no room. `release`
+        ends them."""
         tables = BlockTables()
         try:
             for name, pool in self.pools.items():
-                tables.set_pages(name, pool.allocate(1))
+                tables.set_pages(name, pool.allocate(self._num_pages(name, 1)))
         except CapacityError:
             self.release(tables)
             return None

@@ -67,6 +67,12 @@ class ClientConnection(web.RequestHandler):
         response.force_close()
         return response
 
+    def log_exception(self, *args: Any, **options: Any) -> None:
+        """Log what failed outside the app, but for a body that cannot be decoded: aiohttp reads on in it after it was
+        refused."""
+        if not isinstance(options.get("exc_info"), web.RequestPayloadError):
+            super().log_exception(*args, **options)
+
     def _idle(self) -> bool:
         """Whether it waits for a request, or for the rest of one's head."""
         return self._waiter is not None and not self._waiter.done()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
-from baton.errors import OverloadedError
+from baton.errors import OverloadedError, RequestError
 from baton.timeouts import timeout
 
 
@@ -40,9 +40,11 @@ class Bodies:
     async def read(self, request: web.Request) -> AsyncIterator[bytes]:
         """A request's body, held until the context ends.
 
-        Raises `HTTPRequestTimeout` when it comes too slowly, `HTTPRequestEntityTooLarge`, and `OverloadedError` when
-        the bodies held exceed `HttpLimits.bodies_bytes`.
+        Raises `HTTPRequestTimeout` when it comes too slowly, `HTTPRequestEntityTooLarge`, `RequestError` for one that
+        cannot be decoded, and `OverloadedError` when the bodies held exceed `HttpLimits.bodies_bytes`.
         """
+        if (request.content_length or 0) > self._limits.body_bytes:
+            raise web.HTTPRequestEntityTooLarge(self._limits.body_bytes, request.content_length or 0)
         size = 0
         body = bytearray()
         try:
@@ -58,6 +60,8 @@ class Bodies:
                         body.extend(part)
             except asyncio.TimeoutError:
                 raise web.HTTPRequestTimeout from None
+            except web.RequestPayloadError:
+                raise RequestError("the request body is not what Transfer-Encoding or Content-Encoding says") from None
             whole = bytes(body)
             body.clear()
             yield whole
