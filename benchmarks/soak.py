@@ -1,7 +1,8 @@
 """`python -m benchmarks.soak`: many requests at moderate load, some of them left in mid-stream. Does anything grow?
 
 Each answer must be exact. After each tenth the load rests, and every process is looked at: memory of its own,
-descriptors, threads; and every engine: pages, requests, handoffs.
+descriptors, threads, and the CPU time that the tenth's requests took there, which tells what has become slower where a
+busy machine makes clocks say little; and every engine: pages, requests, handoffs.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from baton.bench.client import stream_completion
 from baton.errors import BatonError
 from baton.openai.client import OpenAIClient
 from baton.text import Tokenizer
+from baton.transports.process import stat_of
 from baton.verify.observe import Case, Observed, make_cases
 from baton.verify.sides import InProcess
 from baton.wire import SamplingParams
@@ -45,29 +47,37 @@ class SoakConfig:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """A process at rest. `mib`: anonymous memory."""
+    """A process at rest. `mib`: anonymous memory; `cpu_s`: CPU time since its start."""
 
     mib: float
     descriptors: int
     threads: int
+    cpu_s: float
 
 
 @dataclass(slots=True)
 class SoakReport:
-    """By tenth: the median time of a whole answer in seconds, and each process's figures."""
+    """By tenth: the median time of a whole answer in seconds, CPU seconds of each process for one request, and each
+    process's figures at its end."""
 
     num_exact: int = 0
     num_left: int = 0
     p50_s: list[float] = field(default_factory=list)
+    cpu_s: list[dict[str, float]] = field(default_factory=list)
     figures: list[dict[str, Figures]] = field(default_factory=list)
 
     def table(self) -> str:
         """All of it as text."""
         lines = [f"{self.num_exact} exact, {self.num_left} left in mid-stream"]
-        for number, (p50, figures) in enumerate(zip(self.p50_s, self.figures, strict=True), 1):
-            each = "; ".join(f"{n} {f.mib:.0f} MiB {f.descriptors} fd {f.threads} thr" for n, f in figures.items())
+        for number, (p50, cpu_s, figures) in enumerate(zip(self.p50_s, self.cpu_s, self.figures, strict=True), 1):
+            each = "; ".join(
+                f"{name} {1e3 * cpu_s[name]:.2f} ms CPU {f.mib:.0f} MiB {f.descriptors} fd {f.threads} thr"
+                for name, f in figures.items()
+            )
             lines.append(f"tenth {number}: p50 {1e3 * p50:.1f} ms; {each}")
-        return "\n".join([*lines, f"p50 of the last tenth over the first's: {self.p50_s[-1] / self.p50_s[0]:.3f}"])
+        first, last = (sum(tenth.values()) for tenth in (self.cpu_s[0], self.cpu_s[-1]))
+        ratios = f"p50 {self.p50_s[-1] / self.p50_s[0]:.3f}, CPU time of a request {last / first:.3f}"
+        return "\n".join([*lines, f"last tenth over first: {ratios}"])
 
 
 def run_soak(config: SoakConfig) -> SoakReport:
@@ -93,13 +103,17 @@ class _Soak:
     async def run(self) -> SoakReport:
         timeout = aiohttp.ClientTimeout(total=120.0)
         async with aiohttp.ClientSession(timeout=timeout) as self._session:
+            number = self._config.requests // TENTHS
             for _ in range(TENTHS):
                 times: list[float] = []
-                numbers = iter(range(self._config.requests // TENTHS))
+                numbers = iter(range(number))
+                before = {name: _cpu_s(pid) for name, pid in self._deployment.pids.items()}
                 await asyncio.gather(*(self._client(numbers, times) for _ in range(self._config.clients)))
                 await until_idle(self._session, self._deployment.engine_urls)
                 self._report.p50_s.append(statistics.median(times))
-                self._report.figures.append({name: _figures(pid) for name, pid in self._deployment.pids.items()})
+                figures = {name: _figures(pid) for name, pid in self._deployment.pids.items()}
+                self._report.figures.append(figures)
+                self._report.cpu_s.append({name: (f.cpu_s - before[name]) / number for name, f in figures.items()})
         return self._report
 
     async def _client(self, numbers: Iterator[int], times: list[float]) -> None:
@@ -124,7 +138,13 @@ class _Soak:
 def _figures(pid: int) -> Figures:
     status = process_status(pid)
     descriptors = len(os.listdir(f"/proc/{pid}/fd"))
-    return Figures(own_mib(status), descriptors, int(status["Threads"]))
+    return Figures(own_mib(status), descriptors, int(status["Threads"]), _cpu_s(pid))
+
+
+def _cpu_s(pid: int) -> float:
+    fields = stat_of(pid)
+    assert fields is not None, f"process {pid} has ended"
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def main() -> None:

@@ -96,7 +96,9 @@ def test_bfloat16(name: str) -> None:
         pool.kv, LAYER, AttnRows(q, k, v, 0.2), pool.batch({0: (0, 90)}), None
     )
     assert out.dtype is torch.bfloat16
-    torch.testing.assert_close(out.double(), naive(q, k, v, 0.2, None), rtol=1e-2, atol=2e-2)
+    # Scores and sums are float32 whatever the instructions: what is rounded is the output.
+    tolerances = {"rtol": 2**-8, "atol": 1e-5} if name == "paged_cpu" else {"rtol": 1e-2, "atol": 2e-2}
+    torch.testing.assert_close(out.double(), naive(q, k, v, 0.2, None), **tolerances)
     page, slot = int(pool.table[0, 2]), 35 - 32
     assert torch.equal(pool.kv[page, LAYER, 0, slot], k[35])
     assert torch.equal(pool.kv[page, LAYER, 1, slot], v[35])
@@ -114,7 +116,7 @@ def test_large_scores_do_not_overflow(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window", [None, 50])
-@pytest.mark.parametrize("size", [16, 20])
+@pytest.mark.parametrize("size", [16, 20, 32])  # 32: bfloat16 in pairs, where the CPU has them
 def test_paged_rows_are_equal_to_the_bit(dtype: torch.dtype, window: int | None, size: int) -> None:
     """Whatever the chunks, the neighbours in the batch, the page size, the page order and the threads."""
     lengths, heads, groups = [170, 1, 64, 129], 4, 2

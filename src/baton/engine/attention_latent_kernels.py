@@ -118,7 +118,7 @@ def _attend_block(
             ):
                 return False
             offset += plane.shape[4]
-        attend_tile(base, 0, seen, queries, keys, values, sums, maxima, totals, scores, factors, edges)
+        attend_tile(base, 0, seen, queries, keys, values, sums, maxima, totals, scores, factors, edges, 0, _ZERO)
     element = out[0, 0]
     for i in range(count):
         for d in range(latent):

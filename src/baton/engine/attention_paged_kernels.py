@@ -17,6 +17,7 @@ from numba import carray  # type: ignore[attr-defined]
 
 from baton.engine.attention_tiles import F32_BYTES, MINUS_INFINITY, TILE, TOGETHER, attend_tile
 from baton.models.cpu_kernels import from_f32, jit, to_f32
+from baton.models.cpu_pairs import HAS_PAIRS
 from baton.models.cpu_team import Kernel, float_of, pointer, take
 from baton.models.cpu_vectors import LANES, touch, transpose, widen
 
@@ -84,11 +85,13 @@ def _write(kv: Any, layer: int, k: Any, v: Any, positions: Any, query_start: Any
 
 @jit
 def _load_tile(
-    kv: Any, layer: int, head: int, pages: Any, base: int, first: int, last: int, keys: Any, values: Any, rows: Any
-) -> bool:
+    kv: Any, layer: int, head: int, pages: Any, base: int, first: int, last: int, keys: Any, values: Any, rows: Any,
+    in_pairs: bool,
+) -> bool:  # fmt: skip
     """Tokens [first, last) of the tile at `base` as float32: keys [D, 64], transposed, values [64, D].
 
-    `rows` int64 [16] is room for addresses. Other lanes get numbers without meaning. False: a bad page id.
+    `in_pairs`: keys as they are, [D / 2, 64, 2]. `rows` int64 [16] is room for addresses. Other lanes get numbers
+    without meaning. False: a bad page id.
     """
     page_size, size = kv.shape[3], kv.shape[5]
     whole = size - size % LANES
@@ -117,10 +120,16 @@ def _load_tile(
             for d in range(whole, size):
                 keys[d, lane + j] = to_f32(kv[page, layer, 0, slot, head, d])
                 values[lane + j, d] = to_f32(kv[page, layer, 1, slot, head, d])
-        for d in range(0, whole, LANES):
-            transpose(element, rows_at, keys_at + d * key_bytes + lane * F32_BYTES, key_bytes)
-            for j in range(LANES):
-                rows[j] += LANES * kv.itemsize
+        if in_pairs:
+            for d in range(0, size // 2, LANES):
+                transpose(_ZERO, rows_at, keys_at + d * key_bytes + lane * F32_BYTES, key_bytes)
+                for j in range(LANES):
+                    rows[j] += LANES * F32_BYTES
+        else:
+            for d in range(0, whole, LANES):
+                transpose(element, rows_at, keys_at + d * key_bytes + lane * F32_BYTES, key_bytes)
+                for j in range(LANES):
+                    rows[j] += LANES * kv.itemsize
     return True
 
 
@@ -160,10 +169,19 @@ def _attend_block(
     maxima, totals = np.full(count, MINUS_INFINITY), np.zeros(count, np.float32)
     scores, factors = np.empty((TOGETHER, TILE), np.float32), np.empty(TOGETHER, np.float32)
     rows, edges, seen = np.empty(LANES, np.int64), np.empty((2, TOGETHER), np.int64), np.empty(count, np.int64)
+    # bfloat16 is multiplied in pairs, which stay as they lie, where the CPU can and they fill whole vectors.
+    in_pairs = HAS_PAIRS and kv.itemsize == 2 and size % (2 * LANES) == 0
+    pairs = np.empty((count if in_pairs else 0, size), query.dtype)
+    pairs_at = np.int64(pairs.ctypes.data) if in_pairs else np.int64(0)
     for i in range(count):
-        seen[i] = positions[start + i // group]
-        for d in range(size):
-            queries[i, d] = to_f32(query[start + i // group, (head * group + i % group) * size + d]) * scale
+        row, first = start + i // group, (head * group + i % group) * size
+        seen[i] = positions[row]
+        if in_pairs:
+            for d in range(size):
+                pairs[i, d] = query[row, first + d]
+        else:
+            for d in range(size):
+                queries[i, d] = to_f32(query[row, first + d]) * scale
         if len(sinks):
             # A sink is a logit that has been summed before the first tile, with no value.
             maxima[i], totals[i] = sinks[head * group + i % group], _ONE
@@ -175,9 +193,13 @@ def _attend_block(
     for base in range(oldest // TILE * TILE, limit, TILE):
         if ahead > 0 and (base - oldest // TILE * TILE) % stretch == 0:
             _read_ahead(kv, layer, head, ahead, pages, max(base, oldest), min(base + stretch, limit))
-        if not _load_tile(kv, layer, head, pages, base, max(base, oldest), min(base + TILE, limit), keys, values, rows):
+        if not _load_tile(
+            kv, layer, head, pages, base, max(base, oldest), min(base + TILE, limit), keys, values, rows, in_pairs
+        ):
             return False
-        attend_tile(base, window, seen, queries, keys, values, sums, maxima, totals, scores, factors, edges)
+        attend_tile(
+            base, window, seen, queries, keys, values, sums, maxima, totals, scores, factors, edges, pairs_at, scale
+        )
     element = out[0, 0]
     for i in range(count):
         for d in range(size):

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from baton.models.cpu_kernels import exp32, jit
+from baton.models.cpu_pairs import HAS_PAIRS, pair_products
 from baton.models.cpu_vectors import LANES, WIDE, exponentials, largest, products
 
 TILE = WIDE * LANES
@@ -63,15 +64,31 @@ def _multiply(
 
 
 @jit
+def _multiply_pairs(num_rows: int, left: Any, row_bytes: int, right: Any, steps: int, scale: Any, out: Any) -> None:
+    """As `pair_products`, of 1 to 4 rows."""
+    if num_rows == 4:
+        pair_products(4, left, row_bytes, right, steps, scale, out)
+    elif num_rows == 3:
+        pair_products(3, left, row_bytes, right, steps, scale, out)
+    elif num_rows == 2:
+        pair_products(2, left, row_bytes, right, steps, scale, out)
+    else:
+        pair_products(1, left, row_bytes, right, steps, scale, out)
+
+
+@jit
 def attend_tile(
     base: int, window: int, seen: Any, queries: Any, keys: Any, values: Any, sums: Any, maxima: Any, totals: Any,
-    scores: Any, factors: Any, edges: Any,
+    scores: Any, factors: Any, edges: Any, pairs_at: Any, scale: Any,
 ) -> None:  # fmt: skip
     """Add the tile of tokens [base, base + 64) to the `sums` [N, P], `maxima` [N] and `totals` [N] of all vectors.
 
     `seen` int64 [N]: the position of each vector, which sees the `window` tokens up to there; 0: all. queries [N, D],
     keys [D, 64], values [64, P], float32; lanes that no vector sees may hold anything. Room: `scores` [4, 64],
     `factors` [4], `edges` int64 [2, 4].
+
+    `pairs_at`: 0, or the address of queries as bfloat16 [N, D] that are used instead, times `scale`; keys are then
+    pairs of bfloat16 [D / 2, 64, 2].
     """
     count, size, padded = queries.shape[0], queries.shape[1], values.shape[1]
     keys_at, values_at = np.int64(keys.ctypes.data), np.int64(values.ctypes.data)
@@ -89,7 +106,10 @@ def attend_tile(
         if first >= last:
             continue
         left = queries_at + i * size * F32_BYTES
-        _multiply(together, left, size * F32_BYTES, keys_at, score_bytes, size, 0, scores_at, score_bytes, TILE)
+        if HAS_PAIRS and pairs_at != 0:
+            _multiply_pairs(together, pairs_at + i * size * 2, size * 2, keys_at, size // 2, scale, scores_at)
+        else:
+            _multiply(together, left, size * F32_BYTES, keys_at, score_bytes, size, 0, scores_at, score_bytes, TILE)
         for j in range(together):
             at = scores_at + j * score_bytes
             factors[j] = _ONE

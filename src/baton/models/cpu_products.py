@@ -9,24 +9,22 @@ that oneDNN 3 takes it has the bits of oneDNN's rows. `linear` relies on that on
 from __future__ import annotations
 
 import ctypes
-import functools
 from collections.abc import Callable
 from typing import Any, cast
 
 import numba
 import numpy as np
 import torch
-from llvmlite import binding, ir  # type: ignore[import-untyped]
+from llvmlite import ir  # type: ignore[import-untyped]
 from numba import carray  # type: ignore[attr-defined]
-from numba.core import config as untyped_config
 from numba.extending import intrinsic
 from torch import Tensor
 
 from baton.models.cpu_kernels import jit
+from baton.models.cpu_pairs import HAS_PAIRS, PAIRS, multiply_add
 from baton.models.cpu_team import Kernel, arguments, take, threads_for
 from baton.models.cpu_vectors import LANES, WIDE, cgutils, load, load_wide, splat, store_narrow
 
-_config: Any = untyped_config
 # Rows up to which a call costs less than oneDNN's; above, both are limited by products alone.
 MOST_ROWS = 64
 _BLOCK = WIDE * LANES
@@ -38,22 +36,6 @@ _SPANS = (512, 1024)
 _NUM_ARGUMENTS = 9
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
 _VECTOR = ir.VectorType(ir.FloatType(), LANES)
-
-
-class _BFloat(ir.Type):  # type: ignore[misc]
-    """LLVM's type, which llvmlite does not name."""
-
-    def _to_string(self) -> str:
-        return "bfloat"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _BFloat)
-
-    def __hash__(self) -> int:
-        return hash(_BFloat)
-
-
-_PAIRS = ir.VectorType(_BFloat(), 2 * LANES)
 
 
 def _pair_products(
@@ -75,9 +57,7 @@ def _pair_products(
         sums = {place: cgutils.alloca_once(builder, _VECTOR) for place in places}
         for place in places:
             builder.store(nothing, totals[place])
-        function_type = ir.FunctionType(_VECTOR, [_VECTOR, _PAIRS, _PAIRS])
-        name = "llvm.x86.avx512bf16.dpbf16ps.512"
-        multiply_add = cgutils.get_or_insert_function(builder.module, function_type, name)
+        pair_sums = multiply_add(builder)
         starts = [builder.add(left, builder.mul(row_bytes, ir.Constant(_I64, row))) for row in range(rows)]
         one = ir.Constant(_I64, 1)
         num_spans = builder.sdiv(builder.add(steps, builder.sub(span, one)), span)
@@ -89,13 +69,13 @@ def _pair_products(
                 builder.store(nothing, sums[place])
             with cgutils.for_range_slice(builder, first, last, one, intp=_I64) as (step, _):
                 here = builder.add(right, builder.mul(step, ir.Constant(_I64, _ROW_BYTES)))
-                weights = [builder.bitcast(load(builder, here, 4 * LANES * chunk), _PAIRS) for chunk in range(chunks)]
+                weights = [builder.bitcast(load(builder, here, 4 * LANES * chunk), PAIRS) for chunk in range(chunks)]
                 offset = builder.mul(step, ir.Constant(_I64, 4))
                 for row in range(rows):
-                    pair = builder.bitcast(splat(builder, load(builder, starts[row], offset, _I32)), _PAIRS)
+                    pair = builder.bitcast(splat(builder, load(builder, starts[row], offset, _I32)), PAIRS)
                     for chunk in range(chunks):
                         total = builder.load(sums[row, chunk])
-                        builder.store(builder.call(multiply_add, [total, weights[chunk], pair]), sums[row, chunk])
+                        builder.store(builder.call(pair_sums, [total, weights[chunk], pair]), sums[row, chunk])
             for place in places:
                 total = builder.fadd(builder.load(totals[place]), builder.load(sums[place]))
                 builder.store(total, totals[place])
@@ -166,16 +146,11 @@ def _multiply(arguments: Any) -> None:
 _MULTIPLY = Kernel(_multiply)
 
 
-@functools.cache
-def _has_instruction() -> bool:
-    return not _config.CPU_NAME and bool(binding.get_host_cpu_features().get("avx512bf16"))
-
-
 def address(weight: Tensor, packed: Tensor) -> int | None:
     """Where the numbers of `packed` [N, K] lie, a copy of bfloat16 `weight`; None where the kernel cannot read them:
     on another CPU, of other sizes, or where this oneDNN lays them out otherwise."""
     outputs, columns = weight.shape
-    if weight.dtype is not torch.bfloat16 or outputs % _BLOCK or columns % 2 or not _has_instruction():
+    if weight.dtype is not torch.bfloat16 or outputs % _BLOCK or columns % 2 or not HAS_PAIRS:
         return None
     operators: Any = torch.ops.mkldnn
     try:
