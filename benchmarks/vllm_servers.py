@@ -32,6 +32,8 @@ ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_SSM_CONV_STATE_LAYOUT": "DS",
 }
+# Flags of all servers, which a server's own may replace.
+FLAGS = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "4096"]
 # By its name, since vLLM makes "uni" into "mp" on CPUs: two processes, which spin on a queue between them for a second
 # after every message. Servers that share few cores would wait for each other's spinning.
 ONE_PROCESS = ("--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor")
@@ -136,13 +138,13 @@ def serve(python: str, model: str, folder: Path, configs: Sequence[ServerConfig]
 def _start(python: str, model: str, folder: Path, config: ServerConfig) -> VllmServer:
     port = free_port()
     command = [python, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--model", model, "--served-model-name", "demo", "--dtype", "float32", "--enforce-eager"]
-    command += ["--max-model-len", "4096", *config.flags]
+    command += ["--model", model, "--served-model-name", "demo", *FLAGS, *config.flags]
     if config.kv_transfer_config is not None:
         command += ["--kv-transfer-config", json.dumps(dict(config.kv_transfer_config))]
     root = Path(__file__).parents[1]
-    path = os.pathsep.join(p for p in (config.environment.get("PYTHONPATH"), str(root / "src"), str(root)) if p)
-    environment = {**os.environ, **ENVIRONMENT, **config.environment, "PYTHONPATH": path}
+    own = {**ENVIRONMENT, **config.environment}
+    path = os.pathsep.join(p for p in (own.get("PYTHONPATH"), str(root / "src"), str(root)) if p)
+    environment = {**os.environ, **own, "PYTHONPATH": path}
     log = folder / f"{config.name}.log"
     with log.open("wb") as out:
         process = subprocess.Popen(

@@ -41,7 +41,7 @@ def until() -> Callable[[Callable[[], object]], None]:
     """Wait until something is true; fails after 30 seconds, since other tests may have all cores."""
 
     def wait(condition: Callable[[], object]) -> None:
-        deadline = time.monotonic() + 30.0
+        deadline = time.monotonic() + 60
         while not condition():
             assert time.monotonic() < deadline, "it never became true"
             time.sleep(0.005)

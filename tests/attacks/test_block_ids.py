@@ -51,7 +51,7 @@ def test_destination_pages_out_of_range(scene: Scene, caplog: pytest.LogCaptureF
     assert scene.p.agent.stats().rejected == 1
     assert all(np.array_equal(before[name], pool) for name, pool in scene.d.pools.items())
     scene.p.agent.abort(ticket.key, "over")
-    scene.p.events.get(timeout=10)
+    scene.p.events.get(timeout=60)
 
 
 @pytest.mark.parametrize(
@@ -124,10 +124,10 @@ def test_source_pages_out_of_range(scene: Scene, caplog: pytest.LogCaptureFixtur
                 frame = encode(ready, session, sequence)
                 router.send_multipart([identity, frame, seal(key, "answered", frame)])
                 break
-        failed = scene.d.events.get(timeout=10)
+        failed = scene.d.events.get(timeout=60)
         assert isinstance(failed, DecodeFailed)
         assert failed.reason in ("transfer_failed", "incomplete_commit")
-        assert isinstance(scene.d.events.get(timeout=10), DecodeReleased)
+        assert isinstance(scene.d.events.get(timeout=60), DecodeReleased)
         assert all(np.array_equal(before[name], pool) for name, pool in scene.d.pools.items())
         frame = encode(Bye("x", quiet=True), session, sequence + 1)
         router.send_multipart([identity, frame, seal(key, "answered", frame)])

@@ -30,8 +30,8 @@ def begin(scene: Scene, mode: str = "push") -> Ticket:
 def finish(scene: Scene, ticket: Ticket) -> None:
     """The handoff ends as if nothing had been said."""
     scene.p.agent.finish_prefill(ticket.key, Seeds(first_token=1), False, dict.fromkeys(("target", "draft"), TOKENS))
-    assert isinstance(scene.d.events.get(timeout=10), DecodeCommitted)
-    assert scene.p.events.get(timeout=10) == PrefillReleased(ticket.key, "committed")
+    assert isinstance(scene.d.events.get(timeout=60), DecodeCommitted)
+    assert scene.p.events.get(timeout=60) == PrefillReleased(ticket.key, "committed")
 
 
 def test_guessed_ids_touch_nobody(scene: Scene, until: Until, caplog: pytest.LogCaptureFixture) -> None:

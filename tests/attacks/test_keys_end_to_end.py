@@ -18,7 +18,7 @@ from tests.support.checkpoints import make_checkpoint
 def ask(url: str, body: object = None) -> Any:
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=30) as response:
+    with urllib.request.urlopen(request, timeout=60) as response:
         text = response.read()
     return text.decode() if url.endswith("/metrics") else json.loads(text)
 
@@ -45,7 +45,7 @@ def test_engines_of_a_deployment_have_keys(tmp_path: Path) -> None:
             stranger.setsockopt(zmq.LINGER, 0)
             stranger.connect(address.replace("curve://prefill-0@", "tcp://"))
             stranger.send(b"hello")
-            deadline = time.monotonic() + 20
+            deadline = time.monotonic() + 60
             while not refused(prefill)["connection"]:
                 assert time.monotonic() < deadline
                 time.sleep(0.05)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-LIMIT_S = 30.0
+LIMIT_S = 60.0
 
 
 def orphaned_segments() -> list[Path]:

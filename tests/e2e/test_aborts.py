@@ -24,7 +24,7 @@ FLAGS = ["--batch-invariant", "--max-num-batched-tokens", "64", "--kv-cache-memo
 NUM_ABORTS = 100
 MAX_CONCURRENT = 8
 PREFILL_TOKENS = 600  # ten steps of 64 tokens: long enough to be left in the middle
-DRAIN_LIMIT_S = 20.0
+DRAIN_LIMIT_S = 60.0
 MAX_GROWTH_BYTES = 64 * 2**20
 IDLE = ("num_running", "num_waiting", "num_handoffs", "num_referenced_pages", "num_quarantined_pages")
 

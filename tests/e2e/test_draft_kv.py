@@ -40,7 +40,7 @@ def test_processes_that_draft_unlike_each_other_give_one_engines_tokens() -> Non
         roles = {"prefill": on_p, "decode": speculative()}
         with Deployment(TARGET, engine_flags=FLAGS, role_flags=roles) as up:
             have = asyncio.run(ask(up.url, cases))
-            with urllib.request.urlopen(f"{up.url}/status", timeout=10) as response:
+            with urllib.request.urlopen(f"{up.url}/status", timeout=60) as response:
                 handoffs = json.load(response)["handoffs"]
         assert [observed.token_ids for observed in have] == [observed.token_ids for observed in expected]
         assert sum(sum(observed.accepted or ()) for observed in have) > 0

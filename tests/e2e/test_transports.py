@@ -60,7 +60,7 @@ def test_answers_are_one_engines(
             have = asyncio.run(ask(up.url, cases, mode))
             report = compare(mode, cases, expected, have)
             assert report.num_identical == len(cases), [str(difference) for difference in report.differences]
-        with urllib.request.urlopen(f"{up.url}/status", timeout=10) as response:
+        with urllib.request.urlopen(f"{up.url}/status", timeout=60) as response:
             handoffs = json.load(response)["handoffs"]
         assert handoffs["completed"] == 2 * len(cases), handoffs
         assert handoffs["failures"] == {}

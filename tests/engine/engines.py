@@ -152,7 +152,7 @@ class Pair:
         decode = request(name, prompt, params, known, HandoffParams(role="decode", ticket=signed))
         return self.prefill.add(prefill), self.decode.add(decode)
 
-    def step_until(self, condition: Callable[[], bool], limit_s: float = 20.0) -> None:
+    def step_until(self, condition: Callable[[], bool], limit_s: float = 60.0) -> None:
         deadline = time.monotonic() + limit_s
         while not condition():
             assert time.monotonic() < deadline, (self.prefill.streams, self.decode.streams)
@@ -160,7 +160,7 @@ class Pair:
             if not busy:
                 time.sleep(0.001)
 
-    def decode_until(self, condition: Callable[[], bool], limit_s: float = 20.0) -> None:
+    def decode_until(self, condition: Callable[[], bool], limit_s: float = 60.0) -> None:
         """Run steps of D alone."""
         deadline = time.monotonic() + limit_s
         while not condition():
@@ -171,7 +171,7 @@ class Pair:
     def await_session(self) -> None:
         """Wait until D has a session with P, without a step of either."""
         assert self.decode.engine.agent is not None
-        deadline = time.monotonic() + 20.0
+        deadline = time.monotonic() + 60.0
         while self.decode.engine.agent.stats().sessions == 0:
             assert time.monotonic() < deadline
             time.sleep(0.001)

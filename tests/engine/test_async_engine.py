@@ -41,7 +41,7 @@ async def test_the_death_of_the_engine_thread_is_told(tmp_path: Path, monkeypatc
         with pytest.raises(EngineUnavailableError, match="RuntimeError"):
             engine.load()
         # With its agent alive, peers would wait for this engine until their tickets expire.
-        await asyncio.wait_for(asyncio.to_thread(agent._thread.join), 10.0)
+        await asyncio.wait_for(asyncio.to_thread(agent._thread.join), 60.0)
     finally:
         engine.close()
 
@@ -66,7 +66,7 @@ async def test_no_request_waits_for_a_thread_that_died_as_it_came(monkeypatch: p
         monkeypatch.setattr(core, "step", fail)
         monkeypatch.setattr(async_engine, "make_request", make_request)
         with pytest.raises(EngineUnavailableError, match="RuntimeError"):
-            await asyncio.wait_for(anext(engine.generate(request("r", [1, 2], SamplingParams(max_tokens=3)))), 20)
+            await asyncio.wait_for(anext(engine.generate(request("r", [1, 2], SamplingParams(max_tokens=3)))), 60)
         assert engine._queue.num_waiting == 0
     finally:
         engine.close()

@@ -36,7 +36,7 @@ class Node(handoff_pair.Node):
         return str(self.agent.address)
 
     def next(self, kind: type[HandoffEvent]) -> HandoffEvent:
-        event = self.events.get(timeout=30)
+        event = self.events.get(timeout=60)
         assert isinstance(event, kind), event
         return event
 
@@ -78,7 +78,7 @@ def ticket_for(p: Node, d: Node, mode: str, life: float = 60, **changes: object)
 
 def settle(*nodes: Node) -> None:
     """Wait until nothing is open any more."""
-    until = time.monotonic() + 30
+    until = time.monotonic() + 60
     while any(node.agent.stats().outstanding for node in nodes):
         assert time.monotonic() < until, [node.agent.stats() for node in nodes]
         time.sleep(0.005)

@@ -199,7 +199,7 @@ class Engine:
         (self.progress.append if isinstance(event, DecodeProgress) else self.events.put)(event)
 
     def next(self, kind: type[HandoffEvent]) -> HandoffEvent:
-        event = self.events.get(timeout=30)
+        event = self.events.get(timeout=60)
         assert isinstance(event, kind), event
         return event
 
@@ -239,7 +239,7 @@ def begin_one(p: Engine, d: Engine) -> AttemptKey:
     p.together.open_prefill(ticket)
     p.together.admit_prefill(ticket.key)
     d.together.announce_decode(ticket)
-    while not isinstance(d.events.get(timeout=30), DecodeAdmitted):
+    while not isinstance(d.events.get(timeout=60), DecodeAdmitted):
         pass
     d.together.open_decode(ticket, 13, wanted_of(13, 0), d.pages(2, 13))
     return ticket.key
@@ -247,7 +247,7 @@ def begin_one(p: Engine, d: Engine) -> AttemptKey:
 
 def settle(*engines: Engine) -> None:
     """Wait until nothing is open any more."""
-    until = time.monotonic() + 30
+    until = time.monotonic() + 60
     while any(sum(engine.stats("outstanding")) for engine in engines):
         assert time.monotonic() < until, [rank.agent.stats() for engine in engines for rank in engine.ranks]
         time.sleep(0.005)
@@ -287,12 +287,12 @@ def hand_over(
     p.together.open_prefill(ticket)
     prefill(p, ticket, n, source)
     if announced:
-        assert d.events.get(timeout=30).key == ticket.key  # admitted
+        assert d.events.get(timeout=60).key == ticket.key  # admitted
         d.together.open_decode(ticket, n, wanted, dest)
-    committed = d.events.get(timeout=30)
+    committed = d.events.get(timeout=60)
     while not isinstance(committed, DecodeCommitted):
         assert type(committed).__name__ == "DecodeAdmitted", committed
-        committed = d.events.get(timeout=30)
+        committed = d.events.get(timeout=60)
     assert (committed.key, committed.seeds) == (ticket.key, SEEDS), committed
     for rank in d.ranks:
         rank.check(dest, wanted, salt)

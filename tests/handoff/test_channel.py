@@ -47,7 +47,7 @@ def opened() -> Iterator[Callable[..., Channel]]:
         one.close()
 
 
-def exchange(*ends: Channel, until: Callable[[], bool], limit_s: float = 10.0) -> dict[Channel, Received]:
+def exchange(*ends: Channel, until: Callable[[], bool], limit_s: float = 60.0) -> dict[Channel, Received]:
     """Let channels receive until a condition holds; what each got."""
     got: dict[Channel, Received] = {end: [] for end in ends}
     deadline = time.monotonic() + limit_s

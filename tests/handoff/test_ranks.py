@@ -97,9 +97,9 @@ def begin(p: Engine, d: Engine, mode: str, n: int = 13, **changes: object) -> At
 
 def failure(p: Engine, d: Engine) -> ev.DecodeFailed:
     """The one failure of which D's engine is told; all pages of both are free after it, once."""
-    failed = d.events.get(timeout=30)
+    failed = d.events.get(timeout=60)
     while isinstance(failed, ev.DecodeAdmitted):
-        failed = d.events.get(timeout=30)
+        failed = d.events.get(timeout=60)
     assert isinstance(failed, ev.DecodeFailed), failed
     d.next(ev.DecodeReleased)
     released = p.next(ev.PrefillReleased)
@@ -183,7 +183,7 @@ def test_the_first_token_ends_it_on_all_ranks(pair: Both, late: bool, known: boo
             # P holds nothing for ranks that it has never heard of.
             assert p.next(ev.PrefillReleased) == ev.PrefillReleased(ticket.key, "finished")
         d.together.announce_decode(ticket)
-    event = d.events.get(timeout=30)
+    event = d.events.get(timeout=60)
     assert (event if isinstance(event, ev.DecodeFinished) else d.next(ev.DecodeFinished)) == ev.DecodeFinished(
         ticket.key, SEEDS
     )
@@ -210,9 +210,9 @@ def test_either_engine_gives_up_at_any_time(pair: Both, side: str, when: str) ->
     if when == "registered":
         d.together.open_decode(ticket, 13, wanted_of(13, 0), d.pages(2, 13))
     (p if side == "P" else d).together.abort(ticket.key, "aborted", lambda: taken.put(None))
-    taken.get(timeout=30)
+    taken.get(timeout=60)
     if when != "alone" or side == "D":
-        event = d.events.get(timeout=30)
+        event = d.events.get(timeout=60)
         if side == "P":
             assert isinstance(event, ev.DecodeFailed)
             event = d.next(ev.DecodeReleased)

@@ -88,7 +88,7 @@ async def test_the_first_token_does_not_wait_for_the_handoff(directory: Path) ->
     async with setup.run() as (url, session):
         body = {"prompt": "a", "max_tokens": 9, "stream": True}
         async with session.post(f"{url}/v1/completions", json=body) as response:
-            line = await asyncio.wait_for(response.content.readline(), 5.0)
+            line = await asyncio.wait_for(response.content.readline(), 60.0)
             assert json.loads(line.removeprefix(b"data: "))["choices"][0]["text"] == "T"
             assert setup.decode.running == 1, "the decode leg has begun too"
         await until(lambda: setup.decode.outcomes["aborted"] == 1 and setup.prefill.outcomes["aborted"] == 1)

@@ -275,7 +275,7 @@ async def join(session: aiohttp.ClientSession, router: str, engine: str, role: s
 async def until(condition: object) -> None:
     """Wait until a callable is true; fails after 30 seconds, since other tests may have all cores."""
     assert callable(condition)
-    deadline = time.monotonic() + 30.0
+    deadline = time.monotonic() + 120.0
     while time.monotonic() < deadline:
         if condition():
             return

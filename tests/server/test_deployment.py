@@ -34,7 +34,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def ask(url: str, body: dict[str, Any] | None = None) -> Any:
     data = None if body is None else json.dumps(body).encode()
-    with urllib.request.urlopen(urllib.request.Request(url, data=data), timeout=10) as response:
+    with urllib.request.urlopen(urllib.request.Request(url, data=data), timeout=60) as response:
         return json.loads(response.read() or "null")
 
 
@@ -178,7 +178,7 @@ def test_up_says_what_runs_and_how_to_ask_it(directory: str, tmp_path: Path) -> 
         assert said["drafter"] == f"eagle3 ({tmp_path}), 2 drafts a round"
         for name in ("prefill-0", "decode-0"):
             assert re.fullmatch(r"http://127.0.0.1:\d+, \d+ tokens of KV in pages of 16", said[name])
-        answer = subprocess.run(said["try"], shell=True, capture_output=True, text=True, timeout=30)
+        answer = subprocess.run(said["try"], shell=True, capture_output=True, text=True, timeout=120)
         assert json.loads(answer.stdout)["model"] == "it's mine"
     finally:
         up.terminate()

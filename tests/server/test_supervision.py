@@ -137,7 +137,7 @@ def answered(url: str) -> str:
     for _ in range(300):
         body = json.dumps({"prompt": "a", "max_tokens": 3}).encode()
         try:
-            with urllib.request.urlopen(urllib.request.Request(f"{url}/completions", data=body), timeout=10) as answer:
+            with urllib.request.urlopen(urllib.request.Request(f"{url}/completions", data=body), timeout=60) as answer:
                 return str(json.loads(answer.read())["choices"][0]["text"])
         except urllib.error.HTTPError:  # while the engines load
             time.sleep(0.1)

@@ -35,7 +35,7 @@ from tests.support.remote_uris import SCHEMES, uri_of
 
 
 def eventually(holds: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not holds():
         assert time.monotonic() < deadline
         time.sleep(0.005)
@@ -354,7 +354,7 @@ def answer_of(far: RemoteTransport, frame: bytes) -> bytes | None:
     try:
         line: Line = lifeline.dial(far._driver.lifeline.contact)
         line.send(frame)
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
             for event in lifeline.wait(0.5):
                 return event.frame

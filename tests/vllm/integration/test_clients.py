@@ -17,7 +17,7 @@ from tests.vllm.integration.test_router import baton, routed
 openai = pytest.importorskip("openai")
 from tests.clients.conversations import ALL, Conversations  # noqa: E402
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1800)
 
 
 def test_conversations(tmp_path: Path) -> None:
@@ -42,6 +42,6 @@ def test_conversations(tmp_path: Path) -> None:
 
 
 def converse(url: str) -> None:
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120.0) as client:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=600.0) as client:
         for conversation in ALL:
             conversation(Conversations(client))

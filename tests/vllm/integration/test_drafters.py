@@ -10,7 +10,6 @@ from typing import Any
 import aiohttp
 import pytest
 
-from benchmarks.vllm_servers import ONE_PROCESS
 from tests.vllm.integration.answers import Answer, same
 from tests.vllm.integration.checkpoints import shallow
 from tests.vllm.integration.checks import check_all_are_handed_over
@@ -27,9 +26,9 @@ from tests.vllm.integration.servers import (
     wait_idle,
 )
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1800)
 
-FLAGS = [*ONE_PROCESS, "--block-size", "32", "--num-gpu-blocks-override", "40", "--max-model-len", "1152"]
+FLAGS = ["--block-size", "32", "--num-gpu-blocks-override", "40", "--max-model-len", "1152"]
 
 DRAFTERS: dict[str, dict[str, Any]] = {
     "eagle": {"method": "eagle", "model": str(ROOT / "models" / "baton-demo-eagle")},

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks.vllm_servers import ServerConfig, VllmServer, serve
+from benchmarks.vllm_servers import ONE_PROCESS, ServerConfig, VllmServer, serve
 from tests.support.checkpoints import make_checkpoint
 from tests.vllm.integration.servers import EAGLE3, MODEL, demo_prompts
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1800)
 
 # Every residue of a block, blocks' ends, several chunks, and with 32 tokens behind it the end of the context.
 LENGTHS = [1, 2, 3, *range(33, 98), 500, 1000, 2050, 3000, 4064]
@@ -36,7 +36,7 @@ def verify(
         [*command, "--json", *flags],
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=800,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         check=False,
     )
@@ -51,9 +51,30 @@ def verify(
     return report
 
 
+SCALED = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"rope_scaling": SCALED | {"original_max_position_embeddings": 512}},
+    "mistral": {"sliding_window": 64},
+    "qwen3": {"tie_word_embeddings": True},
+}
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_random_models(model_type: str, tmp_path: Path) -> None:
+    """Grouped heads, windows, rotary scaling, tied embeddings, norms of queries and keys."""
+    sizes = {"head_dim": 32, "hidden_size": 128, "max_position_embeddings": 4096}
+    model = make_checkpoint(tmp_path / "model", model_type, **sizes, **MODELS[model_type])
+    rng = random.Random(3)
+    prompts = [[rng.randrange(256) for _ in range(length)] for length in LENGTHS]
+    with serve(sys.executable, str(model), tmp_path, [ServerConfig("vllm", ONE_PROCESS)]) as (server,):
+        report = verify(tmp_path, model, server, prompts)
+    assert report["identical"] + len(report["near_ties"]) == len(LENGTHS)
+
+
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, VllmServer]]:
-    configs = [ServerConfig("plain"), ServerConfig("eagle3", ["--speculative-config", json.dumps(EAGLE3)])]
+    eagle3 = [*ONE_PROCESS, "--speculative-config", json.dumps(EAGLE3)]
+    configs = [ServerConfig("plain", ONE_PROCESS), ServerConfig("eagle3", eagle3)]
     with serve(sys.executable, str(MODEL), tmp_path_factory.mktemp("vllm"), configs) as found:
         yield {server.name: server for server in found}
 
@@ -72,23 +93,3 @@ def test_demo_model_with_eagle3(servers: dict[str, VllmServer], tmp_path: Path) 
     report = verify(tmp_path, MODEL, servers["eagle3"], demo_prompts(LENGTHS, seed=7), *spec)
     assert report["acceptance_compared"]
     assert report["reference_acceptance"][0] > 0.3
-
-
-SCALED = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-MODELS: dict[str, dict[str, Any]] = {
-    "llama": {"rope_scaling": SCALED | {"original_max_position_embeddings": 512}},
-    "mistral": {"sliding_window": 64},
-    "qwen3": {"tie_word_embeddings": True},
-}
-
-
-@pytest.mark.parametrize("model_type", MODELS)
-def test_random_models(model_type: str, tmp_path: Path) -> None:
-    """Grouped heads, windows, rotary scaling, tied embeddings, norms of queries and keys."""
-    sizes = {"head_dim": 32, "hidden_size": 128, "max_position_embeddings": 4096}
-    model = make_checkpoint(tmp_path / "model", model_type, **sizes, **MODELS[model_type])
-    rng = random.Random(3)
-    prompts = [[rng.randrange(256) for _ in range(length)] for length in LENGTHS]
-    with serve(sys.executable, str(model), tmp_path, [ServerConfig("vllm")]) as (server,):
-        report = verify(tmp_path, model, server, prompts)
-    assert report["identical"] + len(report["near_ties"]) == len(LENGTHS)

@@ -13,7 +13,7 @@ from tests.vllm.integration.checkpoints import gpt_oss
 from tests.vllm.integration.servers import EAGLE3, Pair, Server, demo_prompts, serve, wait_idle
 from tests.vllm.integration.test_ranks import abort_at_random, all_of, alone, check, outcomes
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1800)
 PROMPTS = demo_prompts([2, 3, 31, 32, 33, *range(62, 70), 95, 97, 300, 700], seed=61)
 Fleet = dict[str, Server]
 

@@ -16,6 +16,7 @@ from tests.vllm.integration.answers import Answer, same
 from tests.vllm.integration.checks import alone_in_turn, leave_at_random
 from tests.vllm.integration.servers import (
     EAGLE3,
+    OWN_PROCESS,
     Mode,
     Pair,
     ask,
@@ -28,13 +29,13 @@ from tests.vllm.integration.servers import (
     wait_idle,
 )
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1800)
 
 # Every residue of a block, blocks' ends, several chunks.
 PROMPTS = demo_prompts([2, 3, *range(33, 98), 500, 1000, 2050, 3000], seed=7)
 CONFIGS: dict[str, dict[str, Any]] = {
-    "no speculation": {"prefill": ["--block-size", "32"], "decode": ["--block-size", "32"]},
-    "whole pages": {"prefill": ["--block-size", "64"], "decode": ["--block-size", "64"], "spec": EAGLE3},
+    "no speculation": {"both": ["--block-size", "32", *OWN_PROCESS]},
+    "whole pages": {"both": ["--block-size", "64"], "spec": EAGLE3},
     "block sizes 32 and 64, chunks of 256, digests": {
         "spec": EAGLE3,
         "prefill": ["--block-size", "32", "--max-num-batched-tokens", "256"],

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.vllm_servers import ONE_PROCESS
 from tests.vllm.integration.checkpoints import deepseek, gemma3, gpt_oss, mamba2, windowed
 from tests.vllm.integration.checks import check_all_are_handed_over
 from tests.vllm.integration.servers import (
@@ -20,7 +19,7 @@ from tests.vllm.integration.servers import (
     serve_pair,
 )
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1800)
 
 # The same kernel on all CPUs: with AMX vLLM would take AMX_MLA, for bfloat16 only.
 MLA = "CPU_MLA"
@@ -48,8 +47,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     folder = tmp_path_factory.mktemp("hybrid")
     make(folder / "model")
     arguments = arguments_in(folder)
-    more = {**arguments, "both": [*ONE_PROCESS, *arguments.get("both", ())]}
-    with serve_pair(folder, model=folder / "model", **more) as found:
+    with serve_pair(folder, model=folder / "model", **arguments) as found:
         yield found
 
 

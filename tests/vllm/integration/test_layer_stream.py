@@ -22,7 +22,7 @@ from tests.vllm.integration.servers import (
     wait_idle,
 )
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1800)
 PROMPTS = demo_prompts([2, 31, 32, 33, 65, 200, 300, 600], seed=31)
 CHUNKS = ["--max-num-batched-tokens", "256"]
 

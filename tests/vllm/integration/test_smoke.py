@@ -10,9 +10,19 @@ import aiohttp
 import pytest
 
 from tests.vllm.integration.answers import same
-from tests.vllm.integration.servers import EAGLE3, Mode, Pair, demo_prompts, handoff, reference, serve_pair, wait_idle
+from tests.vllm.integration.servers import (
+    EAGLE3,
+    OWN_PROCESS,
+    Mode,
+    Pair,
+    demo_prompts,
+    handoff,
+    reference,
+    serve_pair,
+    wait_idle,
+)
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1800)
 
 # Less than a block, a block and its neighbours, several blocks, two chunks.
 LENGTHS = [2, 17, 31, 32, 33, 64, 65, 127, 500, 2050]
@@ -27,7 +37,7 @@ SPECULATION = pytest.param(
 
 @pytest.fixture(scope="module", params=[pytest.param(None, id="no speculation"), SPECULATION])
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    with serve_pair(tmp_path_factory.mktemp("vllm"), spec=request.param) as found:
+    with serve_pair(tmp_path_factory.mktemp("vllm"), spec=request.param, both=OWN_PROCESS) as found:
         yield found
 
 

@@ -16,6 +16,7 @@ from tests.vllm.integration.servers import Mode, Pair, Server, ask, demo_prompts
 from tests.vllm.integration.test_ranks import (
     BOTH,
     LEASE_S,
+    NEVER_DONE,
     PROMPTS,
     abort_at_random,
     all_of,
@@ -27,7 +28,7 @@ from tests.vllm.integration.test_ranks import (
     under_way,
 )
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1800)
 # Stages on CPUs need what `--enforce-eager` leaves out; the graph is traced, and computed as it is.
 TRACED = ["--no-enforce-eager", "--compilation-config", json.dumps({"mode": 2, "backend": "eager"})]
 Fleet = dict[str, Server]
@@ -142,7 +143,7 @@ def test_one_stage_of_the_prefill_server_is_killed(fleet: Fleet) -> None:
 def test_one_rank_of_the_decode_server_is_killed(fleet: Fleet) -> None:
     """Its clients get errors, and the prefill server's blocks come back on both ranks."""
     pair = Pair(fleet["TWO"], fleet["TWO MORE"])
-    ends = asyncio.run(under_way(pair, demo_prompts([900] * 4, seed=29), pair.decode))
+    ends = asyncio.run(under_way(pair, demo_prompts([900] * 4, seed=29), pair.decode, NEVER_DONE))
     for end in ends[1::2]:
         assert isinstance(end, Exception), end
     wait_idle(pair.prefill)

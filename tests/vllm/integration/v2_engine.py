@@ -173,7 +173,7 @@ class Engine:
 
         def gather(vllm_config: Any, own: bytes) -> list[bytes]:
             told[vllm_config.parallel_config.rank] = own
-            all_told.wait(30)
+            all_told.wait(120)
             return [told[rank] for rank in range(size)]
 
         def start(worker: Worker) -> None:
@@ -218,7 +218,7 @@ class Engine:
 
     def step_until(self, there: Callable[[], bool]) -> None:
         """Steps that compute nothing, until `there`."""
-        until = time.monotonic() + 30
+        until = time.monotonic() + 120
         while not there():
             assert time.monotonic() < until, self.ends
             self.step()
