@@ -30,9 +30,18 @@ from baton.text import Tokenizer
 from baton.verify.observe import Case, Observed, make_cases
 from baton.verify.sides import InProcess
 from baton.wire import Recovery, SamplingParams
-from benchmarks.chaos_faults import FAULTS, KILL_RANK, KILL_RANK_0, Breaker, await_healthy, count_recoveries, engines_of
+from benchmarks.chaos_faults import (
+    FAULTS,
+    HALT_DATA_RANK,
+    KILL_DATA_RANK,
+    KILL_RANK,
+    KILL_RANK_0,
+    Breaker,
+    await_healthy,
+    count_recoveries,
+)
 from benchmarks.chaos_report import ChaosReport
-from benchmarks.demo import SPECULATIVE, TARGET
+from benchmarks.demo import MODELS
 from benchmarks.deployment import BreakableDeployment
 from benchmarks.scrape import IDLE_LIMIT_S, get_json, held
 
@@ -44,7 +53,8 @@ LOGPROB_TOLERANCE = 1e-4
 @dataclass(frozen=True, slots=True)
 class ChaosConfig:
     """What to do. `kv_cache_memory`: bytes per engine. `pause_s`: range of the time between two faults of one role, in
-    seconds; each role gets `least_faults`, if need be with more streams."""
+    seconds; each role gets `least_faults`, if need be with more streams. `experts`: of a model that has some, which
+    data-parallel ranks share."""
 
     requests: int = 300
     concurrency: int = 4
@@ -61,16 +71,30 @@ class ChaosConfig:
     pause_s: tuple[float, float] = (0.1, 1.5)
     least_faults: int = 1
     tensor_parallel_size: int = 1
+    data_parallel_size: int = 1
+    experts: bool = False
     ranks_only: bool = False
+
+    @property
+    def target(self) -> str:
+        """The model's directory; its drafter's is beside it."""
+        return str(MODELS / ("baton-demo-deepseek" if self.experts else "baton-demo-llama"))
+
+    @property
+    def speculative(self) -> dict[str, Any]:
+        """As for vLLM."""
+        head = "baton-demo-deepseek-eagle3" if self.experts else "baton-demo-eagle3"
+        return {"method": "eagle3", "model": str(MODELS / head), "num_speculative_tokens": 3}
 
 
 def run_chaos(config: ChaosConfig) -> ChaosReport:
     """Run it all; every process has ended when this returns."""
     cases = _cases(config)
     ranks = config.tensor_parallel_size
-    engine = {"model": TARGET, "speculative_config": SPECULATIVE, "batch_invariant": True, "reduction_slices": ranks}
+    target, speculative = config.target, config.speculative
+    engine = {"model": target, "speculative_config": speculative, "batch_invariant": True, "reduction_slices": ranks}
     want = InProcess(engine).answers(cases).observed
-    flags = ["--speculative-config", json.dumps(SPECULATIVE), "--batch-invariant", "--max-num-batched-tokens", "64"]
+    flags = ["--speculative-config", json.dumps(speculative), "--batch-invariant", "--max-num-batched-tokens", "64"]
     flags += ["--recovery", config.recovery, "--integrity", config.integrity]
     flags += ["--kv-cache-memory", str(config.kv_cache_memory), "--tensor-parallel-size", str(ranks)]
     router_flags = ["--kv-mode", config.mode, "--recovery", config.recovery]
@@ -83,13 +107,14 @@ def run_chaos(config: ChaosConfig) -> ChaosReport:
         left_by_children.mkdir()
         os.environ |= {"TMPDIR": str(left_by_children), "PYTHONFAULTHANDLER": "1"}
         with BreakableDeployment(
-            TARGET,
+            target,
             config.prefill,
             config.decode,
             engine_flags=flags,
             kv_transport=config.transport,
             router_flags=router_flags,
             routers=config.routers,
+            data_ranks=dict.fromkeys(("prefill", "decode"), config.data_parallel_size),
         ) as deployment:
             chaos = _Chaos(config, deployment, cases, want, report)
             asyncio.run(chaos.run())
@@ -101,6 +126,9 @@ def run_chaos(config: ChaosConfig) -> ChaosReport:
 
 
 def _faults(config: ChaosConfig) -> tuple[str, ...]:
+    if config.data_parallel_size > 1:
+        # What halts or meets an engine does it to the process of its ranks, which computes nothing.
+        return (KILL_DATA_RANK,) if config.ranks_only else ("kill", KILL_DATA_RANK, HALT_DATA_RANK)
     if config.ranks_only:
         return (KILL_RANK, KILL_RANK_0)
     return FAULTS if config.tensor_parallel_size == 1 else (*FAULTS, KILL_RANK, KILL_RANK_0)
@@ -111,7 +139,7 @@ def _cases(config: ChaosConfig) -> list[Case]:
     # A store keeps spans of 256 tokens.
     some = (16, 130, 300, 600) if config.prefix_store else (3, 16, 47, 130, 300)
     lengths = [rng.choice(some) + rng.randrange(16) for _ in range(config.requests)]
-    cases = make_cases(Tokenizer.load(TARGET), lengths, SamplingParams())
+    cases = make_cases(Tokenizer.load(config.target), lengths, SamplingParams())
     return [Case(case.prompt_token_ids, _params(rng, number)) for number, case in enumerate(cases)]
 
 
@@ -251,7 +279,7 @@ class _Chaos:
         report.orphans_freed_s = time.monotonic() - started
         self._deployment.restart("router", wait=False)
         await asyncio.to_thread(self._deployment.await_ready, "router")
-        for name in engines_of(self._deployment):
+        for name in self._deployment.engines_urls:
             await await_healthy(self._session, self._deployment, name)
         found = await asyncio.gather(*(self._check(number) for number in numbers))
         report.num_after = len(numbers)
@@ -265,9 +293,10 @@ class _Chaos:
         deadline = time.monotonic() + IDLE_LIMIT_S
         while True:
             leaks = []
-            for name, url in engines_of(self._deployment).items():
-                found = await held(self._session, url)
-                leaks += [f"{name} {key} {when}: {value}" for key, value in found.items()]
+            for name, urls in self._deployment.engines_urls.items():
+                for url in urls:
+                    found = await held(self._session, url)
+                    leaks += [f"{name} {key} {when}: {value}" for key, value in found.items()]
             if not leaks:
                 return
             if time.monotonic() > deadline:
@@ -299,6 +328,8 @@ def main() -> int:
     parser.add_argument("--recovery", choices=get_args(Recovery), default=default.recovery)
     parser.add_argument("--integrity", choices=("off", "sampled", "full"), default=default.integrity)
     parser.add_argument("--tensor-parallel-size", type=int, default=default.tensor_parallel_size)
+    parser.add_argument("--data-parallel-size", type=int, default=default.data_parallel_size)
+    parser.add_argument("--experts", action="store_true", help="of a model with experts, and latents")
     parser.add_argument("--ranks-only", action="store_true", help="kill single ranks, and do nothing else to engines")
     parser.add_argument("--least-faults", type=int, default=default.least_faults, help="of each role")
     config = ChaosConfig(**vars(parser.parse_args()))

@@ -25,18 +25,14 @@ FAULTS = ("kill", "stop, cont", "stop, kill", "met, stop")
 # One of an engine's processes is killed when the engine has handoffs, one but the first or the first: the others end
 # with it.
 KILL_RANK, KILL_RANK_0 = "kill rank", "kill rank 0"
+# One of an engine's data-parallel ranks is killed, or halted, when it has handoffs itself.
+KILL_DATA_RANK, HALT_DATA_RANK = "kill data-parallel rank", "halt data-parallel rank"
 # Longer than a lease, so that peers and router give the engine up, or so short that nobody notices.
 LONG_STOP_S, SHORT_STOP_S = (5.5, 8.0), (0.1, 2.0)
 REJOIN_LIMIT_S = 60.0
 MEET_LIMIT_S = 5.0
 # Of which an engine takes 8 to close, at most, and as long as its clients to hear of it.
 END_LIMIT_S = 13.0
-
-
-def engines_of(deployment: BreakableDeployment) -> dict[str, str]:
-    """Base URL of each engine by its name."""
-    names = [name for name in deployment.pids if not name.startswith("router")]
-    return dict(zip(names, deployment.engine_urls, strict=True))
 
 
 async def count_recoveries(session: aiohttp.ClientSession, report: ChaosReport, url: str) -> None:
@@ -50,29 +46,30 @@ async def count_recoveries(session: aiohttp.ClientSession, report: ChaosReport, 
 
 
 async def await_healthy(session: aiohttp.ClientSession, deployment: BreakableDeployment, name: str) -> None:
-    """Wait until all routers use an engine. Raises `BatonError` after `REJOIN_LIMIT_S`."""
-    url, deadline = engines_of(deployment)[name], time.monotonic() + REJOIN_LIMIT_S
+    """Wait until all routers use an engine, all its ranks. Raises `BatonError` after `REJOIN_LIMIT_S`."""
+    urls, deadline = set(deployment.engines_urls[name]), time.monotonic() + REJOIN_LIMIT_S
     for router in deployment.router_urls:
         while True:
             status = await get_json(session, f"{router}/status")
-            if any(engine["url"] == url and engine["healthy"] for engine in status["engines"]):
+            if urls <= {engine["url"] for engine in status["engines"] if engine["healthy"]}:
                 break
             if time.monotonic() > deadline:
                 raise BatonError(f"{name} did not rejoin: {status}")
             await asyncio.sleep(0.1)
 
 
-def rank_processes(pid: int) -> list[int]:
-    """The processes of an engine's ranks but the first."""
+def rank_processes(pid: int, what: bytes = b"baton.engine.ranks.worker") -> list[int]:
+    """The processes of an engine's ranks but the first; of its data-parallel ranks with `--data-parallel-rank`, in the
+    order in which they were started."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             stat, command = path.read_text().rpartition(")")[2].split(), (path.parent / "cmdline").read_bytes()
         except OSError:
             continue  # it has ended meanwhile
-        if int(stat[1]) == pid and b"baton.engine.ranks.worker" in command:
-            found.append(int(path.parent.name))
-    return sorted(found)
+        if int(stat[1]) == pid and what in command:
+            found.append((int(stat[19]), int(path.parent.name)))
+    return [process for _, process in sorted(found)]
 
 
 def alive(pid: int) -> bool:
@@ -111,6 +108,8 @@ class Breaker:
             "met, stop": self._stop_when_met,
             KILL_RANK: self._kill_rank,
             KILL_RANK_0: self._kill_rank_0,
+            KILL_DATA_RANK: self._kill_data_rank,
+            HALT_DATA_RANK: self._halt_data_rank,
         }
         # Each kind once, in any order, before any comes again.
         bag: list[str] = []
@@ -126,8 +125,10 @@ class Breaker:
             self.num_faults += 1
 
     async def _kill(self, name: str) -> None:
-        await count_recoveries(self._session, self._report, engines_of(self._deployment)[name])
+        await self._count_recoveries(name)
+        ranks = self._data_ranks(name)
         self._deployment.kill(name)
+        await self._gone(name, ranks, time.monotonic())
         await self._restart(name)
 
     async def _stop_and_cont(self, name: str) -> None:
@@ -163,9 +164,48 @@ class Breaker:
         self._deployment.kill(name)
         await self._restart(name)
 
+    async def _kill_data_rank(self, name: str) -> None:
+        await self._count_recoveries(name)
+        ranks, cause = self._data_ranks(name), "data-parallel rank {} ended with status -9"
+        number = self._rng.randrange(len(ranks))
+        before = self._deployment.log(name).count(cause.format(number))
+        self._report.in_handoff += await self._rank_in_handoff(name, number)
+        os.kill(ranks[number], signal.SIGKILL)
+        await self._ended_with_a_rank(name, ranks)
+        if self._deployment.log(name).count(cause.format(number)) == before:
+            self._report.leaks.append(f"{name} does not say that rank {number} died")
+        self._deployment.kill(name)
+        await self._restart(name)
+
+    async def _halt_data_rank(self, name: str) -> None:
+        """Ranks that share experts compute nothing meanwhile."""
+        ranks = self._data_ranks(name)
+        number = self._rng.randrange(len(ranks))
+        await self._rank_in_handoff(name, number)
+        os.kill(ranks[number], signal.SIGSTOP)
+        await asyncio.sleep(self._stop_s())
+        os.kill(ranks[number], signal.SIGCONT)
+
+    def _data_ranks(self, name: str) -> list[int]:
+        """Their processes, by rank; none of an engine that has one."""
+        ranks = rank_processes(self._deployment.pids[name], b"--data-parallel-rank")
+        self._pids.update(ranks)
+        return ranks
+
+    async def _rank_in_handoff(self, name: str, number: int) -> bool:
+        """Wait until a data-parallel rank has handoffs, and a little longer; whether it still has some."""
+        url, deadline = self._deployment.engines_urls[name][number], time.monotonic() + MEET_LIMIT_S
+        while time.monotonic() < deadline:
+            if await self._handoffs_at(url):
+                await asyncio.sleep(self._rng.uniform(0.0, 0.05))
+                if await self._handoffs_at(url):
+                    return True
+            await asyncio.sleep(0.001)
+        return False
+
     async def _in_handoff(self, name: str) -> list[int]:
         """Wait until an engine has handoffs, and a little longer; its ranks but the first."""
-        await count_recoveries(self._session, self._report, engines_of(self._deployment)[name])
+        await self._count_recoveries(name)
         ranks = rank_processes(self._deployment.pids[name])
         if not ranks:
             raise BatonError(f"{name} has no rank but the first")
@@ -189,12 +229,15 @@ class Breaker:
             await waited
             self._report.leaks.append(f"{name} did not end within {END_LIMIT_S:g} s: {self._deployment.log(name)}")
         status = await waited
-        # The kernel ends them with the first.
-        while any(alive(pid) for pid in ranks) and time.monotonic() < started + END_LIMIT_S:
-            await asyncio.sleep(0.01)
+        await self._gone(name, ranks, started)
         self._report.ended_s.append(time.monotonic() - started)
         if status == 0:
             self._report.leaks.append(f"{name} ended with status 0")
+
+    async def _gone(self, name: str, ranks: Sequence[int], started: float) -> None:
+        """Wait for ranks, which the kernel ends with their engine; until then they have its ports."""
+        while any(alive(pid) for pid in ranks) and time.monotonic() < started + END_LIMIT_S:
+            await asyncio.sleep(0.01)
         self._report.leaks += [f"rank {pid} of {name} lives on" for pid in ranks if alive(pid)]
 
     async def _until_handoffs(self, name: str) -> None:
@@ -203,8 +246,14 @@ class Breaker:
             await asyncio.sleep(0.001)
 
     async def _num_handoffs(self, name: str) -> int:
-        load = await get_json(self._session, f"{engines_of(self._deployment)[name]}/inference/v1/load")
-        return int(load["num_handoffs"])
+        return sum([await self._handoffs_at(url) for url in self._deployment.engines_urls[name]])
+
+    async def _handoffs_at(self, url: str) -> int:
+        return int((await get_json(self._session, f"{url}/inference/v1/load"))["num_handoffs"])
+
+    async def _count_recoveries(self, name: str) -> None:
+        for url in self._deployment.engines_urls[name]:
+            await count_recoveries(self._session, self._report, url)
 
     def _stop_s(self) -> float:
         return self._rng.uniform(*self._rng.choice((LONG_STOP_S, SHORT_STOP_S)))

@@ -16,6 +16,11 @@ class BreakableDeployment(Deployment):
         return [child.url or "" for child in self._children if child.name.startswith("router")]
 
     @property
+    def engines_urls(self) -> dict[str, tuple[str, ...]]:
+        """Base URLs of each engine by its name, one for each of its data-parallel ranks."""
+        return {child.name: child.urls for child in self._children if not child.name.startswith("router")}
+
+    @property
     def pids(self) -> dict[str, int]:
         """Process id by name: `prefill-0`, ..., `decode-0`, ..., `both-0`, ..., `router`, `router-1`, ..."""
         return {child.name: child.process.pid for child in self._children}
