@@ -13,6 +13,7 @@ import pytest
 from baton.engine.config import KVTransferConfig
 from baton.errors import ConfigError, HandoffError
 from baton.handoff.channel.config import Timers
+from baton.handoff.node.agent import HandoffAgent
 from baton.handoff.node.watch import ThreadWatch
 from tests.engine.engines import stepped
 from tests.handoff.ranks import Engine, Shape, begin_one
@@ -114,6 +115,18 @@ def test_an_agent_that_is_lost_says_so_and_proves_nothing(how: str) -> None:
         d.ranks[1].agent._thread.join(20)
         for engine in engines:
             engine.close()
+
+
+def test_the_agents_of_all_ranks_close_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine("P", Shape(tp=2), ("local://",), {})
+    first, second = (rank.agent for rank in engine.ranks)
+    second_ends = threading.Event()
+    monkeypatch.setattr(second._node, "abort_all", lambda reason: second_ends.set())
+    heard: list[bool] = []
+    first._call(lambda: heard.append(second_ends.wait(10)))
+    HandoffAgent.close_all([first, second])
+    engine.close()
+    assert heard == [True]
 
 
 def test_an_engine_whose_agent_is_lost_ends_with_the_cause(tmp_path: Path) -> None:

@@ -128,8 +128,7 @@ class ModelledEngine:
 
     def close(self) -> None:
         """End agents and transports."""
-        for agent in self.agents:
-            agent.close()
+        HandoffAgent.close_all(self.agents)
         for transport in self._transports:
             transport.close()
 

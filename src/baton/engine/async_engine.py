@@ -16,6 +16,7 @@ from baton.engine.config import EngineConfig
 from baton.engine.metrics import EngineMetrics
 from baton.engine.requests import make_request
 from baton.errors import EngineStalledError, EngineUnavailableError, RequestError
+from baton.handoff.node.agent import HandoffAgent
 from baton.waiting import Queue
 from baton.wire import EngineInfo, EngineLoad, GenerateRequest, SamplingParams, StructuredOutputsParams, TokenChunk
 
@@ -192,9 +193,8 @@ class AsyncEngine:
             # Clients learn the kind of error, whoever reads the log of the process all of it.
             self._dead = f"the engine failed: {type(error).__name__}"
             self._fail_streams()
-            for agent in self._engine.agents:
-                # Its thread lives and would go on telling peers that all is well.
-                agent.close()
+            # Their threads live and would go on telling peers that all is well.
+            HandoffAgent.close_all(self._engine.agents)
             with self._lock:
                 self._failure, call = f"the engine failed: {error!r}", self._on_failure
             if call is not None:

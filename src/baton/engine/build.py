@@ -77,8 +77,7 @@ class Engine:
     def close(self) -> None:
         """End the agents' threads and the other ranks, and give pool and weights back: at once, although an engine lies
         in circles of references that the garbage collector finds later."""
-        for agent in self.agents:
-            agent.close()
+        HandoffAgent.close_all(self.agents)
         if self.core.prefix_store is not None:
             self.core.prefix_store.close()
         if self.grammars is not None:

@@ -10,7 +10,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from baton.errors import ConfigError, ProtocolError
@@ -110,11 +110,20 @@ class HandoffAgent:
         """Give up on what is open, wait a bounded time for copies, tell the peers, and stop. Idempotent. A thread that
         is lost is not waited for: it closes its sockets itself, should it ever go on.
         """
-        if self._closing:
-            return
-        self._closing = True
-        self._watch.close()
-        self._channel.wake()
+        HandoffAgent.close_all([self])
+
+    @staticmethod
+    def close_all(agents: Sequence[HandoffAgent]) -> None:
+        """Close the agents of all ranks, which wait for their copies at the same time."""
+        open_ones = [agent for agent in agents if not agent._closing]
+        for agent in open_ones:
+            agent._closing = True
+            agent._watch.close()
+            agent._channel.wake()
+        for agent in open_ones:
+            agent._end_close()
+
+    def _end_close(self) -> None:
         if self._thread.ident is not None and self._watch.lost is None:
             self._thread.join()  # it closes the channel at its end
         elif not self._thread.is_alive():
