@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from baton.engine.config import KVTransferConfig, SpeculativeConfig
-from baton.errors import CheckpointError, ConfigError
+from baton.errors import CheckpointError
 from baton.kv.tables import BlockTables
 from baton.models import load_model
 from baton.wire import SamplingParams
@@ -285,12 +285,3 @@ def test_what_it_cannot_compute_faithfully_is_refused_by_name(
     (tmp_path / "config.json").write_text(json.dumps({**raw, field: value}))
     with pytest.raises(CheckpointError, match=field):
         load_model(tmp_path)
-
-
-def test_a_model_of_states_alone_is_refused_by_name(tmp_path: Path) -> None:
-    model = str(make_granite(tmp_path / "states", layer_types=["mamba"] * 4))
-    with (
-        pytest.raises(ConfigError, match=r"^model: has state layers alone"),
-        stepped(model=model, speculative_config=None),
-    ):
-        pass

@@ -39,8 +39,7 @@ class KVMemory:
 
 
 def model_groups(config: EngineConfig, model: CausalLM, drafter: Drafter | None) -> list[GroupSpec]:
-    """The groups of an engine's layers, over all its ranks. Raises `ConfigError` for a block size of no
-    group, and for states alone."""
+    """The groups of an engine's layers, over all its ranks. Raises `ConfigError` for a block size of no group."""
     sizes, dtype = block_sizes(config.block_size), str(next(model.parameters()).dtype).removeprefix("torch.")
     groups = _groups(model.kv_layers, [0] * len(model.kv_layers), "target", sizes, dtype)
     if drafter is not None:
@@ -49,8 +48,6 @@ def model_groups(config: EngineConfig, model: CausalLM, drafter: Drafter | None)
         # A drafter's first group has its owner's name, which may mean the others.
         if group.kind == "state" and (named := sizes.keys() & {group.name, group.kind} - {group.owner}):
             raise ConfigError("block_size", f"{min(named)!r}: states have no tokens to a page; see --mamba-block-size")
-    if all(group.kind == "state" for group in groups):
-        raise ConfigError("model", "has state layers alone, an engine needs a layer of attention, be it a drafter's")
     known = {name for group in groups if group.kind != "state" for name in _names(group)}
     # Where all layers have states, there is nothing that the size for all would be for.
     if unknown := sizes.keys() - known - {""}:
