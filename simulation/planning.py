@@ -179,6 +179,7 @@ def check(seed: int, tally: Tally) -> None:
                     expected = planned[sender]
                     for name in ("source_offset", "dest_offset", "nbytes"):
                         assert np.array_equal(getattr(copies, name), getattr(expected, name)), "other copies"
+                        assert getattr(copies, name).flags.c_contiguous, "no transport takes it"
                     tally.runs += len(copies)
                     tally.num_bytes += copies.total
                 cells = share(theirs, known, sender)

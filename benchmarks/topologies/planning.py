@@ -1,8 +1,8 @@
 """`python -m benchmarks.topologies.planning`: what planning and posting cost one rank, as Markdown. Nothing is copied.
 
-8,192 tokens of 61 layers in scattered pages, memory layer by layer, as vLLM's engines have it. CPU time of the thread,
-medians. Posting is what a transport of a library (`nixl`) does with a plan before the library has it: its rows, its
-batches, and a table of descriptors for each side of a batch.
+8,192 tokens of 61 layers in scattered pages, memory layer by layer, as vLLM's engines have it, or page by page, as
+Baton's. CPU time of the thread, medians. Posting is what a transport of a library (`nixl`) does with a plan before the
+library has it: its rows, its batches, and a table of descriptors for each side of a batch.
 """
 
 from __future__ import annotations
@@ -27,12 +27,19 @@ from simulation.topologies import Layers, Layout, Shape
 TOKENS, LAYERS, ROUNDS = 8192, 61, 9
 BY_HEAD = Layout("layer plane page", ("head", "token", "element"))
 BY_TOKEN = Layout("layer plane page", ("token", "head", "element"))
+BY_PAGE = Layout("page layer plane", ("token", "head", "element"))
 _MLA = latents("target", LAYERS), heads("draft", 1, 32, 128, draft=True)
-MODELS: dict[str, tuple[tuple[Layers, ...], int, Layout]] = {
-    "MLA, MHA drafter, pages of 64": (_MLA, 64, BY_HEAD),
-    "8 KV heads, pages of 64": ((heads("target", LAYERS, 8, 128),), 64, BY_HEAD),
-    "16 KV heads, pages of 16": ((heads("target", LAYERS, 16, 128),), 16, BY_HEAD),
-    "16 KV heads, pages of 16, a token's heads together": ((heads("target", LAYERS, 16, 128),), 16, BY_TOKEN),
+_GQA = (heads("target", LAYERS, 16, 128),)
+# With tokens in a page of P and of D.
+MODELS: dict[str, tuple[tuple[Layers, ...], tuple[int, int], Layout]] = {
+    "MLA, MHA drafter, pages of 64": (_MLA, (64, 64), BY_HEAD),
+    "MLA, MHA drafter, pages of 64 and 48": (_MLA, (64, 48), BY_HEAD),
+    "8 KV heads, pages of 64": ((heads("target", LAYERS, 8, 128),), (64, 64), BY_HEAD),
+    "16 KV heads, pages of 16": (_GQA, (16, 16), BY_HEAD),
+    "16 KV heads, pages of 16 and 24": (_GQA, (16, 24), BY_HEAD),
+    "16 KV heads, pages of 16, a token's heads together": (_GQA, (16, 16), BY_TOKEN),
+    "16 KV heads, pages of 16 and 7, a token's heads together": (_GQA, (16, 7), BY_TOKEN),
+    "16 KV heads, pages of 16 and 7, all layers in a page": (_GQA, (16, 7), BY_PAGE),
 }
 DEGREES = ((1, 1), (2, 1), (4, 2), (8, 4), (16, 8))
 
@@ -50,17 +57,13 @@ class Cost:
     meeting: float
 
 
-def measure(name: str, groups: Sequence[Layers], page_size: int, layout: Layout, p: int, d: int) -> Cost:
+def measure(name: str, groups: Sequence[Layers], page_sizes: tuple[int, int], layout: Layout, p: int, d: int) -> Cost:
     """One topology."""
     rng = np.random.default_rng(1)
-    pages = TOKENS // page_size
-    source, dest = two(
-        groups,
-        Shape(p, page_size=page_size, layout=layout),
-        Shape(d, page_size=page_size, layout=layout),
-        2 * pages,
-    )
-    here, there = (rng.permutation(2 * pages - 1)[:pages] + 1 for _ in range(2))
+    pages = [-(-TOKENS // size) for size in page_sizes]
+    shapes = [Shape(tp, page_size=size, layout=layout) for tp, size in zip((p, d), page_sizes, strict=True)]
+    source, dest = two(groups, shapes[0], shapes[1], 2 * max(pages))
+    here, there = (rng.permutation(2 * max(pages) - 1)[:count] + 1 for count in pages)
     work = _work(source, dest)
     rank = max(work, key=lambda each: len(work[each]))
     planned: list[CopyList] = []
@@ -120,9 +123,9 @@ def text() -> str:
         "| model | TP of P to D | pairs | plans of one rank | runs | planning | posting | ns a run | at HELLO |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    for name, (groups, page_size, layout) in MODELS.items():
+    for name, (groups, page_sizes, layout) in MODELS.items():
         for p, d in DEGREES:
-            cost = measure(name, groups, page_size, layout, p, d)
+            cost = measure(name, groups, page_sizes, layout, p, d)
             each = (cost.planning + cost.posting) * 1e6 / cost.runs
             lines.append(
                 f"| {name} | {p} to {d} | {cost.pairs} | {cost.plans} | {cost.runs:,} | {cost.planning:.2f} ms "

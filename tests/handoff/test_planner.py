@@ -100,6 +100,8 @@ def check_against_oracle(
     for rank, copies in planned.items():
         assert len(copies) > 0
         assert (copies.nbytes > 0).all()
+        columns = (copies.source_offset, copies.dest_offset, copies.nbytes)
+        assert all(column.flags.c_contiguous for column in columns), "no transport takes it"
         assert (np.diff(copies.dest_offset) > 0).all()
         joined = (copies.source_offset[1:] == copies.source_offset[:-1] + copies.nbytes[:-1]) & (
             copies.dest_offset[1:] == copies.dest_offset[:-1] + copies.nbytes[:-1]

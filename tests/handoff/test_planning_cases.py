@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from baton.handoff.plan import planner, topology
+from baton.handoff.plan import planner, runs, topology
 from baton.handoff.protocol import digests, gather
 from baton.kv.geometry import Geometry
 from baton.kv.interval import Interval
@@ -36,6 +36,13 @@ def test_random_geometries() -> None:
     assert 0 < tally.refused < 20
     assert tally.kinds["regular"] > 30
     assert tally.kinds["hybrid"] > 10
+
+
+def test_random_geometries_by_their_factors_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long plans are made, where nobody looks at every run."""
+    monkeypatch.setattr(runs, "_FEW_RUNS", 0)
+    monkeypatch.setattr(runs, "_MOST_STRETCHES", 2)
+    assert play(range(60, 100)).plans > 200
 
 
 def shares(change: Callable[..., Any]) -> Break:
@@ -97,16 +104,15 @@ def planes_of_one_shape_are_as_far_apart_everywhere(patch: pytest.MonkeyPatch) -
 
 
 def runs_join_by_destination(patch: pytest.MonkeyPatch) -> None:
-    original = planner._coalesce
+    original = runs.columns_of
 
-    def coalesce(source: int, dest: int, parts: Any) -> Any:
-        found = original(source, dest, parts)
-        joined = found.dest_offset[1:] == found.dest_offset[:-1] + found.nbytes[:-1]
+    def columns_of(*given: Any) -> Any:
+        found = original(*given)
+        joined = found[1, 1:] == found[1, :-1] + found[2, :-1]
         heads = np.concatenate(([0], np.flatnonzero(~joined) + 1))
-        nbytes = np.add.reduceat(found.nbytes, heads)
-        return planner.CopyList(source, dest, found.source_offset[heads], found.dest_offset[heads], nbytes)
+        return np.stack((found[0, heads], found[1, heads], np.add.reduceat(found[2], heads)))
 
-    patch.setattr(planner, "_coalesce", coalesce)
+    patch.setattr(planner, "columns_of", columns_of)
 
 
 def pairs_by_what_is_wanted_of_the_first_rank(patch: pytest.MonkeyPatch) -> None:

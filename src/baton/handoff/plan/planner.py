@@ -14,32 +14,17 @@ tile.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from baton.errors import ProtocolError
-from baton.handoff.plan.topology import Box, Instance, RankGeometry, assign, of_layers, senders
+from baton.handoff.plan.runs import Segments, columns_of
+from baton.handoff.plan.topology import Instance, RankGeometry, assign, of_layers, senders
 from baton.kv.geometry import NULL_PAGE, CopyList, Geometry, Int64Array
 from baton.kv.interval import ALL_LAYERS, Interval
 
 __all__ = ["CopyList", "Instance", "RankGeometry", "plan", "senders"]
-
-
-# Source offsets, destination offsets, and the one length that all these runs have.
-_Runs = tuple[Int64Array, Int64Array, int]
-
-
-@dataclass(frozen=True, slots=True)
-class _Segments:
-    """Token stretches that lie in one page on both sides, by destination. Int64 arrays `[segments]`."""
-
-    source_page: Int64Array
-    source_token: Int64Array
-    dest_page: Int64Array
-    dest_token: Int64Array
-    length: Int64Array
 
 
 def plan(
@@ -73,11 +58,10 @@ def plan(
     by_rank = {source.rank: source.geometry for source in sources}
     out: dict[int, CopyList] = {}
     for sender in boxes if rank is None else boxes.keys() & {rank}:
-        parts: list[_Runs] = []
-        for box in of_layers(boxes[sender], to, layers):
-            parts += _expand(by_rank[sender], to, box, segments[to.planes[box.plane].tile])
-        if parts:
-            out[sender] = _coalesce(by_rank[sender].region, to.region, parts)
+        have = by_rank[sender]
+        if chosen := of_layers(boxes[sender], to, layers):
+            columns = columns_of(have, to, [(box, segments[to.planes[box.plane].tile]) for box in chosen])
+            out[sender] = CopyList(have.region, to.region, *columns)
     return out
 
 
@@ -105,7 +89,7 @@ def _pages(table: Int64Array, index: slice | Int64Array, geometry: Geometry, sid
 
 def _segments(
     tokens: Interval, have: Geometry, to: Geometry, source_pages: ArrayLike, dest_pages: ArrayLike
-) -> _Segments:
+) -> Segments:
     first, last = tokens.start // to.page_size, (tokens.stop - 1) // to.page_size
     source_table = _table(source_pages, (tokens.stop - 1) // have.page_size, have, "source")
     dest_table = _table(dest_pages, last, to, "destination")
@@ -133,10 +117,10 @@ def _segments(
     dest_page = _pages(dest_table, dest_index, to, "destination")
     key = dest_page if have.page_size == to.page_size else dest_page * to.page_size + dest_token
     if bool(np.all(key[1:] > key[:-1])):
-        return _Segments(source_page, source_token, dest_page, dest_token, length)
+        return Segments(source_page, source_token, dest_page, dest_token, length)
     # Unique keys: the default sort, several times faster than a stable one, is deterministic.
     order = np.argsort(key)
-    out = _Segments(source_page[order], source_token[order], dest_page[order], dest_token[order], length[order])
+    out = Segments(source_page[order], source_token[order], dest_page[order], dest_token[order], length[order])
     # Entries of one page are neighbours now; those of two table entries must not be.
     twice = out.dest_page[1:] == out.dest_page[:-1]
     if not isinstance(dest_index, slice):
@@ -144,76 +128,3 @@ def _segments(
     if bool(twice.any()):
         raise ProtocolError(f"group {to.group!r}: a destination page is named twice")
     return out
-
-
-def _expand(source_side: Geometry, dest_side: Geometry, box: Box, segments: _Segments) -> list[_Runs]:
-    """Runs of one box: (source offsets, destination offsets, bytes of each run), one entry per segment
-    length.
-    """
-    have, to = source_side.planes[box.plane], dest_side.planes[box.plane]
-    source = have.base + box.source_layer * have.layer_stride + box.source_head * have.head_stride
-    dest = to.base + box.dest_layer * to.layer_stride + box.dest_head * to.head_stride
-    sources = segments.source_page * have.page_stride
-    sources += segments.source_token * have.token_stride + source
-    dests = segments.dest_page * to.page_stride
-    dests += segments.dest_token * to.token_stride + dest
-    tile = to.tile
-    out = []
-    # Segments of one length melt alike, and few lengths exist: whole pages, the ragged ends, and where pages
-    # of different sizes meet.
-    uniform = segments.length.size == 1 or int(segments.length.min()) == int(segments.length.max())
-    for length in segments.length[:1].tolist() if uniform else np.unique(segments.length).tolist():
-        same = slice(None) if uniform else segments.length == length
-        run = to.itemsize if tile == 1 else to.itemsize * tile * to.head_dim
-        axes = [
-            (to.head_dim if tile == 1 else 1, have.element_stride, to.element_stride),
-            (box.num_heads, have.head_stride, to.head_stride),
-            (length // tile, have.token_stride * tile, to.token_stride * tile),
-            (box.num_planes, box.source_step, box.dest_step),
-            (box.num_layers, have.layer_stride, to.layer_stride),
-        ]
-        axes = [axis for axis in axes if axis[0] > 1]
-        while dense := [axis for axis in axes if axis[1] == run and axis[2] == run]:
-            axes.remove(dense[0])
-            run *= dense[0][0]
-        # Outermost destination stride first, so that the runs come out sorted.
-        axes.sort(key=lambda axis: -axis[2])
-        outer = [axis for axis in axes if axis[2] > to.page_stride]
-        inner = [axis for axis in axes if axis[2] <= to.page_stride]
-        out.append(
-            (
-                _outer([*_steps(outer, 1), sources[same], *_steps(inner, 1)]),
-                _outer([*_steps(outer, 2), dests[same], *_steps(inner, 2)]),
-                run,
-            )
-        )
-    return out
-
-
-def _steps(axes: list[tuple[int, int, int]], side: int) -> list[Int64Array]:
-    return [np.arange(axis[0], dtype=np.int64) * axis[side] for axis in axes]
-
-
-def _outer(parts: list[Int64Array]) -> Int64Array:
-    total = parts[0]
-    for part in parts[1:]:
-        total = np.add.outer(total, part)
-    return total.reshape(-1)
-
-
-def _coalesce(source_region: int, dest_region: int, parts: list[_Runs]) -> CopyList:
-    source, dest, run = parts[0]
-    nbytes = np.full(source.size, run, dtype=np.int64)
-    if len(parts) > 1:
-        source = np.concatenate([part[0] for part in parts])
-        dest = np.concatenate([part[1] for part in parts])
-        nbytes = np.concatenate([np.full(part[0].size, part[2], dtype=np.int64) for part in parts])
-    if not bool(np.all(dest[1:] > dest[:-1])):
-        # The parts are sorted, mostly; a stable sort gets through such input in about one pass.
-        order = np.argsort(dest, kind="stable")
-        source, dest, nbytes = source[order], dest[order], nbytes[order]
-    joined = (source[1:] == source[:-1] + nbytes[:-1]) & (dest[1:] == dest[:-1] + nbytes[:-1])
-    if bool(joined.any()):
-        heads = np.concatenate(([0], np.flatnonzero(~joined) + 1))
-        source, dest, nbytes = source[heads], dest[heads], np.add.reduceat(nbytes, heads)
-    return CopyList(source_region, dest_region, source, dest, nbytes)

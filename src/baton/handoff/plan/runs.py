@@ -1,0 +1,263 @@
+"""From the boxes of one sender and the token stretches of a copy to its byte runs, sorted by destination and merged.
+
+A box's runs are an outer sum: of few steps along its axes, and of *entries*, the pieces of tokens that lie together on
+both sides. Whether they come out sorted, and which of them touch, is seen from these few numbers; what there may be a
+million of is written once, in its place, and not read again.
+
+Columns are int64 `[3, N]`: source offsets, destination offsets, bytes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from baton.handoff.plan.topology import Box
+from baton.kv.geometry import Geometry, Int64Array
+
+# Pages in a row with equally many entries are written at once, unless there are more such rows than these.
+_MOST_STRETCHES = 8
+# So many are looked at one by one in less time than their factors.
+_FEW_RUNS = 8192
+# Count, and bytes from one to the next on the source's side and on the destination's.
+_Axis = tuple[int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """Token stretches that lie in one page on both sides, by destination. Int64 arrays `[segments]`."""
+
+    source_page: Int64Array
+    source_token: Int64Array
+    dest_page: Int64Array
+    dest_token: Int64Array
+    length: Int64Array
+
+
+@dataclass(frozen=True, slots=True)
+class _Factors:
+    """Runs as factors, outermost first: `outer` axes step over all pages, `middle` ones inside a page over its entries,
+    `inner` ones inside an entry's place. `entries` are columns, `pages` `[N]` their pages at the destination."""
+
+    outer: Sequence[_Axis]
+    entries: Int64Array
+    pages: Int64Array
+    middle: Sequence[_Axis]
+    inner: Sequence[_Axis]
+
+
+def columns_of(source_side: Geometry, dest_side: Geometry, boxes: Sequence[tuple[Box, Segments]]) -> Int64Array:
+    """The runs of all `boxes` (there are some) as columns."""
+    found = [runs for box, segments in boxes for runs in _of_box(source_side, dest_side, box, segments)]
+    if len(found) == 1:
+        columns, is_clean = found[0]
+        return columns if is_clean else _coalesced(columns)
+    found.sort(key=lambda runs: int(runs[0][1, 0]))
+    columns = np.concatenate([runs[0] for runs in found], axis=1)
+    if not all(is_clean for _, is_clean in found):
+        return _coalesced(columns)
+    pairs = [(before[:, -1], after[:, 0]) for (before, _), (after, _) in itertools.pairwise(found)]
+    apart = all(after[1] > before[1] and not _touch(after - before, before[2]).any() for before, after in pairs)
+    return columns if apart else _coalesced(columns)
+
+
+def _of_box(
+    source_side: Geometry, dest_side: Geometry, box: Box, segments: Segments
+) -> Iterator[tuple[Int64Array, bool]]:
+    """Columns, and whether they are known to be sorted and merged."""
+    for factors in _factors(source_side, dest_side, box, segments):
+        axes = (*factors.outer, *factors.middle, *factors.inner)
+        if factors.pages.size * math.prod(axis[0] for axis in axes) <= _FEW_RUNS:
+            yield _product(factors), False
+            continue
+        merged = factors if factors.middle or factors.inner else _merged(factors)
+        yield _product(merged), _is_clean(merged)
+
+
+def _factors(source_side: Geometry, dest_side: Geometry, box: Box, segments: Segments) -> Iterator[_Factors]:
+    have, to = source_side.planes[box.plane], dest_side.planes[box.plane]
+    source = have.base + box.source_layer * have.layer_stride + box.source_head * have.head_stride
+    dest = to.base + box.dest_layer * to.layer_stride + box.dest_head * to.head_stride
+    tile = to.tile
+    entries = np.empty((3, segments.length.size), dtype=np.int64)
+    entries[0] = segments.source_page * have.page_stride + segments.source_token * have.token_stride + source
+    entries[1] = segments.dest_page * to.page_stride + segments.dest_token * to.token_stride + dest
+    run, axes = _melt(
+        to.itemsize if tile == 1 else to.itemsize * tile * to.head_dim,
+        [
+            (to.head_dim if tile == 1 else 1, have.element_stride, to.element_stride),
+            (box.num_heads, have.head_stride, to.head_stride),
+            (box.num_planes, box.source_step, box.dest_step),
+            (box.num_layers, have.layer_stride, to.layer_stride),
+        ],
+    )
+    units, steps = segments.length // tile, (have.token_stride * tile, to.token_stride * tile)
+    if steps != (run, run):
+        # Each token, or tile of tokens, is an entry of its own.
+        which = np.repeat(np.arange(units.size), units)
+        nth = np.arange(which.size) - np.repeat(np.cumsum(units) - units, units)
+        entries = entries[:, which]
+        entries[0] += nth * steps[0]
+        entries[1] += nth * steps[1]
+        entries[2] = run
+        yield _in_order(axes, entries, segments.dest_page[which], to.page_stride, steps[1])
+        return
+    entries[2] = units * run
+    left = np.ones(units.size, dtype=bool)
+    for step in sorted({axis[1] for axis in axes if axis[1] == axis[2]}):
+        # Whole pages melt along more axes than ragged ones.
+        whole = entries[2] == step
+        if bool(whole.any()):
+            left &= ~whole
+            more, others = _melt(step, axes)
+            alike = entries[:, whole]
+            alike[2] = more
+            yield _in_order(others, alike, segments.dest_page[whole], to.page_stride, 0)
+    if bool(left.all()):
+        yield _in_order(axes, entries, segments.dest_page, to.page_stride, 0)
+    elif bool(left.any()):
+        yield _in_order(axes, entries[:, left], segments.dest_page[left], to.page_stride, 0)
+
+
+def _melt(run: int, axes: Sequence[_Axis]) -> tuple[int, list[_Axis]]:
+    """A run, and those along dense axes as one; what axes are left."""
+    axes = [axis for axis in axes if axis[0] > 1]
+    while dense := [axis for axis in axes if axis[1] == run and axis[2] == run]:
+        axes.remove(dense[0])
+        run *= dense[0][0]
+    return run, axes
+
+
+def _in_order(axes: Sequence[_Axis], entries: Int64Array, pages: Int64Array, page_step: int, step: int) -> _Factors:
+    """Outermost destination stride first, so that the runs come out sorted. `step`: between entries of a page."""
+    axes = sorted(axes, key=lambda axis: -axis[2])
+    return _Factors(
+        [axis for axis in axes if axis[2] > page_step],
+        entries,
+        pages,
+        [axis for axis in axes if step < axis[2] <= page_step],
+        [axis for axis in axes if axis[2] <= step],
+    )
+
+
+def _merged(factors: _Factors) -> _Factors:
+    """Entries that touch as one, where nothing lies between them."""
+    entries = factors.entries
+    touch = _touch(np.diff(entries), entries[2, :-1])
+    if not bool(touch.any()):
+        return factors
+    heads = np.concatenate(([0], np.flatnonzero(~touch) + 1))
+    merged = entries[:, heads]
+    merged[2] = np.add.reduceat(entries[2], heads)
+    return _Factors(factors.outer, merged, factors.pages[heads], (), ())
+
+
+def _touch(step: Int64Array, nbytes: Int64Array) -> Int64Array:
+    """Whether what lies `step` (rows: source, destination) behind runs of `nbytes` touches them on both sides."""
+    touch: Int64Array = (step[0] == nbytes) & (step[1] == nbytes)
+    return touch
+
+
+def _is_clean(factors: _Factors) -> bool:
+    """Whether the product comes out sorted by destination, and no two neighbours touch on both sides."""
+    entries, starts = factors.entries, _starts(factors.pages)
+    ends = np.append(starts[1:], factors.pages.size) - 1
+    first, last = entries[:2, :1], entries[:2, -1:]
+    inside, between = _extent(factors.inner), _extent(factors.middle)
+    steps = np.diff(entries[:2]) - inside
+    steps[:, starts[1:] - 1] -= between
+    spans = entries[:2, ends] - entries[:2, starts] + inside
+    every = [
+        (steps, entries[2, :-1]),
+        *((step, entries[2]) for step in _steps(factors.inner, np.zeros((2, 1), dtype=np.int64))),
+        *((step, entries[2, ends]) for step in _steps(factors.middle, spans)),
+        *((step, entries[2, -1:]) for step in _steps(factors.outer, last + between + inside - first)),
+    ]
+    return all(bool((step[1] > 0).all()) and not bool(_touch(step, nbytes).any()) for step, nbytes in every)
+
+
+def _starts(pages: Int64Array) -> Int64Array:
+    """Where in entries, which are by page, the pages begin."""
+    return np.concatenate(([0], np.flatnonzero(pages[1:] != pages[:-1]) + 1))
+
+
+def _extent(axes: Sequence[_Axis]) -> Int64Array:
+    """From the first to the last along all `axes`, `[2, 1]`: source, destination."""
+    return np.array([[sum((axis[0] - 1) * axis[side] for axis in axes)] for side in (1, 2)], dtype=np.int64)
+
+
+def _steps(axes: Sequence[_Axis], inside: Int64Array) -> Iterator[Int64Array]:
+    """From a run to the next one where an axis steps and all that is inside it begins again, an axis each."""
+    for at, axis in enumerate(axes):
+        yield np.array([[axis[1]], [axis[2]]], dtype=np.int64) - _extent(axes[at + 1 :]) - inside
+
+
+def _product(factors: _Factors) -> Int64Array:
+    """All runs, in the order of factors."""
+    entries = factors.entries
+    outer, middle, inner = (_offsets(axes) for axes in (factors.outer, factors.middle, factors.inner))
+    within = (middle[:, :, None] + inner[:, None, :])[:, None, :, None, :]
+    num_outer, num_within = outer.shape[1], middle.shape[1] * inner.shape[1]
+    size = entries.shape[1] * num_within
+    out = np.empty((3, num_outer, size), dtype=np.int64)
+    # The bytes of each run are one number, mostly.
+    computed = 2 if bool((entries[2] == entries[2, 0]).all()) else 3
+    out[computed:] = entries[2, 0]
+    if num_within == 1:
+        paged = entries[:computed]
+    else:
+        paged = out[:computed, 0] if num_outer == 1 else np.empty((computed, size), dtype=np.int64)
+        _fill(paged, entries[:computed], _starts(factors.pages), within[:computed])
+    if num_outer > 1 or num_within == 1:
+        np.add(outer[:computed, :, None], paged[:, None, :], out=out[:computed])
+    return out.reshape(3, -1)
+
+
+def _fill(paged: Int64Array, entries: Int64Array, starts: Int64Array, within: Int64Array) -> None:
+    """Pages in order, in each the middle axes, in these its entries, and in an entry the inner axes. Some of the
+    columns: `paged` `[columns, N]`, `entries`, in which pages begin at `starts`, and `within`, the steps of the axes
+    `[columns, 1, middle, 1, inner]`."""
+    rows, num_middle, num_inner = len(within), within.shape[2], within.shape[4]
+    counts = np.diff(starts, append=entries.shape[1])
+    cuts = np.concatenate(([0], np.flatnonzero(counts[1:] != counts[:-1]) + 1, [counts.size])).tolist()
+    if num_middle == 1:
+        np.add(entries[:, :, None], within[:, 0, 0], out=paged.reshape(rows, -1, num_inner))
+    elif len(cuts) <= _MOST_STRETCHES + 1:
+        for begin, end in itertools.pairwise(cuts):
+            num_pages, count, at = end - begin, int(counts[begin]), int(starts[begin])
+            stop = at + num_pages * count
+            place = paged[:, at * num_middle * num_inner : stop * num_middle * num_inner]
+            own = entries[:, at:stop].reshape(rows, num_pages, 1, count, 1)
+            np.add(own, within, out=place.reshape(rows, num_pages, num_middle, count, num_inner))
+    else:
+        each, first = np.repeat(counts, counts), np.repeat(starts, counts)
+        nth = np.arange(each.size) - first
+        places = (num_middle * first + nth)[:, None] + each[:, None] * np.arange(num_middle)
+        for row in range(rows):
+            paged[row].reshape(-1, num_inner)[places] = entries[row, :, None, None] + within[row, 0, :, 0]
+
+
+def _offsets(axes: Sequence[_Axis]) -> Int64Array:
+    """Columns of all steps along `axes`, in order."""
+    total = np.zeros((3, 1), dtype=np.int64)
+    for count, source_step, dest_step in axes:
+        steps = np.arange(count) * np.array([[source_step], [dest_step], [0]])
+        total = (total[:, :, None] + steps[:, None, :]).reshape(3, -1)
+    return total
+
+
+def _coalesced(columns: Int64Array) -> Int64Array:
+    """Any runs sorted by destination, and merged."""
+    if not bool(np.all(columns[1, 1:] > columns[1, :-1])):
+        # They are sorted, mostly; a stable sort gets through such input in about one pass.
+        columns = np.take(columns, np.argsort(columns[1], kind="stable"), axis=1)  # rows stay contiguous
+    source, dest, nbytes = columns
+    joined = (source[1:] == source[:-1] + nbytes[:-1]) & (dest[1:] == dest[:-1] + nbytes[:-1])
+    if not bool(joined.any()):
+        return columns
+    heads = np.concatenate(([0], np.flatnonzero(~joined) + 1))
+    return np.stack((source[heads], dest[heads], np.add.reduceat(nbytes, heads)))
