@@ -148,7 +148,7 @@ def last_transport(pid: int) -> str:
 def test_a_child_that_fails_ends_all_and_is_quoted(directory: str) -> None:
     with pytest.raises(EngineUnavailableError, match="did not start: RuntimeError: boom at start"):
         BreakableDeployment(directory, engine_flags=["--served-model-name", "crash"], command=FAKE)
-    with pytest.raises(EngineUnavailableError, match="did not start: block_size: must be"):
+    with pytest.raises(ConfigError, match="did not start: block_size: must be"):
         BreakableDeployment(directory, engine_flags=["--block-size", "0"], command=FAKE)
     with pytest.raises(ConfigError, match="prefill"):
         BreakableDeployment(directory, prefill=1, decode=0, command=FAKE)

@@ -16,6 +16,7 @@ from baton.cli.keys import keys_command
 from baton.cli.router import router_command
 from baton.cli.serve import serve_command, up_command
 from baton.cli.verify import verify_command
+from baton.deployment.processes import CONFIG_STATUS
 from baton.errors import BatonError, ConfigError, RequestError
 
 # How often a thread of GNU's OpenMP looks for its next work before it sleeps: longer than an engine leaves it idle
@@ -72,4 +73,4 @@ def main() -> None:
         app([_dashes(argument) for argument in sys.argv[1:]])
     except BatonError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
-        raise SystemExit(2 if isinstance(error, ConfigError | RequestError) else 1) from None
+        raise SystemExit(CONFIG_STATUS if isinstance(error, ConfigError | RequestError) else 1) from None

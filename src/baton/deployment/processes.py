@@ -32,6 +32,8 @@ D = TypeVar("D", bound="Deployment")
 START_TIMEOUT_S = 300.0
 END_TIMEOUT_S = 10.0
 BATON = (sys.executable, "-m", "baton.cli")
+# The status with which `baton` ends for a bad setting.
+CONFIG_STATUS = 2
 # Variables whose names begin so are flags of the command that was given.
 FLAG_VARIABLES = "BATON_FLAG_"
 
@@ -79,8 +81,8 @@ class Deployment:
     an engine to the router. Create it on a thread that outlives it: on Linux the parent is the thread, not the
     process.
 
-    Raises `EngineUnavailableError` with the child's own error line when one does not start, `ConfigError` for a
-    transport that processes cannot share. Then no child is left.
+    Raises `EngineUnavailableError` with the child's own error line when one does not start, `ConfigError` with it where
+    that names a setting, and for a transport that processes cannot share. Then no child is left.
     """
 
     def __init__(
@@ -293,6 +295,9 @@ class Deployment:
         if reports is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.process.wait(2.0)
+            if child.process.returncode == CONFIG_STATUS:
+                # A setting that the child alone could check: no new start would mend it.
+                raise ConfigError(child.name, f"did not start: {_last_line(child)}")
             raise EngineUnavailableError(f"{child.name} did not start: {_last_line(child)}")
         for report in reports:
             child.urls = tuple(report.get("urls", child.urls))
