@@ -162,6 +162,9 @@ def _left(cluster: Cluster) -> list[str]:
         copies = sum(len(node.operations) for node in nodes)
         if live or copies:
             out.append(f"{name} has attempts {live} and {copies} copies")
+        if any(rank.channel.routing for rank in process.ranks):
+            # Nor is one that was paused until now at rest: what it takes in may begin something.
+            out.append(f"{name} has messages to take in")
         if any(node.routing.claims.holding for node in nodes):
             # The connection of a claim may be under way to a process that died: a lease must have time to end it.
             out.append(f"{name} holds a claim back")
