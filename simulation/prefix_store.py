@@ -18,7 +18,7 @@ class SimPrefixStore:
     def __init__(self, engine: Engine) -> None:
         self._engine, self._process, self._world = engine, engine.process, engine.process.world
 
-    def bind(self, post: Callable[[Callable[[], None]], None]) -> None:
+    def bind(self, post: Callable[[Callable[[], None]], None], on_failure: Callable[[str], None]) -> None:
         """What it posts must also wake the modelled loop."""
 
     def load(self, request: Request, then: Callable[[int], None]) -> bool:

@@ -193,7 +193,13 @@ def test_whatever_the_store_raises_costs_no_answer(
         raise MemoryError("too much")
 
     monkeypatch.setattr(FileStore, method, fail)
-    assert serve(prompts[-1:], PARAMS, **with_store(tmp_path)) == (expected[-1:], 0)
+    with stepped(**with_store(tmp_path)) as engine:
+        assert outcome(engine.run("a", prompts[-1], PARAMS)) == expected[-1]
+        settle(engine)
+        failures = engine.core.metrics.prefix_store_failures
+        while not failures:
+            engine.step()
+        assert failures == {{"get": "read", "put": "write"}[method]: 1}
     assert "too much" in caplog.text
 
 

@@ -93,6 +93,9 @@ def test_bad_input_is_one_line(
                 "the chat template does not compile",
             ),
             (["router", "--port", "0", "--chat-template", directory], "cannot be read as a file: Is a directory"),
+            (["up", directory, "--port", "0", "--tool-call-parser", "none"], "tool_call_parser: "),
+            (["up", directory, "--port", "0", "--ssl-keyfile", "key.pem"], "ssl_keyfile: needs ssl_certfile"),
+            (["up", directory, "--port", "0", "--allowed-origins", "*"], "allowed_origins: must be a JSON list"),
             (
                 ["serve", directory, "--port", "0", "--role", "decode", "--chat-template", "{{ messages }}"],
                 "chat_template: is not for role decode",

@@ -142,6 +142,9 @@ def up_command(
             chat_template=listen.template(),
             recovery=options.recovery,
             max_queued_requests=options.max_queued_requests,
+            access=listen.access(),
+            parsing=listen.parsing(),
+            per_request=listen.per_request(),
         )
         _tell(f"starting {prefill} prefill and {decode} decode engines of {model}")
         deployment = Deployment(
@@ -164,9 +167,6 @@ def up_command(
                 prefill=tuple(deployment.prefill_urls),
                 decode=tuple(deployment.decode_urls),
                 both=tuple(deployment.both_urls),
-                access=listen.access(),
-                parsing=listen.parsing(),
-                per_request=listen.per_request(),
             )
 
             def on_ready(url: str) -> None:

@@ -71,7 +71,7 @@ class EngineCore:
         self._stopping = False
         self.peers: Peers = Alone()
         if prefix_store is not None:
-            prefix_store.bind(self.post)
+            prefix_store.bind(self.post, lambda operation: self.metrics.prefix_store_failures.update((operation,)))
 
     # ------------------------------------------------------------- other threads
 

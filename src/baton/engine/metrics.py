@@ -20,6 +20,7 @@ class EngineMetrics:
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_loaded_tokens: int = 0
+    prefix_store_failures: Counter[str] = field(default_factory=Counter)
     num_generation_tokens: int = 0
     num_preemptions: int = 0
     num_steps: int = 0
@@ -56,6 +57,9 @@ class EngineMetrics:
         yield counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", self.num_prompt_tokens)
         yield counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.", self.num_cached_tokens)
         yield counter("prefix_store_tokens", "Prompt tokens loaded from the prefix store.", self.num_loaded_tokens)
+        for operation, count in sorted(self.prefix_store_failures.items()):
+            text = "Reads and writes of the prefix store that failed."
+            yield counter("prefix_store_failures", text, count, operation=operation)
         yield counter("generation_tokens", "Tokens generated.", self.num_generation_tokens)
         yield counter("num_preemptions", "Requests preempted.", self.num_preemptions)
         yield counter("engine_steps", "Engine steps run.", self.num_steps)

@@ -59,10 +59,11 @@ class PrefixStore:
         self._readers = ThreadPoolExecutor(2, thread_name_prefix="baton-prefix-read")
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="baton-prefix-write")
         self._post: Post
+        self._on_failure: Callable[[str], None]
 
-    def bind(self, post: Post) -> None:
-        """How calls reach the engine thread."""
-        self._post = post
+    def bind(self, post: Post, on_failure: Callable[[str], None]) -> None:
+        """How calls reach the engine thread, and what to call there when a `read` or a `write` has failed."""
+        self._post, self._on_failure = post, on_failure
 
     def close(self) -> None:
         """Finish what is being written; the pages are in use until then, and let go of behind it."""
@@ -120,6 +121,7 @@ class PrefixStore:
                 self._write(tokens, num, pages)
             except Exception as error:
                 log.warning("a prefix was not stored: %s", error)
+                self._failed("write")
             finally:
                 self._post(lambda: self._written(num, pages))
 
@@ -192,9 +194,13 @@ class PrefixStore:
                 found.pop()
         except Exception as error:  # the request waits for an end of this, whatever happens here
             log.warning("a stored prefix is computed again: %s", error)
+            self._failed("read")
             if self._states:
                 found.clear()
         return found
+
+    def _failed(self, operation: str) -> None:
+        self._post(lambda: self._on_failure(operation))
 
     def _fits(self, tensors: Mapping[str, ByteArray], groups: Iterable[str]) -> bool:
         sizes = {name: self._kv[name][0].nbytes * self._span_pages.get(name, 1) for name in groups}
