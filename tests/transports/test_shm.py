@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import mmap
 import os
 import resource
 import stat
@@ -22,6 +23,7 @@ from baton.errors import ProtocolError, TransportError
 from baton.kv.geometry import CopyList
 from baton.testing.transport_peer import SpawnedPeer
 from baton.transports import mover
+from baton.transports.populate import PIECE_BYTES, populate
 from baton.transports.process import start_time_of
 from baton.transports.segments import SHM_DIR, remove_stale_segments
 from baton.transports.shm import ShmTransport
@@ -60,6 +62,23 @@ def test_memory_outlives_close_for_its_readers(transport: ShmTransport) -> None:
     transport.close()
     region[:] = 7
     assert bool((region == 7).all())
+
+
+def test_memory_needs_no_faults_when_it_is_used(transport: ShmTransport) -> None:
+    memory = transport.allocate("kv", 2 * PIECE_BYTES)
+    if not populate(memory[: mmap.PAGESIZE]):
+        pytest.skip("this kernel enters no pages beforehand")
+    with contextlib.closing(ShmTransport()) as other:
+        peer = other.connect(transport.register([memory])).result()
+        for end, bytes_ in ((transport, memory), (other, peer.regions[0])):
+            for _ in range(4):  # a piece asks for the next one
+                done = threading.Event()
+                end._mover.post(done.set)
+                assert done.wait(10)
+            before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+            bytes_[:: mmap.PAGESIZE] = 1
+            faults = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
+            assert faults < bytes_.size // mmap.PAGESIZE // 10
 
 
 def test_too_much_memory_is_an_error(transport: ShmTransport) -> None:

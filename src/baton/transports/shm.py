@@ -30,6 +30,7 @@ from msgspec import Meta
 from baton.errors import ProtocolError, TransportError
 from baton.transports.base import ByteArray, Peer, close_at_exit
 from baton.transports.memory import MemoryPeer, MemoryTransport
+from baton.transports.populate import populate_beside
 from baton.transports.process import ProcessWatch, own_host_key, start_time_of
 from baton.transports.registry import refuse_options
 from baton.transports.segments import SEGMENT_NAME, SHM_DIR, remove_stale_segments
@@ -113,6 +114,7 @@ class ShmTransport(MemoryTransport):
                 why = f"{SHM_DIR} is full" if short else str(error)
                 raise TransportError(f"cannot allocate {nbytes} bytes of shared memory for {name!r}: {why}") from error
             self._segments.append(segment)
+        populate_beside(segment.memory, self._mover.post)
         return segment.memory
 
     def _describe(self, regions: list[ByteArray]) -> bytes:
@@ -154,6 +156,8 @@ class ShmTransport(MemoryTransport):
                 watch = _Watch(ProcessWatch(*owners.pop(), parsed.host_key), os.dup(files[0]))
         except (OSError, ValueError) as error:
             raise TransportError(f"cannot map shared memory {parsed.segments[0].name}: {error}") from error
+        for one in memory:
+            populate_beside(one, self._mover.post)
         return MemoryPeer(
             name=parsed.segments[0].name,
             regions=[memory[r.segment][r.offset : r.offset + r.nbytes] for r in parsed.regions],

@@ -40,6 +40,7 @@ from baton.engine.runner import ModelRunner
 from baton.errors import BatonError
 from baton.kv.spec import GroupSpec
 from baton.parent import die_with_parent
+from baton.transports.populate import populate
 
 log = logging.getLogger(__name__)
 
@@ -92,6 +93,7 @@ def _memory(group: GroupSpec, pages: Allocate, device: torch.device) -> GroupMem
     path, offset = pages.files[group.name]
     size = num_pages * group.page_bytes
     region = np.memmap(path, dtype=np.uint8, mode="r+", offset=offset, shape=(size,))
+    populate(region)
     return GroupMemory.over(group, torch.from_numpy(region).view(-1, group.page_bytes))
 
 
