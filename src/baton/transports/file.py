@@ -31,9 +31,9 @@ from baton.errors import BatonError, ProtocolError, TransportError
 from baton.kv.geometry import CopyList
 from baton.transports.base import ByteArray, Direction
 from baton.transports.batches import BATCH_BYTES, Runs
+from baton.transports.copying import copy_runs
 from baton.transports.library import BatchFailedError, Library, RemotePeer
 from baton.transports.lifeline import Lifeline, Line
-from baton.transports.mover import copy_runs
 from baton.transports.registry import read_options
 from baton.transports.remote import RemoteTransport
 from baton.transports.store import FileStore, StoreOptions
