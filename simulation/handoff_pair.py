@@ -63,7 +63,8 @@ class Node:
         self.events: queue.Queue[HandoffEvent] = queue.Queue()
         settings = AgentConfig(name, incarnation, **{"fingerprint": {"model": "m"}, **config})
         facts = {**settings.fingerprint, "handoff.integrity": settings.integrity}
-        instance, challenge = Instance.of_one_rank(self.geometries), os.urandom(CHALLENGE_BYTES)
+        instance = Instance(rank=0, groups={group: [geometry] for group, geometry in self.geometries.items()})
+        challenge = os.urandom(CHALLENGE_BYTES)
         self.hello = Hello(name, incarnation, facts, instance, challenge, descriptor=self.descriptor)
         self.agent = HandoffAgent(settings, instance, self.transport, self.descriptor, self.note, self.digester)
         self.agent.start()

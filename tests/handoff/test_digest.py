@@ -22,10 +22,10 @@ from baton.handoff.protocol.digests import (
 )
 from baton.handoff.protocol.events import BadPiece
 from baton.handoff.protocol.messages import AttemptKey, PieceDigest, Seeds
-from baton.kv.geometry import BLOCK_MAJOR_NHD, LAYER_MAJOR_HND, Axis, Geometry
+from baton.kv.geometry import BLOCK_MAJOR_NHD, Axis, Geometry
 from baton.kv.interval import Interval
 from baton.kv.spec import GroupSpec, kv_planes
-from tests.support.planes import with_planes
+from tests.support.planes import LAYER_MAJOR_HND, with_planes
 
 KEY = AttemptKey(b"0" * 16, 0, "p", "d")
 LAYERS, HEADS, DIM, TOKENS = 3, 2, 4, 150

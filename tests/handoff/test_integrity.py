@@ -239,7 +239,8 @@ def test_a_piece_with_more_digests_than_fit_is_refused_at_the_start() -> None:
         page_size=1,
         layer_ids=tuple(range(layers)),
     )
-    instance = Instance.of_one_rank({"deep": RankGeometry(rank=0, geometry=Geometry.block_major(spec, 2))})
+    geometry = RankGeometry(rank=0, geometry=Geometry.block_major(spec, 2))
+    instance = Instance(rank=0, groups={"deep": [geometry]})
     transport, digester = LocalTransport(), MemoryDigester({}, [])
     with pytest.raises(ConfigError, match=f"group 'deep' has {2 * layers} planes in all, at most {MAX_HASHES} fit"):
         HandoffAgent(AgentConfig("P", "P-1", integrity="full"), instance, transport, b"", print, digester)

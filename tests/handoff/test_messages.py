@@ -63,7 +63,7 @@ def rank(page_size: int = 16, dtype: str = "bfloat16") -> RankGeometry:
 
 
 def one(geometry: RankGeometry) -> Instance:
-    return Instance.of_one_rank({"target": geometry})
+    return Instance(rank=0, groups={"target": [geometry]})
 
 
 MESSAGES: list[Message] = [

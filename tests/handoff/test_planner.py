@@ -14,9 +14,7 @@ from hypothesis import strategies as st
 from baton.errors import IncompatiblePeerError, ProtocolError
 from baton.handoff.plan.planner import RankGeometry, plan, senders
 from baton.kv.geometry import (
-    BLOCK_MAJOR_HND,
     BLOCK_MAJOR_NHD,
-    LAYER_MAJOR_HND,
     LAYER_MAJOR_NHD,
     Axis,
     CopyList,
@@ -25,7 +23,7 @@ from baton.kv.geometry import (
 )
 from baton.kv.interval import ALL_LAYERS, Interval
 from baton.kv.spec import ITEMSIZE, Cut, GroupSpec, kv_planes, latent_planes
-from tests.support.planes import with_planes
+from tests.support.planes import BLOCK_MAJOR_HND, LAYER_MAJOR_HND, with_planes
 
 ORDERS = [
     BLOCK_MAJOR_NHD,

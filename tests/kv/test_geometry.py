@@ -11,9 +11,7 @@ import pytest
 
 from baton.errors import ProtocolError
 from baton.kv.geometry import (
-    BLOCK_MAJOR_HND,
     BLOCK_MAJOR_NHD,
-    LAYER_MAJOR_HND,
     LAYER_MAJOR_NHD,
     Axis,
     CopyList,
@@ -21,7 +19,7 @@ from baton.kv.geometry import (
     Plane,
 )
 from baton.kv.spec import GroupSpec, PlaneSpec, kv_planes, latent_planes
-from tests.support.planes import with_planes
+from tests.support.planes import BLOCK_MAJOR_HND, LAYER_MAJOR_HND, with_planes
 
 
 def make_spec(**changes: Any) -> GroupSpec:

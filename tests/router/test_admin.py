@@ -37,7 +37,7 @@ JSON = {"Content-Type": "application/json"}
         ({**ADMIN, **JSON}, 200),
     ],
 )
-async def test_only_the_operator_changes_instances(directory: Path, headers: dict[str, str], status: int) -> None:
+async def test_only_the_operator_changes_engines(directory: Path, headers: dict[str, str], status: int) -> None:
     async with served(build_engine_app(FakeEngine(directory), Tokenizer.load(directory))) as engine:
         config = RouterConfig(both=(engine,), admin_token=ADMIN_TOKEN, host_names=("router.internal",))
         async with served(await build_app(config)) as url, aiohttp.ClientSession() as session:

@@ -221,7 +221,7 @@ async def test_a_dead_engine_is_avoided_and_the_request_retried(directory: Path)
         assert len(second.requests) == 4
 
 
-async def test_instances_join_and_leave(directory: Path) -> None:
+async def test_engines_join_and_leave(directory: Path) -> None:
     setup = Setup(directory)
     both = FakeEngine(directory)
     async with setup.run() as (url, session), engines(directory, both) as (third,):

@@ -138,7 +138,7 @@ class Node:
         self.events: list[HandoffEvent] = []
         self.node = HandoffNode(
             AgentConfig(name, self.incarnation, ticket_key=b"k", timers=timers),
-            Instance.of_one_rank({"target": RankGeometry(rank=0, geometry=geometry)}),
+            Instance(rank=0, groups={"target": [RankGeometry(rank=0, geometry=geometry)]}),
             self.transport,
             self.descriptor,
             self.channel,

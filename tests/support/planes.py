@@ -1,4 +1,4 @@
-"""Geometries whose planes are changed."""
+"""Geometries whose planes are changed, and orders of axes that engines do not use."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from typing import Any
 
 import msgspec
 
-from baton.kv.geometry import Geometry
+from baton.kv.geometry import Axis, Geometry
+
+BLOCK_MAJOR_HND: tuple[Axis, ...] = ("page", "layer", "plane", "head", "token", "element")
+LAYER_MAJOR_HND: tuple[Axis, ...] = ("layer", "plane", "page", "head", "token", "element")
 
 
 def with_planes(geometry: Geometry, **changes: Any) -> Geometry:

@@ -27,9 +27,7 @@ Int64Array = NDArray[np.int64]
 Axis = Literal["layer", "page", "plane", "token", "head", "element"]
 
 BLOCK_MAJOR_NHD: tuple[Axis, ...] = ("page", "layer", "plane", "token", "head", "element")
-BLOCK_MAJOR_HND: tuple[Axis, ...] = ("page", "layer", "plane", "head", "token", "element")
 LAYER_MAJOR_NHD: tuple[Axis, ...] = ("layer", "plane", "page", "token", "head", "element")
-LAYER_MAJOR_HND: tuple[Axis, ...] = ("layer", "plane", "page", "head", "token", "element")
 
 NULL_PAGE = 0
 # Offsets are int64 sums of a few products; staying far below 2**63 makes overflow impossible.

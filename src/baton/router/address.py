@@ -1,5 +1,5 @@
 """The URLs by which a router knows its engines. `#dp_rank=N` behind one names a data-parallel rank of a vLLM server:
-each rank is an engine of its own, and an instance."""
+each rank is an engine of its own to them."""
 
 from __future__ import annotations
 

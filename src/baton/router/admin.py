@@ -1,4 +1,4 @@
-"""Requests that change a router's instances need its admin token, and must not come from a web page."""
+"""Requests that change a router's engines need its admin token, and must not come from a web page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The router's aiohttp app: the OpenAI API, `/status`, and instances that join and leave at run time."""
+"""The router's aiohttp app: the OpenAI API, `/status`, and engines that join and leave at run time."""
 
 from __future__ import annotations
 
@@ -38,15 +38,19 @@ DEFAULT_NEAR_TIE = 0.1
 
 
 class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """How a router starts. URLs are engines' base URLs; `tokenizer` None takes the engines' checkpoint, `chat_template`
-    None (a text) its own. `engine`: what
-    runs there, Baton's own engines or vLLM; with vLLM, `kv_connector` is what it hands over with, `seed_first_token`
-    sends its token to the decode server, and `near_tie` excuses other first tokens, in nats. `kv_mode` None: push, or
-    the one that the connector has. `admin_token` None: instances cannot be changed at run time. `host_names`: by which
-    it is called there. `max_local_prefill_length`: a prompt of which the decode engine lacks at most so many tokens is
-    computed there; 0: none is, while there is a prefill engine. `max_queued_requests`: choices that may wait for their
-    first token. `ticket_life`: seconds in which both legs must reach their engines. `api_keys`: clients must bring one
-    of them; none: all may ask."""
+    """How a router starts.
+
+    - `prefill`, `decode`, `both`: engines' base URLs. `engine`: what runs there, Baton's own engines or vLLM. With
+      vLLM, `kv_connector` hands over, `seed_first_token` sends its token to the decode server, and `near_tie` excuses
+      other first tokens, in nats.
+    - `tokenizer` None takes the engines' checkpoint, `chat_template` None (a text) its own.
+    - `kv_mode` None: push, or the one that the connector has. `ticket_life`: seconds in which both legs must reach
+      their engines.
+    - `max_local_prefill_length`: a prompt of which the decode engine lacks at most so many tokens is computed there; 0:
+      none is, while there is a prefill engine. `max_queued_requests`: choices that may wait for their first token.
+    - `api_keys`: clients must bring one of them; none: all may ask. `admin_token` None: engines cannot join or leave at
+      run time. `host_names`: by which the router is called there.
+    """
 
     prefill: tuple[str, ...] = ()
     decode: tuple[str, ...] = ()
@@ -73,16 +77,16 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     per_request: PerRequestMetrics = NO_METRICS
 
 
-class _AddInstance(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _Joining(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     url: str
     role: Role
 
 
-class _Instance(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _Known(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     url: str
 
 
-T = TypeVar("T", _AddInstance, _Instance)
+T = TypeVar("T", _Joining, _Known)
 
 
 async def build_app(config: RouterConfig) -> web.Application:
@@ -126,7 +130,7 @@ async def build_app(config: RouterConfig) -> web.Application:
     app = new_app(
         metrics,
         access=config.access,
-        families=lambda: families(metrics.registry.collect(), pool.instances),
+        families=lambda: families(metrics.registry.collect(), pool.engines),
     )
     service = OpenAIService(backend, metrics, config.max_queued_requests, config.parsing, config.per_request)
     add_openai_routes(app, service)
@@ -160,17 +164,17 @@ def _add_router_routes(app: web.Application, backend: RouterBackend, admin: Admi
 
     async def add(request: web.Request) -> web.StreamResponse:
         admin.check(request)
-        asked = await _body(request, _AddInstance)
+        asked = await _body(request, _Joining)
         return json_response(_describe(await pool.add(asked.url, asked.role), None))
 
     async def remove(request: web.Request) -> web.StreamResponse:
         admin.check(request)
-        asked = await _body(request, _Instance)
+        asked = await _body(request, _Known)
         return json_response(_describe(pool.remove(asked.url), None))
 
     async def drain(request: web.Request) -> web.StreamResponse:
         admin.check(request)
-        asked = await _body(request, _Instance)
+        asked = await _body(request, _Known)
         return json_response(_describe(pool.drain(asked.url), None))
 
     app.router.add_get("/health", health)
@@ -191,17 +195,17 @@ async def _body(request: web.Request, kind: type[T]) -> T:
 async def _status(backend: RouterBackend) -> dict[str, object]:
     """Return engines, roles, load as of now, and handoffs."""
 
-    async def load(instance: PooledEngine) -> EngineLoad | None:
+    async def load(engine: PooledEngine) -> EngineLoad | None:
         try:
-            return await instance.client.load()
+            return await engine.client.load()
         except BatonError:
             return None
 
-    instances = backend.pool.instances
-    loads = await asyncio.gather(*(load(instance) for instance in instances))
+    engines = backend.pool.engines
+    loads = await asyncio.gather(*(load(engine) for engine in engines))
     return {
         "ready": backend.ready(),
-        "engines": [_describe(i, now) for i, now in zip(instances, loads, strict=True)],
+        "engines": [_describe(engine, now) for engine, now in zip(engines, loads, strict=True)],
         "handoffs": {
             "active": backend.num_active_handoffs,
             **{name: backend.handoffs[name] for name in backend.OUTCOMES},
@@ -213,15 +217,15 @@ async def _status(backend: RouterBackend) -> dict[str, object]:
     }
 
 
-def _describe(instance: PooledEngine, load: EngineLoad | None) -> dict[str, object]:
+def _describe(engine: PooledEngine, load: EngineLoad | None) -> dict[str, object]:
     return {
-        "url": instance.url,
-        "role": instance.role,
-        "healthy": instance.healthy,
-        "draining": instance.draining,
-        "problem": instance.problem,
-        "num_inflight": instance.num_inflight,
-        "info": instance.info,
+        "url": engine.url,
+        "role": engine.role,
+        "healthy": engine.healthy,
+        "draining": engine.draining,
+        "problem": engine.problem,
+        "num_inflight": engine.num_inflight,
+        "info": engine.info,
         "load": load,
     }
 
@@ -246,7 +250,7 @@ def _rows(backend: RouterBackend, queue: Queue) -> Iterator[Row]:
         yield counter("router_recoveries", "Requests sent again, by rung.", count, rung=rung)
     yield counter("router_near_ties", "First tokens that differed by a near-tie.", backend.near_ties)
     yield gauge("router_handoffs_active", "Handoffs that run.", backend.num_active_handoffs)
-    for instance in backend.pool.instances:
-        labels: dict[str, str] = {"url": instance.url, "role": instance.role}
-        yield gauge("router_engine_up", "Whether an engine takes requests.", instance.healthy, **labels)
-        yield gauge("router_engine_inflight", "Legs on an engine.", instance.num_inflight, **labels)
+    for engine in backend.pool.engines:
+        labels: dict[str, str] = {"url": engine.url, "role": engine.role}
+        yield gauge("router_engine_up", "Whether an engine takes requests.", engine.healthy, **labels)
+        yield gauge("router_engine_inflight", "Legs on an engine.", engine.num_inflight, **labels)

@@ -190,7 +190,7 @@ class RouterBackend:
             if route is not None:
                 return route
             if time.monotonic() >= deadline:
-                problems = [f"{i.url}: {i.problem}" for i in self.pool.instances if i.problem is not None]
+                problems = [f"{e.url}: {e.problem}" for e in self.pool.engines if e.problem is not None]
                 raise EngineUnavailableError("; ".join(["no engine can take the request now", *problems]))
             await asyncio.sleep(_PATIENCE_STEP_S)
 

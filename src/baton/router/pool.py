@@ -67,7 +67,7 @@ class PooledEngine:
 
     @property
     def url(self) -> str:
-        """Base URL, which is also the instance's identity."""
+        """Base URL, which is also the engine's identity."""
         return self.client.url
 
     @property
@@ -101,7 +101,7 @@ class PooledEngine:
 
 
 class EnginePool:
-    """The router's instances. One event loop; nothing here waits but `add`, `refresh` and `watch`."""
+    """The router's engines. One event loop; nothing here waits but `add`, `refresh` and `watch`."""
 
     def __init__(
         self,
@@ -119,21 +119,21 @@ class EnginePool:
         self._session = session
         self._policy = policy
         self._tokenizer_dir, self._chat_template = tokenizer_dir, chat_template
-        self._instances: dict[str, PooledEngine] = {}
+        self._engines: dict[str, PooledEngine] = {}
         self._turn = 0
         self._model: ServedModel | None = None
         self._asking: dict[PooledEngine, asyncio.Task[None]] = {}
 
     @property
-    def instances(self) -> list[PooledEngine]:
-        """All instances, in the order in which they joined."""
-        return list(self._instances.values())
+    def engines(self) -> list[PooledEngine]:
+        """All engines, in the order in which they joined."""
+        return list(self._engines.values())
 
     def model(self) -> ServedModel:
         """Return the served model. Raises `EngineUnavailableError` while none has been reached."""
         if self._model is None:
             raise EngineUnavailableError("no engine has been reached yet")
-        infos = [i.info for i in self._instances.values() if i.info is not None]
+        infos = [e.info for e in self._engines.values() if e.info is not None]
         length = min([self._model.max_model_len, *(info.max_model_len for info in infos)])
         drafts = max([self._model.num_speculative_tokens, *(info.num_speculative_tokens for info in infos)])
         return dataclasses.replace(self._model, max_model_len=length, num_speculative_tokens=drafts)
@@ -145,79 +145,79 @@ class EnginePool:
         another model or drafter than the other engines have.
         """
         url = checked_url(url)
-        if url in self._instances:
-            raise RequestError(f"{url} is already an instance", "url")
-        instance = PooledEngine(self._new_client(self._session, url, self.timers, role), role)
+        if url in self._engines:
+            raise RequestError(f"{url} is an engine of this router already", "url")
+        engine = PooledEngine(self._new_client(self._session, url, self.timers, role), role)
         try:
-            await self._identify(instance)
+            await self._identify(engine)
         except EngineUnavailableError as error:
-            instance.problem = str(error)
-        if url in self._instances:  # it joined twice while we asked
-            raise RequestError(f"{url} is already an instance", "url")
-        self._instances[url] = instance
-        return instance
+            engine.problem = str(error)
+        if url in self._engines:  # it joined twice while we asked
+            raise RequestError(f"{url} is an engine of this router already", "url")
+        self._engines[url] = engine
+        return engine
 
     def remove(self, url: str) -> PooledEngine:
         """Remove an engine: it gets no new requests, and running ones end normally. `RequestError` if unknown."""
-        instance = self._instances.pop(checked_url(url), None)
-        if instance is None:
-            raise RequestError(f"{url} is not an instance", "url")
-        return instance
+        engine = self._engines.pop(checked_url(url), None)
+        if engine is None:
+            raise RequestError(f"{url} is not an engine of this router", "url")
+        return engine
 
     def drain(self, url: str) -> PooledEngine:
         """Send an engine no new requests, and remove it when its last leg has ended. Asked again, tell its legs that it
         is lost: they go on elsewhere. Raises `RequestError` if it is unknown."""
-        instance = self._instances.get(checked_url(url))
-        if instance is None:
-            raise RequestError(f"{url} is not an instance", "url")
-        if instance.leaving:
-            instance.evict(EngineLostError(f"engine {instance.url} is drained in a hurry"))
-        instance.draining = instance.leaving = True
-        if not instance.num_inflight:
-            del self._instances[instance.url]
+        engine = self._engines.get(checked_url(url))
+        if engine is None:
+            raise RequestError(f"{url} is not an engine of this router", "url")
+        if engine.leaving:
+            engine.evict(EngineLostError(f"engine {engine.url} is drained in a hurry"))
+        engine.draining = engine.leaving = True
+        if not engine.num_inflight:
+            del self._engines[engine.url]
         else:
-            instance.when_idle = lambda: self._left(instance)
-        return instance
+            engine.when_idle = lambda: self._left(engine)
+        return engine
 
-    def _left(self, instance: PooledEngine) -> None:
-        if self._instances.get(instance.url) is instance:
-            del self._instances[instance.url]
+    def _left(self, engine: PooledEngine) -> None:
+        if self._engines.get(engine.url) is engine:
+            del self._engines[engine.url]
 
     def usable(self, healthy: bool) -> list[PooledEngine]:
-        """The instances that may get requests: the `healthy`, or those that were silent when last asked."""
-        return [i for i in self._instances.values() if (i.healthy if healthy else i.suspected)]
+        """The engines that may get requests: the `healthy`, or those that were silent when last asked."""
+        return [e for e in self._engines.values() if (e.healthy if healthy else e.suspected)]
 
     def max_num_seqs(self) -> int | None:
         """How many requests the healthy engines decode at once; None where there is none or one does not tell."""
-        infos = [i.info for i in self.usable(healthy=True) if i.role != "prefill"]
+        infos = [e.info for e in self.usable(healthy=True) if e.role != "prefill"]
         told = [info.max_num_seqs for info in infos if info is not None]
         return sum(told) if told and all(told) else None
 
     def take(self, among: Sequence[PooledEngine]) -> PooledEngine:
-        """The one of these instances whose turn it is. There is one at least."""
+        """The one of these engines whose turn it is. There is one at least."""
         self._turn += 1
         if self._policy == "least_loaded":
-            chosen = min(among, key=lambda i: (i.num_inflight, i.order))
+            chosen = min(among, key=lambda e: (e.num_inflight, e.order))
         else:
-            chosen = min(among, key=lambda i: i.order)
+            chosen = min(among, key=lambda e: e.order)
         chosen.order = self._turn  # equal loads take turns
         return chosen
 
-    def has_other(self, instance: PooledEngine, avoid: Sequence[PooledEngine] = ()) -> bool:
+    def has_other(self, engine: PooledEngine, avoid: Sequence[PooledEngine] = ()) -> bool:
         """Whether there is another of its role for new requests, not one of `avoid`."""
-        mine = (i for i in self._instances.values() if i.role == instance.role and i.healthy)
-        return any(i is not instance and i not in avoid for i in mine)
+        mine = (e for e in self._engines.values() if e.role == engine.role and e.healthy)
+        return any(e is not engine and e not in avoid for e in mine)
 
-    async def refresh(self, instance: PooledEngine) -> None:
+    async def refresh(self, engine: PooledEngine) -> None:
         """Ask an engine again who it is, after it failed or restarted."""
-        await asyncio.shield(self._ask(instance))
+        await asyncio.shield(self._ask(engine))
 
     async def watch(self) -> None:
-        """Refresh all instances, for ever. One that is silent does not keep the others waiting."""
+        """Refresh all engines, for ever. One that is silent does not keep the others waiting."""
         try:
             while True:
-                for instance in self.instances:
-                    self._ask(instance)
+                for engine in self.engines:
+                    self._ask(engine)
                 await asyncio.sleep(self.timers.check)
         finally:
             asking = list(self._asking.values())
@@ -225,43 +225,43 @@ class EnginePool:
                 task.cancel()
             await asyncio.gather(*asking, return_exceptions=True)
 
-    def _ask(self, instance: PooledEngine) -> asyncio.Task[None]:
+    def _ask(self, engine: PooledEngine) -> asyncio.Task[None]:
         """The question that is under way to an engine, or a new one."""
-        task = self._asking.get(instance)
+        task = self._asking.get(engine)
         if task is None:
-            task = self._asking[instance] = asyncio.create_task(self._check(instance))
-            task.add_done_callback(lambda _: self._asking.pop(instance, None))
+            task = self._asking[engine] = asyncio.create_task(self._check(engine))
+            task.add_done_callback(lambda _: self._asking.pop(engine, None))
         return task
 
-    async def _check(self, instance: PooledEngine) -> None:
+    async def _check(self, engine: PooledEngine) -> None:
         try:
-            await self._identify(instance)
+            await self._identify(engine)
         except BatonError as error:
-            if instance.problem != str(error):
-                logger.warning("engine %s: %s", instance.url, error)
-            instance.problem = str(error)
+            if engine.problem != str(error):
+                logger.warning("engine %s: %s", engine.url, error)
+            engine.problem = str(error)
             # An engine that said it was draining, and is gone now, counts as draining until it is back.
-            instance.draining |= isinstance(error, DrainingError)
+            engine.draining |= isinstance(error, DrainingError)
             if not isinstance(error, EngineLostError):
-                instance.num_silent = 0
+                engine.num_silent = 0
                 return
-            instance.num_silent += 1
-            silent_s = time.monotonic() - instance.answered
+            engine.num_silent += 1
+            silent_s = time.monotonic() - engine.answered
             # Two unanswered questions: after one alone, this process itself may have been paused.
-            taken = instance.info is not None and not instance.evicted
-            if taken and instance.num_silent > 1 and silent_s >= self.timers.lease:
-                logger.warning("engine %s is given up after %.1f s", instance.url, silent_s)
-                instance.evict(EngineLostError(f"engine {instance.url} has not answered for {silent_s:.1f} s"))
+            taken = engine.info is not None and not engine.evicted
+            if taken and engine.num_silent > 1 and silent_s >= self.timers.lease:
+                logger.warning("engine %s is given up after %.1f s", engine.url, silent_s)
+                engine.evict(EngineLostError(f"engine {engine.url} has not answered for {silent_s:.1f} s"))
 
-    async def _identify(self, instance: PooledEngine) -> None:
-        info = await instance.client.info()
-        if info.role != instance.role:
-            raise RequestError(f"{instance.url} has role {info.role!r}, not {instance.role!r}", "role")
-        if instance.role != "both" and not info.control_addresses:
-            raise ProtocolError(f"{instance.url} has role {info.role!r} but no control address")
+    async def _identify(self, engine: PooledEngine) -> None:
+        info = await engine.client.info()
+        if info.role != engine.role:
+            raise RequestError(f"{engine.url} has role {info.role!r}, not {engine.role!r}", "role")
+        if engine.role != "both" and not info.control_addresses:
+            raise ProtocolError(f"{engine.url} has role {info.role!r} but no control address")
         if not info.token_api:
-            raise ProtocolError(f"{instance.url} takes no router's requests: start it with --token-api")
-        self._check_same_model(instance, info)
+            raise ProtocolError(f"{engine.url} takes no router's requests: start it with --token-api")
+        self._check_same_model(engine, info)
         if self._model is None:
             directory = self._tokenizer_dir or info.model_path
             try:
@@ -271,15 +271,15 @@ class EnginePool:
                 raise ConfigError("tokenizer", f"{error}; name its directory with --tokenizer") from None
             if self._model is None:
                 self._model = ServedModel.of(info, tokenizer)
-        if instance.info is None or instance.info.incarnation != info.incarnation:
-            instance.known = KnownPrefixes(info.prefix_step, info.kv_tokens)
-        instance.info, instance.problem = info, None
-        instance.draining = instance.leaving
-        instance.answered, instance.num_silent, instance.evicted = time.monotonic(), 0, False
+        if engine.info is None or engine.info.incarnation != info.incarnation:
+            engine.known = KnownPrefixes(info.prefix_step, info.kv_tokens)
+        engine.info, engine.problem = info, None
+        engine.draining = engine.leaving
+        engine.answered, engine.num_silent, engine.evicted = time.monotonic(), 0, False
 
-    def _check_same_model(self, instance: PooledEngine, info: EngineInfo) -> None:
-        for other in self.instances:
-            if other is instance or other.info is None or other.problem is not None:
+    def _check_same_model(self, engine: PooledEngine, info: EngineInfo) -> None:
+        for other in self.engines:
+            if other is engine or other.info is None or other.problem is not None:
                 continue
             different = {
                 name: (theirs, mine)

@@ -79,8 +79,8 @@ class Routes:
             usable = self._pool.usable(healthy)
 
             def of(role: Role, usable: list[PooledEngine] = usable) -> list[PooledEngine]:
-                mine = [instance for instance in usable if instance.role == role]
-                return [instance for instance in mine if instance not in tried] or mine
+                mine = [engine for engine in usable if engine.role == role]
+                return [engine for engine in mine if engine not in tried] or mine
 
             route = self._among(request, of("prefill"), of("decode"), of("both"), hand_off)
             if route is not None:

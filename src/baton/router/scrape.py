@@ -16,29 +16,29 @@ from baton.router.pool import PooledEngine
 _OWN = "vllm:"
 
 
-async def families(own: Iterable[Metric], instances: Sequence[PooledEngine]) -> list[Metric]:
+async def families(own: Iterable[Metric], engines: Sequence[PooledEngine]) -> list[Metric]:
     """The router's `own` families, and those of its engines with the labels `engine` and `role`. An engine that does
     not answer, or not with metrics, is left out."""
-    pages = await asyncio.gather(*(_page(instance) for instance in instances))
+    pages = await asyncio.gather(*(_page(engine) for engine in engines))
     found = {family.name: family for family in own}
     mine = {name for name in found if name.startswith(_OWN)}
-    for instance, page in zip(instances, pages, strict=True):
-        assert instance.info is not None or not page
-        name = instance.info.engine_id if instance.info is not None else ""
+    for engine, page in zip(engines, pages, strict=True):
+        assert engine.info is not None or not page
+        name = engine.info.engine_id if engine.info is not None else ""
         for family in page:
             if family.name in mine:
                 continue
             into = found.setdefault(family.name, Metric(family.name, family.documentation, family.type))
             if into.type == family.type:
-                into.samples += [_labelled(sample, name, instance.role) for sample in family.samples]
+                into.samples += [_labelled(sample, name, engine.role) for sample in family.samples]
     return list(found.values())
 
 
-async def _page(instance: PooledEngine) -> list[Metric]:
-    if not instance.healthy and not instance.draining:
+async def _page(engine: PooledEngine) -> list[Metric]:
+    if not engine.healthy and not engine.draining:
         return []
     try:
-        return list(text_string_to_metric_families(await instance.client.metrics_text()))
+        return list(text_string_to_metric_families(await engine.client.metrics_text()))
     except (BatonError, ValueError, KeyError, IndexError, OverflowError):
         return []
 

@@ -50,10 +50,10 @@ class VllmClient(EngineClient):
         self._read = 0.0
 
     @staticmethod
-    def of(instance: PooledEngine) -> VllmClient:
-        """The client of an instance whose connector makes this kind."""
-        assert isinstance(instance.client, VllmClient)
-        return instance.client
+    def of(engine: PooledEngine) -> VllmClient:
+        """The client of an engine whose connector makes this kind."""
+        assert isinstance(engine.client, VllmClient)
+        return engine.client
 
     async def info(self) -> EngineInfo:
         """Ask a server for its identity after each time it was away, and for its clock every `_CLOCK_S`."""

@@ -77,11 +77,6 @@ class AgentStats:
         sums = {name: sum(getattr(s, name) for s in (self, *others)) for name in _BY_RANK}
         return replace(self, **sums, copies=self.copies.over_ranks([s.copies for s in others]))
 
-    @property
-    def runs_per_handoff(self) -> float:
-        """Contiguous copies that a committed handoff took."""
-        return self.runs / max(1, self.handoffs)
-
 
 class Figures:
     """Counts what happens. Any thread may take a snapshot."""

@@ -8,7 +8,7 @@ parallelism each data-parallel rank is an instance, which a request's ticket nam
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Annotated
@@ -54,11 +54,6 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ]
     sampling: Annotated[int, Meta(ge=0, lt=MAX_RANKS)] = 0
     apart: bool = False
-
-    @classmethod
-    def of_one_rank(cls, geometries: Mapping[str, RankGeometry]) -> Instance:
-        """An engine that is one rank, number 0."""
-        return cls(rank=0, groups={group: [geometry] for group, geometry in geometries.items()})
 
     @property
     def num_ranks(self) -> int:
