@@ -31,6 +31,13 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _RETRY_AFTER_S = 1
 
 
+class Stream(web.StreamResponse):
+    """An answer in parts. Its head leaves with the first of them, in one packet: each one more is a turn of the event
+    loop at whoever reads it."""
+
+    _send_headers_immediately = False  # aiohttp's own, as of its `Response`; older ones do not look
+
+
 class Drain:
     """The running requests of a server, and how far its shutdown has come."""
 
@@ -207,7 +214,7 @@ async def _reply(request: web.Request, reply: bytes | AsyncGenerator[bytes, None
         return web.Response(body=reply, content_type="application/json")
     async with contextlib.aclosing(reply) as events:
         headers = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
-        response = web.StreamResponse(headers=headers)
+        response = Stream(headers=headers)
         await response.prepare(request)
         try:
             async for event in events:

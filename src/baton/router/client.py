@@ -98,12 +98,13 @@ class EngineClient(ABC):
         """Yield the response to a POST whose status is 200, which takes the request's trace along. Raises what
         `generate` raises."""
         trace = TRACE.get()
-        headers = {"Content-Type": "application/json", "Content-Length": str(sum(map(len, body))), **self._headers}
+        size = sum(map(len, body))
+        headers = {"Content-Type": "application/json", "Content-Length": str(size), **self._headers}
         headers |= trace.headers() if trace is not None else {}
         with failures(f"engine {self.url}", EngineUnavailableError):
             async with self._session.post(
                 self._base + path,
-                data=_pieces(body),
+                data=_pieces(body) if size > _PIECE_BYTES else b"".join(body),  # one packet with the head
                 headers=headers,
                 timeout=timeout,
                 allow_redirects=False,

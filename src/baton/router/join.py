@@ -109,7 +109,11 @@ async def join_legs(
     where it does not, this raises unless the decode leg has begun to say tokens.
     """
     alone = len(legs) == 1
-    tasks = {leg: asyncio.create_task(_pump(leg, chunks, items)) for leg, chunks in legs.items()}
+    # The first token waits for the prefill leg alone, whose request is on its way before the other is made.
+    tasks = {
+        leg: asyncio.create_task(_pump(leg, chunks, items, turns=leg == "decode" and not alone))
+        for leg, chunks in legs.items()
+    }
     ended: set[LegRole] = set()
     drained: LegRole | None = None
     decoding = False
@@ -155,8 +159,10 @@ async def join_legs(
         await asyncio.gather(*ending, return_exceptions=True)
 
 
-async def _pump(leg: LegRole, chunks: Chunks, items: LegItems) -> None:
+async def _pump(leg: LegRole, chunks: Chunks, items: LegItems, turns: int = 0) -> None:
     try:
+        for _ in range(turns):
+            await asyncio.sleep(0)
         try:
             async for chunk in chunks:
                 items.put_nowait((leg, chunk))

@@ -18,7 +18,7 @@ from baton.errors import EngineUnavailableError, RequestError
 from baton.openai import FrontMetrics, OpenAIService, ServedModel
 from baton.openai.access import OPEN, Access
 from baton.openai.errors import to_api_error
-from baton.openai.http import BODIES, add_openai_routes, json_response, new_app, write
+from baton.openai.http import BODIES, Stream, add_openai_routes, json_response, new_app, write
 from baton.openai.limits import HttpLimits
 from baton.openai.metrics import RowCollector, with_vllm_names
 from baton.openai.records import SequenceRecord, reporting
@@ -115,7 +115,7 @@ async def _generate(engine: AsyncEngine, metrics: FrontMetrics, request: web.Req
             async for chunk in chunks:
                 if response is None:
                     # Not before the first chunk: a refusal must still be able to set the HTTP status.
-                    response = web.StreamResponse(headers={"Content-Type": NDJSON})
+                    response = Stream(headers={"Content-Type": NDJSON})
                     await response.prepare(request)
                 record.tokens(len(chunk.token_ids), chunk.accepted)
                 reason = chunk.finish_reason or reason
@@ -143,7 +143,7 @@ async def _generate(engine: AsyncEngine, metrics: FrontMetrics, request: web.Req
     finally:
         record.end(reason, log=False)  # the front door has the line
     if response is None:
-        response = web.StreamResponse(headers={"Content-Type": NDJSON})
+        response = Stream(headers={"Content-Type": NDJSON})
         await response.prepare(request)
     await response.write_eof()
     return response
