@@ -164,6 +164,37 @@ def test_the_functions_on_a_request_s_way_exist() -> None:
         assert name in defined(ROOT / "src/baton" / file), f"{file}:{name}"
 
 
+@pytest.mark.parametrize("document", ["structure.md", "protocol.md"])
+def test_the_house_holds_what_its_plans_name(document: str) -> None:
+    """Functions, classes, fields and values, by themselves, as `Class.member` or with arguments."""
+    names: set[str] = set()
+    members: set[str] = set()
+    for path in (ROOT / "src/baton").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.ClassDef, *FUNCTIONS)):
+                names.add(node.name)
+            elif isinstance(node, ast.arg):
+                names.add(node.arg)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                names.add(node.id)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                names.add(node.value)
+            if isinstance(node, ast.ClassDef):
+                members |= {f"{node.name}.{name}" for name in members_of(node)}
+    text = (ROOT / "docs" / document).read_text()
+    spoken = [match[1] for span in spans(text) if (match := re.match(r"([A-Za-z_][\w.]*)(?:\(.*\))?$", span))]
+    for name in {name for name in spoken if CLASS.match(name) or SNAKE.match(name)}:
+        assert name in (members if "." in name else names), name
+
+
+def members_of(node: ast.ClassDef) -> Iterator[str]:
+    for each in node.body:
+        if isinstance(each, FUNCTIONS):
+            yield each.name
+        elif isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name):
+            yield each.target.id
+
+
 def defined(path: Path) -> set[str]:
     """The functions and classes of a module, and the methods of its classes as `Class.method`."""
     names: set[str] = set()

@@ -52,7 +52,7 @@ from baton.wire import EngineInfo, Integrity
 
 log = logging.getLogger(__name__)
 
-# Part of the key of stored prefixes: change it when the bytes of a page get another meaning.
+# Part of the key of stored prefixes, to be changed when the bytes of a page get another meaning.
 PAGE_LAYOUT = "block-major 1"
 
 
@@ -105,7 +105,7 @@ def _build(
     device = torch.device(config.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device", "cuda is not available here")
-    # Made before the weights are loaded, which takes long, so that a missing library ends the start at once.
+    # Transports are opened before the weights are loaded, which takes long: a missing library ends the start at once.
     ticket_key = load_or_create_key(config.ticket_key_path) if config.ticket_key_path else None
     transports: list[Transport] = []
     for _ in range(config.num_ranks if ticket_key else 0):

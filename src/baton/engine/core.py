@@ -107,7 +107,7 @@ class EngineCore:
     def drain(self) -> None:
         """Run everything posted so far."""
         while self._posted:
-            with self._wake:  # `busy_s` looks at the first of them
+            with self._wake:  # `busy_s` reads the first of them
                 _, call = self._posted.popleft()
             call()
 
@@ -175,7 +175,8 @@ class EngineCore:
         if request.status is not RequestStatus.HELD:
             self.finish(request, "abort")
         elif request.finish_reason is None:
-            # It ends when its pages are let go. One that ended with its first token has nobody left who could leave.
+            # It ends when its pages are let go. Where it has a reason already, it ended with its first token, and its
+            # client has had everything.
             assert self.legs is not None
             request.finish_reason = "abort"
             self.legs.abandon(request)

@@ -68,7 +68,7 @@ class DraftStates:
 
 
 def _scratch(slots: DraftSlots, requests: IntArray, ahead: IntArray) -> IntArray:
-    """Where the state is that lies `ahead` rows behind the first of drafts; before that, the last known row's."""
+    """The slot of the state that lies `ahead` rows behind the first draft's; before that, the last known row's."""
     index = np.where(ahead < 0, 0, 1 + ahead % 2)
     found: IntArray = slots.scratch[requests, np.minimum(index, slots.scratch.shape[1] - 1)]
     return found

@@ -275,7 +275,7 @@ class HandoffLegs:
                 effects = self._take(leg, event.seeds, finished=True)
         else:
             metrics.num_handoffs["released"] += 1
-        # Also of a commit for a request that was aborted here while it was on its way: everything is in place.
+        # The pages are quiet. That holds for a commit too that met a request which was aborted here meanwhile.
         self._leave_quarantine(leg)
         return effects
 

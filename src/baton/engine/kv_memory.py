@@ -49,7 +49,7 @@ def model_groups(config: EngineConfig, model: CausalLM, drafter: Drafter | None)
         if group.kind == "state" and (named := sizes.keys() & {group.name, group.kind} - {group.owner}):
             raise ConfigError("block_size", f"{min(named)!r}: states have no tokens to a page; see --mamba-block-size")
     known = {name for group in groups if group.kind != "state" for name in _names(group)}
-    # Where all layers have states, there is nothing that the size for all would be for.
+    # Where all layers have states, no group has pages, so that the size given for all groups names none.
     if unknown := sizes.keys() - known - {""}:
         there = ", ".join(sorted(known)[1:]) or "none with pages"
         raise ConfigError("block_size", f"there is no group {min(unknown)!r}; there are {there}")

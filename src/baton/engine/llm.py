@@ -177,7 +177,7 @@ class LLM:
         samples: Sequence[Sequence[SampleOutput]],
         complete: Callable[[], object],
     ) -> None:
-        """Until all samples are complete; `complete` is told of each prompt that has all of its own."""
+        """Run steps until all samples are complete; `complete` is told of each prompt that has all of its own."""
         core = self._engine.core
         left = Counter({result.request_id: len(outputs) for result, outputs in zip(results, samples, strict=True)})
         open_samples = {

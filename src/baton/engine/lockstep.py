@@ -29,7 +29,8 @@ _WAVE = struct.Struct("<Q")
 
 
 class Peers(Protocol):
-    """What an engine's loop must know of engines that compute with it. `ended`: a loop that is told to stop may."""
+    """What an engine's loop must know of engines that compute with it. `ended`: whether a loop that was told to stop
+    may do so now."""
 
     ended: bool
 

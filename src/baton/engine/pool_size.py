@@ -183,7 +183,7 @@ def _share(config: EngineConfig, before: Memory, now: Memory) -> int:
     if utilization is None:
         utilization = HOST_UTILIZATION if config.device == "cpu" else DEVICE_UTILIZATION
     part = int(utilization * before.free) // config.engines_per_host - max(0, now.taken - before.taken)
-    # It is never more than there is by now.
+    # No more than is free by now.
     part = min(part, int(utilization * now.free))
     if before.shm_free is not None and now.shm_free is not None:
         part = min(part, int(utilization * before.shm_free) // config.engines_per_host)

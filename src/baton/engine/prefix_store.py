@@ -62,7 +62,7 @@ class PrefixStore:
         self._on_failure: Callable[[str], None]
 
     def bind(self, post: Post, on_failure: Callable[[str], None]) -> None:
-        """How calls reach the engine thread, and what to call there when a `read` or a `write` has failed."""
+        """`post` takes calls to the engine thread; `on_failure` is called there when a `read` or `write` failed."""
         self._post, self._on_failure = post, on_failure
 
     def close(self) -> None:
@@ -77,7 +77,7 @@ class PrefixStore:
         """Have the store looked through for the request's prompt. False when there is nothing to look for; else
         `then` is called later, with the number of tokens that entered the prefix cache."""
         if request.is_salted:
-            return False  # what it computes is for those who know its salt, and they are served by memory
+            return False  # salted prompts are shared only by those who know the salt, and in memory alone
         tokens = request.token_ids[: request.prefill_len]
         first = min(pool.lookup(tokens, len(tokens)).num_tokens for pool in self._pools.values()) // self._span
         last = min(self._num_spans(len(tokens)), first + self._num_free_spans())
@@ -133,7 +133,7 @@ class PrefixStore:
             pool.release(pages[name])
 
     def _insert(self, tokens: Sequence[int], first: int, found: Sequence[Mapping[str, ByteArray]]) -> int:
-        # What leads to the new pages must not make room for them.
+        # Pages that lead to the new ones must not be evicted for them.
         held = {name: pool.lookup(tokens, first * self._span).pages for name, pool in self._pools.items()}
         for name, pool in self._pools.items():
             pool.share(held[name])

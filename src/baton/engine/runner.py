@@ -153,7 +153,7 @@ class ModelRunner:
         self.spec = plan_spec(groups, drafter)
 
     def release(self) -> None:
-        """Let go of pages and weights, for good. What is alive only for a circle of references keeps neither."""
+        """Let go of pages and weights for good, although circles of references may keep the runner itself alive."""
         for held in (self.kv, self._target_layers, self._draft_layers):
             held.clear()
         del self.model, self.drafter

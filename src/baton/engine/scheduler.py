@@ -74,7 +74,7 @@ class Scheduler:
                 budget = self.max_num_batched_tokens - sum(rows.num_rows for rows in scheduled.values())
         while self.waiting and budget > 0 and self._num_active < self.max_num_seqs:
             request = self.waiting[0]
-            # Neither queue overtakes the other, lest one of them waits for ever.
+            # Neither queue overtakes the other: else one of them could wait for ever.
             if self.receive_queue and self.receive_queue[0].place < request.place:
                 break
             if not self._admit(request, budget):

@@ -200,7 +200,8 @@ def _append(core: EngineCore, request: Request, verified: Verified, logits: npt.
 
 
 def _note_scores(scheduled: Sequence[ScheduledRows], scores: Iterable[TokenLogprobs]) -> None:
-    """Scores of a prompt that is computed again, after its pages were lost, are what they were."""
+    """Book the scores of prompts. Those of a prompt that is computed again, after its pages were lost, are the same
+    again."""
     left = iter(scores)
     for rows in scheduled:
         for position in rows.request.to_score(rows.start, rows.start + rows.num_rows):

@@ -204,21 +204,22 @@ class KVCache:
     def plan_checkpoints(
         self, tables: BlockTables, tokens: Sequence[int], start: int, stop: int, owner: Owner = "target"
     ) -> None:
-        """Take slots for the checkpoints that rows [start, stop) of known tokens pass by. There need not be any: they
-        are free slots, or older checkpoints', and of several never more than half, for the last ones of the rows."""
+        """Take slots for the checkpoints that rows [start, stop) of known tokens pass by. Checkpoints are optional:
+        they get free slots or those of older checkpoints, never more than half of several, and the last ones of the
+        rows go first."""
         for name, pool in self._states_of[owner].items():
             chain = tables.chains[name]
             due = [count for count in pool.due(start + 1, stop) if not pool.holds(tokens, count, chain)]
-            # That behind the last row is taken when the step is over.
+            # The checkpoint behind the last row is taken when the step is over.
             spare = pool.num_available - len(pool.due(stop, stop + 1))
             most = max(min(spare, 1), pool.num_available // 2)
             due = due[max(0, len(due) - most) :]
             tables.checkpoints[name] |= zip(due, pool.allocate(len(due)), strict=True)
 
     def accept(self, tables: BlockTables, num_accepted: int, num_computed: int, owner: Owner = "target") -> None:
-        """A step is over, and `num_accepted` rows behind the request's first count (behind a prefill's last, and a
-        drafter's: none). The state behind them, which has seen `num_computed` tokens, is the request's from now on;
-        all other slots are scratch."""
+        """A step is over. Of a verification `num_accepted` drafts were accepted; of a prefill, and for a drafter, it is
+        0. The state behind the last row that counts, which has seen `num_computed` tokens, is the request's from now
+        on; all other slots are scratch."""
         for name, pool in self._states_of[owner].items():
             scratch, pages = tables.scratch[name], tables.pages[name]
             for count in pool.due(num_computed - num_accepted, num_computed + 1):

@@ -161,7 +161,7 @@ def fill(module: nn.Module, path: str | Path, rename: Rename, unpack: Unpack = o
     every place a tensor, else `CheckpointError` names it. At its peak the weights are in memory once, with one layer
     and a piece of a file besides.
     """
-    # Places leave the table as they are filled, lest it keeps what a layer has packed.
+    # Places leave the table as they are filled: else it would keep what a layer has packed.
     table = weight_table(module)
     places = set(table)
     unfilled = _Unfilled(module, table)

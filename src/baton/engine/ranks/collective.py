@@ -48,11 +48,11 @@ class Exchange:
         return torch.split(came, list(sizes))
 
     def send(self, tensor: Tensor, to: int) -> None:
-        """Send it to the rank of that number, which receives it."""
+        """Send a tensor to the rank of that number, which calls `receive`."""
         self._group.send([tensor.contiguous().view(-1).view(torch.uint8)], to, 0).wait()
 
     def receive(self, tensor: Tensor, source: int) -> None:
-        """Fill it with what that rank sends."""
+        """Fill a tensor with what that rank sends."""
         self._group.recv([tensor.view(-1).view(torch.uint8)], source, 0).wait()
 
 

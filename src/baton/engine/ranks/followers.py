@@ -31,7 +31,7 @@ from baton.transports.segments import file_of
 log = logging.getLogger(__name__)
 
 END_LIMIT_S = 10.0
-# A rank that ends takes its connections along before its parent can see that it has.
+# The connections of a rank that ends close before its parent can see that it has ended.
 BLAME_LIMIT_S = 0.5
 
 
@@ -91,7 +91,7 @@ class Followers:
             on_end(self.fail(f"rank {rank} ended with status {status}"))
 
     def order(self, message: Order) -> None:
-        """Send it to all ranks; `answered` must follow. Raises `EngineUnavailableError`."""
+        """Send an order to all ranks; `answered` must follow. Raises `EngineUnavailableError`."""
         data = encode(message)
         for rank in range(1, self._size):
             self._send(rank, data)
@@ -118,7 +118,8 @@ class Followers:
                 raise EngineUnavailableError(self.fail(f"rank {rank} failed: {answer.cause}"))
             assert isinstance(answer, Done)
             answers.append(answer)
-        # Who answers has found the others; what is not there need not be left behind by a process that is killed.
+        # A rank that answers has found the others, so the file can go: a process that is killed later leaves nothing
+        # behind.
         self._remove_store()
         return answers
 

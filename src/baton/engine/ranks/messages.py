@@ -16,7 +16,7 @@ MAX_MESSAGE_BYTES = 1 << 30
 
 
 class Start(msgspec.Struct, frozen=True, tag="start"):
-    """The first: who the rank is. `store`: a file of the ranks alone, by which they find each other."""
+    """The first order: who the rank is. `store`: a file of the ranks alone, by which they find each other."""
 
     config: EngineConfig
     rank: int
@@ -24,8 +24,8 @@ class Start(msgspec.Struct, frozen=True, tag="start"):
 
 
 class Allocate(msgspec.Struct, frozen=True, tag="allocate"):
-    """The second: the pages of each group, and the file in which they lie with its first byte; None: the rank allocates
-    them itself. `aux_layers`: of which the drafter of stage 0 is fed."""
+    """The second order: the pages of each group, and the file in which they lie with its first byte; None: the rank
+    allocates them itself. `aux_layers`: of which the drafter of stage 0 is fed."""
 
     num_pages: dict[str, int]
     files: dict[str, tuple[str, int]] | None
@@ -88,7 +88,7 @@ _ANSWERS = msgspec.msgpack.Decoder(Answer)
 
 
 def digest(result: DraftResult) -> int:
-    """By which ranks see that they have the same drafts, which the next plan's rows are made of."""
+    """A digest by which ranks see that they have the same drafts, of which the next plan's rows are made."""
     return zlib.crc32(msgspec.msgpack.encode(result.drafts))
 
 

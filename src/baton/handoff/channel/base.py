@@ -73,7 +73,7 @@ class ControlChannel(Protocol):
         ...
 
     def wake(self) -> None:
-        """What the runner waited for has ended: it is to be polled soon. Any thread; never blocks."""
+        """Have the runner polled soon: something that it waited for has ended. Any thread; never blocks."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""The connections of one engine's transport: begun, given up and let go of, without waiting for any of it."""
+"""The connections of one engine's transport, begun, given up and let go of in the background: no call waits."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class TransportEnds:
             del self._refused[next(iter(self._refused))]
 
     def abandon(self, future: Future[Peer]) -> None:
-        """Nobody waits for this one any more."""
+        """Nobody waits for this connection any more."""
         self._abandoned.append(future)
 
     def poll(self) -> None:
@@ -79,7 +79,7 @@ class TransportEnds:
                 self._transport.disconnect(future.result())
 
     def retire(self, peer: Peer) -> None:
-        """Its session is over: let go of it when no attempt needs it."""
+        """The session with `peer` is over: disconnect when no attempt needs it."""
         self._retired.append(peer)
 
     def sweep(self, used: list[Peer]) -> None:

@@ -18,7 +18,7 @@ log.addFilter(LogLimit())
 HANDSHAKE_MS = 5000
 _ZAP_ADDRESS = "inproc://zeromq.zap.01"
 _MONITOR_ADDRESS = "inproc://baton.refused"
-# ZAP's own refusals are counted where they are made; these are handshakes that did not get that far.
+# Handshakes that failed before ZAP was asked; `serve` itself counts those that it refuses.
 _FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 
 # pyzmq's sockets are generic over sync and async; only the plain ones are used here.

@@ -170,7 +170,8 @@ class Sessions:
         if not self._is_proven("answered", address, session.connection, hello):
             raise ProtocolError(f"who answers at {address} does not prove that it knows the ticket key")
         if hello.descriptor is None:
-            # The same challenge again waits for the repetition: two that differ would answer each other for ever.
+            # Only a new challenge is answered at once. HELLO is repeated in time anyway, and two sides that answered
+            # every HELLO would do so for ever.
             if hello.challenge != session.challenge:
                 session.challenge = hello.challenge
                 self._say_hello(session)
@@ -216,7 +217,7 @@ class Sessions:
             session.refusal = ("unreachable_peer", str(error))
 
     def reach_again(self, session: Session) -> None:
-        """A peer that could not be reached speaks of an attempt: try again, where it is time to."""
+        """Connect once more to a peer that could not be reached and now speaks of an attempt, if its pause is over."""
         if session.hello is not None and session.refusal is not None and session.refusal[0] == "unreachable_peer":
             session.refusal = None
             self._connect(session, session.hello)
@@ -302,10 +303,9 @@ class Sessions:
             session.round_trip = sample if session.round_trip is None else (3 * session.round_trip + sample) / 4
 
     def may_return(self, session: Session) -> bool:
-        """True where a process that was talked to may still live, and wait for a word about attempts of that time.
-
-        A fence is no sign of its death: it says that one connection is closed, here, and P may wait for the other end
-        of it. No attempt outlives `MAX_TICKET_LIFE_S`, unless its engine was paused that long.
+        """True where the process of a session may still live, and wait to hear how its attempts ended. A fence does not
+        prove its death: it says that one connection is closed on this side, and P may wait for its own end of it. No
+        attempt outlives `MAX_TICKET_LIFE_S`, unless its engine was paused that long.
         """
         return session.peer is not None or self._clock.monotonic() < session.until
 

@@ -41,9 +41,9 @@ _QUEUE = 128
 # How long frames may take to leave, in milliseconds, when one session ends, and when all do. The second is longer: a
 # peer that hears no BYE has to wait for its fence. Only a peer that reads nothing costs the whole time.
 _LINGER_MS, _LAST_LINGER_MS = 200, 5000
-# Frames that are answered at the end though nobody reads them any more.
+# So many unread frames are answered when the channel closes.
 _LAST_FRAMES = 4096
-# BYE ends a session whatever the receiver has counted so far.
+# A BYE ends a session whatever sequence number the receiver has reached.
 _LAST_SEQUENCE = (1 << 63) - 1
 _RECONNECT_MS = (100, 2000)
 
@@ -312,9 +312,10 @@ class Channel:
 
 
 def _checked(connection: Connection, side: Side, message: Message, frame: bytes, mark: list[bytes]) -> Message:
-    """The message, if it is of who opened the session, or is one that anybody may say.
+    """The message, if whoever opened the session has sealed it, or if anybody may send it.
 
-    HELLO proves its sender itself. Who does not know the session says so by BYE, and D then begins another.
+    A HELLO proves its sender by itself. An engine that does not know the session says so by BYE, and D then begins
+    another.
     """
     if not connection.key or (mark and is_sealed(connection.key, side, frame, mark[0])):
         return message

@@ -1,7 +1,7 @@
 """The handoff agent of one engine: one thread that runs its machines, and thread-safe calls for the engine.
 
 The thread sleeps in ZeroMQ's poll. Engine calls, and the ends of connections, copies and digests, wake it through a
-socket pair. Nothing that it calls waits for a peer: that would cost the leases of all others.
+socket pair. Nothing that it calls waits for a peer: meanwhile the leases of all others would end.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ class _Attempt:
     handoff's own time counts, `ended` that at which it was over.
 
     `peers` are the transport's ends of all sessions in which pages could have been exchanged: all of them must be
-    fenced. Copies use `open`, the end of the session in which the peer asked for them last: it may have given the
-    attempt up since, by the fence of that one, and then knows of no other. `far` is what the peer said of its instance.
+    fenced. Copies use `open`, the end of the session in which the peer asked for them last: a peer that has given the
+    attempt up since has closed that end alone, and knows of no other. `far` is what the peer said of its instance.
     `next_tick` is when the last message is repeated, `gap` how long after that again.
     """
 
@@ -88,7 +88,7 @@ class PrefillAttempt(_Attempt):
         return self.machine.announced or self.machine.registered
 
     def heard(self, now: float) -> None:
-        """D has spoken of the attempt: each ANNOUNCE, and the first REGISTER, give it its time anew."""
+        """D has spoken of the attempt. Each ANNOUNCE, and the first REGISTER, start its time anew."""
         if not self.machine.registered:
             self.begun = now
 
@@ -107,7 +107,8 @@ class DecodeAttempt(_Attempt):
     num_sources: int = 1
 
     def misled(self, peer: Instance) -> str:
-        """What is wrong with who answers at the address, if anything: the ticket names each rank of P, and no other."""
+        """Why the engine at the address is not the P of the ticket, which names each of its ranks; an empty string
+        where it is."""
         if peer.num_ranks != self.num_sources:
             return f"P has {peer.num_ranks} ranks, the ticket names {self.num_sources}"
         rank = self.machine.key.source_rank

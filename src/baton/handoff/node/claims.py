@@ -83,7 +83,7 @@ class Claims:
             del self._cancelled[next(iter(self._cancelled))]
 
     def take(self, session: Session, message: Claim) -> None:
-        """Take one, hold it back, or answer NACK."""
+        """Take a claim, hold it back, or answer NACK."""
         key = message.key
         known = self._execution.prefills.get(key)
         self._sessions.reach_again(session)

@@ -36,7 +36,8 @@ class Digesting(Generic[_Owner]):
         self._done: queue.SimpleQueue[tuple[_Owner, ev.MachineEvent]] = queue.SimpleQueue()
 
     def begin(self, owner: _Owner, action: ev.ComputeDigests | ev.CheckDigests, shares: Shares) -> None:
-        """Have it done, after what was begun before it. `shares`: what of each group the two ranks exchange."""
+        """Have the worker compute or check digests, after what was begun before. `shares`: what of each group the two
+        ranks exchange."""
 
         def job() -> None:
             self._done.put((owner, self._answer(action, shares)))

@@ -116,7 +116,7 @@ class Execution:
                 self.feed(attempt, ev.Tick())
 
     def _rewind(self, attempt: Attempt) -> None:
-        """Something new was said: wait for an answer as long as one should take."""
+        """A new message was sent: repeat it when its answer takes longer than a round trip should."""
         session = self.session(attempt)
         attempt.gap = self._timers.first_retry(session.round_trip if session else None)
         attempt.next_tick = self.clock.monotonic() + attempt.gap
@@ -171,7 +171,7 @@ class Execution:
             self.feed(attempt, end)
 
     def _ends(self, attempt: Attempt) -> tuple[Instance, Instance]:
-        """Source and destination. Whoever asks for copies or digests has said what it is."""
+        """Source and destination. The peer of an attempt that has copies or digests has said in HELLO what it is."""
         assert attempt.far is not None
         prefills = isinstance(attempt, PrefillAttempt)
         return (self.instance, attempt.far) if prefills else (attempt.far, self.instance)

@@ -63,7 +63,8 @@ class Operations(Generic[_Owner]):
         dest: Instance,
         tag: str,
     ) -> CopyEnded | None:
-        """Plan and submit what the rank of `source` sends to that of `dest`; its end at once when it cannot start."""
+        """Plan and submit the copies from the rank of `source` to that of `dest`. Where they cannot start, their end is
+        returned at once."""
         try:
             began = time.perf_counter()
             copies = self._plan(copy, source, dest)
@@ -88,8 +89,8 @@ class Operations(Generic[_Owner]):
 
     @staticmethod
     def _plan(copy: StartCopy, source: Instance, dest: Instance) -> CopyList | None:
-        """What the rank of `source` sends to that of `dest`; that it is nothing would leave a gap, unless these are
-        layers that the rank has not, and then it is None."""
+        """The copies from the rank of `source` to that of `dest`; None where the source has none of these layers.
+        Raises `ProtocolError` where it has nothing else to send: the destination would be left with a gap."""
         here = dest.here.get(copy.group)
         if here is not None:
             sources, tables = source.groups[copy.group], (copy.source_pages, copy.dest_pages)
@@ -127,7 +128,7 @@ class Operations(Generic[_Owner]):
         return out
 
     def cancel(self, owner: _Owner, copy_ids: tuple[int, ...]) -> list[CopyEnded]:
-        """Ask operations to end; the ends of those that have at once. The others end through `ended`."""
+        """Ask operations to end, and return the ends of those that did at once. The others end through `ended`."""
         out: list[CopyEnded] = []
         still: list[_Running[_Owner]] = []
         for run in self._running:

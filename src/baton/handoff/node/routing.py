@@ -63,7 +63,7 @@ class Routing:
         if session is None or session.connection is not connection:
             return
         if isinstance(message, Hello) and session.hello is not None:
-            return  # unlike all else, anybody at the address can say it: no sign of life
+            return  # anybody at the address can send it, so it is no sign of life
         session.heard = self._clock.monotonic()
         if isinstance(message, Hello):
             self._greeted(session, message)
@@ -101,7 +101,7 @@ class Routing:
                 known.asked(session)
             self._execution.feed(known, ev.Received(message))
         elif isinstance(message, Cancel):
-            # Only what is over is forgotten, so no read of it is left; P may still hold its pages for it.
+            # Only attempts that are over are forgotten, so no read is left here; P may still hold pages for this one.
             self._channel.send(session.connection, Cancelled(key, message.reason))
         else:
             raise ProtocolError("message for an attempt that is not open here")
@@ -139,7 +139,8 @@ class Routing:
         execution = self._execution
         if session.refusal is not None:
             execution.lose(attempt, *session.refusal)
-            # P may hold pages for it: that it is over can be said to a peer with which no KV may be exchanged.
+            # P may hold pages for the attempt, and a peer with which no KV may be exchanged can be told that it is
+            # over.
             execution.feed(attempt, ev.PeerReady())
         elif hello.incarnation != attempt.machine.key.prefill_incarnation:
             execution.lose(attempt, "peer_lost", f"another engine is at {attempt.address} now: {hello.engine_id}")
@@ -172,7 +173,7 @@ class Routing:
             self._dial_again(session)
             return
         for attempt in self._decodes_at(address):
-            # Its word counts for its own copies, not for those of a process that was there before.
+            # A process can say that its own copies are quiet, not those of one that was at this address before.
             own = session.hello is not None and session.hello.incarnation == attempt.machine.key.prefill_incarnation
             self._execution.lose(attempt, "peer_lost", f"the prefill engine left: {bye.reason}", bye.quiet and own)
 
@@ -182,7 +183,7 @@ class Routing:
         if isinstance(message, Hello):
             session = self._sessions.client_hello(connection, message)
             for attempt in self._execution.prefills.live.values():
-                # The same process in a new session: what it is still owed goes there.
+                # The same process is back in a new session: answers that it still waits for go there.
                 if attempt.session is not None and attempt.session.is_same(session):
                     attempt.session = session
                     attempt.meet(session)
@@ -217,7 +218,7 @@ class Routing:
         attempt = self._execution.prefills.get(key)
         if isinstance(message, Announce | Register):
             if attempt is not None and attempt.claimed and not attempt.machine.begun_with(message.ticket):
-                # It says nothing of the attempt, which goes on: a NACK would end it.
+                # The message is dropped without an answer: a NACK would end the attempt, which goes on.
                 raise ProtocolError("the ticket is not the one by which this attempt was claimed")
             self.claims.take(session, message)
             return
@@ -225,7 +226,7 @@ class Routing:
             if not isinstance(message, Cancel | ReadDone | Repair):
                 raise ProtocolError("message for an attempt that is not open here")
             if not isinstance(message, Cancel):
-                # It had begun once, and only what is over is forgotten, with its ticket expired.
+                # The attempt had begun once: only one that is over, and whose ticket has expired, is forgotten.
                 self._channel.send(session.connection, Cancelled(key, "forgotten"))
                 return
             self.claims.cancel(key, message.reason)
@@ -256,7 +257,7 @@ class Routing:
             if session.hello is None:
                 for attempt in self._decodes_at(address):
                     self._execution.lose(attempt, "unreachable_peer", f"no answer from {address}")
-                # Its pages may wait to become quiet, or P's for a word from here: keep asking.
+                # Pages here may wait to become quiet, or P's pages for an answer from here: keep asking.
                 if self._sessions.may_return(session) or self._decodes_at(address):
                     session.heard = now
                 else:

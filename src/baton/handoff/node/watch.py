@@ -1,4 +1,4 @@
-"""Looks after a thread that should come round all the time: an agent that says nothing cannot say that it is lost."""
+"""Watches a thread that should come round all the time: an agent that hangs cannot report that itself."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class ThreadWatch:
         self.lost: str | None = None
 
     def start(self) -> None:
-        """Begin to look; the thread that is watched runs."""
+        """Begin to watch; the thread has been started."""
         self._since = self._clock.monotonic()
         self._thread.start()
 
     def close(self) -> None:
-        """Look no more. Any thread."""
+        """Stop watching. Any thread."""
         self._closing.set()
 
     def look(self) -> str | None:

@@ -1,4 +1,4 @@
-"""A thread for work that would keep the agent's from its peers."""
+"""A thread for work during which the agent's own thread could not answer its peers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class WorkerThread:
             self._thread.start()
 
     def close(self) -> None:
-        """Wait for the job that runs, and leave out the rest."""
+        """Wait for the job that runs, and drop the rest."""
         self._closing = True
         self._jobs.put(None)
         if self._thread.ident is not None:

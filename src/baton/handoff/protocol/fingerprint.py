@@ -56,7 +56,7 @@ def target_groups(instance: Instance) -> set[str]:
 def check_pair(here: Instance, peer: Instance) -> None:
     """Raise `IncompatiblePeerError` unless both have every group, on the rank that speaks and on no other.
 
-    A node above which nothing joins pairs would not miss the bytes that others have to bring.
+    A node whose pairs nothing joins would not notice that bytes of other ranks are missing.
     """
     differing: dict[str, tuple[object, object]] = {}
     for group in sorted({*here.groups, *peer.groups}):

@@ -49,7 +49,8 @@ LEAD: Pair = (0, 0)  # it always comes, and its attempt's key is that of the who
 
 
 def leads(source: Instance, dest: Instance) -> set[Pair]:
-    """The pairs that come whatever they bring: by one a process hears of the other side's ranks.
+    """The pairs that are opened even if they bring nothing: through one of them a process hears of the other side's
+    ranks.
 
     Where ranks are apart, each has one of its own with rank 0 of the other side, and each of D's hears the seeds.
     """
@@ -103,7 +104,7 @@ class PrefillGather:
             return [] if failed is None else [EndPair(other, failed[1], _failure(failed[0])) for other in left]
         if failed is not None:
             return [ev.PrefillReleased(self._key, failed[1])]
-        # Pairs that disagree about whether there is something to decode have not served one request.
+        # Pairs that disagree about whether anything is left to decode did not serve the same request.
         outcomes = set(self._outcomes.values())
         return [ev.PrefillReleased(self._key, outcomes.pop() if len(outcomes) == 1 else "incomplete_commit")]
 

@@ -73,8 +73,8 @@ class PrefillHandoff(Half):
         return self.phase is PrefillPhase.CLOSED
 
     def begun_with(self, ticket: str) -> bool:
-        """Whether a ticket is the one by which this attempt began. What is closed has let go of it, starts nothing, and
-        tells all the same."""
+        """Whether a ticket is the one by which this attempt began. A closed attempt has let go of its ticket and takes
+        any: it starts nothing, and all that it tells is how it ended."""
         return self.closed or ticket == self._ticket
 
     def handle(self, event: ev.MachineEvent) -> list[ev.Action]:
@@ -165,7 +165,7 @@ class PrefillHandoff(Half):
     def _acknowledged(self) -> list[ev.Action]:
         if self._offer is None or isinstance(self._offer, msg.Ready):
             return []  # nothing was committed that could be acknowledged
-        # This holds after a deadline too, if the ACK came late: D has committed, and reads no more.
+        # An ACK that comes after a deadline frees as well: D has committed, and reads no more.
         self._peer_quiet = True
         if self.phase is PrefillPhase.OFFERED:
             self._close()

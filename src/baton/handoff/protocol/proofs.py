@@ -46,7 +46,7 @@ class Proofs:
         return True
 
     def forget_checks(self) -> None:
-        """Copies begin anew, so what a check under way finds says nothing any more."""
+        """Copies begin anew, so that checks under way look at bytes that are about to change: forget them."""
         self._checks.clear()
 
     def unproven(self, digests: Digests) -> Digests:

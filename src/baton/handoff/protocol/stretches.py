@@ -57,7 +57,7 @@ class Stretches:
         return not self._copies.outstanding and not self._computing
 
     def declare(self, event: ev.Declared) -> None:
-        """The engine says how far it is."""
+        """Take in block tables, and how far the engine says that each group is final."""
         self._prompt_len = event.prompt_len
         self.computed = self.computed or event.prompt_len in event.final.values()
         for group, pages in event.pages.items():
@@ -66,7 +66,7 @@ class Stretches:
         self.extend(event.final)
 
     def written(self, event: ev.LayersWritten) -> None:
-        """The engine says how far its forward is."""
+        """Take in which layers of the forward under way the engine says are written."""
         if self._mode == "pull":
             return  # D reads when all is final
         self._prompt_len = event.prompt_len
@@ -166,12 +166,12 @@ class Stretches:
         ]
 
     def digested(self, event: ev.DigestsComputed) -> list[ev.StartCopy]:
-        """Keep digests; the copies that ended before them, and can be told with them now."""
+        """Keep digests. Returns the copies that ended before them, of which D can be told now."""
         self.digests.setdefault(event.group, []).extend(event.pieces)
         return self._untold.pop(event.group, [])
 
     def digest_ended(self) -> None:
-        """One `ComputeDigests` is answered, whatever is made of it."""
+        """One `ComputeDigests` is answered, whether or not its digests are used."""
         self._computing -= 1
 
     def progress(self, copy: ev.StartCopy) -> list[ev.Action]:
