@@ -52,9 +52,9 @@ def make_job(operation: Operation, direction: Direction, rows: Runs) -> Job:
 
 def split_runs(rows: Runs, limit: int) -> Runs:
     """Cut the runs of `rows` (int64 `[runs, 3]`) into pieces of at most `limit` bytes, and drop empty runs."""
+    if len(rows) and int(rows[:, 2].min()) > 0 and int(rows[:, 2].max()) <= limit:
+        return rows  # a million of them are not divided for nothing
     pieces = -(-rows[:, 2] // limit)
-    if bool((pieces == 1).all()):
-        return rows
     out = np.repeat(rows, pieces, axis=0)
     skip = (np.arange(len(out)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * limit
     out[:, 2] = np.minimum(out[:, 2] - skip, limit)
@@ -66,6 +66,8 @@ def batch_bounds(nbytes: Runs, max_runs: int, max_bytes: int) -> list[int]:
     """Cut runs of `nbytes` bytes (int64 `[runs]`) into batches of at most `max_runs` runs, and at most `max_bytes`
     bytes or a single run. Returns the cuts `[0, ..., runs]`.
     """
+    if len(nbytes) and max_runs * int(nbytes.max()) <= max_bytes:
+        return [*range(0, len(nbytes), max_runs), len(nbytes)]
     total = np.concatenate([[0], np.cumsum(nbytes)])
     bounds = [0]
     while bounds[-1] < len(nbytes):

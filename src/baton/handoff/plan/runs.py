@@ -9,6 +9,7 @@ Columns are int64 `[3, N]`: source offsets, destination offsets, bytes.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -72,7 +73,7 @@ def _of_box(
     for factors in _factors(source_side, dest_side, box, segments):
         axes = (*factors.outer, *factors.middle, *factors.inner)
         if factors.pages.size * math.prod(axis[0] for axis in axes) <= _FEW_RUNS:
-            yield _product(factors), False
+            yield _product(factors) if axes else np.ascontiguousarray(factors.entries), False
             continue
         merged = factors if factors.middle or factors.inner else _merged(factors)
         yield _product(merged), _is_clean(merged)
@@ -86,16 +87,20 @@ def _factors(source_side: Geometry, dest_side: Geometry, box: Box, segments: Seg
     entries = np.empty((3, segments.length.size), dtype=np.int64)
     entries[0] = segments.source_page * have.page_stride + segments.source_token * have.token_stride + source
     entries[1] = segments.dest_page * to.page_stride + segments.dest_token * to.token_stride + dest
-    run, axes = _melt(
-        to.itemsize if tile == 1 else to.itemsize * tile * to.head_dim,
-        [
-            (to.head_dim if tile == 1 else 1, have.element_stride, to.element_stride),
-            (box.num_heads, have.head_stride, to.head_stride),
-            (box.num_planes, box.source_step, box.dest_step),
-            (box.num_layers, have.layer_stride, to.layer_stride),
-        ],
-    )
     units, steps = segments.length // tile, (have.token_stride * tile, to.token_stride * tile)
+    piece = to.itemsize if tile == 1 else to.itemsize * tile * to.head_dim
+    axes = [
+        (to.head_dim if tile == 1 else 1, have.element_stride, to.element_stride),
+        (box.num_heads, have.head_stride, to.head_stride),
+        (box.num_planes, box.source_step, box.dest_step),
+        (box.num_layers, have.layer_stride, to.layer_stride),
+    ]
+    if int(units.min()) == int(units.max()):
+        # Tokens, or tiles of tokens, are one more axis.
+        entries[2], axes = _melt(piece, [(int(units[0]), *steps), *axes])
+        yield _in_order(axes, entries, segments.dest_page, to.page_stride, steps[1])
+        return
+    run, axes = _melt(piece, axes)
     if steps != (run, run):
         # Each token, or tile of tokens, is an entry of its own.
         which = np.repeat(np.arange(units.size), units)
@@ -199,7 +204,7 @@ def _steps(axes: Sequence[_Axis], inside: Int64Array) -> Iterator[Int64Array]:
 def _product(factors: _Factors) -> Int64Array:
     """All runs, in the order of factors."""
     entries = factors.entries
-    outer, middle, inner = (_offsets(axes) for axes in (factors.outer, factors.middle, factors.inner))
+    outer, middle, inner = (_offsets(tuple(axes)) for axes in (factors.outer, factors.middle, factors.inner))
     within = (middle[:, :, None] + inner[:, None, :])[:, None, :, None, :]
     num_outer, num_within = outer.shape[1], middle.shape[1] * inner.shape[1]
     size = entries.shape[1] * num_within
@@ -222,11 +227,13 @@ def _fill(paged: Int64Array, entries: Int64Array, starts: Int64Array, within: In
     columns: `paged` `[columns, N]`, `entries`, in which pages begin at `starts`, and `within`, the steps of the axes
     `[columns, 1, middle, 1, inner]`."""
     rows, num_middle, num_inner = len(within), within.shape[2], within.shape[4]
+    if num_middle == 1 or starts.size == entries.shape[1]:
+        each = within.reshape(rows, 1, -1)
+        np.add(entries[:, :, None], each, out=paged.reshape(rows, -1, each.shape[2]))
+        return
     counts = np.diff(starts, append=entries.shape[1])
     cuts = np.concatenate(([0], np.flatnonzero(counts[1:] != counts[:-1]) + 1, [counts.size])).tolist()
-    if num_middle == 1:
-        np.add(entries[:, :, None], within[:, 0, 0], out=paged.reshape(rows, -1, num_inner))
-    elif len(cuts) <= _MOST_STRETCHES + 1:
+    if len(cuts) <= _MOST_STRETCHES + 1:
         for begin, end in itertools.pairwise(cuts):
             num_pages, count, at = end - begin, int(counts[begin]), int(starts[begin])
             stop = at + num_pages * count
@@ -234,19 +241,21 @@ def _fill(paged: Int64Array, entries: Int64Array, starts: Int64Array, within: In
             own = entries[:, at:stop].reshape(rows, num_pages, 1, count, 1)
             np.add(own, within, out=place.reshape(rows, num_pages, num_middle, count, num_inner))
     else:
-        each, first = np.repeat(counts, counts), np.repeat(starts, counts)
-        nth = np.arange(each.size) - first
-        places = (num_middle * first + nth)[:, None] + each[:, None] * np.arange(num_middle)
+        alike, first = np.repeat(counts, counts), np.repeat(starts, counts)
+        nth = np.arange(alike.size) - first
+        places = (num_middle * first + nth)[:, None] + alike[:, None] * np.arange(num_middle)
         for row in range(rows):
             paged[row].reshape(-1, num_inner)[places] = entries[row, :, None, None] + within[row, 0, :, 0]
 
 
-def _offsets(axes: Sequence[_Axis]) -> Int64Array:
-    """Columns of all steps along `axes`, in order."""
+@functools.lru_cache(maxsize=64)
+def _offsets(axes: tuple[_Axis, ...]) -> Int64Array:
+    """Columns of all steps along `axes`, in order. Not to be written to: they are alike from plan to plan."""
     total = np.zeros((3, 1), dtype=np.int64)
     for count, source_step, dest_step in axes:
         steps = np.arange(count) * np.array([[source_step], [dest_step], [0]])
         total = (total[:, :, None] + steps[:, None, :]).reshape(3, -1)
+    total.setflags(write=False)
     return total
 
 
