@@ -72,8 +72,10 @@ def test_long_runs_beside_short_ones(length: int) -> None:
 
 
 @pytest.mark.parametrize("shift", [0, 8])
-def test_more_than_caches_hold(shift: int) -> None:
-    check([16384] * (PAST_CACHES_BYTES // 16384) + [4096, 1, 0], shift)
+@pytest.mark.parametrize("others", [(16384,), (CHUNK_BYTES + 17, 5000, STEP_BYTES, 1, 0)])
+def test_more_than_caches_hold(others: tuple[int, ...], shift: int) -> None:
+    lengths = [4096, 1, 0] + [*others] * (1 + PAST_CACHES_BYTES // sum(others))
+    check(lengths, shift)
 
 
 def test_runs_longer_than_a_chunk() -> None:
