@@ -253,7 +253,7 @@ class Process:
         self.world.note(self.name, "leaves")
         self.engine.close()
         for rank in self.ranks:
-            rank.node.abort_all("engine_closed")
+            rank.node.abort_all()
         self._leave(self.world.now + self.config.timers.close)
 
     def _leave(self, until: float) -> None:

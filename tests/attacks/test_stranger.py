@@ -153,7 +153,7 @@ def test_who_takes_the_address_of_an_engine_that_died_is_not_heard(scene: Scene,
     before = {name: pool.copy() for name, pool in d.pools.items()}
     until(lambda: p.agent.stats().outstanding == 1)
     # It is gone without a word.
-    p.agent._node.abort_all = lambda reason: None  # type: ignore[method-assign]
+    p.agent._node.abort_all = lambda: None  # type: ignore[method-assign]
     p.agent._node.sessions.say_bye = lambda reason, quiet: None  # type: ignore[method-assign]
     close, p.agent._channel.close = p.agent._channel.close, lambda bye=None: close()  # type: ignore[method-assign]
     p.agent.close()

@@ -6,9 +6,10 @@ import statistics
 
 import pytest
 
-from baton.bench.fragmentation import Churn, churn, num_runs, tables
+from baton.bench.fragmentation import Churn, churn, tables
 from baton.errors import ConfigError
 from baton.kv.pool import PagePool
+from tests.bench.runs import num_runs
 
 PAGES = 2001
 

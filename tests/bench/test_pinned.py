@@ -8,11 +8,11 @@ import sys
 
 import pytest
 
-from baton.bench.fragmentation import num_runs
 from baton.bench.load import LoadRun
 from baton.bench.load_figures import RequestOutcome
 from baton.kv import pool
 from benchmarks.pinned import Scattered, figures, parse_cores, pin
+from tests.bench.runs import num_runs
 
 
 def test_scattered_pools_hand_out_every_page_once_and_no_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from baton.errors import BatonError
 from baton.kv.spec import GroupSpec, PlaneSpec, kv_planes, latent_planes
 from baton.models import cpu_team
 from baton.models.cache import Scanned, States
+from tests.support.planes import split_latent_planes
 
 HEADS, LATENT, ROPE, LENGTH = 3, 24, 8, 150
 NOPE, VALUE = 10, 12
@@ -39,7 +40,7 @@ class Pool:
             name="g",
             owner="target",
             kind="mla",
-            planes=latent_planes(LATENT, ROPE, "float32", split=split),
+            planes=(split_latent_planes if split else latent_planes)(LATENT, ROPE, "float32"),
             page_size=page_size,
             layer_ids=(0, 1),
         )

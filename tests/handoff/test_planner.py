@@ -23,7 +23,7 @@ from baton.kv.geometry import (
 )
 from baton.kv.interval import ALL_LAYERS, Interval
 from baton.kv.spec import ITEMSIZE, Cut, GroupSpec, kv_planes, latent_planes
-from tests.support.planes import BLOCK_MAJOR_HND, LAYER_MAJOR_HND, with_planes
+from tests.support.planes import BLOCK_MAJOR_HND, LAYER_MAJOR_HND, split_latent_planes, with_planes
 
 ORDERS = [
     BLOCK_MAJOR_NHD,
@@ -240,7 +240,7 @@ def test_latents_move_once_to_each_rank_however_many_heads_ranks_share(p_size: i
     """A rank's latents are those of all heads: which heads are its own says nothing about them."""
 
     def share(rank: int) -> RankGeometry:
-        planes = latent_planes(5, 2, "bfloat16", split=split)
+        planes = (split_latent_planes if split else latent_planes)(5, 2, "bfloat16")
         spec = GroupSpec(name="g", owner="target", kind="mla", planes=planes, page_size=4, layer_ids=(0, 1, 2))
         return RankGeometry(rank=rank, geometry=Geometry.block_major(spec, 8, first_head=rank))
 

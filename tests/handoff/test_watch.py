@@ -121,7 +121,7 @@ def test_the_agents_of_all_ranks_close_at_the_same_time(monkeypatch: pytest.Monk
     engine = Engine("P", Shape(tp=2), ("local://",), {})
     first, second = (rank.agent for rank in engine.ranks)
     second_ends = threading.Event()
-    monkeypatch.setattr(second._node, "abort_all", lambda reason: second_ends.set())
+    monkeypatch.setattr(second._node, "abort_all", lambda: second_ends.set())
     heard: list[bool] = []
     first._call(lambda: heard.append(second_ends.wait(10)))
     HandoffAgent.close_all([first, second])

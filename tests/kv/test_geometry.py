@@ -19,7 +19,7 @@ from baton.kv.geometry import (
     Plane,
 )
 from baton.kv.spec import GroupSpec, PlaneSpec, kv_planes, latent_planes
-from tests.support.planes import BLOCK_MAJOR_HND, LAYER_MAJOR_HND, with_planes
+from tests.support.planes import BLOCK_MAJOR_HND, LAYER_MAJOR_HND, split_latent_planes, with_planes
 
 
 def make_spec(**changes: Any) -> GroupSpec:
@@ -74,7 +74,7 @@ def test_one_latent_and_one_state_per_layer() -> None:
     latent = make_spec(kind="mla", planes=latent_planes(512, 64, "bfloat16"))
     assert [plane.name for plane in Geometry.block_major(latent, 2).planes] == ["latent"]
     assert latent.page_bytes == 3 * 5 * 576 * 2
-    halves = make_spec(kind="mla", planes=latent_planes(512, 64, "bfloat16", split=True))
+    halves = make_spec(kind="mla", planes=split_latent_planes(512, 64, "bfloat16"))
     assert [plane.base for plane in Geometry.block_major(halves, 2).planes] == [0, 5 * 512 * 2]
     assert halves.page_bytes == latent.page_bytes
 

@@ -1,4 +1,4 @@
-"""Geometries whose planes are changed, and orders of axes that engines do not use."""
+"""Geometries whose planes are changed, and planes and orders of axes that Baton's own pools do not have."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from baton.kv.geometry import Axis, Geometry
+from baton.kv.spec import Planes, PlaneSpec
 
 BLOCK_MAJOR_HND: tuple[Axis, ...] = ("page", "layer", "plane", "head", "token", "element")
 LAYER_MAJOR_HND: tuple[Axis, ...] = ("layer", "plane", "page", "head", "token", "element")
@@ -16,3 +17,8 @@ def with_planes(geometry: Geometry, **changes: Any) -> Geometry:
     """`geometry` with the same change in each of its planes."""
     planes = tuple(msgspec.structs.replace(plane, **changes) for plane in geometry.planes)
     return msgspec.structs.replace(geometry, planes=planes)
+
+
+def split_latent_planes(latent_dim: int, rope_dim: int, dtype: str) -> Planes:
+    """As `latent_planes`, with the rope key in a plane of its own."""
+    return PlaneSpec("latent", dtype, 1, latent_dim, "whole"), PlaneSpec("rope", dtype, 1, rope_dim, "whole")

@@ -17,7 +17,7 @@ from baton.transports.registry import (
     create_transport,
     default_integrity,
     parse_uri,
-    with_default,
+    with_path,
 )
 
 
@@ -90,7 +90,7 @@ def test_a_path_is_an_option() -> None:
     [("file", "/own dir"), ("faulty+file://?fault=drop", "/own dir"), ("file:///mnt/kv", "/mnt/kv"), ("shm", None)],
 )
 def test_a_default_holds_for_its_scheme_and_where_nothing_is_given(given: str, path: str | None) -> None:
-    scheme, query = parse_uri(with_default(given, "file", "path", "/own dir"))
+    scheme, query = parse_uri(with_path(given, "/own dir"))
     before = parse_uri(given)
     assert (scheme, query.get("path")) == (before[0], path)
     assert query.items() >= before[1].items()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
@@ -107,9 +106,3 @@ def tables(
         pool.release(pages_of)
         out.append(pages_of)
     return out
-
-
-def num_runs(pages: Sequence[int]) -> int:
-    """Runs of neighbouring pages in a table."""
-    table = np.asarray(pages)
-    return int(np.count_nonzero(np.diff(table) != 1)) + 1 if table.size else 0

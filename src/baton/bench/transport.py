@@ -21,7 +21,7 @@ from baton.kv.geometry import BLOCK_MAJOR_NHD, LAYER_MAJOR_NHD, Axis, CopyList, 
 from baton.kv.interval import Interval
 from baton.kv.spec import GroupSpec, kv_planes
 from baton.testing.transport_peer import SpawnedPeer
-from baton.transports.registry import create_transport, with_default
+from baton.transports.registry import create_transport, with_path
 
 ROUNDS = 21
 # A transport that is slow gets fewer rounds, but no less than three.
@@ -74,7 +74,7 @@ def measure_copies(
             raise ConfigError("run_size", f"{size} bytes are no whole number of runs of {run}")
     most = max(sizes)
     with TemporaryDirectory(prefix="baton-bench-") as folder:
-        uri = with_default(uri, "file", "path", folder)
+        uri = with_path(uri, folder)
         near = create_transport(uri)
         try:
             far = SpawnedPeer(uri, [most])

@@ -25,7 +25,7 @@ from typing import TypeVar
 from baton.deployment.child import read_reports
 from baton.errors import ConfigError, EngineUnavailableError
 from baton.handoff.channel.keys import make_keys, ticket_key_file
-from baton.transports.registry import parse_uri, with_default
+from baton.transports.registry import parse_uri, with_path
 from baton.transports.segments import remove_stale_segments
 
 D = TypeVar("D", bound="Deployment")
@@ -117,7 +117,7 @@ class Deployment:
         keys = self._directory / "keys"
         transport_flags: list[str] = []
         if kv_transport is not None:
-            uri = with_default(kv_transport, "file", "path", str(self._directory / "kv"))
+            uri = with_path(kv_transport, str(self._directory / "kv"))
             transport_flags = ["--kv-transport", uri]
         try:
             roles = ["prefill"] * prefill + ["decode"] * decode + ["both"] * both

@@ -46,9 +46,6 @@ class Eagle(HeadDrafter):
         fill_drafter(drafter, path, frozenset({"layers.0.input_layernorm.weight"}))
         return drafter.eval()
 
-    def combine(self, hidden_TE: Tensor, aux: list[Tensor]) -> Tensor:
-        return hidden_TE
-
     def forward(
         self, next_ids_T: Tensor, features_TF: Tensor, positions_T: Tensor, attend: LayerCache, first: bool
     ) -> tuple[Tensor, Tensor]:

@@ -75,9 +75,10 @@ class HeadDrafter(nn.Module, ABC):
         self.lm_head = Linear(hidden_size, draft_vocab, build)
         self._head = self.lm_head.forward
 
-    @abstractmethod
     def combine(self, hidden_TE: Tensor, aux: list[Tensor]) -> Tensor:
-        """Features [T, feature_size] from the target's final-norm states [T, E] and auxiliary states."""
+        """Features [T, feature_size] from the target's final-norm states [T, E], which they are unless a head says
+        otherwise, and auxiliary states."""
+        return hidden_TE
 
     @abstractmethod
     def forward(

@@ -86,9 +86,6 @@ class Mtp(HeadDrafter):
         fill(drafter, path, rename)
         return drafter.eval()
 
-    def combine(self, hidden_TE: Tensor, aux: list[Tensor]) -> Tensor:
-        return hidden_TE
-
     def forward(
         self, next_ids_T: Tensor, features_TF: Tensor, positions_T: Tensor, attend: LayerCache, first: bool
     ) -> tuple[Tensor, Tensor]:

@@ -1,39 +1,22 @@
 """Streaming by layer: during a forward, the agent is told of each prompt's layers that are written already, and copies
 them while later layers are computed. Runs on the engine thread, in the midst of `Executor.execute`.
 
-A message costs the agent and the interpreter about as much as a copy of `MIN_BYTES`, so layers are gathered until so
-much is new, and a chunk that is smaller goes as a whole when its step ends. States are final with a step, as are the
+A chunk of less than two messages' bytes goes as a whole when its step ends. States are final with a step, as are the
 entries of drafters, which run behind the target.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from baton.engine.plan import Written
-from baton.engine.request import Request
 from baton.engine.scheduler import ScheduledRows
 from baton.handoff.node.instance import Agent
-from baton.handoff.protocol.events import LayersWithdrawn, LayersWritten
+from baton.handoff.node.layers import WrittenLayers
 from baton.kv.cache import KVCache
 from baton.kv.spec import GroupSpec
 
 MIN_BYTES = 1 << 20
-
-
-@dataclass(slots=True)
-class _Streamed:
-    """A prompt in the forward: the layers below `stop` were told, those from there on hold `untold` bytes in
-    `groups`."""
-
-    request: Request
-    num_rows: int
-    pages: dict[str, list[int]]
-    final: dict[str, int]
-    stop: int = 0
-    untold: int = 0
-    groups: set[str] = field(default_factory=set)
 
 
 class LayerStream:
@@ -58,7 +41,7 @@ class LayerStream:
                 self._group_of |= dict.fromkeys(group.layer_ids, (group.name, token_bytes))
         self._names = {name for name, _ in self._group_of.values()}
         self._token_bytes = sum(token_bytes for _, token_bytes in self._group_of.values())
-        self._streamed: list[_Streamed] = []
+        self._streamed: list[tuple[int, WrittenLayers]] = []  # with the rows that the forward has of each prompt
         self._last = -1
 
     def begin(self, scheduled: Sequence[ScheduledRows]) -> Written | None:
@@ -74,7 +57,7 @@ class LayerStream:
             n, computed = request.prefill_len, rows.start + rows.num_rows
             final = {name: self._cache.num_final(name, n, computed, 0) for name in self._names}
             pages = self._cache.offered(request.kv, n)
-            self._streamed.append(_Streamed(request, rows.num_rows, pages, final))
+            self._streamed.append((rows.num_rows, WrittenLayers(self._agent, ticket.key, n, pages, final)))
         return self._written if self._streamed else None
 
     def _written(self, layer_id: int) -> None:
@@ -82,24 +65,13 @@ class LayerStream:
         if done not in self._group_of:
             return
         group, token_bytes = self._group_of[done]
-        for one in self._streamed:
-            one.untold += one.num_rows * token_bytes
-            one.groups.add(group)
-            if one.untold >= self._min_bytes:
-                self._tell(one, done + 1)
-
-    def _tell(self, one: _Streamed, stop: int) -> None:
-        assert one.request.ticket is not None
-        final = {name: one.final[name] for name in sorted(one.groups)}
-        tables = {name: list(one.pages[name]) for name in final}
-        event = LayersWritten(one.request.prefill_len, tables, final, stop)
-        self._agent.stream_layers(one.request.ticket.key, event)
-        one.stop, one.untold, one.groups = stop, 0, set()
+        for num_rows, prompt in self._streamed:
+            prompt.add(group, num_rows * token_bytes)
+            if prompt.untold >= self._min_bytes:
+                prompt.tell(done + 1)
 
     def withdraw(self) -> None:
         """The forward has failed, and its rows will be computed again or never."""
-        for one in self._streamed:
-            if one.stop:
-                assert one.request.ticket is not None
-                self._agent.stream_layers(one.request.ticket.key, LayersWithdrawn())
+        for _, prompt in self._streamed:
+            prompt.withdraw()
         self._streamed = []

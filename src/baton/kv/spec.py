@@ -48,11 +48,9 @@ def kv_planes(num_kv_heads: int, head_dim: int, dtype: str) -> Planes:
     return PlaneSpec("k", dtype, num_kv_heads, head_dim), PlaneSpec("v", dtype, num_kv_heads, head_dim)
 
 
-def latent_planes(latent_dim: int, rope_dim: int, dtype: str, *, split: bool = False) -> Planes:
-    """MLA's compressed keys and values with the rope key behind them, which all ranks hold whole: one plane, or two."""
-    if not split:
-        return (PlaneSpec("latent", dtype, 1, latent_dim + rope_dim, "whole"),)
-    return PlaneSpec("latent", dtype, 1, latent_dim, "whole"), PlaneSpec("rope", dtype, 1, rope_dim, "whole")
+def latent_planes(latent_dim: int, rope_dim: int, dtype: str) -> Planes:
+    """MLA's compressed keys and values with the rope key behind them, which all ranks hold whole."""
+    return (PlaneSpec("latent", dtype, 1, latent_dim + rope_dim, "whole"),)
 
 
 class GroupSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -206,11 +206,11 @@ def get_rotary_dim(raw: RawConfig, head_dim: int, default_factor: float) -> int:
     return dim
 
 
-def layer_windows(raw: RawConfig, num_layers: int, max_window_layers_default: int) -> tuple[int | None, ...]:
+def layer_windows(raw: RawConfig, num_layers: int) -> tuple[int | None, ...]:
     """Sliding windows as Qwen states them: `use_sliding_window`, `layer_types` or `max_window_layers`."""
     window = get_int(raw, "sliding_window", 4096) if get_bool(raw, "use_sliding_window") else None
     if raw.get("layer_types") is None:
-        first = get_int(raw, "max_window_layers", max_window_layers_default, minimum=0)
+        first = get_int(raw, "max_window_layers", 28, minimum=0)
         return tuple(window if layer >= first else None for layer in range(num_layers))
     slides = sliding_layers(raw["layer_types"], num_layers)
     if window is None and any(slides):

@@ -98,12 +98,11 @@ class TensorRank:
         """Key-value heads; where there are fewer than ranks, several ranks hold the same one. Raises as `share`."""
         return share_of_heads(total, self.rank, self.size)
 
-    def slices(self, total: int, what: str) -> int:
+    def slices(self, total: int) -> int:
         """Into how many slices a rank's part of `total` inputs is cut. Raises `ConfigError`."""
         if total % self.num_slices:
-            raise ConfigError(
-                "reduction_slices", f"is {self.num_slices}, which does not divide the model's {total} {what}"
-            )
+            why = f"is {self.num_slices}, which does not divide the model's {total} inputs of a projection"
+            raise ConfigError("reduction_slices", why)
         return self.num_slices // self.size
 
     def add(self, partials: Sequence[Tensor]) -> Tensor:

@@ -10,5 +10,5 @@ class Qwen2(CausalLM):
     @classmethod
     def parse_config(cls, raw: RawConfig) -> ModelConfig:
         fields = decoder_fields(raw, max_position_default=32768)
-        fields["windows"] = layer_windows(raw, fields["num_layers"], max_window_layers_default=28)
+        fields["windows"] = layer_windows(raw, fields["num_layers"])
         return ModelConfig(**fields, qkv_bias=True)

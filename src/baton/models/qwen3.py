@@ -11,5 +11,5 @@ class Qwen3(CausalLM):
     def parse_config(cls, raw: RawConfig) -> ModelConfig:
         bias = get_bool(raw, "attention_bias")
         fields = decoder_fields(raw, max_position_default=32768, head_dim_default=128)
-        fields["windows"] = layer_windows(raw, fields["num_layers"], max_window_layers_default=28)
+        fields["windows"] = layer_windows(raw, fields["num_layers"])
         return ModelConfig(**fields, qkv_bias=bias, o_bias=bias, qk_norm=True)

@@ -19,7 +19,7 @@ class RowLinear(Linear):
         super().__init__(share.length, out_features, build, bias)
         self.cuts = {"weight": (1, share)}
         self._build = build
-        self._num_slices = build.ranks.slices(share.total, "inputs of a projection")
+        self._num_slices = build.ranks.slices(share.total)
         self._is_whole = build.ranks.num_slices == 1
         self._slices: list[Linear] = []
 

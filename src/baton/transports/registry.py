@@ -77,14 +77,14 @@ def parse_uri(text: str) -> tuple[str, dict[str, str]]:
     return name, query
 
 
-def with_default(text: str, scheme: str, option: str, value: str) -> str:
-    """`text` as a URI, with `option=value` added where it names `scheme` and does not set the option itself.
+def with_path(text: str, path: str) -> str:
+    """`text` as a URI, with this path added where it names the transport `file` and no path of its own.
 
     Raises `ConfigError` as `parse_uri` does.
     """
     found, query = parse_uri(text)
-    if found.rpartition("+")[2] == scheme:
-        query = {option: value, **query}
+    if found.rpartition("+")[2] == "file":
+        query = {"path": path, **query}
     return f"{found}://?{urlencode(query)}" if query else f"{found}://"
 
 

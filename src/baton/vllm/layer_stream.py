@@ -5,19 +5,16 @@ vLLM calls the connector behind each attention layer, with the layer's name. Of 
 those behind a layer that it has not called for yet, nothing is told: they are final with the step. So are states, and
 the entries of drafters, which run behind the target, several times over. Runs on vLLM's worker thread.
 
-A message costs the agent and the interpreter about as much as a copy of `MIN_BYTES`, so layers are gathered until so
-much is new. Behind the last one the agent is told of all that is left: a forward computes for a while behind its last
-attention, and when it ends nothing is left to copy.
+Layers are gathered until `MIN_BYTES` are new. Behind the last one the agent is told of all that is left: a forward
+computes for a while behind its last attention, and when it ends nothing is left to copy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from baton.handoff.node.instance import Agent
-from baton.handoff.protocol.events import LayersWithdrawn, LayersWritten
-from baton.handoff.protocol.messages import AttemptKey
+from baton.handoff.node.layers import WrittenLayers
 from baton.vllm.geometry import CacheLayout
 
 MIN_BYTES = 8 << 20
@@ -31,31 +28,22 @@ class _Layer:
     token_bytes: int
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class StreamedPrompt:
-    """A prompt of `num_tokens` tokens in the forward: `pages` by group; tokens `[0, final)` of a group are final behind
-    the forward, `[0, before)` were so ahead of it. `untold` bytes in `groups` are written, and `told` says whether the
-    agent has heard of any."""
+    """A prompt in the forward. Tokens `[0, before)` of a group were final ahead of it."""
 
-    key: AttemptKey
-    num_tokens: int
-    pages: Mapping[str, list[int]]
-    final: Mapping[str, int]
+    layers: WrittenLayers
     before: Mapping[str, int]
-    untold: int = 0
-    groups: set[str] = field(default_factory=set)
-    told: bool = False
 
     def new_tokens(self, group: str) -> int:
         """Tokens of a group that this forward makes final."""
-        return max(self.final[group] - self.before.get(group, 0), 0)
+        return max(self.layers.final[group] - self.before.get(group, 0), 0)
 
 
 class VllmLayerStream:
     """What of the forward under way was told. `begin` and `end` stand around each, `written` in its midst."""
 
-    def __init__(self, layout: CacheLayout, agent: Agent) -> None:
-        self._agent = agent
+    def __init__(self, layout: CacheLayout) -> None:
         layers = []
         for group in layout.groups:
             if group.owner == "target" and group.kind != "state":
@@ -92,16 +80,11 @@ class VllmLayerStream:
             return
         stop = new[-1].layer_id + 1 if last else self._layers[self._reached].layer_id
         for prompt in self._prompts:
-            prompt.untold += sum(prompt.new_tokens(layer.group) * layer.token_bytes for layer in new)
-            prompt.groups.update(layer.group for layer in new if prompt.new_tokens(layer.group))
-            if prompt.groups and (last or prompt.untold >= MIN_BYTES):
-                self._tell(prompt, stop)
-
-    def _tell(self, prompt: StreamedPrompt, stop: int) -> None:
-        final = {group: prompt.final[group] for group in sorted(prompt.groups)}
-        tables = {group: list(prompt.pages[group]) for group in final}
-        self._agent.stream_layers(prompt.key, LayersWritten(prompt.num_tokens, tables, final, stop))
-        prompt.told, prompt.untold, prompt.groups = True, 0, set()
+            for layer in new:
+                if tokens := prompt.new_tokens(layer.group):
+                    prompt.layers.add(layer.group, tokens * layer.token_bytes)
+            if prompt.layers.groups and (last or prompt.layers.untold >= MIN_BYTES):
+                prompt.layers.tell(stop)
 
     def end(self) -> None:
         """The step is over, and is declared final as a whole."""
@@ -110,6 +93,5 @@ class VllmLayerStream:
     def withdraw(self) -> None:
         """What was told of the forward under way may be written again."""
         for prompt in self._prompts:
-            if prompt.told:
-                self._agent.stream_layers(prompt.key, LayersWithdrawn())
+            prompt.layers.withdraw()
         self._prompts = []

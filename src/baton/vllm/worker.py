@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from baton.errors import HandoffError, reason_label
 from baton.handoff.node.instance import Agent
+from baton.handoff.node.layers import WrittenLayers
 from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.messages import AttemptKey, Seeds
 from baton.kv.interval import Interval
@@ -103,7 +104,7 @@ class WorkerSide:
     def bind(self, agent: Agent) -> None:
         """Use `agent`, whose events come to `post`."""
         self._agent = agent
-        self._layers = VllmLayerStream(self._layout, agent) if self._kv_stream == "layer" else None
+        self._layers = VllmLayerStream(self._layout) if self._kv_stream == "layer" else None
 
     def post(self, event: ev.HandoffEvent) -> None:
         """Take an event of the agent, from its thread."""
@@ -165,7 +166,8 @@ class WorkerSide:
             leg = self._prefills.get(entry.key)
             if leg is not None and leg.mode == "push" and not (leg.committed or leg.lost or leg.released):
                 pages, final = self._pages(entry.tables), self._final(leg, entry)
-                yield StreamedPrompt(entry.key, leg.num_tokens, pages, final, leg.final)
+                layers = WrittenLayers(self.agent, entry.key, leg.num_tokens, pages, final)
+                yield StreamedPrompt(layers, leg.final)
 
     def layer_written(self, layer: str) -> None:
         """The forward pass has written a layer."""

@@ -234,7 +234,7 @@ class HandoffAgent:
         while not self._closing:
             self._step()
         self._step()  # calls that came before the close
-        self._node.abort_all("engine_closed")
+        self._node.abort_all()
         until = time.monotonic() + self.config.timers.close
         while len(self._node.operations) and time.monotonic() < until:
             self._step()

@@ -126,10 +126,10 @@ class HandoffNode:
         if attempt is not None:
             self.execution.feed(attempt, event)
 
-    def abort_all(self, reason: str) -> None:
-        """Give up on every live attempt."""
+    def abort_all(self) -> None:
+        """Give up on every live attempt, since the engine closes."""
         for attempt in self.execution.live():
-            self.execution.feed(attempt, ev.Abort(reason, "the engine is closing"))
+            self.execution.feed(attempt, ev.Abort("engine_closed", "the engine is closing"))
 
     # ------------------------------------------------------------ what comes from outside
 

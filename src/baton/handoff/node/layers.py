@@ -1,0 +1,46 @@
+"""Layers of a forward under way, gathered until the agent is told of them.
+
+A message costs the agent and the interpreter about as much as a copy of a megabyte, so an engine gathers layers until
+so much is new.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from baton.handoff.node.instance import Agent
+from baton.handoff.protocol.events import LayersWithdrawn, LayersWritten
+from baton.handoff.protocol.messages import AttemptKey
+
+
+@dataclass(slots=True)
+class WrittenLayers:
+    """A prompt of `num_tokens` tokens in the forward, its block tables, and per group the tokens `[0, final)` that are
+    final behind it. `untold` bytes in `groups` are written, and `told` says whether the agent has heard of any."""
+
+    agent: Agent
+    key: AttemptKey
+    num_tokens: int
+    pages: Mapping[str, list[int]]
+    final: Mapping[str, int]
+    untold: int = 0
+    groups: set[str] = field(default_factory=set)
+    told: bool = False
+
+    def add(self, group: str, num_bytes: int) -> None:
+        """So many bytes of a layer of the group are written."""
+        self.untold += num_bytes
+        self.groups.add(group)
+
+    def tell(self, stop: int) -> None:
+        """Tell the agent that the layers below `stop` are written."""
+        final = {group: self.final[group] for group in sorted(self.groups)}
+        tables = {group: list(self.pages[group]) for group in final}
+        self.agent.stream_layers(self.key, LayersWritten(self.num_tokens, tables, final, stop))
+        self.told, self.untold, self.groups = True, 0, set()
+
+    def withdraw(self) -> None:
+        """The forward has failed, or writes layers once more: what the agent was told of may change."""
+        if self.told:
+            self.agent.stream_layers(self.key, LayersWithdrawn())
