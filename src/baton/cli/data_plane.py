@@ -125,7 +125,7 @@ def _sizes(text: str, field: str) -> list[int]:
 
 def _tell(result: dict[str, Any], rows: list[dict[str, Any]], output_json: str | None, as_json: bool) -> None:
     if output_json is not None:
-        write_json(output_json, "output_json", result)
+        write_json(output_json, result)
     if as_json:
         print(json.dumps(result, indent=1))
     else:

@@ -23,13 +23,13 @@ def show_table(rows: Sequence[dict[str, Any]]) -> None:
         print(" ".join(f"{cell:>{width}}" for cell, width in zip(line, widths, strict=True)))
 
 
-def write_json(path: str, field: str, what: Any) -> None:
-    """Write a file, with the directories to it. Raises `ConfigError` for `field`."""
+def write_json(path: str, what: Any) -> None:
+    """Write the file of --output-json, with the directories to it. Raises `ConfigError`."""
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(json.dumps(what))
     except OSError as error:
-        raise ConfigError(field, f"cannot write {path}: {error.strerror}") from None
+        raise ConfigError("output_json", f"cannot write {path}: {error.strerror}") from None
 
 
 def parse_list(text: str, field: str, most: int) -> list[int]:

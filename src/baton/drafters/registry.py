@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
@@ -48,6 +48,5 @@ def load_drafter(
     if method not in DRAFTERS:
         raise ConfigError("speculative_config.method", f"{method!r} is unknown, expected one of {', '.join(DRAFTERS)}")
     chosen = target.build.dtype if dtype == "auto" else resolve_dtype(dtype, {})
-    module, _, name = DRAFTERS[method].partition(":")
-    loader: DrafterLoader = getattr(importlib.import_module(module), name)
+    loader: DrafterLoader = pkgutil.resolve_name(DRAFTERS[method])
     return loader.load(str(path), target, Build(chosen, torch.device(device), batch_invariant), **(options or {}))

@@ -141,7 +141,7 @@ class AsyncEngine:
             core.post(begin)
             ended, waiting = False, True
             try:
-                if self._dead is not None:  # since it was asked above: nothing comes, not even an end
+                if self._dead is not None:  # it died after the check above, so no chunk will come
                     raise EngineUnavailableError(self._dead)
                 while not ended:
                     delivery = await stream.queue.get()
@@ -190,10 +190,10 @@ class AsyncEngine:
             self._engine.core.run()
         except BaseException as error:
             logger.exception("the engine thread died")
-            # Clients learn the kind of error, whoever reads the log of the process all of it.
+            # Clients learn the kind of error; the process's log has all of it.
             self._dead = f"the engine failed: {type(error).__name__}"
             self._fail_streams()
-            # Their threads live and would go on telling peers that all is well.
+            # The agents' threads live on, and would go on telling peers that all is well.
             HandoffAgent.close_all(self._engine.agents)
             with self._lock:
                 self._failure, call = f"the engine failed: {error!r}", self._on_failure

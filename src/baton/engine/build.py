@@ -71,7 +71,7 @@ class Engine:
 
     @property
     def agent(self) -> HandoffAgent | None:
-        """The first rank's."""
+        """The first rank's agent; None without handoffs."""
         return self.agents[0] if self.agents else None
 
     def close(self) -> None:
@@ -198,8 +198,8 @@ def _build(
 
 
 def _end(error: BatonError) -> None:
-    """End the thread that calls it, the engine's, and with it the engine: what its ranks' memory holds, or who writes
-    there, is not known any more."""
+    """Called on the engine's thread: end that thread, and with it the engine. Nobody knows any more what its ranks'
+    memory holds, or who writes there."""
     raise error
 
 

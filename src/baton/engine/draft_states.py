@@ -55,8 +55,8 @@ class DraftStates:
         return found
 
     def left_out(self) -> Iterator[tuple[str, int, int]]:
-        """Copies, by group, source and destination, for requests that no forward has followed to their last known row:
-        the state behind the last that one has stands for all later ones. A drafter does not see beyond its context."""
+        """Copies, by group, source and destination, for requests whose last known row no forward has reached, since a
+        drafter does not see beyond its context: the state behind the last row that it saw stands for all later ones."""
         for request in np.flatnonzero(self._seen < self._stop).tolist():
             for name, slots in self._groups.items():
                 kept = int(slots.scratch[request, 0])

@@ -43,7 +43,7 @@ class Peers(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of what ranks find each other by."""
+        """Close what ranks wake each other by."""
         ...
 
 
@@ -103,7 +103,7 @@ class Bells:
                 raise EngineUnavailableError(f"data-parallel rank {rank} has gone: {error}") from None
 
     def close(self) -> None:
-        """Listen no more."""
+        """Stop listening."""
         if self._thread is not None:
             with contextlib.suppress(OSError):
                 self._socket.sendto(b"", self._bell(self._rank))
@@ -148,5 +148,5 @@ class Lockstep:
             self.bells.ring(self._wave)
 
     def close(self) -> None:
-        """Hear nobody any more."""
+        """Stop listening to the other ranks."""
         self.bells.close()

@@ -88,7 +88,7 @@ class Noise:
     temperature: FloatArray
 
     def take(self, which: IntArray) -> Noise:
-        """That of some of them."""
+        """The noise of some of the tokens."""
         return Noise(self.seed[which], self.sample_index[which], self.temperature[which])
 
 

@@ -66,7 +66,7 @@ class PrefixStore:
         self._post, self._on_failure = post, on_failure
 
     def close(self) -> None:
-        """Finish what is being written; the pages are in use until then, and let go of behind it."""
+        """Finish the writes under way; their pages stay in use until then, and are released after it."""
         self._readers.shutdown(cancel_futures=True)
         self._writer.shutdown()
         self._kv = {}
@@ -74,8 +74,8 @@ class PrefixStore:
     # ------------------------------------------------------------ engine thread
 
     def load(self, request: Request, then: Callable[[int], None]) -> bool:
-        """Have the store looked through for the request's prompt. False when there is nothing to look for; else
-        `then` is called later, with the number of tokens that entered the prefix cache."""
+        """Look for the request's prompt in the store. False when there is nothing to look for; else `then` is called
+        later, with the number of tokens that entered the prefix cache."""
         if request.is_salted:
             return False  # salted prompts are shared only by those who know the salt, and in memory alone
         tokens = request.token_ids[: request.prefill_len]

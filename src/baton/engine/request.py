@@ -32,7 +32,7 @@ class RequestStatus(enum.Enum):
     """Over for its client. The agent may still have its pages, and then lets them go."""
 
 
-# What may follow what. Nothing follows the end.
+# Which state may follow which. None follows the end.
 FOLLOWS: dict[RequestStatus, frozenset[RequestStatus]] = {
     RequestStatus.WAITING: frozenset(
         {RequestStatus.WAITING, RequestStatus.RECEIVING, RequestStatus.RUNNING, RequestStatus.FINISHED}

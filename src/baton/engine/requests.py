@@ -72,7 +72,7 @@ def make_request(engine: Engine, wire: GenerateRequest) -> Request:
 
 
 def _matcher(engine: Engine, wire: GenerateRequest, known: list[int]) -> Matcher | None:
-    """Its grammar's, behind the output that it begins with."""
+    """The matcher of the request's grammar, behind the output with which the request begins."""
     asked = wire.sampling_params.structured_outputs
     if asked is None:
         return None

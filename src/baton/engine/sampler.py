@@ -173,7 +173,7 @@ def sampling_of(asked: Sequence[ToSample], rejection: bool) -> Sampling | None:
 
 
 def noise_of(params: Sequence[SamplingParams]) -> Noise:
-    """Where the noise of requests comes from."""
+    """What the noise of these requests is drawn from."""
     return Noise(
         # Every request that is sampled has a seed; from that of others nothing is drawn.
         seed=np.array([p.seed or 0 for p in params], dtype=np.uint64),

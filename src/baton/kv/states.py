@@ -14,7 +14,7 @@ from baton.kv.prefix import Chain, chain_hash, page_identity
 
 
 class StatePool(PagePool):
-    """Slots 1..num_pages-1. A checkpoint stands for all tokens before it, so it is of use without those before it."""
+    """Slots 1..num_pages-1. A checkpoint stands for all tokens before it: it needs no earlier one."""
 
     def __init__(self, num_pages: int, interval: int, enable_caching: bool = True) -> None:
         super().__init__(num_pages, 1, 0, enable_caching)
@@ -28,7 +28,7 @@ class StatePool(PagePool):
         return range(max(1, -(-start // self.interval)) * self.interval, stop, self.interval)
 
     def holds(self, tokens: Sequence[int], num_tokens: int, chain: Chain) -> bool:
-        """Whether there is a checkpoint behind the first `num_tokens` tokens, which it counts as a use of."""
+        """Whether there is a checkpoint behind the first `num_tokens` tokens. The question counts as a use of it."""
         slot = self._by_hash.get(self._digest(tokens, num_tokens // self.interval, chain))
         if slot is not None:
             self.share([slot])
@@ -52,7 +52,7 @@ class StatePool(PagePool):
         return PrefixHit()
 
     def _digest(self, tokens: Sequence[int], count: int, chain: Chain) -> bytes:
-        """Of the first `count` intervals of `tokens`."""
+        """The digest of the first `count` intervals of `tokens`."""
         for index in range(len(chain), count):
             identity = page_identity(tokens, index, self.interval, 0)
             assert identity is not None, "a state saw tokens that are not known"

@@ -46,7 +46,7 @@ class BlockTables:
         self.tables[group] = np.asarray(pages, dtype=np.int32)
 
     def slots(self, group: str) -> tuple[int, list[int]]:
-        """Of a group of states: where the request's state is, and where a step writes what may follow it."""
+        """The slots of a group of states: the request's state, and those where a step writes what may follow it."""
         return self.pages[group][0], self.scratch[group]
 
     def take(self) -> dict[str, list[int]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 
 from baton.errors import CheckpointError
 from baton.models.base import CausalLM
@@ -27,6 +27,5 @@ def model_class(model_type: object) -> type[CausalLM]:
     if not isinstance(model_type, str) or model_type not in MODELS:
         known = ", ".join(MODELS)
         raise CheckpointError(f"config.json: model_type is {model_type!r}, expected one of {known}")
-    module, _, name = MODELS[model_type].partition(":")
-    found: type[CausalLM] = getattr(importlib.import_module(module), name)
+    found: type[CausalLM] = pkgutil.resolve_name(MODELS[model_type])
     return found

@@ -41,7 +41,7 @@ class Exchange:
         return parts
 
     def swap(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> Sequence[Tensor]:
-        """Bytes for each rank; returns those of each, of which so many come."""
+        """Send each rank its part, uint8, and return the parts of all ranks, whose `sizes` in bytes are known."""
         came = torch.empty(sum(sizes), dtype=torch.uint8)
         own = torch.cat(list(parts))
         self._group.alltoall_base(came, own, list(sizes), [len(part) for part in parts]).wait()

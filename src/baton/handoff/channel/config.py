@@ -86,6 +86,7 @@ class AgentConfig:
 
 
 def own_bind(bind: str, rank: int) -> str:
-    """Where the agent of `rank` binds: a port that is named is that of rank 0, and the others have those behind it."""
+    """Where the agent of `rank` binds: a port other than 0 is that of rank 0, and the other ranks have the ports behind
+    it."""
     host, _, port = bind.rpartition(":")
     return f"{host}:{int(port) + rank}" if rank and port.isdecimal() else bind

@@ -181,7 +181,7 @@ class Sessions:
         return True
 
     def _greet(self, session: Session, hello: Hello) -> None:
-        """A peer that has proven itself: compare, and connect the transport."""
+        """Compare fingerprints with a peer that has proven itself, and connect the transport."""
         session.hello = hello
         try:
             here = self._hello.instance

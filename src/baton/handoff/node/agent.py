@@ -152,8 +152,8 @@ class HandoffAgent:
         self._call(lambda: self._node.to_prefill(key, event))
 
     def stream_layers(self, key: AttemptKey, event: ev.LayersWritten | ev.LayersWithdrawn) -> None:
-        """A forward is under way, some of whose layers are written; its end is said with `declare_final`. Or it has
-        failed."""
+        """Some layers of a forward under way are written, or that forward has failed. Its end is told by
+        `declare_final`."""
         self._call(lambda: self._node.to_prefill(key, event))
 
     def finish_prefill(self, key: AttemptKey, seeds: Seeds, finished: bool, final: dict[str, int]) -> None:

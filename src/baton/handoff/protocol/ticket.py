@@ -188,7 +188,7 @@ class Redeemer:
 
     def redeem(self, text: str, role: LegRole, digest: bytes | None, now: float) -> SignedTicket:
         """The ticket in `text`, if this engine may serve its leg `role` of the request with `digest` at `now`, in
-        monotonic seconds. Without `digest` whatever the request: its leg is not to be served.
+        monotonic seconds. Without `digest` the ticket may be for any request: its leg will not be served, only ended.
 
         Raises `ProtocolError` that says why not.
         """
