@@ -90,7 +90,7 @@ async def test_the_first_token_does_not_wait_for_the_handoff(directory: Path) ->
         async with session.post(f"{url}/v1/completions", json=body) as response:
             line = await asyncio.wait_for(response.content.readline(), 60.0)
             assert json.loads(line.removeprefix(b"data: "))["choices"][0]["text"] == "T"
-            assert setup.decode.running == 1, "the decode leg has begun too"
+            await until(lambda: setup.decode.running == 1)  # its leg begins behind the token
         await until(lambda: setup.decode.outcomes["aborted"] == 1 and setup.prefill.outcomes["aborted"] == 1)
 
 
@@ -175,7 +175,8 @@ async def test_what_no_engine_can_compute_is_the_clients_fault_and_tried_once(di
         assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
         assert (answer["error"]["param"], answer["error"]["message"]) == ("bad_words", "no token is left")
         await until(lambda: setup.prefill.running == setup.decode.running == 0)
-        assert len(setup.prefill.requests) == len(setup.decode.requests) == 1
+        assert len(setup.prefill.requests) == 1
+        assert len(setup.decode.requests) <= 1  # its leg waits for a token
 
 
 async def test_client_disconnect_closes_both_legs(directory: Path) -> None:

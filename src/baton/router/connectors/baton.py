@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+from urllib.parse import urlsplit
+
 import aiohttp
 import msgspec
 
@@ -12,11 +16,22 @@ from baton.router.connectors.tickets import mint_ticket
 from baton.router.join import Chunks
 from baton.router.pool import PooledEngine
 from baton.router.timers import RouterTimers
+from baton.timeouts import timeout
 from baton.wire import GenerateRequest, HandoffParams, LegRole, Mode, Role
+
+# How long a decode leg waits for the first token of a prefill engine on its own host. What is longer under way is
+# copied while it is computed, and needs the decode engine's pages meanwhile.
+FIRST_TOKEN_WAIT_S = 0.05
+# The token goes out to the client first.
+_THEN_S = 0.001
 
 
 class EngineConnector(Connector):
-    """A prefill leg's stream lasts as long as its pages are held, so closing the stream is enough to free them."""
+    """A prefill leg's stream lasts as long as its pages are held, so closing the stream is enough to free them.
+
+    Engines of one host share its cores. There the decode engine's part of a short prompt, which is done while the
+    drafter runs, would only hold up the first token, so its leg begins with that.
+    """
 
     needs_ticket_key = True
 
@@ -32,7 +47,10 @@ class EngineConnector(Connector):
                 msgspec.structs.replace(request, handoff=HandoffParams(role=role, ticket=ticket))
             )
 
-        return Legs({"prefill": leg("prefill", prefill), "decode": leg("decode", decode)})
+        legs: dict[LegRole, Chunks] = {"prefill": leg("prefill", prefill), "decode": leg("decode", decode)}
+        if urlsplit(prefill.url).hostname == urlsplit(decode.url).hostname:
+            legs = _first_token_first(legs["prefill"], legs["decode"])
+        return Legs(legs)
 
     def alone(self, request: GenerateRequest, engine: PooledEngine) -> Chunks:
         """An engine of a deployment computes what a router has signed, alone too."""
@@ -41,3 +59,28 @@ class EngineConnector(Connector):
             ticket = mint_ticket(self.config.ticket_key, engine, engine, "push", digest, self.config.ticket_life_s)
             request = msgspec.structs.replace(request, handoff=HandoffParams(role="alone", ticket=ticket))
         return engine.client.generate(request)
+
+
+def _first_token_first(prefill: Chunks, decode: Chunks) -> dict[LegRole, Chunks]:
+    """The legs, of which `decode` begins with the first chunk of `prefill`, or with its end, or when it has waited for
+    `FIRST_TOKEN_WAIT_S`."""
+    came = asyncio.Event()
+
+    async def first() -> Chunks:
+        try:
+            async with contextlib.aclosing(prefill):
+                async for chunk in prefill:
+                    asyncio.get_running_loop().call_later(_THEN_S, came.set)
+                    yield chunk
+        finally:
+            came.set()
+
+    async def second() -> Chunks:
+        async with contextlib.aclosing(decode):
+            with contextlib.suppress(asyncio.TimeoutError):
+                async with timeout(FIRST_TOKEN_WAIT_S):
+                    await came.wait()
+            async for chunk in decode:
+                yield chunk
+
+    return {"prefill": first(), "decode": second()}
