@@ -50,21 +50,17 @@ def completion_body(
         # Samples of one prompt differ; both legs of a sample do not. A server starts its noise anew with each request,
         # and what follows known tokens must not repeat theirs.
         body["seed"] = (params.seed + params.sample_index + num_sent * _SEED_STRIDE) % 2**_SEED_BITS
-    if request.cache_salt is not None:
-        body["cache_salt"] = request.cache_salt
-    if params.logit_bias:
-        body["logit_bias"] = {str(token): bias for token, bias in params.logit_bias.items()}
-    if params.allowed_token_ids is not None:
-        body["allowed_token_ids"] = list(params.allowed_token_ids)
-    if params.bad_words:
-        body["bad_words"] = list(params.bad_words)
-    if params.structured_outputs is not None:
-        body["structured_outputs"] = params.structured_outputs
-    if params.logprobs is not None:
-        body |= {"logprobs": params.logprobs, "return_tokens_as_token_ids": True}
-    if kv_transfer_params is not None:
-        body["kv_transfer_params"] = kv_transfer_params
-    return body
+    given = {
+        "cache_salt": request.cache_salt,
+        "logit_bias": {str(token): bias for token, bias in params.logit_bias.items()} if params.logit_bias else None,
+        "allowed_token_ids": params.allowed_token_ids and list(params.allowed_token_ids),
+        "bad_words": list(params.bad_words) or None,
+        "structured_outputs": params.structured_outputs,
+        "logprobs": params.logprobs,
+        "return_tokens_as_token_ids": True if params.logprobs is not None else None,
+        "kv_transfer_params": kv_transfer_params,
+    }
+    return body | {name: value for name, value in given.items() if value is not None}
 
 
 def to_chunk(request: GenerateRequest, choice: Choice, position: int) -> TokenChunk:
