@@ -152,7 +152,7 @@ def test_paged_rows_are_equal_to_the_bit(dtype: torch.dtype, window: int | None,
 @pytest.mark.parametrize("runtime", ["of PyTorch", "none"])
 def test_threads_change_no_bit(runtime: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if runtime == "none":
-        monkeypatch.setattr(cpu_team, "_team", lambda: None)
+        monkeypatch.setattr(cpu_team, "openmp_team", lambda: None)
     teams: list[int] = []
     count = cpu_team.threads_for
     monkeypatch.setattr(

@@ -91,7 +91,7 @@ class Kernel:
         _, alone, address = self._entries
         if threads == 1:
             alone(arguments)
-        elif (team := _team()) is not None:
+        elif (team := openmp_team()) is not None:
             team(address, arguments, threads, 0)
         else:
             # The other threads begin first, and every one is waited for: they write into the arguments' arrays.
@@ -102,7 +102,7 @@ class Kernel:
 
 
 @functools.cache
-def _team() -> Any:
+def openmp_team() -> Any:
     """`GOMP_parallel` of the runtime that is loaded already; None where it is another."""
     try:
         function = ctypes.CDLL("libgomp.so.1", mode=os.RTLD_NOLOAD).GOMP_parallel

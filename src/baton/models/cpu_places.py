@@ -1,0 +1,40 @@
+"""Two threads of OpenMP that share two cores have one each, also when they have slept.
+
+Linux may wake both on one core and leave them there for 60 ms while the other core idles, which is most of a short
+prompt. So where the team has two threads and the process two cores, each thread is bound to its own. A larger team is
+left to the system: the runtime ends threads that a smaller piece of work does not need, and those that it starts later
+would share the core of the thread that starts them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+
+import torch
+
+from baton.models.cpu_team import openmp_team
+
+_CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+_THREADS = 2
+
+
+def bind_team() -> bool:
+    """Bind the threads of the calling thread's team, it among them; whether that was done.
+
+    Nothing is done where the process has more cores than two: engines that share a host are not to take the same ones.
+    """
+    team = openmp_team()
+    if team is None or torch.get_num_threads() != _THREADS or not hasattr(os, "sched_setaffinity"):
+        return False
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) != _THREADS:
+        return False
+    leader = threading.get_native_id()
+
+    def bind(_: object) -> None:
+        os.sched_setaffinity(0, {cores[threading.get_native_id() != leader]})
+
+    team(_CALLBACK(bind), None, _THREADS, 0)
+    return True

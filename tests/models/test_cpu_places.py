@@ -1,0 +1,88 @@
+"""Two threads that share two cores have one each; who has more cores, or one thread, stays where the system puts it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from baton.engine.async_engine import AsyncEngine
+from baton.engine.config import EngineConfig
+from baton.models.cpu_places import bind_team
+from baton.models.cpu_team import openmp_team
+from tests.engine.engines import TARGET
+
+CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+pytestmark = pytest.mark.skipif(len(CORES) < 2, reason="two cores are needed")
+
+
+def masks_in_team() -> list[set[int]]:
+    """The cores of each of the two threads."""
+    found: list[set[int]] = []
+    function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: found.append(os.sched_getaffinity(0)))
+    openmp_team()(function, None, 2, 0)
+    return found
+
+
+def alone(cores: list[int], threads: int, call: Callable[[], list[set[int]]]) -> list[set[int]]:
+    """What `call` returns on a thread of its own, with so many threads for torch and these cores."""
+
+    def run() -> list[set[int]]:
+        os.sched_setaffinity(0, cores)
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            return call()
+        finally:
+            torch.set_num_threads(before)
+
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(run).result()
+
+
+def bound() -> list[set[int]]:
+    assert bind_team()
+    return masks_in_team()
+
+
+def left() -> list[set[int]]:
+    assert not bind_team()
+    return [os.sched_getaffinity(0)]
+
+
+def test_each_thread_has_a_core() -> None:
+    if openmp_team() is None:
+        pytest.skip("another runtime than GNU's")
+    assert sorted(map(sorted, alone(CORES[:2], 2, bound))) == [[core] for core in CORES[:2]]
+
+
+@pytest.mark.parametrize(("cores", "threads"), [(CORES[:1], 2), (CORES[:2], 1), (CORES[:2], 3)])
+def test_others_are_left_to_the_system(cores: list[int], threads: int) -> None:
+    assert alone(cores, threads, left) == [set(cores)]
+
+
+@pytest.fixture
+def engine() -> Iterator[AsyncEngine]:
+    engine = AsyncEngine(EngineConfig(model=TARGET))
+    yield engine
+    engine.close()
+
+
+def test_an_engines_thread_binds_its_team(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    bound: list[str] = []
+    done = threading.Event()
+
+    def note() -> bool:
+        bound.append(threading.current_thread().name)
+        done.set()
+        return True
+
+    monkeypatch.setattr("baton.engine.async_engine.bind_team", note)
+    engine.start()
+    assert done.wait(10)
+    assert bound == ["baton-engine"]
