@@ -256,8 +256,10 @@ class EngineConfig:
         return self
 
     def located(self) -> EngineConfig:
-        """The same with directories of this host for names on the hub, which stay the names in the API. Raises
-        ConfigError naming the model that cannot be had."""
+        """This configuration with directories of this host for names on the hub, which stay the names in the API.
+
+        Raises ConfigError naming the model that cannot be had.
+        """
         model, spec = checkpoint_directory(self.model, self.revision), self.speculative_config
         if spec is not None and spec.model is not None:
             head = checkpoint_directory(spec.model, spec.revision, "speculative_config.model")

@@ -23,7 +23,7 @@ class GroupMemory:
 
     @classmethod
     def over(cls, spec: GroupSpec, pages: Tensor) -> GroupMemory:
-        """Of bytes that lie in memory already, as `Geometry.block_major` says."""
+        """A group over bytes that lie in memory already, as `Geometry.block_major` says."""
         num_pages, offsets = pages.shape[0], spec.plane_offsets
         planes = []
         for plane, offset in zip(spec.planes, offsets, strict=False):
@@ -41,5 +41,5 @@ class GroupMemory:
 
     @classmethod
     def zeros(cls, spec: GroupSpec, num_pages: int, device: torch.device) -> GroupMemory:
-        """Of new memory."""
+        """A group over new memory."""
         return cls.over(spec, torch.zeros(num_pages, spec.page_bytes, dtype=torch.uint8, device=device))

@@ -101,7 +101,7 @@ class Entries:
     value: FloatArray
 
     def take(self, rows: IntArray) -> Entries:
-        """Those of `rows`, which are ascending, and counted anew from 0."""
+        """The entries of `rows`, which are ascending, and counted anew from 0."""
         if not len(self.row):
             return self
         kept = np.isin(self.row, rows)
@@ -117,7 +117,7 @@ class Masks:
     bits: npt.NDArray[np.uint8]
 
     def take(self, rows: IntArray) -> Masks:
-        """Those of `rows`, which are ascending, and counted anew from 0."""
+        """The masks of `rows`, which are ascending, and counted anew from 0."""
         kept = np.isin(self.row, rows)
         return Masks(np.searchsorted(rows, self.row[kept]), self.bits[kept])
 

@@ -8,6 +8,7 @@ Pools of the transport `shm` lie in a file system of their own, which may be sma
 from __future__ import annotations
 
 import os
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +39,7 @@ class Memory:
 
     @classmethod
     def measure(cls, device: torch.device, uses_shm: bool) -> Memory:
-        """Of the host, or of the CUDA device."""
+        """Measure the host, or the CUDA device."""
         if device.type == "cuda":
             return cls(torch.cuda.mem_get_info(device)[0], torch.cuda.memory_reserved(device))
         free = _host_free()
@@ -78,17 +79,17 @@ class Demand:
     checkpoints: int = 0
 
     def num_pages(self, group: GroupSpec, num_tokens: int) -> int:
-        """Of all requests that have so many tokens together, and the null page."""
+        """Pages of a group for all requests that have so many tokens together, and the null page."""
         if group.kind != "state":
             return 1 + group.rules.num_pages(num_tokens, group.page_size)
         return 1 + self._num_seqs(num_tokens) * self._num_slots(group)
 
     def _num_slots(self, group: GroupSpec) -> int:
-        """Of one request."""
+        """Slots of one request in a group of states."""
         return 1 + group.rules.num_scratch(self.num_drafts) + self.checkpoints
 
     def _slot_bytes(self) -> int:
-        """Of one request."""
+        """Bytes of one request's slots of states."""
         return sum(group.page_bytes * self._num_slots(group) for group in self.groups if group.kind == "state")
 
     def _paged_bytes(self, num_tokens: int) -> int:
@@ -107,25 +108,19 @@ class Demand:
         return min(wanted, self.max_num_seqs, num_tokens)
 
     def request_bytes(self, num_tokens: int) -> int:
-        """Of one request that has so many tokens."""
+        """Bytes in all groups of one request that has so many tokens."""
         return self._paged_bytes(num_tokens) + self._slot_bytes()
 
     def num_bytes(self, num_tokens: int) -> int:
-        """Of those pages of all groups."""
+        """Bytes of those pages of all groups."""
         return sum(group.page_bytes * self.num_pages(group, num_tokens) for group in self.groups)
 
     def split(self, num_bytes: int) -> tuple[int, dict[str, int]]:
         """The most tokens that all groups together hold in that memory, and the pages of each."""
-        least, most = 0, max(0, num_bytes)
-        while least < most:
-            middle = (least + most + 1) // 2
-            if self.num_bytes(middle) <= num_bytes:
-                least = middle
-            else:
-                most = middle - 1
-        pages = {group.name: self.num_pages(group, least) for group in self.groups}
+        num_tokens = bisect_right(range(1, num_bytes + 1), num_bytes, key=self.num_bytes)
+        pages = {group.name: self.num_pages(group, num_tokens) for group in self.groups}
         paged = ((pages[group.name] - 1) * group.page_size for group in self.groups if group.kind != "state")
-        return min(paged, default=least), pages
+        return min(paged, default=num_tokens), pages
 
 
 def pool_size(

@@ -171,7 +171,7 @@ class Request:
         return range(start + 1, min(stop + 1, len(self.prompt_scores)))
 
     def forget_computed(self) -> None:
-        """Its pages are gone, and with them everything computed."""
+        """The request's pages are gone, and with them everything computed."""
         self.num_computed = self.num_drafted = self.first_drafted = 0
         self.cold_from = None
         self.num_known_drafted, self.carried = 0, None

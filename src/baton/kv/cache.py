@@ -97,7 +97,7 @@ class KVCache:
         return self._agreed(tables, tokens, self._look_up(tables, tokens, num_tokens - 1))
 
     def _agreed(self, tables: BlockTables, tokens: Sequence[int], found: dict[str, PrefixHit]) -> dict[str, PrefixHit]:
-        """The same hits, those of states at the last checkpoint that lies within the hits of all of these groups."""
+        """These hits, but those of states end at the last checkpoint that lies within the hits of all these groups."""
         states = {name: pool for name, pool in self._states.items() if name in found}
         common = min(hit.num_tokens for hit in found.values())
         while any(found[name].num_tokens > common for name in states):

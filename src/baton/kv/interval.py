@@ -163,7 +163,7 @@ class Rules:
 
 
 def known_entries(reach: int, n: int, computed: int) -> int:
-    """Of `computed` entries, each of which depends on `reach` tokens behind its own, those that `n` tokens decide."""
+    """How many of `computed` entries, each of which depends on `reach` tokens behind its own, `n` tokens decide."""
     return min(computed, max(n - reach, 0))
 
 

@@ -51,7 +51,7 @@ class RankExecutor:
         return self._answers(order, own)[0]
 
     def _answers(self, order: Order, own: Callable[[], R]) -> tuple[R, list[Done]]:
-        """The same, and what the other ranks answered."""
+        """What `own` returns, and what the other ranks answered."""
         self._followers.order(order)
         try:
             result = own()

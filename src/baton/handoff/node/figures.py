@@ -21,7 +21,7 @@ _BY_RANK = (
 
 @dataclass(frozen=True, slots=True)
 class CopyFigures:
-    """Of the copies that this side issued: seconds to plan one, to hand it to the transport, and from then to its end;
+    """The copies that this side issued: seconds to plan one, to hand it to the transport, and from then to its end;
     contiguous runs in one; bytes of those that ended well, by group."""
 
     plan: Distribution = field(default_factory=lambda: Distribution(SECONDS))
@@ -31,7 +31,7 @@ class CopyFigures:
     bytes: Counter[str] = field(default_factory=Counter)
 
     def over_ranks(self, others: Sequence[CopyFigures]) -> CopyFigures:
-        """Those of all ranks of an engine."""
+        """The figures of all ranks of an engine together."""
         all_ = (self, *others)
         plan, post, transfer, runs = (
             Distribution.sum_of([getattr(one, name) for one in all_]) for name in ("plan", "post", "transfer", "runs")
@@ -73,7 +73,7 @@ class AgentStats:
     copies: CopyFigures = field(default_factory=CopyFigures)
 
     def over_ranks(self, others: Sequence[AgentStats]) -> AgentStats:
-        """Those of an engine whose first rank has these: handoffs and attempts are counted once for all ranks."""
+        """The counts of an engine whose first rank has these: handoffs and attempts are counted once for all ranks."""
         sums = {name: sum(getattr(s, name) for s in (self, *others)) for name in _BY_RANK}
         return replace(self, **sums, copies=self.copies.over_ranks([s.copies for s in others]))
 

@@ -67,7 +67,7 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return {group: found for group, ranks in self.groups.items() for found in ranks if found.rank == self.rank}
 
     def only(self, groups: Container[str]) -> Instance:
-        """The same with some of its groups."""
+        """This instance with some of its groups."""
         kept = {group: ranks for group, ranks in self.groups.items() if group in groups}
         return msgspec.structs.replace(self, groups=kept)
 

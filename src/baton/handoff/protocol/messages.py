@@ -75,7 +75,7 @@ class AttemptKey(msgspec.Struct, frozen=True, array_like=True):
         return (self.prefill_incarnation, self.source_rank), (self.decode_incarnation, self.dest_rank)
 
     def of_pair(self, pair: Pair) -> AttemptKey:
-        """The same attempt between two other ranks."""
+        """This attempt's key between two other ranks."""
         return msgspec.structs.replace(self, source_rank=pair[0], dest_rank=pair[1])
 
     def __str__(self) -> str:
