@@ -146,7 +146,7 @@ class Engine:
 
     # ------------------------------------------------------------ the prefix store
 
-    def bind(self, post: Callable[[Callable[[], None]], None]) -> None:
+    def bind(self, post: Callable[[Callable[[], None]], None], on_failure: Callable[[str], None]) -> None:
         pass
 
     def load(self, request: Request, then: Callable[[int], None]) -> bool:

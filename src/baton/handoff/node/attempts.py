@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import math
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -14,7 +16,7 @@ from baton.handoff.protocol.prefill import PrefillHandoff
 from baton.transports.base import Peer
 
 # Ended attempts are kept as tombstones until their ticket has expired, and for TOMBSTONE_S seconds at least, in which a
-# peer asks how they ended. Beyond this many the oldest go.
+# peer asks how they ended. Beyond this many those go that would go first.
 MAX_TOMBSTONES = 1 << 16
 TOMBSTONE_S = 60.0
 
@@ -22,7 +24,7 @@ TOMBSTONE_S = 60.0
 @dataclass(slots=True, eq=False)
 class _Attempt:
     """Common part. `expiry` is the time (monotonic seconds) at which the ticket expires, `begun` that from which the
-    handoff's own time counts, `ended` that at which it was over.
+    handoff's own time counts.
 
     `peers` are the transport's ends of all sessions in which pages could have been exchanged: all of them must be
     fenced. Copies use `open`, the end of the session in which the peer asked for them last: a peer that has given the
@@ -32,7 +34,6 @@ class _Attempt:
 
     expiry: float
     begun: float | None = None
-    ended: float = 0.0
     peers: list[Peer] = field(default_factory=list)
     open: Peer | None = None
     far: Instance | None = None
@@ -123,12 +124,15 @@ AttemptT = TypeVar("AttemptT", PrefillAttempt, DecodeAttempt)
 
 
 class Book(Generic[AttemptT]):
-    """Attempts of one side by key: live ones, and tombstones in the order in which they ended."""
+    """Attempts of one side by key: live ones, and tombstones; a look at the clock touches only those it drops."""
 
     def __init__(self) -> None:
         self.live: dict[AttemptKey, AttemptT] = {}
         self.ended: dict[AttemptKey, AttemptT] = {}
         self._transfers: dict[bytes, set[AttemptKey]] = {}
+        # Of each tombstone when nobody can ask for it any more, and a number, by which equal times are ordered.
+        self._ends: list[tuple[float, int, AttemptKey]] = []
+        self._numbers = itertools.count()
 
     def get(self, key: AttemptKey) -> AttemptT | None:
         """The attempt, live or ended."""
@@ -149,18 +153,17 @@ class Book(Generic[AttemptT]):
         attempt = self.live.get(key)
         if attempt is not None and attempt.machine.closed:
             self.ended[key] = self.live.pop(key)
-            attempt.ended = now
+            heapq.heappush(self._ends, (max(attempt.expiry, now + TOMBSTONE_S), next(self._numbers), key))
             if len(self.ended) > MAX_TOMBSTONES:
-                self._drop(next(iter(self.ended)))
+                self._drop_first()
 
     def forget(self, now: float, margin: float) -> None:
         """Drop tombstones that nobody can ask for any more, `margin` seconds after that; `now` in monotonic seconds."""
-        ends = [(key, max(attempt.expiry + margin, attempt.ended + TOMBSTONE_S)) for key, attempt in self.ended.items()]
-        for key, end in ends:
-            if now > end:
-                self._drop(key)
+        while self._ends and now > self._ends[0][0] + margin:
+            self._drop_first()
 
-    def _drop(self, key: AttemptKey) -> None:
+    def _drop_first(self) -> None:
+        _, _, key = heapq.heappop(self._ends)
         del self.ended[key]
         keys = self._transfers[key.transfer_id]
         keys.discard(key)
