@@ -66,6 +66,16 @@ def test_others_are_left_to_the_system(cores: list[int], threads: int) -> None:
     assert alone(cores, threads, left) == [set(cores)]
 
 
+def test_a_choice_made_by_the_environment_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_PROC_BIND", "false")
+    assert alone(CORES[:2], 2, left) == [set(CORES[:2])]
+
+
+@pytest.fixture(autouse=True)
+def unset(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_PROC_BIND", raising=False)
+
+
 @pytest.fixture
 def engine() -> Iterator[AsyncEngine]:
     engine = AsyncEngine(EngineConfig(model=TARGET))

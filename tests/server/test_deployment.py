@@ -113,8 +113,9 @@ def test_children_are_halted_killed_and_started_again(directory: str) -> None:
 
 @pytest.mark.parametrize("own", [None, "7"])
 def test_engines_of_one_host_share_its_cores(directory: str, own: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each computes with twice its even share, unless the user has set how many threads each gets."""
+    """Each computes with twice its even share, unless the user has set how many threads each gets; none is bound."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.delenv("OMP_PROC_BIND", raising=False)
     if own is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", own)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(6)))
@@ -122,6 +123,7 @@ def test_engines_of_one_host_share_its_cores(directory: str, own: str | None, mo
         for child in deployment._children:
             environment = Path(f"/proc/{child.process.pid}/environ").read_bytes().split(b"\0")
             assert f"OMP_NUM_THREADS={own or 4}".encode() in environment
+            assert b"OMP_PROC_BIND=false" in environment
 
 
 def test_engines_share_a_directory_of_their_own(directory: str) -> None:

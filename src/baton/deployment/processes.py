@@ -55,13 +55,15 @@ class Child:
 
 def _environment(engines: int) -> dict[str, str]:
     """The environment variables of a deployment's children. Engines compute with twice their even share of the cores,
-    at most all, since P and D are busy at different times, or wait for memory; a number that the user has set stays.
+    at most all, since P and D are busy at different times, or wait for memory, and no thread is bound to a core; what
+    the user has set stays.
     The variables that hold flags of the command that started the deployment are left out."""
     own = {name: value for name, value in os.environ.items() if not name.startswith(FLAG_VARIABLES)}
     if engines == 1 or not hasattr(os, "sched_getaffinity"):
         return own
     cores = len(os.sched_getaffinity(0))
-    return {"OMP_NUM_THREADS": str(max(1, min(cores, 2 * cores // engines))), **own}
+    threads = max(1, min(cores, 2 * cores // engines))
+    return {"OMP_NUM_THREADS": str(threads), "OMP_PROC_BIND": "false", **own}
 
 
 def check_shared_transport(uri: str) -> None:

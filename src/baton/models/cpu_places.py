@@ -3,7 +3,8 @@
 Linux may wake both on one core and leave them there for 60 ms while the other core idles, which is most of a short
 prompt. So where the team has two threads and the process two cores, each thread is bound to its own. A larger team is
 left to the system: the runtime ends threads that a smaller piece of work does not need, and those that it starts later
-would share the core of the thread that starts them.
+would share the core of the thread that starts them. So is an engine with others beside it on its cores: `up` sets
+`OMP_PROC_BIND` to false for these, since bound threads of two engines wait for each other while a core idles.
 """
 
 from __future__ import annotations
@@ -23,8 +24,11 @@ _THREADS = 2
 def bind_team() -> bool:
     """Bind the threads of the calling thread's team, it among them; whether that was done.
 
-    Nothing is done where the process has more cores than two: engines that share a host are not to take the same ones.
+    Nothing is done where the process has more cores than two: engines that share a host are not to take the same ones;
+    nor where `OMP_PROC_BIND` is set (OpenMP 5.2, 21.2): then the user, or the runtime, has chosen.
     """
+    if os.environ.get("OMP_PROC_BIND"):
+        return False
     team = openmp_team()
     if team is None or torch.get_num_threads() != _THREADS or not hasattr(os, "sched_setaffinity"):
         return False
