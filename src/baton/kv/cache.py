@@ -1,8 +1,8 @@
-"""The KV cache of one engine: pools, block tables of requests, prefix hits, windows, states, quarantine.
+"""The KV cache manager of one engine: pools, block tables, prefix hits, sliding windows, states, quarantine.
 
-It stands between the scheduler, which decides who runs, and the pools, which know pages alone. Every group has its own
-page size and number of pages; requests are told in tokens. Bytes are copied by the caller's `copy_page`. Not
-thread-safe: the engine thread owns it.
+The scheduler decides which requests run and counts in tokens; the pools count in pages, and every group has its own
+page size and number of pages. This module translates. Bytes are copied by the caller's `copy_page`. Not thread-safe:
+the engine thread owns it.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from baton.kv.tables import BlockTables, Destination
 
 CopyPage = Callable[[str, int, int], None]
 
-# Tokens between checkpoints of states, each as large as the KV of thousands of tokens.
+# Tokens between state checkpoints. One checkpoint is as large as the KV of thousands of tokens.
 CHECKPOINT_TOKENS = 256
 
 OWNERS: tuple[Owner, Owner] = ("target", "draft")
 
 
 class KVCache:
-    """Pools of all groups, and what requests hold of them.
+    """The pools of all groups, and the pages that requests hold.
 
-    `num_pages` by group counts the null page. `num_lookahead_slots` token slots behind a request's tokens are for
-    drafts. `copy_page(group, source, destination)` copies the bytes of one page before it returns. `checkpoint_tokens`
-    is the least number of tokens between checkpoints of states.
+    `num_pages` per group includes the null page. `num_lookahead_slots` is the number of token slots after a request's
+    tokens that are reserved for drafts. `copy_page(group, source, destination)` copies one page before it returns.
+    `checkpoint_tokens` is the minimum number of tokens between state checkpoints.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class KVCache:
         checkpoint_tokens: int = CHECKPOINT_TOKENS,
     ) -> None:
         self.rules = {group.name: group.rules for group in groups}
-        # Token counts at which every group is at the end of a page.
+        # Token counts at which every group has only full pages.
         self._whole_pages = math.lcm(*(group.page_size for group in groups))
         self.checkpoint_interval = -(-checkpoint_tokens // self._whole_pages) * self._whole_pages
         self._states = {
@@ -67,7 +67,7 @@ class KVCache:
         self._num_scratch = {group.name: group.rules.num_scratch(num_lookahead_slots) for group in groups}
 
     def fits(self, num_tokens: int) -> bool:
-        """Whether a request of that many tokens could ever have its pages, with all others gone."""
+        """Whether a request of `num_tokens` tokens fits into the empty pools."""
         return all(
             self._num_pages(name, num_tokens) + self._num_scratch[name] < pool.num_pages
             for name, pool in self.pools.items()
@@ -79,29 +79,30 @@ class KVCache:
     # ------------------------------------------------------------ pages of a request
 
     def attach(self, tables: BlockTables, tokens: Sequence[int], num_tokens: int, num_rows: int) -> int | None:
-        """Give a request its prefix hit, and pages for the next `num_rows` of its first `num_tokens` tokens behind it.
+        """Attach a prefix hit to a request, and allocate pages for the next `num_rows` of its first `num_tokens`
+        tokens.
 
-        Every group is trimmed to the common hit, and one row at least is left to compute: it yields the logits, or the
-        features that a drafter starts from. Returns the hit in tokens; None, changing nothing, where there is no room.
+        Every group is trimmed to the common hit. At least one row is left to compute, which gives the logits, or the
+        features for the drafter. Returns the hit in tokens, or None, without changes, if there are too few pages.
         """
         found = self.find(tables, tokens, num_tokens)
         common = min(hit.num_tokens for hit in found.values())
-        # Where there is no page for the copy of one that is hit in part, only whole pages are hit.
+        # If there is no page to copy a partly hit page into, use the whole pages of the hit only.
         for start in dict.fromkeys((common, common // self._whole_pages * self._whole_pages)):
             if self._take(tables, found, dict.fromkeys(self.pools, start), start + min(num_rows, num_tokens - start)):
                 return start
         return None
 
     def find(self, tables: BlockTables, tokens: Sequence[int], num_tokens: int) -> dict[str, PrefixHit]:
-        """The prefix hits with which `attach` would begin now; the shortest is common to all groups."""
+        """The prefix hits that `attach` would start from now. The shortest is common to all groups."""
         return self._agreed(tables, tokens, self._look_up(tables, tokens, num_tokens - 1))
 
     def _agreed(self, tables: BlockTables, tokens: Sequence[int], found: dict[str, PrefixHit]) -> dict[str, PrefixHit]:
-        """These hits, but those of states end at the last checkpoint that lies within the hits of all these groups."""
+        """`found`, with the hits of states cut to the last checkpoint within the hits of all these groups."""
         states = {name: pool for name, pool in self._states.items() if name in found}
         common = min(hit.num_tokens for hit in found.values())
         while any(found[name].num_tokens > common for name in states):
-            # A state starts at its checkpoints alone.
+            # A state can only start at a checkpoint.
             found |= {name: pool.lookup(tokens, common, tables.chains[name]) for name, pool in states.items()}
             common = min(hit.num_tokens for hit in found.values())
         return found
@@ -109,14 +110,14 @@ class KVCache:
     def attach_destination(
         self, tables: BlockTables, tokens: Sequence[int], num_tokens: int, brought: Container[str] | None = None
     ) -> Destination | None:
-        """Give a request that computes nothing of its `num_tokens` tokens pages for all of them and the next one.
+        """Allocate the destination pages of a handoff: for all `num_tokens` tokens and the next one.
 
-        `brought`: the groups of which a peer sends something, None for all. Of the others nothing is wanted; one whose
-        entries need the target's features has no hit either, and enters nothing into the prefix cache: what is missing
-        of it is never computed. Those that need tokens alone begin at their common hit.
+        `brought`: the groups that the peer sends, None for all. Nothing is wanted of the other groups. Those whose
+        entries need the target's features get no hit and enter nothing into the prefix cache, because their missing
+        entries are never computed. Those that need tokens only start at their common hit.
 
-        Hits of the others need not agree. Pages that a handoff writes are the request's alone; those that only entries
-        before a window's first wanted one would use are null. None, changing nothing, where there is no room.
+        The hits of the groups that the peer sends may differ. Pages that the handoff writes are exclusive; pages
+        before a window's first wanted entry are null. Returns None, without changes, if there are too few pages.
         """
         found = self._look_up(tables, tokens, num_tokens)
         cold = [name for name in self.pools if brought is not None and name not in brought]
@@ -135,13 +136,13 @@ class KVCache:
         wanted = {name: self.rules[name].wanted(num_tokens, hits[name]) for name in self.pools if name not in cold}
         for name in self._windowed:
             if name in wanted and wanted[name].start > hits[name]:
-                # What is left of the group is no whole prefix.
+                # The group does not hold a complete prefix.
                 tables.uncached.add(name)
                 self._free_before(tables, name, wanted[name].start)
         return Destination(hits, wanted)
 
     def _look_up(self, tables: BlockTables, tokens: Sequence[int], limit: int) -> dict[str, PrefixHit]:
-        """The prefix hit of each group. While nothing enters or leaves the prefix cache, the last one still holds."""
+        """The prefix hit of each group. The last lookup is reused while the prefix cache has not changed."""
         hits: dict[str, PrefixHit] = {}
         for name, pool in self.pools.items():
             asked = pool.version, limit, len(tokens)
@@ -154,10 +155,10 @@ class KVCache:
     def _take(
         self, tables: BlockTables, found: Mapping[str, PrefixHit], hits: Mapping[str, int], num_tokens: int
     ) -> bool:
-        """Share the pages of the hits, copy those that are hit in part, allocate the rest; all groups or none.
+        """Share the whole pages of the hits, copy partly hit pages, and allocate the rest, for all groups or for none.
 
-        A checkpoint is copied like a page that is hit in part. Where no slot is left for the copy, and nobody uses the
-        checkpoint, it becomes the request's own state: a hit needs no more slots than none.
+        A checkpoint is copied like a partly hit page. If no slot is left for the copy and no request uses the
+        checkpoint, it becomes the request's own state, so that a hit never needs more slots than a miss.
         """
         counts: dict[str, tuple[int, list[int], int]] = {}
         taken_over: set[str] = set()
@@ -190,8 +191,8 @@ class KVCache:
         return True
 
     def reserve(self, tables: BlockTables, num_tokens: int) -> bool:
-        """Extend every block table to `num_tokens` tokens and the slots for drafts. False, changing nothing, where
-        there is no room."""
+        """Extend every block table to `num_tokens` tokens and the draft slots. Returns False, without changes, if there
+        are too few pages."""
         missing = {name: self._num_pages(name, num_tokens) - len(tables.pages[name]) for name in self.pools}
         if any(count > self.pools[name].num_available for name, count in missing.items()):
             return False
@@ -204,22 +205,23 @@ class KVCache:
     def plan_checkpoints(
         self, tables: BlockTables, tokens: Sequence[int], start: int, stop: int, owner: Owner = "target"
     ) -> None:
-        """Take slots for the checkpoints that rows [start, stop) of known tokens pass by. Checkpoints are optional:
-        they get free slots or those of older checkpoints, never more than half of several, and the last ones of the
-        rows go first."""
+        """Allocate slots for the checkpoints within rows [start, stop) of known tokens.
+
+        Checkpoints are optional. They take free slots or those of older checkpoints, at most half of them (or the only
+        one), and later checkpoints have priority.
+        """
         for name, pool in self._states_of[owner].items():
             chain = tables.chains[name]
             due = [count for count in pool.due(start + 1, stop) if not pool.holds(tokens, count, chain)]
-            # The checkpoint behind the last row is taken when the step is over.
+            # `accept` takes the checkpoint after the last row, when the step has ended.
             spare = pool.num_available - len(pool.due(stop, stop + 1))
             most = max(min(spare, 1), pool.num_available // 2)
             due = due[max(0, len(due) - most) :]
             tables.checkpoints[name] |= zip(due, pool.allocate(len(due)), strict=True)
 
     def accept(self, tables: BlockTables, num_accepted: int, num_computed: int, owner: Owner = "target") -> None:
-        """A step is over. Of a verification `num_accepted` drafts were accepted; of a prefill, and for a drafter, it is
-        0. The state behind the last row that counts, which has seen `num_computed` tokens, is the request's from now
-        on; all other slots are scratch."""
+        """Update the states after a step. `num_accepted` is the number of accepted drafts, 0 for a prefill and for a
+        drafter. The state that has seen `num_computed` tokens becomes the request's; all other slots are scratch."""
         for name, pool in self._states_of[owner].items():
             scratch, pages = tables.scratch[name], tables.pages[name]
             for count in pool.due(num_computed - num_accepted, num_computed + 1):
@@ -233,12 +235,13 @@ class KVCache:
     def num_final(
         self, group: str, num_known: int, num_computed: int, num_drafted: int, *, seeded: bool = False
     ) -> int:
-        """As `Rules.final`, when the target has computed `num_computed` entries and the drafter `num_drafted`."""
+        """`Rules.final` of a group, when the target has computed `num_computed` entries and the drafter
+        `num_drafted`."""
         rules = self.rules[group]
         return rules.final(num_known, num_computed if rules.module == 0 else num_drafted, seeded=seeded)
 
     def advance(self, tables: BlockTables, tokens: Sequence[int], num_computed: int, num_drafted: int) -> None:
-        """Enter what has become final into the prefix cache, and the checkpoints that the step has written."""
+        """Enter newly final pages, and the checkpoints that the step has written, into the prefix cache."""
         for name, states in self._states.items():
             for count, slot in tables.checkpoints[name].items():
                 states.enter(tokens, count, slot, tables.chains[name])
@@ -259,8 +262,8 @@ class KVCache:
             self._free_before(tables, name, rules.first_needed(num_computed if rules.module == 0 else num_drafted))
 
     def offered(self, tables: BlockTables, num_tokens: int) -> dict[str, list[int]]:
-        """The pages that a peer may read of a prompt of so many tokens, as block tables: null before what anybody could
-        want, so that whatever a peer asks for, pages that slide out are not read."""
+        """The block tables that a peer may read, for a prompt of `num_tokens` tokens. Entries before the first that any
+        peer can want are null, so that a peer never reads pages that a window frees."""
         pages = dict(tables.pages)
         for name in self._windowed:
             first = self.rules[name].wanted(num_tokens, 0).start // self.pools[name].page_size
@@ -277,7 +280,7 @@ class KVCache:
             tables.slid[group] = stop
 
     def release(self, tables: BlockTables) -> None:
-        """The request lets go of all its pages."""
+        """Release all pages of a request."""
         self._release_scratch(tables)
         for name, pages in tables.take().items():
             self.pools[name].release(pages)
@@ -289,8 +292,8 @@ class KVCache:
     # ------------------------------------------------------------ pages that a peer may still write
 
     def quarantine(self, tables: BlockTables, wanted: Mapping[str, Interval]) -> BlockTables:
-        """The request lets go of all its pages; those from the first wanted token on stay out of use, since a peer may
-        still write them. Returns their tables, for `leave_quarantine`."""
+        """Release all pages of a request, but keep those from the first wanted token on out of use: a peer may still
+        write them. Returns their tables, for `leave_quarantine`."""
         held = BlockTables()
         held.chains, held.uncached = tables.chains, set(tables.uncached)
         self._release_scratch(tables)
@@ -306,9 +309,9 @@ class KVCache:
         return held
 
     def leave_quarantine(self, held: BlockTables, tokens: Sequence[int], proven: Mapping[str, int]) -> None:
-        """The pages are quiet. Those whose entries are `proven` final up to there stay, as a prefix from which a
-        recomputation may start."""
-        uncached = held.uncached  # `take` forgets them
+        """The pages are quiet. Pages within the first `proven` entries of a group are known to be final and enter the
+        prefix cache, so that a recomputation can start from them."""
+        uncached = held.uncached  # `take` clears it
         for name, pages in held.take().items():
             pool = self.pools[name]
             if name not in uncached and name not in self._states:
@@ -316,8 +319,8 @@ class KVCache:
             pool.leave_quarantine(pages)
 
     def spare(self) -> BlockTables | None:
-        """Tables for a token and the slots for drafts behind it, of no request; None where there is no room. `release`
-        ends them."""
+        """Tables for one token and its draft slots that belong to no request. None if there are too few pages.
+        `release` frees them."""
         tables = BlockTables()
         try:
             for name, pool in self.pools.items():

@@ -1,4 +1,4 @@
-"""Free pages of a pool as maximal runs of neighbours, since the planner merges neighbours into one copy."""
+"""The free list of a page pool, kept as maximal runs of adjacent pages: the planner copies a run at once."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from collections.abc import Iterable
 
 
 class Extents:
-    """Sets of pages [start, stop), merged when pages come back. The shortest run that fits is taken, so that long ones
-    stay for long prompts.
+    """Runs [start, stop) of free pages, merged when pages are freed. Allocation is best fit, which keeps long runs for
+    long prompts.
 
-    Taking a run and giving one back cost O(log n) of the distinct lengths among n runs, besides the pages themselves.
+    Taking and returning a run cost O(log n) in the number of distinct run lengths, besides the pages themselves.
     """
 
     def __init__(self, start: int, stop: int) -> None:
         self.num_pages = 0
         self._stops: dict[int, int] = {}  # by start
         self._starts: dict[int, int] = {}  # by stop
-        self._by_length: dict[int, dict[int, None]] = {}  # starts, the one that is longest free first
+        self._by_length: dict[int, dict[int, None]] = {}  # starts, the one free for longest first
         self._lengths: list[int] = []  # sorted
         self._insert(start, stop)
 
     def add(self, pages: Iterable[int]) -> None:
-        """Pages that are free from now on, and were not before."""
+        """Add pages that have just become free."""
         start = stop = -1
         for page in sorted(pages):
             if page != stop:
@@ -34,8 +34,8 @@ class Extents:
             self._merge(start, stop)
 
     def take(self, count: int, after: int | None = None) -> list[int]:
-        """`count` pages (at most `num_pages`): first those behind page `after`, which is not free, then as few runs as
-        possible."""
+        """Take `count` pages (at most `num_pages`): first the run right after the used page `after`, then as few runs
+        as possible."""
         picked: list[int] = []
         if after is not None and after + 1 in self._stops:
             picked += self._cut(after + 1, count)
@@ -72,7 +72,7 @@ class Extents:
         self._by_length[length][start] = None
 
     def _remove(self, start: int) -> int:
-        """Forget the run that begins at `start`; returns its stop."""
+        """Remove the run that begins at `start` and return its stop."""
         stop = self._stops.pop(start)
         del self._starts[stop]
         length = stop - start

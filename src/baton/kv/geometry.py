@@ -1,11 +1,9 @@
-"""How the KV bytes of one group lie in memory on one rank, and the lists of byte runs that copies are made
-of.
+"""Memory layout of one group's KV cache on one rank, and the byte runs that copies consist of.
 
-A `Geometry` is a list of planes (K, V, a latent, a part of a state) over one registered region, and a plane is five
-axes with byte strides (layer, page, token, head, element). Block-major, layer-major, NHD, HND, head shards and
-pipeline stages differ only in their strides, counts and identities, so that one planner serves them all. A group
-spread over several regions (say one tensor per layer) is several geometries with disjoint `layer_ids`, planned one by
-one.
+A `Geometry` is a list of planes (K, V, a latent, a part of a state) in one registered region. A plane has five axes
+with byte strides (layer, page, token, head, element). Block-major, layer-major, NHD, HND, head shards and pipeline
+stages differ only in strides, counts and ids, so one planner serves all of them. A group that is spread over several
+regions (for example one tensor per layer) has several geometries with disjoint `layer_ids`, planned separately.
 """
 
 from __future__ import annotations
@@ -30,20 +28,20 @@ BLOCK_MAJOR_NHD: tuple[Axis, ...] = ("page", "layer", "plane", "token", "head", 
 LAYER_MAJOR_NHD: tuple[Axis, ...] = ("layer", "plane", "page", "token", "head", "element")
 
 NULL_PAGE = 0
-# Offsets are int64 sums of a few products; staying far below 2**63 makes overflow impossible.
+# Offsets are int64 sums of a few products. This limit is far enough below 2**63 that they cannot overflow.
 _MAX_BYTES = 1 << 60
 _MAX_COUNT = 1 << 16
 
 
 class Plane(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, cache_hash=True):
-    """One kind of thing that a group keeps per token, or per slot of a state. Strides and `base` are in bytes.
+    """The layout of one tensor that a group keeps per token, or per state slot. Strides and `base` are in bytes.
 
-    Element (layer, page, token, head, e) is at `base` + the sum of index times stride. `cut` is the axis along which
-    ranks share it: `heads`, `channels` (a head is then one channel), or `whole`, where every rank holds all of it.
-    `first_head` is the model's number of the first head held here.
+    Element (layer, page, token, head, e) is at `base` + the sum of index times stride. `cut` is the axis that is
+    sharded over ranks: `heads`, `channels` (a head is then one channel), or `whole` for a replicated plane.
+    `first_head` is the model's number of the first head on this rank.
 
-    `tile` > 1 says that the elements of `tile` successive tokens of one head are stored as one opaque contiguous block
-    (as CPU attention kernels do); `token_stride` is then a tile's distance divided by `tile`.
+    With `tile` > 1, the elements of `tile` successive tokens of one head form one opaque contiguous block, as in CPU
+    attention kernels. `token_stride` is then the distance between tiles divided by `tile`.
     """
 
     name: Annotated[str, Meta(min_length=1, max_length=32, pattern=r"^[ -~]*\Z")]
@@ -62,7 +60,7 @@ class Plane(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     @property
     def last_head(self) -> int:
-        """One past the model's number of the last head held here."""
+        """One past the model's number of the last head on this rank."""
         return self.first_head + self.num_heads
 
     @property
@@ -77,9 +75,9 @@ class Plane(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Geometry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, cache_hash=True):
-    """Where every element of one group lies in one region: its planes, which share pages and layers.
+    """The layout of one group in one region. Its planes share pages and layers.
 
-    `layer_ids` are the model's ids of the layers, in storage order.
+    `layer_ids` are layer numbers of the model, in storage order.
     """
 
     group: str
@@ -92,20 +90,20 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def num_layers(self) -> int:
-        """Layers held here."""
+        """Layers in this region."""
         return len(self.layer_ids)
 
     @property
     def tile(self) -> int:
-        """Tokens that move together in every plane."""
+        """The smallest number of tokens that can be copied on their own in every plane."""
         return math.lcm(*(plane.tile for plane in self.planes))
 
     def check(self) -> Geometry:
-        """Return self when all elements lie in the region and none overlap, else raise `ProtocolError`."""
+        """Return self if all elements lie in the region and none overlap, else raise `ProtocolError`."""
         need = self._need
         need(1 <= len(self.planes) <= MAX_PLANES, f"there must be 1 to {MAX_PLANES} planes")
         need(len({plane.name for plane in self.planes}) == len(self.planes), "names of planes must differ")
-        # Planning sizes arrays by these counts, and they may be a peer's.
+        # The planner allocates arrays of these sizes, and a peer may have sent them.
         need(min(self.num_layers, self.num_pages, self.page_size) >= 1, "every count must be at least 1")
         need(max(self.num_layers, self.page_size) <= _MAX_COUNT, f"a count is above {_MAX_COUNT}")
         need(self.region >= 0, "indices must not be negative")
@@ -132,17 +130,17 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         need(plane.base >= 0 and plane.first_head >= 0, "indices must not be negative")
         need(plane.cut != "whole" or plane.first_head == 0, "a plane that is not cut begins with head 0")
         extent, axes = self._axes(plane)
-        # Nested axes: each must step over everything inside it.
+        # The axes are nested: each must step over everything inside it.
         for stride, count in sorted(axes):
             need(stride >= extent, "strides let elements overlap")
             extent += stride * (count - 1)
         need(plane.base + extent <= self.region_bytes, "elements lie outside the region")
-        # An axis of one entry never steps, but planning multiplies by its stride all the same.
+        # The planner multiplies by the stride of an axis even if it has only one entry.
         strides = (plane.layer_stride, plane.page_stride, plane.token_stride, plane.head_stride, plane.element_stride)
         need(min(strides) >= 0 and max(strides) <= _MAX_BYTES, "strides out of range")
 
     def _axes(self, plane: Plane) -> tuple[int, list[tuple[int, int]]]:
-        """Bytes of the smallest piece, and (stride, count) of every axis that steps over such pieces."""
+        """Bytes of the smallest contiguous piece, and (stride, count) of every axis over such pieces."""
         axes = [
             (plane.layer_stride, self.num_layers),
             (plane.page_stride, self.num_pages),
@@ -157,7 +155,7 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return piece, [axis for axis in axes if axis[1] > 1]
 
     def _apart(self, one: Plane, other: Plane) -> bool:
-        """Whether no byte is in both: inside some outer axes that they share, one lies wholly before the other."""
+        """Whether two planes share no byte: within their common outer axes, one ends before the other begins."""
         low, high = sorted((one, other), key=lambda plane: plane.base)
         low_piece, low_axes = self._axes(low)
         high_piece, high_axes = self._axes(high)
@@ -184,7 +182,7 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         first_head: int = 0,
         base: int = 0,
     ) -> Geometry:
-        """A dense geometry whose axes are nested in `order`, outermost first. Its planes are of one shape."""
+        """A dense geometry whose axes are nested in `order`, outermost first. All planes must have one shape."""
         if sorted(order) != sorted(BLOCK_MAJOR_NHD):
             raise ProtocolError(f"axis order must be a permutation of {BLOCK_MAJOR_NHD}, got {order}")
         one = spec.planes[0]
@@ -207,8 +205,8 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def block_major(
         cls, spec: GroupSpec, num_pages: int, *, region: int = 0, first_head: int | Sequence[int] = 0
     ) -> Geometry:
-        """Baton's own pool: pages of layers of planes of `[page_size, num_heads, head_dim]`, one region. `first_head`:
-        of all planes that ranks share, or of each plane."""
+        """The layout of Baton's own pool in one region: pages of layers of planes of `[page_size, num_heads,
+        head_dim]`. `first_head` applies to all sharded planes, or is given per plane."""
         *bases, layer_bytes = spec.plane_offsets
         stride: dict[Axis, int] = {"page": spec.page_bytes, "layer": layer_bytes}
         first_heads = (first_head,) * len(spec.planes) if isinstance(first_head, int) else first_head
@@ -225,7 +223,7 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         first_heads: Sequence[int],
         base: int,
     ) -> Geometry:
-        """Planes that begin at `base` + `bases`; what `stride` leaves out is packed inside the plane."""
+        """Planes that begin at `base` + `bases`. Axes that are not in `stride` are packed inside the plane."""
         planes = tuple(
             Plane(
                 name=plane.name,
@@ -255,7 +253,7 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 def _nested(extent: int, axes: Iterable[tuple[int, int]]) -> bool:
-    """Whether each axis, innermost first, steps over all that is inside it."""
+    """Whether each axis, innermost first, steps over everything inside it."""
     for stride, count in axes:
         if stride < extent:
             return False
@@ -269,9 +267,9 @@ def _extent(piece: int, axes: list[tuple[int, int]]) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CopyList:
-    """Byte runs from one region to another: three int64 arrays `[runs]`, offsets within the regions.
+    """Byte runs from one region to another: three int64 arrays `[runs]` with offsets within the regions.
 
-    Planned lists are sorted by destination and coalesced: no two neighbours could be one run.
+    The planner returns them sorted by destination and coalesced.
     """
 
     source_region: int

@@ -1,18 +1,18 @@
-"""Intervals of tokens, and the one table of what each kind of group keeps, sends and may forget.
+"""Token intervals, and the rules of each group kind: which entries are final, wanted, and still needed.
 
-All addressing of a handoff is by half-open token intervals; a page list is derived from an interval with the group's
-own page size, never the other way round. Lookahead and speculative slots are in no interval, so they cannot be sent.
+A handoff addresses KV by half-open token intervals. Page lists are derived from an interval with the group's own page
+size, never the other way round. Lookahead and speculative slots are in no interval, so they cannot be sent.
 
-The table's rows are kinds, and in each of them the `module` says on which tokens entry i of a group depends:
+`module` says which tokens entry i of a group depends on:
 
-- 0, the target: x_0..x_i. The entry is final once it is computed.
-- j >= 1, a drafter (1 for EAGLE, EAGLE-3 and one-layer MTP; module j of MTP): x_{i+j} too. Of a prompt of n tokens
-  entries up to n - j are final once computed, entry n - j with the seed x_n, and what lies beyond rests on unverified
-  drafts.
-- None, a drafter that sees tokens alone (a draft model): as the target.
+- 0, the target: x_0..x_i. An entry is final once it is computed.
+- j >= 1, a drafter (1 for EAGLE, EAGLE-3 and one-layer MTP; j for MTP module j): also x_{i+1}..x_{i+j}. For a prompt of
+  n tokens, entries [0, n - j) are final once computed, and entry n - j once the first output token x_n is known. Later
+  entries depend on unverified drafts.
+- None, a drafter that reads tokens only (a draft model): as the target.
 
-A state group has one slot, the interval [0, 1), whatever the number of tokens: it is final when all went through it.
-States are the target's, or of a drafter that sees tokens alone.
+A state group has one slot, the interval [0, 1), for any number of tokens. It is final when the state has seen all of
+them. Only the target and drafters that read tokens only may have states.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from baton.errors import ProtocolError
 Kind = Literal["full", "sliding_window", "mla", "state"]
 
 MAX_TOKENS = 1 << 24
-# Bounds what a peer says: only decoding checks it.
+# Limits for values from a peer. msgspec checks them when it decodes, not when we construct.
 Position = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
 _End = Annotated[int, Meta(le=MAX_TOKENS)]
 
@@ -54,11 +54,11 @@ class Interval(msgspec.Struct, frozen=True, array_like=True, order=True):
 
     @property
     def empty(self) -> bool:
-        """True when nothing is in it."""
+        """True when start == stop."""
         return self.start == self.stop
 
     def covers(self, other: Interval) -> bool:
-        """True when every position of `other` is in self; an empty `other` always is."""
+        """True when every position of `other` is in self. An empty `other` is always covered."""
         return other.empty or (self.start <= other.start and other.stop <= self.stop)
 
     def after(self, position: int) -> Interval:
@@ -67,7 +67,7 @@ class Interval(msgspec.Struct, frozen=True, array_like=True, order=True):
         return Interval(start, self.stop)
 
     def round_out(self, multiple: int) -> Interval:
-        """The least interval around self whose ends are multiples of `multiple`."""
+        """The smallest interval that contains self and whose bounds are multiples of `multiple`."""
         if self.empty:
             return self
         return Interval(self.start // multiple * multiple, -(-self.stop // multiple) * multiple)
@@ -78,9 +78,9 @@ ALL_LAYERS = Interval(0, MAX_TOKENS)
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """The table's entry for one group. `window` in tokens: the query at position i sees keys j > i - window.
+    """The rules of one group. `window` is in tokens: the query at position i attends to keys j > i - window.
 
-    Raises `ProtocolError` for a window that does not go with the kind, and for states of a drafter that looks ahead.
+    Raises `ProtocolError` if `window` does not fit `kind`, and for states of a drafter that depends on later tokens.
     """
 
     kind: Kind
@@ -94,19 +94,19 @@ class Rules:
         if self.module is not None and self.module < 0:
             raise ProtocolError(f"there is no module {self.module}")
         if self.reach and self.kind == "state":
-            # The last tokens of a prompt would be guesses, and a state cannot forget them.
-            raise ProtocolError("states of a drafter that needs the tokens behind its own cannot be handed off")
+            # Its last inputs would be unverified drafts, and a state cannot drop a token that it has seen.
+            raise ProtocolError("states of a drafter that depends on later tokens cannot be handed off")
 
     @property
     def reach(self) -> int:
-        """How many tokens behind its own an entry depends on."""
+        """How many *later* tokens an entry depends on."""
         return self.module or 0
 
     def wanted(self, n: int, hit: int) -> Interval:
-        """What the decode side must receive for a prompt of `n` tokens of which it holds the first `hit` entries.
+        """The entries that D must receive for a prompt of `n` tokens when it already holds the first `hit` entries.
 
-        Entries that only the seed makes final always move, however long the hit. A window needs what the next query
-        sees. A state cannot be extended from a shorter prefix's state by copying: it is all or nothing.
+        Entries that depend on the first output token always move, whatever the hit. A sliding window needs only what
+        the next query attends to. A state moves whole or not at all.
 
         Raises `ProtocolError` for a hit outside [0, n].
         """
@@ -119,10 +119,10 @@ class Rules:
         return Interval(max(min(hit, alone), min(self.first_needed(seeded), alone)), seeded)
 
     def final(self, n: int, computed: int, *, seeded: bool = False) -> int:
-        """Entries [0, this) that no later step will change, while `n` tokens are known.
+        """The number of leading entries that no later step will change, when `n` tokens are known.
 
-        `computed` counts the entries whose forward has ended, in [0, n]. `seeded` says that the next token x_n is known
-        too, and was used, which needs computed == n.
+        `computed` is the number of computed entries, in [0, n]. `seeded`: the next token x_n is known and was used,
+        which requires computed == n.
 
         Raises `ProtocolError` for counts that contradict each other.
         """
@@ -133,29 +133,29 @@ class Rules:
         return known_entries(self.reach, n + seeded, computed)
 
     def num_pages(self, num_tokens: int, page_size: int) -> int:
-        """Pages that a request of `num_tokens` tokens needs; of a state group, slots."""
+        """Pages that a request of `num_tokens` tokens needs. For a state group, slots."""
         return min(num_tokens, 1) if self.kind == "state" else -(-num_tokens // page_size)
 
     def num_scratch(self, num_drafts: int) -> int:
-        """Slots of a state group besides a request's own. No interval covers them. Other kinds write drafts behind the
-        tokens.
+        """Scratch slots of a state group, besides the request's own slot. No interval covers them. Other kinds need
+        none: they write drafts into the token slots after the request's tokens.
 
-        A verification keeps the state behind each of its rows, and which of them goes on is known after it. A drafter
-        goes on from the last known token, whatever it drafted behind it: it needs a slot for the state there, and two
-        in turn for those behind drafts, of which the last has none.
+        A verification keeps the state after each of its rows, because only its result says which one continues. A
+        drafter continues from the last known token: it needs one slot for that state, and two in turn for the states
+        after drafts. The last draft needs no state.
         """
         if self.kind != "state":
             return 0
         return num_drafts + 1 if self.module == 0 else max(1, min(num_drafts, 3))
 
     def first_needed(self, computed: int) -> int:
-        """Entries before this are never read again once [0, computed) are computed: no later query sees them."""
+        """The first entry that a later query may read, once entries [0, computed) are computed."""
         return 0 if self.window is None else max(0, computed - self.window + 1)
 
     def hit(self, found: int, n: int) -> int:
-        """How much of a prefix hit of `found` tokens an engine can start from that knows `n` tokens.
+        """The usable part of a prefix hit of `found` tokens when `n` tokens are known.
 
-        Attention can start at every token up to the last entry that no unknown token decides; a state at its own only.
+        Attention can start at any entry that depends on known tokens only. A state can only start where it was saved.
         """
         if self.kind == "state":
             return n if found == n else 0
@@ -163,7 +163,7 @@ class Rules:
 
 
 def known_entries(reach: int, n: int, computed: int) -> int:
-    """How many of `computed` entries, each of which depends on `reach` tokens behind its own, `n` tokens decide."""
+    """How many of `computed` entries depend on the first `n` tokens only. Each depends on `reach` later tokens."""
     return min(computed, max(n - reach, 0))
 
 

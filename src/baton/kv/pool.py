@@ -1,9 +1,9 @@
 """Page pool of one group: reference counts, contiguous runs, quarantine, and the prefix cache.
 
 A page is in exactly one state: free, referenced (count >= 1), cached (count 0, content kept, evictable in LRU order)
-or quarantined (its request is over, but a transport may still touch it). Page 0 is the null page: never handed out.
-Allocation prefers runs of neighbouring page ids, because the planner merges neighbours into one copy. Eviction goes
-ahead of need by a part of the pool, so that there are runs to choose among. Not thread-safe: the engine thread owns it.
+or quarantined (its request has ended, but a transport may still touch it). Page 0 is the null page and is never
+allocated. Allocation prefers runs of adjacent page ids, because the planner merges adjacent pages into one copy. Pages
+are evicted a little ahead of need, so that there are runs to choose from. Not thread-safe: the engine thread owns it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from baton.errors import CapacityError
 from baton.kv.extents import Extents
 from baton.kv.prefix import Chain, chain_hash, page_identity
 
-# One page in so many is evicted ahead. With pages evicted one by one as they are needed, the free ones are those of the
-# oldest requests' tails: prompts of 32 to 128 pages in a pool of 2,000 then lie in 61 runs, so in 6.
+# The fraction of the pool that is evicted ahead is 1 / this. If pages were evicted one by one, the free ones would be
+# the tails of the oldest requests: prompts of 32 to 128 pages in a pool of 2,000 then need 61 runs instead of 6.
 EVICT_AHEAD = 50
 
 
@@ -26,8 +26,8 @@ EVICT_AHEAD = 50
 class PrefixHit:
     """Cached pages that hold a prefix of a token list, oldest first.
 
-    `num_tokens` entries are valid. If it is not a multiple of the page size, the last page is shared in part and must
-    be copied before anything is written behind the hit.
+    The first `num_tokens` entries are valid. If that is not a multiple of the page size, the last page is partly hit
+    and must be copied before anything is written after the hit.
     """
 
     pages: list[int] = field(default_factory=list)
@@ -52,7 +52,7 @@ class PagePool:
         self._evictable: OrderedDict[int, None] = OrderedDict()
         self._by_hash: dict[bytes, int] = {}
         self._cached: dict[int, tuple[bytes, bytes, tuple[int, ...]]] = {}
-        # By parent, in the order of their identities: what shares most with a prompt lies beside its place.
+        # Per parent, sorted by identity: the page with the longest common prefix is next to the insertion point.
         self._children: dict[bytes, list[tuple[tuple[int, ...], int]]] = {}
         self.version = 0  # raised whenever a page enters or leaves the prefix cache
 
@@ -74,13 +74,13 @@ class PagePool:
         return len(self._evictable)
 
     def count_evictable(self, pages: Iterable[int]) -> int:
-        """How many of these pages `allocate` could take: cached, and nobody's."""
+        """How many of these pages are cached and unreferenced, so that `allocate` could evict them."""
         return sum(page in self._evictable for page in pages)
 
     def allocate(self, count: int, after: int | None = None) -> list[int]:
-        """Take `count` exclusive pages, as few runs as possible; continue behind page `after` where that is free.
+        """Take `count` exclusive pages in as few runs as possible, starting right after page `after` if that is free.
 
-        Raises CapacityError, changing nothing, when fewer than `count` are available.
+        Raises `CapacityError`, without changes, if fewer than `count` are available.
         """
         if count > self.num_available:
             raise CapacityError(f"{count} pages wanted, {self.num_available} available")
@@ -91,7 +91,7 @@ class PagePool:
         return pages
 
     def _evict(self, count: int) -> None:
-        """Free the cached pages that were used least recently."""
+        """Free the least recently used cached pages."""
         evicted = [self._evictable.popitem(last=False)[0] for _ in range(count)]
         for page in evicted:
             self._forget(page)
@@ -104,10 +104,10 @@ class PagePool:
             self._refs[page] = self._refs.get(page, 0) + 1
 
     def release(self, pages: Iterable[int], quarantine: bool = False) -> None:
-        """Drop one reference to each page (null pages are skipped). With `quarantine`, pages whose last reference goes
-        stay out of use until `leave_quarantine`."""
+        """Drop one reference to each page except null pages. With `quarantine`, pages without references stay out of
+        use until `leave_quarantine`."""
         free: list[int] = []
-        # Tail first: a chain loses its last page before the pages that lead to it.
+        # Tail first, so that the last page of a chain is evicted before the pages that lead to it.
         for page in reversed(list(pages)):
             if page == 0:
                 continue
@@ -125,7 +125,7 @@ class PagePool:
         self._free.add(free)
 
     def leave_quarantine(self, pages: Iterable[int]) -> None:
-        """Pages are proven quiet: back to free, or to the prefix cache if they were entered there meanwhile."""
+        """Pages are proven quiet: free them, or make them cached if they have been entered meanwhile."""
         free: list[int] = []
         for page in pages:
             if page in self._quarantined:
@@ -137,7 +137,7 @@ class PagePool:
         self._free.add(free)
 
     def forget(self, pages: Iterable[int]) -> None:
-        """Take pages out of the prefix cache: whoever holds a reference may write them from now on."""
+        """Remove pages from the prefix cache. From now on, holders of a reference may write them."""
         for page in pages:
             self._forget(page)
 
@@ -154,10 +154,10 @@ class PagePool:
             del self._children[parent]
 
     def cache(self, tokens: Sequence[int], pages: Sequence[int], chain: Chain, num_final: int, first: int = 0) -> int:
-        """Enter the full, final pages of a request from page number `first` on; returns the number of the next one.
+        """Enter the full, final pages of a request from page number `first` on. Returns the number of the next page.
 
-        `num_final`: entries [0, num_final) of the request are final in this group. `chain` holds the digests of its
-        first pages as far as they are known, and is extended.
+        `num_final`: entries [0, num_final) of the request are final in this group. `chain` holds the known digests of
+        its first pages, and is extended.
         """
         if not self.enable_caching:
             return first
@@ -182,10 +182,10 @@ class PagePool:
         insort(self._children.setdefault(parent, []), (identity, page))
 
     def lookup(self, tokens: Sequence[int], max_tokens: int, digests: Chain | None = None) -> PrefixHit:
-        """Longest cached prefix of at most `max_tokens` entries, to the token: the last page may match in part.
+        """The longest cached prefix of at most `max_tokens` entries. The last page may be hit in part.
 
-        `digests` holds those of the first pages of `tokens` as far as they were asked for before, and is extended, so
-        that a prompt that is looked up again while it waits is hashed once.
+        `digests` holds the known digests of the first pages of `tokens`, and is extended, so that a waiting prompt that
+        is looked up repeatedly is hashed only once.
         """
         pages: list[int] = []
         known = Chain() if digests is None else digests

@@ -1,8 +1,8 @@
 """Prefix-cache identity of pages: a hash chain over tokens, per group.
 
-A target page's KV depends on the tokens up to its last position. A drafter page's KV depends on `reach`
-more (EAGLE: 1, because the entry at i is computed from token i + 1), so its identity includes them: a chain
-over the page's own tokens alone would serve another prompt's drafter KV.
+A target page's KV depends on the tokens up to its last position. A drafter page's KV depends on `reach` later tokens as
+well (EAGLE: 1, because entry i is computed from token i + 1). Its identity includes them: a chain over the page's own
+tokens would return another prompt's drafter KV.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ ROOT = b"baton.prefix"
 
 
 class Chain(list[bytes]):
-    """Digests of a request's first pages in one group, as far as they are known. Requests share pages only where their
-    `root` is the same."""
+    """The known digests of a request's first pages in one group. Requests share pages only if their `root` is equal."""
 
     __slots__ = ("root",)
 
@@ -26,12 +25,12 @@ class Chain(list[bytes]):
 
 
 def salted_root(salt: str | None) -> bytes:
-    """The root of requests with `salt`: nobody who does not know it can find their pages, or be served them."""
+    """The root of requests with this `cache_salt`. Requests without the salt can neither find nor use their pages."""
     return ROOT if salt is None else hashlib.blake2b(salt.encode(), key=ROOT, digest_size=16).digest()
 
 
 def page_identity(tokens: Sequence[int], page: int, page_size: int, reach: int) -> tuple[int, ...] | None:
-    """Tokens that page number `page` of a request depends on beyond its parent; None while they are not all known."""
+    """The tokens that page number `page` of a request depends on beyond its parent. None if some are still unknown."""
     start = page * page_size
     stop = start + page_size + reach
     return tuple(tokens[start:stop]) if stop <= len(tokens) else None

@@ -1,6 +1,6 @@
-"""What a group of layers keeps: planes of what shape and dtype, in pages of what size, by which rules.
+"""The KV cache spec of a group of layers: planes with shape and dtype, page size, and retention rules.
 
-Bytes are no business of a spec: `Geometry` says where they lie.
+A spec says nothing about memory layout; see `Geometry`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "floa
 
 
 class PlaneSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One kind of thing that every layer of a group keeps per token, or per slot of a state: `num_heads` x `head_dim`
-    elements on this rank. `cut` is the axis along which ranks share it (see `Plane`)."""
+    """One tensor that every layer of a group keeps per token, or per state slot: `num_heads` x `head_dim` elements on
+    this rank. `cut` is the axis that is sharded over ranks (see `Plane`)."""
 
     name: str
     dtype: str
@@ -44,23 +44,23 @@ Planes = tuple[PlaneSpec, ...]
 
 
 def kv_planes(num_kv_heads: int, head_dim: int, dtype: str) -> Planes:
-    """Keys and values of ordinary attention; the heads are those of this rank."""
+    """Keys and values of ordinary attention. `num_kv_heads` counts this rank's heads."""
     return PlaneSpec("k", dtype, num_kv_heads, head_dim), PlaneSpec("v", dtype, num_kv_heads, head_dim)
 
 
 def latent_planes(latent_dim: int, rope_dim: int, dtype: str) -> Planes:
-    """MLA's compressed keys and values with the rope key behind them, which all ranks hold whole."""
+    """MLA's latent followed by the rope key, replicated on all ranks."""
     return (PlaneSpec("latent", dtype, 1, latent_dim + rope_dim, "whole"),)
 
 
 class GroupSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One group of layers on one rank: they share a block table, a kind, planes, a page size and an owner.
+    """One group of layers on one rank. Its layers share a block table, kind, planes, page size and owner.
 
     `page_size` and `window` are in tokens. A `state` group has no token axis: its page is one state slot and its
-    `page_size` is 1. `layer_ids` are the model's ids of the layers. `module` says on which tokens an entry depends
-    (see `Rules`); it is 0 for the target's groups alone.
+    `page_size` is 1. `layer_ids` are layer numbers of the model. `module` says which tokens an entry depends on
+    (see `Rules`); only the target's groups have module 0.
 
-    Raises `ProtocolError` for values that describe no memory.
+    Raises `ProtocolError` for inconsistent values.
     """
 
     name: str
@@ -95,7 +95,7 @@ class GroupSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def rules(self) -> Rules:
-        """What the group keeps, sends and may forget."""
+        """Which tokens the group keeps, sends and may free."""
         return Rules(self.kind, self.module, self.window)
 
     @property
@@ -105,9 +105,9 @@ class GroupSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def plane_offsets(self) -> tuple[int, ...]:
-        """Where each plane begins in one layer's part of a dense page, in bytes, and where the part ends.
+        """Byte offset of each plane within one layer of a dense page, then the layer's total bytes.
 
-        Every plane begins at a multiple of the widest element's size, so that it can be viewed as its dtype.
+        Offsets are multiples of the widest element's size, so that each plane can be viewed as its dtype.
         """
         align = max(plane.itemsize for plane in self.planes)
         offsets = [0]

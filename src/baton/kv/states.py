@@ -1,8 +1,8 @@
-"""Slots of a group of states, and the checkpoints among them.
+"""The slots of a state group, and the checkpoints kept in them.
 
-A state cannot be cut back to a shorter prefix, so a prefix hit needs one that was kept behind just that many tokens: a
-checkpoint, taken at multiples of `interval` tokens. It lies in a slot like any other, is known by the hash chain of the
-tokens before it, and is evicted when a request needs the slot.
+A state cannot be truncated to a shorter prefix, so a prefix hit needs a state that was saved after exactly that many
+tokens: a checkpoint, taken at multiples of `interval` tokens. It occupies an ordinary slot, is found by the hash chain
+of the tokens before it, and is evicted when a request needs the slot.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from baton.kv.prefix import Chain, chain_hash, page_identity
 
 
 class StatePool(PagePool):
-    """Slots 1..num_pages-1. A checkpoint stands for all tokens before it: it needs no earlier one."""
+    """Slots 1..num_pages-1. A checkpoint covers all tokens before it and does not depend on earlier checkpoints."""
 
     def __init__(self, num_pages: int, interval: int, enable_caching: bool = True) -> None:
         super().__init__(num_pages, 1, 0, enable_caching)
-        self._num_ahead = 0  # a request has one slot: there are no runs to keep
+        self._num_ahead = 0  # a request has one slot, so runs do not matter
         self.interval = interval
 
     def due(self, start: int, stop: int) -> range:
-        """Token counts in [start, stop) behind which a checkpoint belongs."""
+        """Token counts in [start, stop) at which a checkpoint is due."""
         if not self.enable_caching:
             return range(0)
         return range(max(1, -(-start // self.interval)) * self.interval, stop, self.interval)
 
     def holds(self, tokens: Sequence[int], num_tokens: int, chain: Chain) -> bool:
-        """Whether there is a checkpoint behind the first `num_tokens` tokens. The question counts as a use of it."""
+        """Whether there is a checkpoint of the first `num_tokens` tokens. This counts as a use of it."""
         slot = self._by_hash.get(self._digest(tokens, num_tokens // self.interval, chain))
         if slot is not None:
             self.share([slot])
@@ -36,14 +36,14 @@ class StatePool(PagePool):
         return slot is not None
 
     def enter(self, tokens: Sequence[int], num_tokens: int, slot: int, chain: Chain) -> None:
-        """The referenced `slot` holds the state behind the first `num_tokens` tokens. Released, it stays as a
-        checkpoint, unless there is one. `chain` holds digests of the tokens as far as known, and is extended."""
+        """Make `slot`, which is referenced and holds the state after the first `num_tokens` tokens, a checkpoint unless
+        there is one already. `chain` holds the known digests of the tokens, and is extended."""
         own = self._digest(tokens, num_tokens // self.interval, chain)
         if own not in self._by_hash and slot not in self._cached:
             self._enter(slot, own, own, ())
 
     def lookup(self, tokens: Sequence[int], max_tokens: int, digests: Chain | None = None) -> PrefixHit:
-        """The last checkpoint behind at most `max_tokens` tokens: one slot, or none."""
+        """The longest checkpoint of at most `max_tokens` tokens: one slot, or none."""
         known = Chain() if digests is None else digests
         for num_tokens in reversed(self.due(1, max_tokens + 1)):
             slot = self._by_hash.get(self._digest(tokens, num_tokens // self.interval, known))
@@ -55,6 +55,6 @@ class StatePool(PagePool):
         """The digest of the first `count` intervals of `tokens`."""
         for index in range(len(chain), count):
             identity = page_identity(tokens, index, self.interval, 0)
-            assert identity is not None, "a state saw tokens that are not known"
+            assert identity is not None, "a state has seen unknown tokens"
             chain.append(chain_hash(chain[-1] if chain else chain.root, identity))
         return chain[count - 1]

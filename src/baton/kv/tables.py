@@ -1,4 +1,4 @@
-"""What one request holds of every group: its pages in token order, slots of states, and where a handoff writes."""
+"""The block tables of one request: its pages per group in token order, state slots, and a handoff's destination."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ from baton.kv.prefix import ROOT, Chain
 
 
 class BlockTables:
-    """One request's pages by group, in token order (null where a window has left them), and `tables`, the same as
-    int32 arrays. Of a group of states the one page is the slot of the request's state; the slots that its next step
-    writes are `scratch`, of which the first gets the state behind the last row of known tokens; no interval covers
-    them and no peer is shown them; `checkpoints` are slots, by the token counts
-    whose states they get in this step.
+    """One request's pages per group.
 
-    Hashes of its tokens are kept over the loss of the pages, since tokens are only ever added. `uncached` groups hold
-    no whole prefix: nothing of them may enter the prefix cache.
+    `pages`: page ids in token order, null where a window has freed them; `tables` holds the same as int32 arrays. The
+    one page of a state group is the slot of the request's state. `scratch`: state slots that the next step writes, the
+    first of which gets the state after the last known token; no interval covers them and peers never see them.
+    `checkpoints`: slots that receive a checkpoint in this step, by token count. `uncached`: groups that hold no
+    complete prefix, so that none of their pages may enter the prefix cache.
+
+    Hash chains survive when the pages are released, because tokens are only ever appended.
     """
 
     __slots__ = ("chains", "checkpoints", "entered", "found", "pages", "scratch", "slid", "tables", "uncached")
 
     def __init__(self, root: bytes = ROOT) -> None:
         self.chains: defaultdict[str, Chain] = defaultdict(lambda: Chain(root))
-        self.found: dict[str, tuple[tuple[int, int, int], PrefixHit]] = {}  # the last lookup, and what it asked
+        self.found: dict[str, tuple[tuple[int, int, int], PrefixHit]] = {}  # the last lookup: its key and result
         self._clear()
 
     def _clear(self) -> None:
@@ -36,8 +37,8 @@ class BlockTables:
         self.scratch: dict[str, list[int]] = {}
         self.checkpoints: defaultdict[str, dict[int, int]] = defaultdict(dict)
         self.tables: dict[str, npt.NDArray[np.int32]] = {}
-        self.entered: dict[str, int] = {}  # pages that the prefix cache was offered
-        self.slid: dict[str, int] = {}  # pages that a window has left
+        self.entered: dict[str, int] = {}  # pages already offered to the prefix cache
+        self.slid: dict[str, int] = {}  # pages freed because the window has passed them
         self.uncached: set[str] = set()
 
     def set_pages(self, group: str, pages: list[int]) -> None:
@@ -46,11 +47,11 @@ class BlockTables:
         self.tables[group] = np.asarray(pages, dtype=np.int32)
 
     def slots(self, group: str) -> tuple[int, list[int]]:
-        """The slots of a group of states: the request's state, and those where a step writes what may follow it."""
+        """The slots of a state group: the request's state, and the scratch slots that a step writes."""
         return self.pages[group][0], self.scratch[group]
 
     def take(self) -> dict[str, list[int]]:
-        """Forget all pages; returns them, for the caller to release."""
+        """Clear the tables and return all pages, for the caller to release."""
         pages = self.pages
         self._clear()
         return pages
@@ -58,7 +59,7 @@ class BlockTables:
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """Where a handoff writes: per group the prefix hit in tokens, and the interval wanted."""
+    """What a handoff has to write: per group the prefix hit in tokens, and the wanted interval."""
 
     hits: dict[str, int]
     wanted: dict[str, Interval]
