@@ -1,9 +1,9 @@
-"""What a drafter of several modules that are used one after the other needs beside its rows.
+"""Additional inputs of a drafter with several modules that run one after the other (MTP).
 
-Module j (from 1) takes at entry i what module j - 1 made of entry i (the target's features for j = 1) and x_{i+j}. With
-x_0..x_{n-1} known and rows up to e computed, its entries [0, min(e, n - j)) are known: the later a module, the fewer.
-So its first new entry may lie one before those of the module before it, and what that made there is carried from step
-to step, and from engine to engine: one row per module beyond the first.
+Entry i of module j (from 1) is computed from the output of module j - 1 at entry i (the target's features for j = 1)
+and from x_{i+j}. With x_0..x_{n-1} known and e target rows computed, entries [0, min(e, n - j)) of module j can be
+computed, fewer for each later module. The first new entry of a module can therefore be one before the new entries of
+the previous module. Its input is carried from step to step, and from P to D: one row per module after the first.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ def _none() -> npt.NDArray[np.float32]:
 
 @dataclass(frozen=True, slots=True)
 class ModuleChain:
-    """Of R requests and K modules, K above 1.
+    """For R requests and K modules, K above 1.
 
-    `spans` [R, K, 2]: start and stop of each module's entries that have become known; those of the first are the rows.
-    `ahead`: per request the known tokens behind that of its last row, as many as the last module may take (K - 1).
-    `carried` [C, E]: what was carried; `carried_row` [R, K - 1]: its row for each module beyond the first, -1 for none.
+    `spans` [R, K, 2]: start and stop of each module's new entries; those of the first module are the batch's rows.
+    `ahead`: per request the known tokens after that of its last row, at most K - 1, for the later modules.
+    `carried` [C, E]: carried rows. `carried_row` [R, K - 1]: the row for each module after the first, -1 for none.
     """
 
     spans: IntArray

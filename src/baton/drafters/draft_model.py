@@ -1,8 +1,8 @@
-"""A whole small model of any registered type as the drafter (Leviathan et al., 2023, arXiv:2211.17192).
+"""A complete small model of any registered type as the drafter (Leviathan et al., 2023, arXiv:2211.17192).
 
-It sees tokens alone: entry i of its KV depends on x_0..x_i, as the target's does. Row i of a batch writes entry i; the
-token behind a request's last row is computed with the first draft and again with the row that it becomes, since which
-row that is depends on what the target accepts. So states, where it has any, go on from the last row, not from drafts.
+It reads tokens only: entry i of its KV depends on x_0..x_i, as the target's does. Row i of a batch writes entry i. The
+token after a request's last row is computed for the first draft, and again as a row of the next batch, which depends on
+what the target accepts. States therefore continue from the last row, not from drafts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from baton.models.loader import load_model
 
 
 class DraftModel:
-    """See the module's docstring. Beyond the context of the small model there are neither entries nor drafts."""
+    """See the module's docstring. There are no entries and no drafts beyond the context length of the small model."""
 
     aux_layers: tuple[int, ...] = ()
     needs_contexts = True
@@ -35,7 +35,7 @@ class DraftModel:
 
     @classmethod
     def load(cls, path: str, target: CausalLM, build: Build) -> DraftModel:
-        """Raises `CheckpointError` for a model of another vocabulary."""
+        """Raises `CheckpointError` if the vocabulary differs from the target's."""
         model = load_model(path, build.dtype, build.device, build.batch_invariant)
         if model.vocab_size != target.vocab_size:
             raise CheckpointError(f"drafter: vocab_size is {model.vocab_size}, the target's is {target.vocab_size}")
@@ -45,7 +45,7 @@ class DraftModel:
         return None
 
     def extend(self, batch: DraftBatch) -> Tensor | None:
-        """Final-norm states [R', E] at the tokens behind the last rows of those R' requests that get drafts."""
+        """Final-norm states [R', E] at the token after the last row of each of the R' requests that get drafts."""
         starts = batch.positions[batch.query_start[:-1]]
         stops = batch.positions[batch.query_start[1:] - 1] + 1
         limit = self._model.max_position
@@ -61,13 +61,13 @@ class DraftModel:
         return hidden_TE[self._tensor(query_start[1:][drafting].astype(np.int64) - 1)]
 
     def draft(self, batch: DraftBatch, extended: Tensor | None) -> list[list[int]]:
-        """One token after another, each with the ones before it in the small model's KV."""
+        """Autoregressive drafting with the small model."""
         drafts: list[list[int]] = [[] for _ in batch.num_drafts]
         counts = self._counts(batch)
         going = np.flatnonzero(counts)
         if extended is None or not len(going):
             return drafts
-        behind = batch.positions[batch.query_start[1:][going].astype(np.int64) - 1] + 2
+        next_positions = batch.positions[batch.query_start[1:][going].astype(np.int64) - 1] + 2
         hidden_RE = extended
         for step in range(int(counts.max())):
             ids = batch.choose(self._model.compute_logits(hidden_RE), going, step, None)
@@ -76,14 +76,15 @@ class DraftModel:
             more = np.flatnonzero(counts[going] > step + 1)
             if not len(more):
                 break
-            going, behind, ids = going[more], behind[more], ids[more]
-            hidden_RE = self._forward(batch, going, ids, behind + step, np.arange(len(going) + 1, dtype=np.int32))
+            going, next_positions, ids = going[more], next_positions[more], ids[more]
+            query_start = np.arange(len(going) + 1, dtype=np.int32)
+            hidden_RE = self._forward(batch, going, ids, next_positions + step, query_start)
         return drafts
 
     def _counts(self, batch: DraftBatch) -> IntArray:
-        """Drafts of each request, of which the last but one must still stand inside the small model's context."""
-        behind = batch.positions[batch.query_start[1:] - 1] + 1
-        counts: IntArray = np.clip(self._model.max_position - behind, 0, batch.num_drafts)
+        """The number of drafts per request. All but the last draft must be within the small model's context."""
+        next_positions = batch.positions[batch.query_start[1:] - 1] + 1
+        counts: IntArray = np.clip(self._model.max_position - next_positions, 0, batch.num_drafts)
         return counts
 
     def _forward(

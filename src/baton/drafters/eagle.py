@@ -1,7 +1,7 @@
 """EAGLE (Li et al., 2024, arXiv:2401.15077): one decoder layer that continues the target's last hidden state.
 
-As vLLM computes it: fc(cat(embedding of x_{i+1}, hidden_i)), then layers of which the first has no input
-norm, and no final norm. The residual stream is both what the LM head reads and what the next step is fed.
+As in vLLM: fc(cat(embedding of x_{i+1}, hidden_i)), then the layers, the first without an input norm, and no final
+norm. The residual stream is the input of both the LM head and the next draft step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from baton.models.linear import Build, Linear
 
 
 class Eagle(HeadDrafter):
-    """See the module's docstring. `fc.bias` is used where a checkpoint has one."""
+    """See the module's docstring. `fc.bias` is used if the checkpoint has one."""
 
     aux_layers = ()
 

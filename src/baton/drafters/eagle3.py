@@ -1,13 +1,13 @@
-"""EAGLE-3 (Li et al., 2025, arXiv:2503.01840): one layer over features of three depths of the target.
+"""EAGLE-3 (Li et al., 2025, arXiv:2503.01840): one decoder layer over features from three layers of the target.
 
-As vLLM computes it: the features are residual streams entering three target layers, side by side, brought to
-the hidden size by `fc`. The first layer attends over cat(input_layernorm(embedding of x_{i+1}),
-hidden_norm(h)); its residual is h, or the normed h with `norm_before_residual`. The final norm feeds the LM
-head; the stream before it feeds the next draft step.
+As in vLLM: the features are the input residual streams of three target layers, concatenated and projected to the hidden
+size by `fc`. The first layer attends over cat(input_layernorm(embedding of x_{i+1}), hidden_norm(h)). Its residual is
+h, or the normed h with `norm_before_residual`. The LM head reads the final norm's output; the next draft step reads its
+input.
 
-EAGLE-3.1 (arXiv:2605.09992) adds three flags: `fc_norm`, a norm per captured layer before `fc`; `norm_before_fc`, one
-norm over all of them side by side; `norm_output`, with which the next draft step is fed the normed stream. No tensor
-tells of the last.
+EAGLE-3.1 (arXiv:2605.09992) adds three flags: `fc_norm`, a norm per target layer before `fc`; `norm_before_fc`, one
+norm over the concatenated features; `norm_output`, with which the next draft step reads the final norm's output. No
+tensor shows whether the last one is set.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 
 class FusionLayer(nn.Module):
-    """The first layer: takes embedding and hidden state [T, E] each, returns the residual stream [T, E]."""
+    """The first layer: from an embedding and a hidden state, [T, E] each, to the residual stream [T, E]."""
 
     def __init__(self, config: ModelConfig, norm_before_residual: bool, build: Build) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class FusionLayer(nn.Module):
 
 
 def _attention(config: ModelConfig, layer_id: int, build: Build, in_features: int) -> nn.Module:
-    """That of a Llama, or over latents (`Eagle3DeepseekV2ForCausalLM`)."""
+    """Llama attention, or MLA (`Eagle3DeepseekV2ForCausalLM`)."""
     kind = Attention if config.latent is None else LatentAttention
     return kind(config, layer_id, build, in_features)
 
@@ -97,7 +97,7 @@ class Eagle3(HeadDrafter):
             )
 
     def _add_norms(self, raw: RawConfig, target_hidden: int, eps: float, build: Build) -> None:
-        """What EAGLE-3.1 adds."""
+        """Add the norms of EAGLE-3.1."""
         self._norm_output = flag(raw, "norm_output")
         self.input_norm, self.fc_norm = None, None
         if flag(raw, "norm_before_fc"):
@@ -114,7 +114,7 @@ class Eagle3(HeadDrafter):
         expect_target_size(get_int(raw, "target_hidden_size", config.hidden_size), target)
         names = head_tensors(path)
         drafter = cls(config, raw, target, names, build)
-        # t2d only says which target ids have a draft id, which d2t already tells.
+        # t2d only marks the target ids that have a draft id, which follows from d2t.
         fill_drafter(drafter, path, frozenset({"t2d"} if drafter.fc is not None else {"t2d", "fc.weight"}))
         if "d2t" in names:
             drafter.draft_to_target = target_ids(drafter.get_buffer("d2t"), target.vocab_size)
@@ -141,7 +141,7 @@ class Eagle3(HeadDrafter):
         return normed, normed if self._norm_output else x
 
     def _fuse(self, features_TF: Tensor) -> Tensor:
-        """Features of several depths [T, F] as one hidden state [T, E]."""
+        """One hidden state [T, E] from the features of all target layers [T, F]."""
         x = features_TF
         if self.input_norm is not None:
             x = self.input_norm(x)
@@ -165,7 +165,7 @@ def aux_layer_ids(raw: RawConfig, num_layers: int) -> tuple[int, ...]:
     if any(other != ids for _, other in given):
         raise CheckpointError(f"drafter: config.json: {key} is {ids!r}, and elsewhere something else")
     valid = isinstance(ids, list | tuple) and all(type(i) is int and 0 <= i <= num_layers for i in ids)
-    # Features lie side by side in layer order, so one layer cannot appear twice.
+    # Features are concatenated in layer order, so a layer cannot appear twice.
     if not valid or len(set(ids)) != len(ids):
         raise CheckpointError(f"drafter: config.json: {key} is {ids!r}, expected distinct layers in 0..{num_layers}")
     if get_int(raw, "num_aux_hidden_states", len(ids)) != len(ids):

@@ -1,7 +1,7 @@
-"""Drafters that are a small model on top of the target's hidden states: how a head loads, extends and drafts.
+"""Base class of drafters that are a small model (head) on top of the target's hidden states.
 
-Row i of a head's forward takes the features of position i and token x_{i+1}, is at position i, and writes its KV into
-slot i of the head's own group. Behind the last known token it goes on from its own state and its own drafts.
+Row i of a head's forward is at position i. It takes the features of position i and token x_{i+1}, and writes its KV
+into slot i of the head's own group. After the last known token, the head continues from its own output and drafts.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from baton.models.rotary import Rotary
 
 
 class HeadDrafter(nn.Module, ABC):
-    """Shared part of all heads: embedding, LM head, rotary tables, draft vocabulary.
+    """The common part of all heads: embedding, LM head, rotary tables, draft vocabulary.
 
-    `aux_layers`: target layers whose entering residual streams are the features; () means the final-norm
-    hidden state. `feature_size`: width of a row of features. `draft_to_target`: int64 [draft_vocab] target
-    ids, None when both vocabularies are the same.
+    `aux_layers`: target layers whose input residual streams are the features; () for the final-norm hidden state.
+    `feature_size`: features per row. `draft_to_target`: int64 [draft_vocab] target ids, None if the vocabularies are
+    the same.
     """
 
     kv_layers: list[LayerSpec]
@@ -44,18 +44,18 @@ class HeadDrafter(nn.Module, ABC):
     def __init__(
         self, config: ModelConfig, layers: Sequence[LayerSpec], target: CausalLM, names: set[str], build: Build
     ) -> None:
-        """`layers`: what its layers keep. `names`: what the checkpoint holds. A head that lacks embedding or LM head
+        """`layers`: the KV cache specs. `names`: the checkpoint's tensors. A head without its own embedding or LM head
         uses the target's."""
         super().__init__()
         self.kv_layers = list(layers)
         self.kv_modules = [1] * len(self.kv_layers)
         self.draft_to_target = None
         self._device = build.device
-        # It drafts wherever its target is, whatever length its own config names.
+        # The head drafts at all positions of the target, even beyond the length that its own config names.
         length = max(config.max_position, target.max_position)
         self.rotary = Rotary(config.rope, config.rotary_dim or config.head_dim, length, build.dtype, build.device)
-        # Functions, not modules: a shared module registered here would count as this head's weights. A head takes rows
-        # of the target's table as they are, also where the target scales them.
+        # Functions, not modules: registering a shared module would make its weights this head's. The head takes
+        # unscaled embeddings, even if the target scales its own.
         self._embed: Callable[[Tensor], Tensor] = partial(F.embedding, weight=target.model.embed_tokens.weight)
         self._head: Callable[[Tensor], Tensor] = target.project
         own_embed = "embed_tokens.weight" in names
@@ -76,22 +76,22 @@ class HeadDrafter(nn.Module, ABC):
         self._head = self.lm_head.forward
 
     def combine(self, hidden_TE: Tensor, aux: list[Tensor]) -> Tensor:
-        """Features [T, feature_size] from the target's final-norm states [T, E], which they are unless a head says
-        otherwise, and auxiliary states."""
+        """Features [T, feature_size] from the target's final-norm states [T, E] and auxiliary states. By default, the
+        final-norm states."""
         return hidden_TE
 
     @abstractmethod
     def forward(
         self, next_ids_T: Tensor, features_TF: Tensor, positions_T: Tensor, attend: LayerCache, first: bool
     ) -> tuple[Tensor, Tensor]:
-        """One drafter forward over T rows; token ids and positions are int64 [T].
+        """One drafter forward over T rows. Token ids and positions are int64 [T].
 
-        `first`: `features_TF` comes from `combine`; else it is the feedback of the row's previous draft step.
-        Returns (states for `compute_logits`, feedback for the next step).
+        `first`: `features_TF` comes from `combine`, otherwise from the row's previous draft step.
+        Returns (states for `compute_logits`, features for the next draft step).
         """
 
     def extend(self, batch: DraftBatch) -> tuple[Tensor, Tensor]:
-        """States and feedback [T, E] of the batch's rows."""
+        """States and the next step's features, [T, E] each, of the batch's rows."""
         assert batch.features_TF is not None
         requests = np.arange(len(batch.num_drafts))
         attend = batch.pages.bind(requests, batch.positions, batch.query_start)
@@ -101,11 +101,11 @@ class HeadDrafter(nn.Module, ABC):
         return out_TE, feedback_TE
 
     def draft(self, batch: DraftBatch, extended: tuple[Tensor, Tensor]) -> list[list[int]]:
-        """One token after another, each from the state and the token before it."""
+        """Autoregressive drafting: each draft from the previous state and token."""
         drafts: list[list[int]] = [[] for _ in batch.num_drafts]
         going = np.flatnonzero(batch.num_drafts)
         last = batch.query_start[1:][going].astype(np.int64) - 1
-        behind = batch.positions[last] + 1
+        next_positions = batch.positions[last] + 1
         out_RE, feedback_RE = (states.index_select(0, self._tensor(last)) for states in extended)
         for step in range(int(batch.num_drafts.max())):
             ids = batch.choose(self.compute_logits(out_RE), going, step, self.draft_to_target)
@@ -115,8 +115,9 @@ class HeadDrafter(nn.Module, ABC):
             if not len(more):
                 break
             if len(more) < len(going):
-                going, behind, ids, feedback_RE = going[more], behind[more], ids[more], feedback_RE[self._tensor(more)]
-            positions = behind + step
+                going, next_positions, ids = going[more], next_positions[more], ids[more]
+                feedback_RE = feedback_RE[self._tensor(more)]
+            positions = next_positions + step
             attend = batch.pages.bind(going, positions, np.arange(len(going) + 1, dtype=np.int32))
             out_RE, feedback_RE = self(self._tensor(ids), feedback_RE, self._tensor(positions), attend, False)
         return drafts
@@ -130,14 +131,14 @@ class HeadDrafter(nn.Module, ABC):
 
 
 def attention_layers(config: ModelConfig) -> list[LayerSpec]:
-    """What the layers of a head keep: latents, or keys and values."""
+    """The KV cache specs of a head's layers: latents, or keys and values."""
     if config.latent is not None:
         return [LatentLayerSpec(config.latent.latent_dim, config.latent.rope_dim)] * config.num_layers
     return [KVLayerSpec(config.num_kv_heads, config.head_dim, window) for window in config.windows]
 
 
 def fill_drafter(drafter: HeadDrafter, path: str, skip: frozenset[str]) -> None:
-    """Copy a head's tensors into `drafter`, under canonical names; those in `skip` are left out."""
+    """Copy a head's tensors into `drafter` under canonical names, except those in `skip`."""
 
     def rename(name: str) -> str | None:
         name = canonical(name)
@@ -147,7 +148,7 @@ def fill_drafter(drafter: HeadDrafter, path: str, skip: frozenset[str]) -> None:
 
 
 def canonical(name: str) -> str:
-    """One name for a head's tensor: without a `model.` prefix, and `midlayer` is layer 0."""
+    """The canonical name of a head's tensor: without a `model.` prefix, and with `midlayer` as layer 0."""
     name = name.removeprefix("model.")
     return "layers.0." + name.removeprefix("midlayer.") if name.startswith("midlayer.") else name
 
@@ -158,7 +159,7 @@ def head_tensors(path: str) -> set[str]:
 
 
 def target_ids(offsets: Tensor, target_vocab: int) -> Tensor:
-    """Absolute target ids of `d2t`, which stores for each draft id its distance to the target id.
+    """Target ids from `d2t`, which stores the difference between target id and draft id for each draft id.
 
     Raises `CheckpointError` for an id outside the target's vocabulary.
     """
@@ -169,7 +170,7 @@ def target_ids(offsets: Tensor, target_vocab: int) -> Tensor:
 
 
 def expect_target_size(found: int, target: CausalLM) -> None:
-    """Raise `CheckpointError` naming both numbers when a head was made for another hidden size."""
+    """Raise `CheckpointError` with both numbers if a head was made for another hidden size."""
     if found != target.hidden_size:
         raise CheckpointError(
             f"drafter: made for a target of hidden_size {found}, the target's is {target.hidden_size}"

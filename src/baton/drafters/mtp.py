@@ -1,11 +1,11 @@
 """A target's own multi-token prediction modules (DeepSeek-V3, arXiv:2412.19437, 2.2; GLM-4.5 has the same).
 
 Row i of module j (from 1) takes a state of position i and x_{i+j}: eh_proj(enorm(embedding), hnorm(state)), one layer
-of the target's own kind, a norm. The state is the target's final-norm one for the first module, and what module j - 1
-made of row i for the others. What comes out is what the target's LM head reads, too.
+of the target's kind, and a norm. The state is the target's final-norm state for the first module, and the output of
+module j - 1 for the others. The target's LM head reads the output.
 
-Behind the last module its own output is the state of its next row, so that the last one goes on over and over: with one
-module vLLM does that (transformers stops at one draft a module).
+After the last module, the last module runs again on its own output, as in vLLM with one module (transformers stops at
+one draft per module).
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from baton.models.layers import RMSNorm
 from baton.models.linear import Build, Linear
 from baton.models.loader import fill, read_config
 
-# Targets whose checkpoints keep their modules in this shape, behind their last layer.
+# Targets whose checkpoints store their modules this way, after the last layer.
 _TYPES = ("deepseek_v3", "glm4_moe")
-# A module's own parts; everything else is its layer's.
+# A module's own tensors; all others belong to its layer.
 _PARTS = ("enorm.", "hnorm.", "eh_proj.")
-# Copies of the target's.
+# Copies of the target's tensors.
 _SHARED = ("embed_tokens.", "shared_head.head.")
 MAX_MODULES = 16
 
@@ -64,17 +64,18 @@ class Mtp(HeadDrafter):
 
     @classmethod
     def load(cls, path: str, target: CausalLM, build: Build) -> Mtp:
-        """Build and fill the modules that the checkpoint directory `path` of the target holds. Raises `CheckpointError`
-        where it holds none, or not all."""
+        """Build and fill the modules from the target's checkpoint directory `path`. Raises `CheckpointError` if some
+        or all are missing."""
         from baton.drafters.mtp_chain import MtpChain
 
         num = _num_modules(read_config(path))
         drafter = cls(target, build) if num == 1 else MtpChain(target, build, num)
-        behind = target.config.num_layers
+        num_target_layers = target.config.num_layers
 
         def rename(name: str) -> str | None:
             layer, _, rest = name.removeprefix("model.layers.").partition(".")
-            module = int(layer) - behind if name.startswith("model.layers.") and layer.isdecimal() else -1
+            of_layer = name.startswith("model.layers.") and layer.isdecimal()
+            module = int(layer) - num_target_layers if of_layer else -1
             if not 0 <= module < num or rest.startswith(_SHARED) or rest.endswith("rotary_emb.inv_freq"):
                 return None
             if rest.startswith("shared_head."):
@@ -89,13 +90,13 @@ class Mtp(HeadDrafter):
     def forward(
         self, next_ids_T: Tensor, features_TF: Tensor, positions_T: Tensor, attend: LayerCache, first: bool
     ) -> tuple[Tensor, Tensor]:
-        """One row after another with the last module."""
+        """One forward of the last module."""
         x = self.layers[-1](self._embed(next_ids_T), features_TF, self.rotary.at(positions_T), attend)
         return x, x
 
 
 def _modules_config(config: ModelConfig, num: int) -> ModelConfig:
-    """The target's, of so many layers like its last; of a target with experts, layers with experts."""
+    """The target's config with `num` layers like its last one, with experts if the target has experts."""
     moe = config.moe and dataclasses.replace(config.moe, layers=(True,) * num)
     windows, ropes = config.windows[-1:] * num, config.layer_ropes[-1:] * num
     return dataclasses.replace(config, num_layers=num, windows=windows, layer_ropes=ropes, moe=moe)
@@ -105,7 +106,7 @@ def _num_modules(raw: RawConfig) -> int:
     if raw.get("model_type") not in _TYPES:
         known = ", ".join(_TYPES)
         raise CheckpointError(f"drafter: mtp is for targets of type {known}, this is {raw.get('model_type')!r}")
-    # Hugging Face reads the second name too.
+    # transformers reads the second name too.
     num = raw.get("num_nextn_predict_layers", raw.get("num_mtp_layers", 1))
     if type(num) is not int or not 1 <= num <= MAX_MODULES:
         raise CheckpointError(f"drafter: config.json: num_nextn_predict_layers is {num!r}, expected 1 to {MAX_MODULES}")

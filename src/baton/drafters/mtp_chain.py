@@ -1,8 +1,7 @@
-"""Several MTP modules, used one after the other (DeepSeek-V3, arXiv:2412.19437, 2.2).
+"""Several MTP modules that run one after the other (DeepSeek-V3, arXiv:2412.19437, 2.2).
 
-Module j drafts the token j places behind the next one. Its row i takes x_{i+j}, so behind the last known token its last
-j - 1 rows take drafts of the modules before it. Those rows are computed to draft, and again when their tokens are
-known: what is final was made of known tokens alone.
+Module j proposes draft number j. Its row i takes x_{i+j}, so its last j - 1 rows take drafts of the modules before it.
+Those rows are computed to draft, and once more when their tokens are known: final entries depend on known tokens only.
 """
 
 from __future__ import annotations
@@ -21,17 +20,17 @@ from baton.drafters.mtp import Mtp
 
 @dataclass(frozen=True, slots=True)
 class Extended:
-    """`last` [R, E]: the first module's states of each request's last row; `carried` [R, K - 1, E]."""
+    """`last` [R, E]: the first module's output at each request's last row. `carried` [R, K - 1, E]."""
 
     last: Tensor
     carried: Tensor
 
 
 class MtpChain(Mtp):
-    """See the module's docstring. Drafts behind those of all modules are the last one's, used again."""
+    """See the module's docstring. If more drafts are wanted than there are modules, the last module runs again."""
 
     def extend(self, batch: DraftBatch) -> Extended:  # type: ignore[override]
-        """Every module's entries that have become known, each from what the module before it made."""
+        """Compute every module's new entries, each from the output of the module before it."""
         chain, features = batch.chain, batch.features_TF
         assert chain is not None
         assert features is not None
@@ -48,7 +47,7 @@ class MtpChain(Mtp):
         made = self._run(0, batch, everyone, batch.next_ids, features, batch.positions, np.diff(batch.query_start))
         last, carried = made[self._tensor(batch.query_start[1:].astype(np.int64) - 1)], []
         for module in range(1, len(self.layers)):
-            # Rows of `pool`: what was carried, what the module before this one has just made, and a row of zeros.
+            # Rows of `pool`: the carried rows, the new output of the module before this one, and a row of zeros.
             pool = torch.cat((brought, made, features.new_zeros(1, features.shape[1])))
             rows: list[IntArray] = []
             left: list[int] = []
@@ -56,7 +55,7 @@ class MtpChain(Mtp):
             for r, (begin, (start, stop)) in enumerate(zip(begins, spans[:, module], strict=True)):
                 before, end = spans[r, module - 1]
                 lead = chain.carried_row[r, module - 1 : module] if start < before else ()
-                assert all(row >= 0 for row in lead), "nothing was carried for a module that lacks a row"
+                assert all(row >= 0 for row in lead), "no row was carried for a module that needs one"
                 own = np.concatenate((lead, len(brought) + at[r] + np.arange(end - before))).astype(np.int64)
                 rows.append(own[: stop - start])
                 left.append(int(own[stop - start]) if stop < end else len(pool) - 1)
@@ -70,17 +69,17 @@ class MtpChain(Mtp):
         return Extended(last, torch.stack(carried, 1))
 
     def carried(self, extended: Extended) -> Tensor:
-        """As `ChainDrafter.carried`."""
+        """See `ChainDrafter.carried`."""
         return extended.carried
 
     def draft(self, batch: DraftBatch, extended: Extended) -> list[list[int]]:  # type: ignore[override]
-        """One token of each module, and behind them of the last one again."""
+        """One draft from each module, then further drafts from the last one."""
         assert batch.chain is not None
         spans, stops = batch.chain.spans, batch.positions[batch.query_start[1:] - 1] + 1
         drafts: list[list[int]] = [[] for _ in batch.num_drafts]
         going = np.flatnonzero(batch.num_drafts)
         out, made = extended.last[self._tensor(going)], extended.last[:0]
-        # Where each request's rows of drafted tokens lie in `made`.
+        # The first row of each request in `made`.
         at = np.zeros(len(stops), dtype=np.int64)
         for step in range(int(batch.num_drafts.max())):
             for request, token in zip(going.tolist(), self._chosen(batch, out, going, step), strict=True):
@@ -122,7 +121,7 @@ class MtpChain(Mtp):
         positions: IntArray,
         counts: IntArray,
     ) -> Tensor:
-        """States [T, E] of one module's rows, `counts` of them for each of `requests`."""
+        """Run one module on `counts` rows of each of `requests`. Returns states [T, E]."""
         if not len(positions):
             return states
         query_start = np.concatenate(([0], np.cumsum(counts[counts > 0]))).astype(np.int32)

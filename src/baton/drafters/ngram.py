@@ -1,8 +1,7 @@
-"""Prompt lookup (Saxena, 2023; vLLM's `ngram`): what followed the last tokens when they stood together before.
+"""Prompt lookup (Saxena, 2023; vLLM's `ngram`): proposes what followed an earlier occurrence of the last tokens.
 
-The longest n-gram at the end of a request's tokens counts that occurs earlier too, of `prompt_lookup_min` to
-`prompt_lookup_max` tokens; of several occurrences the first. Nothing is kept, so there is no KV and nothing to hand
-over.
+It takes the longest n-gram at the end of a request's tokens, of `prompt_lookup_min` to `prompt_lookup_max` tokens, that
+occurs earlier too, and of several occurrences the first. It keeps no KV, so there is nothing to hand off.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from baton.models.base import CausalLM
 from baton.models.cache import LayerSpec
 from baton.models.linear import Build
 
-# vLLM's, where neither length is given.
+# vLLM's default if neither length is given.
 _LENGTH = 5
 
 
@@ -43,7 +42,7 @@ class NGram:
         prompt_lookup_min: int | None = None,
         prompt_lookup_max: int | None = None,
     ) -> NGram:
-        """Raises `ConfigError` for a least length above the greatest. A length that is not given is the other's."""
+        """A length that is not given equals the other. Raises `ConfigError` if the minimum is above the maximum."""
         most = prompt_lookup_max or prompt_lookup_min or _LENGTH
         least = prompt_lookup_min or most
         if least > most:
@@ -64,7 +63,7 @@ class NGram:
 
 
 def _follow(tokens: IntArray, least: int, most: int) -> IntArray:
-    """All tokens behind the first occurrence of the longest n-gram at the end; none where there is no other one."""
+    """All tokens after the first occurrence of the longest n-gram at the end. Empty if it occurs nowhere else."""
     ends = np.arange(len(tokens) - 1)  # where an occurrence may end: before the last token
     found, length = ends, 0
     for back in range(min(most, len(tokens) - 1)):

@@ -1,4 +1,4 @@
-"""Drafters by method, imported only when asked for. A new method is a file and a line here."""
+"""Drafters by method, imported on first use. A new method is one file and one line here."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DRAFTERS = {
 
 
 class DrafterLoader(Protocol):
-    """What a registered class offers."""
+    """The interface of a registered class."""
 
     def load(self, path: str, target: CausalLM, build: Build, **options: int) -> Drafter: ...
 
@@ -39,11 +39,11 @@ def load_drafter(
     batch_invariant: bool = False,
     options: Mapping[str, int] | None = None,
 ) -> Drafter:
-    """Build a drafter for `target` and fill it; embeddings or LM head it lacks are the target's.
+    """Build a drafter for `target` and load its weights. It uses the target's embeddings or LM head if it has none.
 
-    "auto" is the target's dtype. `path`: the drafter's checkpoint; the target's for a method that has none of its own.
-    `options`: the method's own settings. Raises `ConfigError` for an unknown method, `CheckpointError` for anything
-    wrong with the head's directory or a head that was made for another target.
+    `path`: the drafter's checkpoint, or the target's for a method without a checkpoint. `dtype` "auto" is the target's.
+    `options`: settings of the method. Raises `ConfigError` for an unknown method, and `CheckpointError` for an invalid
+    checkpoint or one made for another target.
     """
     if method not in DRAFTERS:
         raise ConfigError("speculative_config.method", f"{method!r} is unknown, expected one of {', '.join(DRAFTERS)}")
