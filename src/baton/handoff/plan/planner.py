@@ -1,14 +1,12 @@
-"""From a token interval and two block tables to the fewest byte runs, and who sends them. Pure and
-vectorised.
+"""The planner: from a token interval and two block tables to the fewest byte runs, per source rank. Pure, vectorised.
 
 A token interval of a plane on a rank is a strided box (layer, head, token, element). The planner intersects source and
-destination boxes, takes planes of one shape as one more axis, lets every axis that is dense on both sides melt into the
-run, expands the others by broadcasting, and merges neighbours that are contiguous on both sides. No Python loop runs
-over pages or tokens.
+destination boxes, treats planes of one shape as one more axis, folds every axis that is dense on both sides into the
+run, expands the other axes by broadcasting, and merges runs that are contiguous on both sides. No Python loop runs over
+pages or tokens.
 
-Both ends call the same functions with the same arguments, so that the destination knows who will send without
-being told. Every wanted destination byte is written exactly once, and no other byte, up to the geometry's
-tile.
+P and D call the same functions with the same arguments, so D knows which ranks will send without a message. Every
+wanted destination byte is written exactly once, and no other byte, up to the geometry's tile.
 """
 
 from __future__ import annotations
@@ -36,21 +34,20 @@ def plan(
     layers: Interval = ALL_LAYERS,
     rank: int | None = None,
 ) -> dict[int, CopyList]:
-    """Plan the copies that bring `interval` of one group to `dest`; `{source rank: CopyList}`, senders only, or of
-    these `rank` alone. `layers` are ids of the model's layers.
+    """Plan the copies of `interval` of one group to `dest`. Returns `{source rank: CopyList}` for all ranks that send,
+    or only for `rank`. `layers` are layer ids of the model.
 
-    `source_pages` and `dest_pages` are block tables: entry t // page_size is the page of token t, for each
-    side's own page size. Entries outside the interval are ignored (they may be null). An empty interval plans
-    nothing.
+    `source_pages` and `dest_pages` are block tables: entry t // page_size is the page of token t, with each side's own
+    page size. Entries outside the interval are ignored and may be null. An empty interval gives an empty plan.
 
-    Raises `ProtocolError` when a table is too short or names a page that is null, out of range or, in the
-    destination, used twice; and what `senders` raises.
+    Raises `ProtocolError` if a table is too short, or contains a page that is null, out of range or, in the
+    destination, used twice. Raises the errors of `senders`.
     """
     boxes = assign(tuple(sources), dest)
     if interval.empty:
         return {}
     to = dest.geometry
-    # Planes of one tile are cut into pages alike.
+    # Planes with the same tile have the same segments.
     segments = {
         tile: _segments(interval.round_out(tile), sources[0].geometry, to, source_pages, dest_pages)
         for tile in {plane.tile for plane in to.planes}
@@ -66,7 +63,7 @@ def plan(
 
 
 def _table(pages: ArrayLike, last: int, geometry: Geometry, side: str) -> Int64Array:
-    """A block table that reaches index `last`. Checked before anything is sized by a peer's interval."""
+    """A block table with at least `last` + 1 entries. Checked before a peer's interval determines any array size."""
     table = np.asarray(pages)
     if table.ndim != 1 or (table.size and not np.issubdtype(table.dtype, np.integer)):
         raise ProtocolError(f"group {geometry.group!r}: the {side} block table must be a list of page ids")
@@ -76,7 +73,7 @@ def _table(pages: ArrayLike, last: int, geometry: Geometry, side: str) -> Int64A
 
 
 def _pages(table: Int64Array, index: slice | Int64Array, geometry: Geometry, side: str) -> Int64Array:
-    """Look pages up in a block table, refusing every id that no honest peer would send."""
+    """Look up pages in a block table. Raises `ProtocolError` for ids that are null or out of range."""
     used = table[index]
     low, high = int(used.min()), int(used.max())
     if low <= NULL_PAGE:
@@ -96,7 +93,7 @@ def _segments(
     source_index: slice | Int64Array
     dest_index: slice | Int64Array
     if have.page_size == to.page_size:
-        # The usual case, with few temporaries: at this size their page faults cost more than the arithmetic.
+        # The usual case, with few temporary arrays: their page faults would cost more than the arithmetic.
         source_index = dest_index = slice(first, last + 1)
         length = np.full(last + 1 - first, to.page_size, dtype=np.int64)
         dest_token = np.zeros(last + 1 - first, dtype=np.int64)
@@ -118,10 +115,10 @@ def _segments(
     key = dest_page if have.page_size == to.page_size else dest_page * to.page_size + dest_token
     if bool(np.all(key[1:] > key[:-1])):
         return Segments(source_page, source_token, dest_page, dest_token, length)
-    # Unique keys: the default sort, several times faster than a stable one, is deterministic.
+    # The keys are unique, so the default sort is deterministic, and several times faster than a stable one.
     order = np.argsort(key)
     out = Segments(source_page[order], source_token[order], dest_page[order], dest_token[order], length[order])
-    # Entries of one page are neighbours now; those of two table entries must not be.
+    # After sorting, a page that appears twice in the destination table is next to itself.
     twice = out.dest_page[1:] == out.dest_page[:-1]
     if not isinstance(dest_index, slice):
         twice &= dest_index[order][1:] != dest_index[order][:-1]

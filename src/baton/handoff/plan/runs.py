@@ -1,8 +1,8 @@
-"""From the boxes of one sender and the token stretches of a copy to its byte runs, sorted by destination and merged.
+"""From the boxes of one sender and the token segments of a copy to byte runs, sorted by destination and coalesced.
 
-A box's runs are an outer sum: of few steps along its axes, and of *entries*, the pieces of tokens that lie together on
-both sides. Whether they come out sorted, and which of them touch, is seen from these few numbers; what there may be a
-million of is written once, in its place, and not read again.
+The runs of a box are an outer sum of the steps along its axes and of its *entries*, pieces of tokens that are contiguous
+on both sides. These few numbers show whether the runs are sorted and which of them are adjacent. The runs themselves,
+of which there may be a million, are written once and never read.
 
 Columns are int64 `[3, N]`: source offsets, destination offsets, bytes.
 """
@@ -20,17 +20,17 @@ import numpy as np
 from baton.handoff.plan.topology import Box
 from baton.kv.geometry import Geometry, Int64Array
 
-# Pages in a row with equally many entries are written at once, unless there are more such rows than these.
+# Successive pages with the same number of entries are written at once, unless there are more such stretches than this.
 _MOST_STRETCHES = 8
-# So many are looked at one by one in less time than their factors.
+# Up to this many runs, sorting and coalescing the runs is faster than analysing their factors.
 _FEW_RUNS = 8192
-# Count, and bytes from one to the next on the source's side and on the destination's.
+# Count, source stride and destination stride in bytes.
 _Axis = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """Token stretches that lie in one page on both sides, by destination. Int64 arrays `[segments]`."""
+    """Token ranges within one page on both sides, in order of the destination. Int64 arrays `[segments]`."""
 
     source_page: Int64Array
     source_token: Int64Array
@@ -41,8 +41,9 @@ class Segments:
 
 @dataclass(frozen=True, slots=True)
 class _Factors:
-    """Runs as factors, outermost first: `outer` axes step over all pages, `middle` ones inside a page over its entries,
-    `inner` ones inside an entry's place. `entries` are columns, `pages` `[N]` their pages at the destination."""
+    """The factors of an outer sum of runs, outermost first: `outer` axes step over all pages, `middle` axes within a
+    page over all its entries, `inner` axes within an entry. `entries` are columns, `pages` `[N]` their destination
+    pages."""
 
     outer: Sequence[_Axis]
     entries: Int64Array
@@ -52,7 +53,7 @@ class _Factors:
 
 
 def columns_of(source_side: Geometry, dest_side: Geometry, boxes: Sequence[tuple[Box, Segments]]) -> Int64Array:
-    """The runs of all `boxes` (there are some) as columns."""
+    """The runs of all `boxes`, at least one, as columns."""
     found = [runs for box, segments in boxes for runs in _of_box(source_side, dest_side, box, segments)]
     if len(found) == 1:
         columns, is_clean = found[0]
@@ -69,7 +70,7 @@ def columns_of(source_side: Geometry, dest_side: Geometry, boxes: Sequence[tuple
 def _of_box(
     source_side: Geometry, dest_side: Geometry, box: Box, segments: Segments
 ) -> Iterator[tuple[Int64Array, bool]]:
-    """Columns, and whether they are known to be sorted and merged."""
+    """Columns, and whether they are known to be sorted and coalesced."""
     for factors in _factors(source_side, dest_side, box, segments):
         axes = (*factors.outer, *factors.middle, *factors.inner)
         if factors.pages.size * math.prod(axis[0] for axis in axes) <= _FEW_RUNS:
@@ -96,13 +97,13 @@ def _factors(source_side: Geometry, dest_side: Geometry, box: Box, segments: Seg
         (box.num_layers, have.layer_stride, to.layer_stride),
     ]
     if int(units.min()) == int(units.max()):
-        # Tokens, or tiles of tokens, are one more axis.
+        # Tokens, or tiles of tokens, form one more axis.
         entries[2], axes = _melt(piece, [(int(units[0]), *steps), *axes])
         yield _in_order(axes, entries, segments.dest_page, to.page_stride, steps[1])
         return
     run, axes = _melt(piece, axes)
     if steps != (run, run):
-        # Each token, or tile of tokens, is an entry of its own.
+        # Each token, or tile of tokens, is a separate entry.
         which = np.repeat(np.arange(units.size), units)
         nth = np.arange(which.size) - np.repeat(np.cumsum(units) - units, units)
         entries = entries[:, which]
@@ -114,7 +115,7 @@ def _factors(source_side: Geometry, dest_side: Geometry, box: Box, segments: Seg
     entries[2] = units * run
     left = np.ones(units.size, dtype=bool)
     for step in sorted({axis[1] for axis in axes if axis[1] == axis[2]}):
-        # Whole pages melt along more axes than ragged ones.
+        # In whole pages more axes are dense than in partial ones.
         whole = entries[2] == step
         if bool(whole.any()):
             left &= ~whole
@@ -129,7 +130,7 @@ def _factors(source_side: Geometry, dest_side: Geometry, box: Box, segments: Seg
 
 
 def _melt(run: int, axes: Sequence[_Axis]) -> tuple[int, list[_Axis]]:
-    """A run, and those along dense axes as one; what axes are left."""
+    """Fold dense axes into a run of `run` bytes. Returns the longer run and the remaining axes."""
     axes = [axis for axis in axes if axis[0] > 1]
     while dense := [axis for axis in axes if axis[1] == run and axis[2] == run]:
         axes.remove(dense[0])
@@ -138,7 +139,8 @@ def _melt(run: int, axes: Sequence[_Axis]) -> tuple[int, list[_Axis]]:
 
 
 def _in_order(axes: Sequence[_Axis], entries: Int64Array, pages: Int64Array, page_step: int, step: int) -> _Factors:
-    """Outermost destination stride first, so that the runs come out sorted. `step`: between entries of a page."""
+    """Order the axes by destination stride, largest first, so that runs are sorted. `step`: between entries of a
+    page."""
     axes = sorted(axes, key=lambda axis: -axis[2])
     return _Factors(
         [axis for axis in axes if axis[2] > page_step],
@@ -150,7 +152,7 @@ def _in_order(axes: Sequence[_Axis], entries: Int64Array, pages: Int64Array, pag
 
 
 def _merged(factors: _Factors) -> _Factors:
-    """Entries that touch as one, where nothing lies between them."""
+    """Coalesce adjacent entries if no axis puts runs between them."""
     entries = factors.entries
     touch = _touch(np.diff(entries), entries[2, :-1])
     if not bool(touch.any()):
@@ -162,13 +164,14 @@ def _merged(factors: _Factors) -> _Factors:
 
 
 def _touch(step: Int64Array, nbytes: Int64Array) -> Int64Array:
-    """Whether what lies `step` (rows: source, destination) behind runs of `nbytes` touches them on both sides."""
+    """Whether a run that starts `step` (rows: source, destination) after a run of `nbytes` is adjacent on both
+    sides."""
     touch: Int64Array = (step[0] == nbytes) & (step[1] == nbytes)
     return touch
 
 
 def _is_clean(factors: _Factors) -> bool:
-    """Whether the product comes out sorted by destination, and no two neighbours touch on both sides."""
+    """Whether the product is sorted by destination and coalesced."""
     entries, starts = factors.entries, _starts(factors.pages)
     ends = np.append(starts[1:], factors.pages.size) - 1
     first, last = entries[:2, :1], entries[:2, -1:]
@@ -186,30 +189,30 @@ def _is_clean(factors: _Factors) -> bool:
 
 
 def _starts(pages: Int64Array) -> Int64Array:
-    """Where in entries, which are by page, the pages begin."""
+    """The index of each page's first entry. Entries are ordered by page."""
     return np.concatenate(([0], np.flatnonzero(pages[1:] != pages[:-1]) + 1))
 
 
 def _extent(axes: Sequence[_Axis]) -> Int64Array:
-    """From the first to the last along all `axes`, `[2, 1]`: source, destination."""
+    """The distance from the first to the last element along all `axes`, `[2, 1]`: source, destination."""
     return np.array([[sum((axis[0] - 1) * axis[side] for axis in axes)] for side in (1, 2)], dtype=np.int64)
 
 
 def _steps(axes: Sequence[_Axis], inside: Int64Array) -> Iterator[Int64Array]:
-    """From a run to the next one where an axis steps and all that is inside it begins again, an axis each."""
+    """For each axis, the distance between successive runs when it steps and all axes inside it restart."""
     for at, axis in enumerate(axes):
         yield np.array([[axis[1]], [axis[2]]], dtype=np.int64) - _extent(axes[at + 1 :]) - inside
 
 
 def _product(factors: _Factors) -> Int64Array:
-    """All runs, in the order of factors."""
+    """All runs, in the order of the factors."""
     entries = factors.entries
     outer, middle, inner = (_offsets(tuple(axes)) for axes in (factors.outer, factors.middle, factors.inner))
     within = (middle[:, :, None] + inner[:, None, :])[:, None, :, None, :]
     num_outer, num_within = outer.shape[1], middle.shape[1] * inner.shape[1]
     size = entries.shape[1] * num_within
     out = np.empty((3, num_outer, size), dtype=np.int64)
-    # The bytes of each run are one number, mostly.
+    # Usually all runs have the same number of bytes.
     computed = 2 if bool((entries[2] == entries[2, 0]).all()) else 3
     out[computed:] = entries[2, 0]
     if num_within == 1:
@@ -223,8 +226,8 @@ def _product(factors: _Factors) -> Int64Array:
 
 
 def _fill(paged: Int64Array, entries: Int64Array, starts: Int64Array, within: Int64Array) -> None:
-    """Pages in order, in each the middle axes, in these its entries, and in an entry the inner axes. Some of the
-    columns: `paged` `[columns, N]`, `entries`, in which pages begin at `starts`, and `within`, the steps of the axes
+    """Write runs page by page; within a page by middle axes, then entries, then inner axes. For some of the columns:
+    `paged` `[columns, N]` is written; pages begin at `starts` in `entries`; `within` are the steps of the axes,
     `[columns, 1, middle, 1, inner]`."""
     rows, num_middle, num_inner = len(within), within.shape[2], within.shape[4]
     if num_middle == 1 or starts.size == entries.shape[1]:
@@ -250,7 +253,7 @@ def _fill(paged: Int64Array, entries: Int64Array, starts: Int64Array, within: In
 
 @functools.lru_cache(maxsize=64)
 def _offsets(axes: tuple[_Axis, ...]) -> Int64Array:
-    """Columns of all steps along `axes`, in order. Not to be written to: they are alike from plan to plan."""
+    """Columns of all steps along `axes`, in order. Read-only, because they are cached."""
     total = np.zeros((3, 1), dtype=np.int64)
     for count, source_step, dest_step in axes:
         steps = np.arange(count) * np.array([[source_step], [dest_step], [0]])
@@ -260,9 +263,9 @@ def _offsets(axes: tuple[_Axis, ...]) -> Int64Array:
 
 
 def _coalesced(columns: Int64Array) -> Int64Array:
-    """Any runs sorted by destination, and merged."""
+    """Sort runs by destination and coalesce them."""
     if not bool(np.all(columns[1, 1:] > columns[1, :-1])):
-        # They are sorted, mostly; a stable sort gets through such input in about one pass.
+        # The runs are mostly sorted, and a stable sort takes about one pass over such input.
         columns = np.take(columns, np.argsort(columns[1], kind="stable"), axis=1)  # rows stay contiguous
     source, dest, nbytes = columns
     joined = (source[1:] == source[:-1] + nbytes[:-1]) & (dest[1:] == dest[:-1] + nbytes[:-1])

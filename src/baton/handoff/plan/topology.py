@@ -1,9 +1,9 @@
-"""Who sends what to whom in one group: each (layer, plane, head) of a destination rank gets exactly one source rank.
+"""Which source rank sends what: each (layer, plane, head) of a destination rank gets exactly one source rank.
 
-Sharded heads come from the ranks that hold them, pipeline stages by layer id, and of replicas (more ranks
-than heads, MLA latents) exactly one sends. Every group is decided on its own, so an MLA target with an MHA
-drafter has two sets of senders. Both ends compute the same answer from the same geometries. With attention data
-parallelism each data-parallel rank is an instance, which a request's ticket names: only its ranks take part.
+Sharded heads come from the ranks that hold them, layers from their pipeline stage, and of replicas (more ranks than
+heads, MLA latents) exactly one sends. Every group is decided separately, so an MLA target with an MHA drafter has two
+sets of senders. P and D compute the same result from the same geometries. With attention data parallelism, each
+data-parallel rank is an instance named by a request's ticket, and only its ranks take part.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _MAX_TURN = (1 << 16) - 1
 
 
 class RankGeometry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, cache_hash=True):
-    """The geometry of one group on one rank. Ranks count within one instance and differ.
+    """The geometry of one group on one rank. Ranks are numbered within one instance and are distinct.
 
-    Where several source ranks hold the same, `turn` says which of them sends to this one; it is `rank` where none is
-    given. An engine of several data-parallel ranks, each an instance, counts it on over all of them: else rank 0 of
-    each would have its latents from one and the same rank of the source.
+    If several source ranks hold the same data, `turn` selects the one that sends to this rank; it defaults to `rank`.
+    An engine with several data-parallel ranks, each an instance, numbers it over all of them: otherwise rank 0 of every
+    instance would receive its latents from the same source rank.
     """
 
     rank: Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
@@ -42,9 +42,9 @@ class RankGeometry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class Instance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One engine: per group the geometries of all ranks that have a part of it. `rank` is the one that speaks,
-    `sampling` the one that samples and drafts, whose seeds count. `apart`: each rank's agent is in a process of its
-    own, which hears nothing of what the other ranks' agents hear.
+    """One engine: per group the geometries of all ranks that hold a part of it. `rank` is the rank that sends this,
+    `sampling` the rank that samples and drafts, whose seeds are used. `apart`: each rank's agent runs in its own
+    process and does not see the messages of the other ranks' agents.
     """
 
     rank: Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
@@ -57,22 +57,22 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def num_ranks(self) -> int:
-        """Ranks are numbered from 0 on."""
+        """The number of ranks, which are numbered from 0."""
         ranks = [found.rank for ranks in self.groups.values() for found in ranks]
         return 1 + max(self.rank, self.sampling, *ranks)
 
     @property
     def here(self) -> dict[str, RankGeometry]:
-        """What the rank that speaks has, by group."""
+        """The geometries of `rank`, by group."""
         return {group: found for group, ranks in self.groups.items() for found in ranks if found.rank == self.rank}
 
     def only(self, groups: Container[str]) -> Instance:
-        """This instance with some of its groups."""
+        """This instance with only the given groups."""
         kept = {group: ranks for group, ranks in self.groups.items() if group in groups}
         return msgspec.structs.replace(self, groups=kept)
 
     def check(self) -> Instance:
-        """Return self when every geometry is one and ranks differ, else raise `ProtocolError`."""
+        """Return self if every geometry is valid and ranks are distinct, else raise `ProtocolError`."""
         for group, ranks in self.groups.items():
             if len({found.rank for found in ranks}) != len(ranks):
                 raise ProtocolError(f"group {group!r}: a rank is named twice")
@@ -83,10 +83,10 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A block of (plane, layer, head) cells that one source rank sends: local first indices on both sides, and counts.
+    """A block of (plane, layer, head) cells that one source rank sends: first local indices on both sides, and counts.
 
-    Its `num_planes` planes from number `plane` on are of one shape, and at equal distances (`source_step`, `dest_step`,
-    in bytes) on either side.
+    The `num_planes` planes from index `plane` on have one shape, and equal distances (`source_step`, `dest_step`, in
+    bytes) on each side.
     """
 
     plane: int
@@ -102,21 +102,19 @@ class Box:
 
 
 def senders(sources: Sequence[RankGeometry], dest: RankGeometry) -> tuple[int, ...]:
-    """The source ranks that send to `dest` in this group, ascending: the COMMITs the destination must count.
+    """The source ranks that send to `dest` in this group, ascending. `dest` must receive a COMMIT from each of them.
 
-    Each (layer, plane, head) that `dest` owns has exactly one sender. Where several source ranks hold it (replicated
-    heads, MLA latents), the destination rank whose turn is r takes the (r mod replicas)-th holder, so that senders are
-    spread evenly.
+    Each (layer, plane, head) of `dest` has exactly one sender. If several source ranks hold it (replicated heads, MLA
+    latents), the destination rank with turn r gets it from holder r mod replicas, which spreads the senders evenly.
 
-    Raises `IncompatiblePeerError` for layouts that cannot be copied, `ProtocolError` for a cell that nobody
-    holds.
+    Raises `IncompatiblePeerError` for layouts that cannot be copied, `ProtocolError` for a cell that no rank holds.
     """
     return tuple(assign(tuple(sources), dest))
 
 
 @lru_cache(maxsize=256)
 def assign(sources: tuple[RankGeometry, ...], dest: RankGeometry) -> dict[int, tuple[Box, ...]]:
-    """Share the destination's (plane, layer, head) cells among the sources. Cached: topologies are few."""
+    """Assign the destination's (plane, layer, head) cells to source ranks. Cached, because topologies are few."""
     to = dest.geometry.check()
     if not sources:
         raise ProtocolError(f"group {to.group!r} has no source rank")
@@ -136,7 +134,7 @@ def assign(sources: tuple[RankGeometry, ...], dest: RankGeometry) -> dict[int, t
 
 
 def plane_fields(geometry: Geometry) -> dict[str, object]:
-    """What must be equal of two geometries of one group, whatever their strides, layers and heads."""
+    """The fields that must be equal in two geometries of one group. Strides, layers and heads may differ."""
     fields: dict[str, object] = {"planes": ",".join(plane.name for plane in geometry.planes)}
     for plane in geometry.planes:
         fields |= {f"{plane.name}.{name}": getattr(plane, name) for name in ("dtype", "cut", "head_dim", "tile")}
@@ -152,7 +150,7 @@ def _compatible(have: Geometry, want: Geometry) -> None:
 
 
 def _alike(sources: Sequence[Geometry], to: Geometry) -> list[tuple[int, int]]:
-    """`(first, count)` of planes that are one more axis of the copies: of one shape, at equal distances."""
+    """`(first, count)` of successive planes of one shape and equal distance, which form one more axis."""
     every = [*sources, to]
     runs: list[tuple[int, int]] = []
     for index in range(len(to.planes)):
@@ -172,9 +170,9 @@ def _continues(planes: Sequence[Plane], first: int, index: int) -> bool:
 
 
 def _share(ordered: Sequence[RankGeometry], dest: RankGeometry, first: int, count: int) -> dict[int, tuple[Box, ...]]:
-    """The boxes of each source rank in `count` alike planes from `first` on."""
+    """The boxes of each source rank for `count` planes of one shape from index `first` on."""
     to, want = dest.geometry, dest.geometry.planes[first]
-    # Heads between two edges have the same holders.
+    # All heads between two edges are held by the same ranks.
     edges = {want.first_head, want.last_head}
     for source in ordered:
         have = source.geometry.planes[first]
@@ -202,7 +200,7 @@ def _share(ordered: Sequence[RankGeometry], dest: RankGeometry, first: int, coun
 def _boxes(
     cells: NDArray[np.bool_], bounds: NDArray[np.int64], have: Geometry, to: Geometry, first: int, count: int
 ) -> tuple[Box, ...]:
-    """Cut a [layers, parts between `bounds`] mask into rectangles that are consecutive in both sides' storage."""
+    """Split a [layers, parts between `bounds`] mask into rectangles that are consecutive in storage on both sides."""
     boxes: list[Box] = []
     local = {layer: i for i, layer in enumerate(have.layer_ids)}
     source, dest = have.planes[first : first + count], to.planes[first : first + count]
