@@ -1,8 +1,8 @@
 """From the boxes of one sender and the token segments of a copy to byte runs, sorted by destination and coalesced.
 
-The runs of a box are an outer sum of the steps along its axes and of its *entries*, pieces of tokens that are contiguous
-on both sides. These few numbers show whether the runs are sorted and which of them are adjacent. The runs themselves,
-of which there may be a million, are written once and never read.
+The runs of a box are an outer sum of the steps along its axes and of its *entries*, pieces of tokens that are
+contiguous on both sides. These few numbers show whether the runs are sorted and which of them are adjacent. The runs
+themselves, of which there may be a million, are written once and never read.
 
 Columns are int64 `[3, N]`: source offsets, destination offsets, bytes.
 """
