@@ -19,7 +19,7 @@ from baton.models.cpu_kernels import from_f32, jit, to_f32
 from baton.models.cpu_team import Kernel, float_of, pointer, take
 from baton.models.cpu_vectors import LANES, transpose, widen
 
-_ZERO = np.float32(0.0)
+_ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 # Arguments of ATTEND, behind the counter of `take`; names of arrays stand for addresses. FAULT begins as 0. A plane is
 # its address, the numbers of a row in it, and the bytes from page to page, layer to layer, row to row.
 (
@@ -100,6 +100,7 @@ def _attend_block(
     maxima, totals = np.full(count, MINUS_INFINITY), np.zeros(count, np.float32)
     scores, factors = np.empty((TOGETHER, TILE), np.float32), np.empty(TOGETHER, np.float32)
     rows, edges, seen = np.empty(LANES, np.int64), np.empty((2, TOGETHER), np.int64), np.empty(count, np.int64)
+    pairs = np.empty((0, size), query.dtype)
     for i in range(count):
         seen[i] = positions[(start + i) // heads]
         for d in range(size):
@@ -118,7 +119,7 @@ def _attend_block(
             ):
                 return False
             offset += plane.shape[4]
-        attend_tile(base, 0, seen, queries, keys, values, sums, maxima, totals, scores, factors, edges, 0, _ZERO)
+        attend_tile(base, 0, seen, queries, pairs, keys, values, sums, maxima, totals, scores, factors, edges, _ONE)
     element = out[0, 0]
     for i in range(count):
         for d in range(latent):

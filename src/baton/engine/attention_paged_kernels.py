@@ -172,7 +172,6 @@ def _attend_block(
     # bfloat16 is multiplied in pairs, which stay as they lie, where the CPU can and they fill whole vectors.
     in_pairs = HAS_PAIRS and kv.itemsize == 2 and size % (2 * LANES) == 0
     pairs = np.empty((count if in_pairs else 0, size), query.dtype)
-    pairs_at = np.int64(pairs.ctypes.data) if in_pairs else np.int64(0)
     for i in range(count):
         row, first = start + i // group, (head * group + i % group) * size
         seen[i] = positions[row]
@@ -198,7 +197,7 @@ def _attend_block(
         ):
             return False
         attend_tile(
-            base, window, seen, queries, keys, values, sums, maxima, totals, scores, factors, edges, pairs_at, scale
+            base, window, seen, queries, pairs, keys, values, sums, maxima, totals, scores, factors, edges, scale
         )
     element = out[0, 0]
     for i in range(count):

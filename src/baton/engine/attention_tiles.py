@@ -78,50 +78,79 @@ def _multiply_pairs(num_rows: int, left: Any, row_bytes: int, right: Any, steps:
 
 @jit
 def attend_tile(
-    base: int, window: int, seen: Any, queries: Any, keys: Any, values: Any, sums: Any, maxima: Any, totals: Any,
-    scores: Any, factors: Any, edges: Any, pairs_at: Any, scale: Any,
+    base: int, window: int, seen: Any, queries: Any, pairs: Any, keys: Any, values: Any, sums: Any, maxima: Any,
+    totals: Any, scores: Any, factors: Any, edges: Any, scale: Any,
 ) -> None:  # fmt: skip
     """Add the tile of tokens [base, base + 64) to the `sums` [N, P], `maxima` [N] and `totals` [N] of all vectors.
 
     `seen` int64 [N]: the position of each vector, which sees the `window` tokens up to there; 0: all. queries [N, D],
-    keys [D, 64], values [64, P], float32; lanes that no vector sees may hold anything. Room: `scores` [4, 64],
-    `factors` [4], `edges` int64 [2, 4].
+    keys [D, 64], values [64, P], float32. Scratch space: `scores` [4, 64], `factors` [4], `edges` int64 [2, 4].
+    Tokens that a vector does not see do not reach its sums, even if their keys and values are not numbers.
 
-    `pairs_at`: 0, or the address of queries as bfloat16 [N, D] that are used instead, times `scale`; keys are then
-    pairs of bfloat16 [D / 2, 64, 2].
+    `pairs` [N, D]: queries as bfloat16, used instead of `queries` and multiplied by `scale` afterwards; keys are then
+    pairs of bfloat16 [D / 2, 64, 2]. [0, D] for none.
     """
     count, size, padded = queries.shape[0], queries.shape[1], values.shape[1]
+    # Addresses of arguments only: the caller keeps them alive until this function returns.
     keys_at, values_at = np.int64(keys.ctypes.data), np.int64(values.ctypes.data)
     scores_at, factors_at = np.int64(scores.ctypes.data), np.int64(factors.ctypes.data)
     queries_at, sums_at = np.int64(queries.ctypes.data), np.int64(sums.ctypes.data)
+    pairs_at = np.int64(pairs.ctypes.data)
     score_bytes, sum_bytes, low, high = F32_BYTES * TILE, F32_BYTES * padded, edges[0], edges[1]
     for i in range(0, count, TOGETHER):
         together = min(TOGETHER, count - i)
-        first, last = TILE, 0
+        # [first, last): the tokens that all of these vectors see.
+        first, last, any_sees, all_see = 0, TILE, False, True
         for j in range(together):
             low[j] = max(seen[i + j] - window + 1 - base, 0) if window > 0 else 0
             high[j] = min(seen[i + j] + 1 - base, TILE)
-            if low[j] < high[j]:
-                first, last = min(first, low[j]), max(last, high[j])
-        if first >= last:
+            first, last = max(first, low[j]), min(last, high[j])
+            any_sees, all_see = any_sees or low[j] < high[j], all_see and low[j] < high[j]
+        if not any_sees:
             continue
         left = queries_at + i * size * F32_BYTES
-        if HAS_PAIRS and pairs_at != 0:
+        if HAS_PAIRS and len(pairs) > 0:
             _multiply_pairs(together, pairs_at + i * size * 2, size * 2, keys_at, size // 2, scale, scores_at)
         else:
             _multiply(together, left, size * F32_BYTES, keys_at, score_bytes, size, 0, scores_at, score_bytes, TILE)
+        if not all_see or first >= last:
+            first, last = TILE, TILE
+        ragged = False
         for j in range(together):
+            if low[j] >= high[j]:
+                continue
             at = scores_at + j * score_bytes
             factors[j] = _ONE
-            if low[j] >= high[j]:
-                scores[j] = _ZERO
-                continue
             peak = max(maxima[i + j], largest(at, low[j], high[j]))
             if maxima[i + j] < peak:
                 factors[j] = exp32(maxima[i + j] - peak) if maxima[i + j] > MINUS_INFINITY else _ZERO
                 maxima[i + j] = peak
             totals[i + j] = totals[i + j] * factors[j] + exponentials(at, low[j], high[j], peak)
-        _multiply(
-            together, scores_at + first * F32_BYTES, score_bytes, values_at + first * sum_bytes, sum_bytes,
-            last - first, factors_at, sums_at + i * sum_bytes, sum_bytes, padded,
-        )  # fmt: skip
+            ragged = ragged or low[j] < first or high[j] > last
+        # Each vector's sum runs over its own tokens, in order. A masked token is left out instead of multiplied by a
+        # weight of zero: its value may be NaN or infinite, and the product would then be NaN.
+        if ragged:
+            for j in range(together):
+                steps = min(first, high[j]) - low[j]
+                if steps > 0:
+                    at, value_at = scores_at + j * score_bytes + low[j] * F32_BYTES, values_at + low[j] * sum_bytes
+                    _multiply(
+                        1, at, score_bytes, value_at, sum_bytes, steps, factors_at + j * F32_BYTES,
+                        sums_at + (i + j) * sum_bytes, sum_bytes, padded,
+                    )  # fmt: skip
+                    factors[j] = _ONE
+        if first < last:
+            _multiply(
+                together, scores_at + first * F32_BYTES, score_bytes, values_at + first * sum_bytes, sum_bytes,
+                last - first, factors_at, sums_at + i * sum_bytes, sum_bytes, padded,
+            )  # fmt: skip
+        if ragged:
+            for j in range(together):
+                factors[j] = _ONE
+                steps = high[j] - last
+                if steps > 0:
+                    at, value_at = scores_at + j * score_bytes + last * F32_BYTES, values_at + last * sum_bytes
+                    _multiply(
+                        1, at, score_bytes, value_at, sum_bytes, steps, factors_at + j * F32_BYTES,
+                        sums_at + (i + j) * sum_bytes, sum_bytes, padded,
+                    )  # fmt: skip

@@ -108,7 +108,8 @@ class CudaDriver:
         """Launch the copies of int64 `[runs, 3]`, at most `BATCH_RUNS`: `source` and `dest` are columns of addresses,
         the third column is bytes."""
         launch = self._free.pop() if self._free else self._launch()
-        ctypes.memmove(launch.table, np.ascontiguousarray(rows).ctypes.data, len(rows) * _ROW_BYTES)
+        table = np.ascontiguousarray(rows)  # kept while its address is used
+        ctypes.memmove(launch.table, table.ctypes.data, table.nbytes)
         blocks = max(1, min(_MOST_BLOCKS, int(rows[:, 2].max()) // _BLOCK_BYTES))
         values = (launch.table, source, dest), (ctypes.c_void_p, ctypes.c_int, ctypes.c_int)
         self._call(

@@ -1,0 +1,375 @@
+"""One function per kernel family: run a random shape, and compare it with a float64 reference.
+
+Inputs that a result must not depend on are NaN: unwritten slots of the KV cache, tokens that a row does not see, and
+scratch memory (under the guard allocator, which fills what it allocates).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from baton.engine.attention import AttnBatch, AttnRows, get_backend
+from baton.engine.attention_latent_cpu import absorbed
+from baton.kv.geometry import CopyList
+from baton.models import cpu_kernels, cpu_products, cpu_rows, mamba2_cpu
+from baton.models.cpu_kernels import array
+from baton.models.cpu_pairs import HAS_PAIRS
+from baton.transports.copying import copy_runs
+
+Random = np.random.Generator
+DTYPES = (torch.float32, torch.bfloat16)
+# Relative error of one rounding to the dtype.
+_EPSILON = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9}
+
+
+class Guard:
+    """Turns the guard allocator on while inputs and outputs are allocated and while a kernel runs. It is off while
+    references are computed, because it would make them many times slower. Does nothing until `switch` is set."""
+
+    def __init__(self) -> None:
+        self.switch: Callable[[int], object] = lambda on: None
+
+    def __enter__(self) -> None:
+        self.switch(1)
+
+    def __exit__(self, *_: object) -> None:
+        self.switch(0)
+
+
+guard = Guard()
+
+
+def _normal(random: Random, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    numbers = torch.from_numpy(random.standard_normal(shape, dtype=np.float32))
+    with guard:
+        return numbers.to(dtype, copy=True)
+
+
+def _empty(*shape: int, fill: float = math.nan, dtype: torch.dtype = torch.float32) -> Tensor:
+    with guard:
+        return torch.full(shape, fill, dtype=dtype)
+
+
+def _dtype(random: Random) -> torch.dtype:
+    return DTYPES[int(random.integers(2))]
+
+
+def _compare(made: Tensor, expected: Tensor, dtype: torch.dtype, magnitude: Tensor | float, steps: int) -> None:
+    """Allow one rounding of the result, and float32 rounding errors of `steps` additions of terms up to `magnitude`."""
+    expected = expected.double()
+    bound = 2 * _EPSILON[dtype] * expected.abs() + 2.0**-22 * math.sqrt(steps + 1) * torch.as_tensor(magnitude) + 1e-30
+    wrong = ~((made.double() - expected).abs() <= bound)
+    if bool(wrong.any()):
+        place = tuple(int(i) for i in wrong.nonzero()[0])
+        raise AssertionError(f"{int(wrong.sum())} wrong, at {place}: {made[place]} instead of {expected[place]}")
+
+
+def _batch(random: Random, page_size: int, most: int) -> tuple[AttnBatch, list[tuple[int, int]], int]:
+    """A ragged batch, the (start, stop) of each request's rows, and the number of pages besides the null page."""
+    spans = []
+    for _ in range(int(random.integers(1, 5))):
+        stop = int(random.integers(1, most))
+        rows = int(random.choice([1, min(stop, 5), stop, int(random.integers(1, stop + 1))]))
+        spans.append((stop - rows, stop))
+    columns = max(-(-stop // page_size) for _, stop in spans)
+    num_pages = columns * len(spans)
+    table = random.permutation(np.arange(1, num_pages + 1)).astype(np.int32).reshape(len(spans), columns)
+    starts = np.cumsum([0, *(stop - start for start, stop in spans)]).astype(np.int32)
+    return AttnBatch(starts, np.concatenate([np.arange(*span) for span in spans]), table), spans, num_pages
+
+
+def _attend(
+    q_THD: Tensor, k_SHD: Tensor, v_SHC: Tensor, scale: float, window: int, sinks_H: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The last T of S tokens in float64: outputs [T, H, C], and the magnitude of the terms of each."""
+    q, k, v = q_THD.double().transpose(0, 1), k_SHD.double().permute(1, 2, 0), v_SHC.double().transpose(0, 1)
+    seen = torch.ones(len(q_THD), len(k_SHD), dtype=torch.bool).tril(len(k_SHD) - len(q_THD))
+    if window:
+        positions = torch.arange(len(k_SHD))
+        seen &= positions > positions[len(k_SHD) - len(q_THD) :, None] - window
+    scores = ((q @ k) * scale).masked_fill(~seen, -math.inf)
+    if sinks_H is not None:
+        scores = torch.cat((scores, sinks_H.double()[:, None, None].expand(-1, len(q_THD), 1)), dim=2)
+    weights = scores.softmax(-1)[..., : len(k_SHD)]
+    # An error of a score is an error of its weight.
+    reach = 1 + q.norm(dim=2).amax() * k.norm(dim=1).amax() * abs(scale)
+    return (weights @ v).transpose(0, 1), v.abs().amax() * reach
+
+
+def paged(random: Random) -> None:
+    """Paged attention: ragged batches, windows, sinks, and NaN in tokens that a row does not see."""
+    dtype, group = _dtype(random), int(random.integers(1, 6))
+    kv_heads, size = int(random.integers(1, 4)), int(random.choice([1, 5, 16, 20, 32, 48, 64, 80, 96, 128]))
+    page_size, window = int(random.choice([1, 3, 7, 16, 32])), int(random.choice([0, 0, 1, 5, 64, 100]))
+    batch, spans, num_pages = _batch(random, page_size, 150)
+    kv = _empty(num_pages + 1, 2, 2, page_size, kv_heads, size, dtype=dtype)
+    rows, scale = len(batch.positions), 1 / math.sqrt(size)
+    sinks = _normal(random, kv_heads * group) if random.random() < 0.25 else None
+    q = _normal(random, rows, kv_heads * group, size, dtype=dtype)
+    keys, values = [], []
+    k_rows, v_rows = _empty(rows, kv_heads, size, dtype=dtype), _empty(rows, kv_heads, size, dtype=dtype)
+    for r, (start, stop) in enumerate(spans):
+        k, v = (_normal(random, stop, kv_heads, size, dtype=dtype) for _ in range(2))
+        tokens = np.arange(start)
+        pages = torch.from_numpy(batch.page_table[r, tokens // page_size]).long()
+        kv[pages, 1, :, torch.from_numpy(tokens % page_size)] = torch.stack((k[:start], v[:start]), dim=1)
+        at = int(batch.query_start[r])
+        k_rows[at : at + stop - start], v_rows[at : at + stop - start] = k[start:], v[start:]
+        keys.append(k.repeat_interleave(group, 1))
+        values.append(v.repeat_interleave(group, 1))
+    # The last row of a request may be a draft whose forward failed: rows before it must not notice.
+    broken = {int(batch.query_start[r + 1]) - 1 for r in range(len(spans)) if random.random() < 0.3}
+    for row in broken:
+        k_rows[row], v_rows[row] = (math.nan, math.inf) if random.random() < 0.5 else (math.inf, math.nan)
+    asked = AttnRows(q, k_rows, v_rows, scale, sinks)
+    with guard:
+        out = get_backend("paged_cpu", "cpu").write_and_attend(kv, 1, asked, batch, window or None)
+    for r, (start, _) in enumerate(spans):
+        begin, end = int(batch.query_start[r]), int(batch.query_start[r + 1])
+        num = end - begin - (end - 1 in broken)
+        if num:
+            total = start + num
+            made = _attend(q[begin : begin + num], keys[r][:total], values[r][:total], scale, window, sinks)
+            _compare(out[begin : begin + num], made[0], dtype, made[1], size + total)
+
+
+def latent(random: Random) -> None:
+    """Absorbed latent attention over one plane, or over latents and rope keys in two."""
+    dtype, heads = _dtype(random), int(random.integers(1, 9))
+    width, rope = int(random.choice([8, 16, 20, 32, 64])), int(random.choice([4, 8, 16, 32]))
+    page_size = int(random.choice([1, 5, 16, 32]))
+    batch, spans, num_pages = _batch(random, page_size, 120)
+    widths = (width + rope,) if random.random() < 0.5 else (width, rope)
+    planes = [_empty(num_pages + 1, 2, page_size, 1, w, dtype=dtype) for w in widths]
+    rows, scale = len(batch.positions), 1 / math.sqrt(width + rope)
+    q = _normal(random, rows, heads, width + rope, dtype=dtype)
+    kept, broken = [], []
+    tokens = np.arange(max(stop for _, stop in spans))
+    for r, (start, stop) in enumerate(spans):
+        k = _normal(random, stop, width + rope, dtype=dtype)
+        broken.append(stop - start > 1 and random.random() < 0.3)
+        if broken[-1]:
+            k[-1] = math.nan
+        pages, slots = batch.page_table[r, tokens[:stop] // page_size], tokens[:stop] % page_size
+        for plane, part in zip(planes, k.split(list(widths), dim=1), strict=True):
+            plane[torch.from_numpy(pages).long(), 1, torch.from_numpy(slots), 0] = part
+        kept.append(k)
+    with guard:
+        out = absorbed(planes, 1, q, width, scale, batch)
+    for r, (start, stop) in enumerate(spans):
+        begin, num = int(batch.query_start[r]), stop - start - broken[r]
+        k = kept[r][: start + num, None].expand(-1, heads, -1)
+        made = _attend(q[begin : begin + num], k, k[..., :width], scale, 0, None)
+        _compare(out[begin : begin + num], made[0], dtype, made[1], width + rope + stop)
+
+
+def rows(random: Random) -> None:
+    """Norms, gates and rotations of `cpu_rows`."""
+    dtype, count, size = _dtype(random), int(random.integers(1, 70)), int(random.integers(1, 200))
+    x, weight = _normal(random, count, size, dtype=dtype), _normal(random, size, dtype=dtype)
+    if count > 1 and random.random() < 0.3:
+        x[-1] = math.nan
+    eps = 1e-5
+    delta = _normal(random, count, size, dtype=dtype)
+    total = x + delta
+    with guard:
+        normed_x = cpu_rows.rms_norm(x, weight, np.float32(eps))
+        normed_total = cpu_rows.add_rms_norm(x, delta, weight, np.float32(eps))[1]
+    for source, made in ((x, normed_x), (total, normed_total)):
+        wide = source.double()
+        normed = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(dtype).double()
+        expected = normed * weight.double()
+        fine = ~expected.isnan().any(dim=1)
+        # The normed row is rounded once before it is multiplied; either neighbour may be right.
+        magnitude = expected.abs()[fine] * (2.0**15 if dtype is torch.bfloat16 else 4.0)
+        _compare(made[fine], expected[fine], dtype, magnitude, size)
+    gates = _normal(random, count, 2 * size, dtype=dtype)
+    wide = gates.double()
+    expected = F.silu(wide[:, :size]) * wide[:, size:]
+    with guard:
+        made = cpu_rows.silu_mul(gates)
+    _compare(made, expected, dtype, expected.abs(), 16)
+    half, num_heads = int(random.integers(1, 40)), int(random.integers(1, 6))
+    heads = _normal(random, count, num_heads, 2 * half + int(random.integers(0, 5)), dtype=dtype)
+    turned = int(random.integers(1, num_heads + 1))
+    cos, sin = _normal(random, count, 1, half, dtype=dtype), _normal(random, count, 1, half, dtype=dtype)
+    before = heads.double()
+    with guard:
+        cpu_rows.rotate_in_place(heads, turned, cos, sin)
+    first, second = before[:, :turned, :half], before[:, :turned, half : 2 * half]
+    expected = before.clone()
+    expected[:, :turned, :half] = first * cos.double() - second * sin.double()
+    expected[:, :turned, half : 2 * half] = second * cos.double() + first * sin.double()
+    largest = (1 + before.abs().amax()) * (1 + cos.double().abs().amax() + sin.double().abs().amax())
+    _compare(heads, expected, dtype, largest * (2.0**14 if dtype is torch.bfloat16 else 4.0), 2)
+
+
+def wide(random: Random) -> None:
+    """The kernels of `cpu_kernels`: wide norms, gelu and clamped gates, sigmoids."""
+    dtype, count, size = _dtype(random), int(random.integers(1, 40)), int(random.integers(1, 150))
+    x, weight = _normal(random, count, size, dtype=dtype), _normal(random, size)
+    offset, eps = float(random.integers(2)), 1e-6
+    expected = x.double() * torch.rsqrt(x.double().pow(2).mean(-1, keepdim=True) + eps) * (offset + weight.double())
+    with guard:
+        made = cpu_kernels.rms_norm_wide(x, weight, np.float32(offset), np.float32(eps))
+    magnitude = x.double().abs() * (offset + weight.double().abs()) * 4
+    _compare(made, expected, dtype, magnitude + expected.abs(), size)
+    gates = _normal(random, count, 2 * size, dtype=dtype) * 3
+    both = gates.double()
+    expected = F.gelu(both[:, :size], approximate="tanh") * both[:, size:]
+    magnitude = 64 * (both[:, :size].abs() * both[:, size:].abs() + expected.abs())
+    with guard:
+        made = cpu_kernels.gelu_mul(gates)
+    _compare(made, expected, dtype, magnitude, 16)
+    alpha, limit = 1.702, 2.5
+    gate, up = both[:, ::2].clamp(max=limit), both[:, 1::2].clamp(-limit, limit)
+    expected = (up + 1) * gate * torch.sigmoid(alpha * gate)
+    with guard:
+        made = cpu_kernels.clamped_glu(gates, alpha, limit)
+    _compare(made, expected, dtype, 4 * gate.abs() * (1 + up.abs()), 16)
+    some = _normal(random, count, size) * 8
+    with guard:
+        made = cpu_kernels.sigmoid(some)
+    _compare(made, torch.sigmoid(some.double()), torch.float32, 4.0, 1)
+
+
+def products(random: Random) -> None:
+    """A few rows of bfloat16 times a weight in oneDNN's blocked layout."""
+    count, outputs = int(random.integers(1, 65)), 64 * int(random.integers(1, 6))
+    columns = 2 * int(random.integers(1, 700))
+    x, weight = (_normal(random, n, columns, dtype=torch.bfloat16) for n in (count, outputs))
+    blocked = weight.view(-1, 64, columns // 2, 2).permute(0, 2, 1, 3).contiguous()
+    bias = _normal(random, outputs, dtype=torch.bfloat16) if random.random() < 0.5 else None
+    if count > 1 and random.random() < 0.3:
+        x[-1] = math.nan
+    with guard:
+        made = cpu_products.multiply(x, blocked.data_ptr(), outputs, bias)
+    expected = x.double() @ weight.double().T
+    if bias is not None:
+        expected += bias.double()
+    magnitude = x.double().abs() @ weight.double().abs().T
+    fine = ~expected.isnan().any(dim=1)
+    _compare(made[fine], expected[fine], torch.bfloat16, magnitude[fine], columns)
+
+
+def states(random: Random) -> None:
+    """Convolution, scan and gated norms of Mamba-2."""
+    groups, size, width = int(random.integers(1, 3)), int(random.integers(1, 20)), int(random.integers(1, 20))
+    heads, taps, dtype = groups * int(random.integers(1, 4)), int(random.integers(2, 5)), _dtype(random)
+    counts = [int(random.integers(1, 12)) for _ in range(int(random.integers(1, 4)))]
+    starts = np.cumsum([0, *counts]).astype(np.int32)
+    total, inner, channels = int(starts[-1]), heads * size, heads * size + 2 * groups * width
+    rows_TX = _normal(random, total, inner + channels + heads, dtype=dtype)
+    conv = _normal(random, len(counts), channels, taps - 1, dtype=dtype)
+    weight_KC, bias_C = _normal(random, taps, channels), _normal(random, channels)
+    mixed = _empty(total, channels)
+    with guard:
+        mamba2_cpu.convolve(array(rows_TX), inner, array(conv), array(weight_KC), array(bias_C), starts, array(mixed))
+    kept = np.flatnonzero(random.random(total) < 0.5).astype(np.int64)
+    last = _empty(len(kept), channels, taps - 1, dtype=dtype)
+    with guard:
+        mamba2_cpu.last_inputs(array(rows_TX), inner, array(conv), starts, kept, array(last))
+    state = _normal(random, len(counts), heads, width * size)
+    rate, dt_bias, skip = -_normal(random, heads).abs(), _normal(random, heads), _normal(random, heads)
+    out, kept_states = _empty(total, inner), _empty(len(kept), heads, width * size)
+    before = state.double().clone()
+    with guard:
+        mamba2_cpu.scan(
+            array(rows_TX), inner + channels, array(mixed), groups, array(state), array(rate), array(dt_bias),
+            array(skip), starts, kept, array(out), array(kept_states),
+        )  # fmt: skip
+    place = {int(row): i for i, row in enumerate(kept)}
+    for r, count in enumerate(counts):
+        begin = int(starts[r])
+        inputs = torch.cat((conv[r].double(), rows_TX[begin : begin + count, inner : inner + channels].double().T), 1)
+        s, grown = before[r].view(heads, width, size).clone(), before[r].abs().amax()
+        for t in range(count):
+            taken = inputs[:, t : t + taps]
+            plain = bias_C.double() + (taken * weight_KC.double().T).sum(1)
+            reach = bias_C.double().abs() + (taken.abs() * weight_KC.double().T.abs()).sum(1)
+            _compare(mixed[begin + t], F.silu(plain), torch.float32, 4 * reach, taps)
+            row = mixed[begin + t].double()
+            dt = F.softplus(rows_TX[begin + t, inner + channels :].double() + dt_bias.double())
+            x = row[:inner].view(heads, size)
+            b, c = (
+                row[inner + i * groups * width :][: groups * width]
+                .view(groups, width)
+                .repeat_interleave(heads // groups, 0)
+                for i in range(2)
+            )
+            s = s * (dt * rate.double()).exp()[:, None, None] + b[:, :, None] * (x * dt[:, None])[:, None]
+            grown = torch.maximum(grown, s.abs().amax())
+            y = (s * c[:, :, None]).sum(1) + x * skip.double()[:, None]
+            magnitude = 16 * (1 + grown * (1 + c.abs().amax()) * width + x.abs().amax() * skip.double().abs().amax())
+            _compare(out[begin + t], y.flatten(), torch.float32, magnitude, count * width)
+            if (i := place.get(begin + t)) is not None:
+                _compare(kept_states[i], s.flatten(1), torch.float32, 16 * (1 + grown), count)
+                if not torch.equal(last[i].double(), inputs[:, t + 1 : t + taps]):
+                    raise AssertionError("the convolution's state is not its last inputs")
+    _gated(random, dtype)
+
+
+def _gated(random: Random, dtype: torch.dtype) -> None:
+    count, groups, size = int(random.integers(1, 20)), int(random.integers(1, 4)), int(random.integers(1, 40))
+    y, rows_TX = _normal(random, count, groups * size), _normal(random, count, groups * size + 3, dtype=dtype)
+    weight = _normal(random, groups * size, dtype=dtype)
+    out, eps = _empty(count, groups * size, dtype=dtype), 1e-5
+    with guard:
+        mamba2_cpu.gated_norm(array(y), array(rows_TX), array(weight), groups, np.float32(eps), array(out))
+    gated = (y.double() * F.silu(rows_TX[:, : groups * size].double())).view(count, groups, size)
+    squares = gated.pow(2).mean(-1, keepdim=True)
+    expected = (gated * torch.rsqrt(squares + eps)).flatten(1) * weight.double()
+    _compare(out, expected, dtype, 8 * weight.double().abs() * size, size)
+    made, sums = _empty(count, groups * size), _empty(count, groups)
+    with guard:
+        mamba2_cpu.gated_squares(array(y), array(rows_TX), array(made), array(sums))
+    _compare(made, gated.flatten(1), torch.float32, 8 * y.double().abs(), 4)
+    _compare(sums, gated.pow(2).sum(-1), torch.float32, 8 * gated.pow(2).sum(-1), size)
+    factors = torch.rsqrt(squares[..., 0] + eps).float()
+    with guard:
+        mamba2_cpu.scaled(array(made), array(factors), array(weight), array(out))
+    expected = (made.double().view(count, groups, size) * factors.double()[..., None]).flatten(1) * weight.double()
+    _compare(out, expected, dtype, 8 * expected.abs(), 2)
+
+
+def copies(random: Random) -> None:
+    """Copies of byte runs: every run arrives, and no other byte changes."""
+    lengths = random.integers(1, int(random.choice([40, 600, 9000])), int(random.integers(1, 40)))
+    gaps = random.integers(0, 50, len(lengths) + 1)
+    begins = np.cumsum(lengths + gaps[:-1]) - lengths
+    total = int(begins[-1] + lengths[-1] + gaps[-1])
+    with guard:
+        source = random.integers(0, 256, total, dtype=np.uint8)
+        dest = random.integers(0, 256, total, dtype=np.uint8)
+    order = random.permutation(len(lengths))
+    # Runs of equal length may change places.
+    from_begins = begins.copy()
+    for length in np.unique(lengths):
+        alike = np.flatnonzero(lengths == length)
+        from_begins[alike] = begins[random.permutation(alike)]
+    expected = dest.copy()
+    for a, b, n in zip(from_begins, begins, lengths, strict=True):
+        expected[b : b + n] = source[a : a + n]
+    runs = CopyList(
+        0, 0, *(np.ascontiguousarray(part[order], dtype=np.int64) for part in (from_begins, begins, lengths))
+    )
+    flags = np.zeros(2, dtype=np.int64)
+    if copy_runs(source, dest, runs, flags) != len(lengths) or not np.array_equal(dest, expected):
+        raise AssertionError("bytes differ")
+
+
+FAMILIES: dict[str, Callable[[Random], None]] = {
+    "paged": paged,
+    "latent": latent,
+    "rows": rows,
+    "wide": wide,
+    "states": states,
+    "copies": copies,
+    **({"products": products} if HAS_PAIRS else {}),
+}
