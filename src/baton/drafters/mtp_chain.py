@@ -69,7 +69,6 @@ class MtpChain(Mtp):
         return Extended(last, torch.stack(carried, 1))
 
     def carried(self, extended: Extended) -> Tensor:
-        """See `ChainDrafter.carried`."""
         return extended.carried
 
     def draft(self, batch: DraftBatch, extended: Extended) -> list[list[int]]:  # type: ignore[override]
