@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gzip
 from collections.abc import AsyncIterator, Sequence
 
 import msgspec
@@ -96,6 +97,27 @@ async def test_what_follows_the_end_is_bounded() -> None:
     async with engine([last, *[b" " * 2**18] * 8]) as client:
         with pytest.raises(ProtocolError, match="larger than"):
             await chunks(client)
+
+
+async def test_compressed_answers_are_asked_for_by_nobody_and_not_decompressed() -> None:
+    """An engine's answer is bounded by the bytes that came, whatever it says that they are."""
+    asked: list[str | None] = []
+    body = gzip.compress(b" " * 2**22 + b"{}")
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        asked.append(request.headers.get("Accept-Encoding"))
+        return web.Response(body=body, headers={"Content-Encoding": "gzip"})
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", answer)
+    async with served(app) as url, new_session() as session:
+        client = BatonClient(session, url, RouterTimers())
+        for call in (client.info(), client.metrics_text(), chunks(client)):
+            with pytest.raises(
+                (ProtocolError, EngineUnavailableError), match=r"malformed|not a Baton engine|no text|mid-stream"
+            ):
+                await call
+    assert asked == ["identity"] * 3
 
 
 async def test_a_refusal_keeps_its_message_in_however_many_pieces() -> None:

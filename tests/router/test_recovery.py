@@ -17,13 +17,16 @@ from aiohttp import web
 
 from baton.errors import EngineLostError, EngineStalledError, HandoffError, ProtocolError
 from baton.router import RouterConfig, build_app
+from baton.router.client import BatonClient, new_session
 from baton.router.join import Joined
+from baton.router.pool import EnginePool
 from baton.router.timers import RouterTimers
 from baton.server import build_app as build_engine_app
 from baton.text import Tokenizer
+from baton.timeouts import timeout
 from baton.wire import EngineLoad, GenerateRequest, SamplingParams, TokenChunk, TokenLogprobs
 from tests.server import fake_serving
-from tests.server.fake_serving import KEY, FakeEngine, served, status_of, until
+from tests.server.fake_serving import ADMIN, ADMIN_TOKEN, KEY, FakeEngine, served, status_of, until
 
 # Engines and router share one loop, which other tests may hold up for a while.
 QUICK = RouterTimers(check=0.05, answer=0.5, lease=1.5, patience=1.0)
@@ -281,6 +284,52 @@ async def test_a_silent_decode_engine_loses_its_legs_with_its_lease(directory: P
         for _ in range(2):
             assert (await complete(session, url))[0] == 200
         assert len(cluster.decodes[0].requests) == before + 1
+
+
+@pytest.mark.parametrize("how", ["remove", "drain"])
+async def test_an_engine_that_falls_silent_after_it_was_removed_loses_its_legs(directory: Path, how: str) -> None:
+    """However it was removed, it is watched until its last leg has ended."""
+    cluster = Cluster(directory)
+    for engine in cluster.decodes:
+        engine.step_s = 0.05
+    async with cluster.run(admin_token=ADMIN_TOKEN) as (url, session):
+        asked = asyncio.create_task(complete(session, url))
+        await until(lambda: cluster.decodes[0].running == 1)
+        removed = (await status_of(session, url))["engines"][2]["url"]
+        async with session.post(f"{url}/instances/{how}", json={"url": removed}, headers=ADMIN) as response:
+            assert response.status == 200
+        cluster.decodes[0].step_s = 1e3
+        cluster.stop(cluster.decodes[0])
+        async with timeout(60):
+            status, answer = await asked
+        assert status == 200, answer
+        assert bare(answer) == await expected_answer(directory, session)
+        assert len(cluster.decodes[1].requests) == 1
+
+
+async def test_a_removed_engine_is_asked_while_it_has_legs(directory: Path) -> None:
+    """Also while it has one of a request that had begun before, which goes on there after it was idle."""
+    app = build_engine_app(FakeEngine(directory), Tokenizer.load(directory))
+    async with served(app) as url, new_session() as session:
+        pool = EnginePool(session, lambda *args: BatonClient(*args[:3]), timers=QUICK)
+        engine = await pool.add(url, "both")
+        watching = asyncio.create_task(pool.watch())
+        pool.remove(url)
+        await until(lambda: not pool._asking)
+
+        async def asked() -> bool:
+            before = engine.answered
+            for _ in range(4):
+                await asyncio.sleep(QUICK.check)
+            return engine.answered > before
+
+        assert not await asked()
+        with engine.leg(lambda error: None):
+            await until(lambda: engine in pool._asking)
+        await until(lambda: not pool._asking)
+        assert not await asked()
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
 
 
 async def test_a_silent_engine_gets_new_requests_only_for_want_of_another(directory: Path) -> None:

@@ -11,9 +11,11 @@ import msgspec
 import pytest
 
 from baton.router import RouterConfig, build_app
+from baton.router import room as room_module
 from baton.router.room import Room
 from baton.server import build_app as build_engine_app
 from baton.text import Tokenizer
+from baton.timeouts import timeout
 from tests.server.fake_serving import KEY, FakeEngine, complete, served
 
 
@@ -39,7 +41,7 @@ async def test_first_come_first_served_and_never_more() -> None:
     assert len(begun) >= 40 - len(leaving)
     assert most == 2
     assert room.num_running == 0
-    async with asyncio.timeout(0.1), room.place():
+    async with timeout(5), room.place():
         pass
 
 
@@ -56,6 +58,36 @@ async def test_room_that_comes_later_is_taken(later: int | None) -> None:
         await asyncio.wait_for(waiting, 60)
         assert room.num_running == 2
     await other.__aexit__(None, None, None)
+
+
+@pytest.mark.parametrize("turns", range(5))
+@pytest.mark.parametrize("wakes", ["room", "time"])
+async def test_who_leaves_as_its_turn_comes_has_left(turns: int, wakes: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cancellation that meets room, or the time at which it is looked for again, is not lost."""
+    if wakes == "time":
+        monkeypatch.setattr(room_module, "_LOOK_AGAIN_S", 0.0)
+    room = Room(lambda: 1)
+    entered = False
+
+    async def request() -> None:
+        nonlocal entered
+        async with room.place():
+            entered = True
+            await asyncio.sleep(3600)
+
+    first = room.place()
+    await first.__aenter__()
+    task = asyncio.create_task(request())
+    await asyncio.sleep(0.01)
+    await first.__aexit__(None, None, None)
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait({task}, timeout=5)
+    assert task.cancelled()
+    assert room.num_running == 0
+    async with timeout(5), room.place():
+        pass
 
 
 async def test_who_waits_has_begun_nowhere(directory: Path) -> None:

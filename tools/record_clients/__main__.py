@@ -28,6 +28,7 @@ import aiohttp
 from aiohttp import web
 
 from baton.openai.serving import bind, served, url_of
+from baton.timeouts import timeout
 from tests.clients.deployments import before_vllm
 
 HERE = Path(__file__).parent
@@ -97,7 +98,8 @@ async def record(url: str, client: str, python: Path) -> Recorder:
             env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
         )
         try:
-            said, _ = await asyncio.wait_for(process.communicate(), LIMIT_S)
+            async with timeout(LIMIT_S):
+                said, _ = await process.communicate()
         except asyncio.TimeoutError:
             process.kill()
             raise RuntimeError(f"{client} took more than {LIMIT_S} s") from None

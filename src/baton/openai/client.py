@@ -25,6 +25,8 @@ from baton.openai.answers import ChatCompletion, Completion, Model, Models, deco
 from baton.wire import TokenId
 
 MAX_BODY_BYTES = 32 * 2**20
+# Compressed bodies would make the limits on their size meaningless: clients ask for none, and decode none.
+PLAIN = {"Accept-Encoding": "identity"}
 _MAX_REFUSAL_BYTES = 2**16
 _EVENT, _DONE = b"data:", b"[DONE]"
 
@@ -106,8 +108,7 @@ async def connected(
     url: str, timeout_s: float | None = None, api_key: str | None = None
 ) -> AsyncIterator[OpenAIClient]:
     """A client with a session of its own. `timeout_s` bounds one request with its answer; None: nothing does."""
-    # Compressed bodies would make the limit on their size meaningless.
-    headers = {"Accept-Encoding": "identity"}
+    headers = dict(PLAIN)
     if api_key is not None:
         headers["Authorization"] = f"Bearer {api_key}"
     timeout = aiohttp.ClientTimeout(total=timeout_s)

@@ -73,7 +73,12 @@ async def served(app: web.Application, listener: socket.socket) -> AsyncIterator
 
         def connection() -> ClientConnection:
             return ClientConnection(
-                manager, limits.head_s, access_log=None, keepalive_timeout=limits.keep_alive_s, lingering_time=2.0
+                manager,
+                limits.head_s,
+                access_log=None,
+                keepalive_timeout=limits.keep_alive_s,
+                lingering_time=2.0,
+                auto_decompress=False,  # aiohttp would do it as bytes come, before any key or route is looked at
             )
 
         server = await asyncio.get_running_loop().create_server(connection, sock=listener, ssl=app.get(TLS))

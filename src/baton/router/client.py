@@ -21,7 +21,7 @@ from baton.errors import (
     RequestError,
 )
 from baton.openai.answers import decode, read_error
-from baton.openai.client import describe, failures, read_body, read_refusal
+from baton.openai.client import PLAIN, describe, failures, read_body, read_refusal
 from baton.openai.errors import DRAINING, ENGINE_STALLED
 from baton.openai.tracing import TRACE
 from baton.router.address import split_rank
@@ -39,10 +39,12 @@ T = TypeVar("T")
 
 
 def new_session() -> aiohttp.ClientSession:
-    """Return a session for `EngineClient`s: unlimited connections, no cookies."""
+    """Return a session for `EngineClient`s: unlimited connections, no cookies, no compressed answers."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=30),
         cookie_jar=aiohttp.DummyCookieJar(),
+        headers=PLAIN,
+        auto_decompress=False,
         trust_env=False,
     )
 

@@ -62,6 +62,7 @@ class PooledEngine:
     draining: bool = False
     leaving: bool = False
     known: KnownPrefixes = field(default_factory=KnownPrefixes)
+    when_busy: Callable[[], None] = lambda: None
     when_idle: Callable[[], None] = lambda: None
     _on_lost: list[OnLost] = field(default_factory=list)
 
@@ -85,6 +86,7 @@ class PooledEngine:
         """Count one leg while it runs; `on_lost` is called when the engine is given up."""
         self.num_inflight += 1
         self._on_lost.append(on_lost)
+        self.when_busy()
         try:
             yield
         finally:
@@ -120,6 +122,7 @@ class EnginePool:
         self._policy = policy
         self._tokenizer_dir, self._chat_template = tokenizer_dir, chat_template
         self._engines: dict[str, PooledEngine] = {}
+        self._removed: set[PooledEngine] = set()  # those with legs
         self._turn = 0
         self._model: ServedModel | None = None
         self._asking: dict[PooledEngine, asyncio.Task[None]] = {}
@@ -158,10 +161,12 @@ class EnginePool:
         return engine
 
     def remove(self, url: str) -> PooledEngine:
-        """Remove an engine: it gets no new requests, and running ones end normally. `RequestError` if unknown."""
+        """Remove an engine: it gets no new requests, and running ones end normally, or go on elsewhere where it falls
+        silent. Raises `RequestError` if it is unknown."""
         engine = self._engines.pop(checked_url(url), None)
         if engine is None:
             raise RequestError(f"{url} is not an engine of this router", "url")
+        self._part(engine)
         return engine
 
     def drain(self, url: str) -> PooledEngine:
@@ -174,7 +179,7 @@ class EnginePool:
             engine.evict(EngineLostError(f"engine {engine.url} is drained in a hurry"))
         engine.draining = engine.leaving = True
         if not engine.num_inflight:
-            del self._engines[engine.url]
+            self._left(engine)
         else:
             engine.when_idle = lambda: self._left(engine)
         return engine
@@ -182,6 +187,15 @@ class EnginePool:
     def _left(self, engine: PooledEngine) -> None:
         if self._engines.get(engine.url) is engine:
             del self._engines[engine.url]
+        self._part(engine)
+
+    def _part(self, engine: PooledEngine) -> None:
+        """Have a removed engine watched while it has legs. Of a request that has begun, one may begin yet."""
+        engine.leaving = True
+        engine.when_busy = lambda: self._removed.add(engine)
+        engine.when_idle = lambda: self._removed.discard(engine)
+        if engine.num_inflight:
+            engine.when_busy()
 
     def usable(self, healthy: bool) -> list[PooledEngine]:
         """The engines that may get requests: the `healthy`, or those that were silent when last asked."""
@@ -213,10 +227,11 @@ class EnginePool:
         await asyncio.shield(self._ask(engine))
 
     async def watch(self) -> None:
-        """Refresh all engines, for ever. One that is silent does not keep the others waiting."""
+        """Refresh all engines, for ever, and those that were removed until their last leg has ended. One that is silent
+        does not keep the others waiting."""
         try:
             while True:
-                for engine in self.engines:
+                for engine in (*self.engines, *self._removed):
                     self._ask(engine)
                 await asyncio.sleep(self.timers.check)
         finally:

@@ -49,8 +49,12 @@ class Room:
         try:
             while self._waiting[0] is not mine or not self._has_room():
                 mine.clear()
-                with contextlib.suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(mine.wait(), _LOOK_AGAIN_S)
+                # A timer, not a timeout: nothing here can take a client that leaves for time that has passed.
+                timer = asyncio.get_running_loop().call_later(_LOOK_AGAIN_S, mine.set)
+                try:
+                    await mine.wait()
+                finally:
+                    timer.cancel()
         except BaseException:
             self._waiting.remove(mine)
             self._wake()
