@@ -1,11 +1,41 @@
-"""Whether two engines may hand over to each other, by the facts that each tells of itself."""
+"""Which engines belong together, by the facts that each tells of itself: whether two may hand over to each other, and
+whether a stream of tokens that one began may go on at another."""
 
 from __future__ import annotations
 
+import functools
+import hashlib
 from collections.abc import Mapping
+
+import msgspec
 
 _DRAFT_FACTS = ("drafter.", "group.draft")
 _DRAFT_KV, _NUM_DRAFTS, _VERIFIER = "drafter.kv", "drafter.num_speculative_tokens", "drafter.verifier"
+_METHOD = "drafter.method"
+
+
+def facts_of(fingerprint: str) -> dict[str, object]:
+    """The facts in a fingerprint: a JSON object, or any other text, which is then one fact."""
+    try:
+        return msgspec.json.decode(fingerprint, type=dict[str, object])
+    except msgspec.DecodeError:
+        return {"fingerprint": fingerprint}
+
+
+def token_facts(fingerprint: str) -> dict[str, object]:
+    """The facts that decide tokens. Those of the drafter are among them unless the `coupled` verifier makes the output
+    independent of drafts (the rejection samplers of Baton and of vLLM do not)."""
+    facts = facts_of(fingerprint)
+    if facts.get(_METHOD, "none") != "none" and facts.get(_VERIFIER) != "coupled":
+        return facts
+    return {name: value for name, value in facts.items() if not name.startswith(_DRAFT_FACTS)}
+
+
+@functools.lru_cache(maxsize=256)
+def token_identity(fingerprint: str) -> str:
+    """A digest of `token_facts`, 32 hex digits: engines with equal ones give a request the same tokens."""
+    text = msgspec.json.encode(token_facts(fingerprint), order="deterministic")
+    return hashlib.blake2b(text, digest_size=16).hexdigest()
 
 
 def differing_facts(

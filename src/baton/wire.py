@@ -210,7 +210,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     `num_prompt_tokens` counts the client's prompt: on a resumed request (`prompt_token_ids` ends with tokens
     already sent) it is smaller than the list, so that penalties, limits and positions do not shift. Requests share KV
     of equal prefixes only with those of the same `cache_salt`. An engine that lacks the KV of more than
-    `max_prefill_tokens` of its tokens declines it as `prefix_missing`; None: it computes them.
+    `max_prefill_tokens` of its tokens declines it as `prefix_missing`; None: it computes them. An engine with another
+    `identity` (`comparison.token_identity`) than the request's refuses it; None: any engine takes it.
     """
 
     request_id: RequestId
@@ -220,6 +221,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     handoff: HandoffParams | None = None
     cache_salt: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_CACHE_SALT_CHARS)] | None = None
     max_prefill_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    identity: Annotated[str, msgspec.Meta(max_length=64)] | None = None
 
     @property
     def num_known(self) -> int:

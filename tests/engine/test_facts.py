@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from baton.comparison import token_identity
 from baton.engine import facts
 from baton.engine.build import build_engine
 from baton.engine.config import EngineConfig
+from baton.engine.requests import make_request
+from baton.errors import IncompatiblePeerError
 from baton.models.base import CausalLM
-from baton.wire import SamplingParams
+from baton.wire import GenerateRequest, SamplingParams
 from tests.engine.engines import TARGET, pair
 
 
@@ -59,3 +63,41 @@ def test_engines_that_compute_other_bits_are_incompatible(tmp_path: Path, monkey
         assert decoded.error is not None
         assert decoded.error.startswith("incompatible_peer: ")
         assert "numerics.probe: here 'of another', peer 'of one machine'" in decoded.error
+
+
+def test_end_tokens_and_the_grammar_library_are_facts(tmp_path: Path) -> None:
+    """They decide where an output ends, and which tokens it may have."""
+    model = tmp_path / "model"
+    shutil.copytree(TARGET, model)
+    (model / "generation_config.json").write_text('{"eos_token_id": [5, 3]}')
+    engine = build_engine(EngineConfig(model=str(model)), lambda *chunk: None)
+    try:
+        found, mine = json.loads(engine.info.fingerprint), facts_of()
+        assert found["output.eos_token_ids"] == repr(sorted(engine.info.eos_token_ids))
+        assert {name for name in found if found[name] != mine[name]} == {"output.eos_token_ids"}
+        assert found["output.grammars"].startswith("llguidance ")
+    finally:
+        engine.close()
+
+
+def test_an_engine_refuses_what_was_planned_for_another() -> None:
+    engine = build_engine(EngineConfig(model=TARGET, max_model_len=64), lambda *chunk: None)
+    try:
+        own = token_identity(engine.info.fingerprint)
+
+        def ask(identity: str | None, max_tokens: int = 8) -> None:
+            params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+            make_request(
+                engine,
+                GenerateRequest(request_id="r", prompt_token_ids=[1, 2], sampling_params=params, identity=identity),
+            )
+
+        ask(own)
+        ask(None, 80)  # whoever names no identity gets this engine's own end
+        with pytest.raises(IncompatiblePeerError, match="identity"):
+            ask("0" * 32)
+        ask(own, 62)
+        with pytest.raises(IncompatiblePeerError, match="max_model_len: here 64, peer 'at least 65'"):
+            ask(own, 63)
+    finally:
+        engine.close()

@@ -122,7 +122,8 @@ class AsyncEngine:
         """Yield the request's chunks; closing the generator early aborts the request.
 
         Raises RequestError for a request that is refused, EngineUnavailableError when the engine is down or hangs,
-        OverloadedError when too many wait for their first token already.
+        OverloadedError when too many wait for their first token already, ProtocolError for a ticket or an identity that
+        is not this engine's.
         """
         self._check_alive()
         if not self._thread.is_alive():

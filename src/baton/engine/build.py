@@ -130,7 +130,7 @@ def _build(
     followers.share(pool, drafter.aux_layers if drafter is not None else ())
     backend = get_backend(config.attention_backend, config.device)
     spec = config.speculative_config
-    facts = engine_facts(config, loaded.hf_config, whole, own, model, drafter, backend)
+    facts = engine_facts(config, loaded.hf_config, whole, own, model, drafter, backend, loaded.tokenizer.eos_token_ids)
     followers.answered()
     local = LocalExecutor(ModelRunner(model, drafter, own, pool.kv, backend, device, loaded.grammars))
     spec_of_all = plan_spec(whole, drafter)

@@ -1,4 +1,7 @@
-"""The facts of an engine that must be equal on P and D, by name, as compared in HELLO. Page sizes may differ."""
+"""The facts of an engine that must be equal on P and D, by name, as compared in HELLO and by routers.
+
+They cover every setting that may change a token, or where an output ends. Page sizes may differ.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,8 @@ from baton.engine.plan import one_request
 from baton.engine.runner import ModelRunner
 from baton.kv.spec import GroupSpec
 from baton.models.base import CausalLM
-from baton.models.loader import fingerprint
+from baton.models.loader import fingerprint, tokenizer_hash
+from baton.structured import LIBRARY
 
 # Raised whenever the same request may get other tokens than before.
 SAMPLER_VERSION = "2"
@@ -34,6 +38,7 @@ def engine_facts(
     model: CausalLM,
     drafter: Drafter | None,
     backend: AttentionBackend,
+    eos_token_ids: Sequence[int],
 ) -> dict[str, str]:
     """Every fact by its name. `whole` are the groups over all ranks, `groups` this rank's.
 
@@ -48,7 +53,9 @@ def engine_facts(
         "model.rope": repr(
             (hf_config.get("rope_theta"), hf_config.get("rope_scaling"), hf_config.get("rope_parameters"))
         ),
-        "model.tokenizer": _tokenizer_hash(Path(config.model)),
+        "model.tokenizer": tokenizer_hash(Path(config.model)),
+        "output.eos_token_ids": repr(sorted(set(eos_token_ids))),
+        "output.grammars": "none" if config.skip_tokenizer_init else LIBRARY,
         "sampler.version": SAMPLER_VERSION,
         "sampler.batch_invariant": str(config.batch_invariant),
         "drafter.method": spec.method if spec else "none",
@@ -93,11 +100,3 @@ def numeric_probe(model: CausalLM, groups: Sequence[GroupSpec], backend: Attenti
     for numbers in (logits, noise, np.exp(noise)):
         digest.update(np.ascontiguousarray(numbers).tobytes())
     return digest.hexdigest()
-
-
-def _tokenizer_hash(directory: Path) -> str:
-    digest = hashlib.sha256()
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        path = directory / name
-        digest.update(path.read_bytes() if path.exists() else b"")
-    return digest.hexdigest()[:16]

@@ -8,16 +8,17 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from baton.comparison import token_identity
 from baton.engine.bad_words import BadWords
 from baton.engine.request import Request
 from baton.engine.sampler import SamplerState
-from baton.errors import ForbiddenError, ProtocolError, RequestError, WrongEngineError
+from baton.errors import ForbiddenError, IncompatiblePeerError, ProtocolError, RequestError, WrongEngineError
 from baton.handoff.protocol.ticket import SignedTicket, request_digest
 from baton.log_limit import LogLimit
 from baton.structured import Matcher
 from baton.structured.source import PARAM
 from baton.text.bad_words import tokens_of
-from baton.wire import MIN_TEMPERATURE, GenerateRequest, LegRole
+from baton.wire import MIN_TEMPERATURE, EngineInfo, GenerateRequest, LegRole
 
 if TYPE_CHECKING:
     from baton.engine.build import Engine
@@ -29,10 +30,12 @@ log.addFilter(LogLimit())
 def make_request(engine: Engine, wire: GenerateRequest) -> Request:
     """Check a request and give it a seed where it needs one.
 
-    Raises RequestError naming the parameter, WrongEngineError where its ticket is for another engine.
+    Raises RequestError naming the parameter, WrongEngineError where its ticket is for another engine, and
+    IncompatiblePeerError where a router planned it for an engine with other settings.
     """
     info = engine.info
     params = wire.sampling_params.check(info.vocab_size)
+    check_identity(wire, info)
     prompt = wire.prompt_token_ids
     if not prompt:
         raise RequestError("prompt must have at least one token", "prompt")
@@ -69,6 +72,20 @@ def make_request(engine: Engine, wire: GenerateRequest) -> Request:
     sampler = SamplerState(params, prompt[:num_prompt], info.vocab_size, info.eos_token_ids, barred)
     sampler.advance(prompt[num_prompt:])
     return Request(wire, sampler, ticket, _matcher(engine, wire, prompt[num_prompt:]))
+
+
+def check_identity(wire: GenerateRequest, info: EngineInfo) -> None:
+    """Raise `IncompatiblePeerError` if an engine would give the request other tokens, or an earlier end, than the one
+    that a router planned it for. It may have restarted with other settings at the same URL."""
+    if wire.identity is None:
+        return
+    own = token_identity(info.fingerprint)
+    if wire.identity != own:
+        raise IncompatiblePeerError({"identity": (own, wire.identity)})
+    num_prompt = len(wire.prompt_token_ids) if wire.num_prompt_tokens is None else wire.num_prompt_tokens
+    needed = num_prompt + wire.sampling_params.max_tokens
+    if needed > info.max_model_len:
+        raise IncompatiblePeerError({"max_model_len": (info.max_model_len, f"at least {needed}")})
 
 
 def _matcher(engine: Engine, wire: GenerateRequest, known: list[int]) -> Matcher | None:

@@ -32,6 +32,14 @@ _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 # Written by other tools, without influence on any result.
 _CONFIG_NOISE = ("_name_or_path", "transformers_version", "use_cache")
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
 _READ_SIZE = 1 << 22
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"(.+\.experts\.\d+)\.")
@@ -295,3 +303,13 @@ def fingerprint(path: str | Path) -> str:
             while chunk := stream.read(_READ_SIZE):
                 digest.update(chunk)
     return digest.hexdigest()
+
+
+def tokenizer_hash(directory: Path) -> str:
+    """16 hex digits of the files from which text becomes tokens, and messages become text."""
+    digest = hashlib.sha256()
+    for name in _TOKENIZER_FILES:
+        path = directory / name
+        content = path.read_bytes() if path.exists() else b""
+        digest.update(f"\0{name}\0{len(content)}\0".encode() + content)
+    return digest.hexdigest()[:16]

@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from baton.comparison import token_identity
 from baton.text import Tokenizer
 from baton.wire import EngineInfo, GenerateRequest, Mode, SamplingParams, TokenChunk
 
@@ -13,7 +14,8 @@ from baton.wire import EngineInfo, GenerateRequest, Mode, SamplingParams, TokenC
 @dataclass(frozen=True, slots=True)
 class ServedModel:
     """The model behind a backend, as far as the API needs it. Lengths are in tokens. `default_seed`: that of requests
-    without one, None for a new one each."""
+    without one, None for a new one each. `identity`: the `comparison.token_identity` of the engines that may serve
+    requests which were prepared with this model's tokenizer and limits; None for any."""
 
     name: str
     tokenizer: Tokenizer
@@ -21,12 +23,14 @@ class ServedModel:
     vocab_size: int
     num_speculative_tokens: int
     default_seed: int | None = None
+    identity: str | None = None
 
     @classmethod
     def of(cls, info: EngineInfo, tokenizer: Tokenizer) -> ServedModel:
         """The model of an engine."""
         length, drafts = info.max_model_len, info.num_speculative_tokens
-        return cls(info.model, tokenizer, length, info.vocab_size, drafts, info.default_seed)
+        identity = token_identity(info.fingerprint)
+        return cls(info.model, tokenizer, length, info.vocab_size, drafts, info.default_seed, identity)
 
 
 class Backend(Protocol):

@@ -145,6 +145,7 @@ def _plan(
                     prompt_token_ids=prompt,
                     sampling_params=own,
                     cache_salt=request.cache_salt,
+                    identity=model.identity,
                 )
             )
     options = request.stream_options

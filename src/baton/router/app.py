@@ -86,7 +86,11 @@ class _Known(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     url: str
 
 
-T = TypeVar("T", _Joining, _Known)
+class _Nothing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An empty object."""
+
+
+T = TypeVar("T", _Joining, _Known, _Nothing)
 
 
 async def build_app(config: RouterConfig) -> web.Application:
@@ -172,6 +176,12 @@ def _add_router_routes(app: web.Application, backend: RouterBackend, admin: Admi
         asked = await _body(request, _Known)
         return json_response(_describe(pool.remove(asked.url), None))
 
+    async def rebind(request: web.Request) -> web.StreamResponse:
+        admin.check(request)
+        await _body(request, _Nothing)
+        await pool.rebind()
+        return json_response(await _status(backend))
+
     async def drain(request: web.Request) -> web.StreamResponse:
         admin.check(request)
         asked = await _body(request, _Known)
@@ -182,6 +192,7 @@ def _add_router_routes(app: web.Application, backend: RouterBackend, admin: Admi
     app.router.add_post("/instances/add", add)
     app.router.add_post("/instances/remove", remove)
     app.router.add_post("/instances/drain", drain)
+    app.router.add_post("/instances/rebind", rebind)
 
 
 async def _body(request: web.Request, kind: type[T]) -> T:

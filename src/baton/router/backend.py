@@ -94,6 +94,7 @@ class RouterBackend:
         self, request: GenerateRequest, kv_mode: Mode | None = None, went: Callable[[str], None] | None = None
     ) -> AsyncGenerator[TokenChunk, None]:
         """Yield the request's chunks, over all attempts, once there is room. Raises the error of the last one."""
+        self.pool.bind()
         async with self._room.place(), contextlib.aclosing(self._attempts(request, kv_mode, went)) as chunks:
             async for chunk in chunks:
                 yield chunk
@@ -191,6 +192,11 @@ class RouterBackend:
                 return route
             if time.monotonic() >= deadline:
                 problems = [f"{e.url}: {e.problem}" for e in self.pool.engines if e.problem is not None]
+                problems += [
+                    f"{e.url}: serves something else than what the request began with"
+                    for e in self.pool.engines
+                    if e.problem is None and not e.may_serve(request)
+                ]
                 raise EngineUnavailableError("; ".join(["no engine can take the request now", *problems]))
             await asyncio.sleep(_PATIENCE_STEP_S)
 

@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import aiohttp
-import msgspec
 
-from baton.comparison import differing_facts
+from baton.comparison import differing_facts, facts_of, token_facts, token_identity
 from baton.errors import (
     BatonError,
     ConfigError,
@@ -32,7 +31,7 @@ from baton.router.client import EngineClient
 from baton.router.prefixes import KnownPrefixes
 from baton.router.timers import RouterTimers
 from baton.text import Tokenizer
-from baton.wire import EngineInfo, Role
+from baton.wire import EngineInfo, GenerateRequest, Role
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +71,19 @@ class PooledEngine:
         return self.client.url
 
     @property
+    def identity(self) -> str | None:
+        """What decides its tokens (`comparison.token_identity`); None while it has not been reached."""
+        return None if self.info is None else token_identity(self.info.fingerprint)
+
+    def may_serve(self, request: GenerateRequest) -> bool:
+        """Whether it would give the request the tokens, and the end, that it was planned with."""
+        if self.info is None or request.identity not in (None, self.identity):
+            return False
+        return len(request.prompt_token_ids) - request.num_known + request.sampling_params.max_tokens <= (
+            self.info.max_model_len
+        )
+
+    @property
     def healthy(self) -> bool:
         """Whether requests may be sent to it."""
         return self.problem is None and self.info is not None and not self.leaving
@@ -103,7 +115,12 @@ class PooledEngine:
 
 
 class EnginePool:
-    """The router's engines. One event loop; nothing here waits but `add`, `refresh` and `watch`."""
+    """The router's engines. One event loop; nothing here waits but `add`, `refresh` and `watch`.
+
+    With its first request the pool is bound to the engine that it serves: from then on an engine that disagrees in a
+    fact that decides tokens, or that has a shorter context, is refused by the name of what differs, whichever engines
+    are alive, until an operator calls `rebind`.
+    """
 
     def __init__(
         self,
@@ -125,6 +142,8 @@ class EnginePool:
         self._removed: set[PooledEngine] = set()  # those with legs
         self._turn = 0
         self._model: ServedModel | None = None
+        self._reference: EngineInfo | None = None  # the engine whose tokenizer `_model` has
+        self._bound_length: int | None = None
         self._asking: dict[PooledEngine, asyncio.Task[None]] = {}
 
     @property
@@ -137,9 +156,29 @@ class EnginePool:
         if self._model is None:
             raise EngineUnavailableError("no engine has been reached yet")
         infos = [e.info for e in self._engines.values() if e.info is not None]
-        length = min([self._model.max_model_len, *(info.max_model_len for info in infos)])
+        length = self._bound_length or min([self._model.max_model_len, *(info.max_model_len for info in infos)])
         drafts = max([self._model.num_speculative_tokens, *(info.num_speculative_tokens for info in infos)])
         return dataclasses.replace(self._model, max_model_len=length, num_speculative_tokens=drafts)
+
+    def bind(self) -> None:
+        """A request begins: what is served now is served until `rebind`. Raises as `model` does."""
+        if self._bound_length is None:
+            self._bound_length = self.model().max_model_len
+
+    @property
+    def bound(self) -> bool:
+        """Whether a request was served since the start, or since `rebind`."""
+        return self._bound_length is not None
+
+    async def rebind(self) -> None:
+        """Forget what was served, as the operator asked, and ask all engines who they are: the first that answers
+        decides what is served now. Requests that run stay with engines like those that they began on."""
+        self._model = self._reference = self._bound_length = None
+        for engine in self.engines:
+            engine.problem = "not asked yet what it serves now"
+        logger.warning("the pool's identity is cleared: the first engine that answers decides what is served")
+        for engine in self.engines:
+            await self.refresh(engine)
 
     async def add(self, url: str, role: Role) -> PooledEngine:
         """Add an engine. Where it does not answer yet, `watch` asks it again.
@@ -277,7 +316,18 @@ class EnginePool:
         if not info.token_api:
             raise ProtocolError(f"{engine.url} takes no router's requests: start it with --token-api")
         self._check_same_model(engine, info)
-        if self._model is None:
+        await self._adopt(engine, info)
+        if engine.info is None or engine.info.incarnation != info.incarnation:
+            engine.known = KnownPrefixes(info.prefix_step, info.kv_tokens)
+        engine.info, engine.problem = info, None
+        engine.draining = engine.leaving
+        engine.answered, engine.num_silent, engine.evicted = time.monotonic(), 0, False
+
+    async def _adopt(self, engine: PooledEngine, info: EngineInfo) -> None:
+        """Serve what this engine serves, if nothing else is."""
+        if self._reference is not None and self._is_alone(engine) and _differing(self._reference, info):
+            self._model = None
+        while self._model is None:
             directory = self._tokenizer_dir or info.model_path
             try:
                 load = functools.partial(Tokenizer.load, directory, chat_template=self._chat_template)
@@ -285,40 +335,41 @@ class EnginePool:
             except BatonError as error:
                 raise ConfigError("tokenizer", f"{error}; name its directory with --tokenizer") from None
             if self._model is None:
-                self._model = ServedModel.of(info, tokenizer)
-        if engine.info is None or engine.info.incarnation != info.incarnation:
-            engine.known = KnownPrefixes(info.prefix_step, info.kv_tokens)
-        engine.info, engine.problem = info, None
-        engine.draining = engine.leaving
-        engine.answered, engine.num_silent, engine.evicted = time.monotonic(), 0, False
+                self._model, self._reference = ServedModel.of(info, tokenizer), info
+        self._check_same_model(engine, info)  # another engine may have answered meanwhile
+
+    def _is_alone(self, engine: PooledEngine) -> bool:
+        """Whether no request was served, and no other engine is in use."""
+        others = (other for other in self.engines if other is not engine and other.info is not None)
+        return not self.bound and all(other.problem is not None for other in others)
 
     def _check_same_model(self, engine: PooledEngine, info: EngineInfo) -> None:
-        for other in self.engines:
-            if other is engine or other.info is None or other.problem is not None:
-                continue
-            different = {
-                name: (theirs, mine)
-                for name in ("model", "vocab_size", "num_speculative_tokens", "fingerprint")
-                if (theirs := getattr(other.info, name)) != (mine := getattr(info, name))
-            }
-            if "fingerprint" in different:
-                facts = _fields_of(*different.pop("fingerprint"))
-                if "drafter.num_speculative_tokens" not in facts:
-                    different.pop("num_speculative_tokens", None)
-                different |= facts
+        """Raise `IncompatiblePeerError` naming what differs from what the pool serves, or from an engine in use."""
+        alive = [e.info for e in self.engines if e is not engine and e.info is not None and e.problem is None]
+        served = [] if self._reference is None or self._is_alone(engine) else [self._reference]
+        for other in served + alive:
+            different = _differing(other, info)
             if different:
                 raise IncompatiblePeerError(different)
-        known = self._model
-        if known is not None and (known.name, known.vocab_size) != (info.model, info.vocab_size):
-            raise IncompatiblePeerError({"model": (known.name, info.model)})
+        if self._bound_length is not None and info.max_model_len < self._bound_length:
+            served_length = f"at least {self._bound_length}, which is served"
+            raise IncompatiblePeerError({"max_model_len": (served_length, info.max_model_len)})
 
 
-def _fields_of(theirs: str, mine: str) -> dict[str, tuple[object, object]]:
-    """Return the fields in which two fingerprints differ so that no KV may move, where they are JSON objects; else both
-    whole."""
-    try:
-        first = msgspec.json.decode(theirs, type=dict[str, object])
-        second = msgspec.json.decode(mine, type=dict[str, object])
-    except msgspec.DecodeError:
-        return {"fingerprint": (theirs, mine)}
-    return differing_facts(first, second)[0]
+def _differing(served: EngineInfo, info: EngineInfo) -> dict[str, tuple[object, object]]:
+    """What differs of two engines that must give the same tokens, by name."""
+    names = ("model", "vocab_size", "default_seed", "num_speculative_tokens")
+    pairs = {name: (getattr(served, name), getattr(info, name)) for name in names}
+    different: dict[str, tuple[object, object]] = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+    if served.fingerprint != info.fingerprint:
+        facts = differing_facts(facts_of(served.fingerprint), facts_of(info.fingerprint))[0]
+        if "drafter.num_speculative_tokens" not in facts:
+            different.pop("num_speculative_tokens", None)
+        here, there = token_facts(served.fingerprint), token_facts(info.fingerprint)
+        facts |= {
+            name: (here.get(name, "absent"), there.get(name, "absent"))
+            for name in sorted({*here, *there})
+            if here.get(name, "absent") != there.get(name, "absent")
+        }
+        different |= facts
+    return different

@@ -73,13 +73,14 @@ class Routes:
         self._most = max_local_prefill_length
 
     def choose(self, request: GenerateRequest, tried: Sequence[PooledEngine], hand_off: bool) -> Route | None:
-        """A route over healthy engines, or for want of those over silent ones; None where there is none. Of a role, one
-        that was `tried` is only for want of another. `hand_off`: whatever the decode engine holds."""
+        """A route over healthy engines that may serve the request, or else over silent ones. None if there is none. An
+        engine that was `tried` is used only if no other has its role. `hand_off`: even if the decode engine holds the
+        prompt."""
         for healthy in (True, False):
             usable = self._pool.usable(healthy)
 
             def of(role: Role, usable: list[PooledEngine] = usable) -> list[PooledEngine]:
-                mine = [engine for engine in usable if engine.role == role]
+                mine = [engine for engine in usable if engine.role == role and engine.may_serve(request)]
                 return [engine for engine in mine if engine not in tried] or mine
 
             route = self._among(request, of("prefill"), of("decode"), of("both"), hand_off)

@@ -49,6 +49,11 @@ class VllmClient(EngineClient):
         self._info: EngineInfo | None = None
         self._read = 0.0
 
+    @property
+    def root(self) -> str | None:
+        """The checkpoint that the server named when it was last asked."""
+        return None if self._model is None else self._model.root
+
     @staticmethod
     def of(engine: PooledEngine) -> VllmClient:
         """The client of an engine whose connector makes this kind."""

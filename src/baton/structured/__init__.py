@@ -4,8 +4,13 @@ The grammars are those of `llguidance` (Microsoft, MIT licence), vLLM's `guidanc
 function of a request's output tokens alone, so an engine that takes a request over derives it from the tokens.
 """
 
+from importlib.metadata import version
+
 from baton.structured.drafting import Constrained, DraftMatchers, Known
 from baton.structured.grammars import Grammars
 from baton.structured.matcher import Allowed, Matcher
 
-__all__ = ["Allowed", "Constrained", "DraftMatchers", "Grammars", "Known", "Matcher"]
+# Another version may allow other tokens.
+LIBRARY = f"llguidance {version('llguidance')}"
+
+__all__ = ["LIBRARY", "Allowed", "Constrained", "DraftMatchers", "Grammars", "Known", "Matcher"]

@@ -15,7 +15,7 @@ import msgspec
 from baton.errors import ConfigError
 from baton.kv.interval import Kind
 from baton.kv.spec import Owner
-from baton.models.loader import fingerprint
+from baton.models.loader import fingerprint, tokenizer_hash
 from baton.vllm.geometry import KernelLayout, WorkerHeads
 from baton.vllm.groups import CacheTable
 from baton.vllm.ranks import gather
@@ -284,11 +284,29 @@ def facts(config: Any, version: str) -> dict[str, str]:
         "model.rope": repr(getattr(model.hf_text_config, "rope_parameters", None)),
         "model.quantization": str(model.quantization),
         "cache.dtype": str(config.cache_config.cache_dtype),
+        "model.tokenizer": _tokenizer(model),
+        "output.eos_token_ids": repr(_eos_token_ids(model)),
+        "output.grammars": str(config.structured_outputs_config.backend),
         "drafter.method": "none" if speculative is None else speculative.method,
     }
     if speculative is not None and speculative.draft_model_config is not None:
         known["drafter.weights"] = _weights(speculative.draft_model_config)
     return known
+
+
+def _eos_token_ids(model: Any) -> list[int]:
+    """The ids that end a sequence: vLLM stops at the tokenizer's, and at those of the generation config."""
+    found: set[int] = set()
+    for source in (model.hf_config.to_dict(), model.try_get_generation_config()):
+        value = source.get("eos_token_id")
+        found |= {value} if isinstance(value, int) else set(value or ())
+    return sorted(found)
+
+
+def _tokenizer(model: Any) -> str:
+    if os.path.isdir(model.tokenizer):
+        return tokenizer_hash(Path(model.tokenizer))
+    return f"{model.tokenizer}@{model.tokenizer_revision or model.revision}"
 
 
 def _weights(model: Any) -> str:

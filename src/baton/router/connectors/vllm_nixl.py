@@ -8,6 +8,7 @@ by their request id. Neither is told when the other side gives up; blocks come b
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import ClassVar, Literal
 
 import msgspec
@@ -104,7 +105,7 @@ class _NixlConnector(VllmConnector):
             engine_id=client.url,
             incarnation=client.url,
             control_addresses=[client.url],
-            fingerprint="",
+            fingerprint=json.dumps({"model.root": client.root}),
             vocab_size=_ANY_TOKEN,
             eos_token_ids=[],
             num_speculative_tokens=len(metrics.get(_PER_POSITION, ())),
