@@ -78,6 +78,13 @@ class StructuredOutputsParams(
             raise RequestError(f"a grammar must be at most {MAX_GRAMMAR_CHARS} characters", "structured_outputs")
 
 
+def seed_word(seed: int | None) -> int | None:
+    """A client's seed as a word of the noise's key: as in vLLM, -1 asks for a new one, and others may be negative."""
+    if seed is None or seed == -1:
+        return None
+    return seed + MAX_WORD + 1 if -(2**63) <= seed < 0 else seed
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How to choose tokens. Names and meanings are those of vLLM and the OpenAI API.
 
@@ -133,7 +140,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         within("presence_penalty", -2.0, 2.0)
         within("frequency_penalty", -2.0, 2.0)
         within("repetition_penalty", 0.01, 100.0)
-        need(self.seed is None or 0 <= self.seed <= MAX_WORD, "seed", "between 0 and 2**64 - 1")
+        need(self.seed is None or -(2**63) <= self.seed <= MAX_WORD, "seed", "between -2**63 and 2**64 - 1")
         need(0 <= self.sample_index <= MAX_WORD, "sample_index", "between 0 and 2**64 - 1")
         need(self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, "logprobs", f"0 to {MAX_LOGPROBS}")
         in_range = self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= MAX_LOGPROBS

@@ -282,7 +282,7 @@ def test_a_tiny_temperature_counts_as_the_least_one() -> None:
     ("name", "value"),
     [
         ("max_tokens", -1), ("max_tokens", 0), ("temperature", -0.1), ("temperature", float("nan")), ("top_p", 0.0),
-        ("top_p", 1.1), ("top_k", -2), ("min_p", 2.0), ("n", 0), ("seed", -1), ("presence_penalty", 3.0),
+        ("top_p", 1.1), ("top_k", -2), ("min_p", 2.0), ("n", 0), ("seed", -(2**63) - 1), ("presence_penalty", 3.0),
         ("frequency_penalty", -3.0), ("repetition_penalty", 0.0), ("logprobs", 99), ("logit_bias", {99: 1.0}),
         ("min_tokens", 99), ("stop", ("",)), ("stop", ("x" * 1025,)), ("stop", ("x",) * 17), ("seed", 2**64),
         ("sample_index", 2**64), ("sample_index", -1), ("stop_token_ids", (-1,)), ("stop_token_ids", (VOCAB,)),

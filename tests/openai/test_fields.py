@@ -34,6 +34,8 @@ IGNORED = {
     "prompt_cache_retention": "prompts are cached anyway",
     "prediction": "about speed alone",
     "stream_interval": "events come as their tokens do",
+    "best_of": "n samples are returned, as vLLM does now",
+    "priority": "requests run in the order in which they come, as with vLLM's default",
 }
 VLLM = """
 add_generation_prompt add_special_tokens allowed_token_ids bad_words cache_salt chat_template chat_template_kwargs
@@ -120,8 +122,6 @@ def test_a_field_that_is_not_served_is_refused_by_name(ask: Any) -> None:
 
 def test_parts_of_fields(tokenizer: Tokenizer) -> None:
     model = ServedModel("fake", tokenizer, 256, 258, 0)
-    with pytest.raises(RequestError, match="continuous_usage_stats"):
-        completion(stream=True, stream_options={"continuous_usage_stats": True})
     with pytest.raises(RequestError, match="echo is for completions"):
         chat(echo=True)
     with pytest.raises(RequestError, match="echo is not for streams"):
@@ -155,11 +155,18 @@ def test_a_template_gets_the_clients_variables(tokenizer: Tokenizer) -> None:
         assert refused.value.param == "chat_template_kwargs"
 
 
-def test_an_effort_that_the_template_does_not_know_is_refused(tmp_path: Path) -> None:
-    tokenizer = Tokenizer.load(write_tokenizer(tmp_path))
-    with pytest.raises(RequestError) as refused:
-        plan_chat(chat(reasoning_effort="low"), ServedModel("fake", tokenizer, 256, 258, 0))
-    assert refused.value.param == "reasoning_effort"
+def test_an_effort_says_what_the_template_knows(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """As in vLLM: thinking is opened or closed by it where the client does not say which, and templates without are
+    sent nothing."""
+    model = ServedModel("fake", tokenizer, 256, 258, 0)
+
+    def prompt(served: ServedModel, **fields: Any) -> str:
+        return served.tokenizer.decode(plan_chat(chat(**fields), served).prompts[0])
+
+    assert prompt(model, reasoning_effort="none") == "<user>a\n<think></think>none"
+    assert prompt(model, reasoning_effort="none", chat_template_kwargs={"enable_thinking": True}) == "<user>a\nnone"
+    plain = ServedModel("fake", Tokenizer.load(write_tokenizer(tmp_path)), 256, 258, 0)
+    assert prompt(plain, reasoning_effort="low") == prompt(plain)
 
 
 def test_the_documents_list_them_all() -> None:

@@ -213,7 +213,6 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("completions", {"prompt": "a", "echo": True, "stream": True}, "echo"),
     ("completions", {"prompt": "a", "max_tokens": 0}, "max_tokens"),
     ("completions", {"prompt": "a", "suffix": "b"}, "suffix"),
-    ("completions", {"prompt": "a", "best_of": 2}, "best_of"),
     ("completions", {"prompt": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
     ("completions", {"prompt": "a", "allowed_token_ids": [999]}, "allowed_token_ids"),
     ("completions", {"prompt": "a", "bad_words": ["a", ""]}, "bad_words"),

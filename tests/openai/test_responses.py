@@ -215,10 +215,8 @@ async def test_an_empty_answer_is_an_empty_message(model: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "field"),
     [
-        ({"store": True}, "store"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"background": True}, "background"),
-        ({"truncation": "auto"}, "truncation"),
         ({"include": ["message.output_text.logprobs"]}, "include"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tool_choice": {"type": "mcp", "server_label": "x"}, "tools": TOOLS}, "tool_choice"),
@@ -233,7 +231,6 @@ async def test_an_empty_answer_is_an_empty_message(model: Path) -> None:
         ({"input": [{"type": "reasoning", "encrypted_content": "x", "summary": []}]}, "input[0].encrypted_content"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"max_output_tokens": 1 << 20}, "max_output_tokens"),
-        ({"reasoning": {"effort": "high"}}, "reasoning.effort"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
         ({"text": {"verbosity": "low"}}, "text.verbosity"),
         ({"temperature": -1}, "temperature"),

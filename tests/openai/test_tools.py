@@ -207,7 +207,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "retrieval", "function": {"name": "a"}}]}, "tools[0].type"),
     ({"tools": [TOOLS[1]] * 129}, "tools"),
     ({"tools": [{"type": "function", "function": {"name": "f", "description": "x" * 99_999}}]}, "tools"),
-    ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice"),
     ({"messages": [{"role": "user", "tool_calls": [{"function": {"name": "f"}}]}]}, "messages[0].tool_calls"),
     (
         {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},

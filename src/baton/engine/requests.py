@@ -18,7 +18,7 @@ from baton.log_limit import LogLimit
 from baton.structured import Matcher
 from baton.structured.source import PARAM
 from baton.text.bad_words import tokens_of
-from baton.wire import MIN_TEMPERATURE, EngineInfo, GenerateRequest, LegRole
+from baton.wire import MIN_TEMPERATURE, EngineInfo, GenerateRequest, LegRole, seed_word
 
 if TYPE_CHECKING:
     from baton.engine.build import Engine
@@ -62,10 +62,11 @@ def make_request(engine: Engine, wire: GenerateRequest) -> Request:
     if params.normalised() is not params:
         log.warning("%s: temperature %g counts as %g", wire.request_id, params.temperature, MIN_TEMPERATURE)
         params = params.normalised()
-    if params.seed is None:
+    if (seed := seed_word(params.seed)) is None:
         if ticket is not None and params.temperature > 0.0:
             raise RequestError("a handoff needs one seed for both legs", "seed")
         seed = secrets.randbits(63) if info.default_seed is None else info.default_seed
+    if seed != params.seed:
         params = msgspec.structs.replace(params, seed=seed)
     wire = msgspec.structs.replace(wire, sampling_params=params)
     barred = BadWords(tokens_of(params.bad_words, engine.tokenizer, info.vocab_size))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -15,7 +16,8 @@ from baton.wire import EngineInfo, GenerateRequest, Mode, SamplingParams, TokenC
 class ServedModel:
     """The model behind a backend, as far as the API needs it. Lengths are in tokens. `default_seed`: that of requests
     without one, None for a new one each. `identity`: the `comparison.token_identity` of the engines that may serve
-    requests which were prepared with this model's tokenizer and limits; None for any."""
+    requests which were prepared with this model's tokenizer and limits; None for any. `root`: its directory. `created`:
+    when it was first served here, in seconds since 1970."""
 
     name: str
     tokenizer: Tokenizer
@@ -24,13 +26,16 @@ class ServedModel:
     num_speculative_tokens: int
     default_seed: int | None = None
     identity: str | None = None
+    root: str | None = None
+    created: int = 0
 
     @classmethod
     def of(cls, info: EngineInfo, tokenizer: Tokenizer) -> ServedModel:
         """The model of an engine."""
         length, drafts = info.max_model_len, info.num_speculative_tokens
-        identity = token_identity(info.fingerprint)
-        return cls(info.model, tokenizer, length, info.vocab_size, drafts, info.default_seed, identity)
+        identity, now = token_identity(info.fingerprint), int(time.time())
+        own = info.default_seed, identity, info.model_path, now
+        return cls(info.model, tokenizer, length, info.vocab_size, drafts, *own)
 
 
 class Backend(Protocol):

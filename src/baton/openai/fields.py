@@ -70,7 +70,6 @@ _UNSERVED: tuple[tuple[str, tuple[object, ...], str], ...] = (
     ("is called reasoning_effort here", (), "reasoning"),
     (_ADAPTER, (), "lora_path lora_request adapter_id"),
     (_CACHE, (), "extra_key ngram_corpus_id"),
-    (_PLACE, (0,), "priority"),
     (_PLACE, (), "routed_dp_rank disagg_prefill_dp_rank data_parallel_rank"),
 )
 NOTHING_ELSE: Mapping[str, Refused] = MappingProxyType({})

@@ -33,6 +33,12 @@ def usage(plan: Plan, outputs: Sequence[SampleOutput]) -> Usage:
     return Usage(num_prompt, num_output, num_prompt + num_output, {"cached_tokens": cached}, known)
 
 
+def usage_so_far(plan: Plan, index: int, num_output: int) -> Usage:
+    """The usage of choice `index` alone after `num_output` tokens, for an event of its stream."""
+    num_prompt = len(plan.requests[index].prompt_token_ids)
+    return Usage(num_prompt, num_output, num_prompt + num_output)
+
+
 def whole(plan: Plan, outputs: Sequence[SampleOutput]) -> Json:
     """Return the body of a response that is not streamed."""
     choices = []

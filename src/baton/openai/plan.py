@@ -7,6 +7,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import msgspec
 
@@ -36,9 +37,9 @@ _REASONING_OPENED = "<think>"
 class Plan:
     """One API request, checked. `requests[i]` makes choice i; choices of one prompt are neighbours. `asked`: the
     sampling parameters as the client gave them. The front applies stop strings, so `requests` have none.
-    `grammar_field`: which field names the grammar, if there is one. `echo`: the prompt is part of the
-    answer. `reader` makes the parser of a choice; None where all of it is content. `tells_calls`: an answer with calls
-    ends with "tool_calls"."""
+    `grammar_field`: which field names the grammar, if there is one. `continuous_usage`: each event of a stream has the
+    usage so far. `echo`: the prompt is part of the answer. `reader` makes the parser of a choice; None where all of it
+    is content. `tells_calls`: an answer with calls ends with "tool_calls"."""
 
     id: str
     created: int
@@ -49,6 +50,7 @@ class Plan:
     requests: list[GenerateRequest]
     stream: bool
     include_usage: bool
+    continuous_usage: bool
     return_token_ids: bool
     return_tokens_as_token_ids: bool
     kv_mode: Mode | None
@@ -80,11 +82,7 @@ def plan_completion(request: CompletionRequest, model: ServedModel) -> Plan:
 def plan_chat(request: ChatRequest, model: ServedModel, parsing: Parsing = NO_PARSING) -> Plan:
     """Raises `RequestError` naming what cannot be served, `UnknownModelError` for another model."""
     check_model(request.model, model)
-    variables = dict(request.chat_template_kwargs or {})
-    if request.reasoning_effort is not None:
-        variables["reasoning_effort"] = request.reasoning_effort
-        if "reasoning_effort" not in model.tokenizer.template_variables:
-            raise RequestError("reasoning_effort: this model's chat template knows no such thing", "reasoning_effort")
+    variables = template_variables(request, model)
     tools = CheckedTools.of(request.tools, request.tool_choice, request.parallel_tool_calls)
     text = chat_text(request, request.messages, variables, tools.shown(), model)
     asked, param = request.max_completion_tokens, "max_completion_tokens"
@@ -105,6 +103,16 @@ def plan_chat(request: ChatRequest, model: ServedModel, parsing: Parsing = NO_PA
     # As in vLLM and OpenAI's API, a call of a function that the client named ends with "stop".
     told = not isinstance(tools.choice, NamedChoice)
     return replace(plan, reader=reader, tells_calls=told, tells_reasoning=request.include_reasoning is not False)
+
+
+def template_variables(request: ChatRequest, model: ServedModel) -> dict[str, Any]:
+    """The client's variables of the chat template, and what `reasoning_effort` says in those that the template has. As
+    in vLLM an effort also opens a template's thinking, or closes it ("none"), unless the client says which."""
+    given = dict(request.chat_template_kwargs or {})
+    if (effort := request.reasoning_effort) is None:
+        return given
+    meant = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+    return {name: value for name, value in meant.items() if name in model.tokenizer.template_variables} | given
 
 
 def make_completion_plan(body: bytes, model: ServedModel, parsing: Parsing = NO_PARSING) -> Plan:
@@ -159,6 +167,7 @@ def _plan(
         requests=requests,
         stream=bool(request.stream),
         include_usage=bool(options and options.include_usage),
+        continuous_usage=bool(options and options.include_usage and options.continuous_usage_stats),
         return_token_ids=bool(request.return_token_ids),
         return_tokens_as_token_ids=bool(request.return_tokens_as_token_ids),
         kv_mode=request.kv_mode,

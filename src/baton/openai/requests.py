@@ -15,7 +15,7 @@ from baton.errors import RequestError
 from baton.openai.fields import NOTHING_ELSE, Refused, refuse_unserved
 from baton.openai.structured import ResponseFormat, StructuredOutputs, structured_params
 from baton.openai.tools import NO_TOOLS, CheckedTools, Tool, ToolCall, ToolChoice
-from baton.wire import MAX_LOGPROBS, Mode, SamplingParams, StructuredOutputsParams, check_salt
+from baton.wire import MAX_LOGPROBS, Mode, SamplingParams, StructuredOutputsParams, check_salt, seed_word
 
 _PATH = re.compile(r" - at `(key in )?\$\.?([^`]*)`\Z")
 _MISSING = re.compile(r"required field `([^`]+)`")
@@ -65,7 +65,6 @@ class _Completing(CommonFields, kw_only=True):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     add_special_tokens: bool | None = None
-    best_of: int | None = None
     response_format: ResponseFormat | None = None
     prompt_logprobs: int | None = None
     echo: bool | None = None
@@ -144,7 +143,7 @@ B = TypeVar("B")
 R = TypeVar("R", CompletionRequest, ChatRequest)
 # Sampling parameters that are taken as they are, with the defaults of `SamplingParams`.
 _AS_ASKED = (
-    *("min_tokens", "n", "temperature", "top_p", "min_p", "seed", "ignore_eos"),
+    *("min_tokens", "n", "temperature", "top_p", "min_p", "ignore_eos"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty"),
     *("include_stop_str_in_output", "skip_special_tokens"),
 )
@@ -182,8 +181,6 @@ def decode(body: bytes, kind: type[R]) -> R:
 
 def checked(request: R) -> R:
     """The request, whose fields fit together. Raises `RequestError` naming the field that does not."""
-    if request.best_of is not None and request.best_of != (request.n or 1):
-        raise RequestError("best_of must be n: all samples are returned", "best_of")
     check_salt(request.cache_salt)
     for name in ("echo", "prompt_logprobs"):
         if request.stream and getattr(request, name) not in (None, False):
@@ -194,8 +191,6 @@ def checked(request: R) -> R:
     options = request.stream_options
     if options is not None and not request.stream:
         raise RequestError("stream_options needs stream to be true", "stream_options")
-    if options is not None and options.continuous_usage_stats:
-        raise RequestError("continuous_usage_stats is not supported", "stream_options.continuous_usage_stats")
     return request
 
 
@@ -219,6 +214,7 @@ def sampling_params(
         logit_bias=request.logit_bias or None,
         allowed_token_ids=tuple(request.allowed_token_ids or ()) or None,
         bad_words=tuple(request.bad_words or ()),
+        seed=seed_word(request.seed),
         logprobs=logprobs,
         prompt_logprobs=_prompt_logprobs(request, max_tokens),
         stop=stop,
@@ -240,17 +236,15 @@ def _prompt_logprobs(request: CompletionRequest | ChatRequest, max_tokens: int) 
 def grammar_of(
     request: CompletionRequest | ChatRequest, tools: CheckedTools = NO_TOOLS
 ) -> tuple[StructuredOutputsParams | None, str]:
-    """What the output must follow, if anything, and the field that says so. `tools`: those of a chat.
+    """What the output must follow, if anything, and the field that says so. `tools`: those of a chat; a call that they
+    require goes before what else the output should be, as in vLLM.
 
     Raises `RequestError` naming the field.
     """
-    found, field = structured_params(request.response_format, request.structured_outputs)
     forced = tools.grammar()
-    if forced is None:
-        return found, field
-    if found is not None:
-        raise RequestError(f"tool_choice that requires a call and {field} exclude each other", "tool_choice")
-    return forced, "tools"
+    if forced is not None:
+        return forced, "tools"
+    return structured_params(request.response_format, request.structured_outputs)
 
 
 def chat_logprobs(request: ChatRequest) -> int | None:

@@ -62,8 +62,10 @@ class OpenAIService:
         return {
             "id": model.name,
             "object": "model",
-            "created": 0,
+            "created": model.created,
             "owned_by": "baton",
+            "root": model.root,
+            "parent": None,
             "max_model_len": model.max_model_len,
         }
 
@@ -117,15 +119,19 @@ class OpenAIService:
 
     async def _events(self, plan: Plan, outputs: Sequence[SampleOutput]) -> AsyncGenerator[bytes, None]:
         begun: set[int] = set()
-        offsets = [0] * len(outputs)
+        offsets, counts = [0] * len(outputs), [0] * len(outputs)
         wants_tokens = plan.return_token_ids or plan.requests[0].sampling_params.logprobs is not None
         try:
             async with contextlib.aclosing(self.run(plan, outputs)) as deltas:
                 async for index, delta in deltas:
+                    counts[index] += len(delta.token_ids)
                     if not (fmt.is_told(plan, delta) or (wants_tokens and delta.token_ids)):
                         continue  # all of it is held back
                     first = index not in begun
-                    yield _event(fmt.streamed(plan, index, delta, outputs[index], first, offsets[index]))
+                    event = fmt.streamed(plan, index, delta, outputs[index], first, offsets[index])
+                    if plan.continuous_usage:
+                        event["usage"] = fmt.usage_so_far(plan, index, counts[index])
+                    yield _event(event)
                     begun.add(index)
                     if wants_tokens:
                         offsets[index] += fmt.token_text_length(plan.model.tokenizer, delta.token_ids)

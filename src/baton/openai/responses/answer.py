@@ -114,7 +114,7 @@ def _response(asked: ResponsePlan, items: Items, output: SampleOutput | None) ->
         "tool_choice": request.tool_choice or "auto",
         "tools": request.tools or [],
         "top_p": plan.asked.top_p,
-        "truncation": "disabled",
+        "truncation": request.truncation or "disabled",
         "usage": None if output is None else _usage(plan, output),
         "user": request.user,
     }

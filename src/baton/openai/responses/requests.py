@@ -84,7 +84,7 @@ class ResponsesRequest(CommonFields, kw_only=True):
 
 
 _SERVED = frozenset(ResponsesRequest.__struct_fields__)
-_NEUTRAL: dict[str, tuple[object, ...]] = {"n": (1,), "best_of": (1,), "add_generation_prompt": (True,)}
+_NEUTRAL: dict[str, tuple[object, ...]] = {"n": (1,), "add_generation_prompt": (True,)}
 _CALLED = {
     **dict.fromkeys(("max_tokens", "max_completion_tokens"), "max_output_tokens"),
     **{"messages": "input", "response_format": "text.format", "reasoning_effort": "reasoning.effort"},
@@ -97,7 +97,6 @@ REFUSED = {
         for name in {*ChatRequest.__struct_fields__, *CompletionRequest.__struct_fields__} - _SERVED
     },
     **{name: Refused(f"is called {here} in responses", ()) for name, here in _CALLED.items()},
-    "store": Refused(_KEPT, (False,)),
     **{name: Refused(_KEPT, ()) for name in ("previous_response_id", "conversation", "previous_input_messages")},
     "background": Refused("is not supported: a response is computed while its client waits", (False,)),
     "background_options": Refused("is not supported: a response is computed while its client waits", ()),
@@ -124,8 +123,6 @@ _NAMES = {
 def read(body: bytes) -> ResponsesRequest:
     """Raises `RequestError` naming the field that is malformed or not served."""
     request = decode_body(body, ResponsesRequest, served=_SERVED, also=REFUSED)
-    if request.truncation == "auto":
-        raise RequestError("truncation must be disabled: an input is taken as it is", "truncation")
     for item in request.include or ():
         if item != _INCLUDED:
             raise RequestError(f"include: {item!r} is not supported", "include")
@@ -147,6 +144,7 @@ def to_chat(request: ResponsesRequest) -> ChatRequest:
         response_format=_response_format(request.text),
         tools=[_tool(index, tool) for index, tool in enumerate(request.tools or ())] or None,
         tool_choice=_tool_choice(request.tool_choice),
+        truncate_prompt_tokens=-1 if request.truncation == "auto" else None,
         **same,
     )
 

@@ -1,0 +1,179 @@
+"""What clients send to any server, by vLLM's answers: load generators, agents, SDKs with their defaults."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+
+from baton.openai.tools import Parsing
+from baton.server import build_app
+from baton.text import Tokenizer
+from tests.openai.test_tools import TOOLS
+from tests.router.test_router import Setup
+from tests.server.fake_serving import MAX_MODEL_LEN, TEXT, FakeEngine, served
+
+PARSING = Parsing(True, "hermes", None)
+ASK: list[Any] = [{"role": "user", "content": "a"}]
+Door = Callable[[Path], contextlib.AbstractAsyncContextManager[tuple[str, FakeEngine]]]
+
+
+@contextlib.asynccontextmanager
+async def engine_alone(directory: Path) -> AsyncIterator[tuple[str, FakeEngine]]:
+    engine = FakeEngine(directory)
+    app = build_app(engine, Tokenizer.load(directory), parsing=PARSING)  # type: ignore[arg-type]
+    async with served(app) as url:
+        yield url, engine
+
+
+@contextlib.asynccontextmanager
+async def router(directory: Path) -> AsyncIterator[tuple[str, FakeEngine]]:
+    """The router over a prefill and a decode engine; the one whose requests are looked at decodes."""
+    setup = Setup(directory)
+    async with setup.run(parsing=PARSING) as (url, _):
+        yield url, setup.decode
+
+
+doors = pytest.mark.parametrize("door", [engine_alone, router])
+
+
+def client_of(url: str) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+
+
+@doors
+@pytest.mark.parametrize("chat", [False, True])
+async def test_each_event_has_the_usage_so_far(directory: Path, door: Door, chat: bool) -> None:
+    options: Any = {"include_usage": True, "continuous_usage_stats": True}
+    async with door(directory) as (url, _), client_of(url) as client:
+        asked: dict[str, Any] = {"model": "fake", "max_tokens": 11, "stream": True, "stream_options": options}
+        if chat:
+            stream = await client.chat.completions.create(messages=ASK, **asked)
+        else:
+            stream = await client.completions.create(prompt="Say:", **asked)
+        *events, last = [event async for event in stream]
+    counts = [event.usage.completion_tokens for event in events]
+    assert counts == sorted(set(counts))
+    assert counts[-1] == last.usage.completion_tokens == 11
+    assert len(counts) > 2
+    assert {event.usage.prompt_tokens for event in events} == {last.usage.prompt_tokens}
+    totals = [event.usage.total_tokens - event.usage.prompt_tokens for event in events]
+    assert totals == counts
+    assert last.choices == []
+
+
+async def test_usage_so_far_is_of_a_choice_and_only_beside_the_whole_one(directory: Path) -> None:
+    async with engine_alone(directory) as (url, _), client_of(url) as client:
+        asked: dict[str, Any] = {"model": "fake", "prompt": ["a", "bcd"], "n": 2, "max_tokens": 5, "stream": True}
+        both: Any = {"include_usage": True, "continuous_usage_stats": True}
+        *events, last = [e async for e in await client.completions.create(**asked, stream_options=both)]
+        found = {e.choices[0].index: (e.usage.prompt_tokens, e.usage.completion_tokens) for e in events}
+        assert found == {0: (1, 5), 1: (1, 5), 2: (3, 5), 3: (3, 5)}
+        assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (4, 20)
+        alone: Any = {"continuous_usage_stats": True}
+        events = [e async for e in await client.completions.create(**asked, stream_options=alone)]
+        assert all(e.usage is None for e in events)
+
+
+@doors
+async def test_seeds_of_vllm(directory: Path, door: Door) -> None:
+    """-1 is a new one each time; others may be negative."""
+    async with door(directory) as (url, engine), client_of(url) as client:
+        for seed in (-1, -1, None, -7, 7):
+            await client.completions.create(model="fake", prompt="a", max_tokens=4, seed=seed)
+        with pytest.raises(openai.BadRequestError) as refused:
+            await client.completions.create(model="fake", prompt="a", max_tokens=4, seed=-(2**63) - 1)
+    assert refused.value.param == "seed"
+    seeds = [request.sampling_params.seed for request in engine.requests]
+    assert len(set(seeds)) == 5
+    assert seeds[3:] == [2**64 - 7, 7]
+
+
+@doors
+async def test_a_forced_call_goes_before_a_format(directory: Path, door: Door) -> None:
+    """instructor sends both; vLLM lets the call win."""
+    async with door(directory) as (url, engine), client_of(url) as client:
+        for choice in ("required", {"type": "function", "function": {"name": "stop"}}):
+            asked: dict[str, Any] = {"model": "fake", "messages": ASK, "tools": TOOLS[1:], "tool_choice": choice}
+            for more in (
+                {"response_format": {"type": "json_object"}},
+                {"extra_body": {"structured_outputs": {"regex": "a"}}},
+            ):
+                await client.chat.completions.create(**asked, max_tokens=4)
+                await client.chat.completions.create(**asked, **more, max_tokens=4)
+    grammars = [request.sampling_params.structured_outputs for request in engine.requests]
+    assert len(grammars) == 8
+    for plain, both in zip(grammars[::2], grammars[1::2], strict=True):
+        assert plain is not None
+        assert plain.json is not None
+        assert plain == both
+
+
+@doors
+async def test_responses_by_the_defaults_of_sdks(directory: Path, door: Door) -> None:
+    async with door(directory) as (url, engine), client_of(url) as client:
+        told = await client.responses.create(
+            model="fake", input="a", store=True, truncation="auto", reasoning={"effort": "high"}, max_output_tokens=4
+        )
+        assert (told.store, told.truncation, told.output_text) == (False, "auto", TEXT[:4])
+        assert told.reasoning is not None
+        assert told.reasoning.effort == "high"
+        long: list[Any] = [{"role": "user", "content": "b" * 200}, {"role": "user", "content": "c" * 100}]
+        with pytest.raises(openai.BadRequestError) as refused:
+            await client.responses.create(model="fake", input=long, max_output_tokens=9)
+        assert refused.value.param == "input"
+        await client.responses.create(model="fake", input=long, max_output_tokens=9, truncation="auto")
+    prompt = Tokenizer.load(directory).decode(engine.requests[-1].prompt_token_ids[: MAX_MODEL_LEN - 9])
+    assert prompt.endswith("\n<user>" + "c" * 100 + "\n<assistant>")
+
+
+@doors
+async def test_hints_that_change_no_answer(directory: Path, door: Door) -> None:
+    async with door(directory) as (url, _), client_of(url) as client:
+        hints = {"priority": -3, "best_of": 4}
+        told = await client.completions.create(model="fake", prompt="a", max_tokens=4, extra_body=hints)
+        assert [choice.text for choice in told.choices] == [TEXT[:4]]
+        chat = await client.chat.completions.create(
+            model="fake", messages=ASK, max_tokens=4, reasoning_effort="high", extra_body={"priority": 5}
+        )
+        assert chat.choices[0].message.content == TEXT[:4]
+
+
+@doors
+async def test_models_say_where_they_come_from_and_since_when(directory: Path, door: Door) -> None:
+    began = int(time.time())
+    async with door(directory) as (url, _), client_of(url) as client:
+        (model,) = (await client.models.list()).data
+        assert model.root == str(directory)  # type: ignore[attr-defined]
+        assert began <= model.created <= int(time.time())
+        assert (await client.models.retrieve("fake")) == model
+
+
+@doors
+async def test_bench_serve_needs_no_tokenizer_beside_the_servers_own(directory: Path, door: Door) -> None:
+    async with door(directory) as (url, _):
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "baton.cli", "bench", "serve", "--base-url", url, "--num-prompts", "2", "--json"),
+            *("--random-input-len", "8", "--random-output-len", "4"),
+            stdout=asyncio.subprocess.PIPE,
+        )
+        told, _ = await process.communicate()
+    assert process.returncode == 0
+    figures = json.loads(told)
+    assert (figures["completed"], figures["tokenizer_id"]) == (2, str(directory))
+
+
+async def test_a_refusal_before_a_stream_sets_the_status(directory: Path) -> None:
+    async with engine_alone(directory) as (url, _), aiohttp.ClientSession() as session:
+        body = {"prompt": "a", "stream_options": {"continuous_usage_stats": True}}
+        async with session.post(f"{url}/v1/completions", json=body) as response:
+            assert response.status == 400
