@@ -13,6 +13,7 @@ BatonError
 │   ├── EngineStalledError   an engine's thread has been at one step for too long
 │   └── DrainingError        a server ends what runs and takes nothing new
 ├── CapacityError        pages or slots that can never fit were asked for
+├── NonFiniteLogitsError    the model made no numbers from which a token could be chosen (HTTP 500)
 ├── ProtocolError        a peer sent a message that is malformed or out of bounds
 │   ├── IncompatiblePeerError   P and D differ in a field that must be equal
 │   ├── TicketExpiredError   a good ticket came too late
@@ -90,6 +91,10 @@ class CapacityError(BatonError):
     """The request can never fit into the page pool."""
 
 
+class NonFiniteLogitsError(BatonError):
+    """The target's logits of a request are not all finite (NaN or infinite), so that no token may be chosen."""
+
+
 class ProtocolError(BatonError):
     """A message is malformed, oversized, out of bounds or not allowed in this state. `reason`: what a claim that is
     refused for it is told."""
@@ -142,6 +147,7 @@ REASONS = frozenset(
         "lease_expired",
         "message_too_large",
         "no_room",
+        "nonfinite_logits",
         "not_answering",
         "not_final",
         "peer_lost",

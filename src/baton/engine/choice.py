@@ -12,8 +12,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from baton.engine.finite import rows_not_finite
 from baton.engine.noise import gumbel_rows, uniform
-from baton.engine.plan import FloatArray, IntArray, Noise, Sampling
+from baton.engine.plan import NOT_FINITE, FloatArray, IntArray, Noise, Sampling
 from baton.engine.verifier import rejection_choice
 from baton.structured.drafting import Constrained
 
@@ -23,7 +24,17 @@ _MINUS_INFINITY = float("-inf")
 
 
 def choose(logits_NV: Tensor, sampling: Sampling | None) -> IntArray:
-    """The next token of each row, int64 [N]. Of a sampled request: -1 in rows behind a draft that was not chosen."""
+    """The next token of each row, int64 [N]. Of a sampled request: -1 in rows behind a draft that was not chosen.
+    `NOT_FINITE` in rows whose logits are not all finite, whatever the request allows."""
+    not_finite = rows_not_finite(logits_NV)
+    if not len(not_finite):
+        return _choices(logits_NV, sampling)
+    choices = _choices(logits_NV.index_fill(0, _tensor(not_finite, logits_NV), 0.0), sampling)
+    choices[not_finite] = NOT_FINITE
+    return choices
+
+
+def _choices(logits_NV: Tensor, sampling: Sampling | None) -> IntArray:
     if sampling is None:
         best: IntArray = logits_NV.argmax(dim=-1).cpu().numpy()
         return best

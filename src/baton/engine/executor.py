@@ -52,7 +52,7 @@ class TargetResult:
 
     logits: Tensor | None
     features: np.ndarray
-    scores: list[TokenLogprobs]
+    scores: list[TokenLogprobs | None]
 
 
 class LocalExecutor:

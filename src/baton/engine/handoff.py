@@ -34,6 +34,10 @@ from baton.kv.tables import BlockTables
 from baton.wire import KVStream, Recovery, recovers
 
 
+# Why a leg ended, where the peer's engine is to know more than that it failed.
+_TOLD_TO_PEERS = ("queue_timeout", "nonfinite_logits")
+
+
 @dataclass(slots=True, eq=False)
 class Leg:
     """One open attempt. `attached`: what becomes of the request still depends on it. `admitted`: P has pages for the
@@ -219,7 +223,8 @@ class HandoffLegs:
         if leg is None or not leg.attached:
             return False
         assert request.ticket is not None
-        reason = "queue_timeout" if error is not None and error.startswith("queue_timeout") else "failed"
+        reason = (error or "").partition(":")[0]
+        reason = reason if reason in _TOLD_TO_PEERS else "failed"
         self.agent.abort(request.ticket.key, "aborted" if request.finish_reason == "abort" else reason)
         if request.role == "decode":
             self._quarantine(leg)

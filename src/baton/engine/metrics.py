@@ -23,6 +23,7 @@ class EngineMetrics:
     prefix_store_failures: Counter[str] = field(default_factory=Counter)
     num_generation_tokens: int = 0
     num_preemptions: int = 0
+    num_corrupted: int = 0
     num_steps: int = 0
     num_drafts: int = 0
     num_draft_tokens: int = 0
@@ -62,6 +63,8 @@ class EngineMetrics:
             yield counter("prefix_store_failures", text, count, operation=operation)
         yield counter("generation_tokens", "Tokens generated.", self.num_generation_tokens)
         yield counter("num_preemptions", "Requests preempted.", self.num_preemptions)
+        text = "Requests that ended because the target's logits were not finite."
+        yield counter("corrupted_requests", text, self.num_corrupted)
         yield counter("engine_steps", "Engine steps run.", self.num_steps)
         yield counter("spec_decode_num_drafts", "Verification rounds.", self.num_drafts)
         yield counter("spec_decode_num_draft_tokens", "Draft tokens verified.", self.num_draft_tokens)

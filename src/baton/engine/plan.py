@@ -24,6 +24,8 @@ from baton.wire import TokenLogprobs
 IntArray = npt.NDArray[np.int64]
 Int32Array = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float64]
+# The choice of a row whose logits are not all finite.
+NOT_FINITE = -2
 Written = Callable[[int], None]  # called in a forward with the id of each layer whose keys or latents are written
 
 
@@ -190,14 +192,14 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """`choices` int64 [N], -1 behind a draft that was not chosen; `logits` float32 [len(logit_rows), V]; `features`
+    """`choices` int64 [N], -1 behind a draft that was not chosen, `NOT_FINITE` where no token can be chosen; `logits` float32 [len(logit_rows), V]; `features`
     float32 [len(feature_rows), F], with no rows where there is no drafter or it takes none. `scores`: of the rows of
-    `scored`, in order."""
+    `scored`, in order; None of a row whose logits are not all finite."""
 
     choices: IntArray
     logits: npt.NDArray[np.float32]
     features: npt.NDArray[np.float32]
-    scores: Sequence[TokenLogprobs] = ()
+    scores: Sequence[TokenLogprobs | None] = ()
 
 
 @dataclass(frozen=True, slots=True)

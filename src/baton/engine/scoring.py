@@ -6,24 +6,31 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from baton.engine.finite import rows_not_finite
 from baton.engine.plan import Scored
 from baton.wire import TokenLogprobs
 
 
-def scores_of(logits_MV: Tensor, scored: Scored) -> list[TokenLogprobs]:
-    """Logprob and rank of each row's token, and the likeliest others; of equal ones the lower id goes first.
+def scores_of(logits_MV: Tensor, scored: Scored) -> list[TokenLogprobs | None]:
+    """Logprob and rank of each row's token, and the likeliest others; of equal ones the lower id goes first. None of a
+    row whose logits are not all finite.
 
     Sums are NumPy's, in float64 and row by row, so that a row's score does not depend on the rows beside it.
     """
+    not_finite = rows_not_finite(logits_MV)
     wide = logits_MV.double().cpu().numpy()
+    wide[not_finite] = 0.0
     wide -= wide.max(axis=1, keepdims=True)
     wide -= np.log(np.exp(wide).sum(axis=1, keepdims=True))
     own = wide[np.arange(len(wide)), scored.token]
     ranks = (wide > own[:, None]).sum(axis=1) + 1
     tops = [_likeliest(row, count) for row, count in zip(wide, scored.num_top.tolist(), strict=True)]
-    return [
+    found: list[TokenLogprobs | None] = [
         TokenLogprobs(value, top, rank) for value, top, rank in zip(own.tolist(), tops, ranks.tolist(), strict=True)
     ]
+    for row in not_finite.tolist():
+        found[row] = None
+    return found
 
 
 def _likeliest(row: npt.NDArray[np.float64], count: int) -> list[tuple[int, float]]:

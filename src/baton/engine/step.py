@@ -15,14 +15,14 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.drafters.chain import ModuleChain
-from baton.engine.plan import DraftPlan, DraftSlots, Noise, StepPlan, StepResult, one_request
+from baton.engine.plan import NOT_FINITE, DraftPlan, DraftSlots, Noise, StepPlan, StepResult, one_request
 from baton.engine.planning import DraftRows, SampledRequest, choosable, draft_plan, step_plan
 from baton.engine.request import Request
 from baton.engine.sampler import token_logprobs
 from baton.engine.scheduler import ScheduledRows
 from baton.engine.stopping import until_stop
 from baton.engine.verifier import Verified, verify
-from baton.errors import RequestError, refusal
+from baton.errors import NonFiniteLogitsError, RequestError, refusal
 from baton.wire import TokenChunk, TokenLogprobs
 
 if TYPE_CHECKING:
@@ -47,6 +47,11 @@ def compute(core: EngineCore, scheduled: Sequence[ScheduledRows]) -> StepOutcome
     """
     _note_starts(core, scheduled)
     computed = _together(core, scheduled)
+    for request, error in computed.failed.items():
+        if isinstance(error, NonFiniteLogitsError):
+            core.metrics.num_corrupted += 1
+            # Else the same would come of every prompt that begins like this one, even where the cause has gone.
+            core.cache.forget(request.kv)
     if len(computed.failed) == len(scheduled) and not _works(core):
         raise next(iter(computed.failed.values()))
     return computed
@@ -58,6 +63,9 @@ def told(request: Request, error: Exception) -> str:
     if isinstance(error, RequestError):
         log.info("%s ends: %s", request.request_id, error)
         return refusal(error)
+    if isinstance(error, NonFiniteLogitsError):
+        log.error("%s ends: %s", request.request_id, error)
+        return f"nonfinite_logits: {error}"
     log.error("%s ends: its step failed", request.request_id, exc_info=error)
     return f"step_failed: {type(error).__name__}"
 
@@ -88,15 +96,16 @@ def _together(core: EngineCore, scheduled: Sequence[ScheduledRows]) -> StepOutco
             return StepOutcome(failed={scheduled[0].request: error})
         log.warning("a step of %d requests failed, each is run alone: %r", len(scheduled), error)
         return _joined([_together(core, [rows]) for rows in scheduled])
-    failed: dict[Request, Exception] = {}
-    _note_scores(scheduled, result.scores)
+    failed: dict[Request, Exception] = _note_scores(scheduled, result.scores)
     choices = result.choices.tolist()
     for one in sampled:
+        if one.request in failed:
+            continue
         try:
             _choose(core, one, choices, result)
         except Exception as error:
             failed[one.request] = error
-    _end_without_tokens(core, scheduled)
+    _end_without_tokens(core, [rows for rows in scheduled if rows.request not in failed])
     draft_rows = _advance(core, scheduled, plan, failed)
     for drafted in draft_rows:
         request = drafted.request
@@ -158,6 +167,10 @@ def _choose(core: EngineCore, one: SampledRequest, choices: Sequence[int], resul
 def _append(core: EngineCore, request: Request, verified: Verified, logits: npt.NDArray[np.float32]) -> None:
     num_drafts, request.draft_ids = len(request.draft_ids), []
     kept, reason, stop_reason = until_stop(request, verified.token_ids, core.eos_ids, core.max_model_len)
+    # Rows that drafts made and the request does not reach, because they were rejected or it ends before, are no matter.
+    if NOT_FINITE in kept:
+        position = len(request.token_ids) + kept.index(NOT_FINITE)
+        raise NonFiniteLogitsError(f"the model's logits for position {position} are not finite")
     logprobs: list[TokenLogprobs] | None = None
     if request.params.logprobs is not None:
         num_top = request.params.logprobs
@@ -199,13 +212,21 @@ def _append(core: EngineCore, request: Request, verified: Verified, logits: npt.
     core.emit(chunk, reason is not None)
 
 
-def _note_scores(scheduled: Sequence[ScheduledRows], scores: Iterable[TokenLogprobs]) -> None:
-    """Book the scores of prompts. Those of a prompt that is computed again, after its pages were lost, are the same
-    again."""
+def _note_scores(
+    scheduled: Sequence[ScheduledRows], scores: Iterable[TokenLogprobs | None]
+) -> dict[Request, Exception]:
+    """Book the scores of prompts; returns the requests of which one is missing. Those of a prompt that is computed
+    again, after its pages were lost, are the same again."""
     left = iter(scores)
+    failed: dict[Request, Exception] = {}
     for rows in scheduled:
         for position in rows.request.to_score(rows.start, rows.start + rows.num_rows):
-            rows.request.prompt_scores[position] = next(left)
+            score = rows.request.prompt_scores[position] = next(left)
+            if score is None:
+                failed[rows.request] = NonFiniteLogitsError(
+                    f"the model's logits for position {position} of the prompt are not finite"
+                )
+    return failed
 
 
 def _end_without_tokens(core: EngineCore, scheduled: Sequence[ScheduledRows]) -> None:

@@ -285,6 +285,11 @@ class KVCache:
         for name, pages in tables.take().items():
             self.pools[name].release(pages)
 
+    def forget(self, tables: BlockTables) -> None:
+        """Remove from the prefix cache what a request has found there or entered: nothing may start from it again."""
+        for name, pool in self.pools.items():
+            pool.forget_chain(tables.chains[name])
+
     def _release_scratch(self, tables: BlockTables) -> None:
         for name, slots in tables.scratch.items():
             self.pools[name].release([*slots, *tables.checkpoints[name].values()])

@@ -141,6 +141,15 @@ class PagePool:
         for page in pages:
             self._forget(page)
 
+    def forget_chain(self, chain: Iterable[bytes]) -> None:
+        """Remove the pages with these digests from the prefix cache; those that nobody references are free then."""
+        pages = [self._by_hash[digest] for digest in chain if digest in self._by_hash]
+        self.forget(pages)
+        free = [page for page in pages if page in self._evictable]
+        for page in free:
+            del self._evictable[page]
+        self._free.add(free)
+
     def _forget(self, page: int) -> None:
         entry = self._cached.pop(page, None)
         if entry is None:

@@ -1,0 +1,20 @@
+"""Logits that are not finite: a forward that overflowed, or that read what is no number. No token may come from them."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from baton.engine.plan import IntArray
+
+
+def rows_not_finite(logits_NV: Tensor) -> IntArray:
+    """The rows [N, V] that hold a NaN or an infinity, ascending."""
+    # One pass without temporaries: a sum is finite only if its terms are. It may overflow where they are, too.
+    suspects: IntArray = np.flatnonzero(~np.isfinite(logits_NV.sum(dim=-1).cpu().numpy()))
+    if not len(suspects):
+        return suspects
+    rows = logits_NV.index_select(0, torch.from_numpy(suspects).to(logits_NV.device))
+    kept: IntArray = suspects[~rows.isfinite().all(dim=-1).cpu().numpy()]
+    return kept
