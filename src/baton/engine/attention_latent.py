@@ -17,6 +17,7 @@ from torch import Tensor
 
 from baton.engine.attention import AttnBatch, slot_error
 from baton.engine.attention_latent_cpu import absorbed
+from baton.engine.attention_sdpa import spoil, without_hidden
 from baton.models.cache import LatentHeads
 from baton.models.cpu_kernels import fits
 
@@ -111,12 +112,12 @@ class Latents:
         # PyTorch's flash attention wants one size for all.
         size = max(q_THD.shape[-1], values.shape[-1])
         q, k, v = (F.pad(part, (0, size - part.shape[-1])).transpose(0, 1)[None] for part in (q_THD, keys, values))
-        if len(positions) == len(keys):
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
-        else:
+        mask = None
+        if len(positions) < len(keys):
             mask = torch.from_numpy(np.arange(len(keys))[None, :] <= positions[:, None]).to(self._device)
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
-        return out[0].transpose(0, 1)[..., : heads.value_dim]
+        k, v, spoiled_T = without_hidden(k, v, mask)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale)
+        return spoil(out[0].transpose(0, 1)[..., : heads.value_dim], spoiled_T)
 
     def _absorbed(self, batch: AttnBatch, q_THW: Tensor, latent_dim: int, scale: float) -> Tensor:
         if fits(self._device, q_THW.dtype) and all(plane.dtype == q_THW.dtype for plane in self._planes):
@@ -144,8 +145,11 @@ class Latents:
             tile = q_NW.new_zeros(_TILE, q_NW.shape[-1])
             kept = self._kept(request, base, min(base + _TILE, limit))
             tile[: len(kept)] = kept
+            # A token that is not finite spoils the rows that see it, and no other: 0 times NaN would be NaN.
+            bad = ~tile.sum(dim=1, keepdim=True).isfinite()
+            tile = tile.masked_fill(bad, 0.0)
             hidden = lanes[None, :] + base > positions_N[:, None]
-            scores = (q_NW @ tile.T).masked_fill(hidden, -torch.inf)
+            scores = (q_NW @ tile.T).masked_fill(bad.T, torch.nan).masked_fill(hidden, -torch.inf)
             # Position 0 is visible to every row, so no row's peak stays at minus infinity.
             highest = torch.maximum(peak, scores.amax(dim=1, keepdim=True))
             weights, rescale = torch.exp(scores - highest), torch.exp(peak - highest)

@@ -58,12 +58,37 @@ class SdpaBackend:
             q = rows.q_THD[request.rows].transpose(0, 1).unsqueeze(0)
             k = kv[request.pages, layer, 0, request.offsets].transpose(0, 1).unsqueeze(0)
             v = kv[request.pages, layer, 1, request.offsets].transpose(0, 1).unsqueeze(0)
+            k, v, spoiled_T = without_hidden(k, v, request.mask)
             mask = request.mask
             if rows.sinks_H is not None:
                 k, v, mask = _with_sinks(k, v, mask, rows.sinks_H)
             attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=rows.scale, enable_gqa=True)
-            out[request.rows] = attended[0].transpose(0, 1)
+            out[request.rows] = spoil(attended[0].transpose(0, 1), spoiled_T)
         return out
+
+
+def without_hidden(k: Tensor, v: Tensor, mask_TS: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Keys and values [1, heads, S, D] in which a token that is not finite is 0, and which rows [T] see one (for
+    `spoil`); None where there is none. Without `mask_TS`, row i sees the keys up to i.
+
+    A mask does not hide such a token: its score is added to minus infinity, and its value is multiplied by 0, and both
+    give NaN.
+    """
+    if k.shape[2] == 1 or (mask_TS is not None and len(mask_TS) == 1):  # every row sees all keys
+        return k, v, None
+    sums_S = k.sum(dim=(0, 1, 3), dtype=torch.float32) + v.sum(dim=(0, 1, 3), dtype=torch.float32)
+    bad_S = ~sums_S.isfinite()
+    # On a device, asking whether there is any would wait for all that was launched before.
+    if bad_S.device.type == "cpu" and not bad_S.any():
+        return k, v, None
+    bad_S1 = bad_S[:, None]
+    spoiled_T = bad_S.cumsum(dim=0) > 0 if mask_TS is None else (mask_TS & bad_S).any(dim=1)
+    return k.masked_fill(bad_S1, 0.0), v.masked_fill(bad_S1, 0.0), spoiled_T
+
+
+def spoil(out_THD: Tensor, spoiled_T: Tensor | None) -> Tensor:
+    """The outputs, NaN in the rows that see a token that is not finite."""
+    return out_THD if spoiled_T is None else out_THD.masked_fill(spoiled_T[:, None, None], torch.nan)
 
 
 def _with_sinks(k: Tensor, v: Tensor, mask: Tensor, sinks_H: Tensor) -> tuple[Tensor, Tensor, Tensor]:

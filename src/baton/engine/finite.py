@@ -1,4 +1,4 @@
-"""Logits that are not finite: a forward that overflowed, or that read what is no number. No token may come from them."""
+"""Logits that are not finite: a forward overflowed, or read what is no number. No token may come from them."""
 
 from __future__ import annotations
 

@@ -33,7 +33,6 @@ from baton.kv.interval import Interval
 from baton.kv.tables import BlockTables
 from baton.wire import KVStream, Recovery, recovers
 
-
 # Why a leg ended, where the peer's engine is to know more than that it failed.
 _TOLD_TO_PEERS = ("queue_timeout", "nonfinite_logits")
 

@@ -8,11 +8,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from baton.models.linear import BIG_PROBE, HEIGHTS, TALL, blocks, cancelling, equal_heights
+from baton.models.linear import BIG_PROBE, HEIGHTS, TALL, blocks, cancelling, equal_heights, reads_next_row, rows_apart
 
 
 def headwise(x_THK: Tensor, weight_HKN: Tensor) -> Tensor:
     """x [T, H, K] times weight [H, K, N], head by head: [T, H, N]."""
+    if reads_next_row(x_THK.shape[2], x_THK.dtype, x_THK.device):
+        return rows_apart(lambda rows: _headwise(rows, weight_HKN), x_THK)
+    return _headwise(x_THK, weight_HKN)
+
+
+def _headwise(x_THK: Tensor, weight_HKN: Tensor) -> Tensor:
     return torch.bmm(x_THK.contiguous().transpose(0, 1), weight_HKN).transpose(0, 1)
 
 

@@ -191,6 +191,21 @@ def invariant_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return out
 
 
+def reads_next_row(columns: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether oneDNN may multiply the first numbers of a row's successor by weights of 0: it fills up tiles of 32
+    columns so, where the CPU multiplies tiles of bfloat16 (AMX)."""
+    return device.type == "cpu" and dtype is torch.bfloat16 and columns % 32 > 0
+
+
+def rows_apart(multiply: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """`multiply` of rows [T, ..., K], NaN for each that is not finite, which no other row gets to see."""
+    bad_T = ~x.flatten(1).sum(dim=1, dtype=torch.float32).isfinite()
+    if not bad_T.any():
+        return multiply(x)
+    bad = bad_T.view(-1, *[1] * (x.ndim - 1))
+    return multiply(x.masked_fill(bad, 0.0)).masked_fill(bad, torch.nan)
+
+
 class Linear(nn.Module):
     """y = x W^T + b for x [T, in] -> [T, out]. Weight [out, in] as in Hugging Face, None once it is packed.
 
@@ -213,6 +228,7 @@ class Linear(nn.Module):
         self._address: int | None = None
         self._batch_invariant = build.batch_invariant
         self._product = invariant_product if build.batch_invariant else product
+        self._reads_next_row = reads_next_row(in_features, build.dtype, build.device)
 
     def pack(self) -> None:
         """Keep the packed weight instead of the plain one, where there is one; the layer must be filled."""
@@ -227,6 +243,8 @@ class Linear(nn.Module):
             return cpu_products.multiply(x, self._address, self.out_features, bias)
         weight = self.weight if self._packed is None else self._packed
         assert weight is not None
+        if self._reads_next_row:
+            return rows_apart(lambda rows: self._product(rows, weight, bias), x)
         return self._product(x, weight, bias)
 
     def _takes(self, x: Tensor) -> bool:

@@ -48,6 +48,10 @@ def by_chunk(
 ) -> tuple[Tensor, Tensor]:
     """As `by_row`: inside a chunk every row looks at the rows before it, as in attention; states go from chunk to
     chunk."""
+    fine_T = (x_THP.sum(dim=(1, 2)) + decay_TH.sum(dim=1) + b_THN.sum(dim=(1, 2)) + c_THN.sum(dim=(1, 2))).isfinite()
+    if not fine_T.all():
+        # Matrix products multiply what a row does not see by 0, which hides no NaN.
+        return by_row(x_THP, decay_TH, b_THN, c_THN, state_HNP, kept)
     outs, states = [], []
     for start in range(0, len(x_THP), CHUNK):
         x, b, c = (part[start : start + CHUNK].transpose(0, 1) for part in (x_THP, b_THN, c_THN))
