@@ -246,6 +246,8 @@ class HandoffLegs:
             return []
         if isinstance(event, DecodeFailed):
             self.metrics.handoff_failures[reason_label(event.reason)] += 1
+            if event.reason == "nonfinite_logits":
+                leg.proven.clear()  # what P computed arrived as it was, and is wrong
             if not self._receives(leg):
                 return []
             return self._failed(leg, f"{event.reason}: {event.message}", event.recoverable)
