@@ -19,9 +19,8 @@ import pytest
 from aiohttp import web
 from aiohttp.base_protocol import BaseProtocol
 
-from baton.openai import FrontMetrics
 from baton.openai.access import Access
-from baton.openai.http import BODIES, DRAIN, new_app, write
+from baton.openai.http import BODIES, DRAIN
 from baton.openai.limits import Bodies, HttpLimits
 from baton.openai.serving import bind, serve_until, url_of
 from baton.server import build_app
@@ -208,26 +207,6 @@ async def test_bodies_share_a_bound(directory: Path, session: aiohttp.ClientSess
         await until(lambda: app[BODIES].num_bytes == 0)
         async with session.post(f"{url}/v1/completions", json={"prompt": "a", "max_tokens": 3}) as response:
             assert response.status == 200
-
-
-async def test_a_client_that_reads_nothing_is_cut_off() -> None:
-    app = new_app(FrontMetrics(), HttpLimits(write_s=0.5))
-    ended = asyncio.Event()
-
-    async def endless(request: web.Request) -> web.StreamResponse:
-        response = web.StreamResponse()
-        await response.prepare(request)
-        try:
-            while True:
-                await write(request, response, b" " * 2**20)
-        finally:
-            ended.set()
-
-    app.router.add_get("/endless", endless)
-    async with served(app) as url:
-        raw = await Raw.open(url, b"GET /endless HTTP/1.1\r\nHost: a\r\n\r\n")
-        await asyncio.wait_for(ended.wait(), LIMIT_S)
-        raw.writer.close()
 
 
 class Ending:

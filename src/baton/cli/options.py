@@ -26,6 +26,7 @@ from baton.engine.config import (
 )
 from baton.errors import ConfigError
 from baton.openai.access import Access
+from baton.openai.limits import WRITE_TIMEOUT_S, HttpLimits
 from baton.openai.request_metrics import PerRequestMetrics, SpecDecodeLevel
 from baton.openai.serving import SHUTDOWN_TIMEOUT_S, bind
 from baton.openai.tools import Parsing
@@ -162,6 +163,9 @@ class ListenOptions:
     shutdown_timeout: Annotated[
         float, typer.Option(min=0.0, help="Seconds that requests have to end after SIGTERM; then they end in an error.")
     ] = SHUTDOWN_TIMEOUT_S
+    http_write_timeout: Annotated[
+        float, typer.Option(min=1.0, help="Seconds that a client has to read what is ready of its answer.")
+    ] = WRITE_TIMEOUT_S
     api_key: Annotated[
         list[str] | None, typer.Option(envvar="BATON_API_KEY", help="Clients must bring one of these keys; repeat.")
     ] = None
@@ -206,6 +210,10 @@ class ListenOptions:
     def parsing(self) -> Parsing:
         """How answers are read. Raises `ConfigError` for a parser that does not exist."""
         return Parsing(self.enable_auto_tool_choice, self.tool_call_parser, self.reasoning_parser)
+
+    def limits(self) -> HttpLimits:
+        """What one connection may cost."""
+        return HttpLimits(write_s=self.http_write_timeout)
 
     def per_request(self) -> PerRequestMetrics:
         """What answers say of their own making."""

@@ -81,7 +81,8 @@ def router_command(options: FrontOptions, listen: ListenOptions, process: Proces
     urls = {role: _split(getattr(options, role)) for role in ("prefill", "decode", "both")}
     key = load_or_create_key(key_file) if key_file else None
     answers = {"parsing": listen.parsing(), "per_request": listen.per_request(), "chat_template": listen.template()}
-    config = options.to_config(listen.host, ticket_key=key, access=listen.access(), **answers, **urls)
+    door = {"access": listen.access(), "limits": listen.limits()}
+    config = options.to_config(listen.host, ticket_key=key, **door, **answers, **urls)
     listener = listen.bind()
 
     def on_ready(url: str) -> None:

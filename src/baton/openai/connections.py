@@ -1,48 +1,138 @@
-"""Client connections: a time limit for request heads, and OpenAI's error shape for malformed HTTP."""
+"""Client connections: time limits for request heads and for reading answers, and OpenAI's error shape for malformed
+HTTP."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Any
+from typing import Any, cast
 
 from aiohttp import web
+from aiohttp.http import StreamWriter
 from aiohttp.http_exceptions import HttpProcessingError
 
+from baton.log_limit import LogLimit
 from baton.openai.errors import ApiError
+from baton.openai.limits import HttpLimits
 
 logger = logging.getLogger(__name__)
+logger.addFilter(LogLimit())  # any client may cause these lines
 
 _BODY_TYPE = "application/json"
 
 
-class ClientConnection(web.RequestHandler):
-    """One client's connection. A request whose head is not there `head_s` seconds after its first byte (the first one:
-    after the connection) is answered with 408, and the connection closed.
+class Unread:
+    """The bytes of answers that wait in this process until the clients of a server read them."""
 
-    aiohttp itself limits only idle connections, and answers malformed HTTP with text and a traceback.
+    def __init__(self, limits: HttpLimits) -> None:
+        self._limit = limits.unread_bytes
+        self._waiting: dict[ClientConnection, int] = {}
+        self.num_bytes = 0
+
+    def waits(self, connection: ClientConnection, size: int) -> None:
+        """So many bytes wait for one client, who is cut off if no other has more of too many."""
+        self.num_bytes += size - self._waiting.get(connection, 0)
+        self._waiting[connection] = size
+        if self.num_bytes > self._limit:
+            # What has been read since is found here.
+            self._waiting = {one: one.num_unread() for one in self._waiting}
+            self.num_bytes = sum(self._waiting.values())
+            if self.num_bytes > self._limit:
+                max(self._waiting, key=self._waiting.__getitem__).cut_off()
+
+    def has_read(self, connection: ClientConnection) -> None:
+        """Nothing waits for this one."""
+        self.num_bytes -= self._waiting.pop(connection, 0)
+
+
+class ClientConnection(web.RequestHandler):
+    """One client's connection.
+
+    A request whose head is not there `HttpLimits.head_s` after its first byte (the first one: after the connection) is
+    answered with 408, and the connection closed. aiohttp itself limits only idle connections, and answers malformed
+    HTTP with text and a traceback.
+
+    `send` does not wait for the client, so that nothing of an engine does: what the client has not read waits here. It
+    is cut off when more than `HttpLimits.stream_bytes` wait, when bytes have waited for `write_s` (for twice that at
+    most: it is looked at each `write_s`), and when most of the bytes of all that are `Unread` are its own.
     """
 
-    __slots__ = ("_head_s", "_head_timer")
+    __slots__ = ("_added", "_head_timer", "_limits", "_sending", "_unread", "_write_timer")
 
-    def __init__(self, server: web.Server, head_s: float, **options: Any) -> None:
+    def __init__(self, server: web.Server, limits: HttpLimits, unread: Unread, **options: Any) -> None:
         super().__init__(server, loop=asyncio.get_running_loop(), **options)
-        self._head_s = head_s
+        self._limits, self._unread = limits, unread
         self._head_timer: asyncio.TimerHandle | None = None
+        self._write_timer: asyncio.TimerHandle | None = None
+        self._sending: asyncio.Transport | None = None  # aiohttp forgets its own before all is sent
+        self._added = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        self._head_timer = self._loop.call_later(self._head_s, self._head_is_late)
+        self._sending = cast(asyncio.Transport, transport)
+        # Pause and resume then tell whether anything waits. TLS would pause for nothing with a limit of 0.
+        self._sending.set_write_buffer_limits(high=1, low=0)
+        self._head_timer = self._loop.call_later(self._limits.head_s, self._head_is_late)
+
+    async def send(self, writer: StreamWriter, data: bytes) -> None:
+        """Write a part of an answer, without waiting. Raises `ConnectionResetError` for a client that has gone, or is
+        cut off."""
+        before = self.num_unread()
+        if before > self._limits.stream_bytes:
+            self.cut_off()
+            raise ConnectionResetError("the client does not read its answer")
+        await writer.write(data, drain=False)
+        if before:
+            after = self.num_unread()
+            self._added += after - before
+            self._unread.waits(self, after)
+
+    def num_unread(self) -> int:
+        """The bytes that wait here until the client reads."""
+        return 0 if self._sending is None else self._sending.get_write_buffer_size()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._added = 0
+        self._write_timer = self._loop.call_later(self._limits.write_s, self._look)
+        self._unread.waits(self, self.num_unread())
+
+    def resume_writing(self) -> None:
+        self._nothing_waits()
+        super().resume_writing()
+
+    def cut_off(self) -> None:
+        """End the connection, and with it whatever is computed for it."""
+        if self._sending is not None:
+            logger.warning("a client is cut off that has not read %d bytes of its answer", self.num_unread())
+            self._sending.abort()
+            self._sending = None
+
+    def _look(self) -> None:
+        """Whether all that waited `write_s` ago has been read: only what was added since may be left."""
+        if self.num_unread() > self._added:
+            self.cut_off()
+        else:
+            self._added = 0
+            self._write_timer = self._loop.call_later(self._limits.write_s, self._look)
+
+    def _nothing_waits(self) -> None:
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
+        self._unread.has_read(self)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         if not self._idle():
             self._stop_timer()
         elif self._head_timer is None:
-            self._head_timer = self._loop.call_later(self._head_s, self._head_is_late)
+            self._head_timer = self._loop.call_later(self._limits.head_s, self._head_is_late)
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self._stop_timer()
+        self._nothing_waits()
+        self._sending = None
         super().connection_lost(exc)
 
     def handle_error(
@@ -90,3 +180,17 @@ class ClientConnection(web.RequestHandler):
         head = f"HTTP/1.1 408 Request Timeout\r\nContent-Type: {_BODY_TYPE}\r\nContent-Length: {len(body)}\r\n"
         self.transport.write(head.encode() + b"Connection: close\r\n\r\n" + body)
         self.force_close()
+
+
+class Stream(web.StreamResponse):
+    """An answer in parts, which come as fast as they are made, not as they are read. Its head leaves with the first of
+    them, in one packet: each one more is a turn of the event loop at whoever reads it."""
+
+    _send_headers_immediately = False  # aiohttp's own, as of its `Response`; older ones do not look
+
+    async def send(self, request: web.Request, data: bytes) -> None:
+        """Send a part, and before the first the head. Raises as `ClientConnection.send` does."""
+        await self.prepare(request)
+        assert isinstance(request.writer, StreamWriter)
+        assert isinstance(request.protocol, ClientConnection)
+        await request.protocol.send(request.writer, data)

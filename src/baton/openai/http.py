@@ -17,6 +17,7 @@ from baton import __version__
 from baton.errors import DrainingError
 from baton.openai.access import OPEN, Access, ApiKeys, name_response
 from baton.openai.backend import ServedModel
+from baton.openai.connections import Stream
 from baton.openai.errors import ApiError, to_api_error
 from baton.openai.limits import Bodies, HttpLimits
 from baton.openai.metrics import FrontMetrics, exposed
@@ -29,13 +30,6 @@ from baton.openai.tracing import TRACE, trace_of
 T = TypeVar("T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _RETRY_AFTER_S = 1
-
-
-class Stream(web.StreamResponse):
-    """An answer in parts. Its head leaves with the first of them, in one packet: each one more is a turn of the event
-    loop at whoever reads it."""
-
-    _send_headers_immediately = False  # aiohttp's own, as of its `Response`; older ones do not look
 
 
 class Drain:
@@ -195,20 +189,6 @@ def error_response(error: ApiError) -> web.Response:
     return web.Response(body=error.body(), status=error.status, content_type="application/json", headers=headers)
 
 
-async def write(request: web.Request, response: web.StreamResponse, data: bytes) -> None:
-    """Write a part of an answer. A client that takes nothing for `HttpLimits.write_s` is cut off."""
-
-    def cut() -> None:
-        if request.transport is not None:
-            request.transport.abort()
-
-    timer = asyncio.get_running_loop().call_later(request.app[LIMITS].write_s, cut)
-    try:
-        await response.write(data)
-    finally:
-        timer.cancel()
-
-
 async def _reply(request: web.Request, reply: bytes | AsyncGenerator[bytes, None]) -> web.StreamResponse:
     if isinstance(reply, bytes):
         return web.Response(body=reply, content_type="application/json")
@@ -218,11 +198,11 @@ async def _reply(request: web.Request, reply: bytes | AsyncGenerator[bytes, None
         await response.prepare(request)
         try:
             async for event in events:
-                await write(request, response, event)
+                await response.send(request, event)
         except asyncio.CancelledError:
             if not request.app[DRAIN].ended:
                 raise
-            await write(request, response, b"data: " + _shutting_down().body() + b"\n\ndata: [DONE]\n\n")
+            await response.send(request, b"data: " + _shutting_down().body() + b"\n\ndata: [DONE]\n\n")
         await response.write_eof()
     return response
 

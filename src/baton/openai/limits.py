@@ -12,21 +12,26 @@ from aiohttp import web
 from baton.errors import OverloadedError, RequestError
 from baton.timeouts import timeout
 
+WRITE_TIMEOUT_S = 60.0
+
 
 @dataclass(frozen=True, slots=True)
 class HttpLimits:
-    """`head_s`: from the first byte of a request to the end of its head. `body_s`: for its body. `write_s`: a client
-    that takes nothing of its answer for so long is gone. `keep_alive_s`: between two requests; longer than clients
-    keep connections, so that none is closed under a request. `body_bytes`: one body, `bodies_bytes`: all that are
-    being read or understood.
+    """`head_s`: from the first byte of a request to the end of its head. `body_s`: for its body. `write_s`: for the
+    client to read what is ready of its answer. `keep_alive_s`: between two requests; longer than clients keep
+    connections, so that none is closed under a request. `body_bytes`: one body, `bodies_bytes`: all that are being read
+    or understood. `stream_bytes`: what may wait for a client that reads a stream more slowly than it is made,
+    `unread_bytes`: what may wait for all clients.
     """
 
     head_s: float = 30.0
     body_s: float = 30.0
-    write_s: float = 60.0
+    write_s: float = WRITE_TIMEOUT_S
     keep_alive_s: float = 75.0
     body_bytes: int = 16 * 2**20
     bodies_bytes: int = 256 * 2**20
+    stream_bytes: int = 4 * 2**20
+    unread_bytes: int = 256 * 2**20
 
 
 class Bodies:

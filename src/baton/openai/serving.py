@@ -16,7 +16,7 @@ from typing import Any
 from aiohttp import web
 
 from baton.errors import ConfigError
-from baton.openai.connections import ClientConnection
+from baton.openai.connections import ClientConnection, Unread
 from baton.openai.http import DRAIN, LIMITS, TLS
 from baton.openai.limits import HttpLimits
 
@@ -68,13 +68,14 @@ async def served(app: web.Application, listener: socket.socket) -> AsyncIterator
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
     try:
         await runner.setup()
-        manager = runner.server
+        manager, unread = runner.server, Unread(limits)
         assert manager is not None
 
         def connection() -> ClientConnection:
             return ClientConnection(
                 manager,
-                limits.head_s,
+                limits,
+                unread,
                 access_log=None,
                 keepalive_timeout=limits.keep_alive_s,
                 lingering_time=2.0,

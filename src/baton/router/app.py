@@ -16,6 +16,7 @@ from baton.handoff.protocol.ticket import TICKET_LIFE_S
 from baton.openai import FrontMetrics, OpenAIService
 from baton.openai.access import OPEN, Access
 from baton.openai.http import BODIES, add_openai_routes, json_response, new_app
+from baton.openai.limits import HttpLimits
 from baton.openai.metrics import Row, RowCollector, counter, gauge
 from baton.openai.records import reporting
 from baton.openai.request_metrics import NO_METRICS, PerRequestMetrics
@@ -48,6 +49,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
       their engines.
     - `max_local_prefill_length`: a prompt of which the decode engine lacks at most so many tokens is computed there; 0:
       none is, while there is a prefill engine. `max_queued_requests`: choices that may wait for their first token.
+    - `limits`: what one client's connection may cost.
     - `api_keys`: clients must bring one of them; none: all may ask. `admin_token` None: engines cannot join or leave at
       run time. `host_names`: by which the router is called there.
     """
@@ -72,6 +74,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     host_names: tuple[str, ...] = ()
     max_queued_requests: int = MAX_QUEUED_REQUESTS
     ticket_life: float = TICKET_LIFE_S
+    limits: HttpLimits = HttpLimits()
     access: Access = OPEN
     parsing: Parsing = NO_PARSING
     per_request: PerRequestMetrics = NO_METRICS
@@ -133,7 +136,8 @@ async def build_app(config: RouterConfig) -> web.Application:
     metrics = FrontMetrics()
     app = new_app(
         metrics,
-        access=config.access,
+        config.limits,
+        config.access,
         families=lambda: families(metrics.registry.collect(), pool.engines),
     )
     service = OpenAIService(backend, metrics, config.max_queued_requests, config.parsing, config.per_request)

@@ -17,8 +17,9 @@ from aiohttp import web
 from baton.errors import EngineUnavailableError, RequestError
 from baton.openai import FrontMetrics, OpenAIService, ServedModel
 from baton.openai.access import OPEN, Access
+from baton.openai.connections import Stream
 from baton.openai.errors import to_api_error
-from baton.openai.http import BODIES, Stream, add_openai_routes, json_response, new_app, write
+from baton.openai.http import BODIES, add_openai_routes, json_response, new_app
 from baton.openai.limits import HttpLimits
 from baton.openai.metrics import RowCollector, with_vllm_names
 from baton.openai.records import SequenceRecord, reporting
@@ -107,7 +108,7 @@ async def _generate(engine: AsyncEngine, metrics: FrontMetrics, request: web.Req
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RequestError(f"the body is not a GenerateRequest: {error}") from None
     _check(wire, engine.info)
-    response: web.StreamResponse | None = None
+    response: Stream | None = None
     record = SequenceRecord(metrics, wire.request_id, engine.info.model, len(wire.prompt_token_ids))
     reason = "abort"
     try:
@@ -116,10 +117,9 @@ async def _generate(engine: AsyncEngine, metrics: FrontMetrics, request: web.Req
                 if response is None:
                     # Not before the first chunk: a refusal must still be able to set the HTTP status.
                     response = Stream(headers={"Content-Type": NDJSON})
-                    await response.prepare(request)
                 record.tokens(len(chunk.token_ids), chunk.accepted)
                 reason = chunk.finish_reason or reason
-                await write(request, response, msgspec.json.encode(chunk) + b"\n")
+                await response.send(request, msgspec.json.encode(chunk) + b"\n")
     except ConnectionResetError:
         raise
     except EngineUnavailableError as error:
@@ -138,7 +138,7 @@ async def _generate(engine: AsyncEngine, metrics: FrontMetrics, request: web.Req
             finish_reason="error",
             error=f"{api_error.code or 'engine_error'}: {api_error.message}",
         )
-        await response.write(msgspec.json.encode(chunk) + b"\n")
+        await response.send(request, msgspec.json.encode(chunk) + b"\n")
         reason = "error"
     finally:
         record.end(reason, log=False)  # the front door has the line

@@ -17,6 +17,7 @@ from aiohttp import web
 
 from baton.errors import EngineUnavailableError
 from baton.openai.access import OPEN, Access
+from baton.openai.limits import HttpLimits
 from baton.openai.request_metrics import NO_METRICS, PerRequestMetrics
 from baton.openai.serving import SHUTDOWN_TIMEOUT_S, serve, url_of
 from baton.openai.tools import NO_PARSING, Parsing
@@ -35,6 +36,7 @@ def run_engine(
     listener: socket.socket,
     on_ready: Callable[[AsyncEngine, str], None],
     shutdown_timeout_s: float = SHUTDOWN_TIMEOUT_S,
+    limits: HttpLimits | None = None,
     access: Access = OPEN,
     parsing: Parsing = NO_PARSING,
     per_request: PerRequestMetrics = NO_METRICS,
@@ -49,7 +51,7 @@ def run_engine(
         engine = make_engine()
         try:
             engine.start()
-            app = build_app(engine, tokenizer, access=access, parsing=parsing, per_request=per_request)
+            app = build_app(engine, tokenizer, limits, access, parsing, per_request)
             ready = functools.partial(on_ready, engine, url_of(listener, app))
             failure = asyncio.run(_serve(engine, app, listener, ready, shutdown_timeout_s))
         finally:

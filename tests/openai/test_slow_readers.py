@@ -1,0 +1,250 @@
+"""A client that reads slowly or not at all costs its own connection: no place, no engine, and bounded memory."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import aiohttp
+import msgspec
+import pytest
+from aiohttp import web
+from aiohttp.http import StreamWriter
+
+from baton.openai import FrontMetrics, serving
+from baton.openai.connections import ClientConnection, Stream, Unread
+from baton.openai.http import json_response, new_app
+from baton.openai.limits import HttpLimits
+from baton.openai.serving import bind, url_of
+from baton.router import RouterConfig
+from baton.router import build_app as build_router
+from baton.server import build_app
+from baton.text import Tokenizer
+from baton.timeouts import timeout
+from tests.server.fake_serving import KEY, FakeEngine, complete, served, until
+
+LIMIT_S = 60.0
+# Some 400 KB of one choice: more than the sockets below hold, and a transport of asyncio before it pauses.
+LONG = {"prompt": "a", "max_tokens": 1000, "ignore_eos": True, "logprobs": 5, "stream": True}
+
+
+@contextlib.asynccontextmanager
+async def narrow(app: web.Application) -> AsyncIterator[str]:
+    """Serve `app` by sockets of which the kernel keeps little."""
+    listener = bind("127.0.0.1", 0)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    async with serving.served(app, listener):
+        yield url_of(listener, app)
+
+
+class Reader:
+    """A client that asks, and reads when it is told to."""
+
+    def __init__(self, url: str, path: str = "/v1/completions", body: Any = LONG) -> None:
+        host, port = url.removeprefix("http://").split(":")
+        self.socket = socket.socket()
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        self.socket.connect((host, int(port)))
+        self.socket.setblocking(False)
+        self.ask(path, json.dumps(body).encode())
+
+    def ask(self, path: str, data: bytes = b"") -> None:
+        """Send a request."""
+        head = f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Length: {len(data)}\r\n\r\n"
+        self.socket.send(head.encode() + data)
+
+    async def read(self, most: int = 2**16) -> bytes:
+        """What comes next; empty at the end. Raises `ConnectionResetError` for one that was cut off."""
+        return await asyncio.get_running_loop().sock_recv(self.socket, most)
+
+    async def text(self) -> bytes:
+        """All that comes, to the end of a stream. Raises as `read` does."""
+        whole = b""
+        while not whole.endswith(b"0\r\n\r\n"):
+            part = await self.read()
+            if not part:
+                raise ConnectionResetError
+            whole += part
+        return whole
+
+    async def until_cut(self, most: int = 2**16, pause_s: float = 0.0) -> None:
+        """Read until the connection has been cut off, at most so many bytes in each pause."""
+        with contextlib.suppress(ConnectionResetError):
+            while await self.read(most):
+                await asyncio.sleep(pause_s)
+
+
+@pytest.fixture
+def readers() -> Iterator[Callable[..., Reader]]:
+    """Makes them, and closes them."""
+    made: list[Reader] = []
+
+    def make(*arguments: Any) -> Reader:
+        made.append(Reader(*arguments))
+        return made[-1]
+
+    yield make
+    for reader in made:
+        reader.socket.close()
+
+
+def app_of(engine: FakeEngine, directory: Path, **limits: Any) -> web.Application:
+    return build_app(engine, Tokenizer.load(directory), HttpLimits(**limits))
+
+
+@contextlib.asynccontextmanager
+async def fronts(directory: Path, front: str, **limits: Any) -> AsyncIterator[tuple[str, list[FakeEngine]]]:
+    """A door to clients, and the engines, which decode two of these at once."""
+    async with contextlib.AsyncExitStack() as stack:
+        handed: dict[bytes, asyncio.Future[str]] = {}
+        roles = ["both"] if front != "pair" else ["prefill", "decode"]
+        engines = [FakeEngine(directory, role=role, handed=handed, accept=0) for role in roles]
+        for engine in engines:
+            engine.info = msgspec.structs.replace(engine.info, max_num_seqs=2, max_model_len=2048)
+        if front == "engine":
+            yield await stack.enter_async_context(narrow(app_of(engines[0], directory, **limits))), engines
+            return
+        urls = [await stack.enter_async_context(served(app_of(engine, directory))) for engine in engines]
+        roles_of = {role: (url,) for role, url in zip(roles, urls, strict=True)}
+        app = await build_router(RouterConfig(ticket_key=KEY, limits=HttpLimits(**limits), **roles_of))  # type: ignore[arg-type]
+        yield await stack.enter_async_context(narrow(app)), engines
+
+
+@pytest.mark.parametrize("front", ["engine", "router", "pair"])
+async def test_streams_that_nobody_reads_hold_no_place(
+    directory: Path, session: aiohttp.ClientSession, readers: Callable[..., Reader], front: str
+) -> None:
+    """There are four times as many as are decoded at once. None is cut off, and an honest request is answered; who
+    reads late reads all of it."""
+    async with fronts(directory, front, write_s=3600.0) as (url, engines):
+        many = [readers(url) for _ in range(8)]
+        async with timeout(LIMIT_S):
+            await until(lambda: engines[-1].outcomes["length"] == 8)
+            status, answer = await complete(session, url, max_tokens=2)
+            assert status == 200, answer
+            assert all(engine.running == 0 for engine in engines)
+            texts = [await reader.text() for reader in many]
+        assert len({text.count(b"data: ") for text in texts}) == 1
+        assert all(b"data: [DONE]" in text for text in texts)
+
+
+@pytest.mark.parametrize("front", ["engine", "router"])
+async def test_a_stream_that_nobody_reads_is_aborted_in_time(
+    directory: Path, readers: Callable[..., Reader], front: str
+) -> None:
+    async with fronts(directory, front, write_s=0.3) as (url, engines):
+        engines[0].step_s = 0.01
+        many = [readers(url) for _ in range(2)]
+        await until(lambda: engines[0].outcomes["aborted"] == 2)
+        async with timeout(LIMIT_S):
+            await asyncio.gather(*(reader.until_cut() for reader in many))
+
+
+async def test_what_waits_for_one_reader_is_bounded(directory: Path, readers: Callable[..., Reader]) -> None:
+    """Also where it would have time enough to read it."""
+    async with fronts(directory, "engine", write_s=3600.0, stream_bytes=100_000) as (url, engines):
+        reader = readers(url)
+        await until(lambda: engines[0].outcomes["aborted"] == 1)
+        async with timeout(LIMIT_S):
+            await reader.until_cut()
+
+
+async def test_what_waits_for_all_readers_is_bounded(
+    directory: Path, session: aiohttp.ClientSession, readers: Callable[..., Reader]
+) -> None:
+    """Those with most of it are cut off, and not the honest one that comes then."""
+    async with fronts(directory, "engine", write_s=3600.0, unread_bytes=1_200_000) as (url, engines):
+        many = [readers(url) for _ in range(6)]
+        await until(lambda: engines[0].outcomes.total() == 6)
+        assert (await complete(session, url, max_tokens=1000, logprobs=5))[0] == 200
+        async with timeout(LIMIT_S):
+            ends = await asyncio.gather(*(reader.text() for reader in many), return_exceptions=True)
+        cut = [end for end in ends if isinstance(end, ConnectionResetError)]
+        assert 0 < len(cut) < 6
+        assert all(isinstance(end, bytes) for end in ends if end not in cut)
+
+
+async def test_who_trickles_is_cut_off_and_who_keeps_up_is_not(readers: Callable[..., Reader]) -> None:
+    ended: list[str] = []
+
+    async def endless(request: web.Request) -> web.StreamResponse:
+        response = Stream()
+        try:
+            while True:
+                await response.send(request, b" " * 1000)
+                await asyncio.sleep(0.01)
+        finally:
+            ended.append(request.path)
+
+    app = new_app(FrontMetrics(), HttpLimits(write_s=0.4))
+    app.router.add_post("/{name}", endless)
+    async with narrow(app) as url:
+        trickles = asyncio.create_task(readers(url, "/trickles").until_cut(10, 0.01))
+        keeps_up = asyncio.create_task(readers(url, "/keeps-up").until_cut())
+        await until(lambda: ended)
+        assert ended == ["/trickles"]
+        for task in (trickles, keeps_up):
+            task.cancel()
+        await asyncio.gather(trickles, keeps_up, return_exceptions=True)
+
+
+async def test_a_slow_reader_has_time_for_each_byte_and_no_less() -> None:
+    """One that is behind all the time, but never by `write_s`, is not cut off."""
+    transport = Mock(spec=asyncio.Transport)
+    writer = Mock(spec=StreamWriter)
+    waiting = 0
+
+    async def write(data: bytes, drain: bool) -> None:
+        nonlocal waiting
+        waiting += len(data)
+
+    writer.write = write
+    transport.get_write_buffer_size = lambda: waiting
+    transport.get_extra_info = lambda name: None
+    server = web.Server(Mock(), handler_cancellation=True)
+    unread = Unread(HttpLimits())
+    connection = ClientConnection(server, HttpLimits(write_s=3600.0), unread)
+    connection.connection_made(transport)
+    waiting = 100
+    connection.pause_writing()
+    for _ in range(5):
+        await connection.send(writer, b" " * 150)
+        waiting -= 150
+        connection._look()
+        assert not transport.abort.called
+    await connection.send(writer, b" " * 150)
+    assert unread.num_bytes == 250
+    waiting -= 99  # of the 100 that waited when it was looked at
+    connection._look()
+    assert transport.abort.called
+    connection.connection_lost(None)
+    assert unread.num_bytes == 0
+
+
+@pytest.mark.parametrize("close", [True, False])
+async def test_whole_answers_that_nobody_reads_are_cut_off_too(close: bool, readers: Callable[..., Reader]) -> None:
+    """However many requests were sent at once, one answer waits, and not for ever: also on a connection that ends."""
+    sockets: list[Any] = []
+
+    async def large(request: web.Request) -> web.StreamResponse:
+        assert request.transport is not None
+        sockets.append(request.transport.get_extra_info("socket"))
+        response = json_response("x" * 2**20)
+        if close:
+            response.force_close()
+        return response
+
+    app = new_app(FrontMetrics(), HttpLimits(write_s=0.3))
+    app.router.add_post("/large", large)
+    async with narrow(app) as url:
+        reader = readers(url, "/large")
+        for _ in range(20):
+            reader.ask("/large")
+        await until(lambda: sockets and sockets[0].fileno() == -1)
+        assert len(sockets) == 1
