@@ -102,7 +102,7 @@ def _unproven_is_kept() -> list[Patch]:
 
 @mutation("a window's pages are free when no later query sees them")
 def _window_freed_too_early() -> list[Patch]:
-    def slide(self: KVCache, tables: BlockTables, computed: int, drafted: int) -> None:
+    def slide(self: KVCache, tables: BlockTables, known: int, computed: int, drafted: int, first: int = 0) -> None:
         for name in self._windowed:
             self._free_before(tables, name, self.rules[name].first_needed(computed) + self.pools[name].page_size)
 

@@ -177,13 +177,16 @@ def test_bad_slots_are_refused_before_anything_is_written(name: str, broken: str
 
 
 @pytest.mark.parametrize("name", ON_CPU)
-def test_null_pages_outside_the_window_are_not_read(name: str) -> None:
+def test_null_pages_are_not_read(name: str) -> None:
     q, k, v = random_qkv(40, 2, 1, 8, seed=6)
     pool, backend = Pool(1, 8, 4, [40], torch.float32), get_backend(name, "cpu")
     backend.write_and_attend(pool.kv, LAYER, AttnRows(q[:38], k[:38], v[:38], 0.3), pool.batch({0: (0, 38)}), 6)
     pool.table[0, :8] = 0  # tokens 0..31; the oldest one that row 38 sees is 33
     out = backend.write_and_attend(pool.kv, LAYER, AttnRows(q[38:], k[38:], v[38:], 0.3), pool.batch({0: (38, 40)}), 6)
     torch.testing.assert_close(out.double(), naive(q, k, v, 0.3, 6)[38:], rtol=1e-5, atol=1e-6)
+    pool.table[0, 8] = 0  # given back too early
+    with pytest.raises(BatonError, match="slot"):
+        backend.write_and_attend(pool.kv, LAYER, AttnRows(q[38:], k[38:], v[38:], 0.3), pool.batch({0: (38, 40)}), 6)
 
 
 @pytest.mark.parametrize("name", ON_CPU)

@@ -3,6 +3,7 @@ through handoffs the acceptance of one engine."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 from collections.abc import Callable
@@ -16,6 +17,9 @@ from baton.engine.config import SpeculativeConfig
 from baton.engine.executor import LocalExecutor
 from baton.engine.plan import DraftPlan, DraftResult
 from baton.errors import CheckpointError
+from baton.kv.cache import KVCache
+from baton.models.config import ModelConfig, RawConfig
+from baton.models.glm4_moe import Glm4Moe
 from baton.models.loader import load_model
 from baton.wire import SamplingParams
 from tests.engine.engines import Mode, Stepped, pair, request, stepped
@@ -29,6 +33,7 @@ NUM_TOKENS = 10
 GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
 SAMPLED = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.7, seed=5, ignore_eos=True)
 # One token, fewer than drafts, a token less and more than pages, and multiples of both page sizes.
+WINDOW = 6
 LENGTHS = [1, 2, 6, 7, 15, 16, 42, 48]
 
 
@@ -188,6 +193,29 @@ def test_states_of_modules_that_do_not_fit_are_not_taken(
             assert rest.token_ids == expected[-1]
             two.settle()
         assert two.decode.core.metrics.handoff_failures["bad_seeds"] == 3
+
+
+def test_a_windows_pages_stay_while_a_later_module_reads_them(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A module has as many entries fewer as it looks further ahead. No known target has several modules and windows."""
+    plain = Glm4Moe.parse_config.__func__  # type: ignore[attr-defined]
+
+    def windowed(cls: type[Glm4Moe], raw: RawConfig) -> ModelConfig:
+        config: ModelConfig = plain(cls, raw)
+        return dataclasses.replace(config, windows=(WINDOW,) * config.num_layers)
+
+    monkeypatch.setattr(Glm4Moe, "parse_config", classmethod(windowed))
+    settings = settings_of(folders["three modules"], mtp(5), block_size=1)
+    drafted = record_drafts(monkeypatch)
+    with monkeypatch.context() as kept:
+        kept.setattr(KVCache, "slide", lambda *_: None)
+        with stepped(**settings) as one:
+            expected = [(s.token_ids, s.accepted) for s in run_all(one, "g", GREEDY)]
+    by_all, drafted[:] = sorted(drafted), []
+    with stepped(**settings) as one:
+        assert [(s.token_ids, s.accepted) for s in run_all(one, "g", GREEDY)] == expected
+    assert sorted(drafted) == by_all
 
 
 def _mode(name: str) -> Mode:

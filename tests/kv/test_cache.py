@@ -219,7 +219,7 @@ def test_a_window_that_slides_gives_its_pages_back() -> None:
     memory.compute(tables, tokens, 0, 20)
     for num in range(20, 40):
         memory.cache.advance(tables, tokens, num, num)
-        memory.cache.slide(tables, num, num)
+        memory.cache.slide(tables, num + 1, num, num)
         memory.check(tables, tokens, num)
         assert memory.cache.pools["window"].num_referenced <= 2 + -(-(WINDOW + LOOKAHEAD) // SIZES["window"])
         assert memory.cache.reserve(tables, num + 1)
@@ -346,7 +346,7 @@ class Requests(RuleBasedStateMachine):
         if self.memory.cache.reserve(tables, num + count):
             self.memory.compute(tables, tokens, num, num + count)
             self.memory.cache.advance(tables, tokens, num + count, num + count)
-            self.memory.cache.slide(tables, num + count, num + count)
+            self.memory.cache.slide(tables, len(tokens), num + count, num + count)
             self.open[index] = tables, tokens, num + count
 
     @precondition(lambda self: self.open)

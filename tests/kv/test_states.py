@@ -263,7 +263,7 @@ def test_a_peer_is_shown_no_page_that_slides_out_while_it_might_ask() -> None:
         shown = cache.offered(tables, length)["w"]
         assert [page == 0 for page in shown] == [3 * (i + 1) <= first for i in range(len(shown))]
         for computed in range(length):
-            cache.slide(tables, computed, computed)
+            cache.slide(tables, length, computed, computed)
             assert cache.offered(tables, length)["w"] == shown
             held = [page for page in tables.pages["w"] if page]
             assert len(held) == len(shown) - max(0, computed - 4) // 3

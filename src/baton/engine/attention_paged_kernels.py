@@ -109,7 +109,7 @@ def _load_tile(
                 if slot == page_size:
                     column, slot = column + 1, 0
             page = np.int64(pages[column])
-            if page < 0 or page >= kv.shape[0]:
+            if page <= 0 or page >= kv.shape[0]:
                 return False
             rows[j] = (
                 region + page * kv.strides[0] + layer * kv.strides[1] + slot * kv.strides[3] + head * kv.strides[4]
@@ -142,7 +142,7 @@ def _read_ahead(kv: Any, layer: int, head: int, num_heads: int, pages: Any, firs
     while token < last:
         column = token // page_size
         slot, page = token - column * page_size, np.int64(pages[column])
-        if page < 0 or page >= kv.shape[0]:
+        if page <= 0 or page >= kv.shape[0]:
             return
         count = min(page_size - slot, last - token)
         keys_at = np.int64(kv.ctypes.data) + page * kv.strides[0] + layer * kv.strides[1] + head * kv.strides[4]

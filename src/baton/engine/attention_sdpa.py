@@ -116,13 +116,16 @@ def _make_plan(kv: Tensor, batch: AttnBatch, window: int | None) -> _Plan:
         # because a NaN there would survive the mask.
         first = 0 if window is None else max(int(positions[0]) - window + 1, 0)
         keys = np.arange(first, int(positions[-1]) + 1)
+        pages = _pages(batch.page_table, np.full(len(keys), r), keys, page_size)
+        if not pages.min() > 0:
+            raise slot_error()
         mask = keys[None, :] <= positions[:, None]
         if window is not None:
             mask &= keys[None, :] > positions[:, None] - window
         requests.append(
             _Request(
                 rows=slice(int(start), int(end)),
-                pages=_index(_pages(batch.page_table, np.full(len(keys), r), keys, page_size), device),
+                pages=_index(pages, device),
                 offsets=_index(keys % page_size, device),
                 mask=torch.from_numpy(mask).to(device),
             )

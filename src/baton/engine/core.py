@@ -284,7 +284,8 @@ class EngineCore:
             if request.status is RequestStatus.RUNNING and not (
                 request.is_prefilling and self.prefix_store is not None
             ):
-                self.cache.slide(request.kv, request.num_computed, request.num_drafted - request.first_drafted)
+                known, computed, drafted = len(request.token_ids), request.num_computed, request.num_drafted
+                self.cache.slide(request.kv, known, computed, drafted, request.first_drafted)
 
     def _enter(self, request: Request) -> None:
         """What has become final enters the prefix cache."""

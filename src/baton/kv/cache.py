@@ -254,12 +254,18 @@ class KVCache:
                 first, chain = tables.entered[name], tables.chains[name]
                 tables.entered[name] = pool.cache(tokens, tables.pages[name], chain, final, first)
 
-    def slide(self, tables: BlockTables, num_computed: int, num_drafted: int) -> None:
-        """Free the pages that no later query of a window sees. To be called when nobody else reads them: no prefix
-        store, and no peer but of those `offered`."""
+    def slide(
+        self, tables: BlockTables, num_known: int, num_computed: int, num_drafted: int, first_drafted: int = 0
+    ) -> None:
+        """Free the pages that no later query of a window sees, with counts as in `num_final`. A drafter's pages begin
+        with entry `first_drafted`. To be called when nobody else reads them: no prefix store, and no peer but of those
+        `offered`."""
         for name in self._windowed:
-            rules = self.rules[name]
-            self._free_before(tables, name, rules.first_needed(num_computed if rules.module == 0 else num_drafted))
+            # Entries that are not final are computed again.
+            next_query = self.num_final(name, num_known, num_computed, num_drafted)
+            if self.rules[name].module != 0:
+                next_query = max(0, next_query - first_drafted)
+            self._free_before(tables, name, self.rules[name].first_needed(next_query))
 
     def offered(self, tables: BlockTables, num_tokens: int) -> dict[str, list[int]]:
         """The block tables that a peer may read, for a prompt of `num_tokens` tokens. Entries before the first that any
