@@ -86,12 +86,17 @@ class Trial:
         }
 
     def alone(self, cases: Sequence[Case]) -> dict[Case, Stream]:
-        """What one engine says of each case."""
+        """What one engine says of each case: which drafts it accepts, and what it says without a drafter."""
         with stepped(**self.settings) as single:
             self._groups = [name for name, rules in single.core.cache.rules.items() if rules.kind != "state"]
-            streams = {case: single.add(request(str(case.number), case.prompt, case.params)) for case in cases}
-            while not all(stream.ended for stream in streams.values()):
-                single.step()
+            streams = _said(single, cases)
+        if self.settings["speculative_config"] is None:
+            return streams
+        with stepped(**{**self.settings, "speculative_config": None}) as single:
+            plain = _said(single, cases)
+        for case, stream in streams.items():
+            said = plain[case]
+            stream.token_ids, stream.logprobs, stream.finish_reason = said.token_ids, said.logprobs, said.finish_reason
         return streams
 
     @contextmanager
@@ -167,6 +172,13 @@ def compare(two: Pair, alone: Mapping[Case, Stream], limit_s: float = 120.0) -> 
     if waiting:
         cell.failures.append(f"{len(waiting)} were not preempted")
     return cell
+
+
+def _said(single: Stepped, cases: Sequence[Case]) -> dict[Case, Stream]:
+    streams = {case: single.add(request(str(case.number), case.prompt, case.params)) for case in cases}
+    while not all(stream.ended for stream in streams.values()):
+        single.step()
+    return streams
 
 
 def _give_first(engine: Stepped, prompts: Sequence[list[int]], label: str) -> None:

@@ -35,13 +35,18 @@ def prompts() -> list[list[int]]:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_speculation_changes_no_token(prompts: list[list[int]], temperature: float) -> None:
-    params = SamplingParams(max_tokens=24, temperature=temperature, seed=11)
-    plain = run(prompts, params)
+def test_speculation_changes_neither_token_nor_logprob(prompts: list[list[int]], temperature: float) -> None:
+    params = SamplingParams(max_tokens=24, temperature=temperature, seed=11, logprobs=2)
+
+    def said(spec: dict[str, Any] | None) -> tuple[list[tuple[object, object]], list[int]]:
+        with LLM(TARGET, batch_invariant=True, speculative_config=spec) as llm:
+            outputs = [result.outputs[0] for result in llm.generate(prompts, params)]
+        return [(o.token_ids, o.logprobs) for o in outputs], [count for o in outputs for count in o.accepted]
+
+    plain, _ = said(None)
     for spec in (EAGLE3, EAGLE):
-        speculative = run(prompts, params, speculative_config=spec)
-        assert [tokens for tokens, _ in speculative] == [tokens for tokens, _ in plain]
-        rounds = [a for _, accepted in speculative for a in accepted]
+        speculative, rounds = said(spec)
+        assert speculative == plain
         assert sum(rounds) > 0
         assert max(rounds) <= 3
 

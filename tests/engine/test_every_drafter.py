@@ -30,8 +30,8 @@ from tests.support.kinds import WholeSequence
 
 Settings = dict[str, Any]
 NUM_TOKENS = 10
-GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
-SAMPLED = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.7, seed=5, ignore_eos=True)
+GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True, logprobs=2)
+SAMPLED = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.7, seed=5, ignore_eos=True, logprobs=0)
 # One token, fewer than drafts, a token less and more than pages, and multiples of both page sizes.
 WINDOW = 6
 LENGTHS = [1, 2, 6, 7, 15, 16, 42, 48]
@@ -80,18 +80,18 @@ def folder(folders: dict[str, Path]) -> Path:
     return folders["llama"]
 
 
-Expected = dict[str, list[list[int]]]
+Expected = dict[str, list[Any]]
 
 
 @pytest.fixture(scope="module")
 def plain(folders: dict[str, Path]) -> Callable[[str], Expected]:
-    """Tokens of every prompt, greedy and drawn, without a drafter."""
+    """What is said of every prompt, greedy and drawn, without a drafter: tokens and logprobs."""
 
     @functools.cache
     def run(target: str) -> Expected:
         with stepped(**settings_of(folders[target], None)) as one:
             return {
-                name: [one.run(f"{name}{n}", prompt_of(n), params).token_ids for n in LENGTHS]
+                name: [one.run(f"{name}{n}", prompt_of(n), params).result for n in LENGTHS]
                 for name, params in (("greedy", GREEDY), ("drawn", SAMPLED))
             }
 
@@ -148,7 +148,7 @@ def test_a_drafter_changes_no_token_and_a_handoff_neither_drafts_nor_acceptance(
         alone = {"greedy": run_all(one, "g", GREEDY), "drawn": run_all(one, "d", SAMPLED)}
         again = run_all(one, "again", GREEDY)  # from the prefix cache
     for name, streams in alone.items():
-        assert [stream.token_ids for stream in streams] == expected[name]
+        assert [stream.result for stream in streams] == expected[name]
     assert [s.result for s in again] == [s.result for s in alone["greedy"]]
     assert [s.accepted for s in again] == [s.accepted for s in alone["greedy"]]
     # Chunks that end inside pages, and requests that lose theirs.
@@ -160,7 +160,7 @@ def test_a_drafter_changes_no_token_and_a_handoff_neither_drafts_nor_acceptance(
             if one.core.metrics.num_steps % 5 == 0 and scheduler.running:
                 scheduler.preempt(scheduler.running[-1])
         assert scheduler.num_preemptions > 1
-        assert [stream.token_ids for stream in streams] == expected["greedy"]
+        assert [stream.result for stream in streams] == expected["greedy"]
         assert [stream.accepted for stream in streams] == [stream.accepted for stream in alone["greedy"]]
     by_one = set(drafted)
     assert len(by_one) > 2 * len(LENGTHS)
@@ -171,7 +171,7 @@ def test_a_drafter_changes_no_token_and_a_handoff_neither_drafts_nor_acceptance(
             legs = [two.legs(f"{mode}{name}{n}", prompt_of(n), params, _mode(mode)) for n in LENGTHS]
             two.step_until(lambda legs=legs: all(told.ended and rest.ended for told, rest in legs), limit_s=60.0)
             two.settle()
-            assert [rest.token_ids for _, rest in legs] == expected[name]
+            assert [rest.result for _, rest in legs] == expected[name]
             assert [rest.accepted for _, rest in legs] == [stream.accepted for stream in alone[name]]
         assert set(drafted) == by_one
         metrics = two.decode.core.metrics
@@ -190,7 +190,7 @@ def test_states_of_modules_that_do_not_fit_are_not_taken(
             )
             _, rest = two.legs(f"{change}", prompt_of(LENGTHS[-1]), GREEDY, "push")
             two.step_until(lambda rest=rest: rest.ended)
-            assert rest.token_ids == expected[-1]
+            assert rest.result == expected[-1]
             two.settle()
         assert two.decode.core.metrics.handoff_failures["bad_seeds"] == 3
 
