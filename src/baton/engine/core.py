@@ -284,8 +284,8 @@ class EngineCore:
             if request.status is RequestStatus.RUNNING and not (
                 request.is_prefilling and self.prefix_store is not None
             ):
-                known, computed, drafted = len(request.token_ids), request.num_computed, request.num_drafted
-                self.cache.slide(request.kv, known, computed, drafted, request.first_drafted)
+                known, first = len(request.token_ids), request.first_drafted
+                self.cache.slide(request.kv, known, request.num_computed, request.num_drafted, first)
 
     def _enter(self, request: Request) -> None:
         """What has become final enters the prefix cache."""
