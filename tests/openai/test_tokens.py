@@ -39,7 +39,7 @@ async def test_tokens_of_texts_and_chats(tmp_path: Path, session: aiohttp.Client
         status, answer = await asked(session, f"{url}/tokenize", {"prompt": "hé", "return_token_strs": True})
         ids = tokenizer.encode("hé")
         assert (status, answer["tokens"], answer["count"]) == (200, ids, len(ids))
-        assert answer["token_strs"] == [tokenizer.token_text(i) for i in ids]
+        assert answer["token_strs"] == ["<bos>", "h", "Ã", "©"], "as the vocabulary has them, as in vLLM"
         assert answer["max_model_len"] == MAX_MODEL_LEN
         _, plain = await asked(session, f"{url}/tokenize", {"prompt": "hé", "add_special_tokens": False})
         assert plain["tokens"] == tokenizer.encode("hé", add_special_tokens=False) == ids[1:]

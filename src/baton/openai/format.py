@@ -9,7 +9,7 @@ from baton.openai.answers import Logprobs, SpecDecode, Usage
 from baton.openai.output import Delta, SampleOutput
 from baton.openai.plan import Plan
 from baton.parsing import Content, Reasoning
-from baton.text import Tokenizer
+from baton.text import IncrementalDetokenizer
 from baton.wire import FinishReason, TokenLogprobs
 
 Json = dict[str, Any]
@@ -43,7 +43,7 @@ def whole(plan: Plan, outputs: Sequence[SampleOutput]) -> Json:
     """Return the body of a response that is not streamed."""
     choices = []
     for index, output in enumerate(outputs):
-        choice = _choice(plan, index, output.token_ids, output.logprobs, 0)
+        choice = _choice(plan, index, output)
         if plan.echo:
             _echo(plan, index, output, choice)
         elif plan.chat:
@@ -68,12 +68,9 @@ def whole(plan: Plan, outputs: Sequence[SampleOutput]) -> Json:
     return body
 
 
-def streamed(plan: Plan, index: int, delta: Delta, output: SampleOutput, first: bool, text_offset: int) -> Json:
-    """Return one event of choice `index`.
-
-    `first` is its first event; `text_offset` counts characters before it.
-    """
-    choice = _choice(plan, index, delta.token_ids, delta.logprobs, text_offset)
+def streamed(plan: Plan, index: int, delta: Delta, output: SampleOutput, first: bool) -> Json:
+    """Return one event of choice `index`; `first` is its first."""
+    choice = _choice(plan, index, delta)
     if plan.chat:
         choice["delta"] = ({"role": "assistant"} if first else {}) | _delta(plan, delta, output)
     else:
@@ -98,11 +95,6 @@ def streamed_usage(plan: Plan, outputs: Sequence[SampleOutput]) -> Json:
     """Return the last event of a stream with `include_usage`: usage and no choices."""
     body = _head(plan, "chat.completion.chunk" if plan.chat else "text_completion")
     return body | {"choices": [], "usage": usage(plan, outputs)}
-
-
-def token_text_length(tokenizer: Tokenizer, token_ids: Sequence[int]) -> int:
-    """Return the characters that `token_ids` take in `logprobs.tokens`."""
-    return sum(len(tokenizer.token_text(i)) for i in token_ids)
 
 
 def is_told(plan: Plan, delta: Delta) -> bool:
@@ -157,29 +149,35 @@ def _head(plan: Plan, kind: str) -> Json:
     return {"id": plan.id, "object": kind, "created": plan.created, "model": plan.model.name}
 
 
-def _choice(
-    plan: Plan, index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], text_offset: int
-) -> Json:
+def _choice(plan: Plan, index: int, said: Delta | SampleOutput) -> Json:
     choice: Json = {"index": index, "logprobs": None}
     if plan.requests[index].sampling_params.logprobs is not None:
         if plan.chat:
-            choice["logprobs"] = _chat_logprobs(plan, token_ids, logprobs)
+            choice["logprobs"] = _chat_logprobs(plan, said.token_ids, said.logprobs)
         else:
-            choice["logprobs"] = _completion_logprobs(plan, token_ids, logprobs, text_offset)
+            choice["logprobs"] = _completion_logprobs(plan, said.token_ids, said.logprobs, said.text_offsets)
     if plan.return_token_ids:
-        choice["token_ids"] = list(token_ids)
+        choice["token_ids"] = list(said.token_ids)
     return choice
 
 
 def _echo(plan: Plan, index: int, output: SampleOutput, choice: Json) -> None:
     """The prompt before the output, in text and in logprobs, of which its first token has none."""
     prompt = plan.requests[index].prompt_token_ids
-    choice["text"] = plan.model.tokenizer.decode(prompt, skip_special_tokens=False) + output.text
+    detokenizer = IncrementalDetokenizer(plan.model.tokenizer, skip_special_tokens=False)
+    text, offsets = "", []
+    for token in prompt:
+        offsets.append(len(text))
+        text += detokenizer.push(token)
+    if not output.text:
+        text += detokenizer.flush()  # else the output may have gone on with the last character
+    choice["text"] = text + output.text
     num_top = plan.requests[index].sampling_params.logprobs
     if num_top is not None:
         scores = [s and TokenLogprobs(s.logprob, s.top[:num_top], s.rank) for s in output.prompt_logprobs]
         tokens = [*prompt, *output.token_ids]
-        choice["logprobs"] = _completion_logprobs(plan, tokens, [*scores, *output.logprobs], 0)
+        offsets += [len(text) + offset for offset in output.text_offsets]
+        choice["logprobs"] = _completion_logprobs(plan, tokens, [*scores, *output.logprobs], offsets)
     if plan.return_token_ids:
         choice["token_ids"] = [*prompt, *output.token_ids]
 
@@ -198,30 +196,42 @@ def _prompt_logprobs(plan: Plan, index: int, output: SampleOutput) -> list[Json 
 
 
 def _token_name(plan: Plan, token_id: int) -> str:
-    return f"token_id:{token_id}" if plan.return_tokens_as_token_ids else plan.model.tokenizer.token_text(token_id)
+    """A token in a completion's logprobs; a part of a character as OpenAI's API names it there."""
+    if plan.return_tokens_as_token_ids:
+        return f"token_id:{token_id}"
+    name = plan.model.tokenizer.token_text(token_id)
+    return name if name.encode() == plan.model.tokenizer.spelling.token_bytes(token_id) else f"bytes:{name}"
 
 
 def _completion_logprobs(
-    plan: Plan, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None], offset: int
+    plan: Plan, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None], offsets: Sequence[int]
 ) -> Logprobs:
-    offsets = []
-    for token_id in token_ids:
-        offsets.append(offset)
-        offset += len(plan.model.tokenizer.token_text(token_id))
-    names = [_token_name(plan, i) for i in token_ids]
-    top: list[dict[str, float] | None] = [
-        None
-        if entry is None
-        else {_token_name(plan, i): value for i, value in reversed(entry.top)} | {name: entry.logprob}
-        for name, entry in zip(names, logprobs, strict=False)
+    top = [
+        None if entry is None else _alternatives(plan, token, entry)
+        for token, entry in zip(token_ids, logprobs, strict=False)
     ]
-    return Logprobs([None if entry is None else entry.logprob for entry in logprobs], top, names, offsets)
+    names = [_token_name(plan, i) for i in token_ids]
+    return Logprobs([None if entry is None else entry.logprob for entry in logprobs], top, names, list(offsets))
+
+
+def _alternatives(plan: Plan, token_id: int, entry: TokenLogprobs) -> dict[str, float]:
+    """The likeliest tokens by name, and the one that was taken. Where two are spelt alike, the less likely one is told
+    by its number."""
+    own = _token_name(plan, token_id)
+    found: dict[str, float] = {}
+    for other, value in entry.top:
+        if other != token_id:
+            name = _token_name(plan, other)
+            found[f"token_id:{other}" if name == own or name in found else name] = value
+    return {own: entry.logprob} | found
 
 
 def _chat_logprobs(plan: Plan, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> Json:
+    tokenizer = plan.model.tokenizer
+
     def entry(token_id: int, logprob: float) -> Json:
-        text = plan.model.tokenizer.token_text(token_id)
-        return {"token": _token_name(plan, token_id), "logprob": logprob, "bytes": list(text.encode())}
+        name = f"token_id:{token_id}" if plan.return_tokens_as_token_ids else tokenizer.token_text(token_id)
+        return {"token": name, "logprob": logprob, "bytes": list(tokenizer.spelling.token_bytes(token_id))}
 
     content = [
         entry(i, value.logprob) | {"top_logprobs": [entry(j, other) for j, other in value.top]}

@@ -17,10 +17,12 @@ _ID_LETTERS = string.ascii_letters + string.digits
 
 @dataclass(slots=True)
 class Delta:
-    """What one chunk added to one choice, after detokenisation and stop strings."""
+    """What one chunk added to one choice, after detokenisation and stop strings. `text_offsets`: where in the text of
+    the choice each token begins, in characters; the parts of a character begin where it does."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
+    text_offsets: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
@@ -48,7 +50,7 @@ class Call:
 class SampleOutput:
     """The growing output of one `GenerateRequest`.
 
-    Totals are kept for the end: `text`, `token_ids`, `logprobs`, `accepted` (draft tokens accepted per
+    Totals are kept for the end: `text`, `token_ids`, `text_offsets`, `logprobs`, `accepted` (draft tokens accepted per
     verification round), `drafted` (of how many), `num_cached_tokens`, `queued_s`, `finish_reason`, `stop_reason`.
     `times` once it has ended. With a `parser` also what it finds in the text: `content`, `reasoning`, `calls`.
     """
@@ -70,7 +72,9 @@ class SampleOutput:
         self._detokenizer = IncrementalDetokenizer(tokenizer, request.prompt_token_ids, params.skip_special_tokens)
         self._stop = StopChecker(params.stop if stop is None else stop, params.include_stop_str_in_output)
         self._pieces: list[str] = []
+        self._num_chars = 0  # before stop strings
         self.token_ids: list[int] = []
+        self.text_offsets: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
         self.accepted: list[int] = []
         self.drafted: list[int] = []
@@ -116,10 +120,13 @@ class SampleOutput:
         num_used = len(chunk.token_ids)
         for index, token_id in enumerate(chunk.token_ids):
             delta.token_ids.append(token_id)
+            delta.text_offsets.append(self._num_chars)
             if hides_last and index == len(chunk.token_ids) - 1:
                 break
             armed = len(self.token_ids) + len(delta.token_ids) > self._params.min_tokens
-            delta.text += self._stop.push(self._detokenizer.push(token_id), armed)
+            piece = self._detokenizer.push(token_id)
+            self._num_chars += len(piece)
+            delta.text += self._stop.push(piece, armed)
             if self._stop.matched is not None:
                 num_used = index + 1
                 break
@@ -147,6 +154,7 @@ class SampleOutput:
             for event in delta.events:
                 self._found(event)
         self.token_ids += delta.token_ids
+        self.text_offsets += delta.text_offsets
         self.logprobs += delta.logprobs
         self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
 

@@ -119,7 +119,7 @@ class OpenAIService:
 
     async def _events(self, plan: Plan, outputs: Sequence[SampleOutput]) -> AsyncGenerator[bytes, None]:
         begun: set[int] = set()
-        offsets, counts = [0] * len(outputs), [0] * len(outputs)
+        counts = [0] * len(outputs)
         wants_tokens = plan.return_token_ids or plan.requests[0].sampling_params.logprobs is not None
         try:
             async with contextlib.aclosing(self.run(plan, outputs)) as deltas:
@@ -128,13 +128,11 @@ class OpenAIService:
                     if not (fmt.is_told(plan, delta) or (wants_tokens and delta.token_ids)):
                         continue  # all of it is held back
                     first = index not in begun
-                    event = fmt.streamed(plan, index, delta, outputs[index], first, offsets[index])
+                    event = fmt.streamed(plan, index, delta, outputs[index], first)
                     if plan.continuous_usage:
                         event["usage"] = fmt.usage_so_far(plan, index, counts[index])
                     yield _event(event)
                     begun.add(index)
-                    if wants_tokens:
-                        offsets[index] += fmt.token_text_length(plan.model.tokenizer, delta.token_ids)
         except Exception as error:
             if not begun:
                 raise

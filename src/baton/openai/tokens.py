@@ -32,7 +32,7 @@ def tokenize(body: bytes, model: ServedModel) -> dict[str, object]:
         ids = list(chat_prompt(chat_text(request, request.messages, variables, tools, model), request, model))
     else:
         ids = list(encode(request.prompt or "", model, request.add_special_tokens is not False, "prompt"))
-    strings = [model.tokenizer.token_text(token) for token in ids] if request.return_token_strs else None
+    strings = [model.tokenizer.token(token) for token in ids] if request.return_token_strs else None
     return {"count": len(ids), "max_model_len": model.max_model_len, "tokens": ids, "token_strs": strings}
 
 

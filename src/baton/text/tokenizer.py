@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,12 @@ from typing import Any
 import tokenizers
 
 from baton.errors import CheckpointError, RequestError
+from baton.text.spelling import Spelling, escaped
 from baton.text.template import ChatTemplate
 
 # One text is never tokenised on several threads. Without this, `tokenizers` warns at every fork.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
 _SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
@@ -40,12 +39,7 @@ class Tokenizer:
         self.max_token_chars: int = max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
         added = backend.get_added_tokens_decoder()
         self.special_ids: frozenset[int] = frozenset(i for i, token in added.items() if token.special)
-        # Byte-fallback vocabularies spell unknown characters as tokens <0x00>..<0xFF>.
-        self.byte_values: dict[int, int] = {
-            i: int(match.group(1), 16)
-            for token, i in backend.get_vocab(with_added_tokens=False).items()
-            if (match := _BYTE_TOKEN.match(token))
-        }
+        self.spelling = Spelling(backend)
 
     @classmethod
     def load(cls, directory: str | Path, skip_vocabulary: bool = False, chat_template: str | None = None) -> Tokenizer:
@@ -89,9 +83,12 @@ class Tokenizer:
         return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
     def token_text(self, token_id: int) -> str:
-        """Return the text of one token alone, special tokens included; for logprobs."""
-        text = self.decode([token_id], skip_special_tokens=False)
-        return text or str(self._backend.id_to_token(token_id) or "")
+        """What one token adds to a text, special tokens included; a part of a character as `\\xe2\\x82`."""
+        return escaped(self.spelling.token_bytes(token_id))
+
+    def token(self, token_id: int) -> str:
+        """The token as the vocabulary has it; empty for a number that is no token's."""
+        return str(self._backend.id_to_token(token_id) or "")
 
     def json(self) -> str:
         """The tokenizer as tokenizer.json has it."""

@@ -1,0 +1,106 @@
+"""What one token stands for, in bytes: a token may be a part of a character, so its text alone would not tell."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import tokenizers
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
+# Decoders that change no bytes.
+_PLAIN = {"ByteLevel", "Fuse"}
+_MAX_TRIES = 1000
+
+
+class Spelling:
+    """The bytes of a vocabulary's tokens, as its decoder spells them within a text.
+
+    `in_bytes`: all tokens are bytes (GPT-2's alphabet), so that a text is their bytes one after another, as UTF-8.
+    `mixed`: they are, and the decoder changes the text besides. `byte_values`: the tokens `<0x00>` to `<0xFF>` of
+    vocabularies whose decoder makes bytes of them (Llama 2, Gemma). Thread-safe.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        self._backend = backend
+        kinds = _decoder_kinds(backend)
+        self.in_bytes = "ByteLevel" in kinds and kinds <= _PLAIN
+        self.mixed = "ByteLevel" in kinds and not self.in_bytes
+        self.byte_values: dict[int, int] = {}
+        if "ByteFallback" in kinds:
+            for token, number in backend.get_vocab(with_added_tokens=False).items():
+                if (match := _BYTE_TOKEN.match(token)) is not None:
+                    self.byte_values[number] = int(match.group(1), 16)
+        self._known: dict[int, bytes] = {}
+        self._anchor = None if self.in_bytes or self.mixed else self._find_anchor()
+
+    def raw(self, token_id: int) -> bytes | None:
+        """Bytes that may be a part of a character; None for a token that is text."""
+        if self.in_bytes:
+            return self.token_bytes(token_id)
+        value = self.byte_values.get(token_id)
+        return None if value is None else bytes([value])
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What the token adds to a text that goes before it; empty for a number that is no token's."""
+        found = self._known.get(token_id)
+        if found is None:
+            found = self._known[token_id] = self._spell(token_id)
+        return found
+
+    def _spell(self, token_id: int) -> bytes:
+        token = self._backend.id_to_token(token_id)
+        if token is None:
+            return b""
+        if token_id in self.byte_values:
+            return bytes([self.byte_values[token_id]])
+        if self.in_bytes or self.mixed:
+            # As the decoder does it: a token with another character is not of the alphabet at all.
+            known = [_ALPHABET.get(character) for character in token]
+            return token.encode() if None in known else bytes(value for value in known if value is not None)
+        if self._anchor is None:
+            return self._text(token_id).encode()
+        before = self._text(self._anchor)
+        text = self._text(self._anchor, token_id)
+        # Some vocabularies drop a space from whatever comes first, others put one between words.
+        return (text[len(before) :] if text.startswith(before) else self._text(token_id)).encode()
+
+    def _find_anchor(self) -> int | None:
+        """A token that others can follow."""
+        for number in range(min(self._backend.get_vocab_size(), _MAX_TRIES)):
+            text = self._text(number)
+            if text and "\N{REPLACEMENT CHARACTER}" not in text and self._text(number, number).startswith(text):
+                return number
+        return None
+
+    def _text(self, *token_ids: int) -> str:
+        return str(self._backend.decode(list(token_ids), skip_special_tokens=False))
+
+
+def escaped(spelt: bytes) -> str:
+    """Bytes as text; those that are no text as OpenAI's API names them, `\\xe2\\x82`."""
+    try:
+        return spelt.decode()
+    except UnicodeDecodeError:
+        return "".join(f"\\x{value:02x}" for value in spelt)
+
+
+def _decoder_kinds(backend: tokenizers.Tokenizer) -> set[str]:
+    """The types of the decoder's stages."""
+    decoder = backend.decoder
+    if decoder is None:
+        return set()
+    state: dict[str, Any] = json.loads(decoder.__getstate__())
+    stages: list[dict[str, Any]] = state["decoders"] if state["type"] == "Sequence" else [state]
+    return {stage["type"] for stage in stages}
+
+
+def _alphabet() -> dict[str, int]:
+    """GPT-2's characters for bytes: printable ones are themselves, the others follow from U+0100 on."""
+    own = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [value for value in range(256) if value not in own]
+    return {chr(value): value for value in own} | {chr(0x100 + n): value for n, value in enumerate(others)}
+
+
+_ALPHABET = _alphabet()
