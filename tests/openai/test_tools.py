@@ -52,9 +52,10 @@ async def with_client(
     directory: Path, text: str, parsing: Parsing, act: Callable[[openai.AsyncOpenAI], Any]
 ) -> tuple[FakeEngine, Any]:
     """`act` with a client of an engine that answers with `text`."""
-    engine = FakeEngine(directory, length=len(text.encode()) + 1)
+    engine = FakeEngine(directory)
     engine.info = msgspec.structs.replace(engine.info, max_model_len=4096)
     engine.tokens = list(Tokenizer.load(directory).encode(text, False))
+    engine.length = len(engine.tokens) + 1
     app = build_app(engine, Tokenizer.load(directory), parsing=parsing)
     async with served(app) as url, openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         return engine, await act(client)
@@ -188,16 +189,6 @@ async def test_what_follows_a_grammar_has_no_reasoning_before_it(tools_directory
     await with_client(tools_directory, '{"a": 1}', Parsing(False, None, "deepseek_r1"), act)
 
 
-async def test_special_tokens_are_spelt_for_a_parser_that_needs_them(tools_directory: Path) -> None:
-    async def act(client: openai.AsyncOpenAI) -> None:
-        await chat(client)
-        await chat(client, tool_choice="none")
-        await chat(client, extra_body={"skip_special_tokens": True})
-
-    engine, _ = await with_client(tools_directory, "x", Parsing(True, "mistral", None), act)
-    assert [r.sampling_params.skip_special_tokens for r in engine.requests] == [False, True, True]
-
-
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"tools": [], "tool_choice": "required"}, "tool_choice"),
     ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
@@ -259,12 +250,10 @@ async def test_automatic_calls_need_the_flags(tools_directory: Path) -> None:
 
 
 async def test_channels_are_read_with_their_markers(tools_directory: Path) -> None:
-    """The markers of gpt-oss are special tokens: a request spells them for the parser, unless it says otherwise."""
     text = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Sunny."
 
     async def act(client: openai.AsyncOpenAI) -> Any:
         return await client.chat.completions.create(model="fake", messages=ASK)
 
-    engine, answer = await with_client(tools_directory, text, Parsing(reasoning_parser="openai_gptoss"), act)
+    _, answer = await with_client(tools_directory, text, Parsing(reasoning_parser="openai_gptoss"), act)
     assert (answer.choices[0].message.content, answer.choices[0].message.reasoning_content) == ("Sunny.", "Hm.")
-    assert engine.requests[0].sampling_params.skip_special_tokens is False

@@ -78,6 +78,15 @@ CASES: dict[str, list[tuple[str, Found]]] = {
             f"Well.[TOOL_CALLS]get_weather{ARGUMENTS}[TOOL_CALLS]stop[ARGS]{{}}",
             ("Well.", "", [("get_weather", ARGUMENTS), ("stop", "{}")]),
         ),
+        *(
+            (
+                f"[TOOL_CALLS]stop[CALL_ID]{given}[ARGS]{{}}[TOOL_CALLS]get_weather[CALL_ID]bcdefghij[ARGS]{ARGUMENTS}",
+                ("", "", [("stop", "{}"), ("get_weather", ARGUMENTS)]),
+            )
+            for given in ("abcdefghi", "", "call_1-x")
+        ),
+        ("[TOOL_CALLS]stop[CALL_ID]a b[ARGS]{}", ("[TOOL_CALLS]stop[CALL_ID]a b[ARGS]{}", "", [])),
+        ("[TOOL_CALLS]stop[CALL_ID]", ("[TOOL_CALLS]stop[CALL_ID]", "", [])),
         ("[TOOL_CALLS] none of them", ("[TOOL_CALLS] none of them", "", [])),
         ("[TOOL_CALLS][1]", ("[TOOL_CALLS][1]", "", [])),
     ],
@@ -116,7 +125,7 @@ CASES: dict[str, list[tuple[str, Found]]] = {
         ),
         (
             "<tool_call><function=stop><parameter=x>[1, 2]</parameter><parameter=y>a\nb</parameter></function>",
-            ("", "", [("stop", '{"x": [1, 2], "y": "a\\nb"}')]),
+            ("", "", [("stop", '{"x": "[1, 2]", "y": "a\\nb"}')]),
         ),
         *(
             (  # Python reads these as numbers, and JSON has none of them.
@@ -140,6 +149,7 @@ def test_every_format_has_cases(name: str) -> None:
 
 JSON = ["{", "}", "[", "]", ",", ":", '"', "\\", '"name"', '"stop"', '"arguments"', CALL, LLAMA]
 MARKERS = [
+    "[CALL_ID]",
     "<tool_call>",
     "</tool_call>",
     "<tool",
@@ -240,7 +250,7 @@ def test_reasoning(name: str, opened: bool, text: str, expected: tuple[str, str]
 )
 def test_schemas_may_be_anything(schema: object) -> None:
     text = "<tool_call><function=f><parameter=x>1</parameter></function></tool_call>"
-    assert found(TOOL_PARSERS["qwen3_xml"].make({"f": schema}), [text])[2] == [("f", '{"x": 1}')]
+    assert found(TOOL_PARSERS["qwen3_xml"].make({"f": schema}), [text])[2] == [("f", '{"x": "1"}')]
 
 
 def test_a_long_value_takes_linear_time() -> None:

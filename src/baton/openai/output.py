@@ -61,15 +61,18 @@ class SampleOutput:
         request: GenerateRequest,
         stop: Sequence[str] | None = None,
         parser: Parser | None = None,
+        spelt: frozenset[int] = frozenset(),
     ) -> None:
-        """`stop` None: the stop strings of the request itself, which legs are not sent."""
+        """`stop` None: the stop strings of the request itself, which legs are not sent. `spelt`: special tokens that
+        are text where others are hidden."""
         self._parser = parser
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self.calls: list[Call] = []
         params = request.sampling_params
         self._params = params
-        self._detokenizer = IncrementalDetokenizer(tokenizer, request.prompt_token_ids, params.skip_special_tokens)
+        hides = params.skip_special_tokens
+        self._detokenizer = IncrementalDetokenizer(tokenizer, request.prompt_token_ids, hides, spelt)
         self._stop = StopChecker(params.stop if stop is None else stop, params.include_stop_str_in_output)
         self._pieces: list[str] = []
         self._num_chars = 0  # before stop strings

@@ -39,7 +39,7 @@ class Plan:
     sampling parameters as the client gave them. The front applies stop strings, so `requests` have none.
     `grammar_field`: which field names the grammar, if there is one. `continuous_usage`: each event of a stream has the
     usage so far. `echo`: the prompt is part of the answer. `reader` makes the parser of a choice; None where all of it
-    is content. `tells_calls`: an answer with calls ends with "tool_calls"."""
+    is content. `spelt`: special tokens that it must see. `tells_calls`: an answer with calls ends with "tool_calls"."""
 
     id: str
     created: int
@@ -58,6 +58,7 @@ class Plan:
     echo: bool = False
     prompt_logprobs: int | None = None
     reader: Callable[[], Parser] | None = None
+    spelt: frozenset[int] = frozenset()
     tells_calls: bool = True
     tells_reasoning: bool = True
 
@@ -97,12 +98,12 @@ def plan_chat(request: ChatRequest, model: ServedModel, parsing: Parsing = NO_PA
     params = sampling_params(request, max_tokens, chat_logprobs(request), grammar, model.vocab_size)
     opened, constrained = text.rstrip().endswith(_REASONING_OPENED), grammar is not None
     reader = tools.reader(parsing, opened, constrained)
-    if request.skip_special_tokens is None and tools.spells_special(parsing, constrained):
-        params = msgspec.structs.replace(params, skip_special_tokens=False)
     plan = _plan(request, model, [prompt], params, field, chat=True)
     # As in vLLM and OpenAI's API, a call of a function that the client named ends with "stop".
     told = not isinstance(tools.choice, NamedChoice)
-    return replace(plan, reader=reader, tells_calls=told, tells_reasoning=request.include_reasoning is not False)
+    spelt = model.tokenizer.special_tokens_of(tools.markers(parsing, constrained))
+    tells_reasoning = request.include_reasoning is not False
+    return replace(plan, reader=reader, spelt=spelt, tells_calls=told, tells_reasoning=tells_reasoning)
 
 
 def template_variables(request: ChatRequest, model: ServedModel) -> dict[str, Any]:

@@ -101,7 +101,9 @@ class OpenAIService:
             raise RequestError("kv_mode cannot be chosen by a request here", "kv_mode")
         self._backend.check(plan.asked)
         return [
-            SampleOutput(plan.model.tokenizer, request, plan.asked.stop, plan.reader() if plan.reader else None)
+            SampleOutput(
+                plan.model.tokenizer, request, plan.asked.stop, plan.reader() if plan.reader else None, plan.spelt
+            )
             for request in plan.requests
         ]
 

@@ -174,11 +174,11 @@ class CheckedTools:
         reasons, rest = REASONING_PARSERS[parsing.reasoning_parser], make or Plain
         return lambda: reasons.make(rest(), opened)
 
-    def spells_special(self, parsing: Parsing, constrained: bool) -> bool:
-        """Whether special tokens must be spelt for the parsers to see their markers. `constrained`: as in `reader`."""
+    def markers(self, parsing: Parsing, constrained: bool) -> tuple[str, ...]:
+        """What the parsers must see even where it is a special token. `constrained`: as in `reader`."""
         name, reasons = parsing.tool_call_parser, parsing.reasoning_parser
-        calls = self.choice == "auto" and name is not None and TOOL_PARSERS[name].special
-        return calls or (reasons is not None and not constrained and REASONING_PARSERS[reasons].special)
+        calls = TOOL_PARSERS[name].markers if self.choice == "auto" and name is not None else ()
+        return calls + (REASONING_PARSERS[reasons].markers if reasons is not None and not constrained else ())
 
 
 NO_TOOLS = CheckedTools((), "none", True)

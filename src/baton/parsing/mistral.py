@@ -1,5 +1,6 @@
-"""`mistral`: behind `[TOOL_CALLS]` a list of `{"name": ..., "arguments": {...}}`, or `NAME{...}` and
-`NAME[ARGS]{...}` of Mistral's tokenizers from version 11 on, where each call has a `[TOOL_CALLS]` of its own."""
+"""`mistral`: behind `[TOOL_CALLS]` a list of `{"name": ..., "arguments": {...}}`, or `NAME{...}`, `NAME[ARGS]{...}` and
+`NAME[CALL_ID]ID[ARGS]{...}` of Mistral's tokenizers from version 11 on, where each call has a `[TOOL_CALLS]` of its
+own. The model's ID is dropped: a call gets one of the answer's."""
 
 from __future__ import annotations
 
@@ -12,8 +13,14 @@ from baton.parsing.calls import JsonCalls
 from baton.parsing.json_call import JsonValue
 from baton.parsing.marked import MarkedParser
 
-_OPEN, _ARGS = "[TOOL_CALLS]", "[ARGS]"
+_OPEN, _CALL_ID, _ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,256}")
+_ID = re.compile(r"\[CALL_ID\][A-Za-z0-9_-]{0,256}")
+
+
+def _begins(marker: str, text: str) -> bool:
+    """Whether `text` may become the marker yet."""
+    return marker.startswith(text) and marker != text
 
 
 class MistralParser(MarkedParser):
@@ -40,8 +47,12 @@ class MistralParser(MarkedParser):
             return rest[1:]
         name = _NAME.match(rest)
         behind = rest[name.end() :] if name else ""
-        if not rest or (name and (not behind or (_ARGS.startswith(behind) and behind != _ARGS))) or rest == "[":
+        if not rest or rest == "[" or (name and any(_begins(marker, behind) for marker in (_CALL_ID, _ARGS))):
             return None
+        if (given := _ID.match(behind)) is not None:
+            behind = behind[given.end() :]
+            if _begins(_ARGS, behind):
+                return None
         behind = behind.removeprefix(_ARGS).lstrip()
         if name and (not behind or behind.startswith("{")):
             if not behind:

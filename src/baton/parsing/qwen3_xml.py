@@ -1,7 +1,6 @@
 """`qwen3_xml`: `<tool_call><function=NAME><parameter=KEY>value</parameter></function></tool_call>`, of Qwen 3 Coder.
 
-A value is text. It becomes a JSON string where the function's schema says string, or says nothing and the text is no
-JSON; else the JSON that it is.
+A value is text, and becomes the JSON that the function's schema wants.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from typing import Any
 
 from baton.parsing.base import CallDelta, ParsedEvent
 from baton.parsing.marked import MarkedParser
+from baton.parsing.schema_types import parameter_schema, value_of
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _VALUE, _VALUE_END = "<parameter=", "</parameter>"
@@ -85,18 +85,8 @@ class Qwen3XmlParser(MarkedParser):
         return None
 
     def _value(self, key: str, text: str) -> str:
-        text = text.removeprefix("\n").removesuffix("\n")
-        schema: Any = self._tools.get(self._name)
-        for name in ("properties", key, "type"):  # a schema may be anything that JSON is
-            schema = schema.get(name) if isinstance(schema, dict) else None
-        if schema != "string":
-            try:
-                value = json.dumps(json.loads(text), ensure_ascii=False, allow_nan=False)
-                value.encode()  # half of a surrogate pair is JSON, and no answer can hold it
-                return value
-            except (ValueError, RecursionError):
-                pass
-        return json.dumps(text, ensure_ascii=False)
+        schema = self._tools.get(self._name)
+        return value_of(text.removeprefix("\n").removesuffix("\n"), parameter_schema(schema, key), schema)
 
     def finish(self) -> list[ParsedEvent]:
         if self._where == "inside":

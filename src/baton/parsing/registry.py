@@ -17,34 +17,37 @@ from baton.parsing.reasoning import ThinkParser
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """How a model writes calls. `make` gets the JSON schema of each tool's parameters. `special`: its markers are
-    special tokens, which must be spelt."""
+    """How a model writes calls. `make` gets the JSON schema of each tool's parameters. `markers`: what it must see even
+    where they are special tokens, of which all others stay hidden."""
 
     make: Callable[[Mapping[str, Any]], Parser]
-    special: bool = False
+    markers: tuple[str, ...]
 
 
+_TAGS = ("<tool_call>", "</tool_call>")
+_HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>", "<|return|>")
+_THINK = ("<think>", "</think>")
 TOOL_PARSERS: dict[str, ToolFormat] = {
-    "hermes": ToolFormat(HermesParser, special=True),  # with some models they are
-    "llama3_json": ToolFormat(Llama3JsonParser, special=True),
-    "mistral": ToolFormat(MistralParser, special=True),
-    "openai": ToolFormat(HarmonyParser, special=True),
-    "qwen3_xml": ToolFormat(Qwen3XmlParser),
+    "hermes": ToolFormat(HermesParser, _TAGS),
+    "llama3_json": ToolFormat(Llama3JsonParser, ("<|python_tag|>",)),
+    "mistral": ToolFormat(MistralParser, ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")),
+    "openai": ToolFormat(HarmonyParser, _HARMONY),
+    "qwen3_xml": ToolFormat(Qwen3XmlParser, _TAGS),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
     """How a model marks its reasoning. `make` gets what reads the answer behind it, and whether the prompt ends inside
-    of it. `special`: its markers are special tokens, which must be spelt."""
+    of it. `markers`: as of `ToolFormat`."""
 
     make: Callable[[Parser, bool], Parser]
-    special: bool = False
+    markers: tuple[str, ...]
 
 
 REASONING_PARSERS: dict[str, ReasoningFormat] = {
     # Its templates open the reasoning, or the model leaves the opening out.
-    "deepseek_r1": ReasoningFormat(lambda rest, opened: ThinkParser(rest, True)),
-    "openai_gptoss": ReasoningFormat(reasoning, special=True),
-    "qwen3": ReasoningFormat(ThinkParser),
+    "deepseek_r1": ReasoningFormat(lambda rest, opened: ThinkParser(rest, True), _THINK),
+    "openai_gptoss": ReasoningFormat(reasoning, _HARMONY),
+    "qwen3": ReasoningFormat(ThinkParser, _THINK),
 }

@@ -21,15 +21,21 @@ _CONTEXT_TOKENS = 6  # enough that the window starts before any character that t
 class IncrementalDetokenizer:
     """The text of one growing sequence."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_ids: Sequence[int] = (),
+        skip_special_tokens: bool = True,
+        spelt: frozenset[int] = frozenset(),
+    ) -> None:
         """`prompt_ids` is context: its text is never emitted, but decides how the first token is spelt, and the output
-        may complete its last character."""
+        may complete its last character. `spelt`: special tokens that are text even so."""
         self._tokenizer = tokenizer
         self._spelling = tokenizer.spelling
-        self._skip = skip_special_tokens
+        self._hidden = tokenizer.special_ids - spelt if skip_special_tokens else frozenset[int]()
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._in_bytes = False
-        context = [i for i in prompt_ids[-4 * _CONTEXT_TOKENS :] if not self._hidden(i)]
+        context = [i for i in prompt_ids[-4 * _CONTEXT_TOKENS :] if i not in self._hidden]
         self._window = context[-_CONTEXT_TOKENS:]
         for token_id in self._window:
             raw = self._spelling.raw(token_id)
@@ -44,7 +50,7 @@ class IncrementalDetokenizer:
 
     def push(self, token_id: int) -> str:
         """Add one token and return the text that is complete now, perhaps empty."""
-        if self._hidden(token_id):
+        if token_id in self._hidden:
             return ""
         raw = self._spelling.raw(token_id)
         if raw is not None:
@@ -106,7 +112,4 @@ class IncrementalDetokenizer:
         return text[:-1] if decoder.getstate()[0] else text
 
     def _text(self) -> str:
-        return self._tokenizer.decode(self._window, skip_special_tokens=self._skip)
-
-    def _hidden(self, token_id: int) -> bool:
-        return self._skip and token_id in self._tokenizer.special_ids
+        return self._tokenizer.decode(self._window, skip_special_tokens=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +85,11 @@ class Tokenizer:
     def token_text(self, token_id: int) -> str:
         """What one token adds to a text, special tokens included; a part of a character as `\\xe2\\x82`."""
         return escaped(self.spelling.token_bytes(token_id))
+
+    def special_tokens_of(self, texts: Iterable[str]) -> frozenset[int]:
+        """The special tokens among `texts`."""
+        numbers = {self._backend.token_to_id(text) for text in texts}
+        return frozenset(number for number in numbers if number in self.special_ids)
 
     def token(self, token_id: int) -> str:
         """The token as the vocabulary has it; empty for a number that is no token's."""

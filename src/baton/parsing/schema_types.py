@@ -1,0 +1,169 @@
+"""Values that a model wrote as text, as the JSON that the schema of a parameter wants.
+
+The rules are vLLM's: the first type fits of null, integer, number, boolean, object, array and string, of those that the
+schema allows; a schema that says nothing wants a string. Beyond vLLM, `$ref` and `const` are followed, `allOf` allows
+what all of its branches do, and a text that is one of the values an `enum` names is that value.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+_INTEGER = re.compile(r"[+-]?[0-9]+")
+_NAMES: dict[type, str] = {
+    type(None): "null",
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    str: "string",
+    list: "array",
+    dict: "object",
+}
+_MAX_DEPTH, _MAX_PARTS = 32, 1024
+
+
+def parameter_schema(schema: Any, key: str) -> Any:
+    """What `schema`, that of a function's parameters, says of the parameter `key`; None where it says nothing."""
+    parts = list(_Walk(schema).parts(schema))
+    for part in parts:
+        properties = part.get("properties")
+        if isinstance(properties, dict) and key in properties:
+            return properties[key]
+    return next((p["additionalProperties"] for p in parts if isinstance(p.get("additionalProperties"), dict)), None)
+
+
+def value_of(text: str, schema: Any, root: Any) -> str:
+    """`text` as JSON of the `schema`. `root`: where its references begin."""
+    bare = text.strip()
+    for part in _Walk(root).parts(schema):
+        for constant in _constants(part):
+            if text == constant or (not isinstance(constant, str) and _same(bare, constant)):
+                return _json(constant)
+    types = _Walk(root).types(schema) or {"string"}
+    if "null" in types and bare.lower() == "null":
+        return "null"
+    if "integer" in types and _INTEGER.fullmatch(bare):
+        return _number(bare)
+    if "number" in types and (number := _number(bare)):
+        return number
+    if "boolean" in types and bare.lower() in ("true", "1", "false", "0"):
+        return "true" if bare.lower() in ("true", "1") else "false"
+    for name, kind in (("object", dict), ("array", list)):
+        if name in types and isinstance(found := _loads(bare), kind) and (spelt := _finite(found)):
+            return spelt
+    if "string" not in types and (spelt := _finite(_loads(bare))):
+        return spelt
+    return _json(text)
+
+
+class _Walk:
+    """One walk through a schema. Each reference is followed once, and no more than `_MAX_PARTS` parts are looked at:
+    a client chooses the schema, and its model how often it is asked."""
+
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        self._left = _MAX_PARTS
+        self._followed: set[str] = set()
+
+    def parts(self, schema: Any) -> Iterator[dict[str, Any]]:
+        """A schema, what it refers to, and its branches."""
+        pending = [schema]
+        while pending and self._left:
+            part = pending.pop(0)
+            self._left -= 1
+            if not isinstance(part, dict):
+                continue
+            yield part
+            pending.append(self._referred(part))
+            for field in ("allOf", "anyOf", "oneOf"):
+                pending += _list(part, field)[: self._left]
+
+    def types(self, schema: Any, depth: int = 0) -> set[str] | None:
+        """The types that a schema allows; None where it does not say."""
+        self._left -= 1
+        if not isinstance(schema, dict) or depth > _MAX_DEPTH or self._left < 0:
+            return None
+        said = schema.get("type")
+        named = {name for name in (said if isinstance(said, list) else [said]) if isinstance(name, str)}
+        found = [named | ({"integer"} if "number" in named else set())] if named else []
+        if constants := _constants(schema):
+            found.append({_NAMES[type(constant)] for constant in constants})
+        for part in (self._referred(schema), *_list(schema, "allOf")):
+            if (allowed := self.types(part, depth + 1)) is not None:
+                found.append(allowed)
+        for field in ("anyOf", "oneOf"):
+            if branches := _list(schema, field):
+                found.append(set().union(*(self.types(branch, depth + 1) or {"string"} for branch in branches)))
+        if not found:
+            return None
+        common = set.intersection(*found) or set.union(*found)
+        return common | ({"null"} if schema.get("nullable") is True else set())
+
+    def _referred(self, schema: dict[str, Any]) -> Any:
+        """What its reference within the root points to (RFC 6901), once; None for any other."""
+        reference = schema.get("$ref")
+        if not isinstance(reference, str) or not reference.startswith("#") or reference in self._followed:
+            return None
+        self._followed.add(reference)
+        found = self._root
+        for step in reference[1:].split("/")[1:]:
+            found = found.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(found, dict) else None
+        return found
+
+
+def _list(schema: dict[str, Any], field: str) -> list[Any]:
+    found = schema.get(field)
+    return found if isinstance(found, list) else []
+
+
+def _constants(schema: dict[str, Any]) -> list[Any]:
+    """The values that a schema itself names."""
+    return _list(schema, "enum") + ([schema["const"]] if "const" in schema else [])
+
+
+def _number(text: str) -> str:
+    """A number as the model wrote it where that is JSON; empty for what is none."""
+    found = _loads(text)
+    if type(found) in (int, float) and _finite(found):
+        return text
+    try:
+        return _finite(int(text) if _INTEGER.fullmatch(text) else float(text))
+    except ValueError:
+        return ""
+
+
+def _same(text: str, constant: Any) -> bool:
+    if isinstance(constant, bool):
+        return text.lower() == str(constant).lower()
+    found = _loads(text)
+    return type(found) is type(constant) and bool(found == constant)
+
+
+def _loads(text: str) -> Any:
+    """The JSON in a text; `_NOTHING` where it is none."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return _NOTHING
+
+
+def _finite(value: Any) -> str:
+    """A value as JSON; empty for one that JSON or UTF-8 cannot hold, as infinity and half of a surrogate pair."""
+    if value is _NOTHING:
+        return ""
+    try:
+        spelt = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        spelt.encode()
+        return spelt
+    except (ValueError, RecursionError):
+        return ""
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+_NOTHING = object()
