@@ -8,10 +8,12 @@ from random import Random
 from baton.handoff.protocol.messages import AttemptKey, Register, Seeds
 from baton.kv.interval import Interval
 from baton.wire import LegRole
+from simulation.legs import Stream
 from simulation.network import Network
 from simulation.process import Process
 from simulation.rank import Rank
-from simulation.router import Request, Router, Stream
+from simulation.router import Request, Router
+from simulation.story import Story
 from simulation.stranger import Stranger
 from simulation.transport import Fabric
 from simulation.world import World
@@ -33,16 +35,18 @@ class Cluster:
         if world.settings.has("stranger"):
             self.network.overhear = self.stranger.overhear
         self.fabric = Fabric(world)
-        self.routers = [Router(self) for _ in range(world.settings.num_routers)]
         self.processes: dict[str, Process] = {}
         self.by_uid: dict[str, Process] = {}
         self.ranks: dict[str, Rank] = {}  # of all incarnations, by their own names
-        self._names: dict[str, LegRole] = {f"P{i}": "prefill" for i in range(world.settings.num_prefill)}
-        self._names |= {f"D{i}": "decode" for i in range(world.settings.num_decode)}
-        for name in self._names:
-            process = self.start(name)
-            for router in self.routers:
-                router.joined(process)
+        self.streams: list[Stream] = []  # all legs that reached an engine
+        self.roles: dict[str, LegRole] = {f"P{i}": "prefill" for i in range(world.settings.num_prefill)}
+        self.roles |= {f"D{i}": "decode" for i in range(world.settings.num_decode)}
+        # Of engines on one host, decode legs wait for the first token.
+        self._one_host = world.random.random() < 0.5
+        self.routers: list[Router] = []
+        for name in self.roles:
+            self.start(name)
+        self.routers += [Router(self) for _ in range(world.settings.num_routers)]
 
     @property
     def requests(self) -> list[Request]:
@@ -54,25 +58,41 @@ class Cluster:
         self.world.progress()
         self.world.random.choice(self.routers).submit(request)
 
+    def url_of(self, name: str) -> str:
+        """Where an engine's HTTP is."""
+        if self._one_host:
+            return f"http://host:{9000 + sorted(self.roles).index(name)}"
+        return f"http://{name.lower()}:9000"
+
+    def name_of(self, url: str) -> str:
+        """The engine that is at a URL."""
+        return next(name for name in self.roles if self.url_of(name) == url)
+
+    def story(self, request: Request, identity: str | None) -> Story:
+        """What the model with this identity makes of a request."""
+        return Story(request.prompt, request.max_tokens)
+
     def start(self, name: str) -> Process:
         """A new incarnation of an engine, at its old address."""
         generation = sum(process.name == name for process in self.by_uid.values())
-        process = Process(self, name, self._names[name], f"sim://{name}", generation)
+        process = Process(self, name, self.roles[name], f"sim://{name}", generation)
         self.processes[name] = self.by_uid[process.uid] = process
         self.ranks |= {rank.uid: rank for rank in process.ranks}
         process.start()
         return process
 
-    def post_leg(self, stream: Stream, ticket: str, known: int) -> None:
+    def post_leg(self, stream: Stream, name: str) -> None:
         """The router's HTTP request for one leg arrives at an engine."""
-        process = stream.process
+        process = self.processes[name]
         if process.dead or process.leaving:
             stream.cut(0.0, 0.01)
             return
-        process.post(lambda: self._take_leg(stream, ticket, known))
+        stream.process = process
+        self.streams.append(stream)
+        process.post(lambda: self._take_leg(stream, process))
 
-    def _take_leg(self, stream: Stream, ticket: str, known: int) -> None:
-        stream.process.engine.serve(stream, ticket, known)
+    def _take_leg(self, stream: Stream, process: Process) -> None:
+        process.engine.serve(stream)
         if stream.gone:
             # It was sent before its sender left, and says nothing of that.
             self.world.after(self.world.random.uniform(0.0, 0.5), stream.noticed)
@@ -91,7 +111,7 @@ class Cluster:
                 router.crash()
                 world.after(random.uniform(0.2, 4.0), router.restart)
         elif kind == "partition":
-            names = random.sample(sorted(self._names), 2)
+            names = random.sample(sorted(self.roles), 2)
             pair = frozenset(names)
             world.note("net", f"{names} cannot reach each other")
             self.network.cut(pair)
@@ -142,7 +162,7 @@ class Cluster:
         process = random.choice(fit)
         rank = random.choice(process.ranks)
         if kind == "cut_rank":
-            far = random.choice(sorted(name for name, role in self._names.items() if role != process.role))
+            far = random.choice(sorted(name for name, role in self.roles.items() if role != process.role))
             world.note("net", f"{rank.uid} cannot reach {far}")
             pair = frozenset((rank.address, far))
             self.network.cut(pair)
@@ -200,9 +220,7 @@ class Cluster:
 
     def _restart(self, process: Process) -> None:
         if process.dead and self.processes[process.name] is process:
-            fresh = self.start(process.name)
-            for router in self.routers:
-                self.world.after(self.world.random.uniform(0.0, 1.0), router.joined, fresh)
+            self.start(process.name)
 
     def _heal(self, pair: frozenset[str]) -> None:
         self.network.heal([pair])

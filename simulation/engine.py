@@ -5,9 +5,12 @@ Around it stands what watches it: every call to the agent and every event of it 
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from baton.engine.core import EngineCore
 from baton.engine.handoff import HandoffLegs
@@ -32,16 +35,16 @@ from baton.handoff.protocol.messages import AttemptKey
 from baton.handoff.protocol.ticket import Redeemer
 from baton.kv.cache import KVCache
 from baton.kv.interval import Interval
-from baton.wire import GenerateRequest, HandoffParams, TokenChunk
+from baton.wire import TokenChunk
 from simulation.agent import SimAgent
 from simulation.executor import CellExecutor, Half
 from simulation.prefix_store import SimPrefixStore
 from simulation.story import EOS, LONGEST, LONGEST_SMALL, VOCAB, Story
 
 if TYPE_CHECKING:
+    from simulation.legs import Stream
     from simulation.memory import GroupMemory
     from simulation.process import Process
-    from simulation.router import Stream
 
 # What ends an attempt: its pages are the engine's again.
 ENDINGS = (PrefillReleased, DecodeCommitted, DecodeFinished, DecodeReleased)
@@ -116,10 +119,15 @@ class Engine:
             store,
             clock=process.clock,
         )
-        info = SimpleNamespace(vocab_size=VOCAB, max_model_len=longest, eos_token_ids=[EOS], default_seed=None)
+        fingerprint = json.dumps(process.config.fingerprint, sort_keys=True)
+        info = SimpleNamespace(
+            vocab_size=VOCAB, max_model_len=longest, eos_token_ids=[EOS], default_seed=None, fingerprint=fingerprint
+        )
         redeemer = Redeemer(process.config.ticket_key, process.name, process.uid)
         self._front: Any = SimpleNamespace(info=info, core=self.core, redeemer=redeemer, tokenizer=None)
+        self.longest = longest
         self._streams: dict[str, Stream] = {}
+        self._names: dict[Stream, str] = {}  # of the requests that streams brought
         self.stories: dict[str, Story] = {}  # by request
         self.closed = False
         # By label: what D has opened, and P's requests; attempts whose pages the agent has let go of, which no copy may
@@ -134,30 +142,28 @@ class Engine:
 
     # ------------------------------------------------------------ requests
 
-    def serve(self, stream: Stream, ticket: str, known: int) -> None:
-        """A leg that the router sent, which brings the first `known` tokens."""
-        story = stream.request.story
-        stream.request_id = f"{stream.request.name} {stream.role} {known} {len(self.stories)}"
-        wire = GenerateRequest(
-            request_id=stream.request_id,
-            prompt_token_ids=story.tokens[:known],
-            sampling_params=stream.request.params,
-            num_prompt_tokens=story.num_prompt,
-            handoff=HandoffParams(role=stream.role, ticket=ticket),
-        )
+    def serve(self, stream: Stream) -> None:
+        """A leg that a router sent."""
+        wire = stream.request
+        name = f"{self.name} {len(self.stories)} {wire.request_id}"
+        self._names[stream] = name
+        wire = msgspec.structs.replace(wire, request_id=name)
         try:
             request = make_request(self._front, wire)
         except BatonError as error:
             self.world.note(self.name, f"refuses a leg: {error}")
-            stream.end("bad_ticket", False)
+            stream.refuse(error)
             return
-        self._streams[request.request_id], self.stories[request.request_id] = stream, story
+        known = len(wire.prompt_token_ids) if wire.num_prompt_tokens is None else wire.num_prompt_tokens
+        story = Story(wire.prompt_token_ids[:known], wire.sampling_params.max_tokens)
+        self._streams[name], self.stories[name] = stream, story
         self.core.add(request)
 
     def hung_up(self, stream: Stream) -> None:
         """The router hung up on a leg."""
-        if self._streams.pop(stream.request_id, None) is not None:
-            self.core.abort(stream.request_id)
+        name = self._names.get(stream)
+        if name is not None and self._streams.pop(name, None) is not None:
+            self.core.abort(name)
 
     def _emit(self, chunk: TokenChunk, last: bool) -> None:
         stream, story = self._streams.get(chunk.request_id), self.stories[chunk.request_id]
@@ -167,12 +173,10 @@ class Engine:
             at = story.num_prompt + chunk.position
             if story.tokens[at : at + len(chunk.token_ids)] != chunk.token_ids:
                 self.world.fail("wrong_token", f"{self.name}: {chunk.request_id} got {chunk.token_ids} at {at}")
-            if stream is not None:
-                stream.tokens(at, list(chunk.token_ids))
-        if last and stream is not None:
-            del self._streams[chunk.request_id]
-            ended = {None: "handed_off", "length": "stop", "error": chunk.error or "error"}
-            stream.end(ended.get(chunk.finish_reason, chunk.finish_reason or ""), chunk.recoverable)
+        if stream is not None:
+            if last:
+                del self._streams[chunk.request_id]
+            stream.send(msgspec.structs.replace(chunk, token_ids=list(chunk.token_ids)), last)
 
     def fail_any(self) -> bool:
         """A fault: the engine gives up on one of its requests by itself; False when it has none."""
@@ -201,7 +205,7 @@ class Engine:
         for receipt in self.receipts.values():
             receipt.given_up = True
         for stream in self._streams.values():
-            stream.end("engine_closed", True)
+            stream.cut(0.0, self.world.random.uniform(0.0, 0.01))
         self._streams.clear()
 
     # ------------------------------------------------------------ what the agent says
@@ -258,7 +262,7 @@ class Engine:
         if self.metrics.recoveries["recompute"] > before:
             self.process.cluster.rungs["recompute"] += 1
             if stream is not None:
-                stream.request.rungs.add("recompute")
+                stream.router.clients[stream.request.request_id.partition(".")[0]].rungs.add("recompute")
 
     def opens(self, key: AttemptKey, num_tokens: int, wanted: dict[str, Interval], pages: dict[str, list[int]]) -> None:
         """D opens pages to an attempt."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -9,10 +10,11 @@ from typing import TYPE_CHECKING
 from baton.handoff.channel.config import AgentConfig
 from baton.handoff.plan.planner import Instance, RankGeometry
 from baton.kv.geometry import BLOCK_MAJOR_NHD, LAYER_MAJOR_NHD
-from baton.wire import LegRole
+from baton.wire import EngineInfo, LegRole
 from simulation.engine import Engine
 from simulation.memory import GroupMemory, RankMemory
 from simulation.rank import Rank
+from simulation.story import EOS, VOCAB
 from simulation.world import Violation
 
 if TYPE_CHECKING:
@@ -126,6 +128,27 @@ class Process:
             memories.append(GroupMemory(model, num_pages, size, parts))
         return memories
 
+    def info(self) -> EngineInfo:
+        """What it tells routers of itself."""
+        return EngineInfo(
+            engine_id=self.name,
+            incarnation=self.uid,
+            control_addresses=[rank.address for rank in self.ranks],
+            fingerprint=json.dumps(self.config.fingerprint, sort_keys=True),
+            vocab_size=VOCAB,
+            eos_token_ids=[EOS],
+            num_speculative_tokens=self.world.settings.num_drafts,
+            clock=self.clock.monotonic(),
+            role=self.role,
+            model="modelled",
+            model_path="",
+            max_model_len=self.engine.longest,
+            kv_tokens=min(memory.num_pages * memory.page_size for memory in self.memories),
+            prefix_step=1,
+            max_num_seqs=self.engine.scheduler.max_num_seqs if self.world.settings.tells_seqs else 0,
+            batch_invariant=True,
+        )
+
     @property
     def gone(self) -> bool:
         """Dead, or closed its transport."""
@@ -206,8 +229,9 @@ class Process:
         for rank in self.ranks:
             self.cluster.network.unbind(rank)
             self.cluster.fabric.died(rank)
-        for router in self.cluster.routers:
-            router.process_died(self)
+        for stream in self.cluster.streams:
+            if stream.process is self:
+                stream.cut(0.0, self.world.random.uniform(0.0, 0.5))
         for other in self.cluster.processes.values():
             other.wake()
 

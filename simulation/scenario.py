@@ -14,7 +14,7 @@ from simulation.cluster import Cluster
 from simulation.engine import MAX_OUTPUT
 from simulation.router import Request
 from simulation.settings import FAULTS, TRAITS, Settings, draw
-from simulation.story import LONGEST_SMALL, Story, prompts
+from simulation.story import LONGEST_SMALL, prompts
 from simulation.world import Violation, World
 
 # Seconds after the last ticket's expiry within which everything must be at rest: a lease, a broken connection
@@ -57,12 +57,16 @@ def run_seed(seed: int, faults: Collection[str] = FAULTS, tracing: bool = False)
         # Whatever escapes from the protocol would have ended a real engine's thread.
         result.violation = world.violation or Violation("exception", f"{type(error).__name__}: {error}")
         world.note("!", f"VIOLATION {result.violation}\n{traceback.format_exc()}")
+    for router in cluster.routers:
+        router.loop.end()
     result.events, result.injected, result.rungs, result.trace = (
         world.events,
         world.injected,
         cluster.rungs,
         world.trace,
     )
+    for router in cluster.routers:
+        result.rungs.update(router.backend.recoveries)
     result.rungs["preempt"] = sum(process.engine.scheduler.num_preemptions for process in cluster.by_uid.values())
     for trait in TRAITS:
         if settings.has(trait):
@@ -87,8 +91,7 @@ def _load(world: World, cluster: Cluster) -> float:
         if settings.has("full_pools"):
             prompt = prompt[:LONGEST_SMALL]  # each request must fit alone
         at = random.uniform(0.0, 0.3 if settings.has("burst") else 6.0)
-        story = Story(prompt, random.randint(1, MAX_OUTPUT))
-        request = Request(index, story, at + settings.patience)
+        request = Request(index, prompt, random.randint(1, MAX_OUTPUT), at + settings.patience)
         world.after(at, cluster.submit, request)
         last = max(last, request.deadline)
     return last
@@ -145,6 +148,8 @@ def _at_rest(cluster: Cluster) -> bool:
 def _left(cluster: Cluster) -> list[str]:
     """Requests, legs, pages, copies, claims and attempts that are not over."""
     out = [f"{request.name} has not ended" for request in cluster.requests if not request.outcome]
+    for router in cluster.routers:
+        out += router.left()
     for process in cluster.processes.values():
         if process.dead:
             continue

@@ -27,6 +27,7 @@ RATES: dict[str, tuple[float, float]] = {
     "client_abort": (0.1, 0.7),
     "cut_stream": (0.05, 0.3),
     "late_leg": (0.2, 0.7),
+    "slow_answer": (0.05, 0.4),
     "slow_call": (0.05, 0.4),
     "stop_after_hello": (0.05, 0.4),
 }
@@ -102,6 +103,7 @@ class Settings:
     """One seed's deployment. `life` is a ticket's, `patience` the router's per request, in seconds."""
 
     num_routers: int
+    tells_seqs: bool  # engines tell routers how many requests they compute at once
     announces: bool  # D takes pages for what P has admitted; else at once, as an engine with room for all may
     num_prefill: int
     num_decode: int
@@ -171,6 +173,7 @@ def draw(random: Random, allowed: Collection[str] = FAULTS) -> Settings:
     num_heads = random.choice((2, 2, 4)) if faults & OF_RANKS else random.choice((1, 1, 1, 2))
     return Settings(
         num_routers=random.choice((1, 1, 2)),
+        tells_seqs=random.random() < 0.5,
         announces=harmless or num_heads > 1 or random.random() < 0.7,
         num_prefill=random.choice((1, 1, 2, 2, 3)),
         num_decode=random.choice((1, 2, 2, 3)),

@@ -25,6 +25,9 @@ class Noting:
     def __init__(self, rank: int, noted: list[tuple[str, bytes, Pair]]) -> None:
         self.rank, self.noted = rank, noted
 
+    def open_prefill(self, ticket: SignedTicket, peer: int = 0) -> None:
+        self.noted.append(("opened", ticket.transfer_id, (self.rank, peer)))
+
     def announce_decode(self, ticket: SignedTicket, peer: int = 0) -> None:
         self.noted.append(("announced", ticket.transfer_id, (peer, self.rank)))
 
@@ -148,3 +151,13 @@ def test_ranks_that_come_after_the_end_are_shown_no_pages() -> None:
     p.on_event(ev.PrefillReleased(ticket.key.of_pair((0, 1)), "finished"))
     assert events == [ev.PrefillReleased(ticket.key, "finished")]
     assert not p._legs
+
+
+def test_a_claim_before_the_prefill_leg_tells_which_ranks_there_are() -> None:
+    """All pairs open with P's leg. If they waited for D to ask once more, a request that ends with its first token
+    would end for the leading pair alone, and D's other ranks would hold their pages until the ticket expires."""
+    p, ticket = OfTwo(), ticket_of(1)
+    p.agent.on_peer(ticket.key, TWO.instance(0))
+    assert not p.noted
+    p.agent.open_prefill(ticket)
+    assert p.pairs(ticket) == {(0, 0), (1, 1)}

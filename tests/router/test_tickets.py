@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import time
+import asyncio
 from types import SimpleNamespace
 from typing import Any
 
 from baton.handoff.protocol.ticket import verify
+from baton.router.connectors.base import ConnectorConfig
 from baton.router.connectors.tickets import mint_ticket
 
 KEY = b"k" * 32
@@ -16,11 +17,13 @@ def engine(name: str, clock: float) -> Any:
     info = SimpleNamespace(
         engine_id=name, incarnation=f"{name}-1", control_addresses=["tcp://127.0.0.1:1"], clock=clock
     )
-    return SimpleNamespace(info=info, answered=time.monotonic())
+    return SimpleNamespace(info=info, answered=asyncio.get_running_loop().time())
 
 
-def test_a_ticket_lives_as_long_as_the_router_is_told() -> None:
+async def test_a_ticket_lives_as_long_as_the_router_is_told() -> None:
     p, d = engine("P", 1000.0), engine("D", 77.0)
-    ticket = verify(KEY, mint_ticket(KEY, p, d, "push", bytes(32), 30.0), "prefill", 1000.0)
+    ticket = verify(
+        KEY, mint_ticket(ConnectorConfig(KEY, ticket_life_s=30.0), p, d, "push", bytes(32)), "prefill", 1000.0
+    )
     assert 30.0 <= ticket.prefill_expiry - 1000.0 < 60.0
     assert 30.0 <= ticket.decode_expiry - 77.0 < 60.0

@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any, get_args
@@ -185,12 +184,12 @@ class RouterBackend:
         self, request: GenerateRequest, tried: list[PooledEngine], hand_off: bool, patience_s: float
     ) -> Route:
         """Return a route; wait up to `patience_s` while there is none. Raises `EngineUnavailableError`."""
-        deadline = time.monotonic() + patience_s
+        deadline = asyncio.get_running_loop().time() + patience_s
         while True:
             route = self._routes.choose(request, tried, hand_off)
             if route is not None:
                 return route
-            if time.monotonic() >= deadline:
+            if asyncio.get_running_loop().time() >= deadline:
                 problems = [f"{e.url}: {e.problem}" for e in self.pool.engines if e.problem is not None]
                 problems += [
                     f"{e.url}: serves something else than what the request began with"

@@ -113,7 +113,7 @@ class EngineClient(ABC):
                 read_bufsize=line_bytes,
             ) as response:
                 if response.status != 200:
-                    raise _refusal(self.url, response.status, await read_refusal(response))
+                    raise refusal(self.url, response.status, await read_refusal(response))
                 yield response
 
     async def _get(self, path: str, limit: int) -> bytes:
@@ -185,7 +185,8 @@ async def _pieces(body: Sequence[bytes]) -> AsyncGenerator[memoryview, None]:
             yield memoryview(part)[start : start + _PIECE_BYTES]
 
 
-def _refusal(url: str, status: int, body: bytes) -> BatonError:
+def refusal(url: str, status: int, body: bytes) -> BatonError:
+    """The error of an answer whose status is not 200."""
     said = read_error(body)
     message = said.message or f"HTTP {status}"
     if status == 400:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import functools
 import logging
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -130,14 +128,16 @@ class EnginePool:
         tokenizer_dir: str | None = None,
         timers: RouterTimers | None = None,
         chat_template: str | None = None,
+        load_tokenizer: Callable[[str, str | None], Tokenizer] | None = None,
     ) -> None:
         """`tokenizer_dir` None takes the tokenizer from the engines' own checkpoint directory; `chat_template` replaces
-        the one there."""
+        the one there. `load_tokenizer` gets both. Time is that of the event loop."""
         self.timers = timers or RouterTimers()
         self._new_client = new_client
         self._session = session
         self._policy = policy
         self._tokenizer_dir, self._chat_template = tokenizer_dir, chat_template
+        self._load = load_tokenizer or _load_tokenizer
         self._engines: dict[str, PooledEngine] = {}
         self._removed: set[PooledEngine] = set()  # those with legs
         self._turn = 0
@@ -300,7 +300,7 @@ class EnginePool:
                 engine.num_silent = 0
                 return
             engine.num_silent += 1
-            silent_s = time.monotonic() - engine.answered
+            silent_s = asyncio.get_running_loop().time() - engine.answered
             # Two unanswered questions: after one alone, this process itself may have been paused.
             taken = engine.info is not None and not engine.evicted
             if taken and engine.num_silent > 1 and silent_s >= self.timers.lease:
@@ -321,7 +321,7 @@ class EnginePool:
             engine.known = KnownPrefixes(info.prefix_step, info.kv_tokens)
         engine.info, engine.problem = info, None
         engine.draining = engine.leaving
-        engine.answered, engine.num_silent, engine.evicted = time.monotonic(), 0, False
+        engine.answered, engine.num_silent, engine.evicted = asyncio.get_running_loop().time(), 0, False
 
     async def _adopt(self, engine: PooledEngine, info: EngineInfo) -> None:
         """Serve what this engine serves, if nothing else is."""
@@ -330,8 +330,8 @@ class EnginePool:
         while self._model is None:
             directory = self._tokenizer_dir or info.model_path
             try:
-                load = functools.partial(Tokenizer.load, directory, chat_template=self._chat_template)
-                tokenizer = await asyncio.get_running_loop().run_in_executor(None, load)
+                loop = asyncio.get_running_loop()
+                tokenizer = await loop.run_in_executor(None, self._load, directory, self._chat_template)
             except BatonError as error:
                 raise ConfigError("tokenizer", f"{error}; name its directory with --tokenizer") from None
             if self._model is None:
@@ -373,3 +373,7 @@ def _differing(served: EngineInfo, info: EngineInfo) -> dict[str, tuple[object, 
         }
         different |= facts
     return different
+
+
+def _load_tokenizer(directory: str, chat_template: str | None) -> Tokenizer:
+    return Tokenizer.load(directory, chat_template=chat_template)

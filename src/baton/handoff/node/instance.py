@@ -275,16 +275,22 @@ class InstanceAgent:
                 leg.pairs = {**leg.pairs, pair: None}
                 self._open(leg.ticket, P, pair)
                 self._agents[pair[P]].abort(key.of_pair(pair), leg.ended)
+            if leg is None and pair == self._lead(P) and key not in self._ended:
+                # D's claim came before P's leg, which opens all pairs at once when it comes.
+                self._know(key.ends[D][0], peer)
             if leg is None or leg.ended or pair != leg.lead:
                 return
-            self._peers[key.ends[1 - leg.side][0]] = peer
-            if len(self._peers) > MAX_PEERS:
-                del self._peers[next(iter(self._peers))]
+            self._know(key.ends[1 - leg.side][0], peer)
             self._legs[key] = leg
             self._meet(leg, peer)
             if late:
                 self._heard(leg, leg.lead, ev.PrefillReleased(key, "finished"))
         self._tell_all()
+
+    def _know(self, incarnation: str, peer: Instance) -> None:
+        self._peers[incarnation] = peer
+        if len(self._peers) > MAX_PEERS:
+            del self._peers[next(iter(self._peers))]
 
     def on_event(self, event: ev.HandoffEvent) -> None:
         """An event of one pair."""

@@ -76,15 +76,17 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
         mode: Mode,
         request_digest: bytes,
         expiries: tuple[float, float],
+        transfer_id: bytes | None = None,
     ) -> Ticket:
-        """A ticket for a new transfer. `expiries`: when, by the clock of `prefill` and by that of `decode`.
+        """A ticket for a transfer, a new one without `transfer_id`. `expiries`: when, by the clock of `prefill` and by
+        that of `decode`.
 
         Raises `EngineUnavailableError` for an engine that takes no handoffs.
         """
         if not (prefill.control_addresses and decode.control_addresses):
             raise EngineUnavailableError("an engine of the pair has no control address")
         return cls(
-            transfer_id=new_transfer_id(),
+            transfer_id=transfer_id or new_transfer_id(),
             prefill_engine=prefill.engine_id,
             prefill_incarnation=prefill.incarnation,
             prefill_addresses=prefill.control_addresses,

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 import aiohttp
 
 from baton.errors import ConfigError, EngineLostError, EngineUnavailableError, RequestError
-from baton.handoff.protocol.ticket import TICKET_LIFE_S
+from baton.handoff.protocol.ticket import TICKET_LIFE_S, new_transfer_id
 from baton.router.client import EngineClient
 from baton.router.join import Chunks
 from baton.router.pool import PooledEngine
@@ -31,11 +31,13 @@ _T = TypeVar("_T")
 @dataclass(frozen=True, slots=True)
 class ConnectorConfig:
     """`ticket_key` signs tickets, whose legs may come for `ticket_life_s` seconds;
-    `seed_first_token`: the decode engine is sent the prefill engine's first token."""
+    `seed_first_token`: the decode engine is sent the prefill engine's first token. `new_transfer_id`: 128 random bits
+    for each ticket."""
 
     ticket_key: bytes | None = None
     seed_first_token: bool = False
     ticket_life_s: float = TICKET_LIFE_S
+    new_transfer_id: Callable[[], bytes] = new_transfer_id
 
 
 @dataclass(frozen=True, slots=True)

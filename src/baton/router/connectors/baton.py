@@ -40,7 +40,7 @@ class EngineConnector(Connector):
 
     def legs(self, request: GenerateRequest, prefill: PooledEngine, decode: PooledEngine, kv_mode: Mode) -> Legs:
         digest = request_digest(request.prompt_token_ids, request.sampling_params, request.num_prompt_tokens)
-        ticket = mint_ticket(self.config.ticket_key, prefill, decode, kv_mode, digest, self.config.ticket_life_s)
+        ticket = self._ticket(request, prefill, decode, kv_mode, digest)
 
         def leg(role: LegRole, engine: PooledEngine) -> Chunks:
             return engine.client.generate(
@@ -52,11 +52,17 @@ class EngineConnector(Connector):
             legs = _first_token_first(legs["prefill"], legs["decode"])
         return Legs(legs)
 
+    def _ticket(
+        self, request: GenerateRequest, prefill: PooledEngine, decode: PooledEngine, mode: Mode, digest: bytes
+    ) -> str:
+        """A ticket for one attempt of the request."""
+        return mint_ticket(self.config, prefill, decode, mode, digest)
+
     def alone(self, request: GenerateRequest, engine: PooledEngine) -> Chunks:
         """An engine of a deployment computes what a router has signed, alone too."""
         if engine.role != "both":
             digest = request_digest(request.prompt_token_ids, request.sampling_params, request.num_prompt_tokens)
-            ticket = mint_ticket(self.config.ticket_key, engine, engine, "push", digest, self.config.ticket_life_s)
+            ticket = self._ticket(request, engine, engine, "push", digest)
             request = msgspec.structs.replace(request, handoff=HandoffParams(role="alone", ticket=ticket))
         return engine.client.generate(request)
 

@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
-import time
+import asyncio
 
 from baton.errors import EngineUnavailableError
 from baton.handoff.protocol.ticket import Ticket, mint
+from baton.router.connectors.base import ConnectorConfig
 from baton.router.pool import PooledEngine
 from baton.wire import Mode
 
 
 def mint_ticket(
-    key: bytes | None, prefill: PooledEngine, decode: PooledEngine, mode: Mode, request_digest: bytes, life_s: float
+    config: ConnectorConfig, prefill: PooledEngine, decode: PooledEngine, mode: Mode, request_digest: bytes
 ) -> str:
-    """A ticket for one attempt of the request with this digest, whose legs come within `life_s` seconds.
+    """A ticket for one attempt of the request with this digest, whose legs come within `config.ticket_life_s` seconds.
 
     Raises `EngineUnavailableError`.
     """
     p, d = prefill.info, decode.info
-    if key is None:
+    if config.ticket_key is None:
         raise EngineUnavailableError("the router has no ticket key, and so cannot hand off")
     if p is None or d is None:
         raise EngineUnavailableError("an engine of the pair is not known any more")
     # Each engine's clock is extrapolated from its last answer. The time that the answer took only shortens the ticket's
     # life.
-    now = time.monotonic()
+    now, life_s = asyncio.get_running_loop().time(), config.ticket_life_s
     expiries = (p.clock + now - prefill.answered + life_s, d.clock + now - decode.answered + life_s)
-    return mint(key, Ticket.between(p, d, mode, request_digest, expiries))
+    ticket = Ticket.between(p, d, mode, request_digest, expiries, config.new_transfer_id())
+    return mint(config.ticket_key, ticket)

@@ -48,7 +48,7 @@ class VllmBatonConnector(VllmConnector):
             return Legs({"prefill": p.leg(request)})  # the first token is the last
         # A vLLM server can check a ticket only against the tokens that are handed over.
         digest = request_digest(tokens if seeded else tokens[:-1], SamplingParams())
-        ticket = mint_ticket(self.config.ticket_key, prefill, decode, kv_mode, digest, self.config.ticket_life_s)
+        ticket = mint_ticket(self.config, prefill, decode, kv_mode, digest)
 
         async def over(outcome: HandoffOutcome) -> None:
             if outcome in ("failed", "aborted") or (seeded and outcome == "finished_early"):

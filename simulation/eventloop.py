@@ -1,0 +1,152 @@
+"""An event loop in virtual time, for the router's asyncio code: it runs as events of the world, and waits for nothing.
+
+Callbacks run in the order in which they were scheduled, so that a seed always plays the same schedule. There are no
+sockets and no threads; work for an executor is done at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import sys
+from collections import deque
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from simulation.world import World
+
+# A turn of a real loop takes about so long before the next, in seconds.
+_TURN = (0.00005, 0.0005)
+
+
+class SimLoop(asyncio.AbstractEventLoop):
+    """One process's loop. `fail` is told of errors that nobody retrieves. Once `dead` it takes in nothing more; `end`
+    cancels what is left."""
+
+    def __init__(self, world: World, fail: Callable[[str], None]) -> None:
+        self._world, self._fail = world, fail
+        self._ready: deque[asyncio.Handle] = deque()
+        self._tasks: dict[asyncio.Task[Any], None] = {}
+        self._turn_comes = False
+        self.dead = False
+        self.paused = False
+
+    # ------------------------------------------------------------ what asyncio asks of a loop
+
+    def time(self) -> float:
+        return self._world.now
+
+    def get_debug(self) -> bool:
+        return False
+
+    def is_running(self) -> bool:
+        return True
+
+    def is_closed(self) -> bool:
+        return False
+
+    def call_soon(  # type: ignore[override]
+        self, callback: Callable[..., object], *args: Any, context: contextvars.Context | None = None
+    ) -> asyncio.Handle:
+        handle = asyncio.Handle(callback, args, self, context)
+        self._ready.append(handle)
+        self._come_round()
+        return handle
+
+    def call_at(  # type: ignore[override]
+        self, when: float, callback: Callable[..., object], *args: Any, context: contextvars.Context | None = None
+    ) -> asyncio.TimerHandle:
+        handle = asyncio.TimerHandle(when, callback, args, self, context)
+        self._world.after(max(0.0, when - self._world.now), self._due, handle)
+        return handle
+
+    def call_later(  # type: ignore[override]
+        self, delay: float, callback: Callable[..., object], *args: Any, context: contextvars.Context | None = None
+    ) -> asyncio.TimerHandle:
+        return self.call_at(self._world.now + delay, callback, *args, context=context)
+
+    def create_future(self) -> asyncio.Future[Any]:
+        return asyncio.Future(loop=self)
+
+    def create_task(self, coro: Coroutine[Any, Any, Any], **kwargs: Any) -> asyncio.Task[Any]:  # type: ignore[override]
+        task: asyncio.Task[Any] = asyncio.Task(coro, loop=self, **kwargs)
+        self._tasks[task] = None
+        task.add_done_callback(lambda done: self._tasks.pop(done, None))
+        return task
+
+    def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:  # type: ignore[override]
+        future = self.create_future()
+        future.set_result(func(*args))
+        return future
+
+    def call_exception_handler(self, context: dict[str, Any]) -> None:
+        if not self.dead:
+            self._fail(f"{context.get('message')}: {context.get('exception')!r}")
+
+    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
+        """A cancelled timer is skipped when its time comes."""
+
+    # ------------------------------------------------------------ turns
+
+    def _due(self, handle: asyncio.TimerHandle) -> None:
+        if not handle.cancelled():
+            self._ready.append(handle)
+            self._come_round()
+
+    def _come_round(self) -> None:
+        if not self._turn_comes and not self.dead:
+            self._turn_comes = True
+            self._world.after(self._world.random.uniform(*_TURN), self._turn)
+
+    def _turn(self) -> None:
+        self._turn_comes = False
+        if self.dead or self.paused:
+            return
+        self._run(1)
+
+    def resume(self) -> None:
+        """Go on after a pause: what came due meanwhile runs in one turn."""
+        self.paused = False
+        if self._ready:
+            self._come_round()
+
+    def _run(self, rounds: int) -> None:
+        """Run all callbacks that are ready, and what they make ready, up to `rounds` times."""
+        outer = asyncio._get_running_loop()
+        hooks = sys.get_asyncgen_hooks()
+        sys.set_asyncgen_hooks(firstiter=lambda _: None, finalizer=self._finalize)
+        asyncio._set_running_loop(self)
+        try:
+            for _ in range(rounds):
+                for _ in range(len(self._ready)):
+                    handle = self._ready.popleft()
+                    if not handle.cancelled():
+                        handle._run()
+                if not self._ready:
+                    return
+        finally:
+            asyncio._set_running_loop(outer)
+            sys.set_asyncgen_hooks(*hooks)
+        if not self.dead:
+            self._come_round()
+
+    def _finalize(self, generator: Any) -> None:
+        if not self.dead:
+            self.create_task(generator.aclose())
+
+    @property
+    def tasks(self) -> list[asyncio.Task[Any]]:
+        """Those that have not ended, in the order in which they began."""
+        return list(self._tasks)
+
+    def end(self) -> None:
+        """The process has died: its tasks unwind, which the world does not see."""
+        self.dead = True
+        for _ in range(20):
+            left = self.tasks
+            if not left:
+                return
+            for task in left:
+                task.cancel()
+            self._run(50)

@@ -1,0 +1,139 @@
+"""The HTTP between the real router and modelled engines: one `EngineClient` per engine, one stream per leg."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from baton.errors import BatonError, DrainingError, EngineLostError, EngineUnavailableError
+from baton.openai.errors import to_api_error
+from baton.router.client import EngineClient, refusal
+from baton.wire import EngineInfo, EngineLoad, GenerateRequest, TokenChunk
+
+if TYPE_CHECKING:
+    from simulation.process import Process
+    from simulation.router import Router
+
+_ONE_WAY = (0.0005, 0.005)
+_Item = TokenChunk | BatonError | None  # None: the response has ended
+
+
+class Stream:
+    """One leg's HTTP response: chunks and an end, in order, until either side breaks it."""
+
+    def __init__(self, router: Router, url: str, request: GenerateRequest) -> None:
+        self.router, self.url, self.request = router, url, request
+        self.world = router.world
+        self.process: Process | None = None  # the one that took it
+        self.open = True
+        self.gone = False  # the engine has noticed that nobody listens
+        self.items: asyncio.Queue[_Item] = asyncio.Queue()
+        self._last = 0.0
+
+    def _deliver(self, item: _Item) -> None:
+        """In order, and not at all if the stream breaks on the way."""
+        at = max(self._last, self.world.now + self.world.random.uniform(*_ONE_WAY)) + 1e-6
+        self._last = at
+        self.world.after(at - self.world.now, self._arrive, item)
+
+    def _arrive(self, item: _Item) -> None:
+        if self.open and not self.router.loop.dead:
+            self.items.put_nowait(item)
+
+    # ------------------------------------------------------------ the engine's side
+
+    def send(self, chunk: TokenChunk, last: bool) -> None:
+        """A chunk of the request; `last`: the response ends after it."""
+        if chunk.token_ids and self.world.hit("cut_stream"):
+            self.cut(0.0, self.world.random.uniform(0.0, 0.5))
+            return
+        self._deliver(chunk)
+        if last:
+            self._deliver(None)
+
+    def refuse(self, error: Exception) -> None:
+        """The engine does not take the request: what its status and body tell the router."""
+        told = to_api_error(error)
+        body = msgspec.json.encode({"error": {"message": told.message, "param": told.param}})
+        self._deliver(refusal(self.url, told.status, body))
+
+    # ------------------------------------------------------------ breaks
+
+    def hang_up(self) -> None:
+        """The router is done with it; the engine sees later that the client is gone."""
+        if self.open:
+            self.open = False
+            # A server notices when it writes next, or when it looks.
+            late = self.world.random.choice((0.0, 0.4, 3.0)) * self.world.random.random()
+            self.world.after(late + self.world.random.uniform(*_ONE_WAY), self.noticed)
+
+    def cut(self, engine_after: float, router_after: float) -> None:
+        """The connection breaks; each side notices in its time."""
+        if not self.open:
+            return
+        self.open = False
+        self.world.note("http", f"the stream of {self.request.request_id} breaks")
+        self.world.after(engine_after, self.noticed)
+        taken = self.process is not None
+        error = EngineLostError if taken else EngineUnavailableError
+        self.world.after(router_after, self._break, error(f"engine {self.url}: the connection broke"))
+
+    def _break(self, error: BatonError) -> None:
+        if not self.router.loop.dead:
+            self.items.put_nowait(error)
+
+    def noticed(self) -> None:
+        """The engine sees that nobody listens."""
+        self.gone = True
+        process = self.process
+        if process is not None and not process.dead:
+            process.post(lambda: process.engine.hung_up(self))
+
+
+class SimClient(EngineClient):
+    """What the router knows as the client of one engine: whichever process is at its address."""
+
+    def __init__(self, router: Router, url: str, name: str) -> None:
+        self.url, self._router, self._name = url, router, name
+        self._world = router.world
+
+    @property
+    def _process(self) -> Process:
+        return self._router.cluster.processes[self._name]
+
+    async def info(self) -> EngineInfo:
+        world = self._world
+        await asyncio.sleep(world.random.uniform(*_ONE_WAY))
+        process = self._process
+        if process.dead:
+            raise EngineUnavailableError(f"engine {self.url}: connection refused")
+        if process.paused or world.hit("slow_answer"):
+            await asyncio.sleep(self._router.timers.answer)
+            raise EngineLostError(f"engine {self.url} does not answer")
+        if process.leaving:
+            raise DrainingError(f"engine {self.url} is draining")
+        info = process.info()
+        await asyncio.sleep(world.random.uniform(*_ONE_WAY))
+        return info
+
+    async def load(self) -> EngineLoad:
+        raise EngineUnavailableError("no load is modelled")
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
+        world, stream = self._world, Stream(self._router, self.url, request)
+        late = world.random.uniform(0.0, 1.5) if world.hit("late_leg") else 0.0
+        world.after(late + world.random.uniform(*_ONE_WAY), self._router.cluster.post_leg, stream, self._name)
+        try:
+            while True:
+                item = await stream.items.get()
+                if item is None:
+                    return
+                if isinstance(item, BatonError):
+                    raise item
+                yield item
+        finally:
+            if not self._router.loop.dead:
+                stream.hang_up()
