@@ -48,6 +48,11 @@ class Cluster:
             self.start(name)
         self.routers += [Router(self) for _ in range(world.settings.num_routers)]
 
+    def close(self) -> None:
+        """The seed is over: nothing is left that runs."""
+        for router in self.routers:
+            router.loop.end()
+
     @property
     def requests(self) -> list[Request]:
         """All that were submitted."""

@@ -57,8 +57,7 @@ def run_seed(seed: int, faults: Collection[str] = FAULTS, tracing: bool = False)
         # Whatever escapes from the protocol would have ended a real engine's thread.
         result.violation = world.violation or Violation("exception", f"{type(error).__name__}: {error}")
         world.note("!", f"VIOLATION {result.violation}\n{traceback.format_exc()}")
-    for router in cluster.routers:
-        router.loop.end()
+    cluster.close()
     result.events, result.injected, result.rungs, result.trace = (
         world.events,
         world.injected,
