@@ -78,3 +78,24 @@ def test_sinks_are_as_those_of_sdpa() -> None:
             get_backend(name, "cuda").write_and_attend(pool.kv, LAYER, AttnRows(q, k, v, 0.3, sinks), batch, 64)
         )
     torch.testing.assert_close(*made, rtol=1e-5, atol=5e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_row_that_is_not_finite_reaches_no_earlier_row(value: float, window: int | None, dtype: torch.dtype) -> None:
+    heads, groups, size, _ = shape = SHAPES[1]
+    q, k, v = (part.to("cuda", dtype) for part in random_qkv(TOKENS, heads, groups, size, seed=2))
+    for spoils_keys, spoils_values in ((False, True), (True, False), (True, True)):
+        found = []
+        for bad in (False, True):
+            keys, values = k.clone(), v.clone()
+            if bad and spoils_keys:
+                keys[150:, :, 3] = value
+            if bad and spoils_values:
+                values[150:, :, 3] = value
+            rows, batch = AttnRows(q, keys, values, 0.3), pool_of(shape, dtype).batch({0: (0, TOKENS)})
+            kv = pool_of(shape, dtype).kv
+            found.append(get_backend("triton", "cuda").write_and_attend(kv, LAYER, rows, batch, window))
+        assert torch.equal(found[0][:150], found[1][:150])
+        assert not found[1][150].isfinite().flatten().all()

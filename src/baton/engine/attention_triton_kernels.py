@@ -11,14 +11,19 @@ def write(
     key_row, key_head, value_row, value_head,
     PAGE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """One row's key and value of one head, to its slot."""
+    """One row's key and value of one head, to its slot. One that is not finite is written as a key of NaN and a value of
+    0: `attend` leaves out what a row does not see by a selection of scores, but multiplies values by weights of 0."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(slots + row)
     lanes = tl.arange(0, BLOCK_D)
     inside = lanes < D
     to = kept + (slot // PAGE) * kept_page + (slot % PAGE) * kept_slot + head * kept_head + lanes
-    tl.store(to, tl.load(keys + row * key_row + head * key_head + lanes, mask=inside), mask=inside)
-    tl.store(to + kept_plane, tl.load(values + row * value_row + head * value_head + lanes, mask=inside), mask=inside)
+    k = tl.load(keys + row * key_row + head * key_head + lanes, mask=inside, other=0.0)
+    v = tl.load(values + row * value_row + head * value_head + lanes, mask=inside, other=0.0)
+    finite = (tl.abs(k.to(tl.float32)) < float("inf")) & (tl.abs(v.to(tl.float32)) < float("inf"))
+    spoiled = tl.min(finite.to(tl.int32), axis=0) == 0
+    tl.store(to, tl.where(spoiled, float("nan"), k).to(k.dtype), mask=inside)
+    tl.store(to + kept_plane, tl.where(spoiled, 0.0, v).to(v.dtype), mask=inside)
 
 
 @triton.jit
