@@ -11,8 +11,8 @@ def write(
     key_row, key_head, value_row, value_head,
     PAGE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """One row's key and value of one head, to its slot. One that is not finite is written as a key of NaN and a value of
-    0: `attend` leaves out what a row does not see by a selection of scores, but multiplies values by weights of 0."""
+    """One row's key and value of one head, to its slot. What is not finite is written as a key of NaN and a value of 0:
+    `attend` leaves out what a row does not see by a selection of scores, but multiplies values by weights of 0."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(slots + row)
     lanes = tl.arange(0, BLOCK_D)
