@@ -3,6 +3,7 @@ notices."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ import torch
 
 from baton.engine.async_engine import AsyncEngine
 from baton.engine.choice import choose
-from baton.engine.config import EngineConfig, SpeculativeConfig
+from baton.engine.config import EngineConfig, KVTransferConfig, SpeculativeConfig
 from baton.engine.executor import LocalExecutor
 from baton.engine.finite import rows_not_finite
 from baton.engine.llm import LLM
@@ -24,6 +25,9 @@ from baton.engine.plan import NOT_FINITE, DraftPlan, DraftResult
 from baton.engine.runner import ModelRunner
 from baton.errors import HandoffError
 from baton.handoff.protocol.events import DecodeProgress
+from baton.handoff.protocol.ticket import load_or_create_key
+from baton.router import RouterConfig
+from baton.router.app import build_app as build_router
 from baton.server import build_app
 from baton.wire import SamplingParams
 from tests.engine.engines import EAGLE3, TARGET, Stepped, pair, request, stepped
@@ -290,6 +294,41 @@ async def test_what_clients_are_told() -> None:
         engine.close()
 
 
+@pytest.mark.parametrize("recovery", ["recompute", "none"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_a_routers_clients_are_told(stream: bool, recovery: Any, tmp_path: Path) -> None:
+    """Either leg's failure reaches the client as an error."""
+    key_file = str(tmp_path / "ticket.key")
+    key = load_or_create_key(key_file)
+    asked: dict[str, Any] = {"prompt": [7, 8, BAD, 4], "max_tokens": 4, "temperature": 0.0, "stream": stream}
+    async with contextlib.AsyncExitStack() as stack:
+        urls = []
+        for role in ("prefill", "decode"):
+            settings: Any = {
+                "role": role,
+                "engine_id": role,
+                "ticket_key_file": key_file,
+                "kv_transfer_config": KVTransferConfig(kv_transport="local://"),
+                "recovery": recovery,
+            }
+            engine = AsyncEngine(EngineConfig(model=TARGET, **settings))
+            assert isinstance(engine._engine.core.executor, LocalExecutor)
+            spoil_runner(engine._engine.core.executor.runner)
+            engine.start()
+            stack.callback(engine.close)
+            urls.append(await stack.enter_async_context(served(build_app(engine, engine._engine.tokenizer))))
+        config = RouterConfig(prefill=(urls[0],), decode=(urls[1],), ticket_key=key, tokenizer=TARGET)
+        router = await stack.enter_async_context(served(await build_router(config)))
+        session = await stack.enter_async_context(aiohttp.ClientSession())
+        async with session.post(f"{router}/v1/completions", json=asked) as response:
+            text = (await response.read()).decode()
+            assert response.status == 500  # also of a stream: it has not begun
+        assert '"code":"nonfinite_logits"' in text
+        assert '"finish_reason":"' not in text
+        async with session.post(f"{router}/v1/completions", json={**asked, "prompt": [7, 8, 4]}) as response:
+            assert response.status == 200
+
+
 def test_the_offline_class_raises() -> None:
     with LLM(model=TARGET) as llm:
         executor = llm._engine.core.executor
@@ -308,3 +347,20 @@ def test_which_rows_are_not_finite() -> None:
     assert choose(logits, None).tolist()[1:6:2] == [NOT_FINITE] * 3
     assert choose(logits, None)[0] == logits[0].argmax()
     assert rows_not_finite(logits[:0]).tolist() == []
+
+
+def test_states_and_pages_of_windows_are_forgotten_too(tmp_path: Path) -> None:
+    """Checkpoints of states, and pages that a window has passed."""
+    prompt = [*[3 + i % 60 for i in range(300)], BAD, *[5 + i % 50 for i in range(290)]]
+    for model in (granite(tmp_path / "granite"), gemma3(tmp_path / "gemma3", max_position_embeddings=1024)):
+        settings: dict[str, Any] = {"model": str(model), "kv_cache_memory": 16 << 20, "speculative_config": None}
+        with stepped(**settings, max_num_batched_tokens=64) as one:
+            weight = runner_of(one).model.model.embed_tokens.weight
+            clean = weight[BAD].clone()
+            spoil(one)
+            assert one.run("spoiled", prompt, GREEDY).error == ERROR.format(len(prompt))
+            assert one.core.load().num_cached_pages == 0
+            weight[BAD] = clean
+            healed = one.run("after", prompt, GREEDY)
+        with stepped(**settings) as one:
+            assert one.run("fresh", prompt, GREEDY).token_ids == healed.token_ids
