@@ -57,7 +57,7 @@ class ClientConnection(web.RequestHandler):
     most: it is looked at each `write_s`), and when most of the bytes of all that are `Unread` are its own.
     """
 
-    __slots__ = ("_added", "_head_timer", "_limits", "_sending", "_unread", "_write_timer")
+    __slots__ = ("_added", "_head_timer", "_limits", "_sending", "_unread", "_write_timer", "has_asked")
 
     def __init__(self, server: web.Server, limits: HttpLimits, unread: Unread, **options: Any) -> None:
         super().__init__(server, loop=asyncio.get_running_loop(), **options)
@@ -66,6 +66,7 @@ class ClientConnection(web.RequestHandler):
         self._write_timer: asyncio.TimerHandle | None = None
         self._sending: asyncio.Transport | None = None  # aiohttp forgets its own before all is sent
         self._added = 0
+        self.has_asked = False  # a whole head has come
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -124,7 +125,8 @@ class ClientConnection(web.RequestHandler):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        if not self._idle():
+        if not self.is_idle():
+            self.has_asked = True
             self._stop_timer()
         elif self._head_timer is None:
             self._head_timer = self._loop.call_later(self._limits.head_s, self._head_is_late)
@@ -163,7 +165,7 @@ class ClientConnection(web.RequestHandler):
         if not isinstance(options.get("exc_info"), web.RequestPayloadError):
             super().log_exception(*args, **options)
 
-    def _idle(self) -> bool:
+    def is_idle(self) -> bool:
         """Whether it waits for a request, or for the rest of one's head."""
         return self._waiter is not None and not self._waiter.done()
 
@@ -174,7 +176,7 @@ class ClientConnection(web.RequestHandler):
 
     def _head_is_late(self) -> None:
         self._head_timer = None
-        if not self._idle() or self.transport is None:
+        if not self.is_idle() or self.transport is None:
             return
         body = ApiError(408, "the request did not come in time", "invalid_request_error").body()
         head = f"HTTP/1.1 408 Request Timeout\r\nContent-Type: {_BODY_TYPE}\r\nContent-Length: {len(body)}\r\n"

@@ -21,7 +21,7 @@ class HttpLimits:
     client to read what is ready of its answer. `keep_alive_s`: between two requests; longer than clients keep
     connections, so that none is closed under a request. `body_bytes`: one body, `bodies_bytes`: all that are being read
     or understood. `stream_bytes`: what may wait for a client that reads a stream more slowly than it is made,
-    `unread_bytes`: what may wait for all clients.
+    `unread_bytes`: what may wait for all clients. `connections`: of all clients.
     """
 
     head_s: float = 30.0
@@ -32,6 +32,7 @@ class HttpLimits:
     bodies_bytes: int = 256 * 2**20
     stream_bytes: int = 4 * 2**20
     unread_bytes: int = 256 * 2**20
+    connections: int = 16384
 
 
 class Bodies:

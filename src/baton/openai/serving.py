@@ -16,6 +16,7 @@ from typing import Any
 from aiohttp import web
 
 from baton.errors import ConfigError
+from baton.openai.accepting import Door
 from baton.openai.connections import ClientConnection, Unread
 from baton.openai.http import DRAIN, LIMITS, TLS
 from baton.openai.limits import HttpLimits
@@ -59,7 +60,7 @@ def url_of(listener: socket.socket, app: web.Application | None = None) -> str:
 
 
 @contextlib.asynccontextmanager
-async def served(app: web.Application, listener: socket.socket) -> AsyncIterator[asyncio.Server]:
+async def served(app: web.Application, listener: socket.socket) -> AsyncIterator[Door]:
     """Serve `app` while the context lasts; closing what it yields ends the listening, and no connection.
 
     `handler_cancellation` is what turns a client that goes away into an aborted request.
@@ -82,11 +83,11 @@ async def served(app: web.Application, listener: socket.socket) -> AsyncIterator
                 auto_decompress=False,  # aiohttp would do it as bytes come, before any key or route is looked at
             )
 
-        server = await asyncio.get_running_loop().create_server(connection, sock=listener, ssl=app.get(TLS))
+        door = Door(manager, listener, connection, app.get(TLS), limits)
         try:
-            yield server
+            yield door
         finally:
-            server.close()
+            door.close()
     finally:
         await runner.cleanup()
 
@@ -129,10 +130,10 @@ async def serve_until(
 ) -> None:
     """Serve `app` until it is `asked` to end, which requests that run may delay, or is `ended`."""
     drain = app[DRAIN]
-    async with served(app, listener) as server:
+    async with served(app, listener) as door:
         on_ready()
         await _first(asked.wait(), ended.wait())
-        server.close()
+        door.close()
         drain.begin()
         if not ended.is_set() and drain.tasks:
             logger.warning("ending: %d requests have %g s to end", len(drain.tasks), shutdown_timeout_s)

@@ -1,0 +1,122 @@
+"""How a server takes connections: as many as leave descriptors for what clients ask for, and quietly where there are
+none left.
+
+asyncio's own server logs a traceback for each connection that it cannot take, thousands a second while descriptors are
+short, and takes connections until they are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+import socket
+import ssl
+from collections.abc import Callable
+
+from aiohttp import web
+
+from baton.log_limit import LogLimit
+from baton.openai.connections import ClientConnection
+from baton.openai.limits import HttpLimits
+
+logger = logging.getLogger(__name__)
+logger.addFilter(LogLimit(1))
+
+_PAUSE_S = 0.1
+_OWN_FILES = 64  # of this process itself
+# A request that a router hands over has its client's connection and two to engines.
+_FILES_PER_CLIENT = 3
+
+
+def max_connections(limits: HttpLimits) -> int:
+    """How many connections clients may have: `HttpLimits.connections`, or fewer where few files may be open."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if files == resource.RLIM_INFINITY:
+        return limits.connections
+    return max(1, min(limits.connections, (files - _OWN_FILES) // _FILES_PER_CLIENT))
+
+
+class Door:
+    """Takes connections from `listener` for the clients of `server` until it is closed.
+
+    With `HttpLimits.connections` open already, one that is idle is closed for each that comes, first those that have
+    never sent a request; where all are busy, those that come wait.
+    """
+
+    def __init__(
+        self,
+        server: web.Server,
+        listener: socket.socket,
+        new_connection: Callable[[], ClientConnection],
+        tls: ssl.SSLContext | None,
+        limits: HttpLimits,
+    ) -> None:
+        self._server, self._listener, self._new_connection = server, listener, new_connection
+        self._tls, self._limits = tls, limits
+        self._limit = max_connections(limits)
+        self._opening: dict[asyncio.Task[None], None] = {}
+        listener.setblocking(False)
+        self._accepting = asyncio.create_task(self._accept())
+
+    def close(self) -> None:
+        """Stop listening. Connections go on. Idempotent."""
+        if self._listener.fileno() < 0:
+            return
+        self._accepting.cancel()
+        for task in self._opening:
+            task.cancel()
+        asyncio.get_running_loop().remove_reader(self._listener)
+        self._listener.close()
+
+    async def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                client, _ = await loop.sock_accept(self._listener)
+            except ConnectionAbortedError:
+                continue  # it has left already
+            except OSError as error:  # no descriptor or no memory is left
+                logger.warning("no connection can be taken now: %s", error)
+                await asyncio.sleep(_PAUSE_S)
+                continue
+            try:
+                while not self._has_room():
+                    logger.warning("all %d connections are busy: others wait", self._limit)
+                    await asyncio.sleep(_PAUSE_S)
+            except asyncio.CancelledError:
+                client.close()
+                raise
+            task = asyncio.create_task(self._open(client))
+            self._opening[task] = None
+            task.add_done_callback(self._opening.pop)
+            await asyncio.sleep(0)  # accepting does not wait while there are any
+
+    async def _open(self, client: socket.socket) -> None:
+        handshake_s = None if self._tls is None else self._limits.head_s
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(
+                self._new_connection, client, ssl=self._tls, ssl_handshake_timeout=handshake_s
+            )
+        except (OSError, EOFError) as error:  # ssl.SSLError and TimeoutError are OSErrors
+            client.close()
+            logger.debug("a connection could not be opened: %s", error)
+        except asyncio.CancelledError:
+            client.close()
+            raise
+
+    def _has_room(self) -> bool:
+        """Whether one more may be taken; makes room where it can."""
+        connections = self._server.connections
+        # Without TLS one is open in a turn of the event loop or two, and would count twice meanwhile.
+        num_opening = 0 if self._tls is None else len(self._opening)
+        if len(connections) + num_opening < self._limit:
+            return True
+        idle = [one for one in connections if isinstance(one, ClientConnection) and one.is_idle()]
+        if idle:
+            next((one for one in idle if not one.has_asked), idle[0]).force_close()
+        elif num_opening:
+            next(iter(self._opening)).cancel()
+        else:
+            return False
+        return True
