@@ -63,7 +63,9 @@ class Recorder:
 
 
 def _passed(request: web.Request) -> dict[str, str]:
-    return {name: value for name, value in request.headers.items() if name in ("Content-Type", "Authorization")}
+    return {
+        name: value for name, value in request.headers.items() if name in ("Content-Type", "Authorization", "X-Api-Key")
+    }
 
 
 def environment() -> Path:

@@ -101,14 +101,17 @@ class ApiKeys:
 
     def check(self, request: web.Request) -> None:
         """Raise `InvalidApiKeyError` for a request of the API that brings no key."""
-        if not self._digests or not request.path.startswith(_GUARDED):
-            return
-        scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-        given = _digest(key.strip())
+        if request.path.startswith(_GUARDED) and not self.allow(request):
+            raise InvalidApiKeyError("this server needs an API key: Authorization: Bearer KEY, or X-Api-Key: KEY")
+
+    def allow(self, request: web.Request) -> bool:
+        """Whether a request brings a key, or needs none. Anthropic's clients send theirs in a header of their own."""
+        scheme, _, bearer = request.headers.get("Authorization", "").partition(" ")
+        given = [bearer] if scheme.lower() == "bearer" else []
+        given.append(request.headers.get("X-Api-Key", ""))
         # All are compared, so that the time tells nothing of the keys.
-        known = [hmac.compare_digest(given, digest) for digest in self._digests]
-        if scheme.lower() != "bearer" or not any(known):
-            raise InvalidApiKeyError("this server needs an API key: Authorization: Bearer KEY")
+        known = [hmac.compare_digest(_digest(key.strip()), digest) for key in given for digest in self._digests]
+        return not self._digests or any(known)
 
 
 async def name_response(request: web.Request, response: web.StreamResponse) -> None:

@@ -13,23 +13,19 @@ from aiohttp import web
 from prometheus_client.core import Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from baton import __version__
 from baton.errors import DrainingError
 from baton.openai.access import OPEN, Access, ApiKeys, name_response
-from baton.openai.backend import ServedModel
 from baton.openai.connections import Stream
 from baton.openai.errors import ApiError, to_api_error
 from baton.openai.limits import Bodies, HttpLimits
+from baton.openai.messages import error_body
 from baton.openai.metrics import FrontMetrics, exposed
-from baton.openai.plan import make_chat_plan, make_completion_plan
-from baton.openai.responses import make_response_plan, respond
-from baton.openai.service import OpenAIService
-from baton.openai.tools import Parsing
 from baton.openai.tracing import TRACE, trace_of
 
 T = TypeVar("T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _RETRY_AFTER_S = 1
+MESSAGES = "/v1/messages"
 
 
 class Drain:
@@ -72,6 +68,7 @@ DRAIN: web.AppKey[Drain] = web.AppKey("drain", Drain)
 LIMITS: web.AppKey[HttpLimits] = web.AppKey("limits", HttpLimits)
 TLS: web.AppKey[ssl.SSLContext] = web.AppKey("tls", ssl.SSLContext)
 BODIES: web.AppKey[Bodies] = web.AppKey("bodies", Bodies)
+KEYS: web.AppKey[ApiKeys] = web.AppKey("keys", ApiKeys)
 
 
 def new_app(
@@ -80,7 +77,7 @@ def new_app(
     access: Access = OPEN,
     families: Callable[[], Awaitable[Iterable[Metric]]] | None = None,
 ) -> web.Application:
-    """Return an app that answers every error in OpenAI's shape and serves `GET /metrics`.
+    """Return an app that answers every error in OpenAI's shape, or Anthropic's, and serves `GET /metrics`.
 
     `access`: who may use the API, and how. `families`: what `/metrics` shows; None: `metrics`. Raises `ConfigError` for
     an empty key, and for certificates that cannot be used.
@@ -105,20 +102,21 @@ def new_app(
             if not drain.ended or request.writer.output_size > 0:
                 raise
             status = 503
-            return error_response(_shutting_down())
+            return _told(request, _shutting_down())
         except web.HTTPException as error:
             status = error.status
-            return error_response(ApiError(error.status, error.reason, "invalid_request_error"))
+            return _told(request, ApiError(error.status, error.reason, "invalid_request_error"))
         except ConnectionResetError:
             raise
         except Exception as error:
             api_error = to_api_error(error)
             status = api_error.status
-            return error_response(api_error)
+            return _told(request, api_error)
         finally:
             metrics.requests.labels(endpoint, str(status)).inc()
 
     async def show_metrics(request: web.Request) -> web.StreamResponse:
+        """Figures for Prometheus."""
         body = exposed(metrics.registry.collect() if families is None else await families())
         return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
@@ -126,56 +124,9 @@ def new_app(
     app.on_response_prepare.extend((name_response, access.allow_origin))
     if (context := access.tls()) is not None:
         app[TLS] = context
-    app[DRAIN], app[LIMITS], app[BODIES] = drain, limits, Bodies(limits)
+    app[DRAIN], app[LIMITS], app[BODIES], app[KEYS] = drain, limits, Bodies(limits), keys
     app.router.add_get("/metrics", show_metrics)
     return app
-
-
-def add_openai_routes(app: web.Application, service: OpenAIService) -> None:
-    """Add OpenAI's models, completions, chats and responses, and vLLM's `/tokenize`, `/detokenize` and `/version`."""
-
-    async def models(request: web.Request) -> web.StreamResponse:
-        return json_response(service.models())
-
-    async def model(request: web.Request) -> web.StreamResponse:
-        return json_response(service.model_card(request.match_info["name"]))
-
-    async def version(request: web.Request) -> web.StreamResponse:
-        return json_response({"version": __version__})
-
-    async def tokenize(request: web.Request) -> web.StreamResponse:
-        async with app[BODIES].read(request) as body:
-            return json_response(await service.tokenize(body))
-
-    async def detokenize(request: web.Request) -> web.StreamResponse:
-        async with app[BODIES].read(request) as body:
-            return json_response(await service.detokenize(body))
-
-    async def completions(request: web.Request) -> web.StreamResponse:
-        return await _reply(request, await service.answer(await plan(request, make_completion_plan)))
-
-    async def chat(request: web.Request) -> web.StreamResponse:
-        return await _reply(request, await service.answer(await plan(request, make_chat_plan)))
-
-    async def responses(request: web.Request) -> web.StreamResponse:
-        return await _reply(request, await respond(service, await plan(request, make_response_plan)))
-
-    async def no_response(request: web.Request) -> web.StreamResponse:
-        raise web.HTTPNotFound(reason="responses are not kept here: there is none to get, cancel or delete")
-
-    async def plan(request: web.Request, make: Callable[[bytes, ServedModel, Parsing], T]) -> T:
-        async with app[BODIES].read(request) as body:
-            return await service.plan(body, make)
-
-    app.router.add_get("/version", version)
-    app.router.add_get("/v1/models", models)
-    app.router.add_get("/v1/models/{name:.+}", model)  # names of the hub have slashes
-    app.router.add_post("/tokenize", tokenize)
-    app.router.add_post("/detokenize", detokenize)
-    app.router.add_post("/v1/completions", completions)
-    app.router.add_post("/v1/chat/completions", chat)
-    app.router.add_post("/v1/responses", responses)
-    app.router.add_route("*", "/v1/responses/{id:.+}", no_response)
 
 
 def json_response(value: object, status: int = 200) -> web.Response:
@@ -183,16 +134,23 @@ def json_response(value: object, status: int = 200) -> web.Response:
     return web.Response(body=msgspec.json.encode(value), status=status, content_type="application/json")
 
 
-def error_response(error: ApiError) -> web.Response:
-    """Return an error in OpenAI's shape."""
+def error_response(error: ApiError, body: bytes | None = None) -> web.Response:
+    """Return an error, by default in OpenAI's shape."""
     headers = {"Retry-After": str(_RETRY_AFTER_S)} if error.status == 429 else None
-    return web.Response(body=error.body(), status=error.status, content_type="application/json", headers=headers)
+    return web.Response(
+        body=body or error.body(), status=error.status, content_type="application/json", headers=headers
+    )
 
 
-async def _reply(request: web.Request, reply: bytes | AsyncGenerator[bytes, None]) -> web.StreamResponse:
-    if isinstance(reply, bytes):
-        return web.Response(body=reply, content_type="application/json")
-    async with contextlib.aclosing(reply) as events:
+async def reply(
+    request: web.Request,
+    answer: bytes | AsyncGenerator[bytes, None],
+    ended: Callable[[ApiError], bytes] = lambda error: b"data: " + error.body() + b"\n\ndata: [DONE]\n\n",
+) -> web.StreamResponse:
+    """Send a body, or events as they come. `ended`: the last ones of a stream that a shutdown ends."""
+    if isinstance(answer, bytes):
+        return web.Response(body=answer, content_type="application/json")
+    async with contextlib.aclosing(answer) as events:
         headers = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
         response = Stream(headers=headers)
         await response.prepare(request)
@@ -202,9 +160,14 @@ async def _reply(request: web.Request, reply: bytes | AsyncGenerator[bytes, None
         except asyncio.CancelledError:
             if not request.app[DRAIN].ended:
                 raise
-            await response.send(request, b"data: " + _shutting_down().body() + b"\n\ndata: [DONE]\n\n")
+            await response.send(request, ended(_shutting_down()))
         await response.write_eof()
     return response
+
+
+def _told(request: web.Request, error: ApiError) -> web.Response:
+    """An error in the shape of the API that was asked."""
+    return error_response(error, error_body(error) if request.path.startswith(MESSAGES) else None)
 
 
 def _shutting_down() -> ApiError:

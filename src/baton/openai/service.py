@@ -51,6 +51,10 @@ class OpenAIService:
         self._workers = ThreadPoolExecutor(_NUM_WORKERS, thread_name_prefix="baton-plan")
         self._free_workers = asyncio.Semaphore(_NUM_WORKERS)
 
+    def served_model(self) -> ServedModel:
+        """The model. Raises `EngineUnavailableError` while there is none, `RequestError` where it is a router's."""
+        return self._backend.model()
+
     def models(self) -> dict[str, object]:
         """Return the body of `GET /v1/models`."""
         return {"object": "list", "data": [self.model_card(None)]}
@@ -72,17 +76,17 @@ class OpenAIService:
     async def plan(self, body: bytes, make: Callable[[bytes, ServedModel, Parsing], T]) -> T:
         """What `make` plans for a request's body, unless too many wait."""
         self.queue.check()
-        return await self._understand(make, body, self._parsing)
+        return await self.understand(make, body, self._parsing)
 
     async def tokenize(self, body: bytes) -> dict[str, object]:
         """Answer the body of `POST /tokenize`."""
-        return await self._understand(tokenize, body)
+        return await self.understand(tokenize, body)
 
     async def detokenize(self, body: bytes) -> dict[str, object]:
         """Answer the body of `POST /detokenize`."""
-        return await self._understand(detokenize, body)
+        return await self.understand(detokenize, body)
 
-    async def _understand(self, read: Callable[..., T], body: bytes, *more: object) -> T:
+    async def understand(self, read: Callable[..., T], body: bytes, *more: object) -> T:
         """`read(body, model, *more)`, on a worker thread where the body is long."""
         model = self._backend.model()
         if len(body) <= _MAX_INLINE_BYTES:

@@ -15,11 +15,12 @@ from baton.errors import BatonError, ConfigError, EngineUnavailableError, Reques
 from baton.handoff.protocol.ticket import TICKET_LIFE_S
 from baton.openai import FrontMetrics, OpenAIService
 from baton.openai.access import OPEN, Access
-from baton.openai.http import BODIES, add_openai_routes, json_response, new_app
+from baton.openai.http import BODIES, json_response, new_app
 from baton.openai.limits import HttpLimits
 from baton.openai.metrics import Row, RowCollector, counter, gauge
 from baton.openai.records import reporting
 from baton.openai.request_metrics import NO_METRICS, PerRequestMetrics
+from baton.openai.routes import add_health, add_openai_routes
 from baton.openai.tools import NO_PARSING, Parsing
 from baton.router.admin import Admin
 from baton.router.backend import RouterBackend
@@ -163,35 +164,41 @@ def _add_router_routes(app: web.Application, backend: RouterBackend, admin: Admi
     pool = backend.pool
 
     async def health(request: web.Request) -> web.StreamResponse:
+        """Whether requests are served."""
         if not backend.ready():
             raise EngineUnavailableError("no engine can take requests")
         return web.Response()
 
     async def status(request: web.Request) -> web.StreamResponse:
+        """Engines and handoffs."""
         return json_response(await _status(backend))
 
     async def add(request: web.Request) -> web.StreamResponse:
+        """Let an engine join."""
         admin.check(request)
         asked = await _body(request, _Joining)
         return json_response(_describe(await pool.add(asked.url, asked.role), None))
 
     async def remove(request: web.Request) -> web.StreamResponse:
+        """Let an engine leave at once."""
         admin.check(request)
         asked = await _body(request, _Known)
         return json_response(_describe(pool.remove(asked.url), None))
 
     async def rebind(request: web.Request) -> web.StreamResponse:
+        """Serve what other engines have from now on."""
         admin.check(request)
         await _body(request, _Nothing)
         await pool.rebind()
         return json_response(await _status(backend))
 
     async def drain(request: web.Request) -> web.StreamResponse:
+        """Let an engine leave when its requests have ended."""
         admin.check(request)
         asked = await _body(request, _Known)
         return json_response(_describe(pool.drain(asked.url), None))
 
-    app.router.add_get("/health", health)
+    add_health(app, health)
     app.router.add_get("/status", status)
     app.router.add_post("/instances/add", add)
     app.router.add_post("/instances/remove", remove)

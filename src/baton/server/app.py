@@ -19,11 +19,12 @@ from baton.openai import FrontMetrics, OpenAIService, ServedModel
 from baton.openai.access import OPEN, Access
 from baton.openai.connections import Stream
 from baton.openai.errors import to_api_error
-from baton.openai.http import BODIES, add_openai_routes, json_response, new_app
+from baton.openai.http import BODIES, json_response, new_app
 from baton.openai.limits import HttpLimits
 from baton.openai.metrics import RowCollector, with_vllm_names
 from baton.openai.records import SequenceRecord, reporting
 from baton.openai.request_metrics import NO_METRICS, PerRequestMetrics
+from baton.openai.routes import add_health, add_openai_routes
 from baton.openai.tools import NO_PARSING, Parsing
 from baton.text import Tokenizer
 from baton.wire import EngineInfo, GenerateRequest, Mode, SamplingParams, TokenChunk
@@ -79,16 +80,20 @@ def build_app(
     add_openai_routes(app, OpenAIService(backend, metrics, parsing=parsing, per_request=per_request))
 
     async def generate(request: web.Request) -> web.StreamResponse:
+        """A router's requests, in tokens."""
         return await _generate(engine, metrics, request)
 
     async def info(request: web.Request) -> web.StreamResponse:
+        """What a router needs to know of this engine."""
         engine.load()  # raises when the engine is down, so that a router sends it nothing
         return json_response(engine.info)
 
     async def load(request: web.Request) -> web.StreamResponse:
+        """How busy this engine is."""
         return json_response(engine.load())
 
     async def health(request: web.Request) -> web.StreamResponse:
+        """Whether requests are served."""
         engine.load()  # raises when the engine is down
         return web.Response()
 
@@ -96,7 +101,7 @@ def build_app(
         app.router.add_post("/inference/v1/generate", generate)
     app.router.add_get("/inference/v1/info", info)
     app.router.add_get("/inference/v1/load", load)
-    app.router.add_get("/health", health)
+    add_health(app, health)
     return app
 
 

@@ -1,0 +1,141 @@
+"""The `system` and `messages` of a request as the messages of a chat."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from baton.errors import RequestError
+from baton.openai.conversation import MAX_MESSAGES
+from baton.openai.requests import ChatMessage, ContentPart
+from baton.openai.tools import CalledFunction, ToolCall
+from baton.text import Tokenizer
+
+# A text that Claude Code puts before its system prompt, with a number that differs each time.
+_BILLING = "x-anthropic-billing-header"
+_PROBE = [{"role": role, "content": "a"} for role in ("system", "user", "system", "user")]
+
+
+class Block(msgspec.Struct, kw_only=True):
+    """One block of a message's content."""
+
+    type: str
+    text: str | None = None
+    thinking: str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: str | None = None
+    content: str | list[ContentPart] | None = None
+
+
+class InputMessage(msgspec.Struct, kw_only=True):
+    """One of `messages`."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | list[Block]
+
+
+def messages_of(
+    system: str | list[Block] | None, given: Sequence[InputMessage], tokenizer: Tokenizer
+) -> tuple[list[ChatMessage], bool]:
+    """The messages of the chat, and whether the model goes on with the last one, which is its own then.
+
+    System messages among the others join the first one where the template wants all of it there. Raises `RequestError`
+    naming the block.
+    """
+    if not given:
+        raise RequestError("messages must not be empty", "messages")
+    if len(given) > MAX_MESSAGES:
+        raise RequestError(f"messages must be at most {MAX_MESSAGES} messages", "messages")
+    lead = [] if system is None else [_system(system, "system")]
+    merges = any(message.role == "system" for message in given) and not _takes_system_anywhere(tokenizer)
+    messages: list[ChatMessage] = []
+    calls: set[str] = set()
+    for index, message in enumerate(given):
+        field = f"messages[{index}].content"
+        if message.role == "system":
+            text = _system(message.content, field)
+            if merges:
+                lead.append(text)
+            elif text:
+                messages.append(ChatMessage(role="system", content=text))
+        elif isinstance(message.content, str):
+            messages.append(ChatMessage(role=message.role, content=message.content))
+        elif message.role == "user":
+            _add_user(messages, message.content, calls, field)
+        else:
+            messages.append(_assistant(message.content, calls, field))
+    if text := "".join(lead):
+        messages.insert(0, ChatMessage(role="system", content=text))
+    last = messages[-1] if messages else None
+    return messages, last is not None and last.role == "assistant" and not last.tool_calls
+
+
+def _takes_system_anywhere(tokenizer: Tokenizer) -> bool:
+    try:
+        tokenizer.apply_chat_template(_PROBE)
+    except RequestError:
+        return False
+    return True
+
+
+def _system(content: str | list[Block], field: str) -> str:
+    texts = [content] if isinstance(content, str) else [_text(block, field) for block in content]
+    return "".join(text for text in texts if not text.startswith(_BILLING))
+
+
+def _add_user(messages: list[ChatMessage], blocks: list[Block], calls: set[str], field: str) -> None:
+    """Results of tools are messages of their own, before what the user says beside them."""
+    parts: list[ContentPart] = []
+    for index, block in enumerate(blocks):
+        here = f"{field}[{index}]"
+        if block.type != "tool_result":
+            parts.append(ContentPart(type="text", text=_text(block, here)))
+            continue
+        if block.tool_use_id not in calls:
+            raise RequestError(f"{here}.tool_use_id is that of no tool_use", f"{here}.tool_use_id")
+        content = block.content or ""
+        if not isinstance(content, str):
+            for part in content:
+                if part.type != "text" or part.text is None:
+                    raise _unsupported(part.type, f"{here}.content")
+            content = "\n".join(part.text or "" for part in content)
+        messages.append(ChatMessage(role="tool", content=content, tool_call_id=block.tool_use_id))
+    if parts:
+        messages.append(ChatMessage(role="user", content=parts))
+
+
+def _assistant(blocks: list[Block], calls: set[str], field: str) -> ChatMessage:
+    parts: list[ContentPart] = []
+    reasoning: list[str] = []
+    made: list[ToolCall] = []
+    for index, block in enumerate(blocks):
+        here = f"{field}[{index}]"
+        if block.type == "thinking":
+            reasoning.append(block.thinking or "")
+        elif block.type == "tool_use":
+            if not block.id or not block.name:
+                raise RequestError(f"{here} needs id and name", here)
+            calls.add(block.id)
+            made.append(ToolCall(id=block.id, function=CalledFunction(name=block.name, arguments=block.input or {})))
+        elif block.type != "redacted_thinking":  # whose text nobody but Anthropic has
+            parts.append(ContentPart(type="text", text=_text(block, here)))
+    return ChatMessage(
+        role="assistant",
+        content=parts or None,
+        reasoning_content="".join(reasoning) or None,
+        tool_calls=made or None,
+    )
+
+
+def _text(block: Block, field: str) -> str:
+    if block.type != "text" or block.text is None:
+        raise _unsupported(block.type, field)
+    return block.text
+
+
+def _unsupported(kind: str, field: str) -> RequestError:
+    return RequestError(f"{field}: blocks of type {kind!r} are not supported here, only text", field)

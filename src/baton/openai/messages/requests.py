@@ -1,0 +1,203 @@
+"""Bodies of `POST /v1/messages` and `/v1/messages/count_tokens`, and what they ask for as a chat.
+
+Source: Anthropic's Messages API, and vLLM where that leaves it to a server. Fields beyond Anthropic's are those of chat
+completions here.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Literal
+
+import msgspec
+
+from baton.errors import RequestError
+from baton.openai.backend import ServedModel
+from baton.openai.fields import Refused
+from baton.openai.messages.conversation import Block, InputMessage, messages_of
+from baton.openai.requests import ChatRequest, decode_body
+from baton.openai.structured import JsonSchema, ResponseFormat
+from baton.openai.tools import FunctionName, FunctionTool, NamedChoice, Tool, ToolChoice
+from baton.wire import Mode
+
+_THINKING = "enable_thinking"
+
+
+class AnthropicTool(msgspec.Struct, kw_only=True):
+    """One of `tools`; only those that a client runs by a schema of its own are served."""
+
+    name: str
+    type: str | None = None
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class AnthropicToolChoice(msgspec.Struct, kw_only=True):
+    """`tool_choice`."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(msgspec.Struct, kw_only=True):
+    """`thinking`. A budget is no bound here: `max_tokens` is."""
+
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
+    budget_tokens: int | None = None
+
+
+class OutputFormat(msgspec.Struct, kw_only=True):
+    """`output_config.format`."""
+
+    type: Literal["json_schema"]
+    schema: dict[str, Any] | bool | None = None
+
+
+class OutputConfig(msgspec.Struct, kw_only=True):
+    """`output_config`."""
+
+    effort: str | None = None
+    format: OutputFormat | None = None
+
+
+class CountTokensRequest(msgspec.Struct, kw_only=True):
+    """Body of `POST /v1/messages/count_tokens`; None is the default, as clients send null."""
+
+    model: str
+    messages: list[InputMessage]
+    system: str | list[Block] | None = None
+    tools: list[AnthropicTool] | None = None
+    tool_choice: AnthropicToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class MessagesRequest(CountTokensRequest, kw_only=True):
+    """Body of `POST /v1/messages`."""
+
+    max_tokens: int
+    stop_sequences: list[str] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    stream: bool | None = None
+    cache_salt: str | None = None
+    kv_mode: Mode | None = None
+
+
+_SERVED = frozenset(MessagesRequest.__struct_fields__)
+_CALLED = {
+    **{"max_completion_tokens": "max_tokens", "stop": "stop_sequences", "response_format": "output_config.format"},
+    "reasoning_effort": "output_config.effort",
+}
+# What is refused beside what chats refuse. A chat's field that is not one of messages would be ignored in silence.
+REFUSED = {
+    **{
+        name: Refused("is not a field of messages", (False,))
+        for name in {*ChatRequest.__struct_fields__} - _SERVED - _CALLED.keys() - {"stream_options"}
+    },
+    **{name: Refused(f"is called {here} in messages", ()) for name, here in _CALLED.items()},
+    "mcp_servers": Refused("is not supported: the client runs the tools", ()),
+    "container": Refused("is not supported: the client runs the tools", ()),
+}
+# A chat's names of what has another name here.
+_NAMES = (
+    (re.compile(r"max_completion_tokens"), "max_tokens"),
+    (re.compile(r"response_format\.json_schema\.schema"), "output_config.format.schema"),
+    (re.compile(r"response_format"), "output_config.format"),
+    (re.compile(r"\bstop\b"), "stop_sequences"),
+    (re.compile(r"\.function\.parameters\b"), ".input_schema"),
+    (re.compile(r"\.function\.name\b"), ".name"),
+)
+
+
+def read(body: bytes) -> MessagesRequest:
+    """Raises `RequestError` naming the field that is malformed or not served."""
+    return decode_body(body, MessagesRequest, served=_SERVED, also=REFUSED)
+
+
+def read_count(body: bytes) -> CountTokensRequest:
+    """Raises as `read` does. What only a message has is ignored, as clients count what they would send."""
+    return decode_body(body, CountTokensRequest, served=_SERVED, also=REFUSED)
+
+
+def to_chat(request: CountTokensRequest, model: ServedModel) -> ChatRequest:
+    """The chat that a request asks for. Raises `RequestError` naming the field."""
+    tools = [_tool(index, tool) for index, tool in enumerate(request.tools or ())]
+    messages, goes_on = messages_of(request.system, request.messages, model.tokenizer)
+    choice, config = request.tool_choice, request.output_config
+    chat = ChatRequest(
+        model=request.model,
+        messages=messages,
+        tools=tools or None,
+        tool_choice=_tool_choice(choice),
+        parallel_tool_calls=None if choice is None else not choice.disable_parallel_tool_use,
+        reasoning_effort=None if config is None else config.effort,
+        response_format=_response_format(config),
+        chat_template_kwargs=_variables(request, model),
+        continue_final_message=goes_on,
+        add_generation_prompt=not goes_on,
+    )
+    if isinstance(request, MessagesRequest):
+        chat.max_completion_tokens = request.max_tokens
+        chat.stop = request.stop_sequences
+        chat.temperature, chat.top_p, chat.top_k = request.temperature, request.top_p, request.top_k
+        chat.stream, chat.cache_salt, chat.kv_mode = request.stream, request.cache_salt, request.kv_mode
+    return chat
+
+
+def named_here(error: RequestError) -> RequestError:
+    """The refusal of a chat, by the field of the message that it came from."""
+    text, param = str(error), error.param
+    if param is None:
+        return error
+    name = param
+    for pattern, here in _NAMES:
+        name = pattern.sub(here, name)
+    return type(error)(text.replace(param, name), name)
+
+
+def _variables(request: CountTokensRequest, model: ServedModel) -> dict[str, Any] | None:
+    """The template's variables: whether it lets the model think, where it can be told."""
+    given, thinking = request.chat_template_kwargs, request.thinking
+    if (
+        thinking is None
+        or thinking.type in ("adaptive", "between_tools")
+        or _THINKING not in model.tokenizer.template_variables
+    ):
+        return given
+    return {_THINKING: thinking.type == "enabled", **(given or {})}
+
+
+def _response_format(config: OutputConfig | None) -> ResponseFormat | None:
+    if config is None or config.format is None:
+        return None
+    return ResponseFormat(type="json_schema", json_schema=JsonSchema(schema=config.format.schema))
+
+
+def _tool(index: int, tool: AnthropicTool) -> Tool:
+    field = f"tools[{index}]"
+    if tool.type not in (None, "custom"):
+        what = f"tools of type {tool.type!r} are not supported, only those with an input_schema"
+        raise RequestError(f"{field}: {what}", f"{field}.type")
+    if tool.input_schema is None:
+        raise RequestError(f"{field}.input_schema is needed", f"{field}.input_schema")
+    function = FunctionTool(
+        name=tool.name, description=tool.description, parameters=tool.input_schema, strict=tool.strict
+    )
+    return Tool(function=function)
+
+
+def _tool_choice(choice: AnthropicToolChoice | None) -> ToolChoice | None:
+    if choice is None:
+        return None
+    if choice.type == "any":
+        return "required"
+    if choice.type != "tool":
+        return choice.type
+    if choice.name is None:
+        raise RequestError("tool_choice.name is needed where tool_choice.type is tool", "tool_choice.name")
+    return NamedChoice(function=FunctionName(name=choice.name))

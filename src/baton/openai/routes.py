@@ -1,0 +1,125 @@
+"""The routes of the OpenAI API and of what vLLM serves beside it, the same of an engine's server and of the router."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from aiohttp import web
+
+from baton import __version__
+from baton.errors import BatonError
+from baton.openai.backend import ServedModel
+from baton.openai.http import BODIES, DRAIN, KEYS, MESSAGES, Handler, json_response, reply
+from baton.openai.messages import count_tokens, error_event, make_message_plan
+from baton.openai.messages import respond as respond_message
+from baton.openai.pages import docs_page, home_page, openapi
+from baton.openai.plan import make_chat_plan, make_completion_plan
+from baton.openai.responses import make_response_plan, respond
+from baton.openai.service import OpenAIService
+from baton.openai.tools import Parsing
+
+T = TypeVar("T")
+
+
+def add_openai_routes(app: web.Application, service: OpenAIService) -> None:
+    """Add OpenAI's models, completions, chats and responses, Anthropic's messages, and vLLM's `/tokenize`,
+    `/detokenize` and `/version`."""
+
+    async def models(request: web.Request) -> web.StreamResponse:
+        """The model that is served."""
+        return json_response(service.models())
+
+    async def model(request: web.Request) -> web.StreamResponse:
+        """The model by its name."""
+        return json_response(service.model_card(request.match_info["name"]))
+
+    async def tokenize(request: web.Request) -> web.StreamResponse:
+        """The tokens of a text or a chat."""
+        async with app[BODIES].read(request) as body:
+            return json_response(await service.tokenize(body))
+
+    async def detokenize(request: web.Request) -> web.StreamResponse:
+        """The text of tokens."""
+        async with app[BODIES].read(request) as body:
+            return json_response(await service.detokenize(body))
+
+    async def completions(request: web.Request) -> web.StreamResponse:
+        """OpenAI's completions, whole or streamed."""
+        return await reply(request, await service.answer(await plan(request, make_completion_plan)))
+
+    async def chat(request: web.Request) -> web.StreamResponse:
+        """OpenAI's chat completions, whole or streamed."""
+        return await reply(request, await service.answer(await plan(request, make_chat_plan)))
+
+    async def responses(request: web.Request) -> web.StreamResponse:
+        """OpenAI's responses, whole or streamed, of which none is kept."""
+        return await reply(request, await respond(service, await plan(request, make_response_plan)))
+
+    async def no_response(request: web.Request) -> web.StreamResponse:
+        raise web.HTTPNotFound(reason="responses are not kept here: there is none to get, cancel or delete")
+
+    async def messages(request: web.Request) -> web.StreamResponse:
+        """Anthropic's messages, whole or streamed."""
+        answer = await respond_message(service, await plan(request, make_message_plan))
+        return await reply(request, answer, error_event)
+
+    async def count(request: web.Request) -> web.StreamResponse:
+        """How many tokens the prompt of a message would have."""
+        async with app[BODIES].read(request) as body:
+            return json_response(await service.understand(count_tokens, body))
+
+    async def plan(request: web.Request, make: Callable[[bytes, ServedModel, Parsing], T]) -> T:
+        async with app[BODIES].read(request) as body:
+            return await service.plan(body, make)
+
+    app.router.add_get("/v1/models", models)
+    app.router.add_get("/v1/models/{name:.+}", model)  # names of the hub have slashes
+    app.router.add_post("/tokenize", tokenize)
+    app.router.add_post("/detokenize", detokenize)
+    app.router.add_post("/v1/completions", completions)
+    app.router.add_post("/v1/chat/completions", chat)
+    app.router.add_post("/v1/responses", responses)
+    app.router.add_route("*", "/v1/responses/{id:.+}", no_response)
+    app.router.add_post(MESSAGES, messages)
+    app.router.add_post(f"{MESSAGES}/count_tokens", count)
+    _add_pages(app, service)
+
+
+def add_health(app: web.Application, health: Handler) -> None:
+    """Add `/health`, and SageMaker's name for it."""
+    app.router.add_get("/health", health)
+    app.router.add_get("/ping", health)
+    app.router.add_post("/ping", health)
+
+
+def _add_pages(app: web.Application, service: OpenAIService) -> None:
+    async def version(request: web.Request) -> web.StreamResponse:
+        """Baton's version."""
+        return json_response({"version": __version__})
+
+    async def load(request: web.Request) -> web.StreamResponse:
+        """How many requests run, beside this one."""
+        return json_response({"server_load": len(app[DRAIN].tasks) - 1})
+
+    async def description(request: web.Request) -> web.StreamResponse:
+        """This API by OpenAPI 3.1."""
+        return json_response(openapi(app))
+
+    async def docs(request: web.Request) -> web.StreamResponse:
+        """This API as a page."""
+        return docs_page(app)
+
+    async def home(request: web.Request) -> web.StreamResponse:
+        """A page that says what runs."""
+        try:
+            known = service.served_model() if app[KEYS].allow(request) else None
+        except BatonError:  # there is none, or it is for a router alone
+            known = None
+        return home_page(known, f"{request.scheme}://{request.host}")
+
+    app.router.add_get("/version", version)
+    app.router.add_get("/load", load)
+    app.router.add_get("/openapi.json", description)
+    app.router.add_get("/docs", docs)
+    app.router.add_get("/", home)
