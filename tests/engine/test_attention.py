@@ -160,6 +160,29 @@ def test_threads_change_no_bit(runtime: str, monkeypatch: pytest.MonkeyPatch) ->
     assert torch.equal(results[0], results[1])
 
 
+def test_threads_are_waited_for_after_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they write into is freed when the call is left."""
+    waited: list[None] = []
+
+    class Pool:
+        def submit(self, *_: object) -> Pool:
+            return self
+
+        def result(self) -> None:
+            waited.append(None)
+
+    def interrupted(_: object) -> None:
+        raise KeyboardInterrupt
+
+    kernel = cpu_team.Kernel(lambda arguments: None)
+    kernel.__dict__["_entries"] = None, interrupted, 0
+    monkeypatch.setattr(cpu_team, "openmp_team", lambda: None)
+    monkeypatch.setattr(cpu_team, "_pool", lambda threads: Pool())
+    with pytest.raises(KeyboardInterrupt):
+        kernel.call(cpu_team.arguments(1), 3)
+    assert len(waited) == 2
+
+
 @pytest.mark.parametrize("name", ON_CPU)
 @pytest.mark.parametrize("broken", ["null page", "page id too large", "short table"])
 def test_bad_slots_are_refused_before_anything_is_written(name: str, broken: str) -> None:

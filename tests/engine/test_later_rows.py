@@ -1,4 +1,4 @@
-"""A row depends on no later row of its request, and on no other request, even where these are not finite.
+"""A row depends on no token that it does not see, and on no other request, even where these are not finite.
 
 A draft whose forward overflows stands beside known tokens. Excluding its keys by a weight of 0 is not enough: 0 times
 NaN is NaN.
@@ -111,6 +111,12 @@ def _attention(name: str, group: int, random: np.random.Generator, value: float,
         assert torch.equal(spoiled[cut.split :], clean[cut.split :])
     spoiled = attend(q, cut.spoil(k, math.nan, 1.0, random), v)
     assert spoiled[cut.bad : cut.split].isnan().all()
+    if window is not None:
+        # Nor on a token that its window has passed.
+        k, v = k.clone(), v.clone()
+        k[cut.bad - 1], v[cut.bad - 1] = value, value
+        after = cut.bad - 1 + window
+        assert torch.equal(attend(q, k, v)[after:], clean[after:])
 
 
 @dataclass(frozen=True)

@@ -94,11 +94,14 @@ class Kernel:
         elif (team := openmp_team()) is not None:
             team(address, arguments, threads, 0)
         else:
-            # The other threads begin first, and every one is waited for: they write into the arguments' arrays.
+            # The other threads begin first, and every one is waited for, even if Ctrl-C comes: they write into the
+            # arguments' arrays.
             jobs = [_pool(threads).submit(alone, arguments) for _ in range(threads - 1)]
-            alone(arguments)
-            for job in jobs:
-                job.result()
+            try:
+                alone(arguments)
+            finally:
+                for job in jobs:
+                    job.result()
 
 
 @functools.cache
