@@ -7,7 +7,7 @@ import contextlib
 import functools
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,14 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from baton.errors import EngineLostError, EngineStalledError, HandoffError, ProtocolError
+from baton.errors import (
+    BatonError,
+    EngineLostError,
+    EngineStalledError,
+    EngineUnavailableError,
+    HandoffError,
+    ProtocolError,
+)
 from baton.router import RouterConfig, build_app
 from baton.router.client import BatonClient, new_session
 from baton.router.join import Joined
@@ -24,7 +31,7 @@ from baton.router.timers import RouterTimers
 from baton.server import build_app as build_engine_app
 from baton.text import Tokenizer
 from baton.timeouts import timeout
-from baton.wire import EngineLoad, GenerateRequest, SamplingParams, TokenChunk, TokenLogprobs
+from baton.wire import EngineInfo, EngineLoad, GenerateRequest, SamplingParams, TokenChunk, TokenLogprobs
 from tests.server import fake_serving
 from tests.server.fake_serving import ADMIN, ADMIN_TOKEN, KEY, FakeEngine, served, status_of, until
 
@@ -350,6 +357,72 @@ async def test_a_silent_engine_gets_new_requests_only_for_want_of_another(direct
         for engine in [*others, cluster.decodes[0]]:
             cluster.cont(engine)
         assert (await asked)[0] == 200
+
+
+@pytest.mark.parametrize("recovery", ["full", "none"])
+async def test_a_request_with_nothing_to_lose_leaves_a_silent_engine_at_once(directory: Path, recovery: str) -> None:
+    """Not with the end of its lease, if another engine can take it, and recovery is wanted."""
+
+    class Mute(FakeEngine):
+        async def _stream(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
+            await asyncio.Event().wait()
+            yield TokenChunk(request_id=request.request_id)
+
+    cluster, engines = Cluster(directory, 0, 0), [Mute(directory), FakeEngine(directory)]
+    timers = RouterTimers(check=0.05, answer=0.5, lease=60.0)
+    async with contextlib.AsyncExitStack() as stack:
+        urls = [await stack.enter_async_context(served(cluster.app(engine))) for engine in engines]
+        app = await build_app(RouterConfig(both=tuple(urls), timers=timers, recovery=recovery))  # type: ignore[arg-type]
+        url = await stack.enter_async_context(served(app))
+        session = await stack.enter_async_context(aiohttp.ClientSession())
+        asked = asyncio.create_task(complete(session, url))
+        await until(lambda: engines[0].running == 1)
+        cluster.stop(engines[0])
+        if recovery == "none":
+            await asyncio.sleep(1.5)
+            assert not asked.done()
+            asked.cancel()
+        else:
+            async with timeout(30):
+                status, answer = await asked
+            assert status == 200, answer
+            assert bare(answer) == await expected_answer(directory, session)
+            assert await recoveries(session, url) == {"retry": 1}
+        cluster.cont(engines[0])
+
+
+async def test_who_is_silent_after_nobody_was_there_gets_no_requests(directory: Path) -> None:
+    """A killed engine's successor listens while it loads. Requests sent there would wait for the end of its lease."""
+
+    class Client:
+        has_ranks, url = False, ""
+        failure: BatonError | None = None
+
+        def __init__(self, session: object, url: str, *_: object) -> None:
+            self.url, self.role = url, "prefill" if url.endswith("1") else "decode"
+
+        async def info(self) -> EngineInfo:
+            if self.failure is not None:
+                raise self.failure
+            return FakeEngine(directory, role=self.role).info
+
+    async with new_session() as session:
+        pool = EnginePool(session, Client)  # type: ignore[arg-type]
+        engines = [await pool.add("http://h:1", "prefill"), await pool.add("http://h:2", "decode")]
+
+        async def fails(number: int, error: BatonError | None) -> None:
+            engines[number].client.failure = error  # type: ignore[attr-defined]
+            await pool.refresh(engines[number])
+
+        await fails(1, EngineLostError("silent"))
+        assert pool.usable(healthy=False) == [engines[1]], "it may only be busy"
+        await fails(1, EngineUnavailableError("refused"))
+        await fails(1, EngineLostError("silent: its successor loads"))
+        await fails(0, EngineLostError("silent: it computes"))
+        assert pool.usable(healthy=False) == [engines[0]]
+        await fails(1, None)
+        await fails(1, EngineLostError("silent"))
+        assert pool.usable(healthy=False) == engines
 
 
 async def test_a_router_that_was_halted_gives_nobody_up(directory: Path) -> None:

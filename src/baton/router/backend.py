@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Coroutine
@@ -39,6 +40,7 @@ logger = logging.getLogger(__name__)
 # Failed attempts in a row without a new token: a request that ends each engine it reaches must not go on for ever.
 MAX_ATTEMPTS = 3
 _PATIENCE_STEP_S = 0.1
+MayMove = Callable[[PooledEngine], bool]
 
 
 class RouterBackend:
@@ -118,7 +120,9 @@ class RouterBackend:
                 went(route.why)
             num_known = len(joined.token_ids)
             try:
-                async with contextlib.aclosing(self._run(rest, route, kv_mode or self._kv_mode)) as chunks:
+                may_move = functools.partial(self._may_move, joined, rest, fruitless)
+                running = self._run(rest, route, kv_mode or self._kv_mode, may_move)
+                async with contextlib.aclosing(running) as chunks:
                     async for chunk in chunks:
                         if not decided:  # it was not declined
                             decided = True
@@ -156,7 +160,7 @@ class RouterBackend:
             full = isinstance(failed.error, OverloadedError) and not joined.token_ids
             if full and not self.pool.has_other(lost, tried):
                 raise failed.error
-            if not isinstance(failed.error, OverloadedError) and not lost.evicted:
+            if not isinstance(failed.error, OverloadedError) and not (lost.evicted or lost.suspected):
                 await self.pool.refresh(lost)
             if not full:
                 fruitless = 1 if len(joined.token_ids) > num_known else fruitless + 1
@@ -199,13 +203,22 @@ class RouterBackend:
                 raise EngineUnavailableError("; ".join(["no engine can take the request now", *problems]))
             await asyncio.sleep(_PATIENCE_STEP_S)
 
-    async def _run(self, request: GenerateRequest, route: Route, kv_mode: Mode) -> AsyncGenerator[TokenChunk, None]:
+    def _may_move(self, joined: Joined, request: GenerateRequest, fruitless: int, engine: PooledEngine) -> bool:
+        """Whether a request loses nothing if it leaves this silent engine at once. Its last attempt waits."""
+        if joined.token_ids or fruitless + 1 >= MAX_ATTEMPTS or not recovers(self._recovery, "retry"):
+            return False
+        return any(other.may_serve(request) for other in self.pool.usable(healthy=True) if other is not engine)
+
+    async def _run(
+        self, request: GenerateRequest, route: Route, kv_mode: Mode, may_move: MayMove
+    ) -> AsyncGenerator[TokenChunk, None]:
         """One attempt. Raises `LegFailed` where another may succeed."""
         prefill, decode = route.prefill, route.decode
         if prefill is None:
             if route.max_prefill_tokens is not None:
                 request = msgspec.structs.replace(request, max_prefill_tokens=route.max_prefill_tokens)
-            joining = self._join({"decode": decode}, Legs({"decode": self._connector.alone(request, decode)}))
+            alone = Legs({"decode": self._connector.alone(request, decode)})
+            joining = self._join({"decode": decode}, alone, may_move)
             async with contextlib.aclosing(joining) as joined:
                 async for chunk, _ in joined:
                     yield _checked(chunk)
@@ -215,7 +228,7 @@ class RouterBackend:
         self.num_active_handoffs += 1
         outcome: HandoffOutcome = "aborted"
         try:
-            joining = self._join({"prefill": prefill, "decode": decode}, legs)
+            joining = self._join({"prefill": prefill, "decode": decode}, legs, may_move)
             async with contextlib.aclosing(joining) as joined:
                 async for chunk, leg in joined:
                     if chunk.finish_reason == "error":
@@ -238,7 +251,7 @@ class RouterBackend:
                 self._do(legs.over(outcome), self.pool.timers.tell)
 
     async def _join(
-        self, engines: dict[LegRole, PooledEngine], legs: Legs
+        self, engines: dict[LegRole, PooledEngine], legs: Legs, may_move: MayMove
     ) -> AsyncGenerator[tuple[TokenChunk, LegRole], None]:
         items: LegItems = asyncio.Queue()
 
@@ -247,7 +260,8 @@ class RouterBackend:
 
         with contextlib.ExitStack() as counted:
             for leg in legs.chunks:
-                counted.enter_context(engines[leg].leg(on_lost(leg)))
+                engine = engines[leg]
+                counted.enter_context(engine.leg(on_lost(leg), functools.partial(may_move, engine)))
             joining = join_legs(legs.chunks, items, self._drain, legs.notices)
             async with contextlib.aclosing(joining) as joined:
                 async for item in joined:

@@ -38,13 +38,20 @@ OnLost = Callable[[EngineLostError], None]
 NewClient = Callable[[aiohttp.ClientSession, str, RouterTimers, Role], EngineClient]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Leg:
+    on_lost: OnLost
+    may_move: Callable[[], bool]
+
+
 @dataclass(slots=True, eq=False)
 class PooledEngine:
     """One engine. `num_inflight` counts this router's legs on it; `problem` says why it is not used.
 
-    `answered`: when it last answered, in monotonic seconds; `num_silent`: questions unanswered since. `evicted`: its
-    lease has ended, and its legs were told so. `draining`: it gets no new requests, as the operator asked (`leaving`)
-    or it says itself. `known`: what it holds of prompts that were sent to it.
+    `answered`: when it last answered, in monotonic seconds; `num_silent`: questions unanswered since. `gone`: since
+    then nobody listened at its address, or what answered was not fit: who is silent there now has just been started.
+    `evicted`: its lease has ended, and its legs were told so. `draining`: it gets no new requests, as the operator
+    asked (`leaving`) or it says itself. `known`: what it holds of prompts that were sent to it.
     """
 
     client: EngineClient
@@ -55,13 +62,14 @@ class PooledEngine:
     order: int = 0
     answered: float = 0.0
     num_silent: int = 0
+    gone: bool = False
     evicted: bool = False
     draining: bool = False
     leaving: bool = False
     known: KnownPrefixes = field(default_factory=KnownPrefixes)
     when_busy: Callable[[], None] = lambda: None
     when_idle: Callable[[], None] = lambda: None
-    _on_lost: list[OnLost] = field(default_factory=list)
+    _legs: list[_Leg] = field(default_factory=list)
 
     @property
     def url(self) -> str:
@@ -89,27 +97,35 @@ class PooledEngine:
     @property
     def suspected(self) -> bool:
         """Whether it is silent, but not for long enough to give it up."""
-        return self.info is not None and self.num_silent > 0 and not self.evicted and not self.leaving
+        given_up = self.gone or self.evicted or self.leaving
+        return self.info is not None and self.num_silent > 0 and not given_up
 
     @contextlib.contextmanager
-    def leg(self, on_lost: OnLost) -> Iterator[None]:
-        """Count one leg while it runs; `on_lost` is called when the engine is given up."""
+    def leg(self, on_lost: OnLost, may_move: Callable[[], bool] = lambda: False) -> Iterator[None]:
+        """Count one leg while it runs; `on_lost` is called when the engine is given up. `may_move`: whether the leg has
+        nothing to lose, and another engine would take it."""
         self.num_inflight += 1
-        self._on_lost.append(on_lost)
+        leg = _Leg(on_lost, may_move)
+        self._legs.append(leg)
         self.when_busy()
         try:
             yield
         finally:
             self.num_inflight -= 1
-            self._on_lost.remove(on_lost)
+            self._legs.remove(leg)
             if not self.num_inflight:
                 self.when_idle()
 
     def evict(self, error: EngineLostError) -> None:
         """Give the engine up: tell its legs that it is lost."""
         self.evicted = True
-        for on_lost in list(self._on_lost):
-            on_lost(error)
+        for leg in list(self._legs):
+            leg.on_lost(error)
+
+    def move(self, error: EngineLostError) -> None:
+        """Tell those legs that have nothing to lose: they need not wait for the end of the engine's lease."""
+        for leg in [leg for leg in self._legs if leg.may_move()]:
+            leg.on_lost(error)
 
 
 class EnginePool:
@@ -298,6 +314,7 @@ class EnginePool:
             engine.draining |= isinstance(error, DrainingError)
             if not isinstance(error, EngineLostError):
                 engine.num_silent = 0
+                engine.gone = True
                 return
             engine.num_silent += 1
             silent_s = asyncio.get_running_loop().time() - engine.answered
@@ -306,6 +323,8 @@ class EnginePool:
             if taken and engine.num_silent > 1 and silent_s >= self.timers.lease:
                 logger.warning("engine %s is given up after %.1f s", engine.url, silent_s)
                 engine.evict(EngineLostError(f"engine {engine.url} has not answered for {silent_s:.1f} s"))
+            elif engine.num_silent > 1:
+                engine.move(EngineLostError(f"engine {engine.url} does not answer, and another can take the request"))
 
     async def _identify(self, engine: PooledEngine) -> None:
         info = await engine.client.info()
@@ -321,7 +340,8 @@ class EnginePool:
             engine.known = KnownPrefixes(info.prefix_step, info.kv_tokens)
         engine.info, engine.problem = info, None
         engine.draining = engine.leaving
-        engine.answered, engine.num_silent, engine.evicted = asyncio.get_running_loop().time(), 0, False
+        engine.answered, engine.num_silent = asyncio.get_running_loop().time(), 0
+        engine.gone = engine.evicted = False
 
     async def _adopt(self, engine: PooledEngine, info: EngineInfo) -> None:
         """Serve what this engine serves, if nothing else is."""
