@@ -22,7 +22,7 @@ from aiohttp.base_protocol import BaseProtocol
 from baton.openai.access import Access
 from baton.openai.http import BODIES, DRAIN
 from baton.openai.limits import Bodies, HttpLimits
-from baton.openai.serving import bind, serve_until, url_of
+from baton.openai.serving import bind, serve_until, terminator, url_of
 from baton.server import build_app
 from baton.text import Tokenizer
 from tests.server.fake_serving import TEXT, FakeEngine, served, until
@@ -271,6 +271,15 @@ async def test_what_still_runs_at_the_end_is_told(directory: Path, session: aioh
         assert (await response.json())["error"]["type"] == "service_unavailable_error"
     await asyncio.wait_for(server.task, LIMIT_S)
     assert server.engine.running == 0
+
+
+def test_an_echo_of_a_signal_does_not_hurry() -> None:
+    """GNU's `timeout` sends SIGTERM to the process and then to its group."""
+    now, asked, ended = [50.0], asyncio.Event(), asyncio.Event()
+    terminate = terminator(asked, ended, lambda: now[0])
+    for now[0], hurried in ((50.0, False), (50.001, False), (50.9, False), (51.0, True)):
+        terminate()
+        assert (asked.is_set(), ended.is_set()) == (True, hurried)
 
 
 @pytest.mark.parametrize(("host", "loud"), [("127.0.0.1", False), ("0.0.0.0", True)])

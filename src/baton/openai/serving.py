@@ -10,6 +10,7 @@ import logging
 import resource
 import signal
 import socket
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
@@ -26,6 +27,8 @@ logger = logging.getLogger(__name__)
 # Less than what service managers give a process between SIGTERM and SIGKILL, which is 30 s at most of them.
 SHUTDOWN_TIMEOUT_S = 20.0
 _GOODBYE_S = 2.0
+# Signals nearer than this are one: `timeout` and shells send SIGTERM to a process and to its group.
+_SAME_SIGNAL_S = 1.0
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -101,23 +104,37 @@ async def serve(
 ) -> None:
     """Serve `app` until SIGINT, SIGTERM or `stop`.
 
-    After SIGTERM no new requests are taken, and those that run have `shutdown_timeout_s` to end, or until a second
-    signal. What still runs then, or after SIGINT or `stop`, ends in an error that says so.
+    After SIGTERM no new requests are taken, and those that run have `shutdown_timeout_s` to end, or until another
+    SIGTERM a second later or more. What still runs then, or after SIGINT or `stop`, ends in an error that says so.
+    From its end on, the process ignores SIGTERM: what it has to undo yet, its children for one, takes seconds.
     """
     _raise_file_limit()
     asked, ended = asyncio.Event(), stop or asyncio.Event()
     loop = asyncio.get_running_loop()
-
-    def terminate() -> None:
-        (ended if asked.is_set() else asked).set()
-
-    loop.add_signal_handler(signal.SIGTERM, terminate)
+    loop.add_signal_handler(signal.SIGTERM, terminator(asked, ended))
     loop.add_signal_handler(signal.SIGINT, ended.set)
     try:
         await serve_until(asked, ended, app, listener, on_ready, shutdown_timeout_s)
     finally:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def terminator(
+    asked: asyncio.Event, ended: asyncio.Event, clock: Callable[[], float] = time.monotonic
+) -> Callable[[], None]:
+    """What to do at each SIGTERM: the first asks the server to end, and one that is no echo of it ends it at once."""
+    first: list[float] = []
+
+    def terminate() -> None:
+        if not first:
+            first.append(clock())
+            asked.set()
+        elif clock() - first[0] >= _SAME_SIGNAL_S:
+            ended.set()
+
+    return terminate
 
 
 async def serve_until(

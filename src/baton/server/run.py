@@ -90,7 +90,8 @@ async def _serve(
 
 @contextlib.contextmanager
 def ending_on_sigterm() -> Iterator[None]:
-    """Turn SIGTERM into `SystemExit`, so that `finally` clauses run. Main thread only."""
+    """Turn the first SIGTERM into `SystemExit`, so that `finally` clauses run, and ignore others meanwhile. Main thread
+    only."""
     previous = signal.signal(signal.SIGTERM, _exit_on_signal)
     try:
         yield
@@ -99,4 +100,5 @@ def ending_on_sigterm() -> Iterator[None]:
 
 
 def _exit_on_signal(number: int, frame: FrameType | None) -> NoReturn:
+    signal.signal(number, signal.SIG_IGN)
     raise SystemExit(128 + number)
