@@ -47,4 +47,4 @@ class BreakableDeployment(Deployment):
 
     def log(self, name: str) -> str:
         """What a child has written so far."""
-        return self._child(name).log.read_text(errors="replace")
+        return self._child(name).log.path.read_text(errors="replace")

@@ -17,8 +17,8 @@ from baton.errors import EngineUnavailableError
 
 _START_LIMIT_S = 120.0
 _END_LIMIT_S = 30.0
-_ENGINE = re.compile(r"^  ([a-z]+-\d+) +(http://[^\s,]+)", re.MULTILINE)
-_READY = re.compile(r"^ready: (http://\S+)/v1\s", re.MULTILINE)
+_ENGINE = re.compile(r" INFO baton: ([a-z]+-\d+) +(http://[^\s,]+)")
+_READY = re.compile(r" INFO baton: ready: (http://\S+)/v1\s")
 
 
 class Supervised:

@@ -39,6 +39,12 @@ sys.exit(3)
 """
 
 
+@pytest.fixture
+def reporter() -> Iterator[Reporter]:
+    with contextlib.closing(Reporter(None, print)) as told:
+        yield told
+
+
 @contextmanager
 def ranks(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Iterator[DataRanks]:
     monkeypatch.chdir(folder)
@@ -49,10 +55,10 @@ def ranks(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Iterator[DataRanks]:
 
 
 def test_ranks_serve_together_and_the_end_of_one_ends_the_others(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], reporter: Reporter
 ) -> None:
     with ranks(monkeypatch, tmp_path) as started:
-        urls, kv = started.await_ready(Reporter(None))
+        urls, kv = started.await_ready(reporter)
         assert urls == ["http://h:7000", "http://h:7001"]
         flags = json.loads(kv)
         assert flags["serve"] == "MODEL", "those of the command come first"
@@ -65,12 +71,14 @@ def test_ranks_serve_together_and_the_end_of_one_ends_the_others(
         pids = [process.pid for process in started._processes]
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
     assert not store.exists()
-    assert "rank 0: loading" in capsys.readouterr().err
+    assert "rank 0: loading" in capsys.readouterr().out
 
 
-def test_the_one_that_was_killed_is_the_cause(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_one_that_was_killed_is_the_cause(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, reporter: Reporter
+) -> None:
     with ranks(monkeypatch, tmp_path) as started:
-        started.await_ready(Reporter(None))
+        started.await_ready(reporter)
         (tmp_path / "end-0").touch()
         started._processes[0].wait()
         started._processes[1].kill()
@@ -91,18 +99,20 @@ class _Running:
         return None
 
 
-def test_a_rank_that_does_not_start_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_rank_that_does_not_start_is_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, reporter: Reporter
+) -> None:
     (tmp_path / "refuse-0").touch()
     with (
         ranks(monkeypatch, tmp_path) as started,
         pytest.raises(EngineUnavailableError, match="data-parallel rank 0 ended with status 2"),
     ):
-        started.await_ready(Reporter(None))
+        started.await_ready(reporter)
 
 
-def test_signals_reach_all_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_signals_reach_all_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, reporter: Reporter) -> None:
     with ranks(monkeypatch, tmp_path) as started, started.told_of_signals():
-        started.await_ready(Reporter(None))
+        started.await_ready(reporter)
         threading.Timer(0.1, os.kill, [os.getpid(), signal.SIGTERM]).start()
         began = time.monotonic()
         started.wait()

@@ -125,7 +125,7 @@ def test_what_no_flag_takes_is_refused_by_name(tmp_path: Path, name: str, text: 
 
 def test_values_are_checked_as_on_the_command_line(tmp_path: Path) -> None:
     for text in ("port = 70000", 'port = "http"', "log-level = 1", 'batch-invariant = "perhaps"'):
-        with pytest.raises(typer.BadParameter):
+        with pytest.raises(ConfigError, match=rf"{text.split()[0].replace('-', '_')}: in .*a\.toml: "):
             parsed("up", "m", "--config", written(tmp_path / "a.toml", text))
     with pytest.raises(ConfigError, match="cannot be read"):
         parsed("up", "m", "--config", str(tmp_path / "missing.toml"))
@@ -137,3 +137,22 @@ def test_variables_that_are_no_flags_are_refused_and_engines_inherit_none(monkey
     assert "BATON_FLAG_DECODE" not in _environment(2)
     with pytest.raises(ConfigError, match="decode: in the environment: baton serve has no such flag"):
         parsed("serve", "m")
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "what"),
+    [
+        ("PORT", "abc", "valid integer"),
+        ("PORT", "70000", "65535"),
+        ("KV_CACHE_MEMORY", "3X", "must be bytes, or a size"),
+        ("RECOVERY", "most", "'most' is not one of"),
+        ("ENABLE_PREFIX_CACHING", "perhaps", "boolean"),
+        ("GPU_MEMORY_UTILIZATION", "half", "valid number"),
+    ],
+)
+def test_a_variable_is_blamed_by_its_own_name(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str, what: str
+) -> None:
+    monkeypatch.setenv(f"BATON_FLAG_{variable}", value)
+    with pytest.raises(ConfigError, match=f"{variable.lower()}: in the variable BATON_FLAG_{variable}: .*{what}"):
+        parsed("up", "m")

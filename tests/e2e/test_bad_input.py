@@ -41,9 +41,10 @@ def refuse(*arguments: str) -> str:
     assert result.returncode not in (0, None), result.stderr
     assert result.returncode > 0, f"ended by signal {-result.returncode}: {result.stderr}"
     assert "Traceback" not in result.stderr
-    errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    lines = [re.sub(r"^\S+Z ERROR baton: ", "error: ", line) for line in result.stderr.splitlines()]
+    errors = [line for line in lines if line.startswith("error: ")]
     assert len(errors) == 1, result.stderr
-    assert result.stderr.splitlines()[-1] == errors[0], "the cause must be the last line"
+    assert lines[-1] == errors[0], "the cause must be the last line"
     return errors[0]
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 import sys
 import threading
 import time
 import types
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,10 @@ def engine_of(config: EngineConfig, progress: Any) -> FakeEngine:
     progress("loading nothing")
     if config.served_model_name == "crash":
         raise RuntimeError("boom at start")
+    if config.served_model_name == "warns":
+        logging.getLogger("baton.engine.prefix_store").warning("the prefix store takes nothing")
+        warnings.warn("something of Python's is old", stacklevel=1)
+        os.write(2, b"a library says this\n")
     if config.served_model_name == "slow":
         time.sleep(60)
     if config.ticket_key_path is not None:

@@ -161,7 +161,7 @@ def test_an_engine_that_fails_ends_its_process_with_the_cause(directory: str) ->
     command = [*FAKE, "serve", directory, "--served-model-name", "fails", "--port", "0"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 1
-    assert ended.stderr.splitlines()[-1] == "error: the engine failed: out of luck"
+    assert re.fullmatch(r"\S+Z ERROR baton: the engine failed: out of luck", ended.stderr.splitlines()[-1])
 
 
 def test_up_says_what_runs_and_how_to_ask_it(directory: str, tmp_path: Path) -> None:
@@ -173,9 +173,10 @@ def test_up_says_what_runs_and_how_to_ask_it(directory: str, tmp_path: Path) -> 
     try:
         lines: list[str] = []
         while not (lines and lines[-1].startswith("ready: ")):
-            lines.append(up.stderr.readline())
-            assert lines[-1], lines
-        said = dict(line.strip().split(maxsplit=1) for line in lines if line.startswith("  ") and ": " not in line[:14])
+            stamped = re.fullmatch(r"\d{4}-\d\d-\d\dT[\d:.]{12}Z INFO baton: (.*\n)", up.stderr.readline())
+            assert stamped, lines
+            lines.append(stamped[1])
+        said = dict(line.strip().split(maxsplit=1) for line in lines if re.match(r"[\w-]+ +", line))
         assert said["model"] == f"it's mine ({directory})"
         assert said["drafter"] == f"eagle3 ({tmp_path}), 2 drafts a round"
         for name in ("prefill-0", "decode-0"):
@@ -200,11 +201,11 @@ def test_up_ends_every_process(directory: str, number: signal.Signals) -> None:
     lines: list[str] = []
     for line in up.stderr:
         lines.append(line)
-        if line.startswith("ready: "):
+        if " INFO baton: ready: " in line:
             break
     text = "".join(lines)
     assert "prefill-0: ready at http://127.0.0.1:" in text
-    url = lines[-1].split()[1]
+    url = lines[-1].split()[4]
     assert ask(f"{url}/completions", {"prompt": "a", "max_tokens": 3})["choices"][0]["text"] == TEXT[:3]
     children = [int(p) for p in Path(f"/proc/{up.pid}/task/{up.pid}/children").read_text().split()]
     assert len(children) == 2

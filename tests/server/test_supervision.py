@@ -108,17 +108,17 @@ def test_up_starts_a_killed_engine_again(directory: str) -> None:
     try:
         engines: dict[str, str] = {}
         for line in up.stderr:
-            if at := re.match(r"  (\w+-0): ready at (\S+)", line):
+            if at := re.search(r"baton: (\w+-0): ready at (\S+)", line):
                 engines[at[1]] = at[2]
-            if line.startswith("ready: "):
-                url = line.split()[1]
+            if at := re.search(r"baton: ready: (\S+)", line):
+                url = at[1]
                 break
         children = [int(p) for p in Path(f"/proc/{up.pid}/task/{up.pid}/children").read_text().split()]
         for pid in children:
             os.kill(pid, signal.SIGKILL)
         for line in up.stderr:
             if "is started again\n" in line:
-                engines.pop(line.split()[0])
+                engines.pop(line.split()[3])
             if not engines:
                 break
         assert answered(url) == TEXT[:3]
@@ -149,4 +149,5 @@ def test_up_ends_with_the_cause_when_an_engine_will_not_stay(directory: str) -> 
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 1
     last = ended.stderr.splitlines()[-1]
-    assert re.fullmatch(r"error: \w+-0 has ended 2 times, the last time with: the engine failed: out of luck", last)
+    said = r"\S+Z ERROR baton: \w+-0 has ended 2 times, the last time with: the engine failed: out of luck"
+    assert re.fullmatch(said, last)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -13,6 +13,7 @@ from baton import __version__
 from baton.cli.bench import app as bench_app
 from baton.cli.generate import generate_command
 from baton.cli.keys import keys_command
+from baton.cli.logs import log_to_stderr, logger, logs, wants_json
 from baton.cli.router import router_command
 from baton.cli.serve import serve_command, up_command
 from baton.cli.verify import verify_command
@@ -22,6 +23,9 @@ from baton.errors import BatonError, ConfigError, RequestError
 # How often a thread of GNU's OpenMP looks for its next work before it sleeps: longer than an engine leaves it idle
 # within a step, shorter than is a loss where others need its core. Its own default is milliseconds.
 _SPIN_COUNT = 20_000
+
+# Click's, which is a part of typer or a package of its own, as of typer's version.
+_UsageError: Any = typer.BadParameter.__base__
 
 app = typer.Typer(
     name="baton",
@@ -66,11 +70,21 @@ def _dashes(argument: str) -> str:
 def main() -> None:
     """Run the command line. Exit status: 2 for a bad setting or request, 1 for another error of Baton's."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    arguments = [_dashes(argument) for argument in sys.argv[1:]]
+    if wants_json(arguments, os.environ):
+        log_to_stderr(form="json")
     # The runtime reads it when it is loaded, which is with PyTorch, so not before a command runs.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", str(_SPIN_COUNT))
     try:
-        app([_dashes(argument) for argument in sys.argv[1:]])
+        status = app(arguments, standalone_mode=not logs())
+        raise SystemExit(status if isinstance(status, int) else 0)
+    except _UsageError as error:  # lines of usage would be no JSON
+        logger.error("%s", error.format_message())
+        raise SystemExit(error.exit_code) from None
     except BatonError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        if logs():
+            logger.error("%s", error)
+        else:
+            print(f"error: {error}", file=sys.stderr, flush=True)
         raise SystemExit(CONFIG_STATUS if isinstance(error, ConfigError | RequestError) else 1) from None

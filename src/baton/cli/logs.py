@@ -2,22 +2,43 @@
 
 from __future__ import annotations
 
+import calendar
 import json
 import logging
+import os
 import sys
 import time
+from collections.abc import Mapping, Sequence
+from types import TracebackType
 from typing import Literal
+
+from baton.deployment import FLAG_VARIABLES, Said
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
+
+_DATE = "%Y-%m-%dT%H:%M:%S"
+logger = logging.getLogger("baton")
+
+
+class _Text(logging.Formatter):
+    """A record as text. Each line of it, those of a traceback too, has the time, the level and the logger."""
+
+    converter = time.gmtime
+
+    def format(self, record: logging.LogRecord) -> str:
+        head = f"{self.formatTime(record, _DATE)}.{int(record.msecs):03d}Z {record.levelname} {record.name}: "
+        return "\n".join(head + line for line in super().format(record).splitlines() or [""])
 
 
 class _Json(logging.Formatter):
     """A record as one JSON object; the `fields` of a record stand beside its message."""
 
+    converter = time.gmtime
+
     def format(self, record: logging.LogRecord) -> str:
         found: dict[str, object] = {
-            "time": self.formatTime(record, self.datefmt) + f".{int(record.msecs):03d}Z",
+            "time": f"{self.formatTime(record, _DATE)}.{int(record.msecs):03d}Z",
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
@@ -25,15 +46,65 @@ class _Json(logging.Formatter):
         }
         if record.exc_info:
             found["exception"] = self.formatException(record.exc_info)
-        return json.dumps(found, ensure_ascii=False)
+        return json.dumps(found, ensure_ascii=False, default=str)
+
+
+class _Stderr(logging.StreamHandler):  # type: ignore[type-arg]
+    """The handler of `log_to_stderr`."""
 
 
 def log_to_stderr(level: LogLevel = "info", form: LogFormat = "text") -> None:
-    """Log what Baton says from `level` on, and warnings of libraries."""
-    text = "%(asctime)s.%(msecs)03dZ %(levelname)s %(name)s: %(message)s"
-    formatter = _Json() if form == "json" else logging.Formatter(text)
-    formatter.datefmt, formatter.converter = "%Y-%m-%dT%H:%M:%S", time.gmtime
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(formatter)
+    """Log what Baton says from `level` on, and warnings: of libraries, and Python's own. What ends the process without
+    being caught is logged too."""
+    handler = _Stderr(sys.stderr)
+    handler.setFormatter(_Json() if form == "json" else _Text())
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
-    logging.getLogger("baton").setLevel(level.upper())
+    logger.setLevel(level.upper())
+    logging.captureWarnings(True)
+    sys.excepthook = _log_uncaught
+    if form == "json":
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+
+def logs() -> bool:
+    """Whether `log_to_stderr` was called: then all that is said on stderr is log lines."""
+    return any(isinstance(handler, _Stderr) for handler in logging.getLogger().handlers)
+
+
+def wants_json(arguments: Sequence[str], environment: Mapping[str, str]) -> bool:
+    """Whether a command line asks for JSON: what is wrong with it is told as JSON too."""
+    last = environment.get(f"{FLAG_VARIABLES}LOG_FORMAT")
+    for argument, following in zip(arguments, [*arguments[1:], None], strict=True):
+        if argument == "--log-format":
+            last = following
+        elif argument.startswith("--log-format="):
+            last = argument.partition("=")[2]
+    return last == "json"
+
+
+def tell(text: str) -> None:
+    """Log each line of a text as what the command itself says."""
+    for line in text.splitlines():
+        logger.info("%s", line)
+
+
+def pass_on(process: str, said: Said) -> None:
+    """Log a line of a child process as its own, with its time, its level and its logger."""
+    level = logging.getLevelName(said.level)
+    own = logging.getLogger(said.logger if said.logger.startswith("baton") else f"baton.{said.logger}")
+    if not isinstance(level, int) or not own.isEnabledFor(level):
+        return
+    record = own.makeRecord(own.name, level, "", 0, "%s: %s", (process, said.message), None)
+    if said.time is not None:
+        record.created = calendar.timegm(time.strptime(said.time[:19], _DATE)) + float(said.time[19:])
+        record.msecs = float(said.time[19:]) * 1000
+    record.fields = {"process": process, **said.fields}
+    own.handle(record)
+
+
+def _log_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if issubclass(kind, KeyboardInterrupt):
+        sys.__excepthook__(kind, error, trace)
+        return
+    # The last line says what happened, for whoever started this process.
+    logger.error("%s", "the process ends by an error that was not expected", exc_info=(kind, error, trace))

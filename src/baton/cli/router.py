@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-import sys
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from baton.cli.logs import tell
 from baton.cli.options import ListenOptions, ProcessOptions, RouterOptions, with_options
 from baton.deployment import Reporter
 from baton.errors import ConfigError
@@ -74,7 +74,7 @@ def router_command(options: FrontOptions, listen: ListenOptions, process: Proces
         value = getattr(options, name)
         if options.engine != "vllm" and value is not None and value is not False:
             raise ConfigError(name, "is for --engine vllm")
-    reporter = Reporter(process.ready_fd)
+    reporter = Reporter(process.ready_fd, tell)
     key_file = process.ticket_key_file
     if key_file is None and process.keys is not None:
         key_file = str(ticket_key_file(process.keys))
@@ -87,8 +87,10 @@ def router_command(options: FrontOptions, listen: ListenOptions, process: Proces
 
     def on_ready(url: str) -> None:
         reporter.ready(url)
-        if process.ready_fd is None:
-            print(f"router is served at {url}/v1", file=sys.stderr, flush=True)
+        if process.ready_fd is None and any(urls.values()):
+            tell(f"router is served at {url}/v1")
+        elif process.ready_fd is None:
+            tell(f"router waits for engines: POST {url}/instances/add")
 
     with contextlib.closing(listener):
         asyncio.run(serve_router(config, listener, on_ready, shutdown_timeout_s=listen.shutdown_timeout))
@@ -107,6 +109,7 @@ async def serve_router(
     from baton.router import build_app
 
     app = await build_app(config)
+
     if beside is not None:
         app.cleanup_ctx.append(beside)
     await serve(app, listener, lambda: on_ready(url_of(listener, app)), stop, shutdown_timeout_s)

@@ -7,7 +7,7 @@ import contextlib
 import functools
 import json
 import shlex
-import sys
+import time
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
-from baton.cli.logs import log_to_stderr
+from baton.cli.logs import log_to_stderr, logger, pass_on, tell
 from baton.cli.options import (
     EngineOptions,
     ListenOptions,
@@ -29,6 +29,7 @@ from baton.cli.router import serve_router
 from baton.cli.supervision import DEFAULT_MAX_RESTARTS, Supervisor
 from baton.deployment import Deployment, Reporter
 from baton.engine.config import EngineConfig
+from baton.engine.sizes import check_sizes
 from baton.errors import ConfigError, EngineUnavailableError
 from baton.wire import Role
 
@@ -46,18 +47,22 @@ def serve_command(
     engine_id: Annotated[str | None, typer.Option(help="Default: role and port.")] = None,
 ) -> None:
     """Serve one engine with the OpenAI API."""
+    began = time.monotonic()
     if listen.chat_template is not None and role != "both":
         raise ConfigError("chat_template", f"is not for role {role}: the router makes prompts of chats")
-    reporter = Reporter(process.ready_fd)
+    reporter = Reporter(process.ready_fd, tell)
+    access, parsing, template = listen.access(), listen.parsing(), listen.template()
     if options.data_parallel_size > 1 and process.data_parallel_rank is None:
-        return _serve_ranks(options, listen, process, model, role, engine_id, reporter)
+        with contextlib.closing(reporter):
+            return _serve_ranks(options, listen, process, model, role, engine_id, reporter)
     listener = listen.bind()
-    with contextlib.closing(listener):
+    with contextlib.closing(listener), contextlib.closing(reporter):
         name = engine_id or f"{role}-{listener.getsockname()[1]}"
         config = options.to_config(model, role, name, process)
+        check_sizes(config)
         from baton.text import Tokenizer
 
-        tokenizer = Tokenizer.load(config.model, chat_template=listen.template())
+        tokenizer = Tokenizer.load(config.model, chat_template=template)
         reporter.progress("loading libraries")
         from baton.engine.async_engine import AsyncEngine
         from baton.server.run import run_engine
@@ -66,8 +71,10 @@ def serve_command(
             kv = f"{engine.info.kv_tokens} tokens of KV in pages of {config.block_size}"
             reporter.ready(url, kv)
             if process.ready_fd is None:
-                _tell(_banner(config, {name: kv}, url if role == "both" else None))
-                _tell(f"{engine.info.model} ({role}) is served at {url}/v1")
+                tell(_banner(config, {name: kv}, url if role == "both" else None))
+                tell(
+                    f"{engine.info.model} ({role}) is served at {url}/v1   (started in {time.monotonic() - began:.1f} s)"
+                )
 
         def make_engine() -> AsyncEngine:
             return AsyncEngine(config, reporter.progress)
@@ -79,8 +86,8 @@ def serve_command(
             on_ready,
             listen.shutdown_timeout,
             listen.limits(),
-            listen.access(),
-            listen.parsing(),
+            access,
+            parsing,
             listen.per_request(),
         )
 
@@ -99,15 +106,15 @@ def _serve_ranks(
 
     log_to_stderr(listen.log_level, listen.log_format)
     # Checked here too, so that a bad flag gives one error line instead of one per rank.
-    options.to_config(model, role, engine_id or role, process)
     size = options.data_parallel_size
+    check_sizes(options.to_config(model, role, engine_id or role, process), size)
     ports = free_ports(listen.host, listen.port, size)
     ranks = DataRanks(size, engine_id or f"{role}-{ports[0]}", ports, options.engines_per_host or 1)
     with contextlib.closing(ranks), ranks.told_of_signals():
         urls, kv = ranks.await_ready(reporter)
         reporter.ready(urls[0], kv, urls)
         if process.ready_fd is None:
-            _tell(f"{size} data-parallel ranks ({role}) are served at {', '.join(urls)}")
+            tell(f"{size} data-parallel ranks ({role}) are served at {', '.join(urls)}")
         ranks.wait()
 
 
@@ -131,24 +138,30 @@ def up_command(
     from baton.handoff.protocol.ticket import load_or_create_key
     from baton.server.run import ending_on_sigterm
 
+    began = time.monotonic()
+    # Checked here too, so that a bad flag gives one error line instead of one per engine.
+    answers = {
+        "chat_template": listen.template(),
+        "limits": listen.limits(),
+        "access": listen.access(),
+        "parsing": listen.parsing(),
+        "per_request": listen.per_request(),
+    }
+    role_flags = roles.flags()
     listener = listen.bind()
     with contextlib.closing(listener), ending_on_sigterm():
-        # Checked here too, so that a bad flag gives one error line instead of one per engine.
-        role_flags = roles.flags()
         options = roles.alike(options, options.batch_invariant)
         config = options.to_config(model)
+        ranks = roles.data_ranks(options)
+        check_sizes(config, prefill * ranks["prefill"] + decode * ranks["decode"])
         router = routing.to_config(
             listen.host,
             tokenizer=config.model,
-            chat_template=listen.template(),
             recovery=options.recovery,
             max_queued_requests=options.max_queued_requests,
-            limits=listen.limits(),
-            access=listen.access(),
-            parsing=listen.parsing(),
-            per_request=listen.per_request(),
+            **answers,
         )
-        _tell(f"starting {prefill} prefill and {decode} decode engines of {model}")
+        tell(f"starting {prefill} prefill and {decode} decode engines of {model}")
         deployment = Deployment(
             config.model,
             prefill,
@@ -157,10 +170,12 @@ def up_command(
             role_flags=role_flags,
             kv_transport=config.kv_transfer_config.kv_transport,
             router=False,
-            show_progress=True,
+            tell=tell,
+            forward=pass_on,
+            log_format=listen.log_format,
             shutdown_timeout_s=listen.shutdown_timeout,
             engine_port_base=engine_port_base,
-            data_ranks=roles.data_ranks(options),
+            data_ranks=ranks,
         )
         with deployment:
             router = msgspec.structs.replace(
@@ -172,13 +187,14 @@ def up_command(
             )
 
             def on_ready(url: str) -> None:
-                _tell(_banner(config, deployment.engines(), url))
-                _tell(f"ready: {url}/v1   (status: {url}/status, Ctrl-C ends all)")
+                tell(_banner(config, deployment.engines(), url))
+                took = f"started in {time.monotonic() - began:.1f} s"
+                tell(f"ready: {url}/v1   (status: {url}/status, {took}, Ctrl-C ends all)")
 
-            supervisor, stop = Supervisor(deployment, _tell, max_restarts), asyncio.Event()
+            supervisor, stop = Supervisor(deployment, logger.warning, max_restarts), asyncio.Event()
             beside = functools.partial(_supervise, supervisor, stop)
             asyncio.run(serve_router(router, listener, on_ready, beside, listen.shutdown_timeout, stop))
-            _tell("ending all processes")
+            tell("ending all processes")
         if supervisor.failure is not None:
             raise EngineUnavailableError(supervisor.failure)
 
@@ -194,11 +210,7 @@ def _banner(config: EngineConfig, engines: Mapping[str, str], url: str | None) -
         body = json.dumps({"model": name, "messages": [{"role": "user", "content": "What is the capital of France?"}]})
         json_header = "-H 'content-type: application/json'"
         lines["try"] = f"curl -s {url}/v1/chat/completions {json_header} -d {shlex.quote(body)}"
-    return "\n".join(f"  {label:<10} {text}" for label, text in lines.items())
-
-
-def _tell(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    return "\n".join(f"{label:<10} {text}" for label, text in lines.items())
 
 
 async def _supervise(supervisor: Supervisor, stop: asyncio.Event, app: web.Application) -> AsyncIterator[None]:
@@ -209,7 +221,7 @@ async def _supervise(supervisor: Supervisor, stop: asyncio.Event, app: web.Appli
             try:
                 supervisor.look()
             except OSError as error:  # no memory for a process: its end is counted when it is looked at next
-                _tell(f"an engine could not be started again: {error}")
+                logger.error("an engine could not be started again: %s", error)
             await asyncio.sleep(0.5)
         stop.set()
 

@@ -15,11 +15,13 @@ import msgspec
 import typer
 import yaml
 
+from baton.cli.logs import log_to_stderr, logs
 from baton.deployment import FLAG_VARIABLES
 from baton.errors import ConfigError
 
 _MAX_BYTES = 1 << 20
 _ENDINGS = (".toml", ".yaml", ".yml")
+_ENVIRONMENT = "the environment"
 
 
 def read_file(path: str) -> dict[str, Any]:
@@ -67,8 +69,10 @@ def _apply(context: typer.Context, path: str | None) -> str | None:
     named = given.pop("config", None)
     path = path or named
     settings = _as_flags(context, read_file(path), path) if path else {}
-    settings |= _as_flags(context, given, "the environment")
+    settings |= _as_flags(context, given, _ENVIRONMENT)
     context.default_map = settings
+    if settings.get("log_format") == "json" and not logs():
+        log_to_stderr(form="json")
     return path
 
 
@@ -88,6 +92,7 @@ def _as_flags(context: typer.Context, settings: Mapping[str, Any], source: str) 
         parameter = parameters.get(name)
         if parameter is None:
             raise ConfigError(name, f"in {source}: baton {context.info_name} has no such flag")
+        where = f"in {source}" if source != _ENVIRONMENT else f"in the variable {FLAG_VARIABLES}{name.upper()}"
         switch, several = getattr(parameter, "is_flag", False), getattr(parameter, "multiple", False)
         if several:
             flags[name] = [_text(name, each, source) for each in (value if isinstance(value, list) else [value])]
@@ -95,6 +100,12 @@ def _as_flags(context: typer.Context, settings: Mapping[str, Any], source: str) 
             raise ConfigError(name, f"in {source}: must be true or false")
         else:
             flags[name] = value if switch else _text(name, value, source)
+        try:  # later it would be told of the command line's flag, which nobody gave
+            parameter.process_value(context, flags[name])
+        except typer.BadParameter as error:
+            raise ConfigError(name, f"{where}: {error.message}") from None
+        except ConfigError as error:
+            raise ConfigError(name, f"{where}: {str(error).partition(': ')[2]}") from None
     return flags
 
 

@@ -1,6 +1,7 @@
 """A deployment of one host: router and engines as child processes."""
 
 from baton.deployment.child import Reporter, read_reports
+from baton.deployment.child_log import Said
 from baton.deployment.processes import BATON, FLAG_VARIABLES, Deployment, check_shared_transport, end_processes
 
 __all__ = [
@@ -8,6 +9,7 @@ __all__ = [
     "FLAG_VARIABLES",
     "Deployment",
     "Reporter",
+    "Said",
     "check_shared_transport",
     "end_processes",
     "read_reports",

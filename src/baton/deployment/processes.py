@@ -8,6 +8,7 @@ kernel to be signalled when their parent dies, and the parent ends them in `clos
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import selectors
 import shutil
@@ -16,13 +17,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import TypeVar
 
 from baton.deployment.child import read_reports
+from baton.deployment.child_log import ChildLog, Said
 from baton.errors import ConfigError, EngineUnavailableError
 from baton.handoff.channel.keys import make_keys, ticket_key_file
 from baton.transports.registry import parse_uri, with_path
@@ -46,7 +48,7 @@ class Child:
     arguments: list[str]
     process: subprocess.Popen[bytes]
     pipe: int
-    log: Path
+    log: ChildLog
     pending: bytes = b""
     url: str | None = None
     urls: tuple[str, ...] = ()
@@ -78,7 +80,8 @@ class Deployment:
     `role_flags` are flags for the engines of one role, after `engine_flags`. `url` is the first router's, or the first
     engine's without one. Ports are free ones, but for `port`, the first router's, and those of engines from
     `engine_port_base` on, unless that is 0. A deployment is closed after its requests have ended; those of a child that
-    is told to end alone have `shutdown_timeout_s`. With `kv_transport` `file` and no path, KV goes through a directory
+    is told to end alone have `shutdown_timeout_s`. `tell` gets each child's progress while it starts, and `forward` the
+    lines of their logs, each with the child's name. With `kv_transport` `file` and no path, KV goes through a directory
     that ends with the deployment. Engines of a role have as many data-parallel ranks as `data_ranks` says; each rank is
     an engine to the router. Create it on a thread that outlives it: on Linux the parent is the thread, not the
     process.
@@ -100,7 +103,9 @@ class Deployment:
         port: int = 0,
         router: bool = True,
         routers: int = 1,
-        show_progress: bool = False,
+        tell: Callable[[str], None] = lambda text: None,
+        forward: Callable[[str, Said], None] | None = None,
+        log_format: str = "text",
         command: Sequence[str] | None = None,
         shutdown_timeout_s: float = 0.0,
         engine_port_base: int = 0,
@@ -111,7 +116,7 @@ class Deployment:
         if kv_transport is not None:
             check_shared_transport(kv_transport)
         self._command = tuple(BATON if command is None else command)
-        self._show_progress = show_progress
+        self._tell, self._forward = tell, forward
         self._shutdown_timeout_s = shutdown_timeout_s
         self._children: list[Child] = []
         # mkdtemp makes the directory for its owner only.
@@ -133,7 +138,7 @@ class Deployment:
             for number, (name, role) in enumerate(zip(names, roles, strict=True)):
                 port_flag = str(engine_port_base + sum(sizes[:number]) if engine_port_base else 0)
                 flags = ["--role", role, "--engine-id", name, "--port", port_flag]
-                flags += ["--engines-per-host", str(len(names)), "--log-level", "warning"]
+                flags += ["--engines-per-host", str(len(names)), "--log-level", "warning", "--log-format", log_format]
                 flags += [*engine_flags, *transport_flags]
                 flags += role_flags.get(role, ())
                 if max(sizes) > 1:
@@ -253,9 +258,10 @@ class Deployment:
 
     def _spawn(self, name: str, arguments: list[str]) -> Child:
         read, write = os.pipe()
-        log = self._directory / f"{name}.log"
+        forward = self._forward and functools.partial(self._forward, name)
+        log = ChildLog(self._directory / f"{name}.log", forward)
         try:
-            with log.open("ab") as output:
+            with log.writing() as output:
                 process = subprocess.Popen(
                     [
                         *(*self._command, *arguments, "--ready-fd", str(write)),
@@ -304,9 +310,7 @@ class Deployment:
         for report in reports:
             child.urls = tuple(report.get("urls", child.urls))
             child.url, child.kv = report.get("ready", child.url), report.get("kv", child.kv)
-            if self._show_progress:
-                text = report.get("progress") or f"ready at {child.url}"
-                print(f"  {child.name}: {text}", file=sys.stderr, flush=True)
+            self._tell(f"{child.name}: {report.get('progress') or f'ready at {child.url}'}")
 
 
 def rank_ids(engine_id: str, data_ranks: int) -> list[str]:
@@ -330,7 +334,4 @@ def end_processes(processes: Sequence[subprocess.Popen[bytes]], limit_s: float =
 
 
 def _last_line(child: Child) -> str:
-    lines = child.log.read_text(errors="replace").strip().splitlines() if child.log.exists() else []
-    if not lines:
-        return f"it ended with status {child.process.returncode}"
-    return lines[-1].removeprefix("error: ")
+    return child.log.last_words() or f"it ended with status {child.process.returncode}"

@@ -29,6 +29,8 @@ RANKS = (1, 2, 4, 8)
 MAX_DATA_RANKS = 64
 
 
+# Of `drafters.registry`, which cannot be imported before PyTorch is.
+METHODS = ("eagle", "eagle3", "draft_model", "mtp", "ngram")
 # Methods whose drafter is no checkpoint of its own: it has no weights, or they are the target's.
 _WITHOUT_MODEL = ("ngram", "mtp")
 # Fields that one method alone takes, and passes to its drafter.
@@ -63,6 +65,9 @@ class SpeculativeConfig:
             return None
         _refuse_unknown("speculative_config", data, {f.name for f in fields(cls)})
         without = data.get("method") in _WITHOUT_MODEL
+        if isinstance(data.get("method"), str) and data["method"] not in METHODS:
+            known = ", ".join(METHODS)
+            raise ConfigError("speculative_config.method", f"must be one of {known}, got {data['method']!r}")
         for key in ("method",) if without else ("method", "model"):
             if not isinstance(data.get(key), str) or not data[key]:
                 raise ConfigError(f"speculative_config.{key}", "is required and must be a string")

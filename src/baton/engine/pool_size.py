@@ -153,6 +153,8 @@ def pool_size(
         num_bytes = config.kv_cache_memory
         if now.shm_free is not None and num_bytes > now.shm_free:
             raise ConfigError("kv_cache_memory", f"is {num_bytes} bytes, and {SHM_DIR} has {now.shm_free} left")
+        if num_bytes > now.free:
+            raise ConfigError("kv_cache_memory", f"is {num_bytes} bytes, and {now.free} are free")
     else:
         usual = demand.request_bytes(context // USED_CONTEXT + num_lookahead_slots)
         used = max(bytes_for(context), config.max_num_seqs * usual)

@@ -111,6 +111,9 @@ async def build_app(config: RouterConfig) -> web.Application:
     for name in ("kv_mode", "allow_mode_override"):
         if getattr(config, name) and not connector.has_modes:
             raise ConfigError(name, f"{config.kv_connector} has one mode")
+    if not (config.prefill or config.decode or config.both) and config.admin_token is None:
+        why = "without engines, and without an admin token by which one could join, a router serves nobody"
+        raise ConfigError("admin_token_file", f"is needed, or --prefill and --decode, or --both: {why}")
     session = new_session()
     pool = EnginePool(session, connector.client, config.policy, config.tokenizer, config.timers, config.chat_template)
     backend = RouterBackend(

@@ -1,0 +1,102 @@
+"""What a child process writes on stderr: kept in a file, read line by line, and passed on as it comes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+_LINE = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3})Z ([A-Z]+) ([\w.]+): (.*)")
+_JOIN_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """A line of a child's log; what is no log line, such as a library's own words, is a warning without `time`.
+    `time`: ISO 8601 in UTC, without the Z. `fields`: what JSON has beside."""
+
+    message: str
+    level: str = "WARNING"
+    logger: str = "stderr"
+    time: str | None = None
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_last_word(self) -> bool:
+        """Whether a command ends by saying this: whoever started it quotes it."""
+        return self.level == "ERROR" and self.logger == "baton"
+
+
+def read_line(line: str) -> Said:
+    """A line as the child's logger made it."""
+    if line.startswith("{"):
+        with contextlib.suppress(ValueError, KeyError, AttributeError):
+            found = json.loads(line)
+            level, time = found.pop("level").upper(), found.pop("time").removesuffix("Z")
+            return Said(found.pop("message"), level, found.pop("logger"), time, found)
+    if match := _LINE.fullmatch(line):
+        return Said(match[4], match[2], match[3], match[1])
+    return Said(line)
+
+
+Forward = Callable[[Said], None]
+
+
+class ChildLog:
+    """The log of one child, at `path`. With `forward`, which is called on a thread of its own, lines are passed on as
+    they come; but the last word of the child is left to whoever tells of its end."""
+
+    def __init__(self, path: Path, forward: Forward | None = None) -> None:
+        self.path = path
+        self._forward = forward
+        self._thread: threading.Thread | None = None
+
+    @contextlib.contextmanager
+    def writing(self) -> Any:
+        """Yields the descriptor to which the child writes; it is closed here when the context ends."""
+        with self.path.open("ab") as file:
+            if self._forward is None:
+                yield file.fileno()
+                return
+        read, write = os.pipe()
+        self._thread = threading.Thread(target=self._pass_on, args=(read,), daemon=True, name="baton-child-log")
+        self._thread.start()
+        try:
+            yield write
+        finally:
+            os.close(write)
+
+    def _pass_on(self, read: int) -> None:
+        assert self._forward is not None
+        held: Said | None = None
+        with os.fdopen(read, "rb") as lines, self.path.open("ab", buffering=0) as kept:
+            for data in lines:
+                with contextlib.suppress(OSError, ValueError):  # a full disk must not end the child
+                    kept.write(data)
+                if held is not None:
+                    self._forward(held)
+                said = read_line(data.decode(errors="replace").rstrip("\n"))
+                held = said if said.is_last_word else None
+                if held is None and said.message.strip():
+                    self._forward(said)
+
+    def text(self) -> str:
+        """All of it. Of a child that has ended, to its end."""
+        if self._thread is not None:
+            self._thread.join(_JOIN_S)
+        return self.path.read_text(errors="replace") if self.path.exists() else ""
+
+    def last_words(self) -> str | None:
+        """What a child that has ended said last; None where it said nothing."""
+        lines = self.text().strip().splitlines()
+        if not lines:
+            return None
+        said = read_line(lines[-1])
+        exception = str(said.fields.get("exception", "")).strip().splitlines()
+        return exception[-1] if exception else said.message.removeprefix("error: ")

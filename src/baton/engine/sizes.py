@@ -1,0 +1,63 @@
+"""Sizes that no engine could have, told from a checkpoint's `config.json` and this host before anything is loaded.
+
+The same settings are checked again, exactly, when the weights are there (`engine/kv_memory.py`, `engine/pool_size.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from baton.engine.config import EngineConfig
+from baton.errors import ConfigError
+from baton.transports.registry import parse_uri
+from baton.transports.segments import SHM_DIR
+
+
+def check_sizes(config: EngineConfig, num_engines: int = 1) -> None:
+    """Raise `ConfigError` where the context is longer than any rope scaling of the checkpoint makes it, or where the KV
+    of so many engines is more than this host has in all."""
+    longest = _longest_context(Path(config.model) / "config.json")
+    if config.max_model_len is not None and longest is not None and config.max_model_len > longest:
+        raise ConfigError("max_model_len", f"must be at most the checkpoint's {longest}, got {config.max_model_len}")
+    if config.kv_cache_memory is None or config.device != "cpu":
+        return
+    wanted, where = config.kv_cache_memory * num_engines * config.num_ranks, "the memory of this host has"
+    has = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if num_engines > 1 and parse_uri(config.kv_transfer_config.kv_transport)[0].rpartition("+")[2] == "shm":
+        status = os.statvfs(SHM_DIR)
+        if (room := status.f_blocks * status.f_frsize) < has:
+            has, where = room, f"{SHM_DIR} has"
+    if wanted > has:
+        many = f"of {num_engines} engines is" if num_engines > 1 else "is"
+        raise ConfigError("kv_cache_memory", f"{many} {wanted} bytes in all, and {where} {has}")
+
+
+def _longest_context(path: Path) -> int | None:
+    """The longest context that a `config.json` may mean; None where it does not say."""
+    try:
+        settings = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None  # whoever loads it says what is wrong
+    lengths = [int(length * factor) for length, factor in _contexts(settings)]
+    return max(lengths, default=None)
+
+
+def _contexts(settings: Any) -> Iterator[tuple[int, float]]:
+    if not isinstance(settings, dict):
+        return
+    yield from _contexts(settings.get("text_config"))
+    length = settings.get("max_position_embeddings")
+    if isinstance(length, int):
+        yield length, max([1.0, *_factors(settings.get("rope_scaling")), *_factors(settings.get("rope_parameters"))])
+
+
+def _factors(scaling: Any) -> Iterator[float]:
+    """Factors by which rope is scaled, also where there are parameters by kind of layer."""
+    for name, value in scaling.items() if isinstance(scaling, dict) else ():
+        if name == "factor" and isinstance(value, int | float):
+            yield float(value)
+        yield from _factors(value)

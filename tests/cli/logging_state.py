@@ -1,0 +1,27 @@
+"""Commands that serve begin a log for the whole process: tests of them give the process back as it was."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def restored() -> Iterator[None]:
+    """No log is begun in the context, whatever other tests began; what `log_to_stderr` sets there ends with it."""
+    root, baton = logging.getLogger(), logging.getLogger("baton")
+    before, level, own, hook = root.handlers[:], root.level, baton.level, sys.excepthook
+    bars = os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS")
+    root.handlers[:] = [handler for handler in before if "baton" not in type(handler).__module__]
+    try:
+        yield
+    finally:
+        root.handlers[:], sys.excepthook = before, hook
+        root.setLevel(level)
+        baton.setLevel(own)
+        logging.captureWarnings(False)
+        if bars is None:
+            os.environ.pop("HF_HUB_DISABLE_PROGRESS_BARS", None)

@@ -1,0 +1,122 @@
+"""What cannot be served is refused before anything is loaded, by one line that names it."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton import cli
+from baton.cli import serve
+from baton.engine.config import METHODS, EngineConfig
+from baton.engine.sizes import check_sizes
+from baton.errors import ConfigError
+from tests.cli.logging_state import restored
+from tests.server.fake_serving import write_tokenizer
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    def loads(*args: object, **options: object) -> None:
+        raise AssertionError("something is loaded")
+
+    monkeypatch.setattr(serve, "Deployment", loads)
+    monkeypatch.setitem(sys.modules, "baton.engine.async_engine", None)  # type: ignore[arg-type]
+    with restored():
+        yield
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    path = write_tokenizer(tmp_path / "model")
+    settings = {"eos_token_id": 257, "max_position_embeddings": 4096}
+    (path / "config.json").write_text(json.dumps(settings))
+    return path
+
+
+@pytest.mark.parametrize("command", ["serve", "up"])
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--max-model-len", "999999"], "max_model_len: must be at most the checkpoint's 4096, got 999999"),
+        (["--kv-cache-memory", "900G"], "kv_cache_memory: "),
+        (["--kv-cache-memory", "10T"], "kv_cache_memory: "),
+        (["--kv-cache-memory", "99999999999T"], "kv_cache_memory: "),
+        (["--speculative-config", '{"method": "medusa"}'], "speculative_config.method: must be one of eagle, "),
+        (["--speculative-config", '{"method": ""}'], "speculative_config.method: must be one of eagle, "),
+        (["--speculative-config", '{"method": "eagle3"}'], "speculative_config.model: is required"),
+        (["--ssl-certfile", "/nowhere.pem"], "ssl_certfile: cannot be used"),
+        (["--ssl-keyfile", "/nowhere.pem"], "ssl_keyfile: needs ssl_certfile"),
+        (["--ssl-cert-reqs", "2", "--ssl-certfile", "/nowhere.pem"], "ssl_cert_reqs: needs ssl_ca_certs"),
+        (["--tool-call-parser", "llama9"], "tool_call_parser: "),
+        (["--enable-auto-tool-choice"], "tool_call_parser: is needed with enable_auto_tool_choice"),
+        (["--reasoning-parser", "none"], "reasoning_parser: "),
+        (["--allowed-origins", "*"], "allowed_origins: must be a JSON list"),
+        (["--chat-template", "{% if %}"], "the chat template does not compile"),
+    ],
+)
+def test_one_line_before_anything_is_loaded(
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    command: str,
+    flags: list[str],
+    message: str,
+) -> None:
+    assert message in refused([command, str(directory), "--port", "0", *flags], monkeypatch, capsys)
+
+
+def test_a_router_that_serves_nobody(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    line = refused(["router", "--port", "0"], monkeypatch, capsys)
+    assert "admin_token_file: is needed, or --prefill and --decode, or --both: without engines" in line
+
+
+def refused(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+    monkeypatch.setattr(sys, "argv", ["baton", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+@pytest.mark.parametrize(
+    ("settings", "longest"),
+    [
+        ({"max_position_embeddings": 100}, 100),
+        ({"max_position_embeddings": 100, "rope_scaling": {"rope_type": "linear", "factor": 4.0}}, 400),
+        ({"max_position_embeddings": 100, "rope_scaling": None}, 100),
+        ({"text_config": {"max_position_embeddings": 100, "rope_parameters": {"full": {"factor": 8}}}}, 800),
+        ({"max_position_embeddings": "long"}, None),
+        ({}, None),
+    ],
+)
+def test_the_longest_context_of_a_checkpoint(tmp_path: Path, settings: dict[str, Any], longest: int | None) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+
+    def check(length: int) -> None:
+        check_sizes(EngineConfig(model=str(tmp_path), max_model_len=length))
+
+    check(longest or 10**9)
+    if longest is not None:
+        with pytest.raises(ConfigError, match=f"must be at most the checkpoint's {longest}"):
+            check(longest + 1)
+
+
+def test_the_kv_of_all_engines_counts(tmp_path: Path) -> None:
+    half = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2 + 1
+    config = EngineConfig(model=str(tmp_path), kv_cache_memory=half)
+    check_sizes(config)
+    with pytest.raises(ConfigError, match=f"of 2 engines is {2 * half} bytes in all"):
+        check_sizes(config, 2)
+
+
+def test_methods_are_those_of_the_registry() -> None:
+    from baton.drafters.registry import DRAFTERS
+
+    assert set(METHODS) == set(DRAFTERS)

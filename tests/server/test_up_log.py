@@ -1,0 +1,106 @@
+"""The log of `baton up`: each line says when and how grave, from the first to the last, also those of engines."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.deployment.child_log import ChildLog, Said, read_line
+from tests.server.fake_serving import write_tokenizer
+
+FAKE = [sys.executable, "-m", "tests.server.fake_baton"]
+TEXT = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z (INFO|WARNING|ERROR) [\w.]+: \S.*")
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_tokenizer(tmp_path_factory.mktemp("model")))
+
+
+def lines_of_up(directory: str, form: str, name: str) -> list[str]:
+    """All that `up` writes until it has ended, by itself or by SIGTERM when it is ready."""
+    command = [*FAKE, "up", directory, "--port", "0", "--log-format", form, "--served-model-name", name]
+    up = subprocess.Popen([*command, "--max-restarts", "0"], stderr=subprocess.PIPE, text=True)
+    assert up.stderr is not None
+    lines = []
+    for line in up.stderr:
+        lines.append(line.rstrip("\n"))
+        if "ready: http" in line and name != "fails":
+            up.send_signal(signal.SIGTERM)
+    up.wait(30)
+    up.stderr.close()
+    return lines
+
+
+def test_text_has_time_and_level_in_each_line(directory: str) -> None:
+    lines = lines_of_up(directory, "text", "warns")
+    assert not [line for line in lines if not TEXT.fullmatch(line)]
+    text = "\n".join(lines)
+    for process in ("prefill-0", "decode-0"):
+        assert f"Z WARNING baton.engine.prefix_store: {process}: the prefix store takes nothing\n" in text
+        assert re.search(rf"Z WARNING baton.py.warnings: {process}: .*something of Python's is old", text)
+        assert f"Z WARNING baton.stderr: {process}: a library says this\n" in text
+
+
+@pytest.mark.parametrize("name", ["warns", "fails", "crash"])
+def test_json_from_the_first_line_to_the_last(directory: str, name: str) -> None:
+    said: list[dict[str, Any]] = [json.loads(line) for line in lines_of_up(directory, "json", name)]
+    assert all({"time", "level", "logger", "message"} <= set(line) for line in said)
+    assert said[0]["message"].startswith("starting 1 prefill and 1 decode engines of ")
+    if name == "warns":
+        assert said[-1]["message"] == "ending all processes"
+        warned = [line for line in said if line["logger"] == "baton.engine.prefix_store"]
+        assert {line["process"] for line in warned} == {"prefill-0", "decode-0"}
+        assert {line["level"] for line in warned} == {"warning"}
+    if name == "fails":
+        assert (said[-1]["level"], said[-1]["logger"]) == ("error", "baton")
+        assert said[-1]["message"].endswith("the last time with: the engine failed: out of luck")
+    if name == "crash":
+        assert said[-1]["message"].endswith("did not start: RuntimeError: boom at start")
+
+
+@pytest.mark.parametrize("flags", [["--nonsense"], ["--port", "x"], ["--block-size", "0"], []])
+def test_a_refusal_is_json_too(tmp_path: Path, flags: list[str]) -> None:
+    (tmp_path / "a.toml").write_text('log-format = "json"\n')
+    command = [*FAKE, "serve", str(tmp_path / "nowhere"), "--log-format=json", *flags]
+    if not flags:
+        command[5:] = ["--config", str(tmp_path / "a.toml"), "--port", "0"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 2
+    (line,) = ended.stderr.splitlines()
+    assert json.loads(line)["level"] == "error"
+
+
+def test_lines_of_a_child(tmp_path: Path) -> None:
+    assert read_line("2026-11-25T07:05:29.923Z WARNING baton.router.pool: a: b") == Said(
+        "a: b", "WARNING", "baton.router.pool", "2026-11-25T07:05:29.923"
+    )
+    line = {"time": "2026-11-25T07:05:29.923Z", "level": "info", "logger": "baton.x", "message": "m", "id": "7"}
+    assert read_line(json.dumps(line)) == Said("m", "INFO", "baton.x", "2026-11-25T07:05:29.923", {"id": "7"})
+    for other in ("{}", "{", "[W] UCX says", '{"level": 3}', ""):
+        assert read_line(other) == Said(other)
+
+
+def test_a_child_that_says_one_thing_says_it_once(tmp_path: Path) -> None:
+    """The last word is left to whoever tells of the child's end."""
+    script = """import sys
+for line in ("2026-11-25T07:05:29.923Z ERROR baton: it begins to fail", "then this", "2026-11-25T07:05:29.923Z ERROR baton: out"):
+    print(line)
+"""
+    passed: list[Said] = []
+    log = ChildLog(tmp_path / "a.log", passed.append)
+    with log.writing() as output:
+        child = subprocess.Popen([sys.executable, "-c", script], stdout=output)
+    child.wait()
+    assert log.last_words() == "out"
+    assert [said.message for said in passed] == ["it begins to fail", "then this"]
+    assert log.text().count("\n") == 3
+    silent = ChildLog(tmp_path / "b.log")
+    assert silent.last_words() is None
