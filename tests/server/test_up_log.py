@@ -90,17 +90,15 @@ def test_lines_of_a_child(tmp_path: Path) -> None:
 
 def test_a_child_that_says_one_thing_says_it_once(tmp_path: Path) -> None:
     """The last word is left to whoever tells of the child's end."""
-    script = """import sys
-for line in ("2026-11-25T07:05:29.923Z ERROR baton: it begins to fail", "then this", "2026-11-25T07:05:29.923Z ERROR baton: out"):
-    print(line)
-"""
+    now = "2026-11-25T07:05:29.923Z"
+    said = [f"{now} ERROR baton: it begins to fail", "then this", f"{now} ERROR baton: out"]
     passed: list[Said] = []
     log = ChildLog(tmp_path / "a.log", passed.append)
     with log.writing() as output:
-        child = subprocess.Popen([sys.executable, "-c", script], stdout=output)
+        child = subprocess.Popen([sys.executable, "-c", f"print(*{said}, sep=chr(10))"], stdout=output)
     child.wait()
     assert log.last_words() == "out"
-    assert [said.message for said in passed] == ["it begins to fail", "then this"]
+    assert [line.message for line in passed] == ["it begins to fail", "then this"]
     assert log.text().count("\n") == 3
     silent = ChildLog(tmp_path / "b.log")
     assert silent.last_words() is None

@@ -21,24 +21,24 @@ _DATE = "%Y-%m-%dT%H:%M:%S"
 logger = logging.getLogger("baton")
 
 
+def _time_of(record: logging.LogRecord) -> str:
+    return f"{time.strftime(_DATE, time.gmtime(record.created))}.{int(record.msecs):03d}Z"
+
+
 class _Text(logging.Formatter):
     """A record as text. Each line of it, those of a traceback too, has the time, the level and the logger."""
 
-    converter = time.gmtime
-
     def format(self, record: logging.LogRecord) -> str:
-        head = f"{self.formatTime(record, _DATE)}.{int(record.msecs):03d}Z {record.levelname} {record.name}: "
+        head = f"{_time_of(record)} {record.levelname} {record.name}: "
         return "\n".join(head + line for line in super().format(record).splitlines() or [""])
 
 
 class _Json(logging.Formatter):
     """A record as one JSON object; the `fields` of a record stand beside its message."""
 
-    converter = time.gmtime
-
     def format(self, record: logging.LogRecord) -> str:
         found: dict[str, object] = {
-            "time": f"{self.formatTime(record, _DATE)}.{int(record.msecs):03d}Z",
+            "time": _time_of(record),
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),

@@ -72,9 +72,8 @@ def serve_command(
             reporter.ready(url, kv)
             if process.ready_fd is None:
                 tell(_banner(config, {name: kv}, url if role == "both" else None))
-                tell(
-                    f"{engine.info.model} ({role}) is served at {url}/v1   (started in {time.monotonic() - began:.1f} s)"
-                )
+                took = f"started in {time.monotonic() - began:.1f} s"
+                tell(f"{engine.info.model} ({role}) is served at {url}/v1   ({took})")
 
         def make_engine() -> AsyncEngine:
             return AsyncEngine(config, reporter.progress)
