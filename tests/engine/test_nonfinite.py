@@ -287,7 +287,9 @@ async def test_what_clients_are_told() -> None:
             assert '"code":"nonfinite_logits"' in text
             assert '"finish_reason":"' not in text
             async with session.get(f"{url}/metrics") as response:
-                assert "baton:corrupted_requests_total 2.0" in (await response.text())
+                text = await response.text()
+            assert "baton:corrupted_requests_total 2.0" in text
+            assert "\nvllm:corrupted_requests_total{" in text
             async with session.post(f"{url}/v1/completions", json={**asked, "prompt": [7, 8]}) as response:
                 assert response.status == 200
     finally:

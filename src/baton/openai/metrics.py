@@ -50,6 +50,7 @@ def histogram(name: str, text: str, value: Distribution, **labels: str) -> Row:
 # Figures of engines that vLLM has too, under the same names.
 _VLLM_NAMES = frozenset(
     {
+        "corrupted_requests",
         "kv_cache_usage_perc",
         "num_preemptions",
         "num_requests_running",
