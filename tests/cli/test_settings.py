@@ -156,3 +156,10 @@ def test_a_variable_is_blamed_by_its_own_name(
     monkeypatch.setenv(f"BATON_FLAG_{variable}", value)
     with pytest.raises(ConfigError, match=f"{variable.lower()}: in the variable BATON_FLAG_{variable}: .*{what}"):
         parsed("up", "m")
+
+
+def test_short_flags_are_vllms() -> None:
+    found = parsed("serve", "some/model", "-tp", "2", "-pp=4", "-dp", "2", "-sc", "{}")
+    assert (found["tensor_parallel_size"], found["pipeline_parallel_size"], found["data_parallel_size"]) == (2, 4, 2)
+    assert found["speculative_config"] == "{}"
+    assert parsed("up", "some/model", "-tp", "2")["tensor_parallel_size"] == 2

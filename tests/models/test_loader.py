@@ -218,6 +218,21 @@ def test_dtype_argument(path: Path) -> None:
     assert load_model(path, "bfloat16").build.dtype is torch.bfloat16
     edit_config(path, torch_dtype=None, dtype="bfloat16")
     assert load_model(path).build.dtype is torch.bfloat16
+    assert load_model(path, "float").build.dtype is torch.float32
+
+
+def test_float16_is_computed_in_float32(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Which holds each of its numbers, so that nothing is lost by it."""
+    halves = {name: tensor.half() for name, tensor in load_file(path / "model.safetensors").items()}
+    save_file(halves, path / "model.safetensors")
+    wide = load_model(path, "float32")
+    edit_config(path, torch_dtype="float16")
+    with caplog.at_level("INFO", logger="baton.models.loader"):
+        for model in (load_model(path), load_model(path, "float16"), load_model(path, "half")):
+            assert model.build.dtype is torch.float32
+            for name, tensor in model.state_dict().items():
+                assert torch.equal(tensor, wide.state_dict()[name]), name
+    assert [record.getMessage()[:30] for record in caplog.records] == ["float16 is computed in float32"] * 3
     with pytest.raises(CheckpointError, match="int4"):
         load_model(path, "int4")
 

@@ -15,7 +15,7 @@ import aiohttp
 import openai
 import pytest
 
-from baton.openai.tools import Parsing
+from baton.openai.tools import CalledFunction, Parsing, ToolCall
 from baton.server import build_app
 from baton.text import Tokenizer
 from tests.openai.test_tools import TOOLS
@@ -177,3 +177,32 @@ async def test_a_refusal_before_a_stream_sets_the_status(directory: Path) -> Non
         body = {"prompt": "a", "stream_options": {"continuous_usage_stats": True}}
         async with session.post(f"{url}/v1/completions", json=body) as response:
             assert response.status == 400
+
+
+@doors
+@pytest.mark.parametrize("arguments", ['{"city": ', '["a"]', "5", "", "null", '{"a": 1} {"b": 2}'])
+async def test_a_history_with_a_malformed_call_goes_on(directory: Path, door: Door, arguments: str) -> None:
+    """A call that was cut off stays in what a client sends with each later turn."""
+    call = {"id": "abcdefghi", "type": "function", "function": {"name": "stop", "arguments": arguments}}
+    messages: list[Any] = [
+        *ASK,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "abcdefghi", "content": "not run"},
+    ]
+    items: list[Any] = [
+        *ASK,
+        {"type": "function_call", "call_id": "abcdefghi", "name": "stop", "arguments": arguments},
+        {"type": "function_call_output", "call_id": "abcdefghi", "output": "not run"},
+    ]
+    async with door(directory) as (url, _), client_of(url) as client:
+        chat = await client.chat.completions.create(model="fake", messages=messages, max_tokens=4)
+        assert chat.choices[0].message.content == TEXT[:4]
+        assert (await client.responses.create(model="fake", input=items, max_output_tokens=4)).output_text == TEXT[:4]
+
+
+def test_malformed_arguments_are_an_empty_object_to_the_template() -> None:
+    for arguments in ('{"city": ', '["a"]', "5", "null", "\ud800"):
+        call = ToolCall(function=CalledFunction(name="f", arguments=arguments))
+        assert call.shown()["function"]["arguments"] == {}
+    call = ToolCall(function=CalledFunction(name="f", arguments='{"b": 1, "a": null}'))
+    assert list(call.shown()["function"]["arguments"].items()) == [("b", 1), ("a", None)]

@@ -41,7 +41,8 @@ def main(url: str) -> None:
             done = subprocess.run(command, cwd=work, env=environment, capture_output=True, text=True, timeout=200)
             print(done.stdout[-1500:], done.stderr[-500:])
             assert done.returncode == 0, done.returncode
-            assert "Error" not in done.stdout, "aider ends well whatever the server said"
+            # It ends well whatever the server said, and tells of tokens only where there was an answer.
+            assert " received." in done.stdout
 
 
 main(sys.argv[1])

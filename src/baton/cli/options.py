@@ -50,22 +50,36 @@ class StepOptions:
     """How an engine computes: flags of all commands that start engines. Field names are the flags' names."""
 
     speculative_config: Annotated[
-        str | None, typer.Option(help='JSON: {"method", "model", "num_speculative_tokens", "verifier", "draft_kv"}.')
+        str | None,
+        typer.Option(
+            "--speculative-config",
+            "-sc",
+            help='JSON: {"method", "model", "num_speculative_tokens", "verifier", "draft_kv"}.',
+        ),
     ] = None
     block_size: Annotated[str, typer.Option(help="Tokens per KV page; of groups that differ: 16,draft=8,mla=32.")] = (
         "16"
     )
     max_num_batched_tokens: Annotated[int, typer.Option(help="Token budget of one step.")] = 2048
     max_num_seqs: Annotated[int, typer.Option(help="Most sequences in one step.")] = 64
-    dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto"
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, or float16: computed in float32.")] = "auto"
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu"
     kv_cache_memory: Annotated[
         int | None, typer.Option(parser=parse_size, metavar="SIZE", help="KV cache: bytes, 512M, 2G; default: a share.")
     ] = None
-    tensor_parallel_size: Annotated[int, typer.Option(help="Ranks that share the model, a process each.")] = 1
-    pipeline_parallel_size: Annotated[int, typer.Option(help="Stages that share the layers; their ranks multiply.")] = 1
+    tensor_parallel_size: Annotated[
+        int, typer.Option("--tensor-parallel-size", "-tp", help="Ranks that share the model, a process each.")
+    ] = 1
+    pipeline_parallel_size: Annotated[
+        int, typer.Option("--pipeline-parallel-size", "-pp", help="Stages that share the layers; their ranks multiply.")
+    ] = 1
     data_parallel_size: Annotated[
-        int, typer.Option(help="Engines that split requests and share experts, each with a port of its own.")
+        int,
+        typer.Option(
+            "--data-parallel-size",
+            "-dp",
+            help="Engines that split requests and share experts, each with a port of its own.",
+        ),
     ] = 1
     reduction_slices: Annotated[
         int | None, typer.Option(help="With --batch-invariant: engines of equal number compute alike; default: ranks.")

@@ -22,7 +22,7 @@ DraftKV = Literal["require", "prefer", "drop"]
 IntegritySetting = Literal["auto", Integrity]
 INTEGRITY = ("auto", *get_args(Integrity))
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-DTYPES = ("auto", "float32", "bfloat16")
+DTYPES = ("auto", "float32", "float", "bfloat16", "float16", "half")
 
 MAX_BLOCK_SIZE = 1024
 RANKS = (1, 2, 4, 8)

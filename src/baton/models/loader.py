@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -28,6 +29,9 @@ from baton.models.linear import Build, Linear, WeightCut
 from baton.models.parallel import ALONE, Share, Stage, TensorRank
 from baton.models.registry import model_class
 
+logger = logging.getLogger(__name__)
+
+_ALIASES = {"half": "float16", "float": "float32"}  # vLLM's
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 # Written by other tools, without influence on any result.
@@ -249,10 +253,15 @@ class _Unfilled:
 
 
 def resolve_dtype(dtype: torch.dtype | str, raw: RawConfig) -> torch.dtype:
-    """`dtype` itself, by name, or for "auto" what config.json says."""
+    """`dtype` itself, by name, or for "auto" what config.json says. No kernel here computes in float16: float32 does,
+    and holds each of its numbers."""
     if isinstance(dtype, torch.dtype):
         return dtype
-    return get_dtype(raw if dtype == "auto" else {"dtype": dtype})
+    found = get_dtype(raw if dtype == "auto" else {"dtype": _ALIASES.get(dtype, dtype)})
+    if found is not torch.float16:
+        return found
+    logger.info("float16 is computed in float32, which takes twice its memory; bfloat16 takes as much as it")
+    return torch.float32
 
 
 def load_model(

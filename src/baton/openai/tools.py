@@ -69,14 +69,15 @@ class ToolCall(msgspec.Struct, kw_only=True):
     id: str | None = None
     type: Literal["function"] = "function"
 
-    def shown(self, field: str) -> dict[str, Any]:
-        """As templates take it, `arguments` as an object. Raises `RequestError` naming the field."""
-        arguments: Any = self.function.arguments or {}
+    def shown(self) -> dict[str, Any]:
+        """As templates take it, `arguments` as an object. As in vLLM, arguments that are none count as an empty one:
+        they are the model's own, in a history that a client sends again with each turn."""
+        arguments = self.function.arguments or {}
         if isinstance(arguments, str):
             try:
-                arguments = msgspec.json.decode(arguments)
+                arguments = msgspec.json.decode(arguments, type=dict[str, Any])
             except (msgspec.DecodeError, UnicodeError, RecursionError):
-                raise RequestError(f"{field}.function.arguments is not valid JSON", f"{field}.function") from None
+                arguments = {}
         function = {"name": self.function.name, "arguments": arguments}
         return {"id": self.id or "", "type": self.type, "function": function}
 

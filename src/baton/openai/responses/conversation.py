@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
@@ -66,7 +66,6 @@ def _add(messages: list[ChatMessage], item: InputItem, field: str) -> None:
         if item.name is None or item.call_id is None:
             raise RequestError(f"{field}: a function_call needs name and call_id", field)
         call = ToolCall(id=item.call_id, function=CalledFunction(name=item.name, arguments=item.arguments))
-        _check_arguments(item.arguments, f"{field}.arguments")
         message = _assistant(messages, begins=lambda last: False)
         message.tool_calls = message.tool_calls or []
         message.tool_calls.append(call)
@@ -83,13 +82,6 @@ def _add(messages: list[ChatMessage], item: InputItem, field: str) -> None:
             _assistant(messages, begins=lambda last: True).reasoning_content = told
     else:
         raise RequestError(f"{field}: items of type {item.type!r} are not supported", f"{field}.type")
-
-
-def _check_arguments(arguments: str | None, field: str) -> None:
-    try:
-        msgspec.json.decode(arguments or "{}", type=dict[str, Any])
-    except (msgspec.DecodeError, UnicodeError, RecursionError):
-        raise RequestError(f"{field} is not the text of a JSON object", field) from None
 
 
 def _assistant(messages: list[ChatMessage], begins: Callable[[ChatMessage], bool]) -> ChatMessage:
