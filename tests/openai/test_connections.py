@@ -20,6 +20,7 @@ from aiohttp import web
 from aiohttp.base_protocol import BaseProtocol
 
 from baton.openai.access import Access
+from baton.openai.connections import ClientConnection
 from baton.openai.http import BODIES, DRAIN
 from baton.openai.limits import Bodies, HttpLimits
 from baton.openai.serving import bind, serve_until, terminator, url_of
@@ -152,6 +153,41 @@ async def test_malformed_http_is_one_line_and_answered(directory: Path, caplog: 
             (record,) = [r for r in caplog.records if r.levelno >= logging.WARNING]
             assert record.exc_info is None
             assert "\n" not in record.getMessage()
+
+
+@pytest.mark.parametrize("path", ["/nowhere", "/v1/completions"])
+async def test_the_rest_of_a_refused_body_is_not_parsed(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    """Whoever may not ask could keep the event loop busy with it: in chunks of a byte each costs as much as one of
+    kilobytes. And no connection has a long turn."""
+    sizes: list[int] = []
+    received = ClientConnection.data_received
+
+    def data_received(self: ClientConnection, data: bytes) -> None:
+        sizes.append(len(data))
+        received(self, data)
+
+    monkeypatch.setattr(ClientConnection, "data_received", data_received)
+    parsed = 0
+    begin = aiohttp.StreamReader.begin_http_chunk_receiving
+
+    def begin_chunk(self: aiohttp.StreamReader) -> None:
+        nonlocal parsed
+        parsed += 1
+        begin(self)
+
+    monkeypatch.setattr(aiohttp.StreamReader, "begin_http_chunk_receiving", begin_chunk)
+    app = build_app(FakeEngine(directory), Tokenizer.load(directory), access=Access(api_keys=("key",)))
+    async with served(app) as url:
+        raw = await Raw.open(url, f"POST {path} HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n".encode())
+        head = await raw.reader.readuntil(b"\r\n\r\n")
+        assert b"Connection: close" in head
+        raw.writer.write(b"1\r\nx\r\n" * 20_000)
+        await until(lambda: sum(sizes) > 120_000)
+        raw.writer.close()
+    assert parsed == 0
+    assert max(sizes) <= 2**14
 
 
 POST = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"

@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 logger.addFilter(LogLimit())  # any client may cause these lines
 
 _BODY_TYPE = "application/json"
+_READ_BYTES = 2**14
 
 
 class Unread:
@@ -57,7 +58,7 @@ class ClientConnection(web.RequestHandler):
     most: it is looked at each `write_s`), and when most of the bytes of all that are `Unread` are its own.
     """
 
-    __slots__ = ("_added", "_head_timer", "_limits", "_sending", "_unread", "_write_timer", "has_asked")
+    __slots__ = ("_added", "_discards", "_head_timer", "_limits", "_sending", "_unread", "_write_timer", "has_asked")
 
     def __init__(self, server: web.Server, limits: HttpLimits, unread: Unread, **options: Any) -> None:
         super().__init__(server, loop=asyncio.get_running_loop(), **options)
@@ -67,12 +68,15 @@ class ClientConnection(web.RequestHandler):
         self._sending: asyncio.Transport | None = None  # aiohttp forgets its own before all is sent
         self._added = 0
         self.has_asked = False  # a whole head has come
+        self._discards = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         self._sending = cast(asyncio.Transport, transport)
         # Pause and resume then tell whether anything waits. TLS would pause for nothing with a limit of 0.
         self._sending.set_write_buffer_limits(high=1, low=0)
+        # Of asyncio's own transports: how much they read at once. Bodies in chunks of a byte cost a microsecond a byte.
+        cast(Any, transport).max_size = _READ_BYTES
         self._head_timer = self._loop.call_later(self._limits.head_s, self._head_is_late)
 
     async def send(self, writer: StreamWriter, data: bytes) -> None:
@@ -123,7 +127,13 @@ class ClientConnection(web.RequestHandler):
             self._write_timer = None
         self._unread.has_read(self)
 
+    def discard(self) -> None:
+        """Drop what comes from now on without parsing it: the connection ends with the answer."""
+        self._discards = True
+
     def data_received(self, data: bytes) -> None:
+        if self._discards:
+            return
         super().data_received(data)
         if not self.is_idle():
             self.has_asked = True

@@ -30,9 +30,11 @@ logger = logging.getLogger(__name__)
 
 _MAX_MESSAGE_CHARS = 2000  # a message may quote what the client sent
 # URLs, what sockets call addresses, IPv4 and IPv6, and names with ports: clients must not learn where engines are.
+# Lengths are bounded, since an engine's message may be long, and of a kind that is read again from each of its letters.
 _ADDRESS = re.compile(
-    r"""[a-z][a-z0-9+.-]*://[^\s'",;)]*[^\s'",;):]|\('[^']*',\ \d+[^)]*\)"""
-    r"""|\b\d{1,3}(?:\.\d{1,3}){3}\b(?::\d+)?|\[[0-9a-f:]*:[0-9a-f:]*\](?::\d+)?|\b[A-Za-z][\w.-]*:\d{2,5}\b""",
+    r"""[a-z][a-z0-9+.-]{0,15}://[^\s'",;)]*[^\s'",;):]|\('[^']{0,253}',\ \d+[^)]{0,99}\)"""
+    r"""|\b\d{1,3}(?:\.\d{1,3}){3}\b(?::\d+)?|\[(?=[0-9a-f]{0,4}:)[0-9a-f:]{2,45}\](?::\d+)?"""
+    r"""|\b[A-Za-z][\w.-]{0,252}:\d{2,5}\b""",
     re.VERBOSE,
 )
 

@@ -15,7 +15,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from baton.errors import DrainingError
 from baton.openai.access import OPEN, Access, ApiKeys, name_response
-from baton.openai.connections import Stream
+from baton.openai.connections import ClientConnection, Stream
 from baton.openai.errors import ApiError, to_api_error
 from baton.openai.limits import Bodies, HttpLimits
 from baton.openai.messages import error_body
@@ -166,8 +166,13 @@ async def reply(
 
 
 def _told(request: web.Request, error: ApiError) -> web.Response:
-    """An error in the shape of the API that was asked."""
-    return error_response(error, error_body(error) if request.path.startswith(MESSAGES) else None)
+    """An error in the shape of the API that was asked. What a client still sends of a body that was not read is not
+    looked at."""
+    response = error_response(error, error_body(error) if request.path.startswith(MESSAGES) else None)
+    if not request.content.is_eof() and isinstance(request.protocol, ClientConnection):
+        response.force_close()
+        request.protocol.discard()
+    return response
 
 
 def _shutting_down() -> ApiError:

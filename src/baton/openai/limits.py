@@ -20,7 +20,8 @@ class HttpLimits:
     """`head_s`: from the first byte of a request to the end of its head. `body_s`: for its body. `write_s`: for the
     client to read what is ready of its answer. `keep_alive_s`: between two requests; longer than clients keep
     connections, so that none is closed under a request. `body_bytes`: one body, `bodies_bytes`: all that are being read
-    or understood. `stream_bytes`: what may wait for a client that reads a stream more slowly than it is made,
+    or understood. `body_brackets`: of the arrays and objects in a body, and in its texts, since msgspec holds the
+    interpreter while it makes values that have no type of their own. `stream_bytes`: what may wait for a client that reads a stream more slowly than it is made,
     `unread_bytes`: what may wait for all clients. `connections`: of all clients.
     """
 
@@ -30,6 +31,7 @@ class HttpLimits:
     keep_alive_s: float = 75.0
     body_bytes: int = 16 * 2**20
     bodies_bytes: int = 256 * 2**20
+    body_brackets: int = 2**18
     stream_bytes: int = 4 * 2**20
     unread_bytes: int = 256 * 2**20
     connections: int = 16384
@@ -47,7 +49,7 @@ class Bodies:
         """A request's body, held until the context ends.
 
         Raises `HTTPRequestTimeout` when it comes too slowly, `HTTPRequestEntityTooLarge`, `RequestError` for one that
-        is not what Transfer-Encoding says, `HTTPUnsupportedMediaType` for one that is compressed, and `OverloadedError`
+        is not what Transfer-Encoding says or has too many values, `HTTPUnsupportedMediaType` for one that is compressed, and `OverloadedError`
         when the bodies held exceed `HttpLimits.bodies_bytes`.
         """
         # A compressed body may hold a thousand times the bytes that were sent. vLLM's server decodes none either.
@@ -74,6 +76,8 @@ class Bodies:
                 raise RequestError("the request body is not what Transfer-Encoding says") from None
             whole = bytes(body)
             body.clear()
+            if size > self._limits.body_brackets and whole.count(b"[") + whole.count(b"{") > self._limits.body_brackets:
+                raise RequestError(f"the request body has more than {self._limits.body_brackets} arrays and objects")
             yield whole
         finally:
             self.num_bytes -= size
