@@ -133,6 +133,23 @@ async def test_bounds(directory: Path, session: aiohttp.ClientSession) -> None:
     assert engine.requests == []
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/inference/v1/generate"])
+async def test_a_body_of_values_without_end_is_refused_before_it_is_decoded(
+    directory: Path, session: aiohttp.ClientSession, path: str
+) -> None:
+    """16 MiB of empty lists, where any value may stand, would hold the interpreter for seconds."""
+    lists = b"[" + b"[]," * 400_000 + b"1]"
+    body = b'{"prompt": "a", "messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"a": %b}}' % lists
+    async with served(build_app(FakeEngine(directory), Tokenizer.load(directory))) as url:
+        async with session.post(url + path, data=io.BytesIO(body)) as response:
+            assert response.status == 400
+            assert "arrays and objects" in (await response.json())["error"]["message"]
+        text = {"prompt": "[" * 200_000, "max_tokens": 1}
+        status, answer = await post(session, url, "completions", text)
+        assert status == 400
+        assert "arrays" not in answer["error"]["message"], "a text may hold as many"
+
+
 async def test_legs_are_not_sent_stop_strings(directory: Path, session: aiohttp.ClientSession) -> None:
     engine = FakeEngine(directory)
     async with served(build_app(engine, Tokenizer.load(directory))) as url:

@@ -31,6 +31,14 @@ def test_addresses_stay_in_the_log(text: str, shown: str, caplog: pytest.LogCapt
     assert to_api_error(RequestError(text)).message == text, "it is the client's own"
 
 
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("unit", ["a", "a.", "[:", ":", "('a', 1", "::", "a-1."])
+def test_long_messages_of_engines_are_looked_through_at_once(unit: str) -> None:
+    """A pattern that began anew at each letter took seconds for what an engine may say; this is sixteen times that."""
+    text = unit * (2**20 // len(unit))
+    assert len(to_api_error(EngineUnavailableError(f"http://10.1.2.3:8100 {text}")).message) > 2000
+
+
 def test_a_body_that_nests_too_deeply_for_whoever_handles_it() -> None:
     told = to_api_error(RecursionError("maximum recursion depth exceeded"))
     assert (told.status, told.type) == (400, "invalid_request_error")

@@ -20,9 +20,9 @@ class HttpLimits:
     """`head_s`: from the first byte of a request to the end of its head. `body_s`: for its body. `write_s`: for the
     client to read what is ready of its answer. `keep_alive_s`: between two requests; longer than clients keep
     connections, so that none is closed under a request. `body_bytes`: one body, `bodies_bytes`: all that are being read
-    or understood. `body_brackets`: of the arrays and objects in a body, and in its texts, since msgspec holds the
-    interpreter while it makes values that have no type of their own. `stream_bytes`: what may wait for a client that reads a stream more slowly than it is made,
-    `unread_bytes`: what may wait for all clients. `connections`: of all clients.
+    or understood. `body_brackets`: in one body, its texts included, since msgspec holds the interpreter while it makes
+    arrays and objects of no type of their own. `stream_bytes`: what may wait for a client that reads a stream more
+    slowly than it is made, `unread_bytes`: what may wait for all clients. `connections`: of all clients.
     """
 
     head_s: float = 30.0
@@ -49,8 +49,8 @@ class Bodies:
         """A request's body, held until the context ends.
 
         Raises `HTTPRequestTimeout` when it comes too slowly, `HTTPRequestEntityTooLarge`, `RequestError` for one that
-        is not what Transfer-Encoding says or has too many values, `HTTPUnsupportedMediaType` for one that is compressed, and `OverloadedError`
-        when the bodies held exceed `HttpLimits.bodies_bytes`.
+        is not what Transfer-Encoding says or has too many brackets, `HTTPUnsupportedMediaType` for one that is
+        compressed, and `OverloadedError` when the bodies held exceed `HttpLimits.bodies_bytes`.
         """
         # A compressed body may hold a thousand times the bytes that were sent. vLLM's server decodes none either.
         if request.headers.get("Content-Encoding", "identity").strip().lower() != "identity":

@@ -29,7 +29,7 @@ from baton.router.connectors import BATON_ENGINES, create_connector
 from baton.router.connectors.base import ConnectorConfig
 from baton.router.pool import EnginePool, Policy, PooledEngine
 from baton.router.routes import WHYS
-from baton.router.scrape import families
+from baton.router.scrape import Shared, families
 from baton.router.timers import RouterTimers
 from baton.waiting import MAX_QUEUED_REQUESTS, Queue
 from baton.wire import EngineLoad, Mode, Recovery, Role
@@ -142,7 +142,7 @@ async def build_app(config: RouterConfig) -> web.Application:
         metrics,
         config.limits,
         config.access,
-        families=lambda: families(metrics.registry.collect(), pool.engines),
+        families=Shared(lambda: families(metrics.registry.collect(), pool.engines)).get,
     )
     service = OpenAIService(backend, metrics, config.max_queued_requests, config.parsing, config.per_request)
     add_openai_routes(app, service)
@@ -164,7 +164,7 @@ async def _lifetime(session: aiohttp.ClientSession, backend: RouterBackend) -> A
 
 
 def _add_router_routes(app: web.Application, backend: RouterBackend, admin: Admin) -> None:
-    pool = backend.pool
+    pool, shown = backend.pool, Shared(lambda: _status(backend))
 
     async def health(request: web.Request) -> web.StreamResponse:
         """Whether requests are served."""
@@ -174,7 +174,7 @@ def _add_router_routes(app: web.Application, backend: RouterBackend, admin: Admi
 
     async def status(request: web.Request) -> web.StreamResponse:
         """Engines and handoffs."""
-        return json_response(await _status(backend))
+        return json_response(await shown.get())
 
     async def add(request: web.Request) -> web.StreamResponse:
         """Let an engine join."""

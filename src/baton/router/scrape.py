@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Generic, TypeVar
 
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
@@ -11,6 +12,24 @@ from prometheus_client.samples import Sample
 
 from baton.errors import BatonError
 from baton.router.pool import PooledEngine
+
+T = TypeVar("T")
+
+
+class Shared(Generic[T]):
+    """One answer for all who ask while it is made: a page of this router asks each engine, so many clients that want it
+    at once would be many times as many for the engines."""
+
+    def __init__(self, make: Callable[[], Awaitable[T]]) -> None:
+        self._make = make
+        self._task: asyncio.Future[T] | None = None
+
+    async def get(self) -> T:
+        """The answer that is being made, or a new one. Raises what `make` raises."""
+        if self._task is None or self._task.done():
+            self._task = asyncio.ensure_future(self._make())
+        return await asyncio.shield(self._task)
+
 
 # Of vLLM's names, what the router itself measures is not told a second time for each leg.
 _OWN = "vllm:"

@@ -1,0 +1,76 @@
+"""Pages that ask all engines: many clients that want one at once are one for the engines."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from pathlib import Path
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from baton.router import RouterConfig, build_app
+from baton.router.scrape import Shared
+from baton.server import build_app as build_engine_app
+from baton.text import Tokenizer
+from tests.server.fake_serving import KEY, FakeEngine, served, until
+
+
+@pytest.mark.parametrize(("path", "asked"), [("/metrics", "/metrics"), ("/status", "/inference/v1/load")])
+async def test_many_who_ask_at_once_are_one_for_the_engines(directory: Path, path: str, asked: str) -> None:
+    paths: list[str] = []
+    go_on = asyncio.Event()
+
+    @web.middleware
+    async def gate(request: web.Request, handler: object) -> web.StreamResponse:
+        paths.append(request.path)
+        if request.path == asked:
+            await go_on.wait()
+        assert callable(handler)
+        response: web.StreamResponse = await handler(request)
+        return response
+
+    engine = build_engine_app(FakeEngine(directory), Tokenizer.load(directory))
+    engine.middlewares.append(gate)
+    async with contextlib.AsyncExitStack() as stack:
+        session = await stack.enter_async_context(aiohttp.ClientSession())
+        url = await stack.enter_async_context(served(engine))
+        front = await stack.enter_async_context(served(await build_app(RouterConfig(both=(url,), ticket_key=KEY))))
+
+        async def get() -> None:
+            async with session.get(front + path) as response:
+                assert response.status == 200
+                await response.read()
+
+        many = [asyncio.create_task(get()) for _ in range(10)]
+        await until(lambda: asked in paths)
+        await asyncio.sleep(0.2)
+        go_on.set()
+        await asyncio.gather(*many)
+        assert paths.count(asked) == 1
+        await get()
+        assert paths.count(asked) == 2
+
+
+async def test_who_leaves_takes_no_answer_from_others() -> None:
+    go_on, num = asyncio.Event(), 0
+
+    async def make() -> int:
+        nonlocal num
+        num += 1
+        await go_on.wait()
+        if num == 2:
+            raise ValueError
+        return num
+
+    shared = Shared(make)
+    first, second = asyncio.create_task(shared.get()), asyncio.create_task(shared.get())
+    await asyncio.sleep(0)
+    first.cancel()
+    await asyncio.sleep(0)
+    go_on.set()
+    assert await second == 1
+    with pytest.raises(ValueError):
+        await shared.get()
+    assert await shared.get() == 3
