@@ -4,20 +4,25 @@ from __future__ import annotations
 
 from collections import Counter
 from random import Random
+from typing import Any
 
 from baton.handoff.protocol.messages import AttemptKey, Register, Seeds
 from baton.kv.interval import Interval
+from baton.openai import backend as planned_by
 from baton.wire import LegRole
 from simulation.legs import Stream
 from simulation.network import Network
 from simulation.process import Process
 from simulation.rank import Rank
 from simulation.router import Request, Router
+from simulation.squatter import Squatter
 from simulation.story import Story
 from simulation.stranger import Stranger
 from simulation.transport import Fabric
 from simulation.world import World
 
+# As the front door reads identities; mutations change it there.
+_planned: Any = planned_by
 # How often who forges a claim has an attempt of its own for it.
 _OWN_ATTEMPT = 0.5
 
@@ -75,12 +80,16 @@ class Cluster:
 
     def story(self, request: Request, identity: str | None) -> Story:
         """What the model with this identity makes of a request."""
-        return Story(request.prompt, request.max_tokens)
+        for process in self.by_uid.values():  # the first with this identity
+            if _planned.token_identity(process.info().fingerprint) == identity:
+                return Story(request.prompt, request.params, process.model)
+        return Story(request.prompt, request.params)
 
     def start(self, name: str) -> Process:
         """A new incarnation of an engine, at its old address."""
         generation = sum(process.name == name for process in self.by_uid.values())
-        process = Process(self, name, self.roles[name], f"sim://{name}", generation)
+        other = generation > 0 and self.world.settings.has("other_settings") and self.world.random.random() < 0.6
+        process = Process(self, name, self.roles[name], f"sim://{name}", generation, other)
         self.processes[name] = self.by_uid[process.uid] = process
         self.ranks |= {rank.uid: rank for rank in process.ranks}
         process.start()
@@ -109,12 +118,10 @@ class Cluster:
         world, random = self.world, self.world.random
         role: LegRole | None = "prefill" if "prefill" in kind else "decode" if "decode" in kind else None
         fit = [p for p in self.processes.values() if not p.gone and (role is None or p.role == role)]
-        if kind == "crash_router":
-            router = random.choice(self.routers)
-            struck = router.up
-            if struck:
-                router.crash()
-                world.after(random.uniform(0.2, 4.0), router.restart)
+        if kind.endswith("_router"):
+            struck = self._strike_router(kind, random.choice(self.routers))
+        elif kind == "squatter":
+            struck = self._squat()
         elif kind == "partition":
             names = random.sample(sorted(self.roles), 2)
             pair = frozenset(names)
@@ -141,6 +148,34 @@ class Cluster:
             struck = self._strike_process(kind, random.choice(fit))
         if struck:
             world.injected[kind] += 1
+
+    def _strike_router(self, kind: str, router: Router) -> bool:
+        """It dies, stops for a while, or is told by an operator to let an engine go, and to take it again."""
+        world, random = self.world, self.world.random
+        if not router.up or router.loop.paused:
+            return False
+        if kind == "crash_router":
+            router.crash()
+            world.after(random.uniform(0.2, 4.0), router.restart)
+        elif kind == "pause_router":
+            world.note("router", "is paused")
+            loop = router.loop
+            loop.paused = True
+            world.after(random.choice((0.3, 3.0, 10.0)) * random.random(), loop.resume)
+        else:
+            silent = [name for name, process in sorted(self.processes.items()) if process.paused and not process.dead]
+            names = silent if silent and random.random() < 0.7 else sorted(self.roles)
+            router.operate(random.choice(names), random.choice(("remove", "drain", "hurry")))
+        return True
+
+    def _squat(self) -> bool:
+        """Somebody listens at the addresses of an engine that has died."""
+        dead = [process for _, process in sorted(self.processes.items()) if process.dead]
+        free = [rank for process in dead for rank in process.ranks if rank.address not in self.network.bound]
+        for rank in free:
+            found: Any = Squatter(self.world, self.network, rank.address)
+            self.network.bind(found)
+        return bool(free)
 
     def _strike_process(self, kind: str, process: Process) -> bool:
         world, random = self.world, self.world.random
@@ -236,6 +271,8 @@ class Cluster:
         self.world.calm = True
         self.world.note("", "faults end")
         self.network.heal()
+        for router in self.routers:
+            router.loop.resume()
         for process in self.processes.values():
             process.resume()
             for rank in process.ranks:

@@ -39,7 +39,7 @@ from baton.wire import TokenChunk
 from simulation.agent import SimAgent
 from simulation.executor import CellExecutor, Half
 from simulation.prefix_store import SimPrefixStore
-from simulation.story import EOS, LONGEST, LONGEST_SMALL, VOCAB, Story
+from simulation.story import LONGEST, LONGEST_SMALL, VOCAB, Story
 
 if TYPE_CHECKING:
     from simulation.legs import Stream
@@ -79,13 +79,14 @@ class Engine:
         # The least interval that whole pages allow: prompts are short.
         self.cache = KVCache(specs, num_pages, settings.num_drafts, executor.copy_page, checkpoint_tokens=1)
         longest = (LONGEST_SMALL if settings.has("full_pools") else LONGEST) + MAX_OUTPUT + 1
+        longest = longest if process.context is None else min(longest, process.context)
         assert self.cache.fits(longest)
         self.scheduler = Scheduler(self.cache, random.choice((8, 16, 64)), random.choice((2, 4, 16)))
         self.agent: SimAgent = SimAgent(self, instance)
         self.metrics = EngineMetrics()
 
         def ends(request: Request, token: int) -> bool:
-            return until_stop(request, [token], {EOS}, longest)[1] is not None
+            return until_stop(request, [token], set(process.model.eos), longest)[1] is not None
 
         layers = None
         if settings.by_layer:
@@ -111,7 +112,7 @@ class Engine:
             executor,
             self.scheduler,
             self.legs,
-            [EOS],
+            list(process.model.eos),
             longest,
             settings.num_drafts,
             False,
@@ -121,7 +122,11 @@ class Engine:
         )
         fingerprint = json.dumps(process.config.fingerprint, sort_keys=True)
         info = SimpleNamespace(
-            vocab_size=VOCAB, max_model_len=longest, eos_token_ids=[EOS], default_seed=None, fingerprint=fingerprint
+            vocab_size=VOCAB,
+            max_model_len=longest,
+            eos_token_ids=list(process.model.eos),
+            default_seed=None,
+            fingerprint=fingerprint,
         )
         redeemer = Redeemer(process.config.ticket_key, process.name, process.uid)
         self._front: Any = SimpleNamespace(info=info, core=self.core, redeemer=redeemer, tokenizer=None)
@@ -155,7 +160,7 @@ class Engine:
             stream.refuse(error)
             return
         known = len(wire.prompt_token_ids) if wire.num_prompt_tokens is None else wire.num_prompt_tokens
-        story = Story(wire.prompt_token_ids[:known], wire.sampling_params.max_tokens)
+        story = Story(wire.prompt_token_ids[:known], wire.sampling_params, self.process.model)
         self._streams[name], self.stories[name] = stream, story
         self.core.add(request)
 

@@ -31,6 +31,7 @@ class SimLoop(asyncio.AbstractEventLoop):
         self._turn_comes = False
         self.dead = False
         self.paused = False
+        self.resumed_at = 0.0
 
     # ------------------------------------------------------------ what asyncio asks of a loop
 
@@ -104,9 +105,19 @@ class SimLoop(asyncio.AbstractEventLoop):
         if self.dead or self.paused:
             return
         self._run(1)
+        if self._ready and self._world.hit("slow_turn"):
+            self.paused = True
+            self._world.after(self._world.random.uniform(0.0, 0.5), self._go_on)
+
+    def _go_on(self) -> None:
+        self.paused = False
+        if self._ready:
+            self._come_round()
 
     def resume(self) -> None:
         """Go on after a pause: what came due meanwhile runs in one turn."""
+        if self.paused:
+            self.resumed_at = self._world.now
         self.paused = False
         if self._ready:
             self._come_round()

@@ -15,8 +15,9 @@ import numpy as np
 from baton.engine.plan import DraftPlan, DraftResult, DraftSlots, PlanSpec, Rows, StepPlan, StepResult, Written
 from baton.engine.request import Request
 from baton.kv.spec import Owner
+from baton.wire import SamplingParams
 from simulation.memory import GroupMemory
-from simulation.story import VOCAB, Story, extend, follow
+from simulation.story import VOCAB, Story, extend
 
 if TYPE_CHECKING:
     from simulation.engine import Engine
@@ -107,7 +108,10 @@ class CellExecutor:
                 self._check(one, memory, [slot], one.start)
             for row, slot in zip(slots.kept.tolist(), slots.write.tolist(), strict=True):
                 memory.put(self._own(memory, [slot], 0), 0, states[row])
-        choices = np.array([follow(states[row]) for row in plan.sample_rows.tolist()], dtype=np.int64)
+        computed = zip(self._last.values(), ends, ends[1:], strict=False)
+        stories = [one.story for one, first, stop in computed for _ in range(first, stop)]
+        chosen = [stories[row].follow(states[row], positions[row] + 1) for row in plan.sample_rows.tolist()]
+        choices = np.array(chosen, dtype=np.int64)
         nothing = np.zeros((0, 0), dtype=np.float32)
         return StepResult(choices, nothing, nothing)
 
@@ -165,7 +169,7 @@ class CellExecutor:
                 story = self._engine.stories[request.request_id]
                 known = len(request.token_ids) if request.is_prefilling else start + 1
                 return _Computed(request, story, start, known)
-        return _Computed(None, Story([0], 1), start, 1)
+        return _Computed(None, Story([0], SamplingParams(max_tokens=1, temperature=0.0)), start, 1)
 
     # ------------------------------------------------------------ the drafter
 
@@ -202,7 +206,7 @@ class CellExecutor:
                     memory.put(self._own(memory, table, entry), entry, state)
             for memory in self._draft_states:
                 self._go_on(one, memory, plan.states[memory.model.name], index, states, stop)
-            drafts.append(self._guesses(states[stop], count))
+            drafts.append(self._guesses(one.story, states[stop], stop + 1, count))
         return DraftResult(drafts, np.zeros((0, 0, 0), dtype=np.float32))
 
     def _go_on(
@@ -218,11 +222,11 @@ class CellExecutor:
             if request == index:
                 memory.put(self._own(memory, [int(slot)], 0), 0, states[int(count) - 1])
 
-    def _guesses(self, state: int, count: int) -> list[int]:
-        """Right until one is wrong, as a rule."""
+    def _guesses(self, story: Story, state: int, position: int, count: int) -> list[int]:
+        """For `position` and those after it: right until one is wrong, as a rule."""
         random, out = self._world.random, []
-        for _ in range(count):
-            out.append(follow(state) if random.random() < _RIGHT_GUESS else random.randrange(VOCAB))
+        for at in range(position, position + count):
+            out.append(story.follow(state, at) if random.random() < _RIGHT_GUESS else random.randrange(VOCAB))
             (state,) = extend(state, out[-1:])
         return out
 

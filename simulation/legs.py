@@ -29,6 +29,7 @@ class Stream:
         self.world = router.world
         self.process: Process | None = None  # the one that took it
         self.open = True
+        self.began = router.world.now
         self.gone = False  # the engine has noticed that nobody listens
         self.items: asyncio.Queue[_Item] = asyncio.Queue()
         self._last = 0.0

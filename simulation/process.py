@@ -14,7 +14,7 @@ from baton.wire import EngineInfo, LegRole
 from simulation.engine import Engine
 from simulation.memory import GroupMemory, RankMemory
 from simulation.rank import Rank
-from simulation.story import EOS, VOCAB
+from simulation.story import MODEL, VOCAB, Model
 from simulation.world import Violation
 
 if TYPE_CHECKING:
@@ -26,6 +26,10 @@ _ENGINE_STEP = (0.002, 0.03)
 _SLOW_ENGINE_STEP = (0.02, 0.6)
 # As long as a real engine sleeps that has work and nothing to compute.
 _LOOK_AGAIN_S = 0.5
+
+
+# Other weights, another end token, and a shorter context.
+_OTHERS: tuple[tuple[Model, int | None], ...] = ((Model(2), None), (Model(1, (0, 5)), None), (MODEL, 12))
 
 
 class Ended(BaseException):
@@ -55,8 +59,14 @@ class Process:
     agents, which meet in queues. With it all of its ranks stop and die.
     """
 
-    def __init__(self, cluster: Cluster, name: str, role: LegRole, address: str, generation: int) -> None:
+    def __init__(
+        self, cluster: Cluster, name: str, role: LegRole, address: str, generation: int, other: bool = False
+    ) -> None:
+        """`other`: it is started with other settings than the engines before it."""
         world, random = cluster.world, cluster.world.random
+        self.model, self.context = MODEL, None
+        if other:
+            self.model, self.context = random.choice(_OTHERS)
         self.world: World = world
         self.cluster, self.name, self.role, self.address = cluster, name, role, address
         self.uid = f"{name}#{generation}"
@@ -65,6 +75,7 @@ class Process:
         self.awake_since = world.now
         self.dead = self.paused = self.leaving = self.closed = False
         self.resumed = 0.0  # by its monotonic clock
+        self.paused_at = 0.0
         # A batch may take long, while the agent, a thread of its own, goes on.
         slow = world.settings.has("slow_engine") and random.random() < 0.5
         self._engine_pace = _SLOW_ENGINE_STEP if slow else _ENGINE_STEP
@@ -72,7 +83,7 @@ class Process:
         self.config = AgentConfig(
             engine_id=name,
             incarnation=self.uid,
-            fingerprint={"model": "modelled"},
+            fingerprint=self.model.facts,
             ticket_key=TICKET_KEY,
             timers=world.settings.timers,
             integrity=world.settings.integrity,
@@ -136,7 +147,7 @@ class Process:
             control_addresses=[rank.address for rank in self.ranks],
             fingerprint=json.dumps(self.config.fingerprint, sort_keys=True),
             vocab_size=VOCAB,
-            eos_token_ids=[EOS],
+            eos_token_ids=list(self.model.eos),
             num_speculative_tokens=self.world.settings.num_drafts,
             clock=self.clock.monotonic(),
             role=self.role,
@@ -237,7 +248,7 @@ class Process:
 
     def pause(self) -> None:
         """Neither loop runs; what arrives is kept."""
-        self.paused = True
+        self.paused, self.paused_at = True, self.world.now
         self.world.note(self.name, "is paused")
 
     def stop_for_a_while(self) -> None:

@@ -120,6 +120,9 @@ class Rank:
         if self.blocked_on is not None and not self.blocked_on.done():
             self.wake(_LOOK_S)
             return
+        if self.channel.routing and self.world.hit("slow_turn"):
+            self.wake(self.world.random.uniform(*_SLOW_AGENT_STEP))
+            return
         self.agent_step()
 
     def agent_step(self) -> None:

@@ -39,12 +39,12 @@ _SAME_TRANSFER = 0.5
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One client's request: `prompt` and at most `max_tokens`. `story` is what it must get, from the moment on at which
-    a router plans it; `sent` tokens were received."""
+    """One client's request. `story` is what it must get, from the moment on at which a router plans it; `sent` tokens
+    were received."""
 
     index: int
     prompt: list[int]
-    max_tokens: int
+    params: SamplingParams
     deadline: float
     story: Story | None = None
     sent: int = 0
@@ -55,11 +55,6 @@ class Request:
     def name(self) -> str:
         """For the trace."""
         return f"request {self.index}"
-
-    @property
-    def params(self) -> SamplingParams:
-        """What all legs are asked for."""
-        return SamplingParams(max_tokens=self.max_tokens, temperature=0.0)
 
 
 class SimConnector(EngineConnector):
@@ -106,7 +101,7 @@ class Router:
         self.up = False
         random = self.world.random
         self.timers = RouterTimers(
-            check=random.uniform(0.5, 3.0), answer=random.uniform(0.3, 1.0), lease=random.uniform(4.0, 8.0)
+            check=random.uniform(0.5, 2.0), answer=random.uniform(0.3, 1.0), lease=random.uniform(3.0, 6.0)
         )
         self._generation = 0
         self.loop: SimLoop
@@ -252,6 +247,45 @@ class Router:
         self.world.progress()
         self.world.note("router", f"{request.name} ends: {outcome}")
 
+    def operate(self, name: str, what: str) -> None:
+        """An operator removes an engine or drains it, perhaps in a hurry, and adds it again some seconds later."""
+        pool, url, world = self.backend.pool, self.cluster.url_of(name), self.world
+
+        async def work() -> None:
+            world.note("router", f"is told to {what} {name}")
+            with contextlib.suppress(BatonError):
+                pool.remove(url) if what == "remove" else pool.drain(url)
+                if what == "hurry":
+                    await asyncio.sleep(world.random.random())
+                    pool.drain(url)
+            await asyncio.sleep(world.random.uniform(0.5, 4.0))
+            for _ in range(200):
+                with contextlib.suppress(BatonError):
+                    await pool.add(url, self.cluster.roles[name])
+                    return
+                await asyncio.sleep(0.5)  # its last leg has not ended, or it serves something else now
+
+        self._start(work())
+
+    def check_leases(self) -> None:
+        """A leg on an engine that has been silent for longer than a lease is given up, also one of an engine that was
+        removed."""
+        timers, now = self.timers, self.world.now
+        longest = timers.lease + 2 * (timers.check + timers.answer) + 1.0
+        if not self.up or self.loop.paused or now - self.loop.resumed_at < longest:
+            return
+        for stream in self.cluster.streams:
+            process = stream.process
+            if stream.router is not self or not stream.open or process is None or not process.paused or process.dead:
+                continue
+            # A prefill leg is read for a while after its request has ended.
+            drained = timers.drain if process.role == "prefill" else 0.0
+            if now - max(stream.began, process.paused_at) > longest + drained:
+                name = stream.request.request_id
+                self.world.fail(
+                    "held_by_silence", f"{name} waits for {process.name}, silent since {process.paused_at:.2f}"
+                )
+
     def left(self) -> list[str]:
         """Legs, tasks and counts that must be gone once all requests have ended."""
         if not self.up:
@@ -260,4 +294,6 @@ class Router:
         busy = [f"{engine.url} has {engine.num_inflight} legs" for engine in pool.engines if engine.num_inflight]
         if self.backend.num_active_handoffs:
             busy.append(f"{self.backend.num_active_handoffs} handoffs are active")
+        if self.backend.room.num_running:
+            busy.append(f"{self.backend.room.num_running} places are taken")
         return [f"router: {what}" for what in busy]

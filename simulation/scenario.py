@@ -10,11 +10,12 @@ from random import Random
 
 from baton.handoff.node.attempts import TOMBSTONE_S
 from baton.handoff.protocol.ticket import MAX_TICKET_LIFE_S
+from baton.wire import SamplingParams
 from simulation.cluster import Cluster
 from simulation.engine import MAX_OUTPUT
 from simulation.router import Request
 from simulation.settings import FAULTS, TRAITS, Settings, draw
-from simulation.story import LONGEST_SMALL, prompts
+from simulation.story import LONGEST_SMALL, VOCAB, prompts
 from simulation.world import Violation, World
 
 # Seconds after the last ticket's expiry within which everything must be at rest: a lease, a broken connection
@@ -90,10 +91,22 @@ def _load(world: World, cluster: Cluster) -> float:
         if settings.has("full_pools"):
             prompt = prompt[:LONGEST_SMALL]  # each request must fit alone
         at = random.uniform(0.0, 0.3 if settings.has("burst") else 6.0)
-        request = Request(index, prompt, random.randint(1, MAX_OUTPUT), at + settings.patience)
+        request = Request(index, prompt, _params(random), at + settings.patience)
         world.after(at, cluster.submit, request)
         last = max(last, request.deadline)
     return last
+
+
+def _params(random: Random) -> SamplingParams:
+    """Greedy, sampled, and such as follow a grammar."""
+    seed = random.randrange(1 << 63) if random.random() < 0.3 else None
+    allowed = tuple(sorted(random.sample(range(VOCAB), random.randint(2, 9)))) if random.random() < 0.2 else None
+    return SamplingParams(
+        max_tokens=random.randint(1, MAX_OUTPUT),
+        temperature=0.0 if seed is None else 1.0,
+        seed=seed,
+        allowed_token_ids=allowed,
+    )
 
 
 def _play(world: World, cluster: Cluster) -> None:
@@ -125,6 +138,8 @@ class _Watch:
         if world.now < self._next_look:
             return
         self._next_look = world.now + _POLL_S
+        for router in cluster.routers:
+            router.check_leases()
         requests = cluster.requests
         waiting = [request.name for request in requests if not request.outcome]
         if world.settings.harmless and waiting and world.now > world.progressed + _STILL_S:

@@ -28,6 +28,7 @@ RATES: dict[str, tuple[float, float]] = {
     "cut_stream": (0.05, 0.3),
     "late_leg": (0.2, 0.7),
     "slow_answer": (0.05, 0.4),
+    "slow_turn": (0.02, 0.2),
     "slow_call": (0.05, 0.4),
     "stop_after_hello": (0.05, 0.4),
 }
@@ -36,6 +37,9 @@ STRIKES: dict[str, int] = {
     "crash_prefill": 3,
     "crash_decode": 3,
     "crash_router": 1,
+    "pause_router": 2,
+    "operate_router": 2,
+    "squatter": 3,
     "pause_prefill": 4,
     "pause_decode": 4,
     "crash_rank": 2,
@@ -50,12 +54,22 @@ STRIKES: dict[str, int] = {
     "stranger": 6,
 }
 # Properties of the whole run.
-TRAITS = ("clock_rates", "full_pools", "burst", "slow_engine", "slow_rank", "prefix_store")
+TRAITS = ("clock_rates", "full_pools", "burst", "slow_engine", "slow_rank", "prefix_store", "other_settings")
 FAULTS = (*RATES, *STRIKES, *TRAITS)
 # Faults that must cost a request nothing but time, however small the pools are.
 HARMLESS = frozenset(
-    {"reorder", "duplicate", "forged_register", "clock_step", "stranger", "late_leg", *TRAITS}
-    - {"clock_rates", "slow_rank"}
+    {
+        "reorder",
+        "duplicate",
+        "forged_register",
+        "clock_step",
+        "stranger",
+        "late_leg",
+        "slow_turn",
+        "pause_router",
+        *TRAITS,
+    }
+    - {"clock_rates", "slow_rank", "other_settings"}
 )
 # Faults of one rank of an engine of several.
 OF_RANKS = frozenset({"crash_rank", "pause_rank", "cut_rank", "slow_rank"})
@@ -67,7 +81,12 @@ COMPANIONS: dict[str, tuple[str, ...]] = {
     "stop_after_hello": ("burst", "slow_engine"),
     "late_leg": ("reorder", "delay", "engine_abort", "client_abort"),
     "slow_engine": ("reorder", "delay", "engine_abort", "client_abort"),
+    "other_settings": ("crash_decode", "crash_prefill", "leave"),
+    "squatter": ("crash_prefill", "crash_decode"),
+    "operate_router": ("pause_decode", "pause_prefill"),
 }
+# Faults that show nothing without another.
+NEEDS: dict[str, set[str]] = {"other_settings": {"crash_decode", "crash_prefill"}, "squatter": {"crash_prefill"}}
 # Where no more kinds than these are allowed, their meeting is what is looked for.
 _FEW = 8
 # The share of seeds in which prefill engines stream by layer.
@@ -149,6 +168,7 @@ def draw(random: Random, allowed: Collection[str] = FAULTS) -> Settings:
         faults = {kind for kind in sorted(HARMLESS & set(kinds)) if kind == "full_pools" or random.random() < 0.6}
     elif shape < 0.3:
         faults = {random.choice(kinds)}
+        faults |= NEEDS.get(next(iter(faults)), set()) & set(kinds)
     else:
         share = random.choice((0.15, 0.3, 0.6))
         faults = {kind for kind in kinds if random.random() < share}

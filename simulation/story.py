@@ -1,19 +1,39 @@
 """Modelled language: what follows a prompt, and what the KV of each token is.
 
-Everything is a function of the tokens before it, so that KV at a wrong position, of another prompt or of
-another group has another value.
+Everything is a function of the model and of the tokens before it, so that KV at a wrong position, of another prompt, of
+another group or of another model has another value. What is sampled depends on the request's seed too, and what follows
+a grammar on the number of output tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from random import Random
+
+from baton.wire import SamplingParams
 
 VOCAB = 48
 EOS = 0
 LONGEST = 140
 LONGEST_SMALL = 24
-_FOLLOWS, _BEGIN = 7, 1
+_FOLLOWS = 7
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What decides a request's tokens, and where they end. `begin` stands for the weights."""
+
+    begin: int = 1
+    eos: tuple[int, ...] = (EOS,)
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """As an engine tells them."""
+        return {"model.weights": str(self.begin), "output.eos_token_ids": repr(list(self.eos))}
+
+
+MODEL = Model()
 
 
 def extend(state: int, tokens: Iterable[int]) -> list[int]:
@@ -26,22 +46,17 @@ def extend(state: int, tokens: Iterable[int]) -> list[int]:
     return out
 
 
-def follow(state: int) -> int:
-    """The one token that follows."""
-    return hash((state, _FOLLOWS)) % VOCAB
-
-
 class Story:
     """One request's prompt and all tokens that must follow it. `chain[i]` stands for tokens [0, i]."""
 
-    def __init__(self, prompt: list[int], max_tokens: int) -> None:
-        self.num_prompt, self.max_tokens = len(prompt), max_tokens
+    def __init__(self, prompt: list[int], params: SamplingParams, model: Model = MODEL) -> None:
+        self.num_prompt, self.params, self._model = len(prompt), params, model
         self.tokens = list(prompt)
-        self.chain = extend(_BEGIN, prompt)
-        while len(self.tokens) < self.num_prompt + max_tokens:
-            self.tokens.append(follow(self.chain[-1]))
+        self.chain = extend(model.begin, prompt)
+        while len(self.tokens) < self.num_prompt + params.max_tokens:
+            self.tokens.append(self.follow(self.chain[-1], len(self.tokens)))
             self.chain += extend(self.chain[-1], self.tokens[-1:])
-            if self.tokens[-1] == EOS:
+            if self.tokens[-1] in model.eos:
                 break
 
     def __len__(self) -> int:
@@ -49,7 +64,16 @@ class Story:
 
     def before(self, position: int) -> int:
         """What stands for the tokens before a position."""
-        return self.chain[position - 1] if position else _BEGIN
+        return self.chain[position - 1] if position else self._model.begin
+
+    def follow(self, state: int, position: int) -> int:
+        """The one token that stands at `position`, after what `state` stands for."""
+        params = self.params
+        choice = hash((state, _FOLLOWS, params.seed)) if params.temperature > 0.0 else hash((state, _FOLLOWS))
+        if params.allowed_token_ids is None:
+            return choice % VOCAB
+        # A grammar: what is allowed depends on how many tokens there are of the output.
+        return params.allowed_token_ids[(choice + position - self.num_prompt) % len(params.allowed_token_ids)]
 
 
 def prompts(random: Random, count: int) -> list[list[int]]:

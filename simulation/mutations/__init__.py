@@ -2,7 +2,19 @@
 that it can be shown that the simulator finds it.
 """
 
-from simulation.mutations import commits, engine, kinds, layers, pages, ranks, sessions
+from simulation.mutations import commits, engine, kinds, layers, pages, ranks, router, sessions
 from simulation.mutations.registry import MUTATIONS, Mutation, applied
 
-__all__ = ["MUTATIONS", "Mutation", "applied", "commits", "engine", "kinds", "layers", "pages", "ranks", "sessions"]
+__all__ = [
+    "MUTATIONS",
+    "Mutation",
+    "applied",
+    "commits",
+    "engine",
+    "kinds",
+    "layers",
+    "pages",
+    "ranks",
+    "router",
+    "sessions",
+]

@@ -10,6 +10,7 @@ from baton.handoff.node.instance import InstanceAgent
 from baton.handoff.plan import planner, topology
 from baton.handoff.protocol.events import DecodeCommitted, DecodeProgress, DecodeReleased, PrefillReleased
 from baton.handoff.protocol.gather import LEAD, DecodeGather, PrefillGather
+from baton.handoff.protocol.messages import AttemptKey
 from simulation.mutations.registry import Patch, mutation
 
 
@@ -112,3 +113,18 @@ def _late_pairs_hear_nothing() -> list[Patch]:
         original(self, leg, peer)
 
     return [(InstanceAgent, "_meet", meet)]
+
+
+_EARLY = ("burst", "slow_engine", "prefix_store", "full_pools", "duplicate")
+
+
+@mutation("a claim that comes before P's leg tells P which ranks D has", _EARLY)
+def _early_claims_tell_nothing() -> list[Patch]:
+    original = InstanceAgent.on_peer
+
+    def on_peer(self: InstanceAgent, key: AttemptKey, peer: Any) -> None:
+        leads = key.of_pair(LEAD)
+        if leads in self._legs or leads in self._ended:
+            original(self, key, peer)
+
+    return [(InstanceAgent, "on_peer", on_peer)]

@@ -71,7 +71,7 @@ class RouterBackend:
         self.pool = pool
         self.decisions = Decisions()
         self._routes = Routes(pool, max_local_prefill_length)
-        self._room = Room(pool.max_num_seqs)
+        self.room = Room(pool.max_num_seqs)
         self.allows_kv_mode = allow_mode_override
         self.handoffs: Counter[str] = Counter()
         self.failures: Counter[str] = Counter()
@@ -96,7 +96,7 @@ class RouterBackend:
     ) -> AsyncGenerator[TokenChunk, None]:
         """Yield the request's chunks, over all attempts, once there is room. Raises the error of the last one."""
         self.pool.bind()
-        async with self._room.place(), contextlib.aclosing(self._attempts(request, kv_mode, went)) as chunks:
+        async with self.room.place(), contextlib.aclosing(self._attempts(request, kv_mode, went)) as chunks:
             async for chunk in chunks:
                 yield chunk
 
@@ -248,7 +248,7 @@ class RouterBackend:
             self.num_active_handoffs -= 1
             self.handoffs[outcome] += 1
             if legs.over is not None:
-                self._do(legs.over(outcome), self.pool.timers.tell)
+                self._do(functools.partial(legs.over, outcome), self.pool.timers.tell)
 
     async def _join(
         self, engines: dict[LegRole, PooledEngine], legs: Legs, may_move: MayMove
@@ -284,15 +284,15 @@ class RouterBackend:
             async with contextlib.aclosing(leg):
                 await _exhaust(leg)
 
-        self._do(drain(), self.pool.timers.drain)
+        self._do(drain, self.pool.timers.drain)
 
-    def _do(self, work: Coroutine[Any, Any, None], limit_s: float) -> None:
+    def _do(self, work: Callable[[], Coroutine[Any, Any, None]], limit_s: float) -> None:
         """Run work for a request that has ended, in the background. Its failure or timeout is ignored."""
 
         async def bounded() -> None:
             with contextlib.suppress(BatonError, asyncio.TimeoutError):
                 async with timeout(limit_s):
-                    await work
+                    await work()
 
         task = asyncio.create_task(bounded())
         self._background.add(task)
