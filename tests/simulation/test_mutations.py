@@ -42,6 +42,10 @@ FOUND_AT = {
     "unfenced_is_fenced": 185,
     "unknown_is_quiet": 15,
     "unproven_is_kept": 47,
+    "early_claims_tell_nothing": 319,
+    "end_tokens_in_no_fact": 55,
+    "removed_engines_are_forgotten": 175,
+    "resumed_prompts_are_longer": 70,
     "wrong_head_share": 21,
 }
 
