@@ -29,7 +29,7 @@ from baton.handoff.protocol.ticket import load_or_create_key
 from baton.router import RouterConfig
 from baton.router.app import build_app as build_router
 from baton.server import build_app
-from baton.wire import SamplingParams
+from baton.wire import SamplingParams, StructuredOutputsParams
 from tests.engine.engines import EAGLE3, TARGET, Stepped, pair, request, stepped
 from tests.server.fake_serving import served
 from tests.support.checkpoints import make_checkpoint
@@ -41,6 +41,21 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 BAD = 77
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 SAMPLED = SamplingParams(max_tokens=12, temperature=0.8, seed=3, top_p=0.9, ignore_eos=True)
+# What a request allows is no matter: a mask is minus infinity on purpose, and comes later.
+RESTRICTED = SamplingParams(
+    max_tokens=12,
+    temperature=1.2,
+    seed=3,
+    top_k=40,
+    min_p=0.01,
+    logprobs=2,
+    ignore_eos=True,
+    min_tokens=12,
+    logit_bias={7: 2.0},
+    repetition_penalty=1.2,
+    presence_penalty=0.3,
+    allowed_token_ids=tuple(range(300)),
+)
 PROMPTS = [[1, 2, 3], [9] * 20, [5, 4, 3, 2] * 12, [8]]
 PREFIX = [3 + i % 50 for i in range(40)]
 ERROR = "nonfinite_logits: the model's logits for position {} are not finite"
@@ -142,7 +157,7 @@ def whole() -> Iterator[Stepped]:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED, RESTRICTED], ids=["greedy", "sampled", "restricted"])
 def test_a_request_ends_alone(params: SamplingParams, value: float, whole: Stepped) -> None:
     expected = [stream.token_ids for stream in whole.all_of(PROMPTS, params)]
     clean = runner_of(whole).model.model.embed_tokens.weight[BAD].clone()
@@ -366,3 +381,24 @@ def test_states_and_pages_of_windows_are_forgotten_too(tmp_path: Path) -> None:
             healed = one.run("after", prompt, GREEDY)
         with stepped(**settings) as one:
             assert one.run("fresh", prompt, GREEDY).token_ids == healed.token_ids
+
+
+@pytest.mark.parametrize("verifier", ["coupled", "rejection"])
+def test_drafts_under_a_grammar_and_every_verifier(verifier: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft that is not finite comes after one that is. Neither the choice there nor the grammar fails on it."""
+    grammar = StructuredOutputsParams(regex="[a-z ]{4,40}")
+    params = SamplingParams(max_tokens=12, temperature=0.7, seed=2, structured_outputs=grammar)
+    whole = LocalExecutor.draft
+
+    def draft(self: LocalExecutor, plan: DraftPlan) -> DraftResult:
+        result = whole(self, plan)
+        return DraftResult([[*ids[:1], *[BAD] * (len(ids) - 1)] for ids in result.drafts], result.carried)
+
+    monkeypatch.setattr(LocalExecutor, "draft", draft)
+    spec = SpeculativeConfig.parse(json.dumps({**EAGLE3, "verifier": verifier}))
+    with stepped(speculative_config=spec) as one:
+        spoil(one)
+        for asked in (params, SAMPLED):
+            streams = one.all_of(PROMPTS, asked)
+            assert all(stream.error is None and stream.token_ids for stream in streams)
+            assert one.run(f"bad-{asked.seed}", [7, BAD], asked).error == ERROR.format(2)
