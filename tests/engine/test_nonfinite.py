@@ -387,7 +387,9 @@ def test_states_and_pages_of_windows_are_forgotten_too(tmp_path: Path) -> None:
 def test_drafts_under_a_grammar_and_every_verifier(verifier: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A draft that is not finite comes after one that is. Neither the choice there nor the grammar fails on it."""
     grammar = StructuredOutputsParams(regex="[a-z ]{4,40}")
-    params = SamplingParams(max_tokens=12, temperature=0.7, seed=2, structured_outputs=grammar)
+    # The spoiled token is never the right one.
+    common: dict[str, Any] = {"max_tokens": 12, "temperature": 0.7, "logit_bias": {BAD: -100.0}}
+    constrained, free = SamplingParams(seed=2, structured_outputs=grammar, **common), SamplingParams(seed=3, **common)
     whole = LocalExecutor.draft
 
     def draft(self: LocalExecutor, plan: DraftPlan) -> DraftResult:
@@ -398,7 +400,7 @@ def test_drafts_under_a_grammar_and_every_verifier(verifier: str, monkeypatch: p
     spec = SpeculativeConfig.parse(json.dumps({**EAGLE3, "verifier": verifier}))
     with stepped(speculative_config=spec) as one:
         spoil(one)
-        for asked in (params, SAMPLED):
+        for asked in (constrained, free):
             streams = one.all_of(PROMPTS, asked)
             assert all(stream.error is None and stream.token_ids for stream in streams)
             assert one.run(f"bad-{asked.seed}", [7, BAD], asked).error == ERROR.format(2)
