@@ -22,7 +22,7 @@ from tests.server.fake_serving import ADMIN_TOKEN, KEY, served, write_tokenizer
 # The name in the requests that were recorded.
 MODEL = "demo"
 HEAD = "models/baton-smollm2-eagle3"
-FLAGS = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--served-model-name", MODEL]
+FLAGS = ["--batch-invariant", "--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--served-model-name", MODEL]
 
 
 @contextmanager
