@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from baton.distribution import Distribution
+from baton.engine.async_engine import _cache_config
+from baton.engine.config import EngineConfig
 from baton.engine.metrics import EngineMetrics
-from baton.openai.metrics import RowCollector, exposed
+from baton.openai.client import read_samples
+from baton.openai.metrics import RowCollector, exposed, with_vllm_names
 
 
 def test_what_lies_at_or_below_each_bound() -> None:
@@ -16,6 +19,25 @@ def test_what_lies_at_or_below_each_bound() -> None:
     both = Distribution.sum_of([some, some])
     assert both.buckets() == [("1.0", 4.0), ("2.0", 6.0), ("4.0", 8.0), ("+Inf", 10.0)]
     assert (both.count, both.total) == (10, 22.2)
+
+
+def test_what_vllm_has_is_there_by_its_names() -> None:
+    """Read back as the router reads it, which scrapes its engines."""
+    metrics = EngineMetrics()
+    metrics.prompt_came(100, 64, "local_compute")
+    metrics.prompt_came(50, 0, "external_kv_transfer")
+    metrics.step_tokens.observe(36)
+    metrics.inference_time.observe(0.3)
+    metrics.cache_config = _cache_config(EngineConfig(model="m", block_size="32,draft=8"), 6400)
+    rows = RowCollector(lambda: with_vllm_names(metrics.collect_rows(), "m"))
+    samples = read_samples(exposed(rows.collect()).decode())
+    found = {(sample.name, sample.labels.get("source")): sample for sample in samples}
+    for source, count in (("local_compute", 36), ("local_cache_hit", 64), ("external_kv_transfer", 50)):
+        assert found["vllm:prompt_tokens_by_source_total", source].value == count
+    assert found["vllm:iteration_tokens_total_sum", None].value == 36
+    assert found["vllm:request_inference_time_seconds_count", None].value == 1
+    config = found["vllm:cache_config_info", None]
+    assert (config.value, config.labels["block_size"], config.labels["num_gpu_blocks"]) == (1.0, "32", "200")
 
 
 def test_they_are_shown_as_prometheus_reads_them() -> None:

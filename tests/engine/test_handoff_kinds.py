@@ -99,6 +99,13 @@ def test_a_handoff_changes_neither_tokens_nor_acceptance(kind: str, tmp_path: Pa
             if kind != "mixed":  # whose head is not trained
                 assert sum(sum(stream.accepted) for stream in streams) > 0
         assert two.decode.core.metrics.num_handoffs["committed"] == 2 * len(lengths)
+        for core, rest in ((two.prefill.core, "local_compute"), (two.decode.core, "external_kv_transfer")):
+            sources = core.metrics.prompt_sources
+            assert set(sources) == {rest, "local_cache_hit"}
+            assert sum(sources.values()) == 2 * sum(lengths), "each token of a prompt came from somewhere"
+            assert core.metrics.inference_time.count == 2 * len(lengths)
+            assert core.metrics.step_tokens.count == core.metrics.num_steps
+            assert core.metrics.step_tokens.total >= sources["local_compute"]
 
 
 @pytest.mark.parametrize(("p_size", "d_size"), [(16, 32), (32, 16), (7, 16)])

@@ -12,7 +12,10 @@ import aiohttp
 import pytest
 
 from baton.cli.logs import log_to_stderr
+from baton.log_limit import LINES_PER_SECOND
 from baton.openai import FrontMetrics
+from baton.openai.access import Access
+from baton.openai.http import DRAIN
 from baton.openai.records import SequenceRecord, report_throughput
 from baton.server import build_app
 from baton.text import Tokenizer
@@ -20,7 +23,7 @@ from tests.server.fake_serving import FakeEngine, complete, served
 
 
 def fields(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
-    return [record.fields for record in caplog.records if hasattr(record, "fields")]
+    return [record.fields for record in caplog.records if record.name == "baton.openai.records"]
 
 
 async def test_a_line_for_each_request(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -49,6 +52,7 @@ async def test_a_line_for_each_request(directory: Path, caplog: pytest.LogCaptur
         engine.fail = "mid-stream"
         assert (await complete(session, url, max_tokens=20))[0] == 500
         assert [line["finish"] for line in fields(caplog)] == ["length", "abort", "error"]
+        assert [line["error"] for line in fields(caplog)] == [None, None, "a bug"]
         async with session.get(f"{url}/metrics") as answered:
             text = await answered.text()
     for reason in ("length", "abort", "error"):
@@ -58,6 +62,90 @@ async def test_a_line_for_each_request(directory: Path, caplog: pytest.LogCaptur
     assert 'vllm:e2e_request_latency_seconds_count{model_name="fake"} 3.0' in text
     assert 'vllm:request_max_num_generation_tokens_sum{model_name="fake"} ' in text
     assert "_created" not in text
+
+
+async def test_a_line_says_whose_request_it_was(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "baton.openai")
+    access = Access(("first key", "second key"))
+    app = build_app(FakeEngine(directory), Tokenizer.load(directory), access=access)
+    long = "a" * 5000  # planned on a worker thread
+    users = [("alice", "alice"), ('b="c"\nd', 'b="c"\nd'), (None, None), (7, None), ("x" * 400, None)]
+    async with served(app) as url, aiohttp.ClientSession() as session:
+        for user, told in users:
+            for prompt in ("a", long):
+                headers = {"Authorization": "Bearer second key", "X-Request-Id": "mine-1"}
+                body = {"prompt": prompt, "max_tokens": 1, "user": user}
+                async with session.post(f"{url}/v1/completions", json=body, headers=headers) as response:
+                    assert response.headers["X-Request-Id"] == "mine-1"
+                    assert response.status == (200 if prompt == "a" else 400), "it is too long here"
+            line = fields(caplog)[-1]
+            whose = {name: line[name] for name in ("request_id", "address", "key", "user")}
+            assert whose == {"request_id": "mine-1", "address": "127.0.0.1", "key": 2, "user": told}
+        (refused,) = {(r.fields["user"], r.fields["param"]) for r in refusals(caplog) if r.fields["user"] == "alice"}
+        assert refused == ("alice", "prompt")
+    assert any(r'user="b=\"c\"\nd"' in message for message in caplog.messages), "on one line"
+    assert not any("key=second" in message or "second key" in message for message in caplog.messages)
+
+
+def refusals(caplog: pytest.LogCaptureFixture) -> list[Any]:
+    return [record for record in caplog.records if record.name == "baton.openai.refusals"]
+
+
+async def test_a_line_for_each_refused_request(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "baton.openai")
+    app = build_app(FakeEngine(directory), Tokenizer.load(directory), access=Access(("a key",)))
+    good = {"Authorization": "Bearer a key"}
+    async with served(app) as url, aiohttp.ClientSession() as session:
+        for path, body, headers in (
+            ("/v1/completions", {"prompt": "a", "temperature": -1}, good),
+            ("/v1/completions", {"prompt": "a"}, {}),
+            ("/v1/completions", {"prompt": "a", "model": "other"}, good),
+            ("/v1/nothing\x1b[2J", {}, good),
+            ("/v1/models", {}, good),
+        ):
+            async with session.post(url + path, json=body, headers={**headers, "X-Request-Id": "r-7"}) as response:
+                assert response.status >= 400
+        async with session.options(f"{url}/v1/models") as response:
+            assert response.headers["X-Request-Id"] != "r-7", "a connection's next request has an id of its own"
+    told = [(r.fields["status"], r.fields["endpoint"], r.fields["param"]) for r in refusals(caplog)][:5]
+    assert told == [
+        (400, "/v1/completions", "temperature"),
+        (401, "/v1/completions", None),
+        (404, "/v1/completions", "model"),
+        (404, "/v1/nothing\x1b[2J", None),
+        (405, "/v1/models", None),
+    ]
+    assert all(r.fields["request_id"] == "r-7" and r.fields["address"] for r in refusals(caplog)[:5])
+    assert "refused status=400 method=POST endpoint=/v1/completions param=temperature" in caplog.text
+    assert all(message.isprintable() for message in caplog.messages)
+
+
+async def test_a_flood_of_refusals_does_not_fill_the_log(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "baton.openai")
+    app = build_app(FakeEngine(directory), Tokenizer.load(directory))
+    async with served(app) as url, aiohttp.ClientSession() as session:
+        for _ in range(300):
+            async with session.get(f"{url}/nowhere") as response:
+                assert response.status == 404
+        seconds = {int(record.created) for record in refusals(caplog)}
+        assert len(refusals(caplog)) <= LINES_PER_SECOND * len(seconds)
+        async with session.get(f"{url}/metrics") as answered:
+            assert 'baton:http_requests_total{endpoint="unknown",status="404"} 300.0' in await answered.text()
+
+
+async def test_metrics_of_the_process_and_of_its_end(directory: Path) -> None:
+    app = build_app(FakeEngine(directory), Tokenizer.load(directory))
+    async with served(app) as url, aiohttp.ClientSession() as session:
+
+        async def metrics() -> str:
+            async with session.get(f"{url}/metrics") as answered:
+                return await answered.text()
+
+        for name in ("resident_memory_bytes", "cpu_seconds_total", "open_fds", "start_time_seconds"):
+            assert f"process_{name} " in await metrics()
+        assert "baton:draining 0.0" in await metrics()
+        app[DRAIN].begin()
+        assert "baton:draining 1.0" in await metrics()
 
 
 async def test_throughput_is_told_while_there_is_any(caplog: pytest.LogCaptureFixture) -> None:

@@ -52,7 +52,8 @@ async def test_only_the_operator_changes_engines(directory: Path, headers: dict[
 
 
 async def test_without_a_token_there_is_no_administration(directory: Path) -> None:
-    async with served(await build_app(RouterConfig())) as url, aiohttp.ClientSession() as session:
+    config = RouterConfig(both=("http://127.0.0.1:1",))
+    async with served(await build_app(config)) as url, aiohttp.ClientSession() as session:
         for path in ("add", "remove"):
             async with session.post(f"{url}/instances/{path}", json={}, headers=ADMIN) as response:
                 assert response.status == 403

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,44 @@ async def test_one_role_does_all_when_the_other_is_gone(directory: Path, gone: s
         assert await decisions(session, url) == {why: 1}
         state = await status_of(session, url)
         assert why.replace("_", " ") in state["decisions"]["summary"]
+
+
+async def test_attempts_after_a_loss_count_where_they_ran(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """An alarm on `no_decode_engine` must see requests that began as handoffs too."""
+    caplog.set_level(logging.INFO, "baton")
+    cluster = Cluster(directory, num_prefill=1, num_decode=1)
+    lost = cluster.decodes[0]
+    lost.fail, lost.when_lost = "lost", lambda: setattr(lost, "load", _down)
+    async with cluster.run(timers=RouterTimers(check=60.0, answer=5.0)) as (url, session):
+        status, answer = await complete(session, url)
+        assert status == 200
+        assert bare(answer) == await expected_answer(directory, session)
+        assert await decisions(session, url) == {"handed_off": 1, "no_decode_engine": 1}
+        async with session.get(f"{url}/metrics") as response:
+            text = await response.text()
+        assert 'baton:router_decisions_total{why="no_decode_engine"} 1.0' in text
+    line = next(record.fields for record in caplog.records if record.name == "baton.openai.records")
+    assert (line["where"], line["engines"]) == ("no_decode_engine", "prefill-engine")
+
+
+async def test_what_an_operator_does_has_a_line_each(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "baton.router")
+    cluster = Cluster(directory)
+    async with cluster.run(admin_token=ADMIN_TOKEN) as (url, session):
+        urls = [engine["url"] for engine in (await status_of(session, url))["engines"]]
+        for what, which in (("remove", 0), ("add", 0), ("drain", 3)):
+            body = {"url": urls[which]} | ({"role": "prefill"} if what == "add" else {})
+            async with session.post(f"{url}/instances/{what}", json=body, headers=ADMIN) as response:
+                assert response.status == 200
+        async with session.get(f"{url}/metrics") as response:
+            text = await response.text()
+        assert f'baton:router_engine_draining{{role="prefill",url="{urls[0]}"}} 0.0' in text
+    assert [message for message in caplog.messages if "engine" in message][4:] == [
+        f"engine {urls[0]} is removed; 0 legs on it go on",
+        f"engine {urls[0]}: prefill-engine joins as prefill",
+        f"engine {urls[3]} is drained; 0 legs are on it",
+        f"engine {urls[3]} has left",
+    ]
 
 
 def _down() -> Any:

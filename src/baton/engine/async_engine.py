@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 
 from baton.engine.build import build_engine
-from baton.engine.config import EngineConfig
+from baton.engine.config import EngineConfig, block_sizes
 from baton.engine.metrics import EngineMetrics
 from baton.engine.requests import make_request
 from baton.errors import EngineStalledError, EngineUnavailableError, RequestError
@@ -43,6 +43,21 @@ class _Stream:
             logger.debug("a chunk came after its event loop closed")
 
 
+def _cache_config(config: EngineConfig, num_tokens: int) -> dict[str, str]:
+    """What vLLM tells by these names of its KV cache; a block is a page."""
+    size = block_sizes(config.block_size)[""]
+    return {
+        "block_size": str(size),
+        "num_gpu_blocks": str(num_tokens // size),
+        "kv_cache_size_tokens": str(num_tokens),
+        "kv_cache_memory_bytes": str(config.kv_cache_memory),
+        "cache_dtype": config.dtype,
+        "enable_prefix_caching": str(config.enable_prefix_caching),
+        "gpu_memory_utilization": str(config.gpu_memory_utilization),
+        "mamba_block_size": str(config.mamba_block_size),
+    }
+
+
 class AsyncEngine:
     """Loads at construction (seconds); serves between `start` and `close`.
 
@@ -53,6 +68,7 @@ class AsyncEngine:
         self._streams: dict[str, _Stream] = {}
         self._queue = Queue(config.max_queued_requests)
         self._engine = build_engine(config, self._emit, progress)
+        self._cache_config = _cache_config(config, self._engine.info.kv_tokens)
         progress("running a first request")
         self._warm_up()
         self._thread = threading.Thread(target=self._run, name="baton-engine", daemon=True)
@@ -111,6 +127,7 @@ class AsyncEngine:
         metrics = self._engine.core.metrics
         metrics.load = self._engine.core.load()
         metrics.num_preemptions = self._engine.core.scheduler.num_preemptions
+        metrics.cache_config = self._cache_config
         agents, redeemer = self._engine.agents, self._engine.redeemer
         if agents:
             metrics.agent = agents[0].stats().over_ranks([agent.stats() for agent in agents[1:]])

@@ -194,7 +194,7 @@ class EngineCore:
         if self.requests.get(request.request_id) is request:
             del self.requests[request.request_id]
         if request.status is not RequestStatus.HELD:  # else it was counted when it was computed
-            self.metrics.num_requests[reason or "handoff"] += 1
+            self._count(request, reason)
         request.finish_reason = reason
         self.scheduler.remove(request)
         request.become(RequestStatus.FINISHED)
@@ -205,7 +205,12 @@ class EngineCore:
         """A prefill leg is computed: it ends when the handoff lets its pages go."""
         self.scheduler.remove(request)
         request.become(RequestStatus.HELD)
-        self.metrics.num_requests[request.finish_reason or "handoff"] += 1
+        self._count(request, request.finish_reason)
+
+    def _count(self, request: Request, reason: FinishReason | None) -> None:
+        self.metrics.num_requests[reason or "handoff"] += 1
+        if request.runs_since is not None:
+            self.metrics.inference_time.observe(self.clock.monotonic() - request.runs_since)
 
     # ------------------------------------------------------------- handoffs
 
@@ -250,6 +255,7 @@ class EngineCore:
             self.finish(request, "error", told(request, error))
         self._finalise([rows for rows in scheduled if rows.request not in done.failed], done.draft_rows)
         self.metrics.num_steps += 1
+        self.metrics.step_tokens.observe(sum(rows.num_rows for rows in scheduled))
         return True
 
     def _expire_queues(self, now: float) -> None:
@@ -318,7 +324,10 @@ class EngineCore:
             request.carried = carried.reshape(self.executor.spec.num_modules - 1, -1)
         # The prefill engine's context may be longer, and its drafter may draft more.
         request.draft_ids = list(seeds.draft_token_ids[: self.num_drafts(request)])
-        request.committed_at = self.clock.monotonic()
+        request.committed_at = request.runs_since = self.clock.monotonic()
+        self.metrics.prompt_came(
+            request.num_prompt, min(request.num_cached, request.num_prompt), "external_kv_transfer"
+        )
         self.scheduler.commit_receive(request)
         self._enter(request)
 

@@ -79,7 +79,9 @@ class LLM:
     @property
     def metrics(self) -> EngineMetrics:
         """Counters of everything that was generated so far."""
-        return self._engine.core.metrics
+        core = self._engine.core
+        core.metrics.num_preemptions = core.scheduler.num_preemptions
+        return core.metrics
 
     def _emit(self, chunk: TokenChunk, last: bool) -> None:
         self._chunks[chunk.request_id].append(chunk)

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Literal, get_args
 
 from baton.distribution import SECONDS, Distribution
 from baton.handoff.node.figures import AgentStats
 from baton.openai.metrics import Row, counter, gauge, histogram
 from baton.wire import EngineLoad
+
+# vLLM's words.
+PromptSource = Literal["local_compute", "local_cache_hit", "external_kv_transfer"]
+STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384)
 
 
 @dataclass(slots=True)
@@ -32,6 +37,10 @@ class EngineMetrics:
     handoff_bytes: int = 0
     handoff_runs: int = 0
     handoff_failures: Counter[str] = field(default_factory=Counter)
+    prompt_sources: Counter[PromptSource] = field(default_factory=Counter)
+    step_tokens: Distribution = field(default_factory=lambda: Distribution(STEP_TOKENS))
+    cache_config: Mapping[str, str] = field(default_factory=dict)
+    inference_time: Distribution = field(default_factory=lambda: Distribution(SECONDS))
     queue_time: Distribution = field(default_factory=lambda: Distribution(SECONDS))
     prefill_time: Distribution = field(default_factory=lambda: Distribution(SECONDS))
     register_to_commit: Distribution = field(default_factory=lambda: Distribution(SECONDS))
@@ -50,6 +59,12 @@ class EngineMetrics:
         for position in range(num_accepted):
             self.accepted_per_pos[position] += 1
 
+    def prompt_came(self, num_tokens: int, num_cached: int, rest: PromptSource) -> None:
+        """Book where the KV of a prompt came from: `num_cached` tokens of it were here, and the others are of
+        `rest`."""
+        self.prompt_sources["local_cache_hit"] += num_cached
+        self.prompt_sources[rest] += num_tokens - num_cached
+
     def collect_rows(self) -> Iterator[Row]:
         """(name, type, help, labels, value) of every metric."""
         for reason, count in sorted(self.num_requests.items()):
@@ -65,7 +80,11 @@ class EngineMetrics:
         yield counter("num_preemptions", "Requests preempted.", self.num_preemptions)
         text = "Requests that ended because the target's logits were not finite."
         yield counter("corrupted_requests", text, self.num_corrupted)
+        for source in get_args(PromptSource):
+            text = "Prompt tokens by where their KV came from."
+            yield counter("prompt_tokens_by_source", text, self.prompt_sources[source], source=source)
         yield counter("engine_steps", "Engine steps run.", self.num_steps)
+        yield histogram("iteration_tokens_total", "Tokens that a step computed.", self.step_tokens)
         yield counter("spec_decode_num_drafts", "Verification rounds.", self.num_drafts)
         yield counter("spec_decode_num_draft_tokens", "Draft tokens verified.", self.num_draft_tokens)
         yield counter("spec_decode_num_accepted_tokens", "Draft tokens accepted.", sum(self.accepted_per_pos))
@@ -86,6 +105,11 @@ class EngineMetrics:
         yield counter("handoff_runs", "Contiguous copies that received KV took.", self.handoff_runs)
         text = "Seconds from a request's arrival at an engine to its first step there."
         yield histogram("request_queue_time_seconds", text, self.queue_time)
+        text = "Seconds from a request's first step, or from its handoff's commit, to its end here."
+        yield histogram("request_inference_time_seconds", text, self.inference_time)
+        if self.cache_config:
+            text = "What the KV cache is like: the labels say."
+            yield "vllm:cache_config_info", "gauge", text, {"engine": "0", **self.cache_config}, 1.0
         text = "Seconds from a request's first step to its first token."
         yield histogram("request_prefill_time_seconds", text, self.prefill_time)
         yield from self._handoff_times()

@@ -90,6 +90,7 @@ class Request:
         self.queued_at = 0.0
         self.started_at: float | None = None
         self.committed_at: float | None = None  # until its first step
+        self.runs_since: float | None = None  # its first step, or its handoff's commit; until it has ended
         self.finish_reason: FinishReason | None = None
         self.num_computed = 0
         self.num_drafted = 0

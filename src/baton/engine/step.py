@@ -76,7 +76,7 @@ def _note_starts(core: EngineCore, scheduled: Sequence[ScheduledRows]) -> None:
     for rows in scheduled:
         request = rows.request
         if request.started_at is None and request.role != "decode":
-            now = request.started_at = core.clock.monotonic()
+            now = request.started_at = request.runs_since = core.clock.monotonic()
             core.metrics.queue_time.observe(now - request.queued_at)
 
 
@@ -190,6 +190,7 @@ def _append(core: EngineCore, request: Request, verified: Verified, logits: npt.
         request.committed_at = None
     if position == 0:
         core.metrics.num_cached_tokens += request.num_cached
+        core.metrics.prompt_came(request.num_prompt, request.num_cached, "local_compute")
         if request.started_at is not None:
             core.metrics.prefill_time.observe(core.clock.monotonic() - request.started_at)
     request.finish_reason = reason

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import secrets
 import ssl
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,9 +11,8 @@ from dataclasses import dataclass
 from aiohttp import web
 
 from baton.errors import ConfigError, InvalidApiKeyError
+from baton.openai.caller import CALLER, REQUEST_ID, request_id_of
 
-REQUEST_ID = "X-Request-Id"
-_MAX_ID_CHARS = 128
 # Health, metrics and what routers and administrators send have no API keys, as at vLLM.
 _GUARDED = ("/v1/", "/tokenize", "/detokenize")
 
@@ -105,20 +103,24 @@ class ApiKeys:
             raise InvalidApiKeyError("this server needs an API key: Authorization: Bearer KEY, or X-Api-Key: KEY")
 
     def allow(self, request: web.Request) -> bool:
-        """Whether a request brings a key, or needs none. Anthropic's clients send theirs in a header of their own."""
+        """Whether a request brings a key, or needs none."""
+        return not self._digests or self.number(request) is not None
+
+    def number(self, request: web.Request) -> int | None:
+        """The number of the key that a request brings, from 1 on; None where it brings none. Anthropic's clients send
+        theirs in a header of their own."""
         scheme, _, bearer = request.headers.get("Authorization", "").partition(" ")
         given = [bearer] if scheme.lower() == "bearer" else []
         given.append(request.headers.get("X-Api-Key", ""))
         # All are compared, so that the time tells nothing of the keys.
         known = [hmac.compare_digest(_digest(key.strip()), digest) for key in given for digest in self._digests]
-        return not self._digests or any(known)
+        return 1 + known.index(True) % len(self._digests) if any(known) else None
 
 
 async def name_response(request: web.Request, response: web.StreamResponse) -> None:
     """Give an answer the request's `X-Request-Id`, or one of its own."""
-    asked = request.headers.get(REQUEST_ID, "")
-    usable = 0 < len(asked) <= _MAX_ID_CHARS and asked.isascii() and asked.isprintable()
-    response.headers[REQUEST_ID] = asked if usable else secrets.token_hex(16)
+    caller = CALLER.get()
+    response.headers[REQUEST_ID] = request_id_of(request.headers) if caller is None else caller.request_id
 
 
 def _digest(key: str) -> bytes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -38,6 +38,9 @@ class ServedModel:
         return cls(info.model, tokenizer, length, info.vocab_size, drafts, *own)
 
 
+Went = Callable[[str, Sequence[str]], None]
+
+
 class Backend(Protocol):
     """Makes tokens for requests. All calls come from one event loop."""
 
@@ -56,10 +59,10 @@ class Backend(Protocol):
         ...
 
     def generate(
-        self, request: GenerateRequest, kv_mode: Mode | None = None, went: Callable[[str], None] | None = None
+        self, request: GenerateRequest, kv_mode: Mode | None = None, went: Went | None = None
     ) -> AsyncGenerator[TokenChunk, None]:
-        """Yield the request's tokens; closing the generator aborts the request. `went` is told where it runs, and why,
-        in a word.
+        """Yield the request's tokens; closing the generator aborts the request. `went` is told why it runs where it
+        does, in a word, and on which engines.
 
         The last chunk has `finish_reason`. Raises `RequestError` or `EngineUnavailableError` from the first
         step when the request is refused.

@@ -15,11 +15,13 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from baton.errors import DrainingError
 from baton.openai.access import OPEN, Access, ApiKeys, name_response
+from baton.openai.caller import CALLER, Caller, request_id_of
 from baton.openai.connections import ClientConnection, Stream
 from baton.openai.errors import ApiError, to_api_error
 from baton.openai.limits import Bodies, HttpLimits
 from baton.openai.messages import error_body
-from baton.openai.metrics import FrontMetrics, exposed
+from baton.openai.metrics import FrontMetrics, RowCollector, exposed, gauge
+from baton.openai.records import log_refusal
 from baton.openai.tracing import TRACE, trace_of
 
 T = TypeVar("T")
@@ -86,12 +88,21 @@ def new_app(
 
     @web.middleware
     async def shape_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+        # Of this request: a connection's task serves one after the other.
+        CALLER.set(Caller(request_id_of(request.headers), request.remote, keys.number(request)))
+        TRACE.set(trace_of(request.headers))
         if (allowed := access.preflight(request)) is not None:
             return allowed
-        TRACE.set(trace_of(request.headers))
         resource = request.match_info.route.resource
         endpoint = resource.canonical if resource is not None else "unknown"
         status = 499  # counted for a client that went away, which gets no answer
+
+        def refuse(error: ApiError) -> web.Response:
+            nonlocal status
+            status = error.status
+            log_refusal(request.method, request.path if resource is None else endpoint, error)
+            return _told(request, error)
+
         try:
             with contextlib.nullcontext() if endpoint == "/metrics" else drain.running():
                 keys.check(request)
@@ -101,17 +112,13 @@ def new_app(
         except asyncio.CancelledError:
             if not drain.ended or request.writer.output_size > 0:
                 raise
-            status = 503
-            return _told(request, _shutting_down())
+            return refuse(_shutting_down())
         except web.HTTPException as error:
-            status = error.status
-            return _told(request, ApiError(error.status, error.reason, "invalid_request_error"))
+            return refuse(ApiError(error.status, error.reason, "invalid_request_error"))
         except ConnectionResetError:
             raise
         except Exception as error:
-            api_error = to_api_error(error)
-            status = api_error.status
-            return _told(request, api_error)
+            return refuse(to_api_error(error))
         finally:
             metrics.requests.labels(endpoint, str(status)).inc()
 
@@ -120,6 +127,8 @@ def new_app(
         body = exposed(metrics.registry.collect() if families is None else await families())
         return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
+    text = "Whether the server ends, and takes no new requests."
+    metrics.registry.register(RowCollector(lambda: [gauge("draining", text, drain.begun)]))
     app = web.Application(middlewares=[shape_errors])
     app.on_response_prepare.extend((name_response, access.allow_origin))
     if (context := access.tls()) is not None:

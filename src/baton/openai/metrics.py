@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -51,12 +51,15 @@ def histogram(name: str, text: str, value: Distribution, **labels: str) -> Row:
 _VLLM_NAMES = frozenset(
     {
         "corrupted_requests",
+        "iteration_tokens_total",
         "kv_cache_usage_perc",
         "num_preemptions",
         "num_requests_running",
         "num_requests_waiting",
         "prefix_cache_hits",
         "prefix_cache_queries",
+        "prompt_tokens_by_source",
+        "request_inference_time_seconds",
         "request_prefill_time_seconds",
         "request_queue_time_seconds",
         "spec_decode_num_accepted_tokens",
@@ -83,6 +86,7 @@ class FrontMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
         self.running = 0
         # An endpoint is a route, never a client's path.
         self.requests = self._counter(

@@ -6,15 +6,20 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 
 from prometheus_client import Counter
 
+from baton.log_limit import LogLimit
+from baton.openai.caller import CALLER, line_of
+from baton.openai.errors import ApiError
 from baton.openai.metrics import FrontMetrics
 from baton.openai.output import Times
 from baton.openai.tracing import TRACE
 
 logger = logging.getLogger(__name__)
+refusals = logging.getLogger("baton.openai.refusals")
+refusals.addFilter(LogLimit())
 _REPORT_S = 10.0
 
 
@@ -29,16 +34,17 @@ class SequenceRecord:
         self._num_prompt, self._num_output = num_prompt_tokens, 0
         self._began = self._first = self._last = time.perf_counter()
         self._over = False
-        self._trace = TRACE.get()
+        self._trace, self._caller = TRACE.get(), CALLER.get()
         self.where = "one_engine"
+        self.engines: Sequence[str] = ()
         self.num_cached_tokens = 0
         metrics.prompt_tokens.inc(num_prompt_tokens)
         metrics.vllm_prompt_tokens.labels(model).inc(num_prompt_tokens)
         metrics.running += 1
 
-    def went(self, where: str) -> None:
-        """The backend tells where the sequence runs."""
-        self.where = where
+    def went(self, where: str, engines: Sequence[str] = ()) -> None:
+        """The backend tells why the sequence runs where it does, and on which engines."""
+        self.where, self.engines = where, engines
 
     def tokens(self, num_tokens: int, accepted: Iterable[int] = ()) -> None:
         """Record that `num_tokens` tokens came now, and of each verification round how many drafts it accepted."""
@@ -68,7 +74,7 @@ class SequenceRecord:
         """So far."""
         return Times(self._began, self._first, self._last)
 
-    def end(self, reason: str, log: bool = True) -> None:
+    def end(self, reason: str, error: str | None = None, log: bool = True) -> None:
         """The sequence is over, for this reason. The first call counts."""
         if self._over:
             return
@@ -88,21 +94,42 @@ class SequenceRecord:
             return
         fields: dict[str, object] = {
             "id": self._id,
+            **(self._caller.fields() if self._caller is not None else {}),
             "trace_id": self._trace.id if self._trace is not None else None,
             "model": self._model,
             "prompt_tokens": self._num_prompt,
             "output_tokens": self._num_output,
             "cached_tokens": self.num_cached_tokens,
             "where": self.where,
+            "engines": ",".join(self.engines) or None,
             "ttft_ms": round((self._first - self._began) * 1e3, 2) if self._num_output else None,
             "tpot_ms": None if tpot_s is None else round(tpot_s * 1e3, 2),
             "finish": reason,
+            "error": error,
         }
-        text = " ".join(f"{name}={value}" for name, value in fields.items() if value is not None)
-        logger.info("%s", text, extra={"fields": fields})
+        logger.info("%s", line_of(fields), extra={"fields": fields})
 
     def _observe(self, name: str, value: float) -> None:
         self._metrics.vllm[name].labels(self._model).observe(value)
+
+
+def log_refusal(method: str, endpoint: str, error: ApiError) -> None:
+    """One line for a request that gets an error for an answer: which, why, and whose it was. Few a second: who floods a
+    server must not fill its disk. `baton:http_requests` counts all."""
+    caller = CALLER.get()
+    fields: dict[str, object] = {
+        "status": error.status,
+        "method": method,
+        "endpoint": endpoint,
+        "param": error.param,
+        "code": error.code,
+        "reason": error.message,
+        **(caller.fields() if caller is not None else {}),
+    }
+    level = logging.WARNING if error.status >= 500 else logging.INFO
+    if method == "GET" and error.status == 503:  # a probe's, every second while a server is not ready
+        level = logging.DEBUG
+    refusals.log(level, "refused %s", line_of(fields), extra={"fields": fields})
 
 
 async def report_throughput(metrics: FrontMetrics, more: Callable[[], str], every_s: float = _REPORT_S) -> None:

@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from baton.errors import RequestError
+from baton.openai.caller import note_user
 from baton.openai.fields import NOTHING_ELSE, Refused, refuse_unserved
 from baton.openai.structured import ResponseFormat, StructuredOutputs, structured_params
 from baton.openai.tools import NO_TOOLS, CheckedTools, Tool, ToolCall, ToolChoice
@@ -159,6 +160,7 @@ def decode_body(
     """
     try:
         fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+        note_user(fields)
         refuse_unserved({name: fields[name] for name in fields.keys() - served}, also)
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -95,7 +96,7 @@ class OpenAIService:
         # A plan that has begun is completed.
         await self._free_workers.acquire()
         loop = asyncio.get_running_loop()
-        work = self._workers.submit(read, body, model, *more)
+        work = self._workers.submit(contextvars.copy_context().run, read, body, model, *more)
         work.add_done_callback(lambda _: _call_on(loop, self._free_workers.release))
         return await asyncio.wrap_future(work)
 
@@ -192,10 +193,10 @@ class OpenAIService:
                         return
             raise EngineUnavailableError("the engine's stream ended before the request did")
         except RequestError as error:
-            record.end("error")
+            record.end("error", str(error))
             raise named(error, plan.grammar_field) from None
-        except Exception:
-            record.end("error")
+        except Exception as error:
+            record.end("error", str(error) or type(error).__name__)
             raise
         finally:
             record.end("abort")  # whoever asked has left

@@ -267,7 +267,7 @@ def _rows(backend: RouterBackend, queue: Queue) -> Iterator[Row]:
         yield counter("router_handoff_failures", "Failed handoffs by reason.", count, reason=reason)
     for why in WHYS:
         yield counter(
-            "router_decisions", "Requests by where they ran, and why.", backend.decisions.counts[why], why=why
+            "router_decisions", "Attempts by where they ran, and why.", backend.decisions.counts[why], why=why
         )
     text = "Requests that an engine declined, since it lacked more of their prompt than was thought."
     yield counter("router_stale_prefixes", text, backend.decisions.stale)
@@ -278,4 +278,5 @@ def _rows(backend: RouterBackend, queue: Queue) -> Iterator[Row]:
     for engine in backend.pool.engines:
         labels: dict[str, str] = {"url": engine.url, "role": engine.role}
         yield gauge("router_engine_up", "Whether an engine takes requests.", engine.healthy, **labels)
+        yield gauge("router_engine_draining", "Whether an engine is about to leave.", engine.draining, **labels)
         yield gauge("router_engine_inflight", "Legs on an engine.", engine.num_inflight, **labels)

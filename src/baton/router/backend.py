@@ -25,6 +25,7 @@ from baton.errors import (
     reason_label,
 )
 from baton.openai import ServedModel
+from baton.openai.backend import Went
 from baton.openai.errors import error_of_chunk
 from baton.router.connectors.base import Connector, HandoffOutcome, Legs
 from baton.router.join import Chunks, Joined, LegFailed, LegItems, TokenMismatch, join_legs
@@ -92,7 +93,7 @@ class RouterBackend:
         self._connector.check(params)
 
     async def generate(
-        self, request: GenerateRequest, kv_mode: Mode | None = None, went: Callable[[str], None] | None = None
+        self, request: GenerateRequest, kv_mode: Mode | None = None, went: Went | None = None
     ) -> AsyncGenerator[TokenChunk, None]:
         """Yield the request's chunks, over all attempts, once there is room. Raises the error of the last one."""
         self.pool.bind()
@@ -101,7 +102,7 @@ class RouterBackend:
                 yield chunk
 
     async def _attempts(
-        self, request: GenerateRequest, kv_mode: Mode | None, went: Callable[[str], None] | None
+        self, request: GenerateRequest, kv_mode: Mode | None, went: Went | None
     ) -> AsyncGenerator[TokenChunk, None]:
         joined = Joined(request)
         tried: list[PooledEngine] = []
@@ -113,11 +114,13 @@ class RouterBackend:
             rest = joined.rest(attempt)
             if route is None:
                 route = await self._choose(rest, tried, hand_off, self.pool.timers.patience if attempt else 0.0)
-            if not decided and route.max_prefill_tokens is None:
+            if decided:
+                self.decisions.took_again(route.why)
+            elif route.max_prefill_tokens is None:
                 decided = True
                 self.decisions.took(route.why)
             if went is not None:
-                went(route.why)
+                went(route.why, [engine.name for engine in (route.prefill, route.decode) if engine is not None])
             num_known = len(joined.token_ids)
             try:
                 may_move = functools.partial(self._may_move, joined, rest, fruitless)

@@ -77,6 +77,11 @@ class PooledEngine:
         return self.client.url
 
     @property
+    def name(self) -> str:
+        """Its engine id, or its URL while that is not known."""
+        return self.url if self.info is None else self.info.engine_id
+
+    @property
     def identity(self) -> str | None:
         """What decides its tokens (`comparison.token_identity`); None while it has not been reached."""
         return None if self.info is None else token_identity(self.info.fingerprint)
@@ -213,6 +218,10 @@ class EnginePool:
         if url in self._engines:  # it joined twice while we asked
             raise RequestError(f"{url} is an engine of this router already", "url")
         self._engines[url] = engine
+        if engine.problem is None:
+            logger.info("engine %s: %s joins as %s", url, engine.name, role)
+        else:
+            logger.warning("engine %s joins as %s, and cannot be used yet: %s", url, role, engine.problem)
         return engine
 
     def remove(self, url: str) -> PooledEngine:
@@ -221,6 +230,7 @@ class EnginePool:
         engine = self._engines.pop(checked_url(url), None)
         if engine is None:
             raise RequestError(f"{url} is not an engine of this router", "url")
+        logger.info("engine %s is removed; %d legs on it go on", engine.url, engine.num_inflight)
         self._part(engine)
         return engine
 
@@ -230,6 +240,8 @@ class EnginePool:
         engine = self._engines.get(checked_url(url))
         if engine is None:
             raise RequestError(f"{url} is not an engine of this router", "url")
+        hurry = " at once" if engine.leaving else ""
+        logger.info("engine %s is drained%s; %d legs are on it", engine.url, hurry, engine.num_inflight)
         if engine.leaving:
             engine.evict(EngineLostError(f"engine {engine.url} is drained in a hurry"))
         engine.draining = engine.leaving = True
@@ -242,6 +254,7 @@ class EnginePool:
     def _left(self, engine: PooledEngine) -> None:
         if self._engines.get(engine.url) is engine:
             del self._engines[engine.url]
+            logger.info("engine %s has left", engine.url)
         self._part(engine)
 
     def _part(self, engine: PooledEngine) -> None:
@@ -338,6 +351,8 @@ class EnginePool:
         await self._adopt(engine, info)
         if engine.info is None or engine.info.incarnation != info.incarnation:
             engine.known = KnownPrefixes(info.prefix_step, info.kv_tokens)
+        if engine.problem is not None and self._engines.get(engine.url) is engine:
+            logger.info("engine %s: %s can be used", engine.url, info.engine_id)
         engine.info, engine.problem = info, None
         engine.draining = engine.leaving
         engine.answered, engine.num_silent = asyncio.get_running_loop().time(), 0

@@ -37,8 +37,8 @@ class Route:
 
 
 class Decisions:
-    """Counts of routes by reason: all, and those of the last 100 requests. `stale`: routes to an engine that lacked
-    more than was thought."""
+    """Counts of routes by reason: of all attempts, and of the first attempts of the last 100 requests. `stale`: routes
+    to an engine that lacked more than was thought."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
@@ -49,6 +49,10 @@ class Decisions:
         """The first attempt of a request goes this way."""
         self.counts[why] += 1
         self._last.append(why)
+
+    def took_again(self, why: Why) -> None:
+        """A later attempt of a request, which is one of the last requests already, goes this way."""
+        self.counts[why] += 1
 
     def describe(self) -> dict[str, object]:
         """All counts, and the last requests in words."""

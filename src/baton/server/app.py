@@ -8,7 +8,7 @@ front door sees both. An engine of role both serves it only with `--token-api`: 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -17,6 +17,7 @@ from aiohttp import web
 from baton.errors import EngineUnavailableError, RequestError
 from baton.openai import FrontMetrics, OpenAIService, ServedModel
 from baton.openai.access import OPEN, Access
+from baton.openai.backend import Went
 from baton.openai.connections import Stream
 from baton.openai.errors import to_api_error
 from baton.openai.http import BODIES, json_response, new_app
@@ -55,7 +56,7 @@ class EngineBackend:
         """An engine honours all that a plan may hold."""
 
     def generate(
-        self, request: GenerateRequest, kv_mode: Mode | None = None, went: Callable[[str], None] | None = None
+        self, request: GenerateRequest, kv_mode: Mode | None = None, went: Went | None = None
     ) -> AsyncGenerator[TokenChunk, None]:
         """The engine's chunks; it moves no KV."""
         return self._engine.generate(request)

@@ -1,0 +1,73 @@
+"""Who sent a request, for the log: nothing else depends on it."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+
+REQUEST_ID = "X-Request-Id"
+_MAX_ID_CHARS = 128
+_MAX_TEXT_CHARS = 300
+# Where clients say on whose behalf they ask: OpenAI's old and new field.
+_USER_FIELDS = ("user", "safety_identifier")
+
+
+@dataclass(slots=True)
+class Caller:
+    """`request_id`: the client's `X-Request-Id`, or one of the server's own. `key`: the number of its API key, from 1
+    on, in the order in which the server was given them. `user`: what the body says."""
+
+    request_id: str
+    address: str | None = None
+    key: int | None = None
+    user: str | None = None
+
+    def fields(self) -> dict[str, object]:
+        """For a line of the log."""
+        return {"request_id": self.request_id, "address": self.address, "key": self.key, "user": self.user}
+
+
+class _Headers(Protocol):
+    def get(self, key: str, default: str) -> str: ...
+
+
+# Of the request that the current task, or the one that started it, serves.
+CALLER: ContextVar[Caller | None] = ContextVar("caller", default=None)
+
+
+def request_id_of(headers: _Headers) -> str:
+    """The request's `X-Request-Id`; a new one where it has none that is fit to be repeated."""
+    asked = headers.get(REQUEST_ID, "")
+    usable = 0 < len(asked) <= _MAX_ID_CHARS and asked.isascii() and asked.isprintable()
+    return asked if usable else secrets.token_hex(16)
+
+
+def note_user(fields: Mapping[str, msgspec.Raw]) -> None:
+    """Note what a body says of its user."""
+    caller = CALLER.get()
+    if caller is None:
+        return
+    for name in _USER_FIELDS:
+        raw = fields.get(name)
+        if raw is not None and len(memoryview(raw)) <= _MAX_TEXT_CHARS:
+            value = msgspec.json.decode(memoryview(raw))
+            if isinstance(value, str) and value:
+                caller.user = caller.user or value
+
+
+def line_of(fields: Mapping[str, object]) -> str:
+    """`name=value ...` on one line, without those that are None. What is not one word is quoted."""
+    return " ".join(f"{name}={_word(value)}" for name, value in fields.items() if value is not None)
+
+
+def _word(value: object) -> str:
+    text = str(value)
+    if len(text) > _MAX_TEXT_CHARS:
+        text = f"{text[:_MAX_TEXT_CHARS]}..."
+    return text if text and text.isprintable() and not set(text) & set(' "=') else json.dumps(text)
