@@ -88,7 +88,7 @@ async def test_a_line_says_whose_request_it_was(directory: Path, caplog: pytest.
 
 
 def refusals(caplog: pytest.LogCaptureFixture) -> list[Any]:
-    return [record for record in caplog.records if record.name == "baton.openai.refusals"]
+    return [record for record in caplog.records if record.name == "baton.openai.http"]
 
 
 async def test_a_line_for_each_refused_request(directory: Path, caplog: pytest.LogCaptureFixture) -> None:

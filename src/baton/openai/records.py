@@ -18,7 +18,7 @@ from baton.openai.output import Times
 from baton.openai.tracing import TRACE
 
 logger = logging.getLogger(__name__)
-refusals = logging.getLogger("baton.openai.refusals")
+refusals = logging.getLogger("baton.openai.http")
 refusals.addFilter(LogLimit())
 _REPORT_S = 10.0
 
