@@ -99,9 +99,12 @@ def test_many_missing_tensors_are_counted(path: Path) -> None:
     refused(path, "missing tensor", "and 26 more")
 
 
-def test_unexpected_tensor(path: Path) -> None:
-    edit_weights(path, **{"model.layers.9.mlp.up_proj.weight": torch.ones(2, 2)})
-    refused(path, "unexpected tensor model.layers.9.mlp.up_proj.weight")
+@pytest.mark.parametrize(
+    "name", ["model.layers.1.mlp.up_proj.bias", "model.layers.1.self_attn.q_norm.weight", "lm_head.bias"]
+)
+def test_unexpected_tensor_of_a_part_that_the_model_has(path: Path, name: str) -> None:
+    edit_weights(path, **{name: torch.ones(2)})
+    refused(path, f"unexpected tensor {name}")
 
 
 def test_wrong_shape(path: Path) -> None:
@@ -177,7 +180,7 @@ def test_missing_shard_and_bad_index(path: Path) -> None:
 @pytest.fixture
 def tied(checkpoint: Any, tmp_path: Path) -> Path:
     copy = Path(shutil.copytree(checkpoint("qwen3", tie_word_embeddings=True), tmp_path / "tied"))
-    edit_weights(copy, **{"lm_head.weight": torch.zeros(1, 1)})
+    edit_weights(copy, **{"lm_head.weight": load_file(copy / "model.safetensors")["model.embed_tokens.weight"].clone()})
     return copy
 
 

@@ -22,8 +22,9 @@ from baton.models.base import CausalLM, Embedding
 from baton.models.cache import KVLayerSpec, LatentLayerSpec, LayerCache, LayerSpec
 from baton.models.config import ModelConfig
 from baton.models.linear import Build, Linear
-from baton.models.loader import fill, tensor_names
+from baton.models.loader import fill
 from baton.models.rotary import Rotary
+from baton.models.stored import stored_tensors
 
 
 class HeadDrafter(nn.Module, ABC):
@@ -155,7 +156,7 @@ def canonical(name: str) -> str:
 
 def head_tensors(path: str) -> set[str]:
     """Canonical names of all tensors of a head."""
-    return {canonical(name) for name in tensor_names(path)}
+    return {canonical(name) for name in stored_tensors(path)}
 
 
 def target_ids(offsets: Tensor, target_vocab: int) -> Tensor:

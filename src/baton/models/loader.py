@@ -14,10 +14,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -28,12 +26,11 @@ from baton.models.expert_parallel import Elsewhere
 from baton.models.linear import Build, Linear, WeightCut
 from baton.models.parallel import ALONE, Share, Stage, TensorRank
 from baton.models.registry import model_class
+from baton.models.stored import Stored, open_file, read_config, weight_files
 
 logger = logging.getLogger(__name__)
 
 _ALIASES = {"half": "float16", "float": "float32"}  # vLLM's
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
 # Written by other tools, without influence on any result.
 _CONFIG_NOISE = ("_name_or_path", "transformers_version", "use_cache")
 _TOKENIZER_FILES = (
@@ -47,74 +44,12 @@ _TOKENIZER_FILES = (
 _READ_SIZE = 1 << 22
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"(.+\.experts\.\d+)\.")
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # Of a weight file at once.
 _MAPPED_SIZE = 1 << 26
 
 Rename = Callable[[str], str | None]
 Unpack = Callable[[str, Tensor], Iterable[tuple[str, Tensor]]]
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """A JSON object from a file of a checkpoint. Raises `CheckpointError` naming the file."""
-    try:
-        value = json.loads(file.read_bytes())
-    except FileNotFoundError:
-        raise CheckpointError(f"{file}: no such file") from None
-    except OSError as error:
-        raise CheckpointError(f"{file}: cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file}: not valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{file}: expected a JSON object, found {type(value).__name__}")
-    return value
-
-
-def read_config(path: str | Path) -> dict[str, Any]:
-    """`config.json` of the checkpoint directory `path`. Raises `CheckpointError`."""
-    directory = Path(path)
-    if not directory.is_dir():
-        raise CheckpointError(f"{directory}: no such checkpoint directory")
-    return read_json(directory / "config.json")
-
-
-def weight_files(path: str | Path) -> list[Path]:
-    """The safetensors files of a checkpoint directory, sorted by name; each of them exists."""
-    directory = Path(path)
-    index = directory / _INDEX
-    if index.is_file():
-        weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise CheckpointError(f"{index}: weight_map is missing or empty")
-        names = sorted({str(name) for name in weight_map.values()})
-        if any(Path(name).name != name or name == ".." for name in names):
-            raise CheckpointError(f"{index}: weight_map names a file outside the checkpoint directory")
-    else:
-        names = [_SINGLE]
-    for name in names:
-        if not (directory / name).is_file():
-            pickled = sorted(p.name for p in directory.glob("*.bin")) if name == _SINGLE else []
-            if pickled:
-                raise CheckpointError(
-                    f"{directory / pickled[0]}: pickle checkpoints are refused, convert it to {_SINGLE}"
-                )
-            raise CheckpointError(f"{directory / name}: no such weight file")
-    return [directory / name for name in names]
-
-
-def tensor_names(path: str | Path) -> set[str]:
-    """The names of all tensors of a checkpoint directory, from the headers of its files."""
-    names: set[str] = set()
-    for file in weight_files(path):
-        with _open(file) as tensors:
-            names.update(tensors.keys())
-    return names
-
-
-def _open(file: Path) -> Any:
-    try:
-        return safe_open(file, framework="pt", device="cpu")
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{file}: truncated or not a safetensors file ({error})") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +128,9 @@ def fill(module: nn.Module, path: str | Path, rename: Rename, unpack: Unpack = o
                 if place not in table:
                     raise CheckpointError(f"{file}: tensor {stored} has the place of one before it")
                 found, wanted = list(values.shape), table[place].shape
+                if values.dtype not in _FLOATS and table[place].tensor.is_floating_point():
+                    kind = str(values.dtype).removeprefix("torch.")
+                    raise CheckpointError(f"{file}: tensor {stored} is {kind}, quantized weights are not supported")
                 if found != wanted:
                     raise CheckpointError(f"{file}: tensor {stored} has shape {found}, expected {wanted}")
                 table.pop(place).fill(values)
@@ -212,13 +150,13 @@ def _expert_of(name: str) -> str | None:
 def _stored(file: Path, rename: Rename) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a file that have a name here. What is mapped of an open file counts as this process's memory, so
     the file is opened anew after some of it."""
-    with _open(file) as tensors:
+    with open_file(file) as tensors:
         names = [name for name in tensors.keys() if rename(name) is not None]  # noqa: SIM118 - not a mapping
     # Shown on a terminal only, and not where loading is quick.
     left = iter(tqdm(names, file.name, delay=2.0, disable=None, leave=False, unit="tensor"))
     name = next(left, None)
     while name is not None:
-        with _open(file) as tensors:
+        with open_file(file) as tensors:
             num_bytes = 0
             while name is not None and num_bytes < _MAPPED_SIZE:
                 tensor = tensors.get_tensor(name)
@@ -278,15 +216,22 @@ def load_model(
     """
     raw = read_config(path)
     cls = model_class(raw.get("model_type"))
-    weight_files(path)
-    config = cls.parse_config(raw)
+    stored, chosen = Stored(path), resolve_dtype(dtype, raw)
+    config = stored.tied(cls.parse_config(raw), chosen)
     try:
-        model = cls(config, Build(resolve_dtype(dtype, raw), torch.device(device), batch_invariant, ranks))
+        model = cls(config, Build(chosen, torch.device(device), batch_invariant, ranks))
     except (RuntimeError, MemoryError) as error:
         why = str(error).partition("\n")[0]
         raise CheckpointError(f"{path}: the model that config.json describes cannot be allocated: {why}") from None
     own = ranks.stage.layers(config.num_layers)
-    fill(model, path, lambda stored: _of_stage(model.stored_name(stored), ranks.stage, own), model.unpack)
+    unused = stored.unused(config.num_layers)
+
+    def rename(name: str) -> str | None:
+        return None if name in unused else _of_stage(model.stored_name(stored.name(name)), ranks.stage, own)
+
+    fill(model, path, rename, model.unpack)
+    if ranks.rank == ranks.stage.index == 0:
+        stored.tell_unused(unused)
     return model.eval()
 
 

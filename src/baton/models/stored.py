@@ -1,0 +1,188 @@
+"""Which tensors a checkpoint directory stores, and under which of a model's names: from the headers of its files.
+
+What is loaded is what transformers loads from the same directory, and what is left out is told in the log.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections import Counter
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from baton.errors import CheckpointError
+from baton.models.config import ModelConfig
+
+log = logging.getLogger(__name__)
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_PARTS = ("model.embed_tokens.", "model.norm.", "lm_head.")
+# Rows of two matrices that are compared at once.
+_ROWS = 4096
+# Parts that a line of the log names.
+_SHOWN = 8
+
+Config = TypeVar("Config", bound=ModelConfig)
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """A JSON object from a file of a checkpoint. Raises `CheckpointError` naming the file."""
+    try:
+        value = json.loads(file.read_bytes())
+    except FileNotFoundError:
+        raise CheckpointError(f"{file}: no such file") from None
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file}: not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{file}: expected a JSON object, found {type(value).__name__}")
+    return value
+
+
+def read_config(path: str | Path) -> dict[str, Any]:
+    """`config.json` of the checkpoint directory `path`. Raises `CheckpointError`."""
+    directory = Path(path)
+    if not directory.is_dir():
+        raise CheckpointError(f"{directory}: no such checkpoint directory")
+    return read_json(directory / "config.json")
+
+
+def weight_files(path: str | Path) -> list[Path]:
+    """The safetensors files of a checkpoint directory, sorted by name; each of them exists. As in transformers a single
+    file counts more than an index: whoever saves one over shards leaves their index behind."""
+    directory = Path(path)
+    if not (directory / SINGLE).is_file() and (index := directory / INDEX).is_file():
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise CheckpointError(f"{index}: weight_map is missing or empty")
+        names = sorted({str(name) for name in weight_map.values()})
+        if any(Path(name).name != name or name == ".." for name in names):
+            raise CheckpointError(f"{index}: weight_map names a file outside the checkpoint directory")
+    else:
+        names = [SINGLE]
+    for name in names:
+        if not (directory / name).is_file():
+            pickled = sorted(p.name for p in directory.glob("*.bin")) if name == SINGLE else []
+            if pickled:
+                raise CheckpointError(
+                    f"{directory / pickled[0]}: pickle checkpoints are refused, convert it to {SINGLE}"
+                )
+            raise CheckpointError(f"{directory / name}: no such weight file")
+    return [directory / name for name in names]
+
+
+def open_file(file: Path) -> Any:
+    """A safetensors file, opened. Raises `CheckpointError` naming it."""
+    try:
+        return safe_open(file, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{file}: truncated or not a safetensors file ({error})") from None
+
+
+def stored_tensors(path: str | Path) -> dict[str, Path]:
+    """The file of each tensor of a checkpoint directory. Raises `CheckpointError` for a tensor that two files have."""
+    found: dict[str, Path] = {}
+    for file in weight_files(path):
+        with open_file(file) as tensors:
+            for name in tensors.keys():  # noqa: SIM118 - not a mapping
+                if name in found:
+                    raise CheckpointError(f"{file}: tensor {name} is in {found[name].name} too")
+                found[name] = file
+    return found
+
+
+class Stored:
+    """The tensors of a causal model's checkpoint by the model's names."""
+
+    def __init__(self, path: str | Path) -> None:
+        """From the headers of the files. Raises `CheckpointError`."""
+        self._path = Path(path)
+        self._files = stored_tensors(path)
+        rename = _renaming(self._files)
+        self._names = {stored: rename(stored) for stored in self._files}
+
+    def tied(self, config: Config, dtype: torch.dtype) -> Config:
+        """`config` as the tensors have it. As in transformers an LM head that is stored, and is not the embedding in
+        `dtype`, is a head of its own whatever `tie_word_embeddings` says; and a tied matrix that is stored as the head
+        alone is the embedding."""
+        if not config.tie_word_embeddings:
+            return config
+        stored = {name: stored for stored, name in self._names.items()}
+        head, embedding = stored.get(HEAD), stored.get(EMBEDDING)
+        if head is None:
+            return config
+        if embedding is None:
+            self._names[head] = EMBEDDING
+            return config
+        if self._are_equal(head, embedding, dtype):
+            return config
+        log.warning(
+            "%s: tie_word_embeddings is true, but %s is stored and differs from the embedding: it is used",
+            self._path,
+            head,
+        )
+        return replace(config, tie_word_embeddings=False)
+
+    def _are_equal(self, one: str, other: str, dtype: torch.dtype) -> bool:
+        with open_file(self._files[one]) as file, open_file(self._files[other]) as other_file:
+            first, second = file.get_slice(one), other_file.get_slice(other)
+            if first.get_shape() != second.get_shape():
+                return False
+            rows = range(0, first.get_shape()[0], _ROWS)
+            return all(
+                torch.equal(first[row : row + _ROWS].to(dtype), second[row : row + _ROWS].to(dtype)) for row in rows
+            )
+
+    def name(self, stored: str) -> str:
+        """The model's name of a stored tensor."""
+        return self._names[stored]
+
+    def unused(self, num_layers: int) -> frozenset[str]:
+        """The stored names of tensors of parts that the model does not have, such as a value head or a later layer. A
+        tensor of a part that it has would change what that computes: whoever fills the model refuses it."""
+        return frozenset(stored for stored, name in self._names.items() if not _is_of(name, num_layers))
+
+    def tell_unused(self, unused: Collection[str]) -> None:
+        """Say in the log which tensors, and which weight files, no result depends on."""
+        names = [self._names[stored] for stored in unused if not stored.endswith("rotary_emb.inv_freq")]
+        if names:
+            parts = Counter(map(_part, names))
+            shown = ", ".join(f"{part} ({count})" for part, count in sorted(parts.items())[:_SHOWN])
+            more = f" and {len(parts) - _SHOWN} more parts" if len(parts) > _SHOWN else ""
+            log.warning("%s: %d tensors are not used by the model: %s%s", self._path, len(names), shown, more)
+        used = {file.name for file in self._files.values()}
+        files = sorted(file.name for file in self._path.glob("*.safetensors") if file.name not in used)
+        if files:
+            log.warning("%s: weight files that are not used: %s", self._path, ", ".join(files))
+
+
+def _is_of(name: str, num_layers: int) -> bool:
+    layer = _LAYER.match(name)
+    return int(layer[1]) < num_layers if layer else name.startswith(_PARTS)
+
+
+def _part(name: str) -> str:
+    """What a tensor is told as a part of: its layer, or its module."""
+    layer = _LAYER.match(name)
+    return layer[0].rstrip(".") if layer else name.rpartition(".")[0] or name
+
+
+def _renaming(names: Collection[str]) -> Callable[[str], str]:
+    """How the names of stored tensors become a causal model's. Those of the decoder begin with `model.`: as in
+    transformers it is added where a decoder was saved alone, and taken away where it stands twice."""
+    if any(name.startswith("model.model.") for name in names):
+        return lambda name: name.removeprefix("model.") if name.startswith("model.model.") else name
+    if "embed_tokens.weight" in names:
+        return lambda name: name if name.startswith(("model.", "lm_head.")) else f"model.{name}"
+    return lambda name: name
