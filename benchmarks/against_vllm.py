@@ -24,7 +24,7 @@ import typer
 
 from baton.bench.client import stream_completion
 from baton.deployment import Deployment
-from baton.models.loader import read_config
+from baton.models.stored import read_config
 from benchmarks.vllm_servers import ONE_PROCESS, ServerConfig, serve
 
 TIMEOUT = aiohttp.ClientTimeout(total=300)

@@ -6,7 +6,7 @@ The legs between router and engines carry token ids, never text: only the front 
 from __future__ import annotations
 
 import reprlib
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 
@@ -191,6 +191,35 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return msgspec.structs.replace(self, temperature=MIN_TEMPERATURE)
 
 
+class SamplingDefaults(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a server samples with where a request does not say: fields of `SamplingParams`, None for that type's own
+    default. `limit`: the most tokens of any request; None: as many as the context holds."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    max_tokens: int | None = None
+    limit: int | None = None
+
+    def given(self) -> dict[str, Any]:
+        """The defaults that there are, by the names of sampling parameters, but for `max_tokens`."""
+        return {
+            name: value
+            for name, value in msgspec.structs.asdict(self).items()
+            if value is not None and name not in ("max_tokens", "limit")
+        }
+
+    def told(self) -> str:
+        """All that there is, for people to read; empty where there is nothing."""
+        found = msgspec.structs.asdict(self).items()
+        return ", ".join(f"{name} {value:g}" for name, value in found if value is not None)
+
+
+NO_DEFAULTS = SamplingDefaults()
+
+
 class PromptIds(list[int]):
     """The ids of one prompt. Their JSON is made once for all legs; the list must not change after `json`."""
 
@@ -292,7 +321,8 @@ class EngineIdentity(msgspec.Struct, frozen=True):
 class EngineInfo(EngineIdentity, frozen=True, kw_only=True):
     """`GET /inference/v1/info`: what a router needs to know of an engine to mint tickets and check requests.
 
-    `default_seed`: the seed of requests that bring none; None draws one for each. `token_api`: whether it serves
+    `default_seed`: the seed of requests that bring none; None draws one for each. `sampling_defaults`: what the front
+    door fills in where a client says nothing. `token_api`: whether it serves
     `POST /inference/v1/generate`. `kv_tokens`: how many its pages hold at once. `prefix_step`: a prompt that was handed
     to it is found again in multiples of so many tokens; 0: not at all. `max_num_seqs`: how many requests it computes at
     once; 0: it does not tell.
@@ -307,6 +337,7 @@ class EngineInfo(EngineIdentity, frozen=True, kw_only=True):
     max_num_seqs: int = 0
     batch_invariant: bool
     default_seed: int | None = None
+    sampling_defaults: SamplingDefaults = NO_DEFAULTS
     token_api: bool = True
 
 

@@ -18,6 +18,7 @@ import baton
 from baton.comparison import token_identity
 from baton.engine.build import build_engine
 from baton.engine.config import EngineConfig, KVTransferConfig, SpeculativeConfig
+from baton.engine.generation_config import GENERATION_FIELDS
 from baton.handoff.protocol.ticket import request_digest
 from baton.models.loader import _CONFIG_NOISE
 from baton.text import Tokenizer
@@ -58,6 +59,8 @@ ENGINE: dict[str, Row] = {
     "gpu_memory_utilization": _MEMORY,
     "engines_per_host": _MEMORY,
     "seed": "a router draws or fills in the seed, and the pool compares `EngineInfo.default_seed`",
+    "generation_config": facts("output.sampling_defaults"),
+    "override_generation_config": facts("output.sampling_defaults"),
     "enable_prefix_caching": "a hit holds the bits that the prefill would write",
     "mamba_block_size": "it says where hits may end; a hit holds the bits that the prefill would write",
     "batch_invariant": facts("sampler.batch_invariant", "numerics.probe"),
@@ -129,6 +132,7 @@ INFO: dict[str, Row] = {
     "max_num_seqs": _INVARIANT,
     "batch_invariant": facts("sampler.batch_invariant"),
     "default_seed": ENGINE["seed"],
+    "sampling_defaults": facts("output.sampling_defaults"),
     "token_api": "it opens a route",
     # Of vLLM servers.
     "truncate_prefill": "it says which prompt the router gives a prefill leg",
@@ -145,9 +149,12 @@ FILES: dict[str, Row] = {
     "chat_template.json": facts("model.tokenizer"),
     "added_tokens.json": facts("model.tokenizer"),
     "special_tokens_map.json": facts("model.tokenizer"),
-    "generation_config.json": facts("output.eos_token_ids"),
+    "generation_config.json": facts("output.eos_token_ids", "output.sampling_defaults"),
 }
-GENERATION_CONFIG: dict[str, Row] = {"eos_token_id": facts("output.eos_token_ids")}
+GENERATION_CONFIG: dict[str, Row] = {
+    "eos_token_id": facts("output.eos_token_ids"),
+    **dict.fromkeys(GENERATION_FIELDS, facts("output.sampling_defaults")),
+}
 
 
 @pytest.mark.parametrize(
@@ -195,6 +202,9 @@ def known(base: EngineConfig) -> dict[str, str]:
 def test_a_setting_is_told_by_the_facts_of_its_row(
     base: EngineConfig, known: dict[str, str], tmp_path: Path, checkpoint: Path
 ) -> None:
+    sampled = tmp_path / "sampled"
+    sampled.mkdir()
+    (sampled / "generation_config.json").write_text('{"top_k": 5}')
     draft_model = {"method": "draft_model", "model": str(checkpoint)}
     changes: dict[str, Any] = {
         "model": str(make_checkpoint(tmp_path / "other", "llama", seed=1)),
@@ -202,6 +212,8 @@ def test_a_setting_is_told_by_the_facts_of_its_row(
         "dtype": "bfloat16",
         "batch_invariant": False,
         "reduction_slices": 2,
+        "generation_config": str(sampled),
+        "override_generation_config": {"temperature": 0.5},
         "speculative_config": SpeculativeConfig.parse(draft_model),
     }
     # What needs another machine, several processes, or has one value here that computes otherwise.
@@ -395,5 +407,6 @@ def test_a_changed_file_changes_the_fact_of_its_row(base: EngineConfig, known: d
         if FILES[name] == facts("model.tokenizer"):
             assert changed(known, edited(name, x=1)) == {"model.tokenizer"}, name
     assert changed(known, edited("generation_config.json", eos_token_id=[1, 257])) == {"output.eos_token_ids"}
+    assert changed(known, edited("generation_config.json", top_p=0.5)) == {"output.sampling_defaults"}
     assert changed(known, edited("config.json", x=1)) == {"model.weights"}
     assert changed(known, edited("config.json", rms_norm_eps=1e-3)) == {"model.weights", "numerics.probe"}

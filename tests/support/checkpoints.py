@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from baton.models.config import get_dtype
 from baton.models.linear import Build
-from baton.models.loader import load_model, read_config, weight_table
+from baton.models.loader import load_model, weight_table
 from baton.models.registry import model_class
+from baton.models.stored import read_config
 
 NUM_BYTES = 256
 BOS, EOS = "<s>", "</s>"

@@ -22,6 +22,7 @@ from baton.engine.config import (
     IntegritySetting,
     KVTransferConfig,
     SpeculativeConfig,
+    json_object,
     parse_size,
 )
 from baton.errors import ConfigError
@@ -121,6 +122,12 @@ class EngineOptions(StepOptions):
         typer.Option(help="Engines that have this part in equal shares; default: 1, or as many as up starts."),
     ] = None
     seed: Annotated[int | None, typer.Option(help="Seed of requests without one; default: a new one each.")] = None
+    generation_config: Annotated[
+        str, typer.Option(metavar="auto|vllm|DIR", help="Sampling defaults: the checkpoint's, none, or a directory's.")
+    ] = "auto"
+    override_generation_config: Annotated[
+        str | None, typer.Option(metavar="JSON", help='Sampling defaults that count more: {"temperature": 0.6}.')
+    ] = None
     max_queued_requests: Annotated[int, typer.Option(help="Requests that may wait for a token; more get 429.")] = 1024
     enable_prefix_caching: Annotated[bool, typer.Option(help="Reuse KV of equal prefixes.")] = True
     mamba_block_size: Annotated[int, typer.Option(help="Tokens between kept states of a prompt.")] = 256
@@ -144,6 +151,8 @@ class EngineOptions(StepOptions):
         own = process or ProcessOptions()
         settings: dict[str, Any] = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         settings["engines_per_host"] = 1 if self.engines_per_host is None else self.engines_per_host
+        override = json_object("override_generation_config", self.override_generation_config)
+        settings["override_generation_config"] = override
         settings["speculative_config"] = SpeculativeConfig.parse(self.speculative_config)
         settings["kv_transfer_config"] = KVTransferConfig.parse(self.kv_transfer_config, settings.pop("kv_transport"))
         config = EngineConfig(

@@ -205,6 +205,8 @@ def _banner(config: EngineConfig, engines: Mapping[str, str], url: str | None) -
     if spec is not None:
         source = spec.model or "no checkpoint of its own"
         lines["drafter"] = f"{spec.method} ({source}), {spec.num_speculative_tokens} drafts a round"
+    if told := config.sampling_defaults().told():
+        lines["sampling"] = f"{told}, where a request does not say"
     if url is not None:
         body = json.dumps({"model": name, "messages": [{"role": "user", "content": "What is the capital of France?"}]})
         json_header = "-H 'content-type: application/json'"

@@ -277,6 +277,7 @@ def _info(
         num_speculative_tokens=config.num_drafts,
         batch_invariant=config.batch_invariant,
         default_seed=config.seed,
+        sampling_defaults=config.sampling_defaults(),
         data_parallel_rank=config.data_parallel_rank if config.data_parallel_size > 1 else None,
         token_api=config.role != "both" or config.token_api,
     )

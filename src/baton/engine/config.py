@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from baton.engine.generation_config import GENERATION_FIELDS, sampling_defaults
 from baton.engine.hub import checkpoint_directory
 from baton.errors import ConfigError
 from baton.handoff.channel.config import DEFAULT_HANDOFF_TIMEOUT_S
@@ -15,7 +17,7 @@ from baton.handoff.channel.keys import check_bind, ticket_key_file
 from baton.kv.cache import CHECKPOINT_TOKENS
 from baton.kv.interval import MAX_TOKENS
 from baton.transports.registry import check_device, check_keys, parse_uri
-from baton.wire import MAX_WORD, Integrity, KVStream, Recovery, Role
+from baton.wire import MAX_WORD, Integrity, KVStream, Recovery, Role, SamplingDefaults
 
 Verifier = Literal["coupled", "rejection"]
 DraftKV = Literal["require", "prefer", "drop"]
@@ -60,7 +62,7 @@ class SpeculativeConfig:
     @classmethod
     def parse(cls, value: str | dict[str, Any] | None) -> SpeculativeConfig | None:
         """From JSON text or a dict. Raises ConfigError naming the key."""
-        data = _json_object("speculative_config", value)
+        data = json_object("speculative_config", value)
         if data is None:
             return None
         _refuse_unknown("speculative_config", data, {f.name for f in fields(cls)})
@@ -123,7 +125,7 @@ class KVTransferConfig:
     def parse(cls, value: str | dict[str, Any] | None, kv_transport: str | None = None) -> KVTransferConfig:
         """From JSON text or a dict; `kv_transport`, if given, counts instead of what is there. Raises ConfigError
         naming the key."""
-        data = _json_object("kv_transfer_config", value) or {}
+        data = json_object("kv_transfer_config", value) or {}
         _refuse_unknown("kv_transfer_config", data, {f.name for f in fields(cls)})
         for key in ("kv_transport", "control_bind", "prefix_store"):
             if key in data and not isinstance(data[key], str):
@@ -151,6 +153,8 @@ class EngineConfig:
     `data_parallel_size` engines share the target's experts, if it has any, each with requests and pages of its own;
     this is number `data_parallel_rank`, and they find each other in the directory `data_parallel_store`.
     `keys` is a key directory, which holds the ticket key too; without one the control socket stays on loopback.
+    `generation_config` says whose sampling defaults requests get that bring none: those of the checkpoint ("auto"), of
+    another directory, or none ("vllm"); `override_generation_config` counts more (`engine/generation_config.py`).
     `seed` is that of requests that bring none; None draws one for each. `token_api`: an engine of role both takes
     requests in token ids, from a router, beside those of clients; the other roles always do.
     An engine that needs more than `stall_timeout_s` seconds for one step is taken for one that hangs.
@@ -176,6 +180,8 @@ class EngineConfig:
     gpu_memory_utilization: float | None = None
     engines_per_host: int = 1
     seed: int | None = None
+    generation_config: str = "auto"
+    override_generation_config: Mapping[str, Any] | None = None
     enable_prefix_caching: bool = True
     mamba_block_size: int = CHECKPOINT_TOKENS
     batch_invariant: bool = False
@@ -221,6 +227,10 @@ class EngineConfig:
         utilization = self.gpu_memory_utilization
         need(utilization is None or 0.0 < utilization <= 1.0, "gpu_memory_utilization", "in (0, 1]")
         need(1 <= self.engines_per_host <= 1024, "engines_per_host", "1 to 1024")
+        for name in self.override_generation_config or {}:
+            if name not in GENERATION_FIELDS:
+                what = f"is unknown; known: {', '.join(GENERATION_FIELDS)}"
+                raise ConfigError(f"override_generation_config.{name}", what)
         need(self.seed is None or 0 <= self.seed <= MAX_WORD, "seed", "between 0 and 2**64 - 1")
         need(
             re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", self.engine_id) is not None, "engine_id", "1-64 of A-Z a-z 0-9 _ . -"
@@ -260,6 +270,10 @@ class EngineConfig:
         check_bind(self.kv_transfer_config.control_bind, self.keys is not None)
         return self
 
+    def sampling_defaults(self) -> SamplingDefaults:
+        """What requests are sampled with that do not say otherwise. Raises `ConfigError` naming the field."""
+        return sampling_defaults(self.model, self.generation_config, self.override_generation_config)
+
     def located(self) -> EngineConfig:
         """This configuration with directories of this host for names on the hub, which stay the names in the API.
 
@@ -270,7 +284,9 @@ class EngineConfig:
             head = checkpoint_directory(spec.model, spec.revision, "speculative_config.model")
             spec = replace(spec, model=head, revision=None)
         name = self.served_model_name or (None if model == self.model else self.model)
-        return replace(self, model=model, revision=None, speculative_config=spec, served_model_name=name)
+        found = replace(self, model=model, revision=None, speculative_config=spec, served_model_name=name)
+        found.sampling_defaults()
+        return found
 
     @property
     def num_ranks(self) -> int:
@@ -318,7 +334,8 @@ def parse_size(text: str, field: str = "kv_cache_memory") -> int:
     return int(float(found[1]) * _UNITS[found[2]]) if "." in found[1] else int(found[1]) * _UNITS[found[2]]
 
 
-def _json_object(name: str, value: str | dict[str, Any] | None) -> dict[str, Any] | None:
+def json_object(name: str, value: str | dict[str, Any] | None) -> dict[str, Any] | None:
+    """The object of a JSON text, or the dict itself. Raises `ConfigError` naming the setting."""
     if value is None:
         return None
     if isinstance(value, str):

@@ -83,6 +83,15 @@ class LLM:
         core.metrics.num_preemptions = core.scheduler.num_preemptions
         return core.metrics
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What is sampled with where a call names no parameters: the defaults that the settings `generation_config` and
+        `override_generation_config` say."""
+        defaults = self._engine.info.sampling_defaults
+        params = SamplingParams(**defaults.given())
+        if defaults.max_tokens is None:
+            return params
+        return msgspec.structs.replace(params, max_tokens=defaults.max_tokens)
+
     def _emit(self, chunk: TokenChunk, last: bool) -> None:
         self._chunks[chunk.request_id].append(chunk)
 
@@ -120,7 +129,7 @@ class LLM:
         if isinstance(sampling_params, Sequence):
             params = list(sampling_params)
         else:
-            params = [sampling_params or SamplingParams()] * len(many)
+            params = [sampling_params or self.get_default_sampling_params()] * len(many)
         engine = self._engine
         results: list[RequestOutput] = []
         samples: list[list[SampleOutput]] = []

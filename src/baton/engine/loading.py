@@ -9,8 +9,9 @@ from baton.drafters.base import Drafter
 from baton.drafters.registry import load_drafter
 from baton.engine.config import EngineConfig
 from baton.models.base import CausalLM
-from baton.models.loader import load_model, read_config
+from baton.models.loader import load_model
 from baton.models.parallel import ALONE, TensorRank
+from baton.models.stored import read_config
 from baton.structured import Grammars
 from baton.text import Tokenizer
 

@@ -32,7 +32,7 @@ _ROWS = 4096
 # Parts that a line of the log names.
 _SHOWN = 8
 
-Config = TypeVar("Config", bound=ModelConfig)
+_Config = TypeVar("_Config", bound=ModelConfig)
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -112,7 +112,7 @@ class Stored:
         rename = _renaming(self._files)
         self._names = {stored: rename(stored) for stored in self._files}
 
-    def tied(self, config: Config, dtype: torch.dtype) -> Config:
+    def tied(self, config: _Config, dtype: torch.dtype) -> _Config:
         """`config` as the tensors have it. As in transformers an LM head that is stored, and is not the embedding in
         `dtype`, is a head of its own whatever `tie_word_embeddings` says; and a tied matrix that is stored as the head
         alone is the embedding."""

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from baton.comparison import token_identity
 from baton.text import Tokenizer
-from baton.wire import EngineInfo, GenerateRequest, Mode, SamplingParams, TokenChunk
+from baton.wire import NO_DEFAULTS, EngineInfo, GenerateRequest, Mode, SamplingDefaults, SamplingParams, TokenChunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +17,7 @@ class ServedModel:
     """The model behind a backend, as far as the API needs it. Lengths are in tokens. `default_seed`: that of requests
     without one, None for a new one each. `identity`: the `comparison.token_identity` of the engines that may serve
     requests which were prepared with this model's tokenizer and limits; None for any. `root`: its directory. `created`:
-    when it was first served here, in seconds since 1970."""
+    when it was first served here, in seconds since 1970. `defaults`: what requests are sampled with that do not say."""
 
     name: str
     tokenizer: Tokenizer
@@ -28,13 +28,14 @@ class ServedModel:
     identity: str | None = None
     root: str | None = None
     created: int = 0
+    defaults: SamplingDefaults = NO_DEFAULTS
 
     @classmethod
     def of(cls, info: EngineInfo, tokenizer: Tokenizer) -> ServedModel:
         """The model of an engine."""
         length, drafts = info.max_model_len, info.num_speculative_tokens
         identity, now = token_identity(info.fingerprint), int(time.time())
-        own = info.default_seed, identity, info.model_path, now
+        own = info.default_seed, identity, info.model_path, now, info.sampling_defaults
         return cls(info.model, tokenizer, length, info.vocab_size, drafts, *own)
 
 

@@ -73,10 +73,10 @@ def plan_completion(request: CompletionRequest, model: ServedModel) -> Plan:
     default = 16
     if request.max_tokens is None:  # with the plain default a long prompt would exceed the context
         default = max(1, min(16, model.max_model_len - max(len(p) for p in prompts)))
-    max_tokens = default if request.max_tokens is None else request.max_tokens
+    max_tokens = _limited(default if request.max_tokens is None else request.max_tokens, model)
     _check_lengths(prompts, max_tokens, "max_tokens", "prompt", model)
     grammar, field = grammar_of(request)
-    params = sampling_params(request, max_tokens, request.logprobs, grammar, model.vocab_size)
+    params = sampling_params(request, max_tokens, request.logprobs, grammar, model.vocab_size, model.defaults)
     return replace(_plan(request, model, prompts, params, field, chat=False), echo=bool(request.echo))
 
 
@@ -90,12 +90,16 @@ def plan_chat(request: ChatRequest, model: ServedModel, parsing: Parsing = NO_PA
     if asked is None:
         asked, param = request.max_tokens, "max_tokens"
     prompt = _truncated(chat_prompt(text, request, model), request, asked, model)
-    max_tokens = max(1, model.max_model_len - len(prompt)) if asked is None else asked
+    if asked is None:
+        room = max(1, model.max_model_len - len(prompt))
+        max_tokens = _limited(min(room, model.defaults.max_tokens or room), model)
+    else:
+        max_tokens = _limited(asked, model)
     if max_tokens < 1:
         raise RequestError(f"{param} must be at least 1, got {max_tokens}", param)
     _check_lengths([prompt], max_tokens, param, "messages", model)
     grammar, field = grammar_of(request, tools)
-    params = sampling_params(request, max_tokens, chat_logprobs(request), grammar, model.vocab_size)
+    params = sampling_params(request, max_tokens, chat_logprobs(request), grammar, model.vocab_size, model.defaults)
     opened, constrained = text.rstrip().endswith(_REASONING_OPENED), grammar is not None
     reader = tools.reader(parsing, opened, constrained)
     plan = _plan(request, model, [prompt], params, field, chat=True)
@@ -188,6 +192,11 @@ def _truncated(
         raise RequestError(f"{name} must be -1, or 1 to {model.max_model_len}, got {asked}", name)
     most = max(1, model.max_model_len - (1 if max_tokens is None else max_tokens)) if asked == -1 else asked
     return PromptIds(prompt[-most:])
+
+
+def _limited(max_tokens: int, model: ServedModel) -> int:
+    """So many tokens, or as many as the operator allows any request."""
+    return max_tokens if model.defaults.limit is None else min(max_tokens, model.defaults.limit)
 
 
 def _check_scores(prompts: Sequence[Sequence[int]], params: SamplingParams) -> None:

@@ -16,7 +16,16 @@ from baton.openai.caller import note_user
 from baton.openai.fields import NOTHING_ELSE, Refused, refuse_unserved
 from baton.openai.structured import ResponseFormat, StructuredOutputs, structured_params
 from baton.openai.tools import NO_TOOLS, CheckedTools, Tool, ToolCall, ToolChoice
-from baton.wire import MAX_LOGPROBS, Mode, SamplingParams, StructuredOutputsParams, check_salt, seed_word
+from baton.wire import (
+    MAX_LOGPROBS,
+    NO_DEFAULTS,
+    Mode,
+    SamplingDefaults,
+    SamplingParams,
+    StructuredOutputsParams,
+    check_salt,
+    seed_word,
+)
 
 _PATH = re.compile(r" - at `(key in )?\$\.?([^`]*)`\Z")
 _MISSING = re.compile(r"required field `([^`]+)`")
@@ -202,17 +211,21 @@ def sampling_params(
     logprobs: int | None,
     grammar: StructuredOutputsParams | None,
     vocab_size: int,
+    defaults: SamplingDefaults = NO_DEFAULTS,
 ) -> SamplingParams:
-    """Return the checked parameters, with `n` and `seed` as asked. `grammar`: as `grammar_of` found it.
+    """Return the checked parameters, with `n` and `seed` as asked. `grammar`: as `grammar_of` found it. `defaults`
+    count where the request says nothing.
 
     Raises `RequestError` naming the parameter.
     """
     stop = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
     asked = {name: getattr(request, name) for name in _AS_ASKED}
+    given = {**defaults.given(), **{name: value for name, value in asked.items() if value is not None}}
+    top_k = given.pop("top_k", 0)
     return SamplingParams(
         max_tokens=max_tokens,
         # Any larger value means all tokens too, and must not overflow in the engine.
-        top_k=min(request.top_k or 0, vocab_size),
+        top_k=min(top_k if request.top_k is None else request.top_k, vocab_size),
         logit_bias=request.logit_bias or None,
         allowed_token_ids=tuple(request.allowed_token_ids or ()) or None,
         bad_words=tuple(request.bad_words or ()),
@@ -222,7 +235,7 @@ def sampling_params(
         stop=stop,
         stop_token_ids=tuple(request.stop_token_ids or ()),
         structured_outputs=grammar,
-        **{name: value for name, value in asked.items() if value is not None},
+        **given,
     ).check(vocab_size)
 
 

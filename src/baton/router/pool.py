@@ -371,6 +371,8 @@ class EnginePool:
                 raise ConfigError("tokenizer", f"{error}; name its directory with --tokenizer") from None
             if self._model is None:
                 self._model, self._reference = ServedModel.of(info, tokenizer), info
+                if told := info.sampling_defaults.told():
+                    logger.info("requests of %s that do not say otherwise are sampled with %s", info.model, told)
         self._check_same_model(engine, info)  # another engine may have answered meanwhile
 
     def _is_alone(self, engine: PooledEngine) -> bool:

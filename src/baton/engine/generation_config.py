@@ -1,0 +1,64 @@
+"""Sampling defaults of a checkpoint: what requests that do not say otherwise are sampled with, as in vLLM."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from baton.errors import ConfigError, RequestError
+from baton.wire import SamplingDefaults, SamplingParams
+
+# The fields of generation_config.json that vLLM takes, and the sampling parameter that each sets.
+GENERATION_FIELDS = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+
+
+def sampling_defaults(model: str, source: str, override: Mapping[str, Any] | None) -> SamplingDefaults:
+    """The defaults of an engine of the checkpoint directory `model`. `source`: "auto" for the checkpoint's own file,
+    "vllm" for none, or a directory with another; `override` counts more. As in vLLM, `max_new_tokens` of `override` or
+    of another directory is a limit of all requests besides.
+
+    Raises `ConfigError` naming the field that cannot be used.
+    """
+    given: dict[str, Any] = {}
+    if source != "vllm":
+        given = _read(Path(model if source == "auto" else source), needed=source != "auto")
+    limited = {**({} if source == "auto" else given), **(override or {})}.get("max_new_tokens")
+    defaults = {
+        GENERATION_FIELDS[name]: value
+        for name, value in {**given, **(override or {})}.items()
+        if name in GENERATION_FIELDS
+    }
+    defaults = {name: value for name, value in defaults.items() if value is not None}
+    named = "override_generation_config" if override else "generation_config"
+    try:
+        taken = msgspec.convert({**defaults, "limit": limited}, SamplingDefaults)
+        SamplingParams(**taken.given(), max_tokens=1 if taken.max_tokens is None else taken.max_tokens).check()
+    except (msgspec.ValidationError, RequestError) as error:
+        raise ConfigError(named, f"{error}; --generation-config vllm leaves the checkpoint's aside") from None
+    return taken
+
+
+def _read(directory: Path, needed: bool) -> dict[str, Any]:
+    path = directory / "generation_config.json"
+    if not path.is_file():
+        if needed:
+            raise ConfigError("generation_config", f"must be auto, vllm or a directory, and {path} is no file")
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError("generation_config", f"{path} cannot be read: {error}") from None
+    if not isinstance(value, dict):
+        raise ConfigError("generation_config", f"{path} is not a JSON object")
+    return {name: value.get(name) for name in GENERATION_FIELDS}
