@@ -49,7 +49,8 @@ class FakeVllm:
     this role get no answer, or ("all") nothing does. `raw`: bodies that it answers with, by path. `comments`: it says
     so while nothing else is said. `asked` are the bodies that came, `left` roles whose client went away. `num_short`:
     tokens that it leaves out of a NIXL prefill. `has_ranks`: it is several data-parallel engines; `ranks` are those
-    that were asked; `traces`: role, `traceparent` and `tracestate` of requests.
+    that were asked; `started`: what its metrics say of its process's start; `traces`: role, `traceparent` and
+    `tracestate` of requests.
     """
 
     root: Path
@@ -67,6 +68,8 @@ class FakeVllm:
     num_short: int = 0
     eos_at: int | None = None
     healthy: bool = True
+    fingerprint: str = "{}"
+    started: float | None = None
     step_s: float = 0.0
     halted: str | None = None
     raw: dict[str, bytes] = field(default_factory=dict)
@@ -108,7 +111,7 @@ class FakeVllm:
             "engine_id": self.name,
             "incarnation": f"{self.name}-1",
             "control_addresses": ["tcp://127.0.0.1:1"],
-            "fingerprint": "{}",
+            "fingerprint": self.fingerprint,
             "truncate_prefill": self.truncate,
             "roles": ["prefill", "decode"],
             "vocab_size": 258,
@@ -143,6 +146,7 @@ class FakeVllm:
         lines += [
             f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{position="{i}"}} 0.0' for i in range(self.num_drafts)
         ]
+        lines += [f"process_start_time_seconds {self.started}"] if self.started is not None else []
         response = web.StreamResponse()
         await response.prepare(request)
         for line in lines:  # long ones come in pieces

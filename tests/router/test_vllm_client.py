@@ -5,14 +5,24 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
 import msgspec
 import pytest
 
-from baton.errors import EngineLostError, EngineUnavailableError, HandoffError, ProtocolError, RequestError
+from baton.comparison import token_identity
+from baton.errors import (
+    EngineLostError,
+    EngineUnavailableError,
+    HandoffError,
+    IncompatiblePeerError,
+    ProtocolError,
+    RequestError,
+)
 from baton.openai.answers import Choice, Logprobs
+from baton.router import vllm_client
 from baton.router.address import checked_url, split_rank
 from baton.router.client import BatonClient, new_session
 from baton.router.connectors import create_connector
@@ -118,6 +128,53 @@ async def test_who_an_engine_is_is_asked_once_per_life(
         await engine.info()
     server.healthy, server.name = True, "Q"
     assert (await engine.info()).incarnation == "Q-1"
+
+
+def restart(server: FakeVllm) -> None:
+    """Another process with another model is at the same place at once."""
+    server.name, server.fingerprint = "Q", '{"model.weights": "b"}'
+    server.started = None if server.started is None else server.started + 1.0
+
+
+@pytest.mark.parametrize("started", [None, 1.7e9])
+async def test_a_server_that_restarts_between_two_looks_is_asked_anew(
+    server: FakeVllm, session: aiohttp.ClientSession, url: str, monkeypatch: pytest.MonkeyPatch, started: float | None
+) -> None:
+    server.started = started
+    engine = client(session, url)
+    planned = msgspec.structs.replace(ask(), identity=token_identity((await engine.info()).fingerprint))
+    assert await chunks(engine, planned)
+    assert len(server.legs("identify")) == 1
+    # A leg is not sent to one that was not seen for so long, and may be another.
+    monkeypatch.setattr(vllm_client, "_UNSEEN_S", 0.0)
+    assert await chunks(engine, planned)
+    assert await engine.info()
+    assert len(server.legs("identify")) == (3 if started is None else 1)
+    restart(server)
+    num_legs = len(server.legs("none"))
+    with pytest.raises(IncompatiblePeerError, match="identity"):
+        await chunks(engine, planned)
+    with pytest.raises(IncompatiblePeerError, match="identity"):
+        await engine.first_token(planned, {})
+    assert len(server.legs("none")) == num_legs
+    assert (await engine.info()).incarnation == "Q-1"
+
+
+async def test_a_leg_is_no_sign_of_life(
+    server: FakeVllm, session: aiohttp.ClientSession, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Legs that begin one after the other do not keep an identity that nobody has confirmed."""
+    clock = [100.0]
+    monkeypatch.setattr(vllm_client, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    server.started = 1.7e9
+    engine = client(session, url)
+    planned = msgspec.structs.replace(ask(), identity=token_identity((await engine.info()).fingerprint))
+    clock[0] += 0.6 * vllm_client._UNSEEN_S
+    await chunks(engine, planned)
+    restart(server)
+    clock[0] += 0.6 * vllm_client._UNSEEN_S
+    with pytest.raises(IncompatiblePeerError):
+        await chunks(engine, planned)
 
 
 async def test_a_server_without_the_connector_or_the_role(

@@ -6,10 +6,13 @@ import asyncio
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from aiohttp import web
 
-from tests.router.fake_vllm import FakeVllm
+from baton.router import vllm_client
+from tests.router.fake_vllm import FakeVllm, token_at
 from tests.router.vllm_pair import BODY, CONNECTORS, PROMPT, QUICK, WAYS, Pair, complete, said
 from tests.server.fake_serving import join, status_of, until
 
@@ -209,6 +212,40 @@ async def test_a_lost_decode_server_costs_no_token(directory: Path, name: str, s
         assert pair.legs()[1]
         resumed = [body for body in second.legs("decode") if len(body["prompt"]) > len(PROMPT) + seed]
         assert bool(resumed) == (penalty == 0.0)
+
+
+@pytest.mark.parametrize("seed", [False, True])
+async def test_a_stream_does_not_go_on_with_a_model_that_nobody_looked_at(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, seed: bool
+) -> None:
+    """The decode server is another process with another model at once, and the router looks only once a minute."""
+    monkeypatch.setattr(vllm_client, "_UNSEEN_S", 0.0)
+    pair = Pair(directory, "BatonConnector", seed)
+    d, complete_of = pair.d, pair.d._complete
+    d.fail, d.fail_role, d.fail_after, d.started = "cut", "decode", 3, 1.0
+
+    async def until_it_restarts(request: web.Request, body: dict[str, Any], role: str) -> web.StreamResponse:
+        try:
+            return await complete_of(request, body, role)
+        finally:
+            if role == "decode" and d.fail is not None:
+                d.fail, d.name, d.started, d.fingerprint = None, "D'", 2.0, '{"model.weights": "b"}'
+                d.says = {position: token_at(position) ^ 1 for position in range(100)}
+
+    monkeypatch.setattr(d, "_complete", until_it_restarts)
+    timers = replace(QUICK, check=60.0)
+    body = {**BODY, "stream": True, "max_tokens": 12}
+    async with (
+        pair.run(timers=timers) as (url, session),
+        session.post(f"{url}/v1/completions", json=body) as response,
+    ):
+        lines = [line[6:] for line in (await response.text()).splitlines() if line.startswith("data: {")]
+        problem = (await status_of(session, url))["engines"][1]["problem"]
+    events = [json.loads(line) for line in lines]
+    tokens = [token for event in events for choice in event.get("choices", ()) for token in choice["token_ids"]]
+    assert tokens == said(12)  # the prefill server went on alone
+    assert len(d.legs("decode")) == 1
+    assert "model.weights" in problem
 
 
 async def test_servers_of_the_other_nixl_mode(directory: Path) -> None:

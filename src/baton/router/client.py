@@ -116,10 +116,10 @@ class EngineClient(ABC):
                     raise refusal(self.url, response.status, await read_refusal(response))
                 yield response
 
-    async def _get(self, path: str, limit: int) -> bytes:
+    async def _get(self, path: str, limit: int, timeout: aiohttp.ClientTimeout | None = None) -> bytes:
         try:
             async with self._session.get(
-                self._base + path, timeout=self._ask_timeout, allow_redirects=False
+                self._base + path, timeout=timeout or self._ask_timeout, allow_redirects=False
             ) as response:
                 body = await read_body(response, limit)
                 if response.status == 503 and ENGINE_STALLED.encode() in body:

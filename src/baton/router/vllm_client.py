@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import math
+import re
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
@@ -12,7 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import aiohttp
 import msgspec
 
-from baton.errors import BatonError, EngineUnavailableError, ProtocolError
+from baton.comparison import token_identity
+from baton.errors import BatonError, EngineLostError, EngineUnavailableError, IncompatiblePeerError, ProtocolError
 from baton.openai.answers import Completion, Model, Models, decode
 from baton.openai.client import failures, read_body, read_events, read_samples
 from baton.router.client import EngineClient
@@ -26,12 +29,19 @@ if TYPE_CHECKING:
 _MAX_BODY_BYTES = 16 * 2**20
 # How long a reading of a server's clock is used. Clocks drift by less than 0.1 s in that time.
 _CLOCK_S = 600.0
+# No vLLM server ends and starts again within this time: whoever answers so soon after an answer is the same process.
+_UNSEEN_S = 3.0
+_STARTED = re.compile(rb"^process_start_time_seconds (\S+)", re.MULTILINE)
 _T = TypeVar("_T")
 
 
 class VllmClient(EngineClient):
     """Talks to the vLLM server at one URL, or to one data-parallel rank of it. `identify` asks its connector who it is,
-    once per life."""
+    once per life.
+
+    A server takes any request, whoever it was before. So no leg is sent to one that was not seen for `_UNSEEN_S` before
+    its process is known to be the same, by the start time in its metrics, or its identity was asked anew.
+    """
 
     has_ranks = True
 
@@ -48,6 +58,9 @@ class VllmClient(EngineClient):
         self._model: Model | None = None
         self._info: EngineInfo | None = None
         self._read = 0.0
+        self._seen = -math.inf  # when the process of `_info` answered last
+        self._started: bytes | None = None  # what its metrics say of its start
+        self._recognising = asyncio.Lock()  # one leg asks for all
 
     @property
     def root(self) -> str | None:
@@ -61,27 +74,53 @@ class VllmClient(EngineClient):
         return engine.client
 
     async def info(self) -> EngineInfo:
-        """Ask a server for its identity after each time it was away, and for its clock every `_CLOCK_S`."""
+        """Ask a server for its identity when it may be another process, and for its clock every `_CLOCK_S`."""
+        asked = time.monotonic()
         try:
             await self._get("/health", _MAX_BODY_BYTES)
+            info = await self._recognise(asked, self._ask_timeout)
         except EngineUnavailableError:
-            self._info = None
+            self._seen = -math.inf
             raise
-        if self._info is None:
-            self._info = await self._ask_identity()
-        elif time.monotonic() - self._read >= _CLOCK_S:
+        self._seen = asked
+        if time.monotonic() - self._read >= _CLOCK_S:
             with contextlib.suppress(BatonError):  # the next check asks a busy server again
-                self._info = await self._ask_identity()
-        return msgspec.structs.replace(self._info, clock=self._info.clock + time.monotonic() - self._read)
+                info = await self._ask_identity(self._ask_timeout)
+        return msgspec.structs.replace(info, clock=info.clock + time.monotonic() - self._read)
 
-    async def _ask_identity(self) -> EngineInfo:
+    async def _recognise(self, now: float, timeout: aiohttp.ClientTimeout) -> EngineInfo:
+        """The identity of the process that answers at `now`, in monotonic seconds, or later."""
+        info = self._info
+        if info is not None and now - self._seen < _UNSEEN_S:
+            return info
+        if info is None or not await self._is_same(timeout):
+            self._info = None
+            info = await self._ask_identity(timeout)
+        self._seen = now
+        return info
+
+    async def _is_same(self, timeout: aiohttp.ClientTimeout) -> bool:
+        return self._started is not None and self._started == await self._ask_start(timeout)
+
+    async def _ask_start(self, timeout: aiohttp.ClientTimeout) -> bytes | None:
+        """When the process started, by its metrics; None where they do not tell."""
+        try:
+            found = _STARTED.search(await self._get("/metrics", _MAX_BODY_BYTES, timeout))
+        except EngineLostError:
+            raise
+        except EngineUnavailableError:
+            return None
+        return None if found is None else found[1]
+
+    async def _ask_identity(self, timeout: aiohttp.ClientTimeout) -> EngineInfo:
+        started = await self._ask_start(timeout)
         listed = self._decode(await self._get("/v1/models", _MAX_BODY_BYTES), Models).data
         if not listed:
             raise ProtocolError(f"{self.url} lists no model")
         self._model = listed[0]
-        found = await self._identify(self, self._model)
-        self._read = time.monotonic()
-        return found
+        self._info = await self._identify(self, self._model)
+        self._read, self._started = time.monotonic(), started
+        return self._info
 
     async def load(self) -> EngineLoad:
         """From vLLM's metrics, as far as it has them."""
@@ -115,8 +154,10 @@ class VllmClient(EngineClient):
 
         Raises `EngineUnavailableError`, `EngineLostError` when it does not answer, `ProtocolError`.
         """
-        model = await self._served()
-        body = {"model": model.id, "prompt": [0], "max_tokens": 1, "kv_transfer_params": kv_transfer_params}
+        if self._model is None:
+            await self.info()
+        assert self._model is not None
+        body = {"model": self._model.id, "prompt": [0], "max_tokens": 1, "kv_transfer_params": kv_transfer_params}
         async with self._completion(body, self._tell_timeout) as response:
             return self._decode(await read_body(response, _MAX_BODY_BYTES), Completion)
 
@@ -131,7 +172,7 @@ class VllmClient(EngineClient):
 
         Raises as `EngineClient.generate` does, and `HandoffError` where the server is well and has ended the request.
         """
-        model = await self._served()
+        model = await self._served(request)
         position = request.num_known
         more = first_only and request.sampling_params.max_tokens - position > 1
         body = completion_body(request, model.id, position, kv_transfer_params, first_only, stream=True)
@@ -149,7 +190,7 @@ class VllmClient(EngineClient):
 
         Raises as `leg` does.
         """
-        model = await self._served()
+        model = await self._served(request)
         position = request.num_known
         body = completion_body(request, model.id, position, kv_transfer_params, first_only=True, stream=False)
         async with self._completion(body, self._leg_timeout) as response:
@@ -161,9 +202,13 @@ class VllmClient(EngineClient):
         more = request.sampling_params.max_tokens - position > 1
         return _goes_on(chunk) if more else chunk, answer.kv_transfer_params or {}
 
-    async def _served(self) -> Model:
-        if self._model is None:
-            await self.info()
+    async def _served(self, request: GenerateRequest) -> Model:
+        """The model, if it is what the request was planned for. Raises what `info` raises, `IncompatiblePeerError`."""
+        async with self._recognising:
+            info = await self._recognise(time.monotonic(), self._tell_timeout)
+        own = token_identity(info.fingerprint)
+        if request.identity not in (None, own):
+            raise IncompatiblePeerError({"identity": (own, request.identity)})
         assert self._model is not None
         return self._model
 
