@@ -1,4 +1,5 @@
-"""Clients that cost a server more than they should: they read nothing, leave in mid-stream, or send slowly."""
+"""Clients that cost a server more than they should: they read nothing, leave in mid-stream, send slowly, or send little
+that becomes much."""
 
 from __future__ import annotations
 
@@ -6,12 +7,14 @@ import asyncio
 import contextlib
 import json
 import socket
-from collections.abc import AsyncIterator, Callable, Coroutine
+import zlib
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
 SLOW_BYTES_PER_S = 2
+_DEFLATED_MIB = 3072  # in some 3 MiB
 
 
 @asynccontextmanager
@@ -27,6 +30,27 @@ async def hostile_clients(
     clients = [_forever(lambda: _reads_nothing(url, request)) for _ in range(num_silent)]
     clients += [_forever(lambda: _sends_slowly(url, request)) for _ in range(num_slow)]
     clients += [_leaves(url, request, number * leave_every_s) for number in range(num_leaving)]
+    async with _running(clients):
+        yield
+
+
+@asynccontextmanager
+async def unread_and_deflated(
+    url: str, body: dict[str, Any], num_unread: int, num_deflated: int
+) -> AsyncIterator[None]:
+    """While the context lasts: `num_unread` clients that ask `body` once and read nothing of the stream, and
+    `num_deflated` that send a compressed body again and again. They have begun when this is entered."""
+    request = _request(url, {**body, "stream": True})
+    bomb = _deflated()
+    clients = [_reads_nothing(url, request) for _ in range(num_unread)]
+    clients += [_forever(lambda: _sends_deflated(url, bomb)) for _ in range(num_deflated)]
+    async with _running(clients):
+        await asyncio.sleep(1.0)
+        yield
+
+
+@asynccontextmanager
+async def _running(clients: Sequence[Coroutine[Any, Any, None]]) -> AsyncIterator[None]:
     tasks = [asyncio.create_task(client) for client in clients]
     try:
         yield
@@ -69,6 +93,21 @@ async def _reads_nothing(url: str, request: bytes) -> None:
         reader._transport.pause_reading()  # type: ignore[attr-defined]  # the one way to read nothing at all
         writer.write(request)
         await asyncio.sleep(3600.0)
+
+
+def _deflated() -> bytes:
+    """A body of spaces, which are JSON so far, in deflate's format."""
+    packer = zlib.compressobj(9)
+    start = packer.compress(b"") + packer.flush(zlib.Z_FULL_FLUSH)
+    # After a full flush nothing refers to what was before, so that a piece may be there any number of times.
+    return start + (packer.compress(b" " * 2**20) + packer.flush(zlib.Z_FULL_FLUSH)) * _DEFLATED_MIB
+
+
+async def _sends_deflated(url: str, body: bytes) -> None:
+    async with _connected(url) as (reader, writer):
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: {urlsplit(url).netloc}\r\nContent-Type: application/json\r\n"
+        writer.write(head.encode() + b"Content-Encoding: deflate\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        await reader.read(100)
 
 
 async def _sends_slowly(url: str, request: bytes) -> None:

@@ -1,7 +1,9 @@
 """`python -m benchmarks.overload`: far more requests at once than there is room for, then clients that cost too much.
 
 Each answer must be exact (the tokens of one quiet engine) or 429, memory must be bounded, and a moment after the end
-all must be as before. Then streams are timed with hostile clients beside them and without.
+all must be as before. Then streams are timed with hostile clients beside them and without. Last, all at once: as many
+requests, none of them refused, are timed alone, and beside streams that nobody reads and bodies that deflate to
+gigabytes.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +29,7 @@ from baton.verify.sides import InProcess
 from baton.wire import SamplingParams
 from benchmarks.demo import SPECULATIVE, TARGET
 from benchmarks.deployment import BreakableDeployment
-from benchmarks.hostile import hostile_clients
+from benchmarks.hostile import hostile_clients, unread_and_deflated
 from benchmarks.scrape import own_mib, process_status, until_idle
 
 LEAVE_EVERY_S = 0.1
@@ -37,7 +39,8 @@ RETRY_AFTER_S = 1.0  # as the answer says
 @dataclass(frozen=True, slots=True)
 class OverloadConfig:
     """`requests` at once on engines with `room` for so many, behind queues of `queued`. Then `streams` are timed, each
-    client one after the other, beside `silent`, `leaving` and `slow` clients."""
+    client one after the other, beside `silent`, `leaving` and `slow` clients; and `requests` at once beside `unread`
+    streams of `unread_tokens` and `deflated` bodies, where there are any."""
 
     requests: int = 500
     room: int = 8
@@ -48,12 +51,16 @@ class OverloadConfig:
     silent: int = 64
     leaving: int = 100
     slow: int = 20
+    unread: int = 80
+    unread_tokens: int = 96
+    deflated: int = 8
 
 
 @dataclass(slots=True)
 class OverloadReport:
     """What came of it. `memory`: by process, MiB of its own before, at most, and after; `tpot_s`: medians without and
-    with hostile clients."""
+    with hostile clients. `together_s`: the times in which the requests were answered, `alone` and `beside` unread
+    streams and deflated bodies."""
 
     num_exact: int = 0
     num_refused: int = 0
@@ -61,6 +68,7 @@ class OverloadReport:
     memory: dict[str, tuple[float, float, float]] = field(default_factory=dict)
     recovered_s: float = 0.0
     tpot_s: tuple[float, float] = (0.0, 0.0)
+    together_s: dict[str, list[float]] = field(default_factory=dict)
 
     def table(self) -> str:
         """All of it as text."""
@@ -73,6 +81,11 @@ class OverloadReport:
         quiet, beside = (1e3 * tpot for tpot in self.tpot_s)
         lines += [f"all as before {self.recovered_s:.2f} s after the last answer"]
         lines += [f"TPOT {quiet:.2f} ms, beside hostile clients {beside:.2f} ms: {beside / quiet:.2f}"]
+        for what, of in (("median", statistics.median), ("last", max)):
+            alone, hard = (of(self.together_s[name]) for name in ("alone", "beside"))
+            lines += [
+                f"{what} of all answers {alone:.2f} s, beside unread and deflated {hard:.2f} s: {hard / alone:.2f}"
+            ]
         return "\n".join(lines)
 
 
@@ -84,22 +97,38 @@ def run_overload(config: OverloadConfig) -> OverloadReport:
     want = InProcess(engine).answers(cases).observed
     flags = ["--speculative-config", json.dumps(SPECULATIVE), "--batch-invariant", "--max-num-seqs", str(config.room)]
     queue = ["--max-queued-requests", str(config.queued)]
+    report = OverloadReport()
     with BreakableDeployment(TARGET, engine_flags=[*flags, *queue], router_flags=queue) as deployment:
-        return asyncio.run(_Overload(config, deployment, cases, want).run())
+        asyncio.run(_Overload(config, deployment, cases, want, report).run())
+    if not config.unread and not config.deflated:
+        return report
+    with BreakableDeployment(TARGET, engine_flags=flags) as deployment:
+        asyncio.run(_Overload(config, deployment, cases, want, report).run_together())
+    return report
 
 
 class _Overload:
     def __init__(
-        self, config: OverloadConfig, deployment: BreakableDeployment, cases: Sequence[Case], want: Sequence[Observed]
+        self,
+        config: OverloadConfig,
+        deployment: BreakableDeployment,
+        cases: Sequence[Case],
+        want: Sequence[Observed],
+        report: OverloadReport,
     ) -> None:
         self._config, self._deployment, self._cases, self._want = config, deployment, cases, want
-        self._report = OverloadReport()
+        self._report = report
 
-    async def run(self) -> OverloadReport:
+    @contextlib.asynccontextmanager
+    async def _connected(self) -> AsyncIterator[None]:
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
         timeout = aiohttp.ClientTimeout(total=600.0)
         async with aiohttp.ClientSession(connector=connector, timeout=timeout) as self._session:
             await self._ask(0)  # what is loaded on first use is no cost of the load
+            yield
+
+    async def run(self) -> None:
+        async with self._connected():
             await self._burst()
             quiet = await self._timed()
             body = self._body(len(self._cases) - 1)
@@ -110,7 +139,25 @@ class _Overload:
                 beside = await self._timed()
             self._report.tpot_s = quiet, beside
             await until_idle(self._session, self._deployment.engine_urls)
-        return self._report
+
+    async def run_together(self) -> None:
+        config, times = self._config, self._report.together_s
+        body = {**self._body(0), "max_tokens": config.unread_tokens, "logprobs": 20}
+        async with self._connected():
+            times["alone"] = await self._all_at_once()
+            async with unread_and_deflated(self._deployment.url, body, config.unread, config.deflated):
+                times["beside"] = await self._all_at_once()
+            await until_idle(self._session, self._deployment.engine_urls)
+
+    async def _all_at_once(self) -> list[float]:
+        """In how many seconds each of the requests was answered, all asked at once; each must be exact."""
+
+        async def ask(number: int) -> float:
+            begin = time.monotonic()
+            await self._ask(number % len(self._cases))
+            return time.monotonic() - begin
+
+        return await asyncio.gather(*(ask(number) for number in range(self._config.requests)))
 
     async def _burst(self) -> None:
         report = self._report

@@ -13,7 +13,17 @@ from tests.e2e.leftovers import orphaned_segments
 def test_what_is_taken_is_exact_and_the_rest_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     config = OverloadConfig(
-        requests=60, room=4, queued=4, cases=6, max_tokens=16, streams=12, silent=6, leaving=10, slow=5
+        requests=60,
+        room=4,
+        queued=4,
+        cases=6,
+        max_tokens=16,
+        streams=12,
+        silent=6,
+        leaving=10,
+        slow=5,
+        unread=0,
+        deflated=0,
     )
     report = run_overload(config)
     assert not report.others, report.table()
