@@ -77,7 +77,11 @@ async def stream(url: str, **body: Any) -> list[dict[str, Any]]:
     async with aiohttp.ClientSession() as session, session.post(f"{url}/v1/messages", json=asked) as response:
         assert response.status == 200
         assert response.content_type == "text/event-stream"
-        text = await response.text()
+        return events_of(await response.text())
+
+
+def events_of(text: str) -> list[dict[str, Any]]:
+    """Server-sent events, each of which is named as its type says."""
     events = []
     for part in text.removesuffix("\n\n").split("\n\n"):
         name, data = part.split("\n")

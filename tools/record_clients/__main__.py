@@ -1,11 +1,12 @@
 """Let other clients talk to a server, print what was said, and keep their requests for the tests.
 
-    python -m tools.record_clients [--url http://127.0.0.1:8000] [--output tests/clients/recorded]
+    python -m tools.record_clients [--client NAME] [--url http://127.0.0.1:8000] [--output tests/clients/recorded]
 
 The server needs `--served-model-name demo --enable-auto-tool-choice --tool-call-parser hermes`. Without `--url` it is
 the router over the tests' stand-ins of vLLM servers, which call a tool whenever there is one, so that each client sends
-a call's result. The clients run in an environment of their own, made in the user's cache by the first run (some 400
-MB). Without `--output` nothing is written.
+a call's result; load generators, which need a vocabulary that their own libraries can read, talk to `baton up`. Each
+client runs in an environment of its own, made in the user's cache by its first run (up to 2 GB). Without `--output`
+nothing is written.
 """
 
 from __future__ import annotations
@@ -29,14 +30,20 @@ from aiohttp import web
 
 from baton.openai.serving import bind, served, url_of
 from baton.timeouts import timeout
-from tests.clients.deployments import before_vllm
+from tests.clients.deployments import before_vllm, embedded
 
 HERE = Path(__file__).parent
 CLIENTS = {
     "langchain": ("langchain-openai==1.7.3", "openai==2.54.0"),
     "litellm": ("litellm[mcp]==1.106.2", "openai==2.54.0"),
     "llm": ("llm==0.32.1", "openai==2.54.0"),
+    "anthropic": ("anthropic==2.13.0",),
+    "openai_agents": ("openai-agents==0.24.0",),
+    "aider": ("aider-chat==0.86.2",),
+    "guidellm": ("guidellm==0.8.1",),
+    "aiperf": ("aiperf==0.13.0",),
 }
+LOADS = {"guidellm", "aiperf"}
 LIMIT_S = 240
 
 
@@ -59,7 +66,9 @@ class Recorder:
         if body:
             self.requests.append({"path": request.path, "body": body.decode()})
             self.answers.append(f"{reply.status} {answer.decode()}")
-        return web.Response(status=reply.status, body=answer, headers={"Content-Type": reply.headers["Content-Type"]})
+        return web.Response(
+            status=reply.status, body=answer, headers={"Content-Type": reply.headers.get("Content-Type", "")}
+        )
 
 
 def _passed(request: web.Request) -> dict[str, str]:
@@ -68,11 +77,11 @@ def _passed(request: web.Request) -> dict[str, str]:
     }
 
 
-def environment() -> Path:
-    """The clients' interpreter. Raises `subprocess.CalledProcessError` when pip fails; its lines say why."""
-    wanted = sorted({package for packages in CLIENTS.values() for package in packages})
+def environment(client: str) -> Path:
+    """A client's interpreter. Raises `subprocess.CalledProcessError` when pip fails; its lines say why."""
+    wanted = CLIENTS[client]
     digest = hashlib.sha256("\n".join([*wanted, sys.version]).encode()).hexdigest()[:8]
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "baton" / f"clients-{digest}"
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "baton" / f"{client}-{digest}"
     python = root / "bin" / "python"
     done = root / ".installed"
     if not done.exists():
@@ -120,19 +129,20 @@ def _show(client: str, recorder: Recorder) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--client", choices=CLIENTS, action="append", help="default: all; repeat")
     parser.add_argument("--url", help="base URL of the server, without /v1")
     parser.add_argument("--output", type=Path, help="directory for the recorded requests")
     parser.add_argument("--python", type=Path, help="interpreter that has the clients, instead of an environment made")
     options = parser.parse_args()
-    python = options.python or environment()
-    with tempfile.TemporaryDirectory() as folder:
-        serving = contextlib.nullcontext(options.url.rstrip("/")) if options.url else before_vllm(Path(folder))
-        with serving as url:
-            for client, packages in CLIENTS.items():
+    for client in options.client or CLIENTS:
+        python = options.python or environment(client)
+        with tempfile.TemporaryDirectory() as folder:
+            own = (embedded if client in LOADS else before_vllm)(Path(folder))
+            with contextlib.nullcontext(options.url.rstrip("/")) if options.url else own as url:
                 recorder = asyncio.run(record(url, client, python))
-                if options.output is not None:
-                    found: dict[str, Any] = {"packages": packages, "requests": recorder.requests}
-                    (options.output / f"{client}.json").write_text(json.dumps(found, indent=1) + "\n")
+        if options.output is not None:
+            found: dict[str, Any] = {"packages": CLIENTS[client], "requests": recorder.requests}
+            (options.output / f"{client}.json").write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -19,6 +19,9 @@ def main(url: str) -> None:
         (work / "hello.py").write_text('print("hello")\n')
         environment = {**os.environ, "HOME": str(home), "OPENAI_API_BASE": url, "OPENAI_API_KEY": "none"}
         environment["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
+        # Without it a model may go on to the end of its context.
+        settings = Path(folder) / "settings.yml"
+        settings.write_text("- name: openai/demo\n  extra_params: {max_tokens: 16}\n")
         for flag in ("--stream", "--no-stream"):
             command = [
                 SCRIPT,
@@ -37,7 +40,7 @@ def main(url: str) -> None:
                 "--no-pretty",
             ]
             command += ["--edit-format", "ask", "--no-show-release-notes", "--no-detect-urls", flag]
-            command += ["--message", "What does hello.py print?", "hello.py"]
+            command += ["--model-settings-file", settings, "--message", "What does hello.py print?", "hello.py"]
             done = subprocess.run(command, cwd=work, env=environment, capture_output=True, text=True, timeout=200)
             print(done.stdout[-1500:], done.stderr[-500:])
             assert done.returncode == 0, done.returncode

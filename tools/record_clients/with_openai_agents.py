@@ -38,13 +38,13 @@ async def main(url: str) -> None:
     client = AsyncOpenAI(base_url=url, api_key="none", max_retries=0)
     for kind in (OpenAIChatCompletionsModel, OpenAIResponsesModel):
         model = kind(model="demo", openai_client=client)
-        settings = ModelSettings(temperature=0, max_tokens=200)
+        settings = ModelSettings(temperature=0, max_tokens=64)
         plain = Agent(name="plain", instructions="Be brief.", model=model, model_settings=settings)
         print(kind.__name__, "text:", repr((await Runner.run(plain, QUESTION)).final_output))
         streamed = Runner.run_streamed(plain, QUESTION)
         num_events = len([event async for event in streamed.stream_events()])
         print("stream:", num_events, repr(streamed.final_output))
-        required = ModelSettings(temperature=0, max_tokens=200, tool_choice="required", parallel_tool_calls=False)
+        required = ModelSettings(temperature=0, max_tokens=64, tool_choice="required", parallel_tool_calls=False)
         # After the call the agent's tool_choice is reset, so that it may answer.
         agent = Agent(
             name="weather", instructions="Use tools.", model=model, model_settings=required, tools=[get_weather]
