@@ -206,3 +206,25 @@ def test_malformed_arguments_are_an_empty_object_to_the_template() -> None:
         assert call.shown()["function"]["arguments"] == {}
     call = ToolCall(function=CalledFunction(name="f", arguments='{"b": 1, "a": null}'))
     assert list(call.shown()["function"]["arguments"].items()) == [("b", 1), ("a", None)]
+
+
+@doors
+async def test_numbers_of_other_languages(directory: Path, door: Door) -> None:
+    """As in vLLM, whose fields take what can be read as their type."""
+    async with door(directory) as (url, engine), aiohttp.ClientSession() as session:
+        body = {
+            "model": "fake",
+            "messages": ASK,
+            "max_tokens": 4.0,
+            "n": "1",
+            "top_k": 5.0,
+            "temperature": "0.5",
+            "stream": "false",
+        }
+        async with session.post(f"{url}/v1/chat/completions", json=body) as response:
+            assert (await response.json())["choices"][0]["message"]["content"] == TEXT[:4]
+        params = engine.requests[-1].sampling_params
+        assert (params.max_tokens, params.top_k, params.temperature) == (4, 5, 0.5)
+        for name, value in (("max_tokens", 4.5), ("n", "one"), ("stream", "perhaps"), ("temperature", "warm")):
+            async with session.post(f"{url}/v1/chat/completions", json={**body, name: value}) as response:
+                assert (response.status, (await response.json())["error"]["param"]) == (400, name)

@@ -135,6 +135,20 @@ CASES: dict[str, list[tuple[str, Found]]] = {
             for text in ("NaN", "-Infinity", "1e999")
         ),
         ("<tool_call>no function", ("<tool_call>no function", "", [])),
+        # Models leave tags out: the opening one, a value's end, and those between two calls.
+        (
+            "See.\n<function=stop>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>",
+            ("See.", "", [("stop", '{"a": "1"}')]),
+        ),
+        ("write <function=other> or <function=", ("write <function=other> or <function=", "", [])),
+        (
+            "<tool_call><function=get_weather><parameter=city>\nBern\n<parameter=days>2</parameter></function></tool_call>",
+            ("", "", [("get_weather", '{"city": "Bern", "days": 2}')]),
+        ),
+        (
+            "<tool_call><function=stop></function><function=get_weather></function></tool_call>",
+            ("", "", [("stop", "{}"), ("get_weather", "{}")]),
+        ),
         ("<tool_call><function=stop><parameter=x>never ends", ("", "", [("stop", "{")])),
     ],
 }
@@ -243,6 +257,17 @@ def test_answers_that_a_grammar_forces() -> None:
 )
 def test_reasoning(name: str, opened: bool, text: str, expected: tuple[str, str]) -> None:
     assert found(REASONING_PARSERS[name].make(Plain(), opened), list(text))[:2] == expected
+
+
+@pytest.mark.parametrize("opened", [False, True])
+def test_a_call_ends_reasoning_that_nothing_closed(opened: bool) -> None:
+    call = f"<tool_call>{CALL}</tool_call>"
+    text = ("" if opened else "<think>") + f"I look. {call}"
+    for pieces in ([text], list(text)):
+        parser = REASONING_PARSERS["qwen3"].make(TOOL_PARSERS["hermes"].make(SCHEMAS), opened)
+        assert found(parser, pieces) == ("", "I look. ", [("get_weather", ARGUMENTS)])
+        plain = REASONING_PARSERS["qwen3"].make(Plain(), opened)
+        assert found(plain, pieces) == ("", f"I look. {call}", []), "without tools there are no calls"
 
 
 @pytest.mark.parametrize(

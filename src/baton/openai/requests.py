@@ -171,7 +171,8 @@ def decode_body(
         fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
         note_user(fields)
         refuse_unserved({name: fields[name] for name in fields.keys() - served}, also)
-        return msgspec.json.decode(body, type=kind)
+        # Clients of languages with one type of numbers send 16.0, some send "16": as in vLLM, both are 16.
+        return msgspec.json.decode(body, type=kind, strict=False)
     except msgspec.ValidationError as error:
         message = str(error)
         path = _PATH.search(message)

@@ -19,7 +19,7 @@ class HermesParser(MarkedParser):
         super().__init__(_OPEN)
         self._calls = JsonCalls(self._words)
 
-    def _opened(self) -> None:
+    def _opened(self, marker: str) -> None:
         self._where = "call"
         self._calls.begin(_OPEN)
 

@@ -13,8 +13,8 @@ class MarkedParser(ABC):
     `_held`: text that is not understood before more of it comes.
     """
 
-    def __init__(self, marker: str) -> None:
-        self._marker = marker
+    def __init__(self, *markers: str) -> None:
+        self.markers = markers
         self._words = Words()
         self._held = ""
         self._where = "words"
@@ -25,10 +25,10 @@ class MarkedParser(ABC):
         while text:
             rest: str | None = None
             if self._where == "words":
-                before, found, text = split_at(text, self._marker)
+                before, found, text = split_at(text, *self.markers)
                 events += self._words.push(before)
                 if found:
-                    self._opened()
+                    self._opened(found)
                     continue
             else:
                 rest = self._read(text, events)
@@ -39,7 +39,7 @@ class MarkedParser(ABC):
         return events
 
     @abstractmethod
-    def _opened(self) -> None:
+    def _opened(self, marker: str) -> None:
         """A marker was read: enter the state behind it."""
 
     @abstractmethod

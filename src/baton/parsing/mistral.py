@@ -31,7 +31,7 @@ class MistralParser(MarkedParser):
         self._calls = JsonCalls(self._words)
         self._value = JsonValue()
 
-    def _opened(self) -> None:
+    def _opened(self, marker: str) -> None:
         self._where = "start"
 
     def _read(self, text: str, events: list[ParsedEvent]) -> str | None:

@@ -15,9 +15,12 @@ from baton.parsing.marked import MarkedParser
 from baton.parsing.schema_types import parameter_schema, value_of
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_BARE = "<function="
+_NAME, _MAX_NAME = re.compile(r"[^<>\s]*"), 256
 _VALUE, _VALUE_END = "<parameter=", "</parameter>"
 _FUNCTION = re.compile(r"\s*<function=([^<>\s]{1,256})>")
-_PARAMETER = re.compile(r"\s*<parameter=([^<>]{1,256})>(.*?)</parameter>", re.DOTALL)
+# The next parameter ends one whose own end the model left out.
+_PARAMETER = re.compile(r"\s*<parameter=([^<>]{1,256})>(.*?)(?:</parameter>|(?=<parameter=))", re.DOTALL)
 _END = re.compile(r"\s*</function>(\s*</tool_call>)?")
 
 
@@ -25,8 +28,9 @@ class Qwen3XmlParser(MarkedParser):
     """A call's name is told when its function is named, an argument when its value is whole."""
 
     def __init__(self, tools: Mapping[str, Any]) -> None:
-        super().__init__(_OPEN)
+        super().__init__(_OPEN, _BARE)
         self._tools = tools
+        self._lead = _OPEN
         self._count = 0
         self._name = ""
         self._keys: set[str] = set()
@@ -34,16 +38,30 @@ class Qwen3XmlParser(MarkedParser):
     def push(self, text: str) -> list[ParsedEvent]:
         if self._where == "inside" and self._held.lstrip().startswith(_VALUE):
             tail = self._held[-len(_VALUE_END) :] + text
-            if _VALUE_END not in tail:
+            if _VALUE_END not in tail and _VALUE not in tail:
                 self._held += text  # to look through a long value at each of its pieces would take long
                 return []
         return super().push(text)
 
-    def _opened(self) -> None:
-        self._where = "call"
+    def _opened(self, marker: str) -> None:
+        self._where, self._lead = "call", marker
 
     def _read(self, text: str, events: list[ParsedEvent]) -> str | None:
-        return self._function(text, events) if self._where == "call" else self._inside(text, events)
+        if self._where == "inside":
+            return self._inside(text, events)
+        return self._bare(text, events) if self._lead == _BARE else self._function(text, events)
+
+    def _bare(self, text: str, events: list[ParsedEvent]) -> str | None:
+        """Behind `<function=` without `<tool_call>`, which models leave out: a call where it names one of the tools."""
+        name = _NAME.match(text)
+        if name is not None and name.end() == len(text) and len(text) <= _MAX_NAME:
+            return None
+        if name is not None and name[0] in self._tools and text.startswith(">", name.end()):
+            self._begin(name[0], events)
+            return text[name.end() + 1 :]
+        self._where = "words"
+        events += self._words.push(_BARE)
+        return text
 
     def _function(self, text: str, events: list[ParsedEvent]) -> str | None:
         found = _FUNCTION.match(text)
@@ -55,10 +73,13 @@ class Qwen3XmlParser(MarkedParser):
             self._where = "words"
             events += self._words.push(_OPEN)
             return text
-        self._words.call()
-        self._name, self._keys, self._where = found[1], set(), "inside"
-        events.append(CallDelta(self._count, self._name, "{"))
+        self._begin(found[1], events)
         return text[found.end() :]
+
+    def _begin(self, name: str, events: list[ParsedEvent]) -> None:
+        self._words.call()
+        self._name, self._keys, self._where = name, set(), "inside"
+        events.append(CallDelta(self._count, self._name, "{"))
 
     def _inside(self, text: str, events: list[ParsedEvent]) -> str | None:
         if ">" not in text:
@@ -93,7 +114,7 @@ class Qwen3XmlParser(MarkedParser):
             # An end that was waited for is one; without it the call is cut off, and so are its arguments.
             closed = _END.match(self._held) is not None
             return [CallDelta(self._count, None, "}")] if closed else []
-        lead = _OPEN if self._where == "call" else ""
+        lead = self._lead if self._where == "call" else ""
         return self._words.push(lead + self._held) + self._words.finish()
 
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from baton.parsing.base import ParsedEvent, Parser, Reasoning, split_at
+from baton.parsing.marked import MarkedParser
 
 _OPEN, _CLOSE = "<think>", "</think>"
 
 
 class ThinkParser:
-    """Reasoning first, if the answer begins with it, then what `rest` reads. `begun`: the prompt has opened it."""
+    """Reasoning first, if the answer begins with it, then what `rest` reads. `begun`: the prompt has opened it.
+    `to_call`: a call ends it too, as in vLLM's `qwen3`: those models leave `</think>` out before one."""
 
-    def __init__(self, rest: Parser, begun: bool) -> None:
+    def __init__(self, rest: Parser, begun: bool, to_call: bool = False) -> None:
         self._rest = rest
+        self._calls = rest.markers[:1] if to_call and isinstance(rest, MarkedParser) else ()
         self._begun = begun
         self._where = "start"
         self._held = ""
@@ -32,13 +35,15 @@ class ThinkParser:
             self._where, text = "inside", lead.removeprefix(_OPEN) if lead.startswith(_OPEN) else text
         events: list[ParsedEvent] = []
         if self._where == "inside":
-            before, found, text = split_at(text, _CLOSE)
+            before, found, text = split_at(text, _CLOSE, *self._calls)
             if before:
                 events.append(Reasoning(before))
             if not found:
                 self._held = text
                 return events
             self._where = "gap"
+            if found != _CLOSE:
+                text = found + text
         text = text.lstrip()
         if text:
             self._where = "behind"

@@ -49,5 +49,5 @@ REASONING_PARSERS: dict[str, ReasoningFormat] = {
     # Its templates open the reasoning, or the model leaves the opening out.
     "deepseek_r1": ReasoningFormat(lambda rest, opened: ThinkParser(rest, True), _THINK),
     "openai_gptoss": ReasoningFormat(reasoning, _HARMONY),
-    "qwen3": ReasoningFormat(ThinkParser, _THINK),
+    "qwen3": ReasoningFormat(lambda rest, opened: ThinkParser(rest, opened, to_call=True), _THINK),
 }
