@@ -228,3 +228,29 @@ async def test_numbers_of_other_languages(directory: Path, door: Door) -> None:
         for name, value in (("max_tokens", 4.5), ("n", "one"), ("stream", "perhaps"), ("temperature", "warm")):
             async with session.post(f"{url}/v1/chat/completions", json={**body, name: value}) as response:
                 assert (response.status, (await response.json())["error"]["param"]) == (400, name)
+
+
+CALL: dict[str, Any] = {"id": "x", "type": "function", "function": {"name": "stop", "arguments": "{}"}}
+HISTORIES: dict[str, list[dict[str, Any]]] = {
+    "no words": [{"role": "assistant", "content": ""}, {"role": "user", "content": "b"}],
+    "null for words": [{"role": "assistant", "content": None}, {"role": "user", "content": "b"}],
+    "calls without words": [{"role": "assistant", "content": None, "tool_calls": [CALL]}],
+    "calls without content": [{"role": "assistant", "tool_calls": [CALL]}],
+    "empty calls": [{"role": "assistant", "content": "b", "tool_calls": []}],
+    "a client's whole message": [
+        {"role": "assistant", "content": "b", "refusal": None, "function_call": None, "audio": None, "annotations": []}
+    ],
+    "a name": [{"role": "user", "name": "bob", "content": "b"}],
+    "parts of a result": [
+        {"role": "assistant", "tool_calls": [CALL]},
+        {"role": "tool", "tool_call_id": "x", "content": [{"type": "text", "text": "21"}]},
+    ],
+}
+
+
+@pytest.mark.parametrize("history", HISTORIES)
+async def test_histories_as_clients_keep_them(directory: Path, history: str) -> None:
+    async with engine_alone(directory) as (url, _), aiohttp.ClientSession() as session:
+        body = {"model": "fake", "messages": [*ASK, *HISTORIES[history]], "max_tokens": 4}
+        async with session.post(f"{url}/v1/chat/completions", json=body) as response:
+            assert response.status == 200, await response.text()

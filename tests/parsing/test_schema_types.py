@@ -34,6 +34,8 @@ CASES: list[tuple[Any, str, str]] = [
     (INTEGER, "+7", "7"),
     (INTEGER, "12345678901234567890123", "12345678901234567890123"),
     (INTEGER, "seven", '"seven"'),
+    (INTEGER, "9" * 5000, '"' + "9" * 5000 + '"'),  # more digits than Python reads
+    ({"type": "number"}, "9" * 5000, '"' + "9" * 5000 + '"'),
     ({"type": "number"}, "1.10", "1.10"),
     ({"type": "number"}, "3", "3"),
     ({"type": "number"}, ".5", "0.5"),

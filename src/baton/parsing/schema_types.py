@@ -45,8 +45,8 @@ def value_of(text: str, schema: Any, root: Any) -> str:
     types = _Walk(root).types(schema) or {"string"}
     if "null" in types and bare.lower() == "null":
         return "null"
-    if "integer" in types and _INTEGER.fullmatch(bare):
-        return _number(bare)
+    if "integer" in types and _INTEGER.fullmatch(bare) and (number := _number(bare)):
+        return number
     if "number" in types and (number := _number(bare)):
         return number
     if "boolean" in types and bare.lower() in ("true", "1", "false", "0"):
