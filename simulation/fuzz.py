@@ -29,7 +29,8 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from baton.handoff.channel.keys import KeyRing, make_keys
+from baton.handoff.channel.curve import as_client
+from baton.handoff.channel.keys import KeyRing, Keys, TicketKeys, make_keys
 from baton.handoff.node.figures import AgentStats
 from baton.handoff.protocol.frames import decode
 from baton.handoff.protocol.greeting import prove, seal, session_key
@@ -66,25 +67,23 @@ def attack(order: Attack) -> None:
     # Transfers that nobody has begun, between the same engines.
     keys += [msgspec.structs.replace(key, transfer_id=rng.randbytes(16)) for key in keys]
     context = zmq.Context()
-    ring = None if order.keys is None else KeyRing(order.keys, ATTACKER)
+    ring: Keys = TicketKeys(order.ticket_key) if order.keys is None else KeyRing(order.keys, ATTACKER)
     left = order.messages
     while left > 0:
         address = named = rng.choice(order.addresses)
         sock = context.socket(zmq.DEALER)
         sock.setsockopt(zmq.LINGER, 60_000)
-        if ring is not None:
-            engine, _, host = address.removeprefix("curve://").partition("@")
-            sock.curve_serverkey = ring.public_of(engine)
-            sock.curve_publickey, sock.curve_secretkey = ring.public, ring.secret
-            address = f"tcp://{host}"
-        sock.connect(address)
+        host = address.rpartition("/")[2]
+        engine, _, host = host.rpartition("@")
+        as_client(sock, ring, ring.public_of(engine) or b"")
+        sock.connect(f"tcp://{host}")
         for _ in range(_SESSIONS_PER_SOCKET):
             # Some know the ticket key, so that what they say afterwards is looked at.
             insider = rng.random() < 0.4
             # Under its own name, or another's; with memory of its own, or what it heard another has.
             as_whom = rng.choice(victims)
             hello = msgspec.structs.replace(as_whom, descriptor=rng.choice((own, own, rng.randbytes(20))))
-            if ring is not None or insider or rng.random() < 0.5:
+            if order.keys is not None or insider or rng.random() < 0.5:
                 hello = msgspec.structs.replace(hello, engine_id=ATTACKER, incarnation=f"{ATTACKER}-{rng.random()}")
             mine = [msgspec.structs.replace(key, decode_incarnation=hello.incarnation) for key in keys[::8]]
             maker = FrameMaker(rng, hello, keys + mine, [ticket for _, ticket in order.spent])
@@ -189,7 +188,9 @@ def _run(traffic: Traffic, messages: int, seed: int, processes: int, keys: str |
     after = Usage()
     stats = {node.name: node.agent.stats() for node in nodes}
     received = sum(stats[node.name].frames for node in nodes)
-    faults += _growth(before, after)
+    faults += growth(before, after)
+    if not any(thread.name == "baton-handoff" for thread in threading.enumerate()):
+        faults.append("the agents' threads have ended")
     if received < messages:
         faults.append(f"{messages} messages were sent, {received} came")
     return Report(messages, received, seconds, traffic.served, traffic.slowest_s, before, after, stats, faults)
@@ -228,7 +229,8 @@ def _settle(traffic: Traffic) -> list[str]:
     return [f"{name} still has {count} attempts or sessions open" for name, count in open_things.items() if count]
 
 
-def _growth(before: Usage, after: Usage) -> list[str]:
+def growth(before: Usage, after: Usage) -> list[str]:
+    """What a process holds more of after an attack than before it."""
     faults = []
     if after.rss - before.rss > 32 << 20:
         faults.append(f"memory grew by {(after.rss - before.rss) >> 20} MiB")
@@ -236,8 +238,6 @@ def _growth(before: Usage, after: Usage) -> list[str]:
         faults.append(f"open files grew from {before.files} to {after.files}")
     if after.threads > before.threads:
         faults.append(f"threads grew from {before.threads} to {after.threads}")
-    if not any(thread.name == "baton-handoff" for thread in threading.enumerate()):
-        faults.append("the agents' threads have ended")
     return faults
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from baton.handoff.channel.keys import KeyRing, make_keys
+from baton.handoff.channel.curve import as_client
+from baton.handoff.channel.keys import KeyRing, TicketKeys, make_keys
 from baton.handoff.protocol.frames import decode, encode
 from baton.handoff.protocol.greeting import prove, seal, session_key
 from baton.handoff.protocol.messages import CHALLENGE_BYTES, Hello, Message
@@ -17,12 +18,13 @@ from baton.handoff.protocol.ticket import SignedTicket, mint
 from simulation.handoff_pair import Node, Traffic, attacked, make_ticket
 
 TICKET_KEY = b"k" * 32
+KEYS = TicketKeys(TICKET_KEY)
 CHALLENGE = bytes(CHALLENGE_BYTES)
 Kinds = type[Message] | tuple[type[Message], ...]
 
 
 class Attacker:
-    """One connection, with or without keys. `session` and `sequence` are its own to choose."""
+    """One connection, with keys of its own or the ticket key's. `session` and `sequence` are its own to choose."""
 
     def __init__(self, address: str, pair: tuple[bytes, bytes] | None = None, server: bytes | None = None) -> None:
         self.context = zmq.Context()
@@ -31,6 +33,8 @@ class Attacker:
         if pair is not None and server is not None:
             self.sock.curve_publickey, self.sock.curve_secretkey = pair
             self.sock.curve_serverkey = server
+        elif server is None:
+            as_client(self.sock, KEYS, KEYS.public)
         self.address = address
         self.sock.connect(address.replace("curve://P@", "tcp://"))
         self.session, self.sequence = random.getrandbits(62), 0

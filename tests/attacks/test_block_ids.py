@@ -10,6 +10,7 @@ import pytest
 import zmq
 
 from baton.errors import ProtocolError
+from baton.handoff.channel.curve import as_server
 from baton.handoff.protocol.events import DecodeFailed, DecodeReleased
 from baton.handoff.protocol.frames import decode, encode
 from baton.handoff.protocol.greeting import prove, seal, session_key
@@ -18,7 +19,7 @@ from baton.handoff.protocol.ticket import mint
 from baton.kv.geometry import CopyList
 from baton.kv.interval import Interval
 from simulation.handoff_pair import Node
-from tests.attacks.attacker import TICKET_KEY, Scene
+from tests.attacks.attacker import KEYS, TICKET_KEY, Scene
 
 Until = Callable[[Callable[[], object]], None]
 FIT = {"target": [1, 2], "draft": [3, 4]}
@@ -102,6 +103,7 @@ def test_source_pages_out_of_range(scene: Scene, caplog: pytest.LogCaptureFixtur
     context = zmq.Context()
     router = context.socket(zmq.ROUTER)
     router.setsockopt(zmq.LINGER, 0)
+    as_server(router, KEYS)
     router.bind("tcp://127.0.0.1:*")
     hostile = router.getsockopt_string(zmq.LAST_ENDPOINT)
     try:

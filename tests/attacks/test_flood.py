@@ -15,13 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.errors import ProtocolError
+from baton.handoff.channel.curve import as_client
 from baton.handoff.channel.sockets import MAX_UNPROVEN
 from baton.handoff.plan.planner import Instance
 from baton.handoff.protocol.frames import PROTOCOL_VERSION, decode, encode
 from baton.handoff.protocol.messages import AttemptKey, Hello, Message
 from simulation import fuzz
 from simulation.frames import FrameMaker, message_classes
-from tests.attacks.attacker import CHALLENGE, Scene
+from tests.attacks.attacker import CHALLENGE, KEYS, Scene
 
 Until = Callable[[Callable[[], object]], None]
 
@@ -42,6 +43,7 @@ def test_new_identities_push_out_one_another_and_no_peer(scene: Scene, until: Un
         sockets = [context.socket(zmq.DEALER) for _ in range(2 * MAX_UNPROVEN)]
         for sock in sockets:
             sock.setsockopt(zmq.LINGER, 0)
+            as_client(sock, KEYS, KEYS.public)
             sock.connect(scene.p.agent.address)
         while not stop.is_set():
             for sock in sockets:

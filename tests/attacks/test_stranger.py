@@ -1,4 +1,4 @@
-"""Somebody without the ticket key, on an engine without CURVE keys, who says again what an engine has said."""
+"""Somebody who says again what an engine has said, and proves nothing, although CURVE let him in."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import zmq
 
+from baton.handoff.channel.curve import as_server
 from baton.handoff.plan.planner import Instance
 from baton.handoff.protocol.events import DecodeCommitted, DecodeFailed, DecodeReleased, PrefillReleased
 from baton.handoff.protocol.frames import decode, encode
@@ -29,7 +30,7 @@ from baton.handoff.protocol.messages import (
 )
 from baton.handoff.protocol.ticket import mint
 from baton.kv.interval import Interval
-from tests.attacks.attacker import CHALLENGE, TICKET_KEY, Scene
+from tests.attacks.attacker import CHALLENGE, KEYS, TICKET_KEY, Scene
 
 Until = Callable[[Callable[[], object]], None]
 TOKENS = 8
@@ -97,6 +98,7 @@ def test_who_listens_at_the_address_of_an_engine_that_is_gone_gets_nothing(scene
     context = zmq.Context()
     router = context.socket(zmq.ROUTER)
     router.setsockopt(zmq.LINGER, 0)
+    as_server(router, KEYS)
     router.bind("tcp://127.0.0.1:*")
     address = router.getsockopt_string(zmq.LAST_ENDPOINT)
     try:
@@ -159,6 +161,7 @@ def test_who_takes_the_address_of_an_engine_that_died_is_not_heard(scene: Scene,
     p.agent.close()
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
         router.setsockopt(zmq.LINGER, 0)
+        as_server(router, KEYS)
         router.bind(p.agent.address)
         deadline = time.monotonic() + 60
         while d.events.empty():

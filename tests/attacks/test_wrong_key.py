@@ -14,7 +14,7 @@ from baton.handoff.protocol.events import DecodeFailed, DecodeReleased
 from baton.handoff.protocol.messages import Hello
 from baton.kv.interval import Interval
 from simulation.handoff_pair import attacked
-from tests.attacks.attacker import TICKET_KEY, Scene
+from tests.attacks.attacker import KEYS, TICKET_KEY, Scene
 
 Until = Callable[[Callable[[], object]], None]
 
@@ -92,4 +92,4 @@ def test_an_engine_without_keys_does_not_talk_to_one_with_them(keyed: Scene, unt
 
 def test_no_open_socket_without_keys() -> None:
     with pytest.raises(ConfigError, match="can be reached from other hosts"):
-        Channel("tcp://0.0.0.0:*")
+        Channel("tcp://0.0.0.0:*", KEYS)

@@ -13,13 +13,15 @@ import zmq
 from baton.errors import ConfigError, ProtocolError
 from baton.handoff.channel import sockets as channels
 from baton.handoff.channel.base import Connection
-from baton.handoff.channel.keys import KeyRing, check_bind, is_local, make_keys, ticket_key_file
+from baton.handoff.channel.curve import as_client
+from baton.handoff.channel.keys import KeyRing, Keys, TicketKeys, check_bind, is_local, make_keys, ticket_key_file
 from baton.handoff.channel.sockets import Channel
 from baton.handoff.plan.planner import Instance
 from baton.handoff.protocol.frames import decode, encode
 from baton.handoff.protocol.messages import AttemptKey, Bye, Cancel, Hello, Message, Renew
 from baton.log_limit import LINES_PER_SECOND, LogLimit
 
+KEYS = TicketKeys(b"k" * 32)
 LOOPBACK = "tcp://127.0.0.1:*"
 Received = list[tuple[Connection, Message]]
 
@@ -38,7 +40,7 @@ def directory(tmp_path: Path) -> Path:
 def opened() -> Iterator[Callable[..., Channel]]:
     made: list[Channel] = []
 
-    def make(bind: str = LOOPBACK, keys: KeyRing | None = None) -> Channel:
+    def make(bind: str = LOOPBACK, keys: Keys = KEYS) -> Channel:
         made.append(Channel(bind, keys))
         return made[-1]
 
@@ -147,7 +149,7 @@ def test_without_keys_only_loopback(address: str, local: bool) -> None:
         with pytest.raises(ConfigError, match=r"control_bind: .*baton keys"):
             check_bind(address, has_keys=False)
         with pytest.raises(ConfigError, match="control_bind"):
-            Channel(address)
+            Channel(address, KEYS)
 
 
 def test_with_keys_the_address_can_be_dialled() -> None:
@@ -217,6 +219,7 @@ class Stranger:
 
     def connect(self) -> zmq.Socket[bytes]:
         sock = self.context.socket(zmq.DEALER)
+        as_client(sock, KEYS, KEYS.public)
         sock.setsockopt(zmq.LINGER, 0)
         sock.connect(self.address)
         self.sockets.append(sock)
@@ -303,9 +306,11 @@ def test_what_was_not_read_at_the_end_is_answered(p: Channel, stranger: Stranger
     sock = stranger.connect()
     sock.send_multipart([b"a", b"b"])
     sock.send(encode(hello("D"), 5, 1))
-    poller = zmq.Poller()
-    poller.register(p._router, zmq.POLLIN)
-    assert poller.poll(20_000), "the frames have come"
+    arrived = time.monotonic() + 20
+    while not p._router.poll(20):
+        assert time.monotonic() < arrived
+        for gate in p._gate.sockets:
+            p._gate.serve(gate)  # the handshake
     until = time.monotonic() + 20
     while not sock.poll(50) and time.monotonic() < until:
         p._answer_unread(Bye("engine_closed", quiet=True))
@@ -314,7 +319,7 @@ def test_what_was_not_read_at_the_end_is_answered(p: Channel, stranger: Stranger
 
 
 def test_a_close_lets_go_of_an_address_where_nobody_is() -> None:
-    channel = Channel(LOOPBACK)
+    channel = Channel(LOOPBACK, KEYS)
     channel.send(channel.dial("tcp://127.0.0.1:1"), hello("D"))
     start = time.monotonic()
     channel.close()

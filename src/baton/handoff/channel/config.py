@@ -63,7 +63,7 @@ class AgentConfig:
 
     `incarnation` differs for each process; `fingerprint` holds the fields that must be equal on both engines
     (model, drafter, tokenizer, ...), geometry and `integrity` are added to it; `ticket_key` is the router's.
-    Without `keys` the control socket stays on loopback.
+    Without `keys` all engines have one pair, that of the ticket key (`TicketKeys`), and stay on loopback.
     `integrity` is how much of the KV is digested; `max_retries` bounds, per attempt, the copies that are issued
     again after a failure, and the rounds in which bad pieces are copied again.
 

@@ -8,7 +8,7 @@ from typing import Any
 import zmq
 
 from baton.errors import ConfigError
-from baton.handoff.channel.keys import KeyRing
+from baton.handoff.channel.keys import Keys
 from baton.log_limit import LogLimit
 
 log = logging.getLogger(__name__)
@@ -16,6 +16,8 @@ log.addFilter(LogLimit())
 
 # A connection that has not ended its handshake by then is closed; milliseconds.
 HANDSHAKE_MS = 5000
+# Answered or counted at once.
+_BURST = 256
 _ZAP_ADDRESS = "inproc://zeromq.zap.01"
 _MONITOR_ADDRESS = "inproc://baton.refused"
 # Handshakes that failed before ZAP was asked; `serve` itself counts those that it refuses.
@@ -25,14 +27,27 @@ _FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROT
 Socket = Any
 
 
+def as_client(sock: Socket, keys: Keys, server: bytes) -> None:
+    """Let a socket that has not connected yet dial the listener whose public key is `server` (Z85), and no other."""
+    sock.setsockopt(zmq.CURVE_SERVERKEY, server)
+    sock.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
+    sock.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
+
+
+def as_server(sock: Socket, keys: Keys) -> None:
+    """Let a socket that is not bound yet take only connections whose public key ZAP allows."""
+    sock.setsockopt(zmq.CURVE_SERVER, 1)
+    sock.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
+    sock.setsockopt(zmq.ZAP_DOMAIN, b"baton")
+
+
 class Gate:
     """Makes one ROUTER let only authorised engines in, and counts whom it refused. For one thread.
 
-    Without `keys` every connection is let in. `sockets` must be polled, and `serve` called when one is readable.
-    The ROUTER must not be bound before it is made.
+    `sockets` must be polled, and `serve` called when one is readable. The ROUTER must not be bound before it is made.
     """
 
-    def __init__(self, context: zmq.Context[Any], router: Socket, keys: KeyRing | None) -> None:
+    def __init__(self, context: zmq.Context[Any], router: Socket, keys: Keys) -> None:
         self.refused = 0
         self._keys = keys
         self._router = router
@@ -44,22 +59,19 @@ class Gate:
         self._monitor.connect(_MONITOR_ADDRESS)
         self._zap = context.socket(zmq.REP)
         self._zap.setsockopt(zmq.LINGER, 0)
-        if keys is not None:
-            self._zap.bind(_ZAP_ADDRESS)
-            router.setsockopt(zmq.CURVE_SERVER, 1)
-            router.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
-            router.setsockopt(zmq.ZAP_DOMAIN, b"baton")
+        self._zap.bind(_ZAP_ADDRESS)
+        as_server(router, keys)
         self.sockets = (self._monitor, self._zap)
 
     def serve(self, ready: Socket) -> None:
-        """Answer the handshakes that wait, or count those that failed."""
-        while True:
+        """Answer the handshakes that wait, or count those that failed; a flood of them keeps nobody else waiting."""
+        for _ in range(_BURST):
             try:
                 parts = ready.recv_multipart(zmq.NOBLOCK)
             except zmq.ZMQError:
                 return
             if ready is self._monitor:
-                self._refuse("a connection was refused: not the handshake of an engine that has this one's public key")
+                self._refuse("a connection was refused: not the handshake of an engine that has the right key")
             else:
                 self._answer(parts)
 
@@ -68,7 +80,7 @@ class Gate:
         request, address, key = parts[1], parts[3].decode("ascii", "replace"), parts[-1]
         engine = None
         try:
-            if self._keys is not None and len(parts) == 7 and parts[5] == b"CURVE":
+            if len(parts) == 7 and parts[5] == b"CURVE":
                 engine = self._keys.engine_of(key)
         except ConfigError as error:
             log.warning("the keys cannot be read: %s", error)

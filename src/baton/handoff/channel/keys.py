@@ -1,4 +1,4 @@
-"""CURVE keys of engines: a directory of files, and the rule that control sockets without keys stay on loopback.
+"""CURVE keys of engines: a directory of files, or one pair for all who know the ticket key, which stays on loopback.
 
     DIR/ticket.key          32 bytes, shared by the router and every engine
     DIR/secret/NAME.key     the secret key of engine NAME: only its own process reads it
@@ -9,12 +9,15 @@ Keys are in Z85, ZeroMQ's text form of 32 bytes. An engine's name is its engine 
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import ipaddress
 import os
 import re
 import struct
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
 
 import zmq
 from zmq.utils import z85
@@ -27,6 +30,8 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}", re.ASCII)
 _Z85_CHARS = 40
 _TICKET_KEY = "ticket.key"
 _FIELD = "kv_transfer_config.control_bind"
+# Says what the secret is for: tickets and sessions have keys of their own.
+_CONTEXT = b"baton control socket\0"
 
 
 def ticket_key_file(directory: str | Path) -> Path:
@@ -70,6 +75,50 @@ def make_keys(directory: str | Path, engines: Sequence[str]) -> list[str]:
     return made
 
 
+class Keys(Protocol):
+    """The pair by which an engine is known at its control sockets, in Z85, and whom it lets in.
+
+    `engine_id`: the engine's name, which is in its address; None where all engines have one pair.
+    """
+
+    @property
+    def engine_id(self) -> str | None: ...
+
+    @property
+    def public(self) -> bytes: ...
+
+    @property
+    def secret(self) -> bytes: ...
+
+    def public_of(self, engine_id: str) -> bytes | None:
+        """The public key (Z85) of an engine; None when it is not authorised."""
+        ...
+
+    def engine_of(self, public: bytes) -> str | None:
+        """The engine whose public key (32 bytes) this is; None when it is not authorised."""
+        ...
+
+
+class TicketKeys:
+    """One pair for all engines of a ticket key, which is where the secret comes from: who does not know it gets no word
+    in, and no listener without it is believed. It tells engines apart in nothing, so `engine_of` names none.
+    """
+
+    engine_id = None
+
+    def __init__(self, ticket_key: bytes) -> None:
+        self.secret: bytes = z85.encode(hmac.new(ticket_key, _CONTEXT, hashlib.sha256).digest())
+        self.public = _public_of(self.secret)
+
+    def public_of(self, engine_id: str) -> bytes | None:
+        """The pair's public key."""
+        return self.public
+
+    def engine_of(self, public: bytes) -> str | None:
+        """An empty name for the pair's own public key, else None."""
+        return "" if len(public) == 32 and z85.encode(public) == self.public else None
+
+
 class KeyRing:
     """One engine's own pair, and the public keys of all engines. For one thread.
 
@@ -92,8 +141,8 @@ class KeyRing:
                 check_own(folder, "keys")
         except OSError as error:
             raise ConfigError("keys", f"cannot read {folder}: {error.strerror}") from error
-        self.secret = _read(file, private=True)
-        self.public = zmq.curve_public(self.secret)
+        self.secret: bytes = _read(file, private=True)
+        self.public = _public_of(self.secret)
         if self.public_of(engine_id) != self.public:
             raise ConfigError("keys", f"{file} does not belong to {self._public_dir / engine_id}.pub")
 
@@ -149,6 +198,13 @@ def is_local(address: str) -> bool:
 
 def _host(address: str) -> str:
     return address.partition("://")[2].rpartition(":")[0].strip("[]")
+
+
+def _public_of(secret: bytes) -> bytes:
+    try:
+        return zmq.curve_public(secret)
+    except zmq.ZMQError as error:
+        raise ConfigError("keys", f"ZeroMQ {zmq.zmq_version()} has no CURVE here: {error}") from error
 
 
 def _secret_file(root: Path, name: str) -> Path:

@@ -32,6 +32,8 @@ from baton.transports.base import Peer, Transport
 log = logging.getLogger(__name__)
 log.addFilter(LogLimit())
 
+_MAX_DOUBLINGS = 16
+
 
 @dataclass(slots=True, eq=False)
 class Session:
@@ -41,6 +43,7 @@ class Session:
     `peer` once it is there. `refusal` is `(reason, message)` when no KV may be exchanged with it. `challenge` is
     the one that it was last shown a proof by. The peer counts as alive for `lease` seconds after it was `heard` last
     (monotonic seconds). Until `until` the process of the session before may still wait for a word about its attempts.
+    `redials`: how many sessions before this one with the same address ended before anybody had proven himself there.
     `round_trip` is measured, in seconds. `pairs`: those of the two engines, and the groups of which each moves bytes.
     `groups`: which of this engine's have KV that moves, where not all of them do.
     """
@@ -54,6 +57,7 @@ class Session:
     refusal: tuple[str, str] | None = None
     challenge: bytes = b""
     next_hello: float = 0.0
+    redials: int = 0
     until: float = 0.0
     heard: float = 0.0
     lease: float = 0.0
@@ -130,11 +134,22 @@ class Sessions:
         return self.dial(address)
 
     def dial(self, address: str, lost: Session | None = None) -> Session:
-        """A new session, whose HELLO is on its way; `lost` is the one whose place it takes."""
+        """A new session, whose HELLO is on its way; `lost` is the one whose place it takes.
+
+        Whoever ends sessions without a proof, at the address of an engine that is gone, is asked ever more seldom, and
+        is not taken for alive.
+        """
         session = self.servers[address] = self._session(self._channel.dial(address))
         if lost is not None:
             session.until = self._clock.monotonic() + MAX_TICKET_LIFE_S if lost.peer is not None else lost.until
-        self._say_hello(session)
+            if lost.hello is None:
+                session.heard, session.redials = lost.heard, lost.redials + 1
+        if session.redials:
+            timers = self._config.timers
+            wait_s = min(timers.retry, timers.retry_min * 2 ** min(session.redials, _MAX_DOUBLINGS))
+            session.next_hello = self._clock.monotonic() + wait_s
+        else:
+            self._say_hello(session)
         return session
 
     def _session(self, connection: Connection) -> Session:

@@ -5,8 +5,10 @@ DEALER, and both directions of that pair use this connection. The dialling side 
 number per connection; a frame of another session, or one whose sequence number is not above the last, is
 dropped.
 
-With keys both sides authenticate each other by CURVE, and the address reads `curve://ENGINE@host:port`: it names
-the engine whose public key the dialling side demands. HELLO must come from the engine whose key it is.
+Both sides authenticate each other by CURVE before a byte of a frame is read: who has no key reaches nothing of ZeroMQ
+but its handshake. With a key directory the address reads `curve://ENGINE@host:port`: it names the engine whose public
+key the dialling side demands, and HELLO must come from the engine whose key it is. Without one all engines have the
+pair that the ticket key gives them (`TicketKeys`), and stay on loopback.
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ import zmq
 
 from baton.errors import ConfigError, ProtocolError
 from baton.handoff.channel.base import Connection
-from baton.handoff.channel.curve import Gate, Socket
-from baton.handoff.channel.keys import KeyRing, check_bind, is_local
+from baton.handoff.channel.curve import Gate, Socket, as_client
+from baton.handoff.channel.keys import Keys, check_bind, is_local
 from baton.handoff.protocol.frames import MAX_FRAME, decode, encode
 from baton.handoff.protocol.greeting import Side, is_sealed, seal
 from baton.handoff.protocol.messages import Bye, Hello, Message
@@ -54,11 +56,12 @@ class Channel:
     `frames` counts what came, `malformed` what could not be read, `dropped` what could not be sent, `evicted` the
     sessions closed to make room, `refused` the connections that were not let in.
 
-    Raises `ConfigError` when the address cannot be bound, or would be open to strangers without keys.
+    Raises `ConfigError` when the address cannot be bound, or is not on loopback while the engines share a pair.
     """
 
-    def __init__(self, bind: str, keys: KeyRing | None = None) -> None:
-        check_bind(bind, keys is not None)
+    def __init__(self, bind: str, keys: Keys) -> None:
+        self._named = keys.engine_id is not None
+        check_bind(bind, self._named)
         self._keys = keys
         self._context: zmq.Context[Any] = zmq.Context()
         self._router = self._socket(zmq.ROUTER)
@@ -71,7 +74,7 @@ class Channel:
             self._context.term()
             raise ConfigError("handoff_address", f"cannot bind {bind}: {error}") from error
         endpoint = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
-        self.address = endpoint if keys is None else endpoint.replace("tcp://", f"curve://{keys.engine_id}@", 1)
+        self.address = endpoint.replace("tcp://", f"curve://{keys.engine_id}@", 1) if self._named else endpoint
         self._wake_in, self._wake_out = socket.socketpair()
         self._wake_in.setblocking(False)
         self._wake_out.setblocking(False)
@@ -115,10 +118,7 @@ class Channel:
         try:
             sock.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS[0])
             sock.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MS[1])
-            if self._keys is not None:
-                sock.setsockopt(zmq.CURVE_SERVERKEY, key)
-                sock.setsockopt(zmq.CURVE_PUBLICKEY, self._keys.public)
-                sock.setsockopt(zmq.CURVE_SECRETKEY, self._keys.secret)
+            as_client(sock, self._keys, key)
             sock.connect(endpoint)
         except zmq.ZMQError as error:
             sock.close()
@@ -129,14 +129,14 @@ class Channel:
         return connection
 
     def _whom(self, address: str) -> tuple[str | None, str, bytes]:
-        """`(engine, ZeroMQ endpoint, its public key)`; no key is sent to, or awaited from, an engine that has none."""
+        """`(engine, ZeroMQ endpoint, its public key)`; no engine where all have one pair."""
         named = address.removeprefix("curve://")
-        if self._keys is None:
+        if not self._named:
             if named != address:
                 raise ProtocolError(f"the engine at {address!r} asks for keys, and none are configured here")
             if not is_local(address):
                 raise ProtocolError(f"{address!r} is on another host, which takes keys")
-            return None, address, b""
+            return None, address, self._keys.public
         engine, at, host = named.partition("@")
         if named == address or not at:
             raise ProtocolError(f"the engine at {address!r} has no keys")
@@ -199,7 +199,7 @@ class Channel:
         for _ in range(_BURST):  # one loud peer must not keep the others waiting
             try:
                 # Only a frame object tells whose key it came with.
-                parts = ready.recv_multipart(zmq.NOBLOCK, copy=not accepted or self._keys is None)
+                parts = ready.recv_multipart(zmq.NOBLOCK, copy=not accepted or not self._named)
             except zmq.ZMQError:
                 return
             self.frames += 1
@@ -220,7 +220,7 @@ class Channel:
         if not 2 <= len(parts) <= 3:
             raise ProtocolError(f"{len(parts)} frame parts where 2 or 3 are due")
         engine: str | None = None
-        if self._keys is not None:
+        if self._named:
             engine = parts[1].get("User-Id")
             parts = [part.bytes for part in parts]
         identity, frame, *mark = parts

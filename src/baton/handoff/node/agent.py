@@ -16,6 +16,7 @@ from dataclasses import replace
 from baton.errors import ConfigError, ProtocolError
 from baton.handoff.channel.base import SystemClock
 from baton.handoff.channel.config import AgentConfig, Timers
+from baton.handoff.channel.keys import TicketKeys
 from baton.handoff.channel.sockets import Channel
 from baton.handoff.node.execution import OnPeer
 from baton.handoff.node.figures import AgentStats
@@ -79,7 +80,7 @@ class HandoffAgent:
                         "integrity", f"group {group!r} has {count} planes in all, at most {MAX_HASHES} fit"
                     )
         self.config = config
-        self._channel = Channel(config.bind, config.keys)
+        self._channel = Channel(config.bind, config.keys or TicketKeys(config.ticket_key))
         self.address = self._channel.address
         self._worker = WorkerThread("baton-digests")
         self._node = HandoffNode(

@@ -64,12 +64,15 @@ class Routing:
             return
         if isinstance(message, Hello) and session.hello is not None:
             return  # anybody at the address can send it, so it is no sign of life
-        session.heard = self._clock.monotonic()
         if isinstance(message, Hello):
             self._greeted(session, message)
         elif isinstance(message, Bye):
             self._server_left(session, message)
-        elif isinstance(message, Renew):
+        elif session.hello is None:
+            raise ProtocolError("a session begins with HELLO")
+        # Who has not proven himself may be anybody: what he says is no sign of life.
+        session.heard = self._clock.monotonic()
+        if isinstance(message, Renew):
             self._sessions.renewed(session, message)
             if message.stalled:
                 self._execution.stalled(session)
@@ -255,8 +258,9 @@ class Routing:
         for session in self._sessions.expired(now):
             address = session.connection.address
             if session.hello is None:
+                text = f"no answer from {address}: nobody is there, or it has another ticket key, or not these keys"
                 for attempt in self._decodes_at(address):
-                    self._execution.lose(attempt, "unreachable_peer", f"no answer from {address}")
+                    self._execution.lose(attempt, "unreachable_peer", text)
                 # Pages here may wait to become quiet, or P's pages for an answer from here: keep asking.
                 if self._sessions.may_return(session) or self._decodes_at(address):
                     session.heard = now

@@ -1,0 +1,282 @@
+"""Attack the sockets of live handoff agents below their messages, as somebody without a key, while they hand over.
+
+    python -m simulation.fuzz_sockets --frames 10000000
+
+P and D, engines without models, run in one process and hand requests over, comparing every byte. Other processes open
+connections to both and send what `simulation.zmtp` makes: greetings, handshakes, commands and frames, right and wrong,
+ids of connections that are the listener's to give, messages without an end; they hang up, or stay and say nothing.
+With `--keys` the engines have a key directory, and the attackers know the engines' public keys.
+
+P and D must live, every handoff must be served, and memory, open files and threads must not grow.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import multiprocessing
+import queue
+import random
+import socket
+import statistics
+import struct
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnContext, SpawnProcess
+from multiprocessing.queues import Queue
+from pathlib import Path
+
+from zmq.utils import z85
+
+from baton.handoff.channel.curve import HANDSHAKE_MS
+from baton.handoff.channel.keys import KeyRing, make_keys
+from simulation.fuzz import Usage, growth
+from simulation.handoff_pair import Traffic, attacked
+from simulation.zmtp import Handshake, Step, ZmtpMaker
+
+_NUM_BEFORE = 200  # handoffs before the attack
+_HELD = 64  # connections that one attacker leaves open
+_ANSWER_S = 0.2
+_END_S = 60.0
+# After a handshake's limit no connection of an attacker is left.
+_SETTLE_S = HANDSHAKE_MS / 1000 + 1.0
+_WELCOME_BYTES = 64 + 2 + 168
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where to connect, and the public key of who listens, where it is known."""
+
+    host: str
+    port: int
+    public: bytes | None
+
+
+@dataclass(frozen=True, slots=True)
+class Victims:
+    """How P and D fared: seconds of each handoff before and during the attack, connections that they refused, and
+    frames that were read although nobody with a key had sent them."""
+
+    before: list[float]
+    during: list[float]
+    refused: int
+    read: int
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Figures of one run; `faults` is empty when everything held."""
+
+    frames: int
+    connections: int
+    seconds: float
+    victims: Victims | None
+    usage: list[Usage]
+    faults: list[str]
+
+
+# ---------------------------------------------------------------- P and D
+
+
+def serve(keys: str | None, parent: Connection) -> None:
+    """P and D, which hand over until they are told to stop; the body of their process."""
+    logging.getLogger("baton").setLevel(logging.CRITICAL)
+    ticket_key = b"k" * 32
+    p, d = (attacked(name, ticket_key, None if keys is None else KeyRing(keys, name)) for name in ("P", "D"))
+    traffic = Traffic(p, d, ticket_key)
+
+    def timed() -> float:
+        began = time.monotonic()
+        traffic.serve_one()
+        return time.monotonic() - began
+
+    try:
+        # The first have new pages and a new session.
+        before = [timed() for _ in range(_NUM_BEFORE)][_NUM_BEFORE // 4 :]
+        parent.send([node.agent.address for node in (p, d)])
+        during = []
+        while True:
+            during.append(timed())
+            time.sleep(0.002)
+            if not parent.poll():
+                continue
+            settle_s = parent.recv()
+            if settle_s is None:
+                break
+            until = time.monotonic() + settle_s
+            while time.monotonic() < until:
+                timed()
+                time.sleep(0.05)
+            parent.send(Usage())
+        stats = [node.agent.stats() for node in (p, d)]
+        read = sum(one.malformed + one.unknown + one.rejected for one in stats)
+        parent.send(Victims(before, during, sum(one.refused for one in stats), read))
+    finally:
+        d.close()
+        p.close()
+
+
+# ---------------------------------------------------------------- attackers
+
+
+def attack(seed: int, frames: int, targets: Sequence[Target], sent: Queue[tuple[int, int]]) -> None:
+    """Send so many frames; the body of an attacking process. Puts the numbers of frames and connections."""
+    rng = random.Random(seed)
+    makers = [(target, ZmtpMaker(rng, target.public)) for target in targets]
+    held: deque[socket.socket] = deque()
+    left, connections = frames, 0
+    while left > 0:
+        target, maker = rng.choice(makers)
+        sock = socket.socket()
+        sock.settimeout(_ANSWER_S)
+        # Whoever closes has the port back at once.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        try:
+            sock.connect((target.host, target.port))
+        except ConnectionRefusedError:
+            break  # nobody lives there any more
+        except OSError:
+            continue
+        connections += 1
+        with contextlib.suppress(OSError):
+            for step in _resolved(maker, sock):
+                left -= step.frames
+                sock.sendall(step.data)
+        held.append(sock)
+        while len(held) > (_HELD if rng.random() < 0.98 else 0):
+            held.popleft().close()
+    for sock in held:
+        sock.close()
+    sent.put((frames - left, connections))
+
+
+def _resolved(maker: ZmtpMaker, sock: socket.socket) -> Iterator[Step]:
+    """The steps of a connection, with INITIATE made from what was answered."""
+    heard = b""
+    for step in maker.steps():
+        if isinstance(step, Handshake):
+            initiate = step.initiate(heard, maker.properties(), maker.rng)
+            if initiate is not None:
+                yield Step(initiate, 1)
+            continue
+        yield step
+        if step.wait:
+            with contextlib.suppress(OSError):
+                while len(heard) < _WELCOME_BYTES and (part := sock.recv(4096)):
+                    heard += part
+
+
+# ---------------------------------------------------------------- one run
+
+
+def run(frames: int, seed: int = 0, processes: int = 2, with_keys: bool = False, settle_s: float = _SETTLE_S) -> Report:
+    """Attack, and report. Growth is looked at where `settle_s` lets the attackers' connections end."""
+    spawn = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory(prefix="baton-fuzz-") as directory:
+        keys = str(Path(directory) / "keys") if with_keys else None
+        if keys is not None:
+            make_keys(keys, ["P", "D"])
+        here, there = spawn.Pipe()
+        victims = spawn.Process(target=serve, args=(keys, there), daemon=True)
+        victims.start()
+        there.close()
+        try:
+            return _run(spawn, victims, here, frames, seed, processes, keys, settle_s)
+        finally:
+            victims.kill()
+            victims.join()
+
+
+def _run(
+    spawn: SpawnContext,
+    victims: SpawnProcess,
+    pipe: Connection,
+    frames: int,
+    seed: int,
+    processes: int,
+    keys: str | None,
+    settle_s: float,
+) -> Report:
+    sent: Queue[tuple[int, int]] = spawn.Queue()
+    found: Victims | None = None
+    usage: list[Usage] = []
+    faults: list[str] = []
+    began = time.monotonic()
+    try:
+        targets = [_target(address, keys) for address in pipe.recv()]
+        began = time.monotonic()
+        # What a first attack leaves is the measure for the second.
+        for wave, share in enumerate((frames // 5, frames - frames // 5)):
+            args = [(seed * 1000 + wave * 100 + i, share // processes, targets, sent) for i in range(processes)]
+            attackers = [spawn.Process(target=attack, args=one, daemon=True) for one in args]
+            for attacker in attackers:
+                attacker.start()
+            for attacker in attackers:
+                attacker.join()
+                if attacker.exitcode:
+                    faults.append(f"an attacker ended with {attacker.exitcode}")
+            pipe.send(settle_s)
+            usage.append(pipe.recv())
+        pipe.send(None)
+        found = pipe.recv()
+    except (EOFError, ConnectionError):
+        victims.join(_END_S)
+        faults.append(f"P and D ended with {victims.exitcode}")
+    seconds = time.monotonic() - began
+    totals = []
+    while len(totals) < 2 * processes:
+        try:
+            totals.append(sent.get(timeout=1.0))
+        except queue.Empty:
+            break
+    if len(usage) == 2 and settle_s:
+        faults += growth(*usage)
+    if found is not None and found.read:
+        faults.append(f"{found.read} frames of nobody were read")
+    return Report(sum(n for n, _ in totals), sum(n for _, n in totals), seconds, found, usage, faults)
+
+
+def _target(address: str, keys: str | None) -> Target:
+    engine, _, place = address.rpartition("/")[2].rpartition("@")
+    host, _, port = place.rpartition(":")
+    public = None if keys is None else z85.decode(KeyRing(keys, engine).public)
+    return Target(host, int(port), public)
+
+
+def main() -> int:
+    """The command line; 0 when everything held."""
+    parser = argparse.ArgumentParser(
+        prog="python -m simulation.fuzz_sockets", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("--frames", type=int, default=1_000_000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--processes", type=int, default=2, help="attacking processes")
+    parser.add_argument(
+        "--keys", action="store_true", help="a key directory, of which the attackers know what is public"
+    )
+    arguments = parser.parse_args()
+    report = run(arguments.frames, arguments.seed, arguments.processes, arguments.keys)
+    rate = report.frames / report.seconds
+    print(
+        f"sent       {report.frames} frames in {report.connections} connections, {report.seconds:.0f} s ({rate:.0f}/s)"
+    )
+    if report.victims is not None:
+        print(f"refused    {report.victims.refused} connections")
+        for name, times in (("before", report.victims.before), ("during", report.victims.during)):
+            middle, slowest = statistics.median(times) * 1000, max(times) * 1000
+            print(f"{name:<10} {len(times)} handoffs, median {middle:.1f} ms, slowest {slowest:.0f} ms")
+    for one in report.usage:
+        print(f"usage      {one}")
+    for fault in report.faults:
+        print(f"FAULT      {fault}")
+    return 1 if report.faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,84 @@
+"""Strangers at the sockets themselves, below the messages, and whoever listens where an engine was."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable
+
+import pytest
+import zmq
+
+from baton.handoff.channel.curve import as_server
+from baton.handoff.channel.keys import TicketKeys
+from baton.handoff.protocol.events import DecodeFailed, DecodeReleased
+from baton.handoff.protocol.frames import decode, encode
+from baton.handoff.protocol.messages import Bye, Hello
+from baton.kv.interval import Interval
+from simulation import fuzz_sockets
+from tests.attacks.attacker import KEYS, TICKET_KEY, Scene
+
+Until = Callable[[Callable[[], object]], None]
+
+
+@pytest.mark.parametrize("with_keys", [False, True])
+def test_a_slice_of_the_socket_fuzzer(with_keys: bool) -> None:
+    """The whole of it: `python -m simulation.fuzz_sockets --frames 10000000`."""
+    report = fuzz_sockets.run(20_000, seed=1, processes=1, with_keys=with_keys, settle_s=0.0)
+    assert report.faults == []
+    assert report.frames >= 20_000
+    assert report.victims is not None
+    assert report.victims.refused > 200
+
+
+def test_without_the_ticket_key_no_frame_arrives(scene: Scene, until: Until) -> None:
+    """Also where there is no key directory."""
+    scene.traffic.serve_one()
+    address, before = scene.p.agent.address, scene.p.agent.stats()
+    with zmq.Context() as context:
+        plain, wrong = context.socket(zmq.DEALER), context.socket(zmq.DEALER)
+        other = TicketKeys(b"x" * 32)
+        wrong.curve_publickey, wrong.curve_secretkey, wrong.curve_serverkey = other.public, other.secret, other.public
+        for number, sock in enumerate((plain, wrong), start=1):
+            sock.setsockopt(zmq.LINGER, 0)
+            sock.connect(address)
+            sock.send(encode(scene.as_d(), 1, 1))
+            until(lambda number=number: scene.p.agent.stats().refused >= before.refused + number)
+            assert not sock.poll(50)
+            sock.close()
+    assert scene.p.agent.stats().frames == before.frames
+
+
+def test_the_pair_of_a_ticket_key_is_its_own() -> None:
+    assert TicketKeys(TICKET_KEY).secret == KEYS.secret
+    assert TicketKeys(b"x" * 32).public != KEYS.public
+    assert KEYS.engine_of(bytes(32)) is None
+    assert KEYS.engine_of(b"") is None
+
+
+def test_who_ends_every_session_is_asked_seldom_and_ends_the_leg(scene: Scene) -> None:
+    """At the address of an engine that is gone listens one that knows the ticket key, and says BYE to whatever comes."""
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        router.setsockopt(zmq.LINGER, 0)
+        as_server(router, KEYS)
+        router.bind("tcp://127.0.0.1:*")
+        ticket = scene.ticket(prefill_addresses=[router.getsockopt_string(zmq.LAST_ENDPOINT)])
+        wanted = {"target": Interval(0, 8), "draft": Interval(0, 8)}
+        scene.d.agent.open_decode(ticket, 8, wanted, {"target": [1, 2], "draft": [3, 4]})
+        hellos, ended, deadline = 0, None, time.monotonic() + 60
+        while ended is None:
+            assert time.monotonic() < deadline
+            if router.poll(20):
+                identity, frame, *_ = router.recv_multipart()
+                session, _, message = decode(frame)
+                hellos += isinstance(message, Hello)
+                router.send_multipart([identity, encode(Bye("unknown_session"), session, 1 << 60)])
+            try:
+                ended = scene.d.events.get_nowait()
+            except queue.Empty:
+                continue
+        assert isinstance(ended, DecodeFailed)
+        assert (ended.reason, ended.recoverable) == ("unreachable_peer", True)
+        assert isinstance(scene.d.events.get(timeout=60), DecodeReleased)
+        # The first at once, and then after 0.1, 0.2, 0.2, ... seconds; the lease is 3.
+        assert 2 <= hellos <= 25
