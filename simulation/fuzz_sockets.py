@@ -229,7 +229,7 @@ def _run(
         victims.join(_END_S)
         faults.append(f"P and D ended with {victims.exitcode}")
     seconds = time.monotonic() - began
-    totals = []
+    totals: list[tuple[int, int]] = []
     while len(totals) < 2 * processes:
         try:
             totals.append(sent.get(timeout=1.0))

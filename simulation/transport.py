@@ -111,6 +111,9 @@ class SimPeer:
     def fenced(self) -> bool:
         return self.far.dead if self._shm else self.own in self.connection.closed
 
+    def dead(self) -> bool:
+        return self._shm and self.far.dead
+
 
 # Source region and cell, destination region and cell, number of cells. A negative region: the copy fails here.
 Run = tuple[int, int, int, int, int]

@@ -57,7 +57,7 @@ def test_the_pair_of_a_ticket_key_is_its_own() -> None:
 
 
 def test_who_ends_every_session_is_asked_seldom_and_ends_the_leg(scene: Scene) -> None:
-    """At the address of an engine that is gone listens one that knows the ticket key, and says BYE to whatever comes."""
+    """Someone who knows the ticket key listens at the address of an engine that is gone, and answers BYE to all."""
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
         router.setsockopt(zmq.LINGER, 0)
         as_server(router, KEYS)

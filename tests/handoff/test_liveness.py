@@ -400,3 +400,17 @@ def test_a_fence_is_not_taken_for_the_death_of_the_process(world: World) -> None
     world.run(3)
     assert p.count(PrefillReleased) == 1
     assert world.settled()
+
+
+def test_a_process_that_is_proven_dead_is_not_called_again(world: World) -> None:
+    """Each call costs descriptors, for as long as its attempts could have lived."""
+    p, d = Node(world, "P"), Node(world, "D")
+    world.begin(p, d, "push")
+    (session,) = d.node.sessions.servers.values()
+    for what in ("is_fenced", "is_dead"):
+        setattr(session.peer, what, lambda: True)
+    session.peer.is_alive = lambda: False  # type: ignore[union-attr]
+    world.run(2)
+    assert d.failures() == ["peer_lost"]
+    assert d.count(DecodeReleased) == 1
+    assert not d.node.sessions.servers

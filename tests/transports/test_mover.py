@@ -47,3 +47,36 @@ def test_an_operation_ends_once() -> None:
     operation.end("first")
     operation.end()
     assert (operation.poll(), operation.error) == ("failed", "first")
+
+
+class _Handing:
+    """A lock at whose first release the thread that copies gets its turn."""
+
+    def __init__(self, operation: Operation) -> None:
+        self.operation, self.lock, self.started = operation, threading.Lock(), None
+
+    def __enter__(self) -> None:
+        self.lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.lock.release()
+        if self.started is None:
+            self.started = False
+            self.started = self.operation.start()
+
+
+def test_no_copy_starts_between_the_look_and_the_end_of_a_withdrawal() -> None:
+    operation = Operation("t")
+    operation._lock = lock = _Handing(operation)  # type: ignore[assignment]
+    operation.withdraw("cancelled")
+    assert operation.poll() == "failed"
+    assert lock.started is False, "bytes would move after the end"
+
+
+def test_a_copy_under_way_is_not_withdrawn() -> None:
+    operation = Operation("t")
+    assert operation.start()
+    operation.withdraw("cancelled")
+    assert operation.poll() == "pending"
+    operation.end()
+    assert operation.poll() == "done"

@@ -104,15 +104,16 @@ class Operation:
 
     def withdraw(self, error: str) -> None:
         """For transports: end as failed with `error`, unless the copy has been started."""
-        with self._lock:
-            if self._started:
-                return
-        self.end(error)
+        self._end(error, unless_started=True)
 
     def end(self, error: str | None = None) -> None:
         """For transports: end as done, or as failed with `error`. The first end counts."""
+        self._end(error)
+
+    def _end(self, error: str | None, unless_started: bool = False) -> None:
         with self._lock:
-            if self._state != "pending":
+            # Looked at and ended in one turn: else a copy could start in between, and move bytes after its end.
+            if self._state != "pending" or (unless_started and self._started):
                 return
             self._error = error
             self._state = "done" if error is None else "failed"
@@ -137,6 +138,12 @@ class Peer(Protocol):
     def fenced(self) -> bool:
         """True only when it is proven that the peer can no longer touch this side's memory. Never blocks: where the
         proof takes work, the first call starts that work, and a later call returns True.
+        """
+        ...
+
+    def dead(self) -> bool:
+        """True only when it is proven that the peer's process is dead: nothing of it waits for a word any more. Never
+        blocks.
         """
         ...
 

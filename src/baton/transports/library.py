@@ -59,6 +59,10 @@ class RemotePeer:
             self.prove(self)
         return self.taken_in
 
+    def dead(self) -> bool:
+        """True once its process is known to be dead."""
+        return self.watch.dead()
+
 
 class Library:
     """Calls into a transfer library, all made on the driver's thread."""

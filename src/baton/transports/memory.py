@@ -31,6 +31,7 @@ class MemoryPeer:
     regions: list[ByteArray]
     is_alive: Callable[[], bool]
     is_fenced: Callable[[], bool]
+    is_dead: Callable[[], bool] = lambda: False
     on_disconnect: Callable[[], None] = lambda: None
     operations: list[Operation] = field(default_factory=list)
     connected: bool = True
@@ -47,6 +48,10 @@ class MemoryPeer:
     def fenced(self) -> bool:
         """True only when the peer can no longer touch this side's memory."""
         return self.is_fenced()
+
+    def dead(self) -> bool:
+        """True only when the peer's process is proven dead."""
+        return self.is_dead()
 
 
 class MemoryTransport:

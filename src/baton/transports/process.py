@@ -54,7 +54,10 @@ class ProcessWatch:
 
     def _has_gone(self) -> bool:
         pid, start_time = self._owner
-        return self._same_host and start_time_of(pid) != start_time
+        try:
+            return self._same_host and start_time_of(pid) != start_time
+        except OSError:
+            return False  # it cannot be known now: no descriptor is left, say
 
     def dead(self) -> bool:
         """True once every thread of the process has ended, and its memory with them."""
@@ -83,16 +86,19 @@ def own_host_key() -> str:
 
 
 def start_time_of(pid: int) -> str:
-    """Clock ticks from boot to the start of a process; "" when there is none."""
+    """Clock ticks from boot to the start of a process; "" when there is none. Raises `OSError` as `stat_of` does."""
     fields = stat_of(pid)
     return fields[19] if fields else ""
 
 
 def stat_of(pid: int) -> list[str]:
-    """Fields of /proc/PID/stat from the state on (its third); none when there is no such process."""
+    """Fields of /proc/PID/stat from the state on (its third); none when there is no such process.
+
+    Raises `OSError` when that cannot be known: a process that is not seen for want of a descriptor is not dead.
+    """
     try:
         text = Path(f"/proc/{pid}/stat").read_text("ascii", "replace")
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return []
     # The second field is the command in brackets and may hold anything.
     return text.rpartition(")")[2].split()

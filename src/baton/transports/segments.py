@@ -20,7 +20,10 @@ SEGMENT_NAME = re.compile(r"baton-([0-9]{1,10})-([0-9]{1,20})-[0-9a-f]{16}", re.
 
 
 def _runs(pid: int, start_time: str) -> bool:
-    fields = stat_of(pid)
+    try:
+        fields = stat_of(pid)
+    except OSError:
+        return True  # not proven to be dead
     return bool(fields) and fields[19] == start_time and fields[0] not in ("Z", "X")
 
 

@@ -163,6 +163,7 @@ class ShmTransport(MemoryTransport):
             regions=[memory[r.segment][r.offset : r.offset + r.nbytes] for r in parsed.regions],
             is_alive=watch.alive,
             is_fenced=watch.fenced,
+            is_dead=watch.dead,
             on_disconnect=watch.close,
         )
 
@@ -208,6 +209,9 @@ class _Watch:
 
     def alive(self) -> bool:
         return self._close.alive and os.fstat(self._fd).st_nlink > 0 and not self._process.dead()
+
+    def dead(self) -> bool:
+        return self._process.dead()
 
     def close(self) -> None:
         """Close the open files. `fenced` then still sees the owner's death, but later: once the process is reaped."""

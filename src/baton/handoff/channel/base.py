@@ -30,9 +30,9 @@ class SystemClock:
 class Connection:
     """One session. `identity` is set where the peer dialled us, `address` where we dialled.
 
-    `engine` is the engine id that the peer's key belongs to, None without keys. `proven`: the peer has proven that it
-    knows the ticket key, so that it is not closed to make room for a stranger. `challenge` is what it proves it by;
-    `key` seals the frames from then on.
+    `socket` is None where we dialled and had no descriptor for one yet. `engine` is the engine id that the peer's key
+    belongs to, None without keys. `proven`: the peer has proven that it knows the ticket key, so that it is not closed
+    to make room for a stranger. `challenge` is what it proves it by; `key` seals the frames from then on.
     """
 
     session: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import NamedTuple
@@ -9,6 +10,8 @@ from typing import NamedTuple
 from baton.errors import BatonError, TransportError
 from baton.handoff.channel.base import Clock
 from baton.transports.base import Peer, Transport
+
+log = logging.getLogger(__name__)
 
 # What could not be reached is left alone for a while, which doubles with each failure.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
@@ -42,18 +45,28 @@ class TransportEnds:
             future = Future()
             future.set_exception(TransportError(f"{last.error} (tried again in {wait_s:.1f} s)"))
             return future
-        future = self._transport.connect(descriptor)
+        try:
+            future = self._transport.connect(descriptor)
+        except (BatonError, OSError) as error:
+            future = Future()
+            future.set_exception(error)
         if not future.done():
             future.add_done_callback(lambda _: self._wake())
         return future
 
     def result(self, future: Future[Peer], descriptor: bytes) -> Peer:
-        """The peer of a connection that has ended. Raises what it ended with, a `BatonError`."""
+        """The peer of a connection that has ended. Raises what it ended with, always a `BatonError`: any other error
+        would leave its attempts without an end."""
         try:
             peer = future.result()
         except BatonError as error:
             self._pause(descriptor, str(error))
             raise
+        except Exception as error:
+            if not isinstance(error, OSError):
+                log.exception("a transport's connection failed")
+            self._pause(descriptor, str(error))
+            raise TransportError(f"cannot connect: {error}") from error
         self._refused.pop(descriptor, None)
         return peer
 

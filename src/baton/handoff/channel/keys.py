@@ -107,6 +107,8 @@ class TicketKeys:
     engine_id = None
 
     def __init__(self, ticket_key: bytes) -> None:
+        if not ticket_key:
+            raise ConfigError("ticket_key_file", "is required: there is no control socket without a key")
         self.secret: bytes = z85.encode(hmac.new(ticket_key, _CONTEXT, hashlib.sha256).digest())
         self.public = _public_of(self.secret)
 

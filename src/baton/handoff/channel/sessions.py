@@ -322,7 +322,9 @@ class Sessions:
         prove its death: it says that one connection is closed on this side, and P may wait for its own end of it. No
         attempt outlives `MAX_TICKET_LIFE_S`, unless its engine was paused that long.
         """
-        return session.peer is not None or self._clock.monotonic() < session.until
+        if session.peer is not None:
+            return not session.peer.dead()
+        return self._clock.monotonic() < session.until
 
     def forgive(self, now: float) -> None:
         """This process was paused, so that it cannot tell who was silent: all leases begin anew."""

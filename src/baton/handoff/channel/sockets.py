@@ -14,6 +14,7 @@ pair that the ticket key gives them (`TicketKeys`), and stay on loopback.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import secrets
 import socket
@@ -24,7 +25,7 @@ import zmq
 
 from baton.errors import ConfigError, ProtocolError
 from baton.handoff.channel.base import Connection
-from baton.handoff.channel.curve import Gate, Socket, as_client
+from baton.handoff.channel.curve import Gate, Socket, as_client, begin_ids_at_random
 from baton.handoff.channel.keys import Keys, check_bind, is_local
 from baton.handoff.protocol.frames import MAX_FRAME, decode, encode
 from baton.handoff.protocol.greeting import Side, is_sealed, seal
@@ -48,6 +49,8 @@ _LAST_FRAMES = 4096
 # A BYE ends a session whatever sequence number the receiver has reached.
 _LAST_SEQUENCE = (1 << 63) - 1
 _RECONNECT_MS = (100, 2000)
+# What a process may have again later: descriptors, memory, sockets.
+_SCARCE = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EAGAIN}
 
 
 class Channel:
@@ -64,6 +67,7 @@ class Channel:
         check_bind(bind, self._named)
         self._keys = keys
         self._context: zmq.Context[Any] = zmq.Context()
+        begin_ids_at_random()
         self._router = self._socket(zmq.ROUTER)
         self._gate = Gate(self._context, self._router, keys)
         try:
@@ -109,24 +113,41 @@ class Channel:
     # ------------------------------------------------------------ connections
 
     def dial(self, address: str) -> Connection:
-        """A new session with the engine at `address`. Connecting goes on in the background.
+        """A new session with the engine at `address`. Connecting goes on in the background, also where this process
+        has no descriptor left: each message sent tries again, and is lost until there is one.
 
         Raises `ProtocolError` for an address that cannot be dialled, or not with the keys that are here.
         """
         engine, endpoint, key = self._whom(address)
-        sock = self._socket(zmq.DEALER)
+        connection = Connection(secrets.randbits(62), None, address=address, engine=engine)
+        self._open(connection, endpoint, key)
+        return connection
+
+    def _open(self, connection: Connection, endpoint: str, key: bytes) -> None:
+        sock = None
         try:
+            sock = self._socket(zmq.DEALER)
             sock.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS[0])
             sock.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MS[1])
             as_client(sock, self._keys, key)
             sock.connect(endpoint)
         except zmq.ZMQError as error:
-            sock.close()
-            raise ProtocolError(f"cannot dial {address!r}: {error}") from error
-        connection = Connection(secrets.randbits(62), sock, address=address, engine=engine)
+            if sock is not None:
+                sock.close()
+            if error.errno not in _SCARCE:
+                raise ProtocolError(f"cannot dial {connection.address!r}: {error}") from error
+            log.warning("cannot dial %s yet: %s", connection.address, error)
+            return
+        connection.socket = sock
         self._dialled[sock] = connection
         self._poller.register(sock, zmq.POLLIN)
-        return connection
+
+    def _is_open(self, connection: Connection) -> bool:
+        """Whether there is a socket, after one more attempt where there was none."""
+        if connection.socket is None:
+            with contextlib.suppress(ProtocolError):  # the peer's key is gone since
+                self._open(connection, *self._whom(connection.address)[1:])
+        return connection.socket is not None
 
     def _whom(self, address: str) -> tuple[str | None, str, bytes]:
         """`(engine, ZeroMQ endpoint, its public key)`; no engine where all have one pair."""
@@ -154,7 +175,7 @@ class Channel:
             if self._accepted.get(connection.identity) is connection:
                 del self._accepted[connection.identity]
                 self._unproven.pop(connection.identity, None)
-        elif self._dialled.pop(connection.socket, None) is not None:
+        elif connection.socket is not None and self._dialled.pop(connection.socket, None) is not None:
             self._poller.unregister(connection.socket)
             connection.socket.close()
 
@@ -166,6 +187,9 @@ class Channel:
         last = isinstance(message, Bye)
         frame = encode(message, connection.session, _LAST_SEQUENCE if last else connection.sent + 1)
         connection.sent += 1
+        if not self._is_open(connection):
+            self.dropped += 1
+            return
         mark = []
         if connection.key:
             mark = [seal(connection.key, "dialled" if connection.identity is None else "answered", frame)]

@@ -6,11 +6,12 @@ socket pair. Nothing that it calls waits for a peer: meanwhile the leases of all
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from baton.errors import ConfigError, ProtocolError
@@ -35,6 +36,14 @@ __all__ = ["AgentConfig", "HandoffAgent", "Timers"]
 
 log = logging.getLogger(__name__)
 _CLOSING_WAIT_S = 0.01
+
+
+@contextlib.contextmanager
+def _logged() -> Iterator[None]:
+    try:
+        yield
+    except Exception:
+        log.exception("handoff agent: unexpected error")
 
 
 class HandoffAgent:
@@ -245,18 +254,19 @@ class HandoffAgent:
         self._channel.close(Bye("engine_closed", quiet))
 
     def _step(self) -> None:
-        """Wait for something, and deal with all of it. No error of one attempt ends the thread."""
+        """Wait for something, and deal with all of it. No error ends the thread, or keeps the rest from its turn."""
         self._turned = time.monotonic()
-        try:
+        wait = self.config.timers.retry_min
+        with _logged():
             wait = self._node.on_time()
-            if self._closing:
-                wait = min(wait, _CLOSING_WAIT_S)
+        if self._closing:
+            wait = min(wait, _CLOSING_WAIT_S)
+        with _logged():
             for connection, message in self._channel.receive(wait):
                 self._node.on_message(connection, message)
-            self._drain_calls()
+        self._drain_calls()
+        with _logged():
             self._node.poll()
-        except Exception:
-            log.exception("handoff agent: unexpected error")
 
     def _drain_calls(self) -> None:
         while True:

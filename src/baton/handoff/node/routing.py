@@ -127,7 +127,12 @@ class Routing:
     def _dial_again(self, lost: Session) -> None:
         """A session is gone: begin another where there may be something left to say or to hear."""
         address = lost.connection.address
-        if not self._sessions.may_return(lost) and not self._decodes_at(address):
+        waiting = self._decodes_at(address)
+        if lost.peer is not None and lost.peer.dead() and lost.hello is not None:
+            # A dead process hears nothing, and what it wrote has ended.
+            gone = lost.hello.incarnation
+            waiting = [attempt for attempt in waiting if attempt.machine.key.prefill_incarnation != gone]
+        if not self._sessions.may_return(lost) and not waiting:
             return
         try:
             self._sessions.dial(address, lost)
