@@ -30,9 +30,12 @@ def downloads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
     """What was asked of a hub that has the demo's models under the name `org`."""
     asked: list[tuple[str, Any]] = []
 
-    def snapshot_download(name: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+    def snapshot_download(
+        name: str, *, revision: str | None, allow_patterns: list[str], ignore_patterns: list[str]
+    ) -> str:
         asked.append((name, revision))
         assert "*.safetensors" in allow_patterns
+        assert "original/*" in ignore_patterns
         assert not any(pattern.startswith("*.bin") for pattern in allow_patterns)
         return str(Path("models") / name.partition("/")[2])
 

@@ -390,7 +390,7 @@ def test_every_key_of_generation_config_that_is_read_has_a_row(
     Tokenizer.load(copy)
     found = told(EngineConfig(model=str(copy), max_model_len=64, kv_cache_memory=1 << 24))
     assert read == set(GENERATION_CONFIG)
-    assert found["output.eos_token_ids"] == "[7, 9]"
+    assert found["output.eos_token_ids"] == "[7, 9, 257]"
 
 
 def test_a_changed_file_changes_the_fact_of_its_row(base: EngineConfig, known: dict[str, str], tmp_path: Path) -> None:

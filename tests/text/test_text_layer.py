@@ -198,7 +198,7 @@ def test_loading(tmp_path: Path, byte_level: Tokenizer) -> None:
         Tokenizer.load(tmp_path)
     directory = write_tokenizer(tmp_path)
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 2]}))
-    assert Tokenizer.load(directory).eos_token_ids == (1, 2)
+    assert Tokenizer.load(directory).eos_token_ids == (1, 2, EOS)
     (directory / "tokenizer.json").write_text("{")
     with pytest.raises(CheckpointError, match="not a tokenizer"):
         Tokenizer.load(directory)

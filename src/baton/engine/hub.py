@@ -10,6 +10,8 @@ from baton.errors import ConfigError
 
 # What Baton reads of a repository; weights in other formats stay where they are.
 _FILES = ["*.json", "*.safetensors", "*.jinja"]
+# Other formats of the same weights, as large again.
+_LEFT_OUT = ["original/*", "consolidated*", "onnx/*", "*/*.safetensors"]
 _NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -31,7 +33,11 @@ def checkpoint_directory(model: str, revision: str | None = None, field: str = "
     if not sys.stderr.isatty():
         disable_progress_bars()
     try:
-        return str(huggingface_hub.snapshot_download(model, revision=revision, allow_patterns=_FILES))
+        return str(
+            huggingface_hub.snapshot_download(
+                model, revision=revision, allow_patterns=_FILES, ignore_patterns=_LEFT_OUT
+            )
+        )
     except Exception as error:  # of several libraries, without a common root
         why = str(error).partition("\n")[0] or type(error).__name__
         at = f" at revision {revision}" if revision else ""

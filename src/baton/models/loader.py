@@ -262,7 +262,8 @@ def fingerprint(path: str | Path) -> str:
 def tokenizer_hash(directory: Path) -> str:
     """16 hex digits of the files from which text becomes tokens, and messages become text."""
     digest = hashlib.sha256()
-    for name in _TOKENIZER_FILES:
+    further = sorted(f"{path.parent.name}/{path.name}" for path in directory.glob("additional_chat_templates/*.jinja"))
+    for name in (*_TOKENIZER_FILES, *further):
         path = directory / name
         content = path.read_bytes() if path.exists() else b""
         digest.update(f"\0{name}\0{len(content)}\0".encode() + content)

@@ -93,7 +93,7 @@ def _message(index: int, message: ChatMessage) -> dict[str, Any]:
         for part in content:
             if part.type != "text" or part.text is None:
                 raise RequestError(f"content parts of type {part.type!r} are not supported, only text", param)
-        content = "".join(part.text or "" for part in content)
+        content = "\n".join(part.text or "" for part in content)  # as vLLM does
     out: dict[str, Any] = {"role": message.role, "content": content or ""}
     for name in ("name", "reasoning_content", "reasoning", "tool_call_id"):
         if (value := getattr(message, name)) is not None:

@@ -216,6 +216,7 @@ def _calls(tools: Sequence[Tool], parallel: bool) -> dict[str, Any]:
 
 
 def _shown(tool: Tool) -> dict[str, Any]:
-    """Without what was not said. The schema is as the client wrote it, where null may be a default."""
+    """Without what was not said, in the order of OpenAI's reference, which templates show. The schema is as the client
+    wrote it, where null may be a default."""
     told = msgspec.structs.asdict(tool.function)
-    return {"function": {name: value for name, value in told.items() if value is not None}, "type": tool.type}
+    return {"type": tool.type, "function": {name: value for name, value in told.items() if value is not None}}

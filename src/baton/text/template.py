@@ -15,10 +15,19 @@ from typing import Any, NoReturn
 
 import jinja2
 import jinja2.meta
+from jinja2 import nodes
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
 
 from baton.errors import CheckpointError, ConfigError, RequestError
 
+DEFAULT, TOOL_USE = "default", "tool_use"
+TEMPLATE_DIRECTORY = "additional_chat_templates"
+# Names of a message's reasoning; templates read the first, and that of gpt-oss the second.
+_REASONING = ("reasoning_content", "thinking", "reasoning")
 # A text without any of them is no template, but the name of a file (as in vLLM).
 _TEMPLATE_CHARS = frozenset("{}\n")
 
@@ -43,6 +52,22 @@ def chosen_template(given: str) -> str:
     return text
 
 
+def read_templates(root: Path, settings: Mapping[str, Any]) -> dict[str, str]:
+    """The chat templates of a directory by their names, as transformers finds them: files count more than `settings`,
+    which are those of tokenizer_config.json."""
+    found: dict[str, str] = {}
+    value = settings.get("chat_template")
+    if isinstance(value, str):
+        found[DEFAULT] = value
+    elif isinstance(value, list):
+        entries = [entry for entry in value if isinstance(entry, Mapping)]
+        found = {str(entry.get("name")): str(entry.get("template")) for entry in entries}
+    files = {DEFAULT: root / "chat_template.jinja"}
+    files |= {path.stem: path for path in sorted((root / TEMPLATE_DIRECTORY).glob("*.jinja"))}
+    own = {name: path.read_text(encoding="utf-8") for name, path in files.items() if path.is_file()}
+    return own or found
+
+
 class ChatTemplate:
     """One compiled template. Raises `CheckpointError` when `source` is not valid Jinja."""
 
@@ -50,18 +75,25 @@ class ChatTemplate:
         """`special_tokens` gives the names that templates use, such as `bos_token` and `eos_token`; `variables`: all
         the names that this one asks for."""
         environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
         )
-        # The same three helpers that transformers gives to templates; checkpoints rely on them.
+        # The helpers that transformers gives to templates; checkpoints rely on them.
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = lambda fmt: datetime.datetime.now().strftime(fmt)
+        environment.globals["dict"] = _Dict()
+        environment.globals["namespace"] = _Namespace
         environment.filters["tojson"] = _to_json
         try:
             self._template = environment.from_string(source)
-            self.variables = frozenset(jinja2.meta.find_undeclared_variables(environment.parse(source)))
+            parsed = environment.parse(source)
+            self.variables = frozenset(jinja2.meta.find_undeclared_variables(parsed))
         except jinja2.TemplateError as error:
             raise CheckpointError(f"the chat template does not compile: {error}") from None
         self._special_tokens = dict(special_tokens)
+        texts = [*parsed.find_all(nodes.Const), *parsed.find_all(nodes.TemplateData)]
+        self._knows_developer = any(
+            "developer" in str(getattr(node, "value", getattr(node, "data", ""))) for node in texts
+        )
 
     def render(
         self,
@@ -77,7 +109,7 @@ class ChatTemplate:
         variable that is not a client's to set.
         """
         given: dict[str, Any] = {
-            "messages": [dict(message) for message in messages],
+            "messages": self._shown(messages),
             "add_generation_prompt": add_generation_prompt,
             "tools": tools,
             "documents": None,
@@ -100,10 +132,75 @@ class ChatTemplate:
         ) as error:
             raise RequestError(f"the chat template refuses the messages: {error}", "messages") from None
 
+    def _shown(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """The messages as the template takes them. As in vLLM, one that does not name the role `developer` gets those
+        messages as the system's, and all of these as one, which strict templates want first."""
+        shown = [_with_reasoning(message) for message in messages]
+        if self._knows_developer or all(message.get("role") != "developer" for message in shown):
+            return shown
+        system = [message for message in shown if message.get("role") in ("system", "developer")]
+        first = {**system[0], "role": "system", "content": "\n\n".join(str(message["content"]) for message in system)}
+        return [first, *(message for message in shown if message.get("role") not in ("system", "developer"))]
+
 
 def _raise_exception(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
 
-def _to_json(value: Any, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message whose reasoning has all names under which templates look for it."""
+    reasoning = next((message[name] for name in _REASONING if message.get(name) is not None), None)
+    if reasoning is None:
+        return dict(message)
+    return {"thinking": reasoning, **message, "reasoning_content": reasoning}
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks what the assistant wrote, which matters in training alone."""
+
+    def __init__(self, environment: jinja2.Environment) -> None:
+        super().__init__(environment)
+        self.tags = {"generation"}
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _Dict:
+    """`dict` without the attributes of a type, from which a template could climb."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args)
+
+
+class _Namespace(Namespace):
+    """Jinja's, without names that begin with an underscore."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:  # `self` may be one of the names
+        attributes = dict(*args[1:], **kwargs)
+        for name in attributes:
+            _check_name(name)
+        Namespace.__init__(args[0], attributes)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+
+def _check_name(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError(f"a namespace cannot hold {name!r}")

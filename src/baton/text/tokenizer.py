@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-import json
+import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import tokenizers
 
 from baton.errors import CheckpointError, RequestError
+from baton.text.added_tokens import Declared
+from baton.text.files import read_object
 from baton.text.spelling import Spelling, escaped
-from baton.text.template import ChatTemplate
+from baton.text.template import DEFAULT, TOOL_USE, ChatTemplate, read_templates
+
+log = logging.getLogger(__name__)
 
 # One text is never tokenised on several threads. Without this, `tokenizers` warns at every fork.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-_SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
+NO_TEMPLATES: Mapping[str, str] = MappingProxyType({})
 
 
 class Tokenizer:
@@ -29,10 +34,11 @@ class Tokenizer:
         *,
         eos_token_ids: Sequence[int] = (),
         special_tokens: Mapping[str, str] | None = None,
-        chat_template: str | None = None,
+        chat_templates: Mapping[str, str] = NO_TEMPLATES,
     ) -> None:
+        """`chat_templates`: by their names; `tool_use` is that of chats with tools, `default` that of all others."""
         self._backend = backend
-        self._template = ChatTemplate(chat_template, special_tokens or {}) if chat_template else None
+        self._templates = {name: ChatTemplate(text, special_tokens or {}) for name, text in chat_templates.items()}
         self.eos_token_ids: tuple[int, ...] = tuple(eos_token_ids)
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         # The longest token in characters: a text of more than n times this has more than n tokens.
@@ -60,13 +66,14 @@ class Tokenizer:
             raise CheckpointError(f"{path}: not a tokenizer: {error}") from None
         backend.no_padding()
         backend.no_truncation()
-        settings = _read_json(root / "tokenizer_config.json")
-        special = _special_tokens(settings, _read_json(root / "special_tokens_map.json"))
+        declared = Declared(root)
+        declared.add_to(backend)
+        own = read_templates(root, declared.settings)
         return cls(
             backend,
-            eos_token_ids=_eos_token_ids(root, special, backend),
-            special_tokens=special,
-            chat_template=_chat_template(root, settings) if chat_template is None else chat_template,
+            eos_token_ids=_eos_token_ids(root, declared.special, backend),
+            special_tokens=declared.special,
+            chat_templates=own if chat_template is None else {DEFAULT: chat_template},
         )
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -101,8 +108,8 @@ class Tokenizer:
 
     @property
     def template_variables(self) -> frozenset[str]:
-        """The names that the chat template asks for; none without a template."""
-        return self._template.variables if self._template else frozenset()
+        """The names that the chat templates ask for; none without a template."""
+        return frozenset().union(*(template.variables for template in self._templates.values()))
 
     def apply_chat_template(
         self,
@@ -116,56 +123,33 @@ class Tokenizer:
         Raises `RequestError("messages")` when there is no template, or when it refuses the messages. Encode
         the result with `add_special_tokens=False`: templates write BOS themselves.
         """
-        if self._template is None:
-            raise RequestError("this model has no chat template, use /v1/completions", "messages")
-        return self._template.render(messages, add_generation_prompt, variables, tools)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """Return the object in `path`, or {} when there is no such file."""
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: not a JSON object")
-    return value
-
-
-def _special_tokens(*sources: Mapping[str, Any]) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for source in sources:
-        for name in _SPECIAL_NAMES:
-            value = source.get(name)
-            if isinstance(value, dict):  # an AddedToken written as an object
-                value = value.get("content")
-            if isinstance(value, str):
-                found.setdefault(name, value)
-    return found
+        named = TOOL_USE if tools is not None and TOOL_USE in self._templates else DEFAULT
+        template = self._templates.get(named)
+        if template is None:
+            others = ", ".join(sorted(self._templates))
+            why = f"no default chat template, only {others}" if others else "no chat template"
+            raise RequestError(f"this model has {why}, use /v1/completions", "messages")
+        return template.render(messages, add_generation_prompt, variables, tools)
 
 
 def _eos_token_ids(root: Path, special: Mapping[str, str], backend: tokenizers.Tokenizer | None) -> list[int]:
-    """Return the ids that end a sequence: generation_config.json, config.json, or the tokenizer's EOS."""
-    for name in ("generation_config.json", "config.json"):
-        value = _read_json(root / name).get("eos_token_id")
-        if value is None or value == []:
-            continue
-        ids = value if isinstance(value, list) else [value]
-        if not all(isinstance(v, int) and v >= 0 for v in ids):
+    """The ids that end a sequence: all that generation_config.json, config.json and the tokenizer name. A fine-tune
+    often changes one of them alone. Ids beyond the model's vocabulary are none."""
+    found: list[int] = []
+    config = read_object(root / "config.json")
+    for name, source in (
+        ("generation_config.json", read_object(root / "generation_config.json")),
+        ("config.json", config),
+    ):
+        value = source.get("eos_token_id")
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(isinstance(number, int) and number >= 0 for number in ids):
             raise CheckpointError(f"{root / name}: eos_token_id is {value!r}, expected token ids")
-        return ids
-    token_id = backend.token_to_id(special["eos_token"]) if backend and "eos_token" in special else None
-    return [] if token_id is None else [token_id]
-
-
-def _chat_template(root: Path, settings: Mapping[str, Any]) -> str | None:
-    path = root / "chat_template.jinja"
-    if path.is_file():
-        return path.read_text(encoding="utf-8")
-    value = settings.get("chat_template")
-    if isinstance(value, list):  # several named templates: the default one
-        named = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
-        value = named.get("default")
-    return value if isinstance(value, str) else None
+        found += ids
+    number = backend.token_to_id(special["eos_token"]) if backend and "eos_token" in special else None
+    found += [] if number is None else [number]
+    size = config.get("vocab_size")
+    last = size - 1 if isinstance(size, int) and not isinstance(size, bool) else max(found, default=0)
+    if beyond := sorted({number for number in found if number > last}):
+        log.warning("%s: end tokens beyond the vocabulary of %s are ignored: %s", root, size, beyond)
+    return list(dict.fromkeys(number for number in found if number <= last))

@@ -1,0 +1,92 @@
+"""Tokens that `tokenizer_config.json` and its older companions declare beside `tokenizer.json`, as transformers reads
+them: markers of fine-tunes, and which tokens are special."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken
+
+from baton.errors import CheckpointError
+from baton.text.files import read_object
+
+log = logging.getLogger(__name__)
+
+NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
+
+
+class Declared:
+    """What the settings of the directory `root` say of tokens. `special`: the special tokens that have names, such as
+    `eos_token`, as templates use them. Raises `CheckpointError` naming the file that is malformed."""
+
+    def __init__(self, root: Path) -> None:
+        self._path = root / "tokenizer_config.json"
+        settings = dict(read_object(self._path))
+        self.settings: Mapping[str, Any] = settings
+        self._decoder: dict[int, AddedToken] = {}
+        declared = settings.get("added_tokens_decoder")
+        extra = _extra(settings)
+        if declared is None:  # older: special_tokens_map.json counts more, and added_tokens.json has the numbers
+            older = read_object(root / "special_tokens_map.json")
+            settings.update(older)
+            extra = extra or _extra(older)
+        named = {name: value for name, value in settings.items() if name.endswith("_token")}
+        if isinstance(extra, Mapping):
+            named, extra = {**named, **extra}, []
+        if not isinstance(extra, list):
+            raise CheckpointError(f"{self._path}: extra_special_tokens is no list of tokens")
+        tokens = {name: self._token(value) for name, value in named.items() if isinstance(value, str | Mapping)}
+        self._special = [*tokens.values(), *map(self._token, extra)]
+        self.special: dict[str, str] = {name: token.content for name, token in tokens.items()}
+        if declared is not None:
+            if not isinstance(declared, Mapping) or not all(number.isdecimal() for number in declared):
+                raise CheckpointError(f"{self._path}: added_tokens_decoder is no object of tokens by their ids")
+            self._decoder = {int(number): self._token(value, False) for number, value in declared.items()}
+            return
+        contents = {token.content for token in self._special}
+        for text, number in read_object(root / "added_tokens.json").items():
+            if not isinstance(number, int):
+                raise CheckpointError(f"{root / 'added_tokens.json'}: {text!r} has no id")
+            is_special = text in contents
+            self._decoder[number] = AddedToken(text, normalized=not is_special, special=is_special)
+
+    def add_to(self, backend: tokenizers.Tokenizer) -> None:
+        """Give `backend` the tokens that it lacks, special ones that it has as plain ones, and what else the settings
+        say of special tokens. A token that the vocabulary has keeps its id; others get the next ones."""
+        known = {token.content: token for token in backend.get_added_tokens_decoder().values()}
+        wanted = [token for _, token in sorted(self._decoder.items()) if not _same(known.get(token.content), token)]
+        contents = {*known, *(token.content for token in self._decoder.values())}
+        for token in self._special:
+            if token.content not in contents:
+                contents.add(token.content)
+                wanted.append(token)
+        if wanted:
+            backend.add_tokens(wanted)
+        for number, token in self._decoder.items():
+            found = backend.token_to_id(token.content)
+            if found != number:
+                log.warning("%s: token %r is %s, not %d as declared there", self._path, token.content, found, number)
+        backend.encode_special_tokens = bool(self.settings.get("split_special_tokens"))
+
+    def _token(self, value: object, special: bool = True) -> AddedToken:
+        """A token as text, or as an object with its flags; `special` where it is a special one whatever they say."""
+        if isinstance(value, str):
+            return AddedToken(value, special=True)
+        content = value.get("content") if isinstance(value, Mapping) else None
+        if not isinstance(value, Mapping) or not isinstance(content, str):
+            raise CheckpointError(f"{self._path}: {value!r} is no token")
+        flags = {name: value[name] for name in _FLAGS if isinstance(value.get(name), bool)}
+        return AddedToken(content, **({**flags, "special": True} if special else flags))
+
+
+def _extra(settings: Mapping[str, Any]) -> Any:
+    return settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or []
+
+
+def _same(one: AddedToken | None, other: AddedToken) -> bool:
+    return one is not None and all(getattr(one, name) == getattr(other, name) for name in _FLAGS)
