@@ -74,12 +74,13 @@ def header(tensors: dict[str, Any], data: bytes = b"", length: int | None = None
 )
 def test_safetensors_that_lie(model: Path, content: bytes) -> None:
     (model / "model.safetensors").write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors|missing tensor"):
         load_model(model)
 
 
 def test_an_index_leads_nowhere_else(model: Path) -> None:
     index = model / "model.safetensors.index.json"
+    (model / "model.safetensors").unlink()  # which would count more
     for name in ("../model/model.safetensors", "/etc/passwd", "a/b", ".."):
         index.write_text(json.dumps({"weight_map": {"lm_head.weight": name}}))
         with pytest.raises(CheckpointError, match="outside the checkpoint directory"):

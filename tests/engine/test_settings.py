@@ -32,6 +32,7 @@ _INVARIANT = "the bits of every row are the same with `batch_invariant`, and wit
 _HANDOFF = "it moves bytes of which digests and lengths are checked, and decides none"
 _FAILS = "it decides whether and when a request fails, not what it is answered"
 _MEMORY = "it decides how many pages there are"
+_REFUSED = "a directory that has it in place of what is served is refused"
 _NAME = "it names a file or a process"
 
 
@@ -144,6 +145,9 @@ FILES: dict[str, Row] = {
     "model.safetensors": facts("model.weights"),
     "model.safetensors.index.json": "it names the files of which all bytes are in model.weights",
     "tokenizer.json": facts("model.tokenizer"),
+    "additional_chat_templates/*.jinja": "it is hashed with the files of model.tokenizer",
+    **dict.fromkeys(("adapter_config.json", "modules.json", "params.json", "tekken.json", "vocab.json"), _REFUSED),
+    **dict.fromkeys(("quantize_config.json", "quant_config.json", "hf_quant_config.json"), _REFUSED),
     "tokenizer_config.json": facts("model.tokenizer"),
     "chat_template.jinja": facts("model.tokenizer"),
     "chat_template.json": facts("model.tokenizer"),

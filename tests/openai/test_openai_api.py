@@ -106,7 +106,7 @@ async def test_chat_streaming_and_not(directory: Path) -> None:
         assert [entry.token for entry in content] == [*TEXT[:9], "<eos>"]
         assert content[0].top_logprobs[0].bytes == [ord("T")]
         prompt = endpoint.tokenizer.decode(endpoint.engine.requests[-1].prompt_token_ids, False)
-        assert prompt == "<bos><system>Be brief.\n<user>Who runs?\n<assistant>"
+        assert prompt == "<bos><system>Be brief.\n<user>Who \nruns?\n<assistant>"
         limit = MAX_MODEL_LEN - len(endpoint.engine.requests[-1].prompt_token_ids)
         assert endpoint.engine.requests[-1].sampling_params.max_tokens == limit
         stream = await client.chat.completions.create(

@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 
 from baton.engine.generation_config import GENERATION_FIELDS, sampling_defaults
 from baton.engine.hub import checkpoint_directory
+from baton.engine.servable import check_servable
 from baton.errors import ConfigError
 from baton.handoff.channel.config import DEFAULT_HANDOFF_TIMEOUT_S
 from baton.handoff.channel.keys import check_bind, ticket_key_file
@@ -277,11 +278,13 @@ class EngineConfig:
     def located(self) -> EngineConfig:
         """This configuration with directories of this host for names on the hub, which stay the names in the API.
 
-        Raises ConfigError naming the model that cannot be had.
+        Raises ConfigError naming the model that cannot be had, CheckpointError for one that cannot be served.
         """
         model, spec = checkpoint_directory(self.model, self.revision), self.speculative_config
+        check_servable(model)
         if spec is not None and spec.model is not None:
             head = checkpoint_directory(spec.model, spec.revision, "speculative_config.model")
+            check_servable(head)
             spec = replace(spec, model=head, revision=None)
         name = self.served_model_name or (None if model == self.model else self.model)
         found = replace(self, model=model, revision=None, speculative_config=spec, served_model_name=name)

@@ -25,6 +25,8 @@ def checkpoint_directory(model: str, revision: str | None = None, field: str = "
         if revision is not None:
             raise ConfigError("revision", f"is for a model of the hub, and {model} is a directory")
         return model
+    if model.endswith(".gguf"):
+        raise ConfigError(field, f"{model} is in llama.cpp's format: name the model's checkpoint in safetensors")
     if _NAME.fullmatch(model) is None:
         raise ConfigError(field, f"must be a directory in Hugging Face format or ORG/NAME on the hub, got {model!r}")
     import huggingface_hub

@@ -29,8 +29,8 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _PARTS = ("model.embed_tokens.", "model.norm.", "lm_head.")
 # Rows of two matrices that are compared at once.
 _ROWS = 4096
-# Parts that a line of the log names.
-_SHOWN = 8
+# Parts that a line of the log names, and characters of each.
+_SHOWN, _MAX_CHARS = 8, 100
 
 _Config = TypeVar("_Config", bound=ModelConfig)
 
@@ -175,7 +175,8 @@ def _is_of(name: str, num_layers: int) -> bool:
 def _part(name: str) -> str:
     """What a tensor is told as a part of: its layer, or its module."""
     layer = _LAYER.match(name)
-    return layer[0].rstrip(".") if layer else name.rpartition(".")[0] or name
+    part = layer[0].rstrip(".") if layer else name.rpartition(".")[0] or name
+    return "".join(c if c.isprintable() else "?" for c in part[:_MAX_CHARS])
 
 
 def _renaming(names: Collection[str]) -> Callable[[str], str]:

@@ -8,7 +8,7 @@ from typing import TypeVar
 from aiohttp import web
 
 from baton import __version__
-from baton.errors import BatonError
+from baton.errors import BatonError, RequestError
 from baton.openai.backend import ServedModel
 from baton.openai.http import BODIES, DRAIN, KEYS, MESSAGES, Handler, json_response, reply
 from baton.openai.messages import count_tokens, error_event, make_message_plan
@@ -20,6 +20,19 @@ from baton.openai.service import OpenAIService
 from baton.openai.tools import Parsing
 
 T = TypeVar("T")
+
+# Endpoints of vLLM for models that generate no text, and what they make.
+_NOT_GENERATED = {
+    "/v1/embeddings": "embeddings",
+    "/v2/embed": "embeddings",
+    "/pooling": "embeddings",
+    "/classify": "classes",
+    "/score": "scores",
+    "/v1/score": "scores",
+    "/rerank": "scores",
+    "/v1/rerank": "scores",
+    "/v2/rerank": "scores",
+}
 
 
 def add_openai_routes(app: web.Application, service: OpenAIService) -> None:
@@ -59,6 +72,13 @@ def add_openai_routes(app: web.Application, service: OpenAIService) -> None:
     async def no_response(request: web.Request) -> web.StreamResponse:
         raise web.HTTPNotFound(reason="responses are not kept here: there is none to get, cancel or delete")
 
+    async def not_generated(request: web.Request) -> web.StreamResponse:
+        what = _NOT_GENERATED[request.path]
+        raise RequestError(
+            f"{request.path} is not served here: this model generates text and makes no {what}; ask a "
+            f"server of a model for {what}, such as vLLM's"
+        )
+
     async def messages(request: web.Request) -> web.StreamResponse:
         """Anthropic's messages, whole or streamed."""
         answer = await respond_message(service, await plan(request, make_message_plan))
@@ -81,6 +101,8 @@ def add_openai_routes(app: web.Application, service: OpenAIService) -> None:
     app.router.add_post("/v1/chat/completions", chat)
     app.router.add_post("/v1/responses", responses)
     app.router.add_route("*", "/v1/responses/{id:.+}", no_response)
+    for path in _NOT_GENERATED:
+        app.router.add_route("*", path, not_generated)
     app.router.add_post(MESSAGES, messages)
     app.router.add_post(f"{MESSAGES}/count_tokens", count)
     _add_pages(app, service)

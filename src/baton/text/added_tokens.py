@@ -20,7 +20,7 @@ NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_t
 _FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 
 
-class Declared:
+class DeclaredTokens:
     """What the settings of the directory `root` say of tokens. `special`: the special tokens that have names, such as
     `eos_token`, as templates use them. Raises `CheckpointError` naming the file that is malformed."""
 

@@ -12,7 +12,7 @@ from typing import Any
 import tokenizers
 
 from baton.errors import CheckpointError, RequestError
-from baton.text.added_tokens import Declared
+from baton.text.added_tokens import DeclaredTokens
 from baton.text.files import read_object
 from baton.text.spelling import Spelling, escaped
 from baton.text.template import DEFAULT, TOOL_USE, ChatTemplate, read_templates
@@ -59,14 +59,17 @@ class Tokenizer:
             return cls(tokenizers.Tokenizer(tokenizers.models.BPE()), eos_token_ids=_eos_token_ids(root, {}, None))
         path = root / "tokenizer.json"
         if not path.is_file():
-            raise CheckpointError(f"{path}: no such file")
+            others = [name for name in ("tokenizer.model", "tekken.json", "vocab.json") if (root / name).is_file()]
+            convert = "AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR) of transformers makes it"
+            how = f" beside {others[0]}: {convert}" if others else ""
+            raise CheckpointError(f"{path}: no such file{how}")
         try:
             backend = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the binding raises bare Exception
             raise CheckpointError(f"{path}: not a tokenizer: {error}") from None
         backend.no_padding()
         backend.no_truncation()
-        declared = Declared(root)
+        declared = DeclaredTokens(root)
         declared.add_to(backend)
         own = read_templates(root, declared.settings)
         return cls(

@@ -1,0 +1,112 @@
+"""What a directory is that cannot be served, told from its names, `config.json` and headers before anything is loaded.
+
+Each refusal says what to do instead. What is not recognised here is for whoever loads it to refuse.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from baton.errors import CheckpointError
+
+# Ends of the names of architectures that generate no text, and what they are.
+_OTHER_TASKS = {
+    "ForSequenceClassification": "a classifier or a reranker",
+    "ForTokenClassification": "a classifier of tokens",
+    "ForQuestionAnswering": "a reader of answers",
+    "ForRewardModel": "a reward model",
+    "ForProcessRewardModel": "a reward model",
+    "RewardModel": "a reward model",
+    "ForMaskedLM": "an encoder",
+    "ForConditionalGeneration": "a model of other inputs than text, or an encoder with a decoder",
+}
+_QUANTIZED = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
+_GENERATE = "Baton serves models that generate text"
+_FULL = "serve the checkpoint in full precision"
+_MAX_HEADER_BYTES = 100 << 20
+
+
+def check_servable(path: str | Path) -> None:
+    """Raise `CheckpointError` naming what the checkpoint directory `path` is, where that is known and not served."""
+    directory = Path(path)
+    why = _why(directory, _object(directory / "config.json"))
+    if why is not None:
+        raise CheckpointError(f"{directory}: {why}")
+
+
+def _why(directory: Path, config: Mapping[str, Any]) -> str | None:
+    names = sorted(entry.name for entry in directory.iterdir()) if directory.is_dir() else []
+    if "adapter_config.json" in names:
+        base = _object(directory / "adapter_config.json").get("base_model_name_or_path")
+        where = "lies beside the model and would not be applied" if config else f"needs its base model {base!r}"
+        merge = "merge it (merge_and_unload of peft) and serve the result"
+        return f"adapter_config.json is of an adapter, which {where}: {merge}"
+    weights = fnmatch.filter(names, "*.safetensors")
+    if not weights:
+        for ending, what in ((".gguf", "llama.cpp's format"), (".pth", "pickles, which are not opened")):
+            found = next((name for name in names if name.endswith(ending)), None)
+            if found is not None:
+                return f"{found} is in {what}: serve the model's checkpoint in safetensors"
+    if weights and not config and "params.json" in names:
+        return f"{weights[0]} is in Mistral's own format, without a config.json: serve the one in Hugging Face's format"
+    return _of_config(config, names) or _of_headers(directory, weights)
+
+
+def _of_config(config: Mapping[str, Any], names: list[str]) -> str | None:
+    if "modules.json" in names:
+        return f"modules.json is of a sentence-transformers model, which makes embeddings: {_GENERATE}"
+    architectures = config.get("architectures")
+    for name in architectures if isinstance(architectures, list) else ():
+        for ending, what in _OTHER_TASKS.items():
+            if isinstance(name, str) and name.endswith(ending):
+                return f"config.json: architectures is {name!r}, {what}: {_GENERATE}"
+    if config.get("dual_chunk_attention_config"):
+        instead = "remove it to serve contexts of the original length, on which it has no influence"
+        return f"config.json: dual_chunk_attention_config is not supported: {instead}"
+    for field in ("compression_config", "quantization"):
+        if config.get(field):
+            return f"config.json: {field} is of quantized weights, which are not supported: {_FULL}"
+    if not config.get("quantization_config"):
+        found = next((name for name in _QUANTIZED if name in names), None)
+        if found is not None:
+            return f"{found} is of quantized weights, which are not supported: {_FULL}"
+    if config.get("transformers_weights"):
+        return "config.json: transformers_weights is not supported: serve weights in model.safetensors or an index"
+    return None
+
+
+def _of_headers(directory: Path, weights: list[str]) -> str | None:
+    single = "model.safetensors"
+    index = _object(directory / "model.safetensors.index.json").get("weight_map")
+    used = {single} if single in weights else set(index.values()) if isinstance(index, Mapping) else set()
+    for name in weights:
+        header = _header(directory / name) if name in used else {}
+        for tensor, entry in header.items():
+            if isinstance(entry, Mapping) and str(entry.get("dtype")).startswith("F8_"):
+                return f"{name}: tensor {tensor} is {entry['dtype']}, quantized weights are not supported: {_FULL}"
+    return None
+
+
+def _header(path: Path) -> Mapping[str, Any]:
+    """The tensors of a safetensors file; empty where it is none, which whoever loads it will say."""
+    try:
+        with path.open("rb") as file:
+            (size,) = struct.unpack("<Q", file.read(8))
+            value = json.loads(file.read(size)) if size <= _MAX_HEADER_BYTES else {}
+    except (OSError, ValueError, RecursionError, struct.error):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _object(path: Path) -> Mapping[str, Any]:
+    """A JSON object; empty where there is none, which whoever needs it will say."""
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
