@@ -110,3 +110,74 @@ def test_what_is_not_known_is_refused_by_name(raw: dict[str, Any], words: list[s
         decoder_fields({**sizes, "num_attention_heads": 4, **raw}, LENGTH)
     for word in words:
         assert word in str(caught.value)
+
+
+SHAPE = {
+    "vocab_size": 8,
+    "hidden_size": 128,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "head_dim": 32,
+}
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 256}
+
+
+@pytest.mark.parametrize(
+    ("new", "old"),
+    [
+        ({"rope_type": "linear", "factor": 8.0, "rope_theta": 5e5}, {"type": "linear", "factor": 8}),
+        ({"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3}, {"rope_type": "llama3", **LLAMA3}),
+        ({**YARN, "rope_theta": 5e5, "mscale": None}, {**YARN, "type": "yarn"}),
+        (
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": LENGTH, "rope_theta": 5e5},
+            {"type": "yarn", "factor": 4.0},
+        ),
+        ({"rope_type": "default", "rope_theta": 5e5}, {"type": "default"}),
+    ],
+)
+def test_two_spellings_of_one_rope(new: dict[str, Any], old: dict[str, Any]) -> None:
+    """Tools that know the old spelling write it beside the new one; transformers takes the old."""
+    transformers = pytest.importorskip("transformers")
+    raw = {**SHAPE, "max_position_embeddings": LENGTH, "rope_theta": 5e5, "rope_parameters": new, "rope_scaling": old}
+    config = transformers.LlamaConfig(**{k: dict(v) if isinstance(v, dict) else v for k, v in raw.items()})
+    rotary_of_theirs = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(config)
+    ours = Rotary(get_rope(raw, LENGTH), 32, LENGTH, torch.float32, torch.device("cpu"))
+    positions = torch.tensor([0, 1, 17])
+    for found, expected in zip(ours.at(positions), rotary_of_theirs(torch.zeros(1), positions[None]), strict=True):
+        torch.testing.assert_close(found[:, 0], expected[0, :, :16], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "old",
+    [
+        {"type": "linear", "factor": 4.0},
+        {"type": "yarn", "factor": 8.0},
+        {"type": "linear", "factor": 8.0, "rope_theta": 1e4},
+        [8.0],
+    ],
+)
+def test_two_ropes_are_refused(old: Any) -> None:
+    new = {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e5}
+    with pytest.raises(CheckpointError, match="rope_parameters and rope_scaling differ"):
+        get_rope({"rope_theta": 5e5, "rope_parameters": new, "rope_scaling": old}, LENGTH)
+    with pytest.raises(CheckpointError, match="rope_parameters and rope_scaling differ"):
+        get_rope({"rope_parameters": new, "rope_scaling": {"type": "linear", "factor": 8.0}}, LENGTH)
+
+
+@pytest.mark.parametrize(
+    ("section", "length"),
+    [
+        ({"type": "linear", "factor": 2.5}, 10240),
+        ({"type": "llama3", **LLAMA3}, LENGTH),
+        ({"type": "yarn", "factor": 4.0}, 4 * LENGTH),
+        ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}, LENGTH),
+        ({"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 1024}, 2 * LENGTH),
+        ({"type": "linear", "factor": 1e307}, 1 << 31),
+        (None, LENGTH),
+    ],
+)
+def test_scaling_lengthens_the_context(section: dict[str, Any] | None, length: int) -> None:
+    """As `_get_and_verify_max_len` of vLLM derives it."""
+    fields = decoder_fields({**SHAPE, "max_position_embeddings": LENGTH, "rope_scaling": section}, LENGTH)
+    assert fields["max_position"] == length

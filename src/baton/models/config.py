@@ -155,9 +155,19 @@ def rope_section(raw: RawConfig) -> RawConfig:
     section = new or old or {}
     if not isinstance(section, Mapping):
         raise CheckpointError(f"config.json: rope_parameters is {section!r}, expected an object")
-    if new and old and new != old:
+    if new and old and _spelt_out(new, raw) != _spelt_out(old, raw):
         raise CheckpointError("config.json: rope_parameters and rope_scaling differ")
     return section
+
+
+def _spelt_out(section: object, raw: RawConfig) -> object:
+    """A section with what stands beside it and with its type under one name, to be compared with another."""
+    if not isinstance(section, Mapping):
+        return section
+    beside = {name: raw.get(name) for name in ("rope_theta", "partial_rotary_factor")}
+    beside["original_max_position_embeddings"] = raw.get("max_position_embeddings")
+    own = {name: value for name, value in section.items() if name not in ("rope_type", "type") and value is not None}
+    return {**beside, **own, "rope_type": section.get("rope_type", section.get("type", "default"))}
 
 
 def read_rope(section: RawConfig, raw: RawConfig, max_position: int, theta_default: float = 10000.0) -> RopeSpec:
@@ -195,6 +205,15 @@ def read_rope(section: RawConfig, raw: RawConfig, max_position: int, theta_defau
             found = f"is {section[name]!r}" if name in section else "is missing"
             raise CheckpointError(f"config.json: rope_parameters.{name} {found} for rope_type {kind!r}")
     return RopeSpec(kind=kind, theta=theta, params=params)
+
+
+def context_length(rope: RopeSpec, max_position: int) -> int:
+    """The longest context in tokens, as vLLM derives it: linear scaling lengthens `max_position_embeddings`. YaRN
+    lengthens what the model was trained with, and configs may or may not have the result there."""
+    if rope.kind not in ("linear", "yarn"):
+        return max_position
+    trained = rope.params.get("original_max_position_embeddings", max_position)
+    return max(max_position, int(min(trained * rope.params["factor"], MAX_SIZE)))
 
 
 def get_rotary_dim(raw: RawConfig, head_dim: int, default_factor: float) -> int:
@@ -261,6 +280,7 @@ def decoder_fields(
     max_position = get_int(raw, "max_position_embeddings", max_position_default)
     num_layers = get_int(raw, "num_hidden_layers", maximum=MAX_LAYERS)
     rotary_dim = get_rotary_dim(raw, head_dim, partial_rotary_default or 1.0)
+    rope = get_rope(raw, max_position)
     if partial_rotary_default is None and rotary_dim != head_dim:
         raise CheckpointError("config.json: partial_rotary_factor other than 1.0 is not supported")
     return {
@@ -272,8 +292,8 @@ def decoder_fields(
         "num_kv_heads": kv_heads,
         "head_dim": head_dim,
         "rms_eps": get_float(raw, "rms_norm_eps", 1e-6),
-        "max_position": max_position,
-        "rope": get_rope(raw, max_position),
+        "max_position": context_length(rope, max_position),
+        "rope": rope,
         "rotary_dim": rotary_dim,
         "windows": (None,) * num_layers,
         "tie_word_embeddings": get_bool(raw, "tie_word_embeddings"),
