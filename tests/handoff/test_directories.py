@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from baton.directories import RunDirectory, sweep_runs
 from baton.errors import ConfigError
 from baton.handoff.channel.keys import KeyRing, make_keys, ticket_key_file
 from baton.handoff.protocol.ticket import load_or_create_key
@@ -63,3 +67,52 @@ def test_a_key_file_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr("baton.directories.os.geteuid", lambda: 4711)
     with pytest.raises(ConfigError, match="belongs to another user"):
         load_or_create_key(path) if path.name == "ticket.key" else KeyRing(tmp_path / "keys", "P")
+
+
+_OWNER = """
+import sys
+from baton.directories import RunDirectory
+directory = RunDirectory("test-")
+(directory.path / "secret").write_text("key")
+print(directory.path, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    return tmp_path
+
+
+def test_what_a_killed_run_has_left_is_removed_by_the_next(temporary: Path) -> None:
+    environment = {**os.environ, "TMPDIR": str(temporary)}
+    command = [sys.executable, "-c", _OWNER]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=environment, **pipes) as owner:
+        assert owner.stdout is not None
+        left = Path(owner.stdout.readline().strip())
+        assert left.parent == temporary
+        own = RunDirectory()
+        assert left.exists(), "its owner lives"
+        owner.kill()
+    assert (left / "secret").exists()
+    other = RunDirectory()
+    assert not left.exists()
+    assert own.path.exists()
+    for directory in (own, other, own):
+        directory.close()
+    assert not list(temporary.iterdir())
+
+
+def test_only_directories_of_runs_are_removed(temporary: Path) -> None:
+    (temporary / "baton-mine").mkdir(mode=0o700)
+    (temporary / "baton-open").mkdir()
+    (temporary / "baton-open").chmod(0o755)
+    (temporary / "baton-open" / ".lock").touch()
+    (temporary / "baton-link").symlink_to(temporary / "baton-mine")
+    (temporary / "baton-file").touch()
+    assert sweep_runs() == []
+    (temporary / "baton-mine" / ".lock").touch()
+    assert sweep_runs() == ["baton-mine"]
+    assert (temporary / "baton-link").is_symlink()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import socket
 import subprocess
 import sys
 import time
@@ -20,6 +21,7 @@ from baton.handoff.channel.connecting import TransportEnds
 from baton.handoff.protocol.events import DecodeCommitted, DecodeFailed, DecodeReleased, PrefillReleased
 from baton.kv.interval import Interval
 from baton.transports.base import Peer
+from baton.transports.lifeline import Lifeline
 from baton.transports.process import ProcessWatch, own_host_key, start_time_of
 from baton.transports.segments import remove_stale_segments
 from tests.handoff.nodes import SEEDS, Node, Pair, ticket_for
@@ -142,3 +144,21 @@ def test_segments_of_a_process_that_cannot_be_looked_at_stay(monkeypatch: pytest
     monkeypatch.setattr("baton.transports.segments.stat_of", scarce)
     assert remove_stale_segments(str(tmp_path)) == []
     assert os.path.exists(path)
+
+
+def test_a_lifeline_without_descriptors_does_not_look_again_at_once() -> None:
+    line = Lifeline("127.0.0.1")
+    try:
+        with socket.socket() as caller:
+            with no_descriptors():
+                caller.connect((line.contact.host, line.contact.port))
+                deadline = time.monotonic() + 60
+                while line._accept_at is None:
+                    assert time.monotonic() < deadline
+                    line.wait(0.05)
+                assert line._listener not in {key.fileobj for key in line._selector.get_map().values()}
+            while not line._strangers:
+                assert time.monotonic() < deadline
+                line.wait(0.05)
+    finally:
+        line.close()

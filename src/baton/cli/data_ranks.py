@@ -6,17 +6,15 @@ from __future__ import annotations
 import contextlib
 import os
 import selectors
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from types import FrameType
 
 from baton.deployment import BATON, Reporter, end_processes, read_reports
+from baton.directories import RunDirectory
 from baton.errors import ConfigError, EngineUnavailableError
 from baton.openai.serving import bind
 
@@ -52,7 +50,7 @@ class DataRanks:
 
     def __init__(self, size: int, engine_id: str, ports: Sequence[int], engines_per_host: int) -> None:
         # By files in it ranks find each other; no other user can read it.
-        self._directory = Path(tempfile.mkdtemp(prefix="baton-data-"))
+        self._directory = RunDirectory("data-")
         self._processes: list[subprocess.Popen[bytes]] = []
         self._pipes: list[int] = []
         self._told = False
@@ -60,7 +58,7 @@ class DataRanks:
             for rank in range(size):
                 own = {
                     "--data-parallel-rank": str(rank),
-                    "--data-parallel-store": str(self._directory),
+                    "--data-parallel-store": str(self._directory.path),
                     "--engine-id": f"{engine_id}_dp{rank}",
                     "--port": str(ports[rank]),
                     "--engines-per-host": str(engines_per_host * size),
@@ -150,4 +148,4 @@ class DataRanks:
         end_processes(self._processes)
         for pipe in self._pipes:
             os.close(pipe)
-        shutil.rmtree(self._directory, ignore_errors=True)
+        self._directory.close()

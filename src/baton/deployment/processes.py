@@ -11,20 +11,18 @@ import contextlib
 import functools
 import os
 import selectors
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import TypeVar
 
 from baton.deployment.child import read_reports
 from baton.deployment.child_log import ChildLog, Said
+from baton.directories import RunDirectory
 from baton.errors import ConfigError, EngineUnavailableError
 from baton.handoff.channel.keys import make_keys, ticket_key_file
 from baton.transports.registry import parse_uri, with_path
@@ -119,8 +117,8 @@ class Deployment:
         self._tell, self._forward = tell, forward
         self._shutdown_timeout_s = shutdown_timeout_s
         self._children: list[Child] = []
-        # mkdtemp makes the directory for its owner only.
-        self._directory = Path(tempfile.mkdtemp(prefix="baton-"))
+        self._run = RunDirectory()
+        self._directory = self._run.path
         keys = self._directory / "keys"
         transport_flags: list[str] = []
         if kv_transport is not None:
@@ -234,7 +232,7 @@ class Deployment:
                 child.pipe = -1
         # Segments of killed engines: no process is left that would unlink them.
         remove_stale_segments()
-        shutil.rmtree(self._directory, ignore_errors=True)
+        self._run.close()
 
     def __enter__(self: D) -> D:
         return self

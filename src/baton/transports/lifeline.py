@@ -9,6 +9,7 @@ line or `wake` comes, so an idle transport does not poll.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import queue
 import secrets
@@ -16,6 +17,7 @@ import select
 import selectors
 import socket
 import threading
+import time
 from typing import NamedTuple
 
 from baton.errors import ConfigError, TransportError
@@ -27,6 +29,7 @@ RECEIVED_BYTES = 1 << 16  # taken in of a line at a time
 MAX_STRANGERS = 64  # lines that have not shown the secret yet; a further one ends the oldest
 BYE = b"bye"  # sent at an orderly close, after the last operation of the sender ended
 _WELCOME = b"welcome"
+_ACCEPT_PAUSE_S = 0.5  # without a descriptor left for a caller
 _LENGTH_BYTES = 4
 
 
@@ -128,6 +131,7 @@ class Lifeline:
         self._waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._waking = threading.Lock()  # so that `wake` never writes to the closed descriptor's number
         self._strangers: dict[Line, None] = {}
+        self._accept_at: float | None = None  # when the listener is looked at again, after it had no descriptor
         self._dialled: queue.SimpleQueue[Line] = queue.SimpleQueue()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
@@ -164,6 +168,12 @@ class Lifeline:
     def wait(self, timeout_s: float) -> list[Event]:
         """Sleep until something happens, `timeout_s` at most. A line whose end is reported is closed."""
         events = []
+        if self._accept_at is not None:
+            if time.monotonic() >= self._accept_at:
+                self._accept_at = None
+                self._selector.register(self._listener, selectors.EVENT_READ)
+            else:
+                timeout_s = min(timeout_s, _ACCEPT_PAUSE_S)
         ready = self._selector.select(timeout_s)
         with contextlib.suppress(queue.Empty):
             while True:
@@ -183,10 +193,16 @@ class Lifeline:
     def _accept(self) -> None:
         if len(self._strangers) == MAX_STRANGERS:
             self.hang_up(next(iter(self._strangers)))
-        with contextlib.suppress(OSError):
+        try:
             line = Line(_tuned(self._listener.accept()[0]), admitted=False)
-            self._strangers[line] = None
-            self._selector.register(line.socket, selectors.EVENT_READ, line)
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS):
+                # It stays ready for as long as its caller waits: looking at it again at once would take a core.
+                self._selector.unregister(self._listener)
+                self._accept_at = time.monotonic() + _ACCEPT_PAUSE_S
+            return
+        self._strangers[line] = None
+        self._selector.register(line.socket, selectors.EVENT_READ, line)
 
     def _read(self, line: Line) -> list[Event]:
         events = []

@@ -5,21 +5,19 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 import msgspec
 import numpy as np
 import torch
 
+from baton.directories import RunDirectory
 from baton.engine.config import EngineConfig
 from baton.engine.kv_memory import KVMemory
 from baton.engine.ranks.collective import tensor_rank
@@ -45,8 +43,8 @@ class Followers:
     def __init__(self, config: EngineConfig) -> None:
         self._config, self._size = config, config.num_ranks
         # By a file in it the ranks find each other; no other user can read it.
-        self._directory = Path(tempfile.mkdtemp(prefix="baton-ranks-")) if self._size > 1 else None
-        self._store = str(self._directory and self._directory / "store")
+        self._directory = RunDirectory("ranks-") if self._size > 1 else None
+        self._store = str(self._directory and self._directory.path / "store")
         self._pipes: list[Connection] = []
         self._processes: list[subprocess.Popen[bytes]] = []
         self._failure: str | None = None
@@ -125,7 +123,7 @@ class Followers:
 
     def _remove_store(self) -> None:
         if self._directory is not None:
-            shutil.rmtree(self._directory, ignore_errors=True)
+            self._directory.close()
             self._directory = None
 
     def share(self, pool: KVMemory, aux_layers: Sequence[int]) -> None:
