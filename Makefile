@@ -9,7 +9,7 @@ TRANSPORTS := $(VENV)/.transports
 VLLM_SMOKE := tests/vllm/integration/test_smoke.py
 VLLM_TESTS ?= $(if $(filter-out 0.32.%,$(VLLM_VERSION)),$(VLLM_SMOKE),tests/vllm --ignore $(VLLM_SMOKE))
 
-.PHONY: demo test test-vllm conformance lint bench parity topologies simulate train clean
+.PHONY: demo test test-vllm conformance lint bench parity topologies simulate train wheel install-check clean
 
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -57,6 +57,14 @@ simulate: $(STAMP)
 train: $(STAMP)
 	$(BIN)/python -m tools.train_demo_models
 	$(BIN)/python -m tools.train_demo_deepseek
+
+# dist/baton_serve-*.whl: installs without a clone.
+wheel: $(STAMP)
+	@$(BIN)/python -m pip wheel -q --disable-pip-version-check --no-deps -w dist .
+
+# Whether constraints.txt has a solution on each Python; ARGS="--install 3.10 3.13" installs, and runs a slice of the tests.
+install-check: $(STAMP)
+	@$(BIN)/python -m tools.check_install $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info

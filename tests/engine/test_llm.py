@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -65,3 +66,13 @@ def test_without_a_tokenizer_ids_go_in_and_come_out(llm: LLM) -> None:
                 bare.generate([form], GREEDY)
         with pytest.raises(RequestError, match="no chat template"):
             bare.chat(CHAT, GREEDY)
+
+
+def test_the_snippet_of_the_readme_prints_answers(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = Path(__file__).parents[2]
+    monkeypatch.chdir(root)
+    snippet = (root / "README.md").read_text().partition("```python\n")[2].partition("```")[0]
+    exec(compile(snippet, "README.md", "exec"), {})
+    assert len(capsys.readouterr().out.strip().splitlines()) >= 2

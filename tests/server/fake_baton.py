@@ -13,6 +13,8 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from baton import cli
 from baton.deployment import processes
 from baton.engine.config import EngineConfig
@@ -36,6 +38,7 @@ def engine_of(config: EngineConfig, progress: Any) -> FakeEngine:
         fake_serving.KEY = tickets.load_or_create_key(config.ticket_key_path)
     name = {"model": config.served_model_name} if config.served_model_name else {}
     engine = FakeEngine(Path(config.model), role=config.role, handed=Handed(), **name)
+    engine.info = msgspec.structs.replace(engine.info, max_model_len=1024)
     if config.served_model_name == "stuck":
         engine.close = lambda: time.sleep(60)  # type: ignore[method-assign]
     if config.served_model_name == "fails":

@@ -173,9 +173,11 @@ def test_up_says_what_runs_and_how_to_ask_it(directory: str, tmp_path: Path) -> 
     try:
         lines: list[str] = []
         while not (lines and lines[-1].startswith("ready: ")):
-            stamped = re.fullmatch(r"\d{4}-\d\d-\d\dT[\d:.]{12}Z INFO baton: (.*\n)", up.stderr.readline())
-            assert stamped, lines
-            lines.append(stamped[1])
+            line = up.stderr.readline()
+            stamped = re.fullmatch(r"\d{4}-\d\d-\d\dT[\d:.]{12}Z INFO (baton[\w.]*): (.*\n)", line)
+            assert stamped, line
+            if stamped[1] == "baton":
+                lines.append(stamped[2])
         said = dict(line.strip().split(maxsplit=1) for line in lines if re.match(r"[\w-]+ +", line))
         assert said["model"] == f"it's mine ({directory})"
         assert said["drafter"] == f"eagle3 ({tmp_path}), 2 drafts a round"

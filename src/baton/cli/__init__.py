@@ -12,6 +12,7 @@ import typer
 from baton import __version__
 from baton.cli.bench import app as bench_app
 from baton.cli.generate import generate_command
+from baton.cli.help import GroupedCommand
 from baton.cli.keys import keys_command
 from baton.cli.logs import log_to_stderr, logger, logs, wants_json
 from baton.cli.router import router_command
@@ -52,12 +53,24 @@ def root(
     """Prefill/decode disaggregated serving with lossless speculative decoding."""
 
 
-app.command("serve")(serve_command)
-app.command("up")(up_command)
-app.command("router")(router_command)
-app.command("generate")(generate_command)
-app.command("keys")(keys_command)
-app.command("verify")(verify_command)
+_UP = """Example:
+  baton up ORG/NAME --prefill 1 --decode 1 --port 8000 \\
+    --speculative-config '{"method": "eagle3", "model": "ORG/HEAD", "num_speculative_tokens": 3}'"""
+_SERVE = """Example:
+  baton serve ORG/NAME --port 8000"""
+_ROUTER = """Example:
+  baton router --prefill http://HOST:8101 --decode http://HOST:8102 --ticket-key-file FILE"""
+
+app.command("serve", cls=GroupedCommand, epilog=_SERVE, short_help="Serve one engine with the OpenAI API.")(
+    serve_command
+)
+app.command("up", cls=GroupedCommand, epilog=_UP, short_help="Router and P/D engines on this host.")(up_command)
+app.command("router", cls=GroupedCommand, epilog=_ROUTER, short_help="The front door over running engines.")(
+    router_command
+)
+app.command("generate", cls=GroupedCommand, short_help="Answer one prompt, in this process.")(generate_command)
+app.command("keys", short_help="Make keys for engines and routers.")(keys_command)
+app.command("verify", short_help="Prove that two servers answer alike.")(verify_command)
 app.add_typer(bench_app, name="bench")
 
 

@@ -37,6 +37,14 @@ if TYPE_CHECKING:
     from aiohttp import web
 
 
+# Longer than what a decode engine computes itself, so that the first request is handed off.
+_QUESTION = (
+    "I want to travel through Europe by train this summer. My journey begins in Berlin, and I would like to see three "
+    "more cities, each of them the capital of another country, where the food is good, the museums are large and the "
+    "evenings are warm. Which three capitals should I visit, in which order, and what is the best thing to see in each?"
+)
+
+
 @with_options
 def serve_command(
     options: EngineOptions,
@@ -208,7 +216,8 @@ def _banner(config: EngineConfig, engines: Mapping[str, str], url: str | None) -
     if told := config.sampling_defaults().told():
         lines["sampling"] = f"{told}, where a request does not say"
     if url is not None:
-        body = json.dumps({"model": name, "messages": [{"role": "user", "content": "What is the capital of France?"}]})
+        ask = {"model": name, "temperature": 0, "max_tokens": 128, "messages": [{"role": "user", "content": _QUESTION}]}
+        body = json.dumps(ask)
         json_header = "-H 'content-type: application/json'"
         lines["try"] = f"curl -s {url}/v1/chat/completions {json_header} -d {shlex.quote(body)}"
     return "\n".join(f"{label:<10} {text}" for label, text in lines.items())

@@ -1,0 +1,63 @@
+"""How `--help` shows the many flags of a command: in groups, after an example, as plain text of any width."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from typer.core import TyperCommand
+
+_PANELS: tuple[tuple[str, str], ...] = (
+    ("Deployment", "prefill decode both engine_port_base max_restarts role engine_id config"),
+    (
+        "Model",
+        "revision served_model_name dtype device max_model_len seed attention_backend batch_invariant reduction_slices "
+        "generation_config override_generation_config",
+    ),
+    ("Speculation and handoff", "speculative_config kv_transfer_config kv_transport integrity kv_stream recovery"),
+    (
+        "Memory and batches",
+        "block_size max_num_batched_tokens max_num_seqs kv_cache_memory gpu_memory_utilization engines_per_host "
+        "enable_prefix_caching mamba_block_size max_queued_requests queue_timeout_s stall_timeout_s",
+    ),
+    ("Ranks", "tensor_parallel_size pipeline_parallel_size data_parallel_size"),
+    ("Routing", "kv_mode policy max_local_prefill_length allow_mode_override admin_token_file token_api engine"),
+    (
+        "Answers",
+        "chat_template enable_auto_tool_choice tool_call_parser reasoning_parser enable_per_request_metrics "
+        "per_request_spec_decode_metrics",
+    ),
+    (
+        "Server",
+        "host port http_write_timeout shutdown_timeout api_key allowed_origins ssl_keyfile ssl_certfile ssl_ca_certs "
+        "ssl_cert_reqs "
+        "ticket_key_file keys log_level log_format",
+    ),
+)
+_PANEL_OF = {name: panel for panel, names in _PANELS for name in names.split()}
+_ROLES, _OTHERS = "Engines of one role", "Options"
+
+
+def panel_of(name: str) -> str:
+    """The group in which a flag is shown."""
+    own = name.startswith(("prefill_", "decode_"))
+    return _PANEL_OF.get(name, _ROLES if own else _OTHERS)
+
+
+class GroupedCommand(TyperCommand):
+    """A command whose flags are shown in groups, in the order of the groups above, and its epilog as it is written."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        found: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None:
+                panel = "Arguments" if parameter.param_type_name == "argument" else panel_of(str(parameter.name))
+                found.setdefault(panel, []).append(record)
+        order = ["Arguments", *(panel for panel, _ in _PANELS[:1]), _ROLES, *(panel for panel, _ in _PANELS[1:])]
+        for panel in sorted(found, key=lambda one: order.index(one) if one in order else len(order)):
+            with formatter.section(panel):
+                formatter.write_dl(found[panel])
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        if self.epilog:
+            formatter.write(f"\n{self.epilog}\n")

@@ -1,0 +1,54 @@
+"""`--help`: sentences that fit, flags in groups, and an example that the command takes."""
+
+from __future__ import annotations
+
+import re
+import shlex
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+import baton.cli
+from baton.cli.help import panel_of
+
+
+def shown(*arguments: str, columns: int = 80) -> str:
+    result = CliRunner().invoke(baton.cli.app, [*arguments, "--help"], terminal_width=columns)
+    assert result.exit_code == 0
+    return result.output
+
+
+def test_sentences_on_commands_fit() -> None:
+    commands = shown().partition("Commands:")[2]
+    assert commands.count("\n  ") == 7
+    assert "..." not in commands
+
+
+@pytest.mark.parametrize("command", ["serve", "up", "router", "generate"])
+def test_flags_are_in_groups(command: str) -> None:
+    text = shown(command)
+    sections = [line[:-1] for line in text.splitlines() if re.fullmatch(r"[A-Z][\w ]+:", line)]
+    assert len(sections) >= 4
+    assert len(sections) == len(set(sections))
+    server = re.search(r"^Server:\n((?: .*\n|\n)+)", text, re.MULTILINE)
+    assert (server is not None and "--port" in server[1]) == (command != "generate")
+    ungrouped = re.search(r"^Options:\n((?: .*\n|\n)+)", text, re.MULTILINE)
+    assert ungrouped is not None
+    assert "--help" in ungrouped[1]
+
+
+@pytest.mark.parametrize("command", ["serve", "up", "router"])
+def test_the_example_is_one(command: str) -> None:
+    words = shlex.split(shown(command).partition("Example:\n")[2].replace("\\\n", " "))
+    assert words[:2] == ["baton", command]
+    app = typer.main.get_command(baton.cli.app)
+    with app.make_context("baton", ["--help"], resilient_parsing=True) as context:
+        parsed = app.commands[command].make_context(command, words[2:], parent=context)  # type: ignore[attr-defined]
+    assert parsed.params["prefill" if command == "router" else "port"]
+
+
+def test_flags_of_one_role() -> None:
+    assert panel_of("decode_block_size") == "Engines of one role"
+    assert panel_of("decode") == "Deployment"
+    assert panel_of("a_new_flag") == "Options"
