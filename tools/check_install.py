@@ -19,8 +19,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 VERSIONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
-# The flags, the log, the API and the pure half of the handoff: seconds, no compiler.
-SLICE = ("tests/cli", "tests/kv", "tests/handoff/test_planner.py", "tests/openai")
+# The flags, the log and the pure half of the handoff: seconds, no compiler.
+SLICE = ("tests/cli", "tests/kv", "tests/handoff/test_planner.py")
 _PIP = ("-m", "pip", "install", "-q", "--disable-pip-version-check", "-c", "constraints.txt")
 
 
