@@ -1,4 +1,4 @@
-"""Drafters by method, imported on first use. A new method is one file and one line here."""
+"""Loads drafters by method; their modules are imported on first use."""
 
 from __future__ import annotations
 
@@ -10,18 +10,11 @@ from typing import Protocol
 import torch
 
 from baton.drafters.base import Drafter
+from baton.drafters.methods import DRAFTERS
 from baton.errors import ConfigError
 from baton.models.base import CausalLM
 from baton.models.linear import Build
 from baton.models.loader import resolve_dtype
-
-DRAFTERS = {
-    "eagle": "baton.drafters.eagle:Eagle",
-    "eagle3": "baton.drafters.eagle3:Eagle3",
-    "draft_model": "baton.drafters.draft_model:DraftModel",
-    "mtp": "baton.drafters.mtp:Mtp",
-    "ngram": "baton.drafters.ngram:NGram",
-}
 
 
 class DrafterLoader(Protocol):

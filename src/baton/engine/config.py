@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from baton.drafters.methods import DRAFTERS
 from baton.engine.generation_config import GENERATION_FIELDS, sampling_defaults
 from baton.engine.hub import checkpoint_directory
 from baton.engine.servable import check_servable
@@ -32,8 +33,6 @@ RANKS = (1, 2, 4, 8)
 MAX_DATA_RANKS = 64
 
 
-# Of `drafters.registry`, which cannot be imported before PyTorch is.
-METHODS = ("eagle", "eagle3", "draft_model", "mtp", "ngram")
 # Methods whose drafter is no checkpoint of its own: it has no weights, or they are the target's.
 _WITHOUT_MODEL = ("ngram", "mtp")
 # Fields that one method alone takes, and passes to its drafter.
@@ -68,8 +67,8 @@ class SpeculativeConfig:
             return None
         _refuse_unknown("speculative_config", data, {f.name for f in fields(cls)})
         without = data.get("method") in _WITHOUT_MODEL
-        if isinstance(data.get("method"), str) and data["method"] not in METHODS:
-            known = ", ".join(METHODS)
+        if isinstance(data.get("method"), str) and data["method"] not in DRAFTERS:
+            known = ", ".join(DRAFTERS)
             raise ConfigError("speculative_config.method", f"must be one of {known}, got {data['method']!r}")
         for key in ("method",) if without else ("method", "model"):
             if not isinstance(data.get(key), str) or not data[key]:

@@ -1,0 +1,14 @@
+"""The drafting methods and the classes that implement them. A new method is one file and one line here.
+
+Apart from `registry`, so that settings can be checked before PyTorch is imported.
+"""
+
+from __future__ import annotations
+
+DRAFTERS = {
+    "eagle": "baton.drafters.eagle:Eagle",
+    "eagle3": "baton.drafters.eagle3:Eagle3",
+    "draft_model": "baton.drafters.draft_model:DraftModel",
+    "mtp": "baton.drafters.mtp:Mtp",
+    "ngram": "baton.drafters.ngram:NGram",
+}
