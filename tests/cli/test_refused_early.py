@@ -13,7 +13,7 @@ import pytest
 
 from baton import cli
 from baton.cli import serve
-from baton.engine.config import METHODS, EngineConfig
+from baton.engine.config import EngineConfig
 from baton.engine.sizes import check_sizes
 from baton.errors import ConfigError
 from tests.cli.logging_state import restored
@@ -114,9 +114,3 @@ def test_the_kv_of_all_engines_counts(tmp_path: Path) -> None:
     check_sizes(config)
     with pytest.raises(ConfigError, match=f"of 2 engines is {2 * half} bytes in all"):
         check_sizes(config, 2)
-
-
-def test_methods_are_those_of_the_registry() -> None:
-    from baton.drafters.registry import DRAFTERS
-
-    assert set(METHODS) == set(DRAFTERS)
