@@ -15,7 +15,7 @@ _DIGEST_S = (0.0, 0.005)
 _SLOW_DIGEST_S = (0.1, 2.5)
 _LOOK_S = 0.05
 # Faults of which a message, or the answer to it, may be lost or late: a lease may then end between healthy engines.
-_DEAF = ("drop", "delay", "reorder")
+_DEAF = ("drop", "delay", "reorder", "slow_work", "full_socket", "no_descriptor")
 
 
 class SimWorker:

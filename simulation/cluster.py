@@ -44,6 +44,7 @@ class Cluster:
         self.by_uid: dict[str, Process] = {}
         self.ranks: dict[str, Rank] = {}  # of all incarnations, by their own names
         self.streams: list[Stream] = []  # all legs that reached an engine
+        self._waits: dict[tuple[str, AttemptKey], float] = {}  # since when a leg was seen on a rank of D
         self.roles: dict[str, LegRole] = {f"P{i}": "prefill" for i in range(world.settings.num_prefill)}
         self.roles |= {f"D{i}": "decode" for i in range(world.settings.num_decode)}
         # Of engines on one host, decode legs wait for the first token.
@@ -67,6 +68,21 @@ class Cluster:
         """A client's request arrives at one of the routers, which know nothing of each other."""
         self.world.progress()
         self.world.random.choice(self.routers).submit(request)
+
+    def check_deaths(self) -> None:
+        """No leg waits for an engine that has been dead for longer than a lease, whoever is at its address now."""
+        timers, now = self.world.settings.timers, self.world.now
+        longest = 2 * timers.lease + 2 * timers.check + 1.0
+        for process in self.processes.values():
+            if process.gone or process.paused or process.leaving or not process.whole:
+                continue
+            for rank in process.ranks:
+                for key, attempt in rank.node.execution.decodes.live.items():
+                    far = self.by_uid[key.prefill_incarnation]
+                    since = self._waits.setdefault((rank.uid, key), now)
+                    since = max(since, far.died_at, process.awake_since)
+                    if far.dead and not attempt.machine.closing and now - since > longest:
+                        self.world.fail("waits_for_the_dead", f"{key} waits on {rank.uid} for {far.uid}")
 
     def url_of(self, name: str) -> str:
         """Where an engine's HTTP is."""

@@ -293,6 +293,8 @@ class Engine:
         if not self.process.whole:
             return
         now, grace = self.process.clock.monotonic(), 2 * self.process.config.timers.check + 0.05
+        if self.world.settings.has("slow_work"):
+            grace += 2 * self.process.config.timers.lease / 3  # two turns, see `Rank`
         for label, receipt in self.receipts.items():
             if receipt.deadline > now or receipt.failed or receipt.given_up:
                 continue

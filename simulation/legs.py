@@ -106,7 +106,7 @@ class SimClient(EngineClient):
         return self._router.cluster.processes[self._name]
 
     async def info(self) -> EngineInfo:
-        world = self._world
+        world, began = self._world, self._world.now
         await asyncio.sleep(world.random.uniform(*_ONE_WAY))
         process = self._process
         if process.dead:
@@ -118,6 +118,8 @@ class SimClient(EngineClient):
             raise DrainingError(f"engine {self.url} is draining")
         info = process.info()
         await asyncio.sleep(world.random.uniform(*_ONE_WAY))
+        if self._router.loop.resumed_at > began + self._router.timers.answer:
+            raise EngineLostError(f"engine {self.url} has not answered by the time that this process went on")
         return info
 
     async def load(self) -> EngineLoad:

@@ -1,23 +1,24 @@
-"""The modelled control network: real frames between the channels of processes, late, twice, never."""
+"""The modelled control network: real frames between the real channels of processes, late, twice, never."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from itertools import product
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from baton.errors import ProtocolError
 from baton.handoff.channel.base import Connection
-from baton.handoff.protocol.frames import decode, encode, kind_of
-from baton.handoff.protocol.messages import Bye, Cancelled, Commit, Confirm, Finished, Hello, Message
+from baton.handoff.channel.sockets import Channel
+from baton.handoff.protocol.frames import kind_of
+from baton.handoff.protocol.messages import Cancelled, Commit, Confirm, Finished, Hello, Message
+from simulation.sockets import Parts, SimContext, SimPoller, SimSocket
 
 if TYPE_CHECKING:
     from simulation.rank import Rank
     from simulation.world import World
 
-_LAST_SEQUENCE = (1 << 63) - 1
 _ONE_WAY = (0.0002, 0.002)
 # Fields that a trace leaves out: long, or not of the seed.
 _UNSAID = ("key", "ticket", "fingerprint", "instance", "challenge", "proof")
@@ -31,15 +32,35 @@ class Network:
         self.bound: dict[str, Rank] = {}
         self._cut: set[frozenset[str]] = set()  # pairs of names of engines, or of addresses of ranks
         self._healed: dict[frozenset[str], float] = {}  # when such a pair was last cut
-        self.overhear: Callable[[Connection, bytes], None] | None = None
+        self.overhear: Callable[[SimSocket, Parts], None] | None = None
         self._last: dict[tuple[int, bool], float] = {}
-        self._parked: dict[str, list[tuple[SimChannel, Connection, bytes]]] = {}
+        self._parked: dict[str, list[tuple[SimSocket, Parts]]] = {}
+        self._dealers: dict[str, list[SimSocket]] = {}  # by the address that they dialled
+        self._sockets = 0
+
+    def socket(self, channel: SimChannel) -> SimSocket:
+        """A new socket of a channel."""
+        self._sockets += 1
+        return SimSocket(self, channel, self._sockets)
+
+    def identity_for(self, dealer: SimSocket) -> bytes:
+        """What the ROUTER at its address will know a new connection by. Once in a while it is the identity of one that
+        is over, as somebody may claim it.
+        """
+        known = self._dealers.setdefault(dealer.address, [])
+        over = [other for other in known if other.gone]
+        known.append(dealer)
+        if over and self.world.hit("claimed_id"):
+            claimed = self.world.random.choice(over)
+            known.remove(claimed)
+            return claimed.identity
+        return dealer.identity
 
     def bind(self, process: Rank) -> None:
         """A process listens; what dialling sockets have kept for its address arrives."""
         self.bound[process.address] = process
-        for channel, connection, frame in self._parked.pop(process.address, []):
-            self.to_address(channel, connection, frame)
+        for dealer, parts in self._parked.pop(process.address, []):
+            self.to_address(dealer, parts)
 
     def unbind(self, process: Rank) -> None:
         """It listens no more."""
@@ -48,23 +69,24 @@ class Network:
 
     # ------------------------------------------------------------ frames under way
 
-    def to_address(self, channel: SimChannel, connection: Connection, frame: bytes) -> None:
+    def to_address(self, dealer: SimSocket, parts: Parts) -> None:
         """From a dialling socket to whoever is bound at the address when it arrives."""
         if self.overhear is not None:
-            self.overhear(connection, frame)
-        self._send((connection.session, True), self._arrive, channel, connection, frame)
+            self.overhear(dealer, parts)
+        self._send(dealer.channel.process, (dealer.number, True), self._arrive, dealer, parts)
 
-    def to_dialler(self, channel: SimChannel, connection: Connection, frame: bytes) -> None:
+    def to_dialler(self, sender: Rank, dealer: SimSocket, parts: Parts) -> None:
         """From the listening side back to the socket that dialled."""
-        self._send((connection.session, False), self._return, channel, connection, frame)
+        self._send(sender, (dealer.number, False), self._return, dealer, parts)
 
-    def _send(self, lane: tuple[int, bool], arrive: object, *args: object) -> None:
+    def _send(self, sender: Rank, lane: tuple[int, bool], arrive: object, *args: object) -> None:
         world = self.world
         assert callable(arrive)
         if world.hit("drop"):
             return
         for _ in range(2 if world.hit("duplicate") else 1):
-            delay = world.random.uniform(*_ONE_WAY)
+            # Who has been busy in this turn says it as late.
+            delay = sender.spent + world.random.uniform(*_ONE_WAY)
             if world.hit("delay"):
                 delay += world.random.choice((0.2, 2.0, 8.0)) * world.random.random()
             if world.hit("reorder"):
@@ -91,73 +113,61 @@ class Network:
         return not any(pair in self._cut or self._healed.get(pair, -1.0) >= since for pair in pairs)
 
     def _reachable(self, one: Rank, other: Rank) -> bool:
-        return not any(
+        return not self._cut or not any(
             frozenset(pair) in self._cut for pair in product((one.name, one.address), (other.name, other.address))
         )
 
-    def _arrive(self, sender: SimChannel, connection: Connection, frame: bytes) -> None:
-        receiver = self.bound.get(connection.address)
-        if connection not in sender.dialled or sender.process.dead:
+    def _arrive(self, dealer: SimSocket, parts: Parts) -> None:
+        receiver = self.bound.get(dealer.address)
+        if dealer.gone:
             return
         if receiver is None:
             # The socket keeps it, and connects again when somebody listens.
-            self._parked.setdefault(connection.address, []).append((sender, connection, frame))
-        elif self._reachable(sender.process, receiver):
-            receiver.channel.accept(sender, connection, frame)
+            self._parked.setdefault(dealer.address, []).append((dealer, parts))
+        elif self._reachable(dealer.channel.process, receiver):
+            receiver.channel.accept(dealer, parts)
 
-    def _return(self, dialler: SimChannel, connection: Connection, frame: bytes) -> None:
-        sender = self.bound.get(connection.address)
-        if dialler.process.dead or connection not in dialler.dialled:
-            return
-        if sender is None or self._reachable(sender, dialler.process):
-            dialler.answered(connection, frame)
+    def _return(self, dealer: SimSocket, parts: Parts) -> None:
+        sender = self.bound.get(dealer.address)
+        if not dealer.gone and (sender is None or self._reachable(sender, dealer.channel.process)):
+            dealer.channel.answered(dealer, parts)
 
 
-class SimChannel:
-    """A `ControlChannel`: sessions and sequence numbers as the ZeroMQ one has them, on a modelled network.
+class SimChannel(Channel):
+    """The real channel, with its sessions, seals and sequence numbers, over modelled sockets.
 
     In worlds that are not `ordered`, sequence numbers are not looked at, so that the machines see every late and
     doubled message.
     """
 
     def __init__(self, process: Rank, network: Network) -> None:
-        self.process, self.network, self.world = process, network, process.world
+        self.process, self.world = process, process.world
         self.address = process.address
-        self.malformed = 0
-        self.dialled: set[Connection] = set()
-        self.routing: list[tuple[Connection, Message]] = []
-        self._accepted: dict[bytes, Connection] = {}
+        self.frames = self.malformed = self.dropped = self.evicted = 0
+        keys: Any = SimpleNamespace(engine_id=None, public=b"", secret=b"")
+        self._keys, self._named = keys, False
+        context: Any = SimContext(network, self)
+        gate: Any = SimpleNamespace(sockets=(), refused=0)
+        nobody: Any = SimpleNamespace(fileno=lambda: -1)
+        self._context, self._gate, self._wake_out = context, gate, nobody
+        poller: Any = SimPoller()
+        self._poller = poller
+        self._router: SimSocket = network.socket(self)
+        poller.register(self._router)
+        self._accepted, self._unproven, self._dialled = {}, {}, {}
 
-    # ------------------------------------------------------------ the ControlChannel protocol
-
-    def dial(self, address: str) -> Connection:
-        connection = Connection(self.world.random.getrandbits(62), None, address=address)
-        self.dialled.add(connection)
-        return connection
-
-    def drop(self, connection: Connection) -> None:
-        if connection.identity is not None:
-            if self._accepted.get(connection.identity) is connection:
-                del self._accepted[connection.identity]
-        else:
-            self.dialled.discard(connection)
+    def _whom(self, address: str) -> tuple[str | None, str, bytes]:
+        return None, address, b""
 
     def send(self, connection: Connection, message: Message) -> None:
         if isinstance(message, Commit | Confirm) and self.world.hit("corrupt_seeds"):
             seeds = msgspec.structs.replace(message.seeds, first_token=message.seeds.first_token ^ 1)
             message = msgspec.structs.replace(message, seeds=seeds)
-        last = isinstance(message, Bye)
-        frame = encode(message, connection.session, _LAST_SEQUENCE if last else connection.sent + 1)
-        connection.sent += 1
         if self.world.tracing:
             self._note(connection, message)
         if isinstance(message, Commit | Confirm | Finished | Cancelled):
             self.process.vouches(message)
-        if connection.identity is None:
-            self.network.to_address(self, connection, frame)
-        else:
-            dialler, dialled = connection.socket
-            self.network.to_dialler(dialler, dialled, frame)
+        super().send(connection, message)
         if isinstance(message, Hello) and self.world.hit("stop_after_hello"):
             self.world.after(0.0, self.process.process.stop_for_a_while)
 
@@ -166,43 +176,48 @@ class SimChannel:
 
     def _note(self, connection: Connection, message: Message) -> None:
         key = getattr(message, "key", None)
-        far = connection.address or connection.socket[0].process.name
+        dealer = None if connection.identity is None else self._router.peers.get(connection.identity)
+        far = connection.address or (dealer.channel.process.name if dealer is not None else "nobody")
         what = {k: v for k, v in _fields(message).items() if k not in _UNSAID}
         self.world.note(self.process.name, f"sends {kind_of(message)} {_short(key)} to {far} {what}")
 
     # ------------------------------------------------------------ arriving frames
 
-    def accept(self, sender: SimChannel, dialled: Connection, frame: bytes) -> None:
-        """A frame at the listening socket."""
-        identity = f"{sender.process.uid}/{dialled.session}".encode()
-        session, sequence, message = decode(frame)
-        connection = self._accepted.get(identity)
-        if connection is None:
-            if not isinstance(message, Hello):
-                if not isinstance(message, Bye):
-                    bye = encode(Bye("unknown_session"), session, _LAST_SEQUENCE)
-                    self.network.to_dialler(sender, dialled, bye)
-                return
-            connection = self._accepted[identity] = Connection(session, (sender, dialled), identity)
-        self._take(connection, sequence, message)
+    @property
+    def unread(self) -> bool:
+        """Whether frames wait."""
+        poller: Any = self._poller
+        return bool(poller.readable)
 
-    def answered(self, connection: Connection, frame: bytes) -> None:
-        """A frame at a socket that dialled."""
-        try:
-            _, sequence, message = decode(frame)
-        except ProtocolError:
-            self.malformed += 1
-            return
-        if isinstance(message, Hello):
-            connection.received = 0
-        self._take(connection, sequence, message)
-
-    def _take(self, connection: Connection, sequence: int, message: Message) -> None:
-        if self.world.settings.ordered and sequence <= connection.received:
-            return
-        connection.received = max(connection.received, sequence)
-        self.routing.append((connection, message))
+    def accept(self, dealer: SimSocket, parts: Parts) -> None:
+        """A message at the listening socket."""
+        self._router.peers[dealer.identity] = dealer
+        self._router.inbox.append((dealer, [dealer.identity, *parts]))
         self.process.wake()
+
+    def answered(self, dealer: SimSocket, parts: Parts) -> None:
+        """A message at a socket that dialled."""
+        dealer.inbox.append((dealer, parts))
+        self.process.wake()
+
+    def _accept(self, parts: list[Any]) -> list[tuple[Connection, Message]]:
+        found = super()._accept(parts)
+        for connection, _ in found[-1:]:  # those before it are sessions that this message ends
+            session = self.process.node.sessions.clients.get(connection)
+            sender = self._router.last.channel.process
+            if (
+                session is not None
+                and session.hello is not None
+                and not sender.uid.startswith(session.hello.incarnation)
+            ):
+                told = f"a message of {sender.uid} counts as one of {session.hello.incarnation}"
+                self.world.fail("wrong_session", f"{self.process.uid}: {told}")
+        return found
+
+    def _in_order(self, connection: Connection, sequence: int, message: Message) -> list[tuple[Connection, Message]]:
+        if self.world.settings.ordered:
+            return super()._in_order(connection, sequence, message)
+        return [(connection, message)]
 
 
 def _short(key: object) -> str:

@@ -75,7 +75,7 @@ class Process:
         self.awake_since = world.now
         self.dead = self.paused = self.leaving = self.closed = False
         self.resumed = 0.0  # by its monotonic clock
-        self.paused_at = 0.0
+        self.paused_at = self.died_at = 0.0
         # A batch may take long, while the agent, a thread of its own, goes on.
         slow = world.settings.has("slow_engine") and random.random() < 0.5
         self._engine_pace = _SLOW_ENGINE_STEP if slow else _ENGINE_STEP
@@ -235,7 +235,7 @@ class Process:
 
     def crash(self) -> None:
         """Everything in it is gone at once."""
-        self.dead = True
+        self.dead, self.died_at = True, self.world.now
         self.world.note(self.name, f"{self.uid} is dead")
         for rank in self.ranks:
             self.cluster.network.unbind(rank)

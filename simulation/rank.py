@@ -25,7 +25,26 @@ _AGENT_STEP = (0.0, 0.002)
 _SLOW_AGENT_STEP = (0.01, 0.3)
 _TICK = 0.001
 _LOOK_S = 0.01
+_SLOW_WORK = (0.01, 0.5)
 _MAX_IDLE_TURNS = 20
+
+
+class RankClock:
+    """Its process's clock, as its agent reads it in a turn that has taken some time already."""
+
+    def __init__(self, rank: Rank) -> None:
+        self._rank = rank
+
+    def monotonic(self) -> float:
+        return self._rank.process.clock.monotonic() + self._rank.spent * self.rate
+
+    @property
+    def rate(self) -> float:
+        return self._rank.process.clock.rate
+
+    @property
+    def stepped(self) -> float:
+        return self._rank.process.clock.stepped
 
 
 class Rank:
@@ -36,10 +55,10 @@ class Rank:
     ) -> None:
         self.process, self.memories, self.slow = process, memories, slow
         self.world: World = process.world
-        self.cluster, self.name, self.clock = process.cluster, process.name, process.clock
+        self.cluster, self.name, self.clock = process.cluster, process.name, RankClock(self)
         self.config: AgentConfig = process.config
         suffix = f".{instance.rank}" if instance.rank else ""
-        self.uid = process.uid + suffix
+        self.uid: str = process.uid + suffix
         self.address: str = process.address + suffix
         self.region_sizes = [memory.nbytes for memory in memories]
         self.channel = SimChannel(self, self.cluster.network)
@@ -58,6 +77,8 @@ class Rank:
         )
         self.calls: deque[Callable[[], None]] = deque()
         self.next_wake = float("inf")
+        self.spent = 0.0  # in the turn under way
+        self._free_at = 0.0  # when the last turn is over
         self._idle_turns = 0
         self.blocked_on: Future[Any] | None = None  # its agent waits for a call to end
         self._dead = self._paused = False
@@ -109,6 +130,7 @@ class Rank:
     def wake(self, delay: float | None = None) -> None:
         """The agent's loop runs soon, or in `delay` seconds at the latest."""
         at = self.world.now + (self.world.random.uniform(*self._pace) if delay is None else delay)
+        at = max(at, self._free_at)
         if at < self.next_wake and not self.dead:
             self.next_wake = at
             self.world.after(at - self.world.now, self._woken, at)
@@ -120,7 +142,7 @@ class Rank:
         if self.blocked_on is not None and not self.blocked_on.done():
             self.wake(_LOOK_S)
             return
-        if self.channel.routing and self.world.hit("slow_turn"):
+        if self.channel.unread and self.world.hit("slow_turn"):
             self.wake(self.world.random.uniform(*_SLOW_AGENT_STEP))
             return
         self.agent_step()
@@ -128,14 +150,15 @@ class Rank:
     def agent_step(self) -> None:
         """What `HandoffAgent` does in one turn, in its order."""
         runner = self.node
-        idle = not self.channel.routing and not self.calls and not len(runner.operations)
+        idle = not self.channel.unread and not self.calls and not len(runner.operations)
         silent = runner.sessions.expired(self.clock.monotonic())
         wait = runner.on_time()
         check_innocence(self, silent)
-        routing, self.channel.routing = self.channel.routing, []
-        for connection, message in routing:
+        for connection, message in self.channel.receive(0.0):
+            self._works()
             runner.on_message(connection, message)
         while self.calls:
+            self._works()
             self.calls.popleft()()
         runner.poll()
         self.process.engine.agent_has_run()
@@ -143,7 +166,14 @@ class Rank:
         if self._idle_turns > _MAX_IDLE_TURNS:
             self.world.fail("busy_loop", f"the agent of {self.name} has nothing to do, and does not sleep")
         # A sleep has the resolution of a real one, and lasts by this process's clock.
-        self.wake(max(wait, _TICK) / self.clock.rate)
+        self._free_at = self.world.now + self.spent
+        self.wake(self.spent + max(wait, _TICK) / self.clock.rate)
+        self.spent = 0.0
+
+    def _works(self) -> None:
+        """What comes next takes time, in which this agent hears nothing."""
+        if self.world.hit("slow_work"):
+            self.spent = min(self.spent + self.world.random.uniform(*_SLOW_WORK), self.config.timers.lease / 3)
 
     def call(self, call: Callable[[], None]) -> None:
         """A call of the engine for the agent."""

@@ -140,12 +140,12 @@ class _Watch:
         self._next_look = world.now + _POLL_S
         for router in cluster.routers:
             router.check_leases()
+        cluster.check_deaths()
         requests = cluster.requests
         waiting = [request.name for request in requests if not request.outcome]
         loops = [router.loop for router in cluster.routers]
-        moved = max(world.progressed, *(loop.resumed_at for loop in loops))
-        paused = any(loop.paused for loop in loops)
-        if world.settings.harmless and waiting and not paused and world.now > moved + _STILL_S:
+        since = max(world.progressed, *(world.now if loop.paused else loop.resumed_at for loop in loops))
+        if world.settings.harmless and waiting and world.now > since + _STILL_S:
             world.fail("no_progress", f"{waiting} wait, and nothing moves")
         if len(requests) == self._count and all(request.outcome for request in requests):
             if not world.calm:
@@ -184,7 +184,7 @@ def _left(cluster: Cluster) -> list[str]:
         copies = sum(len(node.operations) for node in nodes)
         if live or copies:
             out.append(f"{name} has attempts {live} and {copies} copies")
-        if any(rank.channel.routing for rank in process.ranks):
+        if any(rank.channel.unread for rank in process.ranks):
             # Nor is one that was paused until now at rest: what it takes in may begin something.
             out.append(f"{name} has messages to take in")
         if any(node.routing.claims.holding for node in nodes):

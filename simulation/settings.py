@@ -30,6 +30,10 @@ RATES: dict[str, tuple[float, float]] = {
     "slow_answer": (0.05, 0.4),
     "slow_turn": (0.02, 0.2),
     "slow_call": (0.05, 0.4),
+    "slow_work": (0.02, 0.3),
+    "no_descriptor": (0.05, 0.5),
+    "full_socket": (0.01, 0.2),
+    "claimed_id": (0.3, 1.0),
     "stop_after_hello": (0.05, 0.4),
 }
 # Struck at events drawn beforehand: at most how many of them.
@@ -66,7 +70,6 @@ HARMLESS = frozenset(
         "stranger",
         "late_leg",
         "slow_turn",
-        "pause_router",
         *TRAITS,
     }
     - {"clock_rates", "slow_rank", "other_settings"}
@@ -83,10 +86,15 @@ COMPANIONS: dict[str, tuple[str, ...]] = {
     "slow_engine": ("reorder", "delay", "engine_abort", "client_abort"),
     "other_settings": ("crash_decode", "crash_prefill", "leave"),
     "squatter": ("crash_prefill", "crash_decode"),
+    "claimed_id": ("crash_decode", "leave", "stranger"),
     "operate_router": ("pause_decode", "pause_prefill"),
 }
 # Faults that show nothing without another.
-NEEDS: dict[str, set[str]] = {"other_settings": {"crash_decode", "crash_prefill"}, "squatter": {"crash_prefill"}}
+NEEDS: dict[str, set[str]] = {
+    "other_settings": {"crash_decode", "crash_prefill"},
+    "squatter": {"crash_prefill"},
+    "claimed_id": {"crash_decode"},
+}
 # Where no more kinds than these are allowed, their meeting is what is looked for.
 _FEW = 8
 # The share of seeds in which prefill engines stream by layer.

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, get_args
 
-from baton.handoff.channel.base import Connection
 from baton.handoff.protocol.frames import decode, encode
 from baton.handoff.protocol.messages import Bye
+from simulation.sockets import Parts, SimSocket
 
 if TYPE_CHECKING:
-    from simulation.network import Network, SimChannel
+    from simulation.network import Network
     from simulation.world import World
 
-Manner = Literal["bye", "silent", "garbage", "echo"]
+Manner = Literal["bye", "silent", "garbage", "echo", "parts", "engine"]
 _LAST_SEQUENCE = (1 << 63) - 1
+# Whoever dials an address again and again asks at most so often, in virtual seconds, over a span of this many messages.
+_SPAN, _SHORTEST_S = 200, 1.0
 
 
 class Squatter:
@@ -23,20 +25,35 @@ class Squatter:
         self.world, self.network, self.address = world, network, address
         self.name = self.uid = f"squatter at {address}"
         self.dead = False
+        self.spent = 0.0
         self.channel = self
         self.manner: Manner = world.random.choice(get_args(Manner))
+        self._asked: dict[str, list[float]] = {}  # by who asks: when
 
-    def accept(self, sender: SimChannel, dialled: Connection, frame: bytes) -> None:
-        """A frame of an engine that dialled the address. To others without the key there is nothing to say."""
-        if sender.process.name == "stranger":
+    def accept(self, dealer: SimSocket, parts: Parts) -> None:
+        """A message of an engine that dialled the address. To others without the key there is nothing to say."""
+        process = dealer.channel.process
+        if process.name == "stranger":
             return
-        session = decode(frame)[0]
+        asked = self._asked.setdefault(process.uid, [])
+        asked.append(self.world.now)
+        if len(asked) > _SPAN and asked[-1] - asked[-_SPAN] < _SHORTEST_S:
+            self.world.fail("flood", f"{process.uid} asks whoever is at {self.address} {_SPAN} times within a second")
         if self.manner == "bye":
-            answer = encode(Bye("unknown_session"), session, _LAST_SEQUENCE)
+            answer = [encode(Bye("unknown_session"), decode(parts[0])[0], _LAST_SEQUENCE)]
         elif self.manner == "garbage":
-            answer = self.world.random.randbytes(self.world.random.randrange(200))
+            answer = [self.world.random.randbytes(self.world.random.randrange(200))]
         elif self.manner == "echo":
-            answer = frame
+            answer = parts
+        elif self.manner == "engine":
+            # Another engine listens here, which knows the key: it proves itself for its own address.
+            bound = [rank for at, rank in self.network.bound.items() if at != self.address]
+            others = [rank for rank in bound if not isinstance(rank, Squatter)]
+            if others:
+                others[0].channel.accept(dealer, parts)
+            return
+        elif self.manner == "parts":
+            answer = [*parts * self.world.random.randint(2, 40)]
         else:
             return
-        self.network.to_dialler(sender, dialled, answer)
+        self.network.to_dialler(self, dealer, answer)  # type: ignore[arg-type]

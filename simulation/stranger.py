@@ -5,15 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from baton.handoff.channel.base import Connection
 from baton.handoff.protocol.frames import decode, kind_of
 from baton.handoff.protocol.messages import Bye, Hello
 from simulation.network import Network, SimChannel
+from simulation.sockets import Parts, SimSocket
 
 if TYPE_CHECKING:
     from simulation.world import World
 
 _MAX_SESSIONS, _MAX_FRAMES = 32, 24
+_GARBAGE = 0.3
 
 
 @dataclass(slots=True)
@@ -25,6 +26,7 @@ class _Nobody:
     uid: str = "stranger"
     address: str = "sim://stranger"
     dead: bool = False
+    spent: float = 0.0
 
 
 class Stranger(SimChannel):
@@ -33,32 +35,38 @@ class Stranger(SimChannel):
     def __init__(self, world: World, network: Network) -> None:
         nobody: Any = _Nobody(world)
         super().__init__(nobody, network)
-        # What dialling engines said, by address and session.
-        self._heard: dict[tuple[str, int], list[bytes]] = {}
+        self._network = network
+        # What dialling engines said, by their sockets.
+        self._heard: dict[SimSocket, list[Parts]] = {}
 
-    def overhear(self, connection: Connection, frame: bytes) -> None:
-        """A frame is on its way to an address."""
-        said = self._heard.setdefault((connection.address, connection.session), [])
+    def overhear(self, dealer: SimSocket, parts: Parts) -> None:
+        """A message is on its way to an address."""
+        said = self._heard.setdefault(dealer, [])
         if len(said) < _MAX_FRAMES:
-            said.append(frame)
+            said.append(parts)
         if len(self._heard) > _MAX_SESSIONS:
             del self._heard[next(iter(self._heard))]
 
     def repeat(self) -> bool:
-        """Say all of a session again, from its HELLO on; False when there was none."""
+        """Say all of a session again, from its HELLO on, some of it in more parts than there are, or garbled; False
+        when there was none.
+        """
         if not self._heard:
             return False
-        (address, session), said = self.world.random.choice(list(self._heard.items()))
-        self.process.uid = f"stranger#{self.world.events}"
-        connection = Connection(session, None, address=address)
-        self.dialled.add(connection)
-        self.world.note("stranger", f"repeats {len(said)} frames to {address}")
-        for frame in said:
-            self.network.to_address(self, connection, frame)
+        random = self.world.random
+        dealer, said = random.choice(list(self._heard.items()))
+        own = self._network.socket(self)
+        own.identity = b"stranger#%d" % self.world.events
+        own.address = dealer.address
+        self.world.note("stranger", f"repeats {len(said)} frames to {own.address}")
+        for parts in list(said):
+            if random.random() < _GARBAGE:
+                parts = random.choice(([b""], [*parts, *parts, b"more"], [random.randbytes(40)], [parts[0][:-1]]))
+            self._network.to_address(own, parts)
         return True
 
-    def answered(self, connection: Connection, frame: bytes) -> None:
+    def answered(self, dealer: SimSocket, parts: Parts) -> None:
         """What an engine tells it."""
-        message = decode(frame)[2]
+        message = decode(parts[0])[2]
         if not isinstance(message, Bye) and not (isinstance(message, Hello) and message.descriptor is None):
-            self.world.fail("stranger", f"{connection.address} tells a stranger {kind_of(message)}")
+            self.world.fail("stranger", f"{dealer.address} tells a stranger {kind_of(message)}")

@@ -2,7 +2,7 @@
 that it can be shown that the simulator finds it.
 """
 
-from simulation.mutations import commits, engine, kinds, layers, pages, ranks, router, sessions
+from simulation.mutations import commits, engine, kinds, layers, pages, ranks, router, sessions, sockets
 from simulation.mutations.registry import MUTATIONS, Mutation, applied
 
 __all__ = [
@@ -17,4 +17,5 @@ __all__ = [
     "ranks",
     "router",
     "sessions",
+    "sockets",
 ]

@@ -55,7 +55,9 @@ def test_a_seed_that_failed_once(seed: int) -> None:
     assert run_seed(seed).violation is None
 
 
-@pytest.mark.parametrize(("seed", "faults"), [(7770018893, FAULTS), (5086, ("cut_rank", "clock_rates"))])
+@pytest.mark.parametrize(
+    ("seed", "faults"), [(7770018893, ("cut_rank", "pause_rank", "clock_rates")), (5086, ("cut_rank", "clock_rates"))]
+)
 def test_ranks_that_were_cut_off_may_evict_each_other(seed: int, faults: tuple[str, ...]) -> None:
     result = run_seed(seed, faults)
     assert result.injected["cut_rank"]
