@@ -115,6 +115,7 @@ def config(**more: Any) -> Any:
         "kv_transfer_config": SimpleNamespace(engine_id="P"),
         "device_config": SimpleNamespace(device_type="cpu"),
         "cache_config": SimpleNamespace(cache_dtype="auto"),
+        "structured_outputs_config": SimpleNamespace(backend="auto"),
         "model_config": SimpleNamespace(use_mla=False, has_inner_state=False, enable_sleep_mode=False),
         "compilation_config": SimpleNamespace(is_custom_op_enabled=lambda name: name == "rotary_embedding"),
     }
@@ -269,10 +270,16 @@ def test_weights_from_a_hub_are_told_apart_by_commit() -> None:
             revision="main",
             dtype=torch.float32,
             quantization=None,
-            hf_config=SimpleNamespace(_commit_hash=commit),
+            tokenizer="org/model",
+            tokenizer_revision=None,
+            hf_config=SimpleNamespace(_commit_hash=commit, to_dict=lambda: {"eos_token_id": 2}),
             hf_text_config=SimpleNamespace(),
+            try_get_generation_config=lambda: {"eos_token_id": [2, 7]},
         )
-        return compat.facts(config(model_config=model), "0.32")["model.weights"]
+        facts = compat.facts(config(model_config=model), "0.32")
+        assert facts["output.eos_token_ids"] == "[2, 7]"
+        assert facts["model.tokenizer"] == "org/model@main"
+        return facts["model.weights"]
 
     assert weights("a1") == weights("a1") != weights("b2")
     assert weights(None) == "org/model@main"
