@@ -14,9 +14,9 @@ from typing import Any
 
 import aiohttp
 import pytest
-from aiohttp.test_utils import TestServer
 
 from baton.router import RouterConfig, build_app
+from tests.server.fake_serving import served
 from tests.vllm.integration.answers import Answer, same
 from tests.vllm.integration.servers import (
     EAGLE3,
@@ -151,8 +151,7 @@ def test_another_prefill_server_takes_over(fleet: Fleet) -> None:
 
     async def run() -> None:
         prompts = demo_prompts([300] * 4, seed=47)
-        async with aiohttp.ClientSession() as session, TestServer(await build_app(config)) as router:
-            url = str(router.make_url("")).rstrip("/")
+        async with aiohttp.ClientSession() as session, served(await build_app(config)) as url:
             expected = [await reference(session, strict, prompt, 12) for prompt in prompts]
             dying.signal(signal.SIGSTOP)
             front = dataclasses.replace(strict, url=url)

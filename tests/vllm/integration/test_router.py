@@ -24,6 +24,7 @@ from baton.text import Tokenizer
 from baton.text.bad_words import tokens_of
 from benchmarks.scrape import scrape
 from benchmarks.vllm_servers import ONE_PROCESS, ServerConfig, VllmServer, free_port, serve
+from tests.server.fake_serving import served
 from tests.vllm.integration.answers import NEAR_TIE
 from tests.vllm.integration.servers import EAGLE3, LIMIT_S, MODEL, REQUEST_TIMEOUT, demo_prompts
 
@@ -71,8 +72,8 @@ async def routed(p: str, d: str, folder: Path, **config: Any) -> AsyncIterator[s
     key = load_or_create_key(ticket_key_file(folder / "keys"))
     ends = {"prefill": (p,), "decode": (d,), "ticket_life": MAX_TICKET_LIFE_S}
     settings = RouterConfig(**ends, ticket_key=key, engine="vllm", **config)
-    async with TestServer(await build_app(settings)) as server:
-        yield str(server.make_url("")).rstrip("/")
+    async with served(await build_app(settings)) as url:
+        yield url
 
 
 async def complete(session: aiohttp.ClientSession, url: str, prompt: Sequence[int], **body: Any) -> dict[str, Any]:

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 
 import aiohttp
 import pytest
-from aiohttp.test_utils import TestServer
 
 from baton.router import RouterConfig, build_app
+from tests.server.fake_serving import served
 from tests.vllm.integration.answers import Answer, same
 from tests.vllm.integration.servers import Mode, Pair, Server, ask, demo_prompts, request, serve, wait_idle
 from tests.vllm.integration.test_ranks import (
@@ -110,8 +110,7 @@ def test_a_router_gives_both_legs_to_explicit_ranks(fleet: Fleet) -> None:
     async def run() -> None:
 
         expected = await alone(fleet["STAGES"], prompts, 12)
-        async with aiohttp.ClientSession() as session, TestServer(await build_app(config)) as router:
-            url = str(router.make_url("")).rstrip("/")
+        async with aiohttp.ClientSession() as session, served(await build_app(config)) as url:
             front = Server("router", url, data.process, data.log)
             found = await asyncio.gather(*(ask(session, front, request(prompt, 12)) for prompt in prompts))
             for answer, want in zip(found, expected, strict=True):
