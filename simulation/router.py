@@ -279,10 +279,11 @@ class Router:
             process = stream.process
             if stream.router is not self or not stream.open or process is None or not process.paused or process.dead:
                 continue
-            # A prefill leg is read for a while after its request has ended.
-            drained = timers.drain if process.role == "prefill" else 0.0
+            # A leg is read for a while after its request has ended, by the word of the other one.
+            name = stream.request.request_id
+            ended = bool(self.clients[name.partition(".")[0]].outcome)
+            drained = timers.drain if ended or process.role == "prefill" else 0.0
             if now - max(stream.began, process.paused_at) > longest + drained:
-                name = stream.request.request_id
                 self.world.fail(
                     "held_by_silence", f"{name} waits for {process.name}, silent since {process.paused_at:.2f}"
                 )
