@@ -14,6 +14,12 @@ _DRAFT_KV, _NUM_DRAFTS, _VERIFIER = "drafter.kv", "drafter.num_speculative_token
 _METHOD = "drafter.method"
 
 
+def unequal_facts(here: Mapping[str, object], peer: Mapping[str, object]) -> dict[str, tuple[object, object]]:
+    """The facts that are not equal, with both values; that of an engine that lacks one is "absent"."""
+    pairs = {name: (here.get(name, "absent"), peer.get(name, "absent")) for name in sorted({*here, *peer})}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
 def facts_of(fingerprint: str) -> dict[str, object]:
     """The facts in a fingerprint: a JSON object, or any other text, which is then one fact."""
     try:
@@ -47,8 +53,7 @@ def differing_facts(
     one engine's `draft_kv` allows it and the other's does not require otherwise; an engine without a drafter has none.
     Drafts that one verifier made are then of use to the same verifier alone.
     """
-    pairs = {name: (here.get(name, "absent"), peer.get(name, "absent")) for name in sorted({*here, *peer})}
-    differing = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+    differing = unequal_facts(here, peer)
     policies = {side[_DRAFT_KV] for side in (here, peer) if _DRAFT_KV in side}
     if policies <= {"require"}:
         return differing, True

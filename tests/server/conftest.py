@@ -1,15 +1,5 @@
-"""A log that a command begins ends with the test."""
+"""Commands are run here too: the log that one begins ends with its test."""
 
-from __future__ import annotations
+from tests.cli.conftest import _no_log_stays
 
-from collections.abc import Iterator
-
-import pytest
-
-from tests.cli.logging_state import restored
-
-
-@pytest.fixture(autouse=True)
-def _no_log_stays() -> Iterator[None]:
-    with restored():
-        yield
+__all__ = ["_no_log_stays"]

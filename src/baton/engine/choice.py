@@ -24,7 +24,7 @@ _MINUS_INFINITY = float("-inf")
 
 
 def choose(logits_NV: Tensor, sampling: Sampling | None) -> IntArray:
-    """The next token of each row, int64 [N]. Of a sampled request: -1 in rows behind a draft that was not chosen.
+    """The next token of each row, int64 [N]. Of a sampled request: -1 in rows after a draft that was not chosen.
     `NOT_FINITE` in rows whose logits are not all finite, whatever the request allows."""
     not_finite = rows_not_finite(logits_NV)
     if not len(not_finite):

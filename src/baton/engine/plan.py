@@ -192,7 +192,7 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """`choices` int64 [N], -1 behind a draft that was not chosen, `NOT_FINITE` where no token can be chosen; `logits`
+    """`choices` int64 [N], -1 after a draft that was not chosen, `NOT_FINITE` where no token can be chosen; `logits`
     float32 [len(logit_rows), V]; `features` float32 [len(feature_rows), F], with no rows where there is no drafter or
     it takes none. `scores`: of the rows of `scored`, in order; None of a row whose logits are not all finite."""
 

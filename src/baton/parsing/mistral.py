@@ -1,4 +1,4 @@
-"""`mistral`: behind `[TOOL_CALLS]` a list of `{"name": ..., "arguments": {...}}`, or `NAME{...}`, `NAME[ARGS]{...}` and
+"""`mistral`: after `[TOOL_CALLS]` a list of `{"name": ..., "arguments": {...}}`, or `NAME{...}`, `NAME[ARGS]{...}` and
 `NAME[CALL_ID]ID[ARGS]{...}` of Mistral's tokenizers from version 11 on, where each call has a `[TOOL_CALLS]` of its
 own. The model's ID is dropped: a call gets one of the answer's."""
 

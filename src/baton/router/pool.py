@@ -12,7 +12,7 @@ from typing import Literal
 
 import aiohttp
 
-from baton.comparison import differing_facts, facts_of, token_facts, token_identity
+from baton.comparison import differing_facts, facts_of, token_facts, token_identity, unequal_facts
 from baton.errors import (
     BatonError,
     ConfigError,
@@ -402,13 +402,7 @@ def _differing(served: EngineInfo, info: EngineInfo) -> dict[str, tuple[object, 
         facts = differing_facts(facts_of(served.fingerprint), facts_of(info.fingerprint))[0]
         if "drafter.num_speculative_tokens" not in facts:
             different.pop("num_speculative_tokens", None)
-        here, there = token_facts(served.fingerprint), token_facts(info.fingerprint)
-        facts |= {
-            name: (here.get(name, "absent"), there.get(name, "absent"))
-            for name in sorted({*here, *there})
-            if here.get(name, "absent") != there.get(name, "absent")
-        }
-        different |= facts
+        different |= facts | unequal_facts(token_facts(served.fingerprint), token_facts(info.fingerprint))
     return different
 
 
