@@ -16,7 +16,7 @@ class LogLimit(logging.Filter):
 
     def __init__(self, lines: int = LINES_PER_SECOND) -> None:
         super().__init__()
-        self._lines = lines
+        self.lines = lines
         self._second = 0
         self._passed = 0
         self._left_out = 0
@@ -25,7 +25,7 @@ class LogLimit(logging.Filter):
         second = int(record.created)
         if second != self._second:
             self._second, self._passed = second, 0
-        if self._passed >= self._lines:
+        if self._passed >= self.lines:
             self._left_out += 1
             return False
         self._passed += 1

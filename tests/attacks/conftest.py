@@ -55,4 +55,4 @@ def fresh_log_limits() -> None:
     for name in list(logging.root.manager.loggerDict):
         for limit in logging.getLogger(name).filters:
             if isinstance(limit, LogLimit):
-                limit.__init__()  # type: ignore[misc]
+                limit.__init__(limit.lines)  # type: ignore[misc]
