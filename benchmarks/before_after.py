@@ -1,0 +1,174 @@
+"""Compare this tree with another commit: TTFT, TPOT and the duration of `baton verify`, interleaved.
+
+    python -m benchmarks.before_after COMMIT --pairs 60 --prompt 512 --output 64
+
+Both trees serve the same checkpoint by `baton up`, with one prefill and one decode engine each, side by side. Each
+prompt is sent to both, in a random order, and the tokens must be equal. Printed are the median of the ratios of pairs
+and its 95% interval (bootstrap). The machine must be idle otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import random
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from baton.bench.client import Streamed, stream_completion
+
+ROOT = Path(__file__).parent.parent
+TARGET = "models/baton-demo-llama"
+SPECULATIVE = {"method": "eagle3", "model": "models/baton-demo-eagle3", "num_speculative_tokens": 3}
+_START_S = 180.0
+_WARM_UP = 4
+_RESAMPLES = 2000
+
+
+def interval(ratios: Sequence[float], seed: int = 0) -> tuple[float, float, float]:
+    """Median of `ratios`, and its 95% bootstrap interval."""
+    rng = random.Random(seed)
+    medians = sorted(statistics.median(rng.choices(ratios, k=len(ratios))) for _ in range(_RESAMPLES))
+    return statistics.median(ratios), medians[int(0.025 * _RESAMPLES)], medians[int(0.975 * _RESAMPLES)]
+
+
+@contextlib.contextmanager
+def checked_out(commit: str) -> Iterator[Path]:
+    """A working tree of `commit`, removed at the end."""
+    with tempfile.TemporaryDirectory() as directory:
+        tree = Path(directory) / "tree"
+        subprocess.run(["git", "worktree", "add", "-q", "--detach", tree, commit], check=True, cwd=ROOT)
+        try:
+            yield tree
+        finally:
+            subprocess.run(["git", "worktree", "remove", "--force", tree], check=True, cwd=ROOT)
+
+
+def command(tree: Path, *arguments: str) -> tuple[list[str], dict[str, Any]]:
+    """`baton ARGUMENTS` with the code of `tree`: the command, and what `subprocess` needs beside it."""
+    environment = {**os.environ, "PYTHONPATH": str(tree / "src"), "OMP_NUM_THREADS": "1"}
+    return [sys.executable, "-m", "baton.cli", *arguments], {"cwd": tree, "env": environment}
+
+
+@contextlib.contextmanager
+def served(tree: Path, target: str, speculative: dict[str, Any] | None, log: Path) -> Iterator[str]:
+    """The URL of a deployment with the code of `tree`. Raises `RuntimeError` if it does not start."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    flags = [
+        "--prefill",
+        "1",
+        "--decode",
+        "1",
+        "--port",
+        str(port),
+        "--batch-invariant",
+        "--max-local-prefill-length",
+        "0",
+    ]
+    if speculative:
+        flags += ["--speculative-config", json.dumps(speculative)]
+    arguments, how = command(tree, "up", target, *flags)
+    with log.open("w") as out:
+        process = subprocess.Popen(arguments, stdout=out, stderr=out, **how)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        deadline = time.monotonic() + _START_S
+        while True:
+            with contextlib.suppress(OSError):
+                urllib.request.urlopen(f"{url}/health", timeout=2).close()
+                break
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"{tree} does not serve:\n{log.read_text()[-2000:]}")
+            time.sleep(0.2)
+        yield url
+    finally:
+        process.terminate()
+        process.wait()
+
+
+async def ask(
+    urls: Sequence[str], pairs: int, prompt: int, output: int, vocabulary: range
+) -> list[tuple[Streamed, Streamed]]:
+    """Answers of both servers to the same prompts. Raises `RuntimeError` if their tokens differ."""
+    rng = random.Random(0)
+    answers = []
+    async with aiohttp.ClientSession() as session:
+        for number in range(_WARM_UP + pairs):
+            ids = [rng.choice(vocabulary) for _ in range(prompt)]
+            body = {"model": "m", "prompt": ids, "max_tokens": output, "ignore_eos": True, "temperature": 0.0}
+            pair: dict[int, Streamed] = {}
+            for side in rng.sample((0, 1), 2):
+                async with session.get(f"{urls[side]}/v1/models") as reply:
+                    body["model"] = (await reply.json())["data"][0]["id"]
+                pair[side] = await stream_completion(session, urls[side], body)
+            if pair[0].token_ids != pair[1].token_ids:
+                raise RuntimeError(f"prompt {number}: the trees answer with other tokens")
+            if number >= _WARM_UP:
+                answers.append((pair[0], pair[1]))
+    return answers
+
+
+def verify_s(tree: Path, target: str, speculative: dict[str, Any] | None) -> float:
+    """Seconds of one `baton verify`. Raises `CalledProcessError` if it finds a difference."""
+    flags = ["--speculative-config", json.dumps(speculative)] if speculative else []
+    arguments, how = command(tree, "verify", target, "--lengths", "1-48", *flags)
+    began = time.monotonic()
+    subprocess.run(arguments, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, **how)
+    return time.monotonic() - began
+
+
+def tell(name: str, before: Sequence[float], after: Sequence[float], unit: str) -> None:
+    """One line: medians, and the ratio of pairs."""
+    ratio, low, high = interval([b / a for a, b in zip(before, after, strict=True)])
+    medians = f"{statistics.median(before):8.2f} -> {statistics.median(after):8.2f} {unit}"
+    print(f"{name:8} {medians}  ratio {ratio:.3f} ({low:.3f} to {high:.3f}), {len(before)} pairs", flush=True)
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("commit")
+    parser.add_argument("--model", help="a checkpoint, without a drafter; default: the demo's with its EAGLE-3 head")
+    parser.add_argument("--pairs", type=int, default=60)
+    parser.add_argument("--prompt", type=int, default=512)
+    parser.add_argument("--output", type=int, default=64)
+    parser.add_argument("--verify-rounds", type=int, default=5)
+    options = parser.parse_args()
+    target = options.model or str(ROOT / TARGET)
+    speculative = None if options.model else {**SPECULATIVE, "model": str(ROOT / str(SPECULATIVE["model"]))}
+    with contextlib.ExitStack() as stack:
+        trees = [stack.enter_context(checked_out(options.commit)), ROOT]
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        with contextlib.ExitStack() as servers:
+            urls = [
+                servers.enter_context(served(tree, target, speculative, directory / f"{side}.log"))
+                for side, tree in enumerate(trees)
+            ]
+            answers = asyncio.run(ask(urls, options.pairs, options.prompt, options.output, range(10, 250)))
+        tell("TTFT", *([1000 * pair[side].ttft_s for pair in answers] for side in (0, 1)), unit="ms")
+        tell("TPOT", *([1000 / pair[side].tokens_per_s for pair in answers] for side in (0, 1)), unit="ms")
+        times: tuple[list[float], list[float]] = ([], [])
+        for number in range(options.verify_rounds):
+            for side in (0, 1) if number % 2 else (1, 0):
+                times[side].append(verify_s(trees[side], target, speculative))
+        if options.verify_rounds:
+            tell("verify", *times, unit="s ")
+
+
+if __name__ == "__main__":
+    main()
