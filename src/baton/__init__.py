@@ -14,7 +14,7 @@ __all__ = ["LLM", "SamplingParams", "StructuredOutputsParams", "__version__"]
 
 
 def __getattr__(name: str) -> object:
-    # torch takes seconds to import; a router needs none of it.
+    # Importing torch takes seconds, and a router does not need it.
     if name == "LLM":
         from baton.engine.llm import LLM
 

@@ -1,5 +1,4 @@
-"""Which engines belong together, by the facts that each tells of itself: whether two may hand over to each other, and
-whether a stream of tokens that one began may go on at another."""
+"""Compare the facts of engines: may two engines hand over to each other, and may one continue the other's stream?"""
 
 from __future__ import annotations
 
@@ -15,13 +14,13 @@ _METHOD = "drafter.method"
 
 
 def unequal_facts(here: Mapping[str, object], peer: Mapping[str, object]) -> dict[str, tuple[object, object]]:
-    """The facts that are not equal, with both values; that of an engine that lacks one is "absent"."""
+    """The facts that differ, with both values; a missing fact counts as "absent"."""
     pairs = {name: (here.get(name, "absent"), peer.get(name, "absent")) for name in sorted({*here, *peer})}
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def facts_of(fingerprint: str) -> dict[str, object]:
-    """The facts in a fingerprint: a JSON object, or any other text, which is then one fact."""
+    """Decode a fingerprint, a JSON object of facts. Any other text counts as one fact."""
     try:
         return msgspec.json.decode(fingerprint, type=dict[str, object])
     except msgspec.DecodeError:
@@ -29,8 +28,9 @@ def facts_of(fingerprint: str) -> dict[str, object]:
 
 
 def token_facts(fingerprint: str) -> dict[str, object]:
-    """The facts that decide tokens. Those of the drafter are among them unless the `coupled` verifier makes the output
-    independent of drafts (the rejection samplers of Baton and of vLLM do not)."""
+    """The facts that decide tokens. The drafter's are included unless the `coupled` verifier makes the output
+    independent of drafts; the rejection samplers of Baton and vLLM do not.
+    """
     facts = facts_of(fingerprint)
     if facts.get(_METHOD, "none") != "none" and facts.get(_VERIFIER) != "coupled":
         return facts
@@ -39,7 +39,7 @@ def token_facts(fingerprint: str) -> dict[str, object]:
 
 @functools.lru_cache(maxsize=256)
 def token_identity(fingerprint: str) -> str:
-    """A digest of `token_facts`, 32 hex digits: engines with equal ones give a request the same tokens."""
+    """A digest of `token_facts`, 32 hex digits. Engines with equal identities give a request the same tokens."""
     text = msgspec.json.encode(token_facts(fingerprint), order="deterministic")
     return hashlib.blake2b(text, digest_size=16).hexdigest()
 
@@ -47,11 +47,11 @@ def token_identity(fingerprint: str) -> str:
 def differing_facts(
     here: Mapping[str, object], peer: Mapping[str, object]
 ) -> tuple[dict[str, tuple[object, object]], bool]:
-    """The facts of two engines that forbid a handoff between them, with both values, and whether drafters' KV moves.
+    """The facts that forbid a handoff between two engines, with both values, and whether drafters' KV moves.
 
-    Every fact must be equal, and that of an engine that lacks it is "absent". What is said of drafters may differ where
-    one engine's `draft_kv` allows it and the other's does not require otherwise; an engine without a drafter has none.
-    Drafts that one verifier made are then of use to the same verifier alone.
+    All facts must be equal; a missing one counts as "absent". Facts of drafters may differ if one engine's `draft_kv`
+    allows it and the other's does not require equality; an engine without a drafter has no `draft_kv`. Drafts are only
+    usable with the verifier for which they were made, so two verifiers must still be equal.
     """
     differing = unequal_facts(here, peer)
     policies = {side[_DRAFT_KV] for side in (here, peer) if _DRAFT_KV in side}

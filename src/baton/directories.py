@@ -1,7 +1,7 @@
-"""Directories and files that nobody else may put anything into: those of keys, and of stored KV.
+"""Directories and files that only this user may write to: keys and stored KV.
 
-Who can write to a key directory lets engines in; who can write to a store forges prefixes. So both are refused alike
-when they are another user's, or open to others.
+Write access to a key directory admits engines; write access to a store can forge prefixes. Both are refused if they
+belong to another user or are open to others.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _PREFIX, _LOCK = "baton-", ".lock"
 
 
 def check_own(path: Path, field: str, closed: int = OTHERS_WRITE) -> os.stat_result:
-    """The status of a file or directory that is this user's, or root's, and has none of the mode bits in `closed`.
+    """Return the status of `path` if this user or root owns it and its mode has no bit of `closed`.
 
-    Raises `ConfigError` for `field` that says what is wrong and how to mend it, `OSError` when there is no such path.
+    Raises `ConfigError` for `field`, with the problem and its remedy, and `OSError` if `path` does not exist.
     """
     status = path.stat()
     if status.st_uid not in (os.geteuid(), 0):
@@ -39,9 +39,9 @@ def check_own(path: Path, field: str, closed: int = OTHERS_WRITE) -> os.stat_res
 
 
 def own_directory(path: Path, field: str) -> Path:
-    """`path`, made for this user alone where there is none.
+    """Return `path`, created for this user only if it does not exist.
 
-    Raises `ConfigError` as `check_own` does, `OSError` when it cannot be made.
+    Raises the errors of `check_own`, and `OSError` if it cannot be created.
     """
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     check_own(path, field)
@@ -49,9 +49,9 @@ def own_directory(path: Path, field: str) -> Path:
 
 
 def own_secret(path: Path, field: str, make: Callable[[], bytes]) -> bytes:
-    """The content of a file that its owner alone may read; where there is none, one is made with what `make` returns.
+    """Read a file that only its owner may read. A missing file is created with the result of `make`.
 
-    Raises `ConfigError` as `check_own` does, `OSError` when it cannot be made or read.
+    Raises the errors of `check_own`, and `OSError` if it cannot be created or read.
     """
     if not path.exists():
         fresh = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
@@ -59,7 +59,7 @@ def own_secret(path: Path, field: str, make: Callable[[], bytes]) -> bytes:
         with os.fdopen(descriptor, "wb") as file:
             file.write(make())
         try:
-            # Linked, not renamed: of two processes that start together the second must take the first's secret.
+            # Link, do not rename: of two processes that start together, the second must use the first one's secret.
             os.link(fresh, path)
         except FileExistsError:
             pass
@@ -70,20 +70,20 @@ def own_secret(path: Path, field: str, make: Callable[[], bytes]) -> bytes:
 
 
 class RunDirectory:
-    """A temporary directory of one run, for its user alone: `path`, which ends with `close`.
+    """A temporary directory at `path` for one run and one user, removed by `close`.
 
-    One that SIGKILL has left, with its keys, is removed by the next run that makes one. A lock in it tells whose owner
-    lives; the kernel lets go of it when the owner dies.
+    If SIGKILL leaves one behind, with its keys, the next run that creates one removes it. A file lock in the directory
+    shows that its owner is alive; the kernel releases the lock when the owner dies.
     """
 
     def __init__(self, kind: str = "") -> None:
         sweep_runs()
-        # mkdtemp makes the directory for its owner only.
+        # mkdtemp creates the directory with mode 0700.
         self.path = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{kind}"))
         fresh = self.path / f"{_LOCK}.new"
         self._lock = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
-        # Others see the lock only when it is held.
+        # The lock file gets its name only once it is locked, so nobody can find it unlocked.
         fresh.rename(self.path / _LOCK)
 
     def close(self) -> None:
@@ -95,10 +95,10 @@ class RunDirectory:
 
 
 def sweep_runs() -> list[str]:
-    """Remove this user's directories of runs whose process is dead, and return their names."""
+    """Remove this user's run directories whose process is dead, and return their names."""
     removed = []
     for path in sorted(Path(tempfile.gettempdir()).glob(f"{_PREFIX}*")):
-        with contextlib.suppress(OSError):  # no directory of a run, another user's, or its owner lives
+        with contextlib.suppress(OSError):  # not a run directory, another user's, or its owner is alive
             status = path.lstat()
             if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & OTHERS:
                 continue

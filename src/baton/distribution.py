@@ -1,17 +1,17 @@
-"""Figures of which the spread matters: how many lie at or below each of some bounds, as Prometheus counts them."""
+"""A Prometheus histogram."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
 
-# From what a plan takes to what a handoff may wait.
+# Upper bounds, from the time to plan a copy to the longest wait for a handoff.
 SECONDS = (2e-5, 1e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0, 30.0)
 RUNS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096, 16_384, 65_536)
 
 
 class Distribution:
-    """One thread observes; others may read at any time, with no consistency between the counts."""
+    """Written by one thread. Others may read at any time, but counts may be inconsistent with each other."""
 
     __slots__ = ("_bounds", "_counts", "total")
 
@@ -21,13 +21,13 @@ class Distribution:
         self.total = 0.0
 
     def observe(self, value: float) -> None:
-        """One more figure."""
+        """Add one observation."""
         self._counts[bisect_left(self._bounds, value)] += 1
         self.total += value
 
     @classmethod
     def sum_of(cls, many: Sequence[Distribution]) -> Distribution:
-        """The figures of several with the same bounds."""
+        """The sum of distributions with the same bounds."""
         found = cls(many[0]._bounds)
         found._counts = [sum(counts) for counts in zip(*(one._counts for one in many), strict=True)]
         found.total = sum(one.total for one in many)
@@ -35,11 +35,11 @@ class Distribution:
 
     @property
     def count(self) -> int:
-        """How many figures there were."""
+        """The number of observations."""
         return sum(self._counts)
 
     def buckets(self) -> list[tuple[str, float]]:
-        """(bound, how many figures lie at or below it), the last bound being "+Inf"."""
+        """(bound, number of observations at or below it); the last bound is "+Inf"."""
         found, sum_ = [], 0
         for bound, count in zip((*map(float, self._bounds), "+Inf"), self._counts, strict=True):
             sum_ += count

@@ -1,23 +1,23 @@
-"""The one error tree of Baton.
+"""The exceptions of Baton.
 
 BatonError
 ├── ConfigError          a setting is unknown or has a bad value; names the field
-├── CheckpointError      a checkpoint file is missing, truncated or of another shape
+├── CheckpointError      a checkpoint file is missing, truncated or has another shape
 ├── RequestError         a client's request is malformed; names the parameter (HTTP 4xx)
 │   ├── UnknownModelError
-│   ├── UnauthorizedError   administration without its token (HTTP 401)
-│   └── ForbiddenError   the request carries a ticket that is not for it, or may not be made at all (HTTP 403)
-├── OverloadedError      too much is waiting already (HTTP 429)
+│   ├── UnauthorizedError   the required token is missing (HTTP 401)
+│   └── ForbiddenError   the request's ticket is not for it, or the request is not allowed at all (HTTP 403)
+├── OverloadedError      too many requests wait (HTTP 429)
 ├── EngineUnavailableError   an engine is down or refuses work (HTTP 503)
-│   ├── EngineLostError      an engine went away with a request that it had taken
-│   ├── EngineStalledError   an engine's thread has been at one step for too long
-│   └── DrainingError        a server ends what runs and takes nothing new
-├── CapacityError        pages or slots that can never fit were asked for
-├── NonFiniteLogitsError    the model made no numbers from which a token could be chosen (HTTP 500)
+│   ├── EngineLostError      an engine was lost with a request that it may have taken
+│   ├── EngineStalledError   an engine's thread has been in one step for too long
+│   └── DrainingError        a server completes its requests and takes no new ones
+├── CapacityError        the request needs more pages or slots than exist
+├── NonFiniteLogitsError    the target's logits are NaN or infinite (HTTP 500)
 ├── ProtocolError        a peer sent a message that is malformed or out of bounds
 │   ├── IncompatiblePeerError   P and D differ in a field that must be equal
-│   ├── TicketExpiredError   a good ticket came too late
-│   └── WrongEngineError     a good ticket is for another engine, or for this one before it was restarted
+│   ├── TicketExpiredError   a valid ticket came too late
+│   └── WrongEngineError     a valid ticket names another engine, or an earlier incarnation of this one
 ├── HandoffError         a handoff ended without commit; carries the reason
 └── TransportError       a transport could not copy, connect or register
 """
@@ -28,11 +28,11 @@ from collections.abc import Mapping
 
 
 class BatonError(Exception):
-    """Root of every error that Baton raises on purpose."""
+    """Base class of all errors that Baton raises on purpose."""
 
 
 class ConfigError(BatonError):
-    """A setting is unknown or out of range. `field` names it."""
+    """The setting named by `field` is unknown or out of range."""
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"{field}: {message}")
@@ -40,11 +40,11 @@ class ConfigError(BatonError):
 
 
 class CheckpointError(BatonError):
-    """A checkpoint cannot be read: file missing, truncated, or a tensor of another shape."""
+    """A checkpoint cannot be read: a file is missing or truncated, or a tensor has another shape."""
 
 
 class RequestError(BatonError):
-    """A client's request is refused. `param` names the parameter, as in OpenAI's error shape."""
+    """A client's request is refused. `param` names the parameter, as in OpenAI's errors."""
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -52,23 +52,23 @@ class RequestError(BatonError):
 
 
 class UnknownModelError(RequestError):
-    """The request names a model that is not served here (HTTP 404)."""
+    """The request names a model that is not served (HTTP 404)."""
 
 
 class UnauthorizedError(RequestError):
-    """The request needs a token that it does not bring (HTTP 401)."""
+    """The request lacks a required token (HTTP 401)."""
 
 
 class InvalidApiKeyError(UnauthorizedError):
-    """The request brings none of the server's API keys (HTTP 401)."""
+    """The request has none of the server's API keys (HTTP 401)."""
 
 
 class ForbiddenError(RequestError):
-    """The request carries a ticket that the router has not signed for it, or comes from where none may (HTTP 403)."""
+    """The router has not signed the request's ticket for it, or the request's origin is not allowed (HTTP 403)."""
 
 
 class OverloadedError(BatonError):
-    """Too many requests wait already (HTTP 429); one that comes later may be taken."""
+    """Too many requests wait (HTTP 429); a later one may be taken."""
 
 
 class EngineUnavailableError(BatonError):
@@ -76,15 +76,15 @@ class EngineUnavailableError(BatonError):
 
 
 class EngineLostError(EngineUnavailableError):
-    """An engine that may have taken a request went away: its connection broke, or its lease ended."""
+    """An engine that may have taken a request was lost: its connection broke, or its lease expired."""
 
 
 class EngineStalledError(EngineUnavailableError):
-    """An engine's thread has not come to an end of what it does for `stall_timeout_s`: it may hang."""
+    """An engine's thread has not finished its current work within `stall_timeout_s`; it may hang."""
 
 
 class DrainingError(EngineUnavailableError):
-    """A server is about to end: what runs there may end first, and nothing new is taken."""
+    """A server is about to end. Running requests may complete; new ones are refused."""
 
 
 class CapacityError(BatonError):
@@ -92,18 +92,19 @@ class CapacityError(BatonError):
 
 
 class NonFiniteLogitsError(BatonError):
-    """The target's logits of a request are not all finite (NaN or infinite), so that no token may be chosen."""
+    """A request's logits are NaN or infinite, so no token can be chosen."""
 
 
 class ProtocolError(BatonError):
-    """A message is malformed, oversized, out of bounds or not allowed in this state. `reason`: what a claim that is
-    refused for it is told."""
+    """A message is malformed, oversized, out of bounds or not allowed in this state. `reason` is the answer to a claim
+    that is refused for it.
+    """
 
     reason = "register_refused"
 
 
 class IncompatiblePeerError(ProtocolError):
-    """Two engines cannot exchange KV. `fields` names every field that differs."""
+    """Two engines cannot exchange KV. `fields` has every field that differs."""
 
     def __init__(self, fields: Mapping[str, tuple[object, object]]) -> None:
         listed = "; ".join(f"{name}: here {here!r}, peer {there!r}" for name, (here, there) in fields.items())
@@ -112,18 +113,18 @@ class IncompatiblePeerError(ProtocolError):
 
 
 class TicketExpiredError(ProtocolError):
-    """A ticket with a good signature came after its expiry: its bearer may have been paused, or its peer. The request
-    itself is good, and can be computed anew.
+    """A ticket with a valid signature came after its expiry: its bearer, or its peer, may have been paused. The request
+    itself is valid and can be recomputed.
     """
 
     reason = "ticket_expired"
 
 
 class WrongEngineError(ProtocolError):
-    """A ticket with a good signature names another engine, or this one before it was restarted (HTTP 409)."""
+    """A ticket with a valid signature names another engine, or an earlier incarnation of this one (HTTP 409)."""
 
 
-# Why a handoff, or a leg of one, may have failed: the reasons that Baton's own code gives.
+# The reasons that Baton's own code gives for a failed handoff or leg.
 REASONS = frozenset(
     {
         "aborted",
@@ -169,22 +170,22 @@ REASONS = frozenset(
 
 
 def refusal(error: RequestError) -> str:
-    """The error of a leg whose request turned out to ask for what cannot be: its reason, its field, its message."""
+    """The error text of a leg whose request is invalid: reason, parameter and message."""
     return f"invalid_request: {error.param or ''}: {error}"
 
 
 def is_refusal(error: str | None) -> bool:
-    """Whether a leg's error is one that every engine would give."""
+    """Whether a leg's error comes from `refusal`: every engine would give the same."""
     return error is not None and error.startswith("invalid_request: ")
 
 
 def reason_label(reason: str) -> str:
-    """A reason as a metric's label. Whatever a peer may have made up is `other`: each text would be a time series."""
+    """A reason as a metric label. Unknown reasons become `other`, so that a peer cannot create any number of series."""
     return reason if reason in REASONS else "other"
 
 
 class HandoffError(BatonError):
-    """A handoff ended without commit. `reason` is a short stable name, one of `REASONS` or a peer's own."""
+    """A handoff ended without commit. `reason` is a short stable name: one of `REASONS`, or a peer's own."""
 
     def __init__(self, reason: str, message: str = "") -> None:
         super().__init__(f"{reason}: {message}" if message else reason)

@@ -1,4 +1,4 @@
-"""Log lines that a peer can cause: few per second, and on one line whatever text the peer chose."""
+"""A limit for log lines that a peer can cause. Each becomes one line, whatever text the peer chose."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ LINES_PER_SECOND = 20
 
 
 class LogLimit(logging.Filter):
-    """Lets `lines` records a second through; the next one after a pause says how many were left out.
+    """Passes `lines` records per second. The first record after a pause says how many were dropped.
 
-    Counters, not log lines, tell how often something happened: a peer that floods a listener must not fill its
-    disk as well.
+    A peer that floods a listener must not fill the disk too; metrics count what the log leaves out.
     """
 
     def __init__(self, lines: int = LINES_PER_SECOND) -> None:

@@ -1,4 +1,4 @@
-"""The end of a process with its parent's, by the kernel's hand: a parent that is killed can end nobody."""
+"""Die with the parent (PR_SET_PDEATHSIG): a parent that is killed cannot end its children."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""`timeout(seconds)`: as `asyncio.timeout` of Python 3.11, which aiohttp brings along for Python 3.10.
+"""`timeout(seconds)`: `asyncio.timeout` of Python 3.11; on Python 3.10 from async_timeout, a dependency of aiohttp.
 
-Not `asyncio.wait_for`: before Python 3.12 it loses a cancellation that comes when the result does, and the request of a
-client that has left would run for ever.
+`asyncio.wait_for` is no substitute: before Python 3.12 it loses a cancellation that arrives together with the result,
+and the request of a client that has left would run forever.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The number of choices that wait for their first token, and its limit."""
+"""The limit on choices that wait for their first token."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ MAX_QUEUED_REQUESTS = 1024
 
 
 class Queue:
-    """Counts the choices that wait. `limit` None: there is no limit."""
+    """Counts waiting choices. `limit` None: unlimited."""
 
     def __init__(self, limit: int | None) -> None:
         self._limit = limit
         self.num_waiting = 0
 
     def check(self, num: int = 1) -> None:
-        """Raise `OverloadedError` where `num` more exceed the limit, unless none waits already."""
+        """Raise `OverloadedError` if `num` more exceed the limit. If none waits, any number is allowed."""
         if self._limit is not None and self.num_waiting and self.num_waiting + num > self._limit:
             raise OverloadedError(f"{self.num_waiting} requests wait already; try again later")
 
     @contextlib.contextmanager
     def waiting(self, num: int, bounded: bool = True) -> Iterator[Callable[[], None]]:
-        """Count `num` choices as waiting. Call what it yields when one has its first token.
+        """Count `num` choices as waiting. The caller calls the yielded function for each choice with a first token.
 
-        Raises what `check` raises, where they are `bounded`: choices that go on were taken before, and their clients
-        have tokens already.
+        Raises the error of `check` if `bounded`. Resumed choices are not bounded: they were admitted before, and their
+        clients already have tokens.
         """
         if bounded:
             self.check(num)

@@ -1,6 +1,6 @@
-"""Types that cross the HTTP boundary between router and engines. Everything here is plain data.
+"""Types that cross the HTTP boundary between router and engines: plain data.
 
-The legs between router and engines carry token ids, never text: only the front door detokenises.
+Requests to engines carry token ids, never text; only the front door detokenises.
 """
 
 from __future__ import annotations
@@ -16,47 +16,47 @@ MAX_LOGPROBS = 20
 MAX_ALLOWED_TOKEN_IDS = 1 << 16
 MAX_SAMPLES = 64
 MAX_TOKEN_ID = 2**31 - 1
-# A request's seed and sample index are the 64-bit words of the noise's key.
+# Seeds and sample indices are 64-bit words of the noise key.
 MAX_WORD = 2**64 - 1
 MAX_STOP_STRINGS, MAX_STOP_CHARS = 16, 1024
 MAX_BAD_WORDS, MAX_BAD_WORD_CHARS = 128, 1024
-# Each entry costs work in every step of the request.
+# Each entry costs work in every step.
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIASES = 1024
 MIN_TEMPERATURE = 0.01
 MAX_GRAMMAR_CHARS = 64 * 1024
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN_ID)]
 MAX_CACHE_SALT_CHARS = 1024
-MAX_TICKET_CHARS = 24 * 1024  # control addresses of all ranks are in it
+MAX_TICKET_CHARS = 24 * 1024  # holds the control addresses of all ranks
 RequestId = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 TicketText = Annotated[str, msgspec.Meta(max_length=MAX_TICKET_CHARS)]
 FinishReason = Literal["stop", "length", "abort", "error"]
 Role = Literal["both", "prefill", "decode"]  # of an engine
-LegRole = Literal["prefill", "decode"]  # of one leg of a handoff
-Mode = Literal["push", "pull"]  # who issues the copies: P, or D
-Integrity = Literal["off", "sampled", "full"]  # how much of the KV is digested
-KVStream = Literal["off", "chunk", "layer"]  # when P copies: after the prefill, each chunk of it, or a chunk's layers
+LegRole = Literal["prefill", "decode"]
+Mode = Literal["push", "pull"]  # P writes, or D reads
+Integrity = Literal["off", "sampled", "full"]  # how much of the KV has digests
+KVStream = Literal["off", "chunk", "layer"]  # when P copies: after the prefill, after each chunk, or after some layers
 Recovery = Literal["none", "retry", "source", "recompute", "full"]
 RECOVERIES: tuple[Recovery, ...] = get_args(Recovery)
 
 
 def check_salt(salt: object) -> str | None:
-    """`salt` when it can be a `cache_salt`. Raises `RequestError`."""
+    """Return `salt` if it is a valid `cache_salt`, else raise `RequestError`."""
     if salt is None or (isinstance(salt, str) and 1 <= len(salt) <= MAX_CACHE_SALT_CHARS):
         return salt
     raise RequestError(f"cache_salt must be 1 to {MAX_CACHE_SALT_CHARS} characters", "cache_salt")
 
 
 def recovers(recovery: Recovery, rung: Recovery) -> bool:
-    """Whether `--recovery` allows a rung of the ladder: each value allows the rungs up to its own."""
+    """Whether `--recovery` allows `rung`. Each value allows itself and all earlier ones of `RECOVERIES`."""
     return RECOVERIES.index(recovery) >= RECOVERIES.index(rung)
 
 
 class StructuredOutputsParams(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
 ):
-    """What the output must be, vLLM's names: JSON of a schema (its text), a match of a regular expression, one of the
-    texts, or a text of a grammar (Lark or GBNF). Exactly one of the four.
+    """A constraint on the output, with vLLM's names. Exactly one is set: the text of a JSON schema, a regular
+    expression, a list of choices, or a grammar (Lark or GBNF).
     """
 
     json: str | None = None
@@ -66,7 +66,7 @@ class StructuredOutputsParams(
     disable_any_whitespace: bool = False
 
     def check(self) -> None:
-        """Raise `RequestError` for what no grammar can be made of; whether it can be compiled is an engine's to say."""
+        """Raise `RequestError` for invalid parameters. Only an engine can tell whether a grammar compiles."""
         given = [text for text in (self.json, self.regex, self.grammar) if text is not None]
         if len(given) + (self.choice is not None) != 1:
             raise RequestError("needs exactly one of json, regex, choice, grammar", "structured_outputs")
@@ -79,7 +79,7 @@ class StructuredOutputsParams(
 
 
 def seed_word(seed: int | None) -> int | None:
-    """A client's seed as a word of the noise's key: as in vLLM, -1 asks for a new one, and others may be negative."""
+    """A client's seed as a 64-bit word (two's complement), or None for no seed, which is also -1, as in vLLM."""
     if seed is None or seed == -1:
         return None
     return seed + MAX_WORD + 1 if -(2**63) <= seed < 0 else seed
@@ -88,8 +88,7 @@ def seed_word(seed: int | None) -> int | None:
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How to choose tokens. Names and meanings are those of vLLM and the OpenAI API.
 
-    `check` holds every bound there is: what passes it cannot make an engine fail. Raises `RequestError` naming the
-    parameter that is out of range.
+    `check` enforces all bounds: parameters that pass cannot make an engine fail.
     """
 
     max_tokens: int = 16
@@ -117,18 +116,18 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     structured_outputs: StructuredOutputsParams | None = None
 
     def check(self, vocab_size: int | None = None) -> SamplingParams:
-        """Return self when every value is in range, else raise `RequestError` naming the parameter."""
+        """Return self if every value is in range, else raise `RequestError` with the parameter's name."""
 
         def need(ok: bool, param: str, rule: str) -> None:
             if not ok:
                 raise RequestError(f"{param} must be {rule}, got {reprlib.repr(getattr(self, param))}", param)
 
         def within(param: str, low: float, high: float) -> None:
-            # NaN is in no range.
+            # NaN fails this comparison.
             need(low <= getattr(self, param) <= high, param, f"between {low:g} and {high:g}")
 
         last_token = MAX_TOKEN_ID if vocab_size is None else vocab_size - 1
-        # Without tokens there is something to say of the prompt alone.
+        # A request for prompt logprobs needs no output tokens.
         least = 1 if self.prompt_logprobs is None else 0
         need(least <= self.max_tokens <= MAX_TOKEN_ID, "max_tokens", f"between {least} and {MAX_TOKEN_ID}")
         need(0 <= self.min_tokens <= self.max_tokens, "min_tokens", "between 0 and max_tokens")
@@ -184,16 +183,18 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return self
 
     def normalised(self) -> SamplingParams:
-        """Return what is sampled with: a temperature below `MIN_TEMPERATURE` that is not 0 counts as that, as in vLLM,
-        because scores divided by less may overflow."""
+        """The parameters to sample with. As in vLLM, a temperature between 0 and `MIN_TEMPERATURE` is raised to it:
+        scores divided by less may overflow.
+        """
         if not 0.0 < self.temperature < MIN_TEMPERATURE:
             return self
         return msgspec.structs.replace(self, temperature=MIN_TEMPERATURE)
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a server samples with where a request does not say: fields of `SamplingParams`, None for that type's own
-    default. `limit`: the most tokens of any request; None: as many as the context holds."""
+    """A server's defaults for sampling parameters that a request leaves out; None: the default of `SamplingParams`.
+    `limit` is the maximum of `max_tokens`; None: as many as fit the context.
+    """
 
     temperature: float | None = None
     top_p: float | None = None
@@ -204,7 +205,7 @@ class SamplingDefaults(msgspec.Struct, frozen=True, omit_defaults=True):
     limit: int | None = None
 
     def given(self) -> dict[str, Any]:
-        """The defaults that there are, by the names of sampling parameters, but for `max_tokens`."""
+        """The defaults that are set, by parameter name, without `max_tokens` and `limit`."""
         return {
             name: value
             for name, value in msgspec.structs.asdict(self).items()
@@ -212,7 +213,7 @@ class SamplingDefaults(msgspec.Struct, frozen=True, omit_defaults=True):
         }
 
     def told(self) -> str:
-        """All that there is, for people to read; empty where there is nothing."""
+        """All values that are set, as readable text."""
         found = msgspec.structs.asdict(self).items()
         return ", ".join(f"{name} {value:g}" for name, value in found if value is not None)
 
@@ -221,7 +222,7 @@ NO_DEFAULTS = SamplingDefaults()
 
 
 class PromptIds(list[int]):
-    """The ids of one prompt. Their JSON is made once for all legs; the list must not change after `json`."""
+    """The ids of one prompt. Their JSON is encoded once for all legs, so the list must not change after `json`."""
 
     __slots__ = ("_json",)
 
@@ -233,21 +234,23 @@ class PromptIds(list[int]):
 
 
 class HandoffParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What makes a request one leg of a handoff, or one that an engine of a deployment computes `alone`. `ticket` is
-    signed by the router (`baton.handoff.protocol.ticket`); of a request alone it names the engine on both sides."""
+    """Marks a request as a leg of a handoff, or as one that an engine of a deployment computes `alone`. The router
+    signs `ticket` (`baton.handoff.protocol.ticket`); for `alone` it names the engine as both P and D.
+    """
 
     role: Literal["prefill", "decode", "alone"]
     ticket: TicketText
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One sample of one prompt, in token ids. `POST /inference/v1/generate` takes it as JSON.
+    """One sample of one prompt, in token ids: the JSON body of `POST /inference/v1/generate`.
 
-    `num_prompt_tokens` counts the client's prompt: on a resumed request (`prompt_token_ids` ends with tokens
-    already sent) it is smaller than the list, so that penalties, limits and positions do not shift. Requests share KV
-    of equal prefixes only with those of the same `cache_salt`. An engine that lacks the KV of more than
-    `max_prefill_tokens` of its tokens declines it as `prefix_missing`; None: it computes them. An engine with another
-    `identity` (`comparison.token_identity`) than the request's refuses it; None: any engine takes it.
+    - `num_prompt_tokens`: the length of the client's prompt. A resumed request's `prompt_token_ids` is longer: it ends
+      with output tokens that the client has, which must not shift penalties, limits and positions.
+    - `cache_salt`: KV of equal prefixes is only shared between requests with the same salt.
+    - `max_prefill_tokens`: an engine that lacks the KV of more tokens declines the request as `prefix_missing`. None:
+      it computes them.
+    - `identity`: an engine with another `comparison.token_identity` refuses the request. None: any engine takes it.
     """
 
     request_id: RequestId
@@ -261,13 +264,14 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     @property
     def num_known(self) -> int:
-        """How many output tokens the request begins with."""
+        """The number of output tokens that the request begins with."""
         return 0 if self.num_prompt_tokens is None else len(self.prompt_token_ids) - self.num_prompt_tokens
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):
-    """Logprob of one token, with the most likely alternatives, best first. `rank` of a prompt's token: 1 is the
-    likeliest; 0 where it is not told."""
+    """The logprob of one token, and those of the most likely tokens, best first. `rank` is set for prompt tokens: 1 is
+    the most likely; 0: not given.
+    """
 
     logprob: float
     top: list[tuple[int, float]] = []
@@ -275,14 +279,15 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
 
 
 class TokenChunk(msgspec.Struct, frozen=True, kw_only=True):
-    """What one engine step adds to one request. The stream ends with the chunk that has `finish_reason` set.
+    """One engine step's output for one request. The last chunk of a stream has `finish_reason` set.
 
-    `position` is the output index of the first of `token_ids` (0: the first token after the client's prompt); None
-    without tokens. `prompt_logprobs`: of each token of the prompt but the first, which has none; once, with the first
-    token or the end. `accepted` holds, per verification round that ended in this chunk, how many draft tokens were
-    accepted, `drafted` of how many. `queued_s`: how long the prompt waited for an engine to begin it; once, with the
-    first token. `error` is set only with `finish_reason == "error"` and is
-    `"<reason>: <message>"`; `recoverable` says that the request may succeed elsewhere, from the tokens known so far.
+    - `position`: the output index of the first of `token_ids` (0: the first token after the client's prompt); None
+      without tokens.
+    - `prompt_logprobs`: one entry per prompt token, None for the first. Sent once, with the first token or the end.
+    - `accepted`, `drafted`: the number of accepted and of proposed drafts, per verification that ended in this chunk.
+    - `queued_s`: how long the prompt waited until an engine began it. Sent once, with the first token.
+    - `error`: `"<reason>: <message>"`, only with `finish_reason == "error"`. `recoverable`: another engine may be able
+      to continue from the tokens known so far.
     """
 
     request_id: str
@@ -301,10 +306,13 @@ class TokenChunk(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineIdentity(msgspec.Struct, frozen=True):
-    """Who an engine is to routers, tickets and peers. `incarnation` is new with each start of its process;
-    `control_addresses`: one for each of its ranks, none where it takes no handoffs; `fingerprint`: JSON of the facts
-    that must be equal on P and D; `clock`: what its monotonic clock said, in seconds, as it answered: tickets expire
-    by it. `data_parallel_rank`: which it is of the engines that were started together, or of a vLLM server's.
+    """How routers, tickets and peers identify an engine.
+
+    - `incarnation`: new with each start of its process.
+    - `control_addresses`: one per rank; empty if the engine takes no handoffs.
+    - `fingerprint`: JSON of the facts that must be equal on P and D.
+    - `clock`: its monotonic clock in seconds when it answered. Tickets expire by this clock.
+    - `data_parallel_rank`: its rank among the engines started together, or in a vLLM server.
     """
 
     engine_id: str
@@ -319,13 +327,14 @@ class EngineIdentity(msgspec.Struct, frozen=True):
 
 
 class EngineInfo(EngineIdentity, frozen=True, kw_only=True):
-    """`GET /inference/v1/info`: what a router needs to know of an engine to mint tickets and check requests.
+    """`GET /inference/v1/info`: what a router needs to sign tickets and check requests.
 
-    `default_seed`: the seed of requests that bring none; None draws one for each. `sampling_defaults`: what the front
-    door fills in where a client says nothing. `token_api`: whether it serves
-    `POST /inference/v1/generate`. `kv_tokens`: how many its pages hold at once. `prefix_step`: a prompt that was handed
-    to it is found again in multiples of so many tokens; 0: not at all. `max_num_seqs`: how many requests it computes at
-    once; 0: it does not tell.
+    - `kv_tokens`: the number of tokens that its pages hold.
+    - `prefix_step`: prefix hits on prompts that were handed to it come in multiples of this many tokens; 0: none.
+    - `max_num_seqs`: the number of requests computed at once; 0: unknown.
+    - `default_seed`: for requests without a seed. None: each gets a random one.
+    - `sampling_defaults`: for parameters that the client leaves out, applied by the front door.
+    - `token_api`: whether it serves `POST /inference/v1/generate`.
     """
 
     role: Role
@@ -341,16 +350,16 @@ class EngineInfo(EngineIdentity, frozen=True, kw_only=True):
     token_api: bool = True
 
 
-# The key of Baton's own fields in the `kv_transfer_params` of vLLM requests and responses.
+# The key of Baton's fields in `kv_transfer_params` of vLLM requests and responses.
 BATON_PARAM = "baton"
 
 
 class LegParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """`kv_transfer_params["baton"]` of a request to a vLLM server with `BatonConnector`.
 
-    `identify` asks who the server is: `VllmIdentity` comes with the response. `cancel` says that nobody will fetch
-    what the ticket's prefill leg holds. `seed_first_token`: the prefill leg hands over its whole prompt, and the decode
-    leg's prompt has one token more, which the prefill leg sampled.
+    `identify`: the response carries the server's `VllmIdentity`. `cancel`: nobody will fetch the KV of the ticket's
+    prefill leg. `seed_first_token`: P hands over the whole prompt, and the decode leg's prompt ends with the token that
+    P sampled.
     """
 
     role: Literal["prefill", "decode", "identify", "cancel"]
@@ -359,8 +368,8 @@ class LegParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class VllmIdentity(EngineIdentity, frozen=True, kw_only=True):
-    """Who a vLLM server with `BatonConnector` is. `roles`: the legs that it takes; `truncate_prefill`: those of prefill
-    come without their prompt's last token.
+    """The identity of a vLLM server with `BatonConnector`. `roles`: the legs that it takes. `truncate_prefill`: its
+    prefill legs must come without the prompt's last token.
     """
 
     truncate_prefill: bool

@@ -1,4 +1,4 @@
-"""A deployment of one host: router and engines as child processes."""
+"""A deployment on one host: a router and engines as child processes."""
 
 from baton.deployment.child import Reporter, read_reports
 from baton.deployment.child_log import Said

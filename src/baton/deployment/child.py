@@ -1,4 +1,4 @@
-"""A child's side of a deployment: what it reports to its parent, and its end when that dies."""
+"""A child process's side of a deployment: it reports to its parent, and ends when the parent dies."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ _AGAIN_S = 10.0
 
 
 def read_reports(pipe: int, pending: bytes) -> tuple[list[dict[str, Any]] | None, bytes]:
-    """The next reports from a child's pipe, behind what was `pending`, and what is pending then; None at its end."""
+    """Read a child's pipe, of which `pending` is an incomplete line. Returns the complete reports (None at the end of
+    the pipe) and the new `pending`.
+    """
     data = os.read(pipe, 65536)
     if not data:
         return None, pending
@@ -25,10 +27,10 @@ def read_reports(pipe: int, pending: bytes) -> tuple[list[dict[str, Any]] | None
 
 
 class Reporter:
-    """A child's end of its pipe; without a pipe, `tell` gets what start-up does. Made once, before anything slow.
+    """Reports start-up steps through the pipe to the parent, or to `tell` without a pipe. Create it before slow work.
 
-    A step of the start that takes long is told again every `_AGAIN_S` seconds, with the time that it has taken, until
-    `ready`, or `close`, which ends what failed.
+    A long step is reported again every `_AGAIN_S` seconds, with its time so far, until `ready` or, after a failed
+    start, `close`.
     """
 
     def __init__(self, ready_fd: int | None, tell: Callable[[str], None]) -> None:
@@ -41,14 +43,14 @@ class Reporter:
             die_with_parent()
 
     def progress(self, text: str) -> None:
-        """Tell what start-up does now."""
+        """Report the step that begins now."""
         if not self._step:
             threading.Thread(target=self._again, daemon=True, name="baton-progress").start()
         self._step, self._began = text, time.monotonic()
         self._say(text)
 
     def close(self) -> None:
-        """Tell nothing more."""
+        """Stop reporting."""
         self._ready.set()
 
     def _again(self) -> None:
@@ -61,12 +63,13 @@ class Reporter:
         if self._fd is None:
             self._tell(text)
         else:
-            with contextlib.suppress(OSError):  # the parent's end says enough
+            with contextlib.suppress(OSError):  # the parent is gone, which will be noticed elsewhere
                 self._write({"progress": text})
 
     def ready(self, url: str, kv: str = "", urls: Sequence[str] = ()) -> None:
-        """Tell that requests are served at `url`, by an engine with so much KV; with data-parallel ranks at `urls`, the
-        first of them `url`."""
+        """Report that requests are served at `url`. `kv` describes the engine's KV capacity; `urls` are those of all
+        data-parallel ranks, `url` first.
+        """
         self._ready.set()
         if self._fd is not None:
             self._write({"ready": url, "kv": kv, "urls": list(urls) or [url]})

@@ -1,4 +1,4 @@
-"""What a child process writes on stderr: kept in a file, read line by line, and passed on as it comes."""
+"""The stderr of a child process: written to a file, parsed by line and forwarded."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ _JOIN_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """A line of a child's log; what is no log line, such as a library's own words, is a warning without `time`.
-    `time`: ISO 8601 in UTC, without the Z. `fields`: what JSON has beside."""
+    """A line of a child's log. Other text, such as a library's own output, is a warning without `time`. `time`: ISO
+    8601 in UTC, without the Z. `fields`: the other fields of a JSON line.
+    """
 
     message: str
     level: str = "WARNING"
@@ -29,12 +30,12 @@ class Said:
 
     @property
     def is_last_word(self) -> bool:
-        """Whether a command ends by saying this: whoever started it quotes it."""
+        """Whether this is the error with which a command ends; the parent quotes it."""
         return self.level == "ERROR" and self.logger == "baton"
 
 
 def read_line(line: str) -> Said:
-    """A line as the child's logger made it."""
+    """Parse a line in the text or JSON format of `cli.logs`."""
     if line.startswith("{"):
         with contextlib.suppress(ValueError, KeyError, AttributeError):
             found = json.loads(line)
@@ -49,8 +50,9 @@ Forward = Callable[[Said], None]
 
 
 class ChildLog:
-    """The log of one child, at `path`. With `forward`, which is called on a thread of its own, lines are passed on as
-    they come; but the last word of the child is left to whoever tells of its end."""
+    """The log of one child, at `path`. `forward` is called with each line, on a thread of its own, except with the
+    error with which the child ends: the parent reports that itself.
+    """
 
     def __init__(self, path: Path, forward: Forward | None = None) -> None:
         self.path = path
@@ -59,7 +61,7 @@ class ChildLog:
 
     @contextlib.contextmanager
     def writing(self) -> Any:
-        """Yields the descriptor to which the child writes; it is closed here when the context ends."""
+        """Yield the descriptor for the child to write to, and close it at the end."""
         with self.path.open("ab") as file:
             if self._forward is None:
                 yield file.fileno()
@@ -87,13 +89,13 @@ class ChildLog:
                     self._forward(said)
 
     def text(self) -> str:
-        """All of it. Of a child that has ended, to its end."""
+        """The whole log; complete if the child has ended."""
         if self._thread is not None:
             self._thread.join(_JOIN_S)
         return self.path.read_text(errors="replace") if self.path.exists() else ""
 
     def last_words(self) -> str | None:
-        """What a child that has ended said last; None where it said nothing."""
+        """The last message of a child that has ended, or None if its log is empty."""
         lines = self.text().strip().splitlines()
         if not lines:
             return None

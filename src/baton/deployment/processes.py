@@ -1,8 +1,8 @@
-"""A whole deployment as child processes of this one: engines, and a router in front of them.
+"""A deployment as child processes: engines, and a router in front of them.
 
-Each child reports through a pipe: lines of JSON, `{"progress": text}` while it starts and `{"ready": url}`
-when it serves. The end of the pipe before that means that it failed; its log says why. Children ask the
-kernel to be signalled when their parent dies, and the parent ends them in `close`.
+Each child reports through a pipe, in lines of JSON: `{"progress": text}` while it starts, `{"ready": url}` once it
+serves. If the pipe ends before that, the child has failed, and its log says why. Children have the kernel signal them
+if the parent dies; `close` ends them otherwise.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ D = TypeVar("D", bound="Deployment")
 START_TIMEOUT_S = 300.0
 END_TIMEOUT_S = 10.0
 BATON = (sys.executable, "-m", "baton.cli")
-# The status with which `baton` ends for a bad setting.
+# The exit status of `baton` for a bad setting.
 CONFIG_STATUS = 2
-# Variables whose names begin so are flags of the command that was given.
+# Environment variables with this prefix are flags of `baton`.
 FLAG_VARIABLES = "BATON_FLAG_"
 
 
 @dataclass(slots=True)
 class Child:
-    """A child process, the parent's end of its pipe, and its reports so far."""
+    """A child process, the parent's end of its pipe, and the state that it has reported."""
 
     name: str
     arguments: list[str]
@@ -54,10 +54,10 @@ class Child:
 
 
 def _environment(engines: int) -> dict[str, str]:
-    """The environment variables of a deployment's children. Engines compute with twice their even share of the cores,
-    at most all, since P and D are busy at different times, or wait for memory, and no thread is bound to a core; what
-    the user has set stays.
-    The variables that hold flags of the command that started the deployment are left out."""
+    """The environment of a deployment's children, without `baton`'s flag variables. Each engine gets twice its even
+    share of the cores, at most all, and no thread is bound to a core, because P and D are busy at different times or
+    wait for memory. Variables that the user has set take precedence.
+    """
     own = {name: value for name, value in os.environ.items() if not name.startswith(FLAG_VARIABLES)}
     if engines == 1 or not hasattr(os, "sched_getaffinity"):
         return own
@@ -67,25 +67,28 @@ def _environment(engines: int) -> dict[str, str]:
 
 
 def check_shared_transport(uri: str) -> None:
-    """Raise `ConfigError` for a URI of no transport, or of one that works within one process only."""
+    """Raise `ConfigError` for an unknown transport, or one that works within one process only."""
     if parse_uri(uri)[0].rpartition("+")[2] == "local":
         raise ConfigError("kv_transport", "local moves KV within one process only")
 
 
 class Deployment:
-    """Engines of one model, and unless `router` is False `routers` of them, running when the constructor returns.
+    """Engines of one model, and `routers` routers unless `router` is False. All run when the constructor returns.
 
-    `role_flags` are flags for the engines of one role, after `engine_flags`. `url` is the first router's, or the first
-    engine's without one. Ports are free ones, but for `port`, the first router's, and those of engines from
-    `engine_port_base` on, unless that is 0. A deployment is closed after its requests have ended; those of a child that
-    is told to end alone have `shutdown_timeout_s`. `tell` gets each child's progress while it starts, and `forward` the
-    lines of their logs, each with the child's name. With `kv_transport` `file` and no path, KV goes through a directory
-    that ends with the deployment. Engines of a role have as many data-parallel ranks as `data_ranks` says; each rank is
-    an engine to the router. Create it on a thread that outlives it: on Linux the parent is the thread, not the
-    process.
+    - `role_flags`: flags for the engines of one role, after `engine_flags`.
+    - `kv_transport`: `file` without a path uses a directory that is removed with the deployment.
+    - `port`: the first router's port. `engine_port_base`: the first engine's port. 0, and other routers: free ports.
+    - `tell`: called with each child's progress while it starts. `forward`: called with a child's name and each line of
+      its log.
+    - `shutdown_timeout_s`: how long the requests of a child that is told to end on its own may take. `close` expects
+      that requests have ended.
+    - `data_ranks`: data-parallel ranks per engine, by role. Each rank is an engine to the router.
 
-    Raises `EngineUnavailableError` with the child's own error line when one does not start, `ConfigError` with it where
-    that names a setting, and for a transport that processes cannot share. Then no child is left.
+    `url` is the first router's, or without a router the first engine's. Create it on a thread that outlives it: on
+    Linux the parent of a process is a thread.
+
+    If a child does not start, raises `EngineUnavailableError` with its error line, or `ConfigError` with that line for
+    a bad setting. Raises `ConfigError` for a transport that processes cannot share. No child is left after an error.
     """
 
     def __init__(
@@ -164,17 +167,17 @@ class Deployment:
 
     @property
     def prefill_urls(self) -> list[str]:
-        """Base URLs of the prefill engines."""
+        """Base URLs of the prefill engines, one per data-parallel rank."""
         return list(self._urls["prefill"])
 
     @property
     def decode_urls(self) -> list[str]:
-        """Base URLs of the decode engines."""
+        """Base URLs of the decode engines, one per data-parallel rank."""
         return list(self._urls["decode"])
 
     @property
     def both_urls(self) -> list[str]:
-        """Base URLs of the engines that do both."""
+        """Base URLs of the engines of role `both`, one per data-parallel rank."""
         return list(self._urls["both"])
 
     @property
@@ -183,7 +186,7 @@ class Deployment:
         return self.prefill_urls + self.decode_urls + self.both_urls
 
     def engines(self) -> dict[str, str]:
-        """Where each engine is, and how much KV it has, by its name."""
+        """URLs and KV capacity of each engine, by name."""
         return {
             child.name: f"{', '.join(child.urls)}, {child.kv}"
             for child in self._children
@@ -191,24 +194,24 @@ class Deployment:
         }
 
     def ended(self) -> dict[str, str]:
-        """Return the children that have ended, with the last line each wrote."""
+        """The children that have ended, and the last message of each."""
         return {c.name: _last_line(c) for c in self._children if c.process.poll() is not None}
 
     def told(self, name: str) -> bool:
-        """Whether a child has ended because it was told to."""
+        """Whether a child was told to end and did so (its status is 0)."""
         return self._child(name).process.poll() == 0
 
     def kill(self, name: str) -> None:
-        """End a child by SIGKILL, also one that is stopped, and wait until it is gone."""
+        """End a child with SIGKILL, even if it is stopped, and wait until it is gone."""
         child = self._child(name)
         child.process.kill()
         child.process.wait()
 
     def restart(self, name: str, wait: bool = True) -> None:
-        """Start a child anew at the port it had; one that still runs is killed first.
+        """Start a child again on the same port, after killing it if it runs.
 
-        With `wait` it runs when this returns. Raises `EngineUnavailableError` with the child's own error line when it
-        does not start.
+        With `wait`, the child serves when this returns. Raises `EngineUnavailableError` with its error line if it does
+        not start.
         """
         self.kill(name)
         old = self._child(name)
@@ -223,14 +226,14 @@ class Deployment:
             self._await_ready([new])
 
     def close(self) -> None:
-        """End every child, by SIGTERM and then by SIGKILL, and delete their files. Idempotent."""
+        """End every child with SIGTERM, then SIGKILL, and delete their files. Idempotent."""
         children = self._children[::-1]  # the router first, so that it sends nothing to engines that end
         end_processes([child.process for child in children])
         for child in children:
             if child.pipe >= 0:
                 os.close(child.pipe)
                 child.pipe = -1
-        # Segments of killed engines: no process is left that would unlink them.
+        # Killed engines cannot unlink their shared-memory segments.
         remove_stale_segments()
         self._run.close()
 
@@ -247,7 +250,7 @@ class Deployment:
 
     def _router_flags(self, port: int) -> list[str]:
         flags = ["--port", str(port), "--ticket-key-file", self.ticket_key_file]
-        # Who starts a deployment to look at handoffs has them, whatever the length of prompts.
+        # Deployments are started to see handoffs, so short prompts are handed off too.
         flags += ["--max-local-prefill-length", "0"]
         for role, urls in self._urls.items():
             for url in urls:
@@ -270,7 +273,7 @@ class Deployment:
                     stderr=subprocess.STDOUT,
                     env=self._environment,
                     pass_fds=(write,),
-                    # Ctrl-C reaches this process alone, which then ends its children in order.
+                    # Ctrl-C reaches only this process, which then ends its children in order.
                     start_new_session=True,
                 )
         except BaseException:
@@ -302,7 +305,7 @@ class Deployment:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.process.wait(2.0)
             if child.process.returncode == CONFIG_STATUS:
-                # A setting that the child alone could check: no new start would mend it.
+                # A setting that only the child can check. Starting again would not help.
                 raise ConfigError(child.name, f"did not start: {_last_line(child)}")
             raise EngineUnavailableError(f"{child.name} did not start: {_last_line(child)}")
         for report in reports:
@@ -312,16 +315,16 @@ class Deployment:
 
 
 def rank_ids(engine_id: str, data_ranks: int) -> list[str]:
-    """The ids of an engine's data-parallel ranks; its own where there is one."""
+    """The engine ids of an engine's data-parallel ranks: its own id if there is one rank."""
     return [engine_id] if data_ranks == 1 else [f"{engine_id}_dp{rank}" for rank in range(data_ranks)]
 
 
 def end_processes(processes: Sequence[subprocess.Popen[bytes]], limit_s: float = END_TIMEOUT_S) -> None:
-    """End child processes by SIGTERM, in this order, and by SIGKILL those that have not ended in `limit_s` seconds."""
+    """End child processes with SIGTERM, in this order; those still alive after `limit_s` seconds with SIGKILL."""
     for process in processes:
         if process.poll() is None:
             process.terminate()
-            process.send_signal(signal.SIGCONT)  # a halted process cannot end
+            process.send_signal(signal.SIGCONT)  # a stopped process cannot end
     deadline = time.monotonic() + limit_s
     for process in processes:
         try:

@@ -1,8 +1,8 @@
 """The aiohttp app of one engine.
 
-`POST /inference/v1/generate` takes a `GenerateRequest` as JSON and answers with one `TokenChunk` per line,
-each sent as its step ends. It speaks in token ids, because a stop string may span two engines and only the
-front door sees both. An engine of role both serves it only with `--token-api`: it is a router's, not a client's.
+`POST /inference/v1/generate` takes a `GenerateRequest` as JSON and answers with one `TokenChunk` per line, sent as its
+step ends. It uses token ids because a stop string may span two engines, and only the front door sees both outputs. It
+is for routers, not clients: an engine of role `both` serves it only with `--token-api`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ NDJSON = "application/x-ndjson"
 
 
 class EngineBackend:
-    """One engine as the backend of the OpenAI API."""
+    """One engine as a backend of the OpenAI API."""
 
     allows_kv_mode = False
 
@@ -46,19 +46,19 @@ class EngineBackend:
         self._model = ServedModel.of(engine.info, tokenizer)
 
     def model(self) -> ServedModel:
-        """Return the engine's model. Raises `RequestError` when the engine only serves legs of handoffs."""
+        """Return the engine's model. Raises `RequestError` if the engine only serves legs of handoffs."""
         role = self._engine.info.role
         if role != "both":
             raise RequestError(f"this engine's role is {role!r}: send API requests to the router")
         return self._model
 
     def check(self, params: SamplingParams) -> None:
-        """An engine honours all that a plan may hold."""
+        """Do nothing: an engine supports all parameters that a plan may have."""
 
     def generate(
         self, request: GenerateRequest, kv_mode: Mode | None = None, went: Went | None = None
     ) -> AsyncGenerator[TokenChunk, None]:
-        """The engine's chunks; it moves no KV."""
+        """Return the engine's chunks. `kv_mode` and `went` are ignored: there is no handoff."""
         return self._engine.generate(request)
 
 
@@ -70,8 +70,7 @@ def build_app(
     parsing: Parsing = NO_PARSING,
     per_request: PerRequestMetrics = NO_METRICS,
 ) -> web.Application:
-    """Return the app of a started engine, for clients that have `access`. Closing the engine is left to the caller.
-    Raises `ConfigError` as `new_app` does."""
+    """Return the app of a started engine. The caller closes the engine. Raises the errors of `new_app`."""
     metrics = FrontMetrics()
     model = engine.info.model
     metrics.registry.register(RowCollector(lambda: with_vllm_names(engine.metrics().collect_rows(), model)))
@@ -81,21 +80,21 @@ def build_app(
     add_openai_routes(app, OpenAIService(backend, metrics, parsing=parsing, per_request=per_request))
 
     async def generate(request: web.Request) -> web.StreamResponse:
-        """A router's requests, in tokens."""
+        """A router's requests, in token ids."""
         return await _generate(engine, metrics, request)
 
     async def info(request: web.Request) -> web.StreamResponse:
-        """What a router needs to know of this engine."""
-        engine.load()  # raises when the engine is down, so that a router sends it nothing
+        """The engine's identity and limits."""
+        engine.load()  # raises if the engine is down, so that a router sends it nothing
         return json_response(engine.info)
 
     async def load(request: web.Request) -> web.StreamResponse:
-        """How busy this engine is."""
+        """The engine's load."""
         return json_response(engine.load())
 
     async def health(request: web.Request) -> web.StreamResponse:
-        """Whether requests are served."""
-        engine.load()  # raises when the engine is down
+        """Whether the engine serves requests."""
+        engine.load()  # raises if the engine is down
         return web.Response()
 
     if engine.info.token_api:
@@ -121,7 +120,7 @@ async def _generate(engine: AsyncEngine, metrics: FrontMetrics, request: web.Req
         async with contextlib.aclosing(engine.generate(wire)) as chunks:
             async for chunk in chunks:
                 if response is None:
-                    # Not before the first chunk: a refusal must still be able to set the HTTP status.
+                    # Not before the first chunk: a refusal must still set the HTTP status.
                     response = Stream(headers={"Content-Type": NDJSON})
                 record.tokens(len(chunk.token_ids), chunk.accepted)
                 reason = chunk.finish_reason or reason
@@ -131,7 +130,7 @@ async def _generate(engine: AsyncEngine, metrics: FrontMetrics, request: web.Req
     except EngineUnavailableError as error:
         if response is None:
             raise
-        # Cut the connection: the router then treats this engine as lost, and continues elsewhere.
+        # Cut the connection, so that the router treats this engine as lost and continues elsewhere.
         if request.transport is not None:
             request.transport.abort()
         raise ConnectionResetError(str(error)) from None
@@ -147,7 +146,7 @@ async def _generate(engine: AsyncEngine, metrics: FrontMetrics, request: web.Req
         await response.send(request, msgspec.json.encode(chunk) + b"\n")
         reason = "error"
     finally:
-        record.end(reason, log=False)  # the front door has the line
+        record.end(reason, log=False)  # the front door logs it
     if response is None:
         response = Stream(headers={"Content-Type": NDJSON})
         await response.prepare(request)
@@ -164,7 +163,7 @@ def _load_text(engine: AsyncEngine) -> str:
 
 
 def _check(wire: GenerateRequest, info: EngineInfo) -> None:
-    """Raise `RequestError` for requests that `/inference/v1/generate` does not serve; the engine checks the rest."""
+    """Raise `RequestError` for a request that `/inference/v1/generate` does not serve. The engine checks the rest."""
     if wire.sampling_params.n != 1:
         raise RequestError("n must be 1 here: the front door fans out", "n")
     if wire.sampling_params.stop:

@@ -1,4 +1,4 @@
-"""The life of one engine process: load, serve, end. Its port was bound before anything slow begins."""
+"""Load, serve and close one engine. The port is bound before, so that a busy port fails before the model loads."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def run_engine(
 ) -> None:
     """Serve one engine until SIGINT or SIGTERM, then close it. After SIGTERM requests have `shutdown_timeout_s` to end.
 
-    `make_engine` may take long; a signal meanwhile ends the process. `on_ready` is called with the engine and
-    its URL when requests are served. Raises what `make_engine` raises, and `EngineUnavailableError` with the cause when
-    the engine failed: a process whose engine serves nothing must end.
+    `make_engine` may take long; a signal meanwhile ends the process. `on_ready` is called with the engine and its URL
+    once requests are served. Raises the errors of `make_engine`, and `EngineUnavailableError` with the cause if the
+    engine fails: its process must then end.
     """
     with ending_on_sigterm():
         engine = make_engine()
@@ -55,10 +55,10 @@ def run_engine(
             ready = functools.partial(on_ready, engine, url_of(listener, app))
             failure = asyncio.run(_serve(engine, app, listener, ready, shutdown_timeout_s))
         finally:
-            # A process that was told to end must end even where its engine thread hangs.
+            # The process must end even if the engine's thread hangs.
             limit_s = _CLOSE_LIMIT_S
             if engine.info.data_parallel_rank is not None:
-                limit_s += shutdown_timeout_s  # other ranks may have requests yet, which need this one's experts
+                limit_s += shutdown_timeout_s  # requests of other ranks may still need this rank's experts
             timer = threading.Timer(limit_s, os._exit, [1])
             timer.daemon = True
             timer.start()
@@ -75,12 +75,12 @@ async def _serve(
     on_ready: Callable[[], None],
     shutdown_timeout_s: float,
 ) -> str | None:
-    """Serve until told to end, or until the engine fails; returns the cause then."""
+    """Serve until told to end (returns None) or until the engine fails (returns the cause)."""
     loop, ended, failures = asyncio.get_running_loop(), asyncio.Event(), list[str]()
 
     def failed(cause: str) -> None:
         failures.append(cause)
-        with contextlib.suppress(RuntimeError):  # the loop has ended already
+        with contextlib.suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(ended.set)
 
     engine.on_failure(failed)
@@ -90,8 +90,7 @@ async def _serve(
 
 @contextlib.contextmanager
 def ending_on_sigterm() -> Iterator[None]:
-    """Turn the first SIGTERM into `SystemExit`, so that `finally` clauses run, and ignore others meanwhile. Main thread
-    only."""
+    """Turn the first SIGTERM into `SystemExit`, so that `finally` clauses run, and ignore others. Main thread only."""
     previous = signal.signal(signal.SIGTERM, _exit_on_signal)
     try:
         yield
