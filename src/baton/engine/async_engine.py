@@ -1,4 +1,4 @@
-"""An engine behind an event loop: the core runs on its own thread, chunks arrive in async iterators."""
+"""An engine for an event loop: the core runs on its own thread, and each request is an async iterator of chunks."""
 
 from __future__ import annotations
 
@@ -23,13 +23,15 @@ from baton.wire import EngineInfo, EngineLoad, GenerateRequest, SamplingParams, 
 
 logger = logging.getLogger(__name__)
 
-# A chunk and whether it ends the stream; None when the engine has died.
+# A chunk and whether it ends the stream. None: the engine has died.
 _Delivery = tuple[TokenChunk, bool] | None
 
 
 class _Stream:
-    """One request's way from the engine thread to its event loop. `begun`: the engine thread has taken the request. A
-    chunk before that is an earlier request's, whose id was used again at once."""
+    """One request's chunks, from the engine thread to its event loop.
+
+    `begun`: the engine thread has taken the request. Earlier chunks are of a previous request with the same id.
+    """
 
     def __init__(self) -> None:
         self.begun = False
@@ -44,7 +46,7 @@ class _Stream:
 
 
 def _cache_config(config: EngineConfig, num_tokens: int) -> dict[str, str]:
-    """What vLLM tells by these names of its KV cache; a block is a page."""
+    """The labels of vLLM's `cache_config_info` metric. A block is a page."""
     size = block_sizes(config.block_size)[""]
     return {
         "block_size": str(size),
@@ -59,10 +61,7 @@ def _cache_config(config: EngineConfig, num_tokens: int) -> dict[str, str]:
 
 
 class AsyncEngine:
-    """Loads at construction (seconds); serves between `start` and `close`.
-
-    Raises what `baton.engine.build.build_engine` raises.
-    """
+    """Loads the model at construction (seconds), serves from `start` to `close`. Raises what `build_engine` raises."""
 
     def __init__(self, config: EngineConfig, progress: Callable[[str], None] = lambda text: None) -> None:
         self._streams: dict[str, _Stream] = {}
@@ -81,15 +80,14 @@ class AsyncEngine:
 
     @property
     def info(self) -> EngineInfo:
-        """What a router must know, with the time by this engine's clock."""
+        """Includes the current time of this engine's clock."""
         return msgspec.structs.replace(self._engine.info, clock=time.monotonic())
 
     def start(self) -> None:
-        """Start the engine thread."""
         self._thread.start()
 
     def close(self) -> None:
-        """Stop after the step in flight and release everything. Open streams end in an error. Idempotent."""
+        """Stop after the step in flight and release everything. Open streams end with an error. Idempotent."""
         if self._dead is None:
             self._dead = "the engine was closed"
         self._engine.core.stop()
@@ -100,7 +98,7 @@ class AsyncEngine:
         self._fail_streams()
 
     def on_failure(self, call: Callable[[str], None]) -> None:
-        """Have `call` called with the cause when the engine thread dies, or now where it has died. Any thread."""
+        """Call `call` with the cause when the engine thread dies, or now if it has died. Thread-safe."""
         with self._lock:
             self._on_failure = call
             failure = self._failure
@@ -108,10 +106,8 @@ class AsyncEngine:
             call(failure)
 
     def load(self) -> EngineLoad:
-        """A snapshot of load and pages.
-
-        Raises EngineUnavailableError when the engine thread has ended, EngineStalledError while it seems to hang.
-        """
+        """Raises `EngineUnavailableError` if the engine thread has ended, `EngineStalledError` while it seems to
+        hang."""
         self._check_alive()
         return self._engine.core.load()
 
@@ -123,7 +119,6 @@ class AsyncEngine:
             raise EngineStalledError(f"the engine thread has been at one step for {busy_s:.0f} s")
 
     def metrics(self) -> EngineMetrics:
-        """The engine's counters, gauges refreshed."""
         metrics = self._engine.core.metrics
         metrics.load = self._engine.core.load()
         metrics.num_preemptions = self._engine.core.scheduler.num_preemptions
@@ -136,11 +131,10 @@ class AsyncEngine:
         return metrics
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
-        """Yield the request's chunks; closing the generator early aborts the request.
+        """Yield the request's chunks. Closing the generator early aborts the request.
 
-        Raises RequestError for a request that is refused, EngineUnavailableError when the engine is down or hangs,
-        OverloadedError when too many wait for their first token already, ProtocolError for a ticket or an identity that
-        is not this engine's.
+        Raises `RequestError` (refused), `EngineUnavailableError` (down or hanging), `OverloadedError` (too many
+        requests wait for their first token), `ProtocolError` (a ticket or an identity of another engine).
         """
         self._check_alive()
         if not self._thread.is_alive():
@@ -160,7 +154,7 @@ class AsyncEngine:
             core.post(begin)
             ended, waiting = False, True
             try:
-                if self._dead is not None:  # it died after the check above, so no chunk will come
+                if self._dead is not None:  # died after the check above: no chunk will come
                     raise EngineUnavailableError(self._dead)
                 while not ended:
                     delivery = await stream.queue.get()
@@ -172,14 +166,14 @@ class AsyncEngine:
                         waiting = False
                         served()
                     if chunk.token_ids or chunk.finish_reason is not None:
-                        yield chunk  # the end of a prefill leg says nothing more
+                        yield chunk  # an empty chunk only ends the stream of a prefill leg
             finally:
                 self._streams.pop(request.request_id, None)
                 if not ended:
                     core.post(lambda: core.abort(request.request_id))
 
     async def _compile(self, asked: StructuredOutputsParams | None) -> None:
-        """Have a grammar checked and compiled, which may take seconds: streams and the engine go on meanwhile."""
+        """Compile a grammar on another thread, since it may take seconds."""
         grammars = self._engine.grammars
         if asked is None or grammars is None:
             return
@@ -188,7 +182,7 @@ class AsyncEngine:
         self._check_alive()
 
     def _warm_up(self) -> None:
-        """Run a small request: what is compiled on first use would else hold up a client, and the leases of peers."""
+        """Run a small request, so that no client and no peer's lease waits for compilation on first use."""
         core = self._engine.core
         params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
         wire = GenerateRequest(request_id="warm-up", prompt_token_ids=[0], sampling_params=params)
@@ -210,10 +204,10 @@ class AsyncEngine:
             self._engine.core.run()
         except BaseException as error:
             logger.exception("the engine thread died")
-            # Clients learn the kind of error; the process's log has all of it.
+            # Clients see only the type of the error.
             self._dead = f"the engine failed: {type(error).__name__}"
             self._fail_streams()
-            # The agents' threads live on, and would go on telling peers that all is well.
+            # The agents' threads still run, and would keep peers' leases alive.
             HandoffAgent.close_all(self._engine.agents)
             with self._lock:
                 self._failure, call = f"the engine failed: {error!r}", self._on_failure

@@ -1,4 +1,4 @@
-"""One function behind which every attention kernel stands: write this step's keys and values, then attend.
+"""The interface of the attention kernels: write a step's keys and values, then attend.
 
 Shape suffixes: T rows of the step, R requests, H query heads, G key-value heads, D head size.
 """
@@ -19,21 +19,19 @@ from baton.errors import BatonError, ConfigError
 
 @dataclass(slots=True)
 class AttnBatch:
-    """The rows of one forward for one KV group, ragged over R requests.
+    """The rows of one forward for one KV group, concatenated over R requests.
 
-    A request's rows have consecutive positions; page 0 of `page_table` is the null page, which is never
-    written.
+    A request's rows have consecutive positions. Page id 0 is the null page, which is never written.
     """
 
     query_start: np.ndarray  # int32 [R + 1]: rows of request r are query_start[r] .. query_start[r + 1]
-    positions: np.ndarray  # int64 [T]: absolute position of each row, which is its slot in the request's KV
+    positions: np.ndarray  # int64 [T]: position of each row, the index of its slot in the request's KV
     page_table: np.ndarray  # int32 [R, max_pages]: page ids of this group, in token order
 
 
 @dataclass(frozen=True, slots=True)
 class AttnRows:
-    """What a layer asks of the rows of one forward. `scale` is on the dot products; `sinks_H` as of
-    `models.cache.Attend`."""
+    """A layer's inputs for one forward. `scale` multiplies the dot products. `sinks_H`: see `models.cache.Attend`."""
 
     q_THD: Tensor
     k_TGD: Tensor
@@ -43,23 +41,22 @@ class AttnRows:
 
 
 class AttentionBackend(Protocol):
-    """A kernel. `batch_invariant`: a row's result depends on its own query and visible keys alone."""
+    """An attention kernel. `batch_invariant`: a row's result depends only on its own query and visible keys."""
 
     name: str
     batch_invariant: bool
 
     def write_and_attend(self, kv: Tensor, layer: int, rows: AttnRows, batch: AttnBatch, window: int | None) -> Tensor:
-        """Write k and v of all rows to their slots, then attend causally; returns [T, H, D] in q's dtype.
+        """Write k and v of all rows to their slots, then attend causally. Returns [T, H, D] in q's dtype.
 
-        `kv` is the group's region [pages, layers, 2, page_size, G, D]; `layer` indexes its second
-        dimension; key j is visible to the query at position i iff i - window < j <= i (no window: j <= i).
-        Raises `BatonError` for a slot in the null page or outside the page table.
+        `kv` is the group's region [pages, layers, 2, page_size, G, D]. `layer` indexes its second dimension. Key j is
+        visible to the query at position i iff i - window < j <= i (without a window: j <= i). Raises `BatonError` for a
+        slot in the null page or outside the page table.
         """
         ...
 
 
 def slot_error() -> BatonError:
-    """What a backend raises when a row's slot lies in the null page or outside the region."""
     return BatonError("attention: a row's slot is in the null page or outside its page table")
 
 
@@ -82,12 +79,12 @@ def _triton() -> AttentionBackend:
 
 
 BACKENDS: dict[str, Callable[[], AttentionBackend]] = {"paged_cpu": _paged_cpu, "triton": _triton, "sdpa": _sdpa}
-# The device that a kernel needs; one that is not named runs on any.
+# The device type that a backend needs. Others run on any device.
 _DEVICES = {"paged_cpu": "cpu", "triton": "cuda"}
 
 
 def get_backend(name: str | None, device: torch.device | str) -> AttentionBackend:
-    """A backend by name; None picks `paged_cpu` on a CPU, `triton` on CUDA where it is installed, else `sdpa`. Raises
+    """None and `auto` pick `paged_cpu` on a CPU, `triton` on CUDA if it is installed, else `sdpa`. Raises
     `ConfigError`."""
     kind = torch.device(device).type
     if name is None or name == "auto":

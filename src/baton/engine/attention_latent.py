@@ -1,9 +1,9 @@
 """Attention over latents (MLA) on any device.
 
-Absorbed, a row comes out with the same bits in every batch: online softmax over tiles of 64 keys at absolute positions,
-in products of one shape. Expanded, its bits depend on the number of rows and keys.
+Absorbed, a row has the same bits in every batch: online softmax over tiles of 64 keys at absolute positions, in matrix
+products of one shape. Expanded, its bits depend on the number of rows and keys.
 
-Shapes: T rows, S kept rows, H heads, W = latent and rope key side by side, C latent, D query and key, V value.
+Shapes: T rows, S cached rows, H heads, W latent and rope key side by side, C latent, D query and key, V value.
 """
 
 from __future__ import annotations
@@ -23,13 +23,12 @@ from baton.models.cpu_kernels import fits
 
 _TILE = 64
 _ROW_BLOCK = 16
-# Numbers of keys and values that are made at once at most: half a gigabyte in bfloat16, whatever the context.
+# Most elements of keys and values that are expanded at once: half a gigabyte in bfloat16, whatever the context.
 _MOST_EXPANDED = 1 << 28
 
 
 class Latents:
-    """One layer's latents for the rows of one forward: `planes` [pages, layers, page_size, 1, width], one or two, that
-    hold W numbers a token together."""
+    """One layer's latents. `planes`: one or two [pages, layers, page_size, 1, width]; the widths add up to W."""
 
     def __init__(self, planes: Sequence[Tensor], layer: int, batch: AttnBatch) -> None:
         self._planes, self._layer, self._batch = planes, layer, batch
@@ -60,8 +59,8 @@ class Latents:
         return out
 
     def _is_cheaper_expanded(self, q_THD: Tensor, start: int, stop: int, latent_dim: int, heads: LatentHeads) -> bool:
-        """Whether a request's keys and values cost less to make than its rows save by them, in multiplications; to make
-        one costs about twice as much, since keys and values are written, padded and read again."""
+        """Whether expansion costs a request fewer multiplications than it saves. The cost counts twice, since keys and
+        values are also written, padded and read again."""
         rows, kept, value = stop - start, int(self._batch.positions[stop - 1]) + 1, heads.value_dim
         rope = sum(plane.shape[-1] for plane in self._planes) - latent_dim
         nope = q_THD.shape[-1] - rope
@@ -71,13 +70,13 @@ class Latents:
         return 2 * once < saved and made <= _MOST_EXPANDED
 
     def _requests(self, batch: AttnBatch) -> Iterator[tuple[int, int, int]]:
-        """Number and rows of each request that has rows."""
+        """(index, start, stop) of each request that has rows."""
         for r, (start, stop) in enumerate(zip(batch.query_start[:-1], batch.query_start[1:], strict=True)):
             if start < stop:
                 yield r, int(start), int(stop)
 
     def _without(self, requests: list[int]) -> tuple[AttnBatch, np.ndarray]:
-        """The batch of all other requests, and which rows those are, int64."""
+        """The batch without these requests, and the indices of its rows, int64."""
         counts = np.diff(self._batch.query_start)
         owner = np.repeat(np.arange(len(counts)), counts)
         counts[requests] = 0
@@ -86,7 +85,7 @@ class Latents:
         return AttnBatch(query_start, self._batch.positions[rows], self._batch.page_table), rows
 
     def _slots(self, owner: np.ndarray, positions: np.ndarray) -> tuple[Tensor, Tensor]:
-        """Page and slot of each position of the request beside it."""
+        """Page and slot of each position of the request in `owner`."""
         columns, table = positions // self._page_size, self._batch.page_table
         if len(columns) and columns.max() >= table.shape[1]:
             raise slot_error()
@@ -103,13 +102,13 @@ class Latents:
             plane[pages, self._layer, offsets, 0] = part.to(plane.dtype)
 
     def _kept(self, request: int, first: int, last: int) -> Tensor:
-        """Kept rows [first, last), [S, W] in the cache's dtype."""
+        """Cached rows [first, last): [S, W] in the cache's dtype."""
         pages, offsets = self._slots(np.full(last - first, request), np.arange(first, last))
         return torch.cat([plane[pages, self._layer, offsets, 0] for plane in self._planes], dim=-1)
 
     def _expanded(self, request: int, q_THD: Tensor, positions: np.ndarray, scale: float, heads: LatentHeads) -> Tensor:
         keys, values = heads.expand(self._kept(request, 0, int(positions[-1]) + 1).to(q_THD.dtype))
-        # PyTorch's flash attention wants one size for all.
+        # PyTorch's flash attention needs one head size for q, k and v.
         size = max(q_THD.shape[-1], values.shape[-1])
         q, k, v = (F.pad(part, (0, size - part.shape[-1])).transpose(0, 1)[None] for part in (q_THD, keys, values))
         mask = None
@@ -136,7 +135,7 @@ class Latents:
         return out.to(q_THW.dtype)
 
     def _tiles(self, request: int, q_NW: Tensor, positions_N: Tensor, latent_dim: int) -> Tensor:
-        """N rows of one request, padded to a block: [N, C]."""
+        """Absorbed attention of N vectors (rows times heads) of one request: [N, C]."""
         limit = int(positions_N[-1]) + 1
         peak = q_NW.new_full((len(q_NW), 1), -torch.inf)
         total, out = torch.zeros_like(peak), q_NW.new_zeros(len(q_NW), latent_dim)
@@ -145,12 +144,12 @@ class Latents:
             tile = q_NW.new_zeros(_TILE, q_NW.shape[-1])
             kept = self._kept(request, base, min(base + _TILE, limit))
             tile[: len(kept)] = kept
-            # A token that is not finite spoils the rows that see it, and no other: 0 times NaN would be NaN.
+            # A non-finite token makes the rows that see it NaN. It must not reach other rows: 0 times NaN is NaN.
             bad = ~tile.sum(dim=1, keepdim=True).isfinite()
             tile = tile.masked_fill(bad, 0.0)
             hidden = lanes[None, :] + base > positions_N[:, None]
             scores = (q_NW @ tile.T).masked_fill(bad.T, torch.nan).masked_fill(hidden, -torch.inf)
-            # Position 0 is visible to every row, so no row's peak stays at minus infinity.
+            # Every row sees position 0, so no row's peak stays at minus infinity.
             highest = torch.maximum(peak, scores.amax(dim=1, keepdim=True))
             weights, rescale = torch.exp(scores - highest), torch.exp(peak - highest)
             total = total * rescale + weights.sum(dim=1, keepdim=True)

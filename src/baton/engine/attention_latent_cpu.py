@@ -1,4 +1,4 @@
-"""Absorbed latent attention on the CPU: reads latents where they lie. See `attention_latent_kernels`."""
+"""Absorbed latent attention on the CPU, in place: see `attention_latent_kernels`."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from baton.engine.attention_latent_kernels import ATTEND, FAULT
 from baton.engine.attention_paged_cpu import Where
 from baton.models.cpu_team import arguments, float_bits, threads_for
 
-# Vectors that share one load of a tile; their queries and sums stay in a core's cache.
+# Vectors (rows times heads) that share one load of a tile. Their queries and sums stay in a core's cache.
 _VECTORS = 128
-# Multiply-adds that are worth one more thread.
+# Multiply-adds that justify one more thread.
 _PARALLEL_WORK = 1 << 24
 
 
 def absorbed(
     planes: Sequence[Tensor], layer: int, q_THW: Tensor, latent_dim: int, scale: float, batch: AttnBatch
 ) -> Tensor:
-    """Sums of latents [T, H, C] in q's dtype, float32 or bfloat16 like the one or two planes. Raises `BatonError` for
-    a bad slot."""
+    """Weighted sums of latents [T, H, C] in the dtype of q and of the one or two planes, float32 or bfloat16. Raises
+    `BatonError` for a bad slot."""
     num_rows, heads, width = q_THW.shape
     query, out = q_THW.contiguous(), torch.empty(num_rows, heads, latent_dim, dtype=q_THW.dtype)
     if not num_rows:
@@ -42,7 +42,7 @@ def absorbed(
         width,
         latent_dim,
         *planes[0].shape[:3],
-        # A lone request is cut as well.
+        # Split a single request too.
         min(_VECTORS, max(4, -(-longest // threads))),
         float_bits(scale),
         *where.addresses,
@@ -58,6 +58,6 @@ def absorbed(
 
 
 def _told(plane: Tensor) -> tuple[int, ...]:
-    """What the kernel is told of a plane [pages, layers, page_size, 1, width]."""
+    """A plane [pages, layers, page_size, 1, width] for the kernel: address, width, strides in bytes."""
     page, layer, row = (stride * plane.itemsize for stride in plane.stride()[:3])
     return plane.data_ptr(), plane.shape[4], page, layer, row

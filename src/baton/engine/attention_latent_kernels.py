@@ -1,9 +1,9 @@
-"""Kernels of absorbed latent attention on the CPU: a row comes out with the same bits in every batch.
+"""CPU kernels of absorbed latent attention. A row's result has the same bits in every batch.
 
-The arithmetic is that of `attention_tiles`, for keys and values of one memory: a key is a kept row, a value its
-first numbers. All heads of all rows of a request are vectors that share the loaded tiles.
+The arithmetic is that of `attention_tiles`. A key is a cached row, a value its first C elements. All heads of all rows
+of a request are vectors that share the loaded tiles.
 
-Shapes: T rows, H heads, W numbers of a kept row, C of them its latent.
+Shapes: T rows, H heads, W elements of a cached row, C of them its latent.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from baton.models.cpu_team import Kernel, float_of, pointer, take
 from baton.models.cpu_vectors import LANES, transpose, widen
 
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
-# Arguments of ATTEND, behind the counter of `take`; names of arrays stand for addresses. FAULT begins as 0. A plane is
-# its address, the numbers of a row in it, and the bytes from page to page, layer to layer, row to row.
+# Arguments of ATTEND, after the counter of `take`. Names of arrays stand for addresses. FAULT starts as 0. A plane is
+# its address, the elements per row, and the strides in bytes of pages, layers and rows.
 (
     FAULT,
     _ROWS,
@@ -52,10 +52,11 @@ def _load_tile(
     plane: Any, layer: int, pages: Any, base: int, limit: int, offset: int, num_values: int, keys: Any, values: Any,
     rows: Any,
 ) -> bool:  # fmt: skip
-    """Tokens [base, limit) of one plane as float32: number d to keys[offset + d], transposed, and the first
-    `num_values` to values [64, C].
+    """Load tokens [base, limit) of one plane as float32: element d to keys[offset + d], transposed, and the first
+    `num_values` elements to values [64, C].
 
-    `rows` int64 [16] is room for addresses. Other lanes repeat the last token. False: a bad page id.
+    `rows` int64 [16] is scratch for addresses. Lanes without a token repeat the last one. Returns False for a bad page
+    id.
     """
     page_size, width = plane.shape[2], plane.shape[4]
     whole, whole_values = width - width % LANES, num_values - num_values % LANES
@@ -92,7 +93,8 @@ def _load_tile(
 def _attend_block(
     planes: Any, layer: int, query: Any, out: Any, start: int, end: int, positions: Any, pages: Any, scale: Any
 ) -> bool:
-    """Fill vectors [start, end) of out [T * H, C] from those of query [T * H, W], of one request."""
+    """Compute vectors [start, end) of out [T * H, C] from query [T * H, W], for one request. Returns False for a bad
+    page id."""
     size, latent, heads, count = query.shape[1], out.shape[1], query.shape[0] // len(positions), end - start
     padded = (latent + LANES - 1) // LANES * LANES
     keys, values = np.empty((size, TILE), np.float32), np.empty((TILE, padded), np.float32)
@@ -105,14 +107,14 @@ def _attend_block(
         seen[i] = positions[(start + i) // heads]
         for d in range(size):
             queries[i, d] = to_f32(query[start + i, d]) * scale
-    # Columns that no row reads stay finite.
+    # Padding columns, which no row reads, stay finite.
     values[:, latent:] = _ZERO
     limit = positions[(end - 1) // heads] + 1
     for base in range(0, limit, TILE):
         offset = 0
         for plane in planes:
             if not plane.shape[4]:
-                continue  # all is kept in one plane
+                continue  # a single plane holds everything
             num_values = min(plane.shape[4], latent - offset) if offset < latent else 0
             if not _load_tile(
                 plane, layer, pages, base, min(base + TILE, limit), offset, num_values, keys, values, rows
@@ -129,7 +131,7 @@ def _attend_block(
 
 @jit
 def _plane(a: Any, at: int, element: Any) -> Any:
-    """The plane that the arguments from `at` on tell of: [pages, layers, page_size, 1, width], strided."""
+    """The plane that the arguments from `at` describe: [pages, layers, page_size, 1, width], strided."""
     shape = (a[_PAGES], a[_LAYERS], a[_PAGE_SIZE], 1, a[at + 1])
     first = carray(pointer(a[at], element), shape)
     return as_strided(first, shape, (a[at + 2], a[at + 3], a[at + 4], a[at + 4], first.itemsize))
@@ -146,7 +148,7 @@ def _attend_step(arguments: Any, element: Any) -> None:
     out = carray(pointer(a[_OUT], element), (num_rows * heads, a[_LATENT]))
     planes, scale = (_plane(a, FIRST_PLANE, element), _plane(a, SECOND_PLANE, element)), float_of(a[_SCALE])
     mine, number = take(arguments), 0
-    # Later rows see more: the longest pieces come first, so that threads end together.
+    # Later rows see more keys. The longest pieces come first, so that threads finish together.
     for r in range(num_requests - 1, -1, -1):
         begin, stop = query_start[r] * heads, query_start[r + 1] * heads
         for block in range((stop - begin + a[_STEP] - 1) // a[_STEP] - 1, -1, -1):
@@ -171,5 +173,5 @@ def _attend_narrow(arguments: Any) -> None:
     _attend_step(arguments, np.uint16(0))
 
 
-# Of float32, and of bfloat16.
+# For float32, and for bfloat16.
 ATTEND = Kernel(_attend_wide), Kernel(_attend_narrow)

@@ -1,7 +1,4 @@
-"""Paged attention on the CPU: reads pages where they lie, and gives every row the same bits in every batch.
-
-The arithmetic, and why it is batch-invariant, is in `attention_paged_kernels`.
-"""
+"""Paged attention on the CPU, in place: see `attention_paged_kernels`."""
 
 from __future__ import annotations
 
@@ -16,18 +13,18 @@ from baton.engine.attention_paged_kernels import ATTEND, FAULT, WRITE
 from baton.errors import ConfigError
 from baton.models.cpu_team import arguments, float_bits, threads_for
 
-# Multiply-adds that are worth one more thread.
+# Multiply-adds that justify one more thread.
 _PARALLEL_WORK = 1 << 17
 
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """Addresses of a batch's arrays, which it keeps alive; the same for all layers of a forward."""
+    """Addresses of a batch's arrays, which it keeps alive, for all layers of a forward."""
 
     batch: AttnBatch
     arrays: tuple[np.ndarray, np.ndarray, np.ndarray]
     addresses: tuple[int, int, int]
-    # How many keys all rows see together, at most.
+    # Upper bound on the (row, visible key) pairs.
     num_pairs: int
 
     @classmethod
@@ -43,10 +40,8 @@ class Where:
 
 
 class PagedCpuBackend:
-    """See `AttentionBackend`. float32 and bfloat16; arithmetic in float32; releases the GIL.
-
-    Work is shared among as many threads as torch may use, which changes no result.
-    """
+    """An `AttentionBackend` for float32 and bfloat16. Computes in float32, releases the GIL, and uses as many threads
+    as torch may use, which changes no result."""
 
     name = "paged_cpu"
     batch_invariant = True
@@ -100,8 +95,8 @@ class PagedCpuBackend:
 
 
 def _side_by_side(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
-    """The tensors as they are, if their rows are parts of one tensor's rows, as a joint projection leaves them; else
-    copies that are; and how many numbers lie from row to row."""
+    """q, k and v as they are if their rows are parts of one tensor's rows, as a joint projection leaves them, else as
+    parts of a copy; and the number of elements from row to row."""
     width, size = q.stride(0), q.shape[2]
     if all(tensor.stride() == (width, size, 1) for tensor in (q, k, v)):
         return q, k, v, width

@@ -1,11 +1,11 @@
-"""Kernels of paged attention on the CPU: a row comes out with the same bits in every batch.
+"""CPU kernels of paged attention. A row's result has the same bits in every batch.
 
-Tiles of 64 keys at ABSOLUTE positions go through `attention_tiles`, transposed while they are loaded. For
-one row and head the sequence of floating-point operations depends on its position, its window and the head
-size, on nothing else: not on the other rows, not on the chunk it came in, not on page size or page order.
-Rows are blocked only to share the loaded tile, and the query heads of one KV head share it too.
+Tiles of 64 keys at ABSOLUTE positions go through `attention_tiles`, transposed while they are loaded. For one row and
+head, the sequence of floating-point operations depends only on its position, its window and the head size: not on the
+other rows, the prefill chunk, the page size or the order of pages. Rows are blocked only to share the loaded tile,
+which the query heads of one KV head share too.
 
-Every kernel is a plain function of its module: what closes over another kernel would be compiled anew by each process.
+Every kernel is a plain function of its module: a closure over another kernel would be compiled anew by each process.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from baton.models.cpu_pairs import HAS_PAIRS
 from baton.models.cpu_team import Kernel, float_of, pointer, take
 from baton.models.cpu_vectors import LANES, touch, transpose, widen
 
-# Query vectors that share one load of a tile; their queries and outputs stay in a core's cache.
+# Query vectors that share one load of a tile. Their queries and outputs stay in a core's cache.
 _VECTORS = 128
-# Bytes that memory is read by.
+# Bytes of a cache line.
 _LINE = 64
-# Keys and values that are read ahead together: they stay in a core's cache until all heads have used them.
+# Bytes of keys and values read ahead at once. They stay in a core's cache until all heads have used them.
 _STRETCH_BYTES = 1 << 18
-# Requests among which threads share the work well enough without sharing that of one.
+# So many requests keep all threads busy without splitting the heads of one.
 _REQUESTS_TOGETHER = 4
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
-# Arguments of WRITE and ATTEND, behind the counter of `take`; names of arrays stand for addresses. FAULT begins as 0.
+# Arguments of WRITE and ATTEND, after the counter of `take`. Names of arrays stand for addresses. FAULT starts as 0.
 NUM_ARGUMENTS = 24
 (
     FAULT,
@@ -61,7 +61,8 @@ NUM_ARGUMENTS = 24
 
 @jit
 def _write(kv: Any, layer: int, k: Any, v: Any, positions: Any, query_start: Any, page_table: Any) -> bool:
-    """Store k and v [T, G * D or more] in their slots. Checks all slots before it writes; False: one is bad."""
+    """Store k and v [T, G * D or more] in their slots. Checks all slots before it writes. Returns False for a bad
+    slot."""
     page_size = kv.shape[3]
     for r in range(len(query_start) - 1):
         for row in range(query_start[r], query_start[r + 1]):
@@ -88,10 +89,10 @@ def _load_tile(
     kv: Any, layer: int, head: int, pages: Any, base: int, first: int, last: int, keys: Any, values: Any, rows: Any,
     in_pairs: bool,
 ) -> bool:  # fmt: skip
-    """Tokens [first, last) of the tile at `base` as float32: keys [D, 64], transposed, values [64, D].
+    """Load tokens [first, last) of the tile at `base` as float32: keys [D, 64], transposed, and values [64, D].
 
-    `in_pairs`: keys as they are, [D / 2, 64, 2]. `rows` int64 [16] is room for addresses. Other lanes get numbers
-    without meaning. False: a bad page id.
+    `in_pairs`: keys stay bfloat16, [D / 2, 64, 2]. `rows` int64 [16] is scratch for addresses. Other lanes get
+    arbitrary numbers. Returns False for a bad page id.
     """
     page_size, size = kv.shape[3], kv.shape[5]
     whole = size - size % LANES
@@ -99,7 +100,7 @@ def _load_tile(
     key_bytes, value_bytes = F32_BYTES * TILE, F32_BYTES * values.shape[1]
     values_at, keys_at, rows_at = np.int64(values.ctypes.data), np.int64(keys.ctypes.data), np.int64(rows.ctypes.data)
     for lane in range((first - base) // LANES * LANES, last - base, LANES):
-        # Lanes without a token repeat one that is there.
+        # Lanes without a token repeat an existing one.
         token = max(base + lane, first)
         column = token // page_size
         slot = token - column * page_size
@@ -135,8 +136,11 @@ def _load_tile(
 
 @jit
 def _read_ahead(kv: Any, layer: int, head: int, num_heads: int, pages: Any, first: int, last: int) -> None:
-    """Bring keys and values of tokens [first, last) and some heads into this core's cache. Memory gives what lies in a
-    row several times faster than pieces of it, so a page's keys are read from end to end, and then its values."""
+    """Bring keys and values of tokens [first, last) and `num_heads` heads into this core's cache.
+
+    Memory delivers contiguous bytes several times faster than pieces, so a page's keys are read from end to end, then
+    its values.
+    """
     page_size = kv.shape[3]
     token = first
     while token < last:
@@ -158,9 +162,10 @@ def _attend_block(
     kv: Any, layer: int, head: int, ahead: int, group: int, query: Any, out: Any, start: int, end: int, positions: Any,
     pages: Any, scale: Any, window: int, sinks: Any,
 ) -> bool:  # fmt: skip
-    """Fill out for rows [start, end) of one request and the query heads of one KV head. False: a bad page id.
+    """Compute out for rows [start, end) of one request and the query heads of one KV head. Returns False for a bad page
+    id.
 
-    `ahead`: how many heads' keys and values to read ahead, from this head on.
+    `ahead`: the number of heads, from this one on, whose keys and values are read ahead.
     """
     size = kv.shape[5]
     padded, count = (size + LANES - 1) // LANES * LANES, (end - start) * group
@@ -169,7 +174,7 @@ def _attend_block(
     maxima, totals = np.full(count, MINUS_INFINITY), np.zeros(count, np.float32)
     scores, factors = np.empty((TOGETHER, TILE), np.float32), np.empty(TOGETHER, np.float32)
     rows, edges, seen = np.empty(LANES, np.int64), np.empty((2, TOGETHER), np.int64), np.empty(count, np.int64)
-    # bfloat16 is multiplied in pairs, which stay as they lie, where the CPU can and they fill whole vectors.
+    # Multiply bfloat16 in pairs, without conversion, if the CPU can and the pairs fill whole vectors.
     in_pairs = HAS_PAIRS and kv.itemsize == 2 and size % (2 * LANES) == 0
     pairs = np.empty((count if in_pairs else 0, size), query.dtype)
     for i in range(count):
@@ -182,9 +187,9 @@ def _attend_block(
             for d in range(size):
                 queries[i, d] = to_f32(query[row, first + d]) * scale
         if len(sinks):
-            # A sink is a logit that has been summed before the first tile, with no value.
+            # A sink is a logit without a value, summed before the first tile.
             maxima[i], totals[i] = sinks[head * group + i % group], _ONE
-    # Columns that no row reads stay finite.
+    # Padding columns, which no row reads, stay finite.
     values[:, size:] = _ZERO
     limit = positions[end - 1] + 1
     oldest = max(positions[start] - window + 1, 0) if window > 0 else 0
@@ -208,13 +213,13 @@ def _attend_block(
 
 @jit
 def _region(a: Any, element: Any) -> Any:
-    """The group's keys and values."""
+    """The group's keys and values [pages, layers, 2, page_size, G, D]."""
     return carray(pointer(a[_KV], element), (a[_PAGES], a[_LAYERS], 2, a[_PAGE_SIZE], a[_HEADS], a[_SIZE]))
 
 
 @jit
 def _batch(a: Any) -> Any:
-    """Positions, query starts and page table of `AttnBatch`."""
+    """Positions, query starts and page table, as in `AttnBatch`."""
     num_requests = a[_REQUESTS]
     return (
         carray(pointer(a[_POSITIONS], np.int64(0)), (a[_ROWS],)),
@@ -227,7 +232,7 @@ def _batch(a: Any) -> Any:
 def _write_step(arguments: Any, element: Any) -> None:
     a = carray(arguments, NUM_ARGUMENTS)
     positions, query_start, page_table = _batch(a)
-    # Rows of queries, keys and values lie side by side in one array.
+    # Queries, keys and values are parts of the same rows.
     shape = (a[_ROWS], a[_WIDTH])
     k, v = carray(pointer(a[_KEYS], element), shape), carray(pointer(a[_VALUES], element), shape)
     if not _write(_region(a, element), a[_LAYER], k, v, positions, query_start, page_table):
@@ -245,8 +250,8 @@ def _attend_step(arguments: Any, element: Any) -> None:
     # float32 [H], or empty.
     sinks = carray(pointer(a[_SINKS], _ZERO), (heads * group if a[_SINKS] else 0,))
     scale, step = float_of(a[_SCALE]), max(1, _VECTORS // group)
-    # Long prompts' last rows see most keys: the longest pieces come first, so that threads end together. Heads of few
-    # rows are one piece, since their keys and values lie side by side; a lone request's are shared among threads.
+    # Later rows see more keys. The longest pieces come first, so that threads finish together. The heads of a few rows
+    # are one piece, since their keys and values are contiguous; with few requests, threads share the heads.
     together = heads if num_requests >= _REQUESTS_TOGETHER and a[_ROWS] < 2 * num_requests else 1
     mine, number = take(arguments), 0
     for r in range(num_requests - 1, -1, -1):
@@ -286,5 +291,5 @@ def _attend_narrow(arguments: Any) -> None:
     _attend_step(arguments, np.uint16(0))
 
 
-# Of float32, and of bfloat16.
+# For float32, and for bfloat16.
 WRITE, ATTEND = (Kernel(_write_wide), Kernel(_write_narrow)), (Kernel(_attend_wide), Kernel(_attend_narrow))

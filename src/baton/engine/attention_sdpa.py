@@ -1,7 +1,6 @@
-"""Attention by PyTorch's `scaled_dot_product_attention` on any device: gathers pages, request by request.
+"""Attention with PyTorch's `scaled_dot_product_attention` on any device. Gathers pages, one request at a time.
 
-Simple and portable. Its results vary in the last bits with the number of queries and keys, so it is not
-batch-invariant.
+Not batch-invariant: results vary in the last bits with the number of queries and keys.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from baton.engine.attention import AttnBatch, AttnRows, slot_error
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """Where one request's rows and visible keys lie; `mask` [rows, keys] is True where a key is visible."""
+    """Indices of one request's rows and visible keys. `mask` [rows, keys] is True if the key is visible."""
 
     rows: slice
     pages: Tensor
@@ -28,7 +27,7 @@ class _Request:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """All of a batch's indices on the device; the same for every layer with the same window."""
+    """A batch's indices on the device, for every layer with the same window."""
 
     batch: AttnBatch
     pages: Tensor
@@ -37,7 +36,7 @@ class _Plan:
 
 
 class SdpaBackend:
-    """See `AttentionBackend`. Remembers the indices of the latest batch, per window, for its other layers."""
+    """Keeps the indices of the latest batch, per window, for its other layers."""
 
     name = "sdpa"
     batch_invariant = False
@@ -54,7 +53,7 @@ class SdpaBackend:
         kv[plan.pages, layer, 1, plan.offsets] = rows.v_TGD
         out = torch.empty_like(rows.q_THD, memory_format=torch.contiguous_format)
         for request in plan.requests:
-            # [1, heads, tokens, D], as SDPA wants it.
+            # SDPA takes [1, heads, tokens, D].
             q = rows.q_THD[request.rows].transpose(0, 1).unsqueeze(0)
             k = kv[request.pages, layer, 0, request.offsets].transpose(0, 1).unsqueeze(0)
             v = kv[request.pages, layer, 1, request.offsets].transpose(0, 1).unsqueeze(0)
@@ -68,17 +67,17 @@ class SdpaBackend:
 
 
 def without_hidden(k: Tensor, v: Tensor, mask_TS: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Keys and values [1, heads, S, D] in which a token that is not finite is 0, and which rows [T] see one (for
-    `spoil`); None where there is none. Without `mask_TS`, row i sees the keys up to i.
+    """Set non-finite tokens of k and v [1, heads, S, D] to 0. Also returns which rows [T] see one, for `spoil`; None if
+    there is none. Without `mask_TS`, row i sees keys 0 to i.
 
-    A mask does not hide such a token: its score is added to minus infinity, and its value is multiplied by 0, and both
-    give NaN.
+    A mask alone does not hide such a token: its score is added to minus infinity, its value is multiplied by 0, and
+    both give NaN.
     """
     if k.shape[2] == 1 or (mask_TS is not None and len(mask_TS) == 1):  # every row sees all keys
         return k, v, None
     sums_S = k.sum(dim=(0, 1, 3), dtype=torch.float32) + v.sum(dim=(0, 1, 3), dtype=torch.float32)
     bad_S = ~sums_S.isfinite()
-    # On a device, asking whether there is any would wait for all that was launched before.
+    # On a GPU, `any` would wait for all kernels launched before.
     if bad_S.device.type == "cpu" and not bad_S.any():
         return k, v, None
     bad_S1 = bad_S[:, None]
@@ -87,12 +86,12 @@ def without_hidden(k: Tensor, v: Tensor, mask_TS: Tensor | None) -> tuple[Tensor
 
 
 def spoil(out_THD: Tensor, spoiled_T: Tensor | None) -> Tensor:
-    """The outputs, NaN in the rows that see a token that is not finite."""
+    """Set the rows that see a non-finite token to NaN."""
     return out_THD if spoiled_T is None else out_THD.masked_fill(spoiled_T[:, None, None], torch.nan)
 
 
 def _with_sinks(k: Tensor, v: Tensor, mask: Tensor, sinks_H: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys, values and mask with one more key, which scores 0 and is worth 0: what the mask adds to it is the sink."""
+    """Add a key of score 0 and value 0, to which the mask adds the sink."""
     rows, keys = mask.shape
     added = torch.zeros(1, len(sinks_H), rows, keys + 1, dtype=k.dtype, device=k.device)
     added[..., :keys].masked_fill_(~mask, -torch.inf)
@@ -112,8 +111,8 @@ def _make_plan(kv: Tensor, batch: AttnBatch, window: int | None) -> _Plan:
         if start == end:
             continue
         positions = batch.positions[start:end]
-        # Slots before the first visible key may never have been written: they are cut off, not masked,
-        # because a NaN there would survive the mask.
+        # Slots before the first visible key may never have been written. A NaN there would survive a mask: cut them
+        # off.
         first = 0 if window is None else max(int(positions[0]) - window + 1, 0)
         keys = np.arange(first, int(positions[-1]) + 1)
         pages = _pages(batch.page_table, np.full(len(keys), r), keys, page_size)

@@ -1,10 +1,10 @@
-"""One tile of keys and values and the vectors that see it: what all attention kernels on the CPU compute.
+"""Add one tile of keys and values to the vectors that see it: the arithmetic of all CPU attention kernels.
 
-Online softmax (Milakov & Gimelshein, 2018) over tiles of 64 keys at ABSOLUTE positions 0, 64, 128, ... A tile's keys
-come transposed, so that scores of 64 keys are 64 independent lanes and the sum over the size runs in order. Scores and
+Online softmax (Milakov & Gimelshein, 2018) over tiles of 64 keys at ABSOLUTE positions 0, 64, 128, ... Keys are
+transposed: the scores of 64 keys are 64 independent lanes, and the sum over the head size runs in order. Scores and
 outputs of four vectors at a time stay in registers, which changes no vector's bits.
 
-Shapes: N vectors, D numbers of a query, C of a value, P of them with those that fill a row of 16.
+Shapes: N vectors, D elements of a query, C of a value, P: C rounded up to a multiple of 16.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _multiply(
     num_rows: int, left: Any, row_bytes: int, right: Any, right_bytes: int, steps: int, factors: Any, out: Any,
     out_bytes: int, width: int,
 ) -> None:  # fmt: skip
-    """As `products`, of 1 to 4 rows with `width` numbers each, a multiple of 16; `left` steps by one number."""
+    """`products` for 1 to 4 rows of `width` elements, a multiple of 16. `left` steps by one element."""
     done = 0
     while done < width:
         here, there = right + done * F32_BYTES, out + done * F32_BYTES
@@ -65,7 +65,7 @@ def _multiply(
 
 @jit
 def _multiply_pairs(num_rows: int, left: Any, row_bytes: int, right: Any, steps: int, scale: Any, out: Any) -> None:
-    """As `pair_products`, of 1 to 4 rows."""
+    """`pair_products` for 1 to 4 rows."""
     if num_rows == 4:
         pair_products(4, left, row_bytes, right, steps, scale, out)
     elif num_rows == 3:
@@ -83,15 +83,15 @@ def attend_tile(
 ) -> None:  # fmt: skip
     """Add the tile of tokens [base, base + 64) to the `sums` [N, P], `maxima` [N] and `totals` [N] of all vectors.
 
-    `seen` int64 [N]: the position of each vector, which sees the `window` tokens up to there; 0: all. queries [N, D],
-    keys [D, 64], values [64, P], float32. Scratch space: `scores` [4, 64], `factors` [4], `edges` int64 [2, 4].
-    Tokens that a vector does not see do not reach its sums, even if their keys and values are not numbers.
+    `seen` int64 [N]: the position of each vector, which sees the last `window` tokens up to that position (0: all).
+    queries [N, D], keys [D, 64] and values [64, P] are float32. Scratch space: `scores` [4, 64], `factors` [4], `edges`
+    int64 [2, 4]. Tokens that a vector does not see do not reach its sums, even if their keys and values are not finite.
 
-    `pairs` [N, D]: queries as bfloat16, used instead of `queries` and multiplied by `scale` afterwards; keys are then
+    `pairs` [N, D]: queries as bfloat16, used instead of `queries`; their scores are multiplied by `scale`, and keys are
     pairs of bfloat16 [D / 2, 64, 2]. [0, D] for none.
     """
     count, size, padded = queries.shape[0], queries.shape[1], values.shape[1]
-    # Addresses of arguments only: the caller keeps them alive until this function returns.
+    # Take addresses of arguments only: the caller keeps them alive until this function returns.
     keys_at, values_at = np.int64(keys.ctypes.data), np.int64(values.ctypes.data)
     scores_at, factors_at = np.int64(scores.ctypes.data), np.int64(factors.ctypes.data)
     queries_at, sums_at = np.int64(queries.ctypes.data), np.int64(sums.ctypes.data)
@@ -127,8 +127,8 @@ def attend_tile(
                 maxima[i + j] = peak
             totals[i + j] = totals[i + j] * factors[j] + exponentials(at, low[j], high[j], peak)
             ragged = ragged or low[j] < first or high[j] > last
-        # Each vector's sum runs over its own tokens, in order. A masked token is left out instead of multiplied by a
-        # weight of zero: its value may be NaN or infinite, and the product would then be NaN.
+        # Each vector sums its own tokens, in order. A masked token is skipped, not multiplied by 0: the product with
+        # NaN or infinity would be NaN.
         if ragged:
             for j in range(together):
                 steps = min(first, high[j]) - low[j]

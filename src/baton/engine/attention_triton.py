@@ -1,10 +1,9 @@
-"""Paged attention on CUDA devices as one Triton kernel, which reads keys and values where they lie.
+"""Paged attention on CUDA devices in one Triton kernel, which reads keys and values in place.
 
-A program attends some rows of one request, with all query heads of one KV head, so that a key is read once for them.
-It goes over the keys in tiles that begin at absolute multiples of the tile's size, by an online softmax (Milakov and
-Gimelshein, arXiv:1805.02867; tiles as in FlashAttention-2, arXiv:2307.08691). A row's result depends neither on the
-rows beside it nor on pages, so it is batch-invariant: there is one shape of tile for a few rows and for many, and a
-tile in which a row sees no key changes nothing in it.
+A program attends some rows of one request, with all query heads of one KV head, so that a key is read once for them. It
+loops over tiles of keys that begin at absolute multiples of the tile size, with an online softmax (Milakov and
+Gimelshein, arXiv:1805.02867; tiles as in FlashAttention-2, arXiv:2307.08691). It is batch-invariant: few and many rows
+use the same shape of tile, and a tile in which a row sees no key does not change the row.
 
 Shape suffixes: T rows of the step, R requests, H query heads, G key-value heads, D head size.
 """
@@ -21,10 +20,10 @@ from torch import Tensor
 from baton.engine.attention import AttnBatch, AttnRows, slot_error
 from baton.errors import ConfigError
 
-# Rows times the query heads of a KV head in one program, and keys in one tile.
+# Rows times query heads per KV head in one program, and keys in one tile.
 _BLOCK_M = 64
 _BLOCK_N = 64
-# Of heads so wide, or in float32, fewer keys fit into a multiprocessor's memory.
+# Above this many bytes per head (wide heads, float32), fewer keys fit into a multiprocessor's memory.
 _WIDE_BYTES = 256
 _NARROW_N = 32
 _WARPS = 4
@@ -32,8 +31,8 @@ _WARPS = 4
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """A batch's indices on the device, for every layer with pages of that size. `tiles` int32 [programs, 2]: a request,
-    and the first of its rows that the program attends."""
+    """A batch's indices on the device, for all layers with one page size and one number of query heads per KV head.
+    `tiles` int32 [programs, 2]: a request, and the first of its rows that the program attends."""
 
     batch: AttnBatch
     query_start: Tensor
@@ -44,7 +43,7 @@ class _Plan:
 
 
 class TritonBackend:
-    """`AttentionBackend` for CUDA. Remembers the indices of the latest batch, per page size, for its other layers."""
+    """Keeps the indices of the latest batch for its other layers."""
 
     name = "triton"
     batch_invariant = True
@@ -88,7 +87,7 @@ class TritonBackend:
 
 
 def _power_of_two(number: int) -> int:
-    # A product of matrices has at least 16 columns.
+    # `tl.dot` needs at least 16 columns.
     return max(16, 1 << (number - 1).bit_length())
 
 

@@ -1,4 +1,4 @@
-"""The kernels of `attention_triton`. `kept` is one layer of a group's pages: [pages, 2, page_size, G, D]."""
+"""Triton kernels of `attention_triton`. `kept` is one layer of a group's pages: [pages, 2, page_size, G, D]."""
 
 import triton
 import triton.language as tl
@@ -11,8 +11,11 @@ def write(
     key_row, key_head, value_row, value_head,
     PAGE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """One row's key and value of one head, to its slot. What is not finite is written as a key of NaN and a value of 0:
-    `attend` leaves out what a row does not see by a selection of scores, but multiplies values by weights of 0."""
+    """Write one row's key and value of one head to its slot.
+
+    A non-finite token becomes a key of NaN and a value of 0: `attend` masks the scores that a row does not see, but
+    multiplies values by weights of 0.
+    """
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(slots + row)
     lanes = tl.arange(0, BLOCK_D)
@@ -37,7 +40,7 @@ def attend(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
-    """The rows of one tile, with the query heads of one KV head."""
+    """Attend the rows of one tile, with the query heads of one KV head."""
     tile, kv_head = tl.program_id(0), tl.program_id(1)
     request = tl.load(tiles + 2 * tile)
     first = tl.load(tiles + 2 * tile + 1)
@@ -70,7 +73,7 @@ def attend(
         known = key < last
         page = tl.load(page_table + request * table_row + key // PAGE, mask=known, other=0).to(tl.int64)
         from_ = kept + page[:, None] * kept_page + (key % PAGE)[:, None] * kept_slot + kv_head * kept_head
-        # What is not known may hold anything, and a NaN times 0 is a NaN: it is not read.
+        # Other slots may hold anything, and NaN times 0 is NaN: they are not read.
         reads = known[:, None] & wide[None, :]
         if HAS_WINDOW:
             reads = reads & (key >= lowest)[:, None]

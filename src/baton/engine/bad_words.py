@@ -1,6 +1,6 @@
-"""Which token would complete a word that an output must not hold (vLLM's `bad_words`).
+"""The tokens that would complete one of a request's `bad_words`, as in vLLM.
 
-It follows from the output's last tokens alone, so an engine that takes a request over derives it from them.
+They depend only on the output's last tokens, so an engine that takes over a request derives the same.
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ from collections.abc import Sequence
 
 
 class BadWords:
-    """A request's words, and the end of its output. Mutated only by `advance`."""
+    """A request's bad words, and the end of its output."""
 
     def __init__(self, words: Sequence[Sequence[int]]) -> None:
-        """`words`: tokens of each."""
         self._last: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for *before, last in words:
             self._last[tuple(before)].append(last)
@@ -24,13 +23,13 @@ class BadWords:
         return bool(self._lengths)
 
     def advance(self, token_ids: Sequence[int]) -> None:
-        """Tokens that were appended to the output."""
+        """Append tokens to the output."""
         if self._lengths:
             tail = [*self._tail, *token_ids]
             self._tail = tail[max(0, len(tail) - self._lengths[-1]) :]
 
     def barred(self, drafts_before: Sequence[int]) -> list[int]:
-        """Tokens that would complete a word behind these drafts."""
+        """Tokens that would complete a word after these drafts."""
         known = [*self._tail, *drafts_before]
         ends = (tuple(known[len(known) - length :]) for length in self._lengths if length <= len(known))
         return [token for end in ends for token in self._last.get(end, ())]

@@ -1,4 +1,4 @@
-"""Puts one engine together: checkpoint, drafter, groups, pages; for handoffs the transport and the agent."""
+"""Builds one engine: checkpoints, drafter, groups, pages; for handoffs the transport and the agents."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ from baton.wire import EngineInfo, Integrity
 
 log = logging.getLogger(__name__)
 
-# Part of the key of stored prefixes, to be changed when the bytes of a page get another meaning.
+# Part of the key of stored prefixes. Change it when the bytes of a page change their meaning.
 PAGE_LAYOUT = "block-major 1"
 
 
 @dataclass(slots=True)
 class Engine:
-    """A ready engine. `agents` and `transports` are those of its ranks; none, and no `redeemer`, without handoffs.
-    `grammars`: None without a tokenizer or an end token."""
+    """`agents` and `transports`: those of its ranks. Empty, and `redeemer` None, without handoffs. `grammars`: None
+    without a tokenizer or an end token."""
 
     info: EngineInfo
     core: EngineCore
@@ -71,12 +71,12 @@ class Engine:
 
     @property
     def agent(self) -> HandoffAgent | None:
-        """The first rank's agent; None without handoffs."""
+        """Rank 0's agent. None without handoffs."""
         return self.agents[0] if self.agents else None
 
     def close(self) -> None:
-        """End the agents' threads and the other ranks, and give pool and weights back: at once, although an engine lies
-        in circles of references that the garbage collector finds later."""
+        """End the agents' threads and the other ranks, and free pool and weights now. The garbage collector would free
+        them later, since an engine is part of reference cycles."""
         HandoffAgent.close_all(self.agents)
         if self.core.prefix_store is not None:
             self.core.prefix_store.close()
@@ -90,7 +90,8 @@ class Engine:
 
 
 def build_engine(config: EngineConfig, emit: EmitChunk, progress: Callable[[str], None] = lambda text: None) -> Engine:
-    """Raises ConfigError, CheckpointError or TransportError with one clear line. `progress` gets start-up steps."""
+    """Raises `ConfigError`, `CheckpointError` or `TransportError` with one line of text. `progress` gets start-up
+    steps."""
     with contextlib.ExitStack() as undo:
         engine = _build(config, emit, progress, undo)
         undo.pop_all()
@@ -105,7 +106,7 @@ def _build(
     device = torch.device(config.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device", "cuda is not available here")
-    # Transports are opened before the weights are loaded, which takes long: a missing library ends the start at once.
+    # Open transports before the weights, which take long to load: a missing library then fails at once.
     ticket_key = load_or_create_key(config.ticket_key_path) if config.ticket_key_path else None
     transports: list[Transport] = []
     for _ in range(config.num_ranks if ticket_key else 0):
@@ -120,7 +121,7 @@ def _build(
     loaded = load_checkpoints(config, progress, place)
     model, drafter = loaded.model, loaded.drafter
     if peers is not None and peers.shared.num_layers == 0:
-        # Without experts ranks have nothing to tell each other: each is an engine alone.
+        # Without experts, data-parallel ranks are independent engines.
         peers.close()
         peers = None
     whole = model_groups(config, model, drafter)
@@ -198,13 +199,13 @@ def _build(
 
 
 def _end(error: BatonError) -> None:
-    """Called on the engine's thread: end that thread, and with it the engine. Nobody knows any more what its ranks'
-    memory holds, or who writes there."""
+    """Called on the engine thread: end it, and with it the engine. What the ranks' memory holds, and who writes to it,
+    is no longer known."""
     raise error
 
 
 def _join(config: EngineConfig, undo: contextlib.ExitStack) -> Lockstep | None:
-    """This rank's turns among data-parallel ranks, if there are several."""
+    """This rank's lockstep with the other data-parallel ranks, if there are any."""
     if config.data_parallel_size == 1:
         return None
     if config.data_parallel_store is None:
@@ -258,7 +259,7 @@ def _info(
 ) -> EngineInfo:
     spec = config.speculative_config
     moves_all = spec is None or spec.draft_kv == "require"
-    # Of a window or a state only what is needed to go on comes with a handoff, and that is no prefix.
+    # A handoff moves only the part of a window or state that decoding needs. That is no prefix.
     refound = config.enable_prefix_caching and moves_all and {r.kind for r in cache.rules.values()} <= {"full", "mla"}
     return EngineInfo(
         engine_id=config.engine_id,
@@ -289,7 +290,7 @@ def _prefix_store(
     uri = config.kv_transfer_config.prefix_store
     if uri is None:
         return None
-    # Pages are stored as they lie in memory.
+    # Pages are stored byte for byte.
     sizes = {name: pool.page_size for name, pool in cache.pools.items()}
     model = json.dumps({**facts, "block_size": sizes, "layout": PAGE_LAYOUT}, sort_keys=True)
     pages = {name: memory.pages for name, memory in kv.items()}

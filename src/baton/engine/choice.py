@@ -1,8 +1,8 @@
-"""Choice of tokens from logits, for a batch at once and where the logits are.
+"""Chooses tokens from logits, for a batch at once, on the logits' device.
 
 Order of processing (as in vLLM): grammar, logit_bias, min_tokens, penalties, temperature, min_p, top_k, top_p, noise.
-Every number is what the same operation gives for one row alone, in float64: on a device only what is exact is computed,
-that is selections and single IEEE operations; logarithms, exponentials and sums are NumPy's everywhere.
+Every number is what the same float64 operation gives for one row alone. A device computes only what is exact, that is
+selections and single IEEE operations; logarithms, exponentials and sums are always NumPy's.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from baton.engine.plan import NOT_FINITE, FloatArray, IntArray, Noise, Sampling
 from baton.engine.verifier import rejection_choice
 from baton.structured.drafting import Constrained
 
-# Scores that are processed at once: several passes over them stay in a cache.
+# Scores processed at once, so that several passes over them stay in a cache.
 _BLOCK = 1 << 19
 _MINUS_INFINITY = float("-inf")
 
 
 def choose(logits_NV: Tensor, sampling: Sampling | None) -> IntArray:
-    """The next token of each row, int64 [N]. Of a sampled request: -1 in rows after a draft that was not chosen.
+    """The next token of each row, int64 [N]. -1 in a sampled request's rows after a draft that was not chosen.
     `NOT_FINITE` in rows whose logits are not all finite, whatever the request allows."""
     not_finite = rows_not_finite(logits_NV)
     if not len(not_finite):
@@ -50,7 +50,7 @@ def _choices(logits_NV: Tensor, sampling: Sampling | None) -> IntArray:
 
 
 def _blocks(draft: IntArray, at_once: int) -> list[IntArray]:
-    """Rows of whole requests, about as many as are wanted `at_once`."""
+    """Split the rows into blocks of whole requests, of about `at_once` rows each."""
     if len(draft) <= at_once:
         return [np.arange(len(draft))]
     ends = np.flatnonzero(draft < 0) + 1
@@ -62,7 +62,7 @@ def _chosen(scores: Tensor, sampling: Sampling) -> IntArray:
     """As `choose`, from processed scores [S, V] of all rows of some requests."""
     temperature = sampling.noise.temperature
     found = np.full(len(temperature), -1, dtype=np.int64)
-    # First rows of all requests, then the second rows of those whose draft was chosen, and so on.
+    # The first rows of all requests, then the second rows of those whose draft was chosen, and so on.
     current = np.flatnonzero(np.concatenate(([-1], sampling.draft[:-1])) < 0)
     cut = (sampling.top_p < 1.0) & (temperature > 0.0)
     while len(current):
@@ -90,7 +90,8 @@ def _verified(scores: FloatArray, sampling: Sampling, row: int, noise: FloatArra
 
 
 def processed(logits_SV: Tensor, sampling: Sampling) -> Tensor:
-    """Processed logits float64 [S, V], all but top_p, which is left to rows that are reached; -inf where masked."""
+    """Processed logits float64 [S, V], -inf where masked. Lacks top_p, which is applied only to rows that are
+    reached."""
     scores = logits_SV.double()
     if len(sampling.allowed.row):
         rows = _tensor(sampling.allowed.row, scores)
@@ -104,7 +105,7 @@ def processed(logits_SV: Tensor, sampling: Sampling) -> Tensor:
         _penalise(scores, sampling)
     drawn = sampling.noise.temperature > 0.0
     if drawn.any():
-        # By a tensor, since a device may divide by a number as it multiplies with its reciprocal.
+        # Divide by a tensor: a device may turn division by a scalar into multiplication by its reciprocal.
         scores /= _tensor(np.where(drawn, sampling.noise.temperature, 1.0), scores)[:, None]
         _restrict(scores, sampling, drawn)
     return scores
@@ -152,9 +153,9 @@ def _outside_nucleus(scores: FloatArray, top_p: float) -> IntArray:
 
 
 class DraftChoice:
-    """Picks drafts with the noise that the target will see at their positions; where there is none, the likeliest.
+    """Chooses drafts with the noise that the target will see at their positions, or greedily if there is none.
 
-    `first_position` [R]: where the first draft of each request stands.
+    `first_position` [R]: position of each request's first draft.
     """
 
     def __init__(
@@ -204,7 +205,8 @@ class DraftChoice:
 
 
 def _unpacked(bits: npt.NDArray[np.uint8], like: Tensor, vocab_size: int | None = None) -> Tensor:
-    """Bits of tokens [rows, bytes] as bool [rows, V], where `like` is; V is that of its rows, or as given."""
+    """Token bits [rows, bytes] as bool [rows, V] on the device of `like`. V is that of `like` unless `vocab_size` is
+    given."""
     unpacked = np.unpackbits(bits, axis=1, count=vocab_size or like.shape[1], bitorder="little")
     return torch.from_numpy(unpacked).to(like.device).bool()
 

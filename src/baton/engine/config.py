@@ -33,20 +33,21 @@ RANKS = (1, 2, 4, 8)
 MAX_DATA_RANKS = 64
 
 
-# Methods whose drafter is no checkpoint of its own: it has no weights, or they are the target's.
+# Methods without a drafter checkpoint: no weights, or the target's.
 _WITHOUT_MODEL = ("ngram", "mtp")
-# Fields that one method alone takes, and passes to its drafter.
+# Fields that only one method takes, and passes to its drafter.
 _OPTIONS = {"ngram": ("prompt_lookup_min", "prompt_lookup_max")}
 
 
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
-    """`--speculative-config`: drafter method, checkpoint (with `revision` on the hub), draft length k and verifier.
+    """`--speculative-config`: drafter method, checkpoint (with its `revision` on the hub), number k of drafts,
+    verifier.
 
-    `draft_kv` says what becomes of the drafter's KV in a handoff: `require` both engines to draft alike, as one engine
-    would; move it where they do and start cold where they do not (`prefer`); or never move it (`drop`).
-    `prompt_lookup_min` and `prompt_lookup_max` are the lengths of n-grams that `ngram` looks up.
-    `draft_tensor_parallel_size` is 1, if given: the drafter is whole on every tensor rank of its target.
+    `draft_kv`: the drafter's KV in a handoff. `require`: both engines must draft alike, as one engine would. `prefer`:
+    move it if they do, else start cold. `drop`: never move it.
+    `prompt_lookup_min`, `prompt_lookup_max`: lengths of the n-grams that `ngram` looks up.
+    `draft_tensor_parallel_size`: 1 if given, since every tensor rank holds the whole drafter.
     """
 
     method: str
@@ -61,7 +62,7 @@ class SpeculativeConfig:
 
     @classmethod
     def parse(cls, value: str | dict[str, Any] | None) -> SpeculativeConfig | None:
-        """From JSON text or a dict. Raises ConfigError naming the key."""
+        """From JSON text or a dict. Raises `ConfigError` naming the key."""
         data = json_object("speculative_config", value)
         if data is None:
             return None
@@ -98,7 +99,7 @@ class SpeculativeConfig:
 
     @property
     def options(self) -> dict[str, int]:
-        """The method's own fields, where they are given."""
+        """The method's own fields that are given."""
         given = {name: getattr(self, name) for name in _OPTIONS.get(self.method, ())}
         return {name: value for name, value in given.items() if value is not None}
 
@@ -110,10 +111,10 @@ def _check_int(name: str, value: object, least: int, most: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class KVTransferConfig:
-    """`--kv-transfer-config`: transport of the KV pool (a name or a URI) and the control socket's bind address.
+    """`--kv-transfer-config`: transport of the KV pool (a name or a URI) and bind address of the control socket.
 
-    A handoff may take `handoff_timeout_s` from the moment on at which both engines have pages for it.
-    `prefix_store` (`file:///DIRECTORY?max_bytes=N`) keeps the KV of prompts, for all engines of the model.
+    `handoff_timeout_s`: limit of a handoff's time, from when both engines have pages for it.
+    `prefix_store` (`file:///DIRECTORY?max_bytes=N`): keeps the KV of prompts, for all engines of the model.
     """
 
     kv_transport: str = "shm"
@@ -123,8 +124,7 @@ class KVTransferConfig:
 
     @classmethod
     def parse(cls, value: str | dict[str, Any] | None, kv_transport: str | None = None) -> KVTransferConfig:
-        """From JSON text or a dict; `kv_transport`, if given, counts instead of what is there. Raises ConfigError
-        naming the key."""
+        """From JSON text or a dict. `kv_transport` overrides its value there. Raises `ConfigError` naming the key."""
         data = json_object("kv_transfer_config", value) or {}
         _refuse_unknown("kv_transfer_config", data, {f.name for f in fields(cls)})
         for key in ("kv_transport", "control_bind", "prefix_store"):
@@ -139,30 +139,32 @@ class KVTransferConfig:
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Everything that an engine is started with. `check()` raises ConfigError naming the first bad field.
+    """Everything that an engine is started with. `check()` raises `ConfigError` naming the first bad field.
 
-    `model` is a checkpoint directory, or before `located()` ORG/NAME on the hub, at `revision` of it.
-    `skip_tokenizer_init`: prompts are token ids, and no text comes out.
-    `kv_cache_memory` is in bytes over all groups; None takes this engine's share of what is free, which is
-    `gpu_memory_utilization` of it, on a host too, in equal parts for `engines_per_host` engines (see
-    `engine/pool_size.py`). `max_model_len` None takes the checkpoint's, or what fits into that memory.
-    `mamba_block_size`: a prefix hit of a model with states ends at a multiple of so many tokens.
-    `tensor_parallel_size` ranks share the target's heads and inner widths, `pipeline_parallel_size` stages of so many
-    ranks its layers, a process each. With `batch_invariant`
-    engines of equal `reduction_slices` compute the same bits whatever their number of ranks (None: as many slices).
-    `data_parallel_size` engines share the target's experts, if it has any, each with requests and pages of its own;
-    this is number `data_parallel_rank`, and they find each other in the directory `data_parallel_store`.
-    `keys` is a key directory, which holds the ticket key too; without one the control socket stays on loopback.
-    `generation_config` says whose sampling defaults requests get that bring none: those of the checkpoint ("auto"), of
-    another directory, or none ("vllm"); `override_generation_config` counts more (`engine/generation_config.py`).
-    `seed` is that of requests that bring none; None draws one for each. `token_api`: an engine of role both takes
-    requests in token ids, from a router, beside those of clients; the other roles always do.
-    An engine that needs more than `stall_timeout_s` seconds for one step is taken for one that hangs.
-    A request that has not started `queue_timeout_s` after it came ends with an error; 0 lets it wait.
-    `max_queued_requests`: how many may wait for their first token; more are refused (HTTP 429).
-    `recovery` is the last rung that a failed handoff may take, `integrity` how many digests guard its bytes
-    (`auto`: by the transport, see `default_integrity`), `kv_stream` whether its bytes go out after the prefill, behind
-    each chunk of it, or behind a chunk's layers.
+    `model`: a checkpoint directory, or before `located()` ORG/NAME on the hub, at `revision`.
+    `skip_tokenizer_init`: prompts are token ids, and the output has no text.
+    `kv_cache_memory`: bytes over all groups. None: `gpu_memory_utilization` of the free memory, on a host too, in equal
+    parts for `engines_per_host` engines (`engine/pool_size.py`).
+    `max_model_len`: None takes the checkpoint's, or what fits into that memory.
+    `mamba_block_size`: prefix hits of a model with states end at multiples of so many tokens.
+    `tensor_parallel_size` ranks share the target's heads and inner widths, `pipeline_parallel_size` stages of such
+    ranks its layers. Each rank is a process.
+    `reduction_slices`: with `batch_invariant`, engines with equal values compute the same bits with any number of
+    ranks. None: `tensor_parallel_size`.
+    `data_parallel_size` engines share the target's experts, if it has any. Each has its own requests and pages. This is
+    number `data_parallel_rank`; they find each other in the directory `data_parallel_store`.
+    `keys`: a key directory, which holds the ticket key too. Without one the control socket stays on loopback.
+    `generation_config`: the source of sampling defaults: the checkpoint ("auto"), another directory, or none ("vllm").
+    `override_generation_config` has priority (`engine/generation_config.py`).
+    `seed`: for requests without one. None draws one for each.
+    `token_api`: an engine of role both also takes token ids from a router. The other roles always do.
+    `stall_timeout_s`: an engine whose step takes more seconds is taken to hang.
+    `queue_timeout_s`: a request that has not started after so long ends with an error. 0: no limit.
+    `max_queued_requests`: how many may wait for their first token. More are refused (HTTP 429).
+    `recovery`: the last rung that a failed handoff may take.
+    `integrity`: how many digests guard a handoff's bytes. `auto`: see `default_integrity`.
+    `kv_stream`: send the bytes after the prefill (`off`), after each `chunk`, or also after layers of a chunk
+    (`layer`).
     """
 
     model: str
@@ -271,13 +273,13 @@ class EngineConfig:
         return self
 
     def sampling_defaults(self) -> SamplingDefaults:
-        """What requests are sampled with that do not say otherwise. Raises `ConfigError` naming the field."""
+        """Sampling parameters of requests that do not set them. Raises `ConfigError` naming the field."""
         return sampling_defaults(self.model, self.generation_config, self.override_generation_config)
 
     def located(self) -> EngineConfig:
-        """This configuration with directories of this host for names on the hub, which stay the names in the API.
+        """This configuration with local directories instead of names on the hub, which stay the names in the API.
 
-        Raises ConfigError naming the model that cannot be had, CheckpointError for one that cannot be served.
+        Raises `ConfigError` naming a model that cannot be had, `CheckpointError` for one that cannot be served.
         """
         model, spec = checkpoint_directory(self.model, self.revision), self.speculative_config
         check_servable(model)
@@ -292,30 +294,29 @@ class EngineConfig:
 
     @property
     def num_ranks(self) -> int:
-        """Processes of the engine that compute."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def num_slices(self) -> int:
-        """Into how many slices the sums of row-parallel products are cut."""
+        """Slices that sums of row-parallel products are cut into."""
         return self.reduction_slices or self.tensor_parallel_size
 
     @property
     def num_drafts(self) -> int:
-        """Draft tokens of a verification; 0 without a drafter."""
+        """Draft tokens per verification; 0 without a drafter."""
         return self.speculative_config.num_speculative_tokens if self.speculative_config else 0
 
     @property
     def ticket_key_path(self) -> Path | None:
-        """The file of the ticket key: the one that is named, else the key directory's."""
+        """`ticket_key_file`, else the file in the key directory."""
         if self.ticket_key_file is not None:
             return Path(self.ticket_key_file)
         return None if self.keys is None else ticket_key_file(self.keys)
 
 
 def block_sizes(value: int | str, field: str = "block_size") -> dict[str, int]:
-    """Tokens per KV page from `16` or `16,draft=8,sliding_window=32`: by name, owner or kind of groups, and for all
-    others under the empty name. Raises `ConfigError` naming `field`."""
+    """Tokens per KV page from `16` or `16,draft=8,sliding_window=32`: by name, owner or kind of groups; the empty name
+    is for all others. Raises `ConfigError` naming `field`."""
     sizes = {"": 16}
     for part in str(value).split(","):
         name, _, size = part.rpartition("=")
@@ -326,7 +327,7 @@ def block_sizes(value: int | str, field: str = "block_size") -> dict[str, int]:
 
 
 def parse_size(text: str, field: str = "kv_cache_memory") -> int:
-    """Bytes of `2G`, `512M`, `1.5G` (powers of 1024), `2g` (powers of 1000) or a plain number, as in vLLM.
+    """Bytes from `2G`, `512M`, `1.5G` (powers of 1024), `2g` (powers of 1000) or a plain number, as in vLLM.
 
     Raises `ConfigError` naming `field`.
     """
@@ -337,7 +338,7 @@ def parse_size(text: str, field: str = "kv_cache_memory") -> int:
 
 
 def json_object(name: str, value: str | dict[str, Any] | None) -> dict[str, Any] | None:
-    """The object of a JSON text, or the dict itself. Raises `ConfigError` naming the setting."""
+    """A JSON object from its text, or the dict itself. Raises `ConfigError` naming the setting."""
     if value is None:
         return None
     if isinstance(value, str):

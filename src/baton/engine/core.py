@@ -1,7 +1,7 @@
-"""The engine loop: schedule, target forward, sample, draft, finalise; and where handoffs meet the pages.
+"""The engine loop: schedule, target forward, sample, draft, finalise; and the effects of handoff events on requests.
 
-The order inside a step is the lifecycle rule of docs/lifecycle.md: nothing is declared final before the drafter has
-run. Everything here runs on the engine thread; other threads reach it through `post`.
+The order inside a step is that of docs/lifecycle.md: nothing is declared final before the drafter has run. Everything
+here runs on the engine thread; other threads use `post`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class EngineCore:
         self.executor, self.scheduler, self.legs, self.emit = executor, scheduler, legs, emit
         self.cache = scheduler.cache
         self._reach = max(pool.reach for pool in self.cache.pools.values())
-        # A drafter of tokens alone catches up with a prompt whose entries it lacks: its rows are its own.
+        # A drafter that reads tokens only computes a prompt's missing entries later, in rows of its own.
         self.drafts_from_tokens = {rules.module for rules in self.cache.rules.values()} - {0} == {None}
         self.prefix_store = prefix_store
         self.eos_ids = frozenset(eos_ids)
@@ -88,12 +88,12 @@ class EngineCore:
             self._wake.notify()
 
     def run(self) -> None:
-        """The loop: until `stop`, run steps while there is work and sleep while there is none."""
+        """Until `stop`, run steps while there is work, and sleep while there is none."""
         while not (self._stopping and self.peers.ended):
             self.turn()
 
     def turn(self) -> None:
-        """Do what was posted, then one step; with nothing to compute, sleep until something is posted."""
+        """Run posted calls, then one step. If there was nothing to compute, sleep until a call is posted."""
         self._turn_started = self.clock.monotonic()
         self.drain()
         goes_on = self.peers.turn(self.step, self._stopping)
@@ -101,19 +101,19 @@ class EngineCore:
         if not goes_on:
             with self._wake:
                 if not self._posted and self.peers.may_sleep(self._stopping):
-                    # Requests that wait for pages are looked at again at least this often, for their limits.
+                    # Limits of requests that wait for pages are checked at least this often.
                     self._wake.wait(0.5 if self.scheduler.has_work else None)
 
     def drain(self) -> None:
         """Run everything posted so far."""
         while self._posted:
-            with self._wake:  # `busy_s` reads the first of them
+            with self._wake:  # `busy_s` reads the first
                 _, call = self._posted.popleft()
             call()
 
     def busy_s(self) -> float:
-        """Seconds since the turn that runs now began, or since the oldest call was posted that was not taken yet,
-        whichever is more; 0 while idle. A thread that hangs is known by it. Thread-safe."""
+        """Seconds since the current turn began or the oldest pending call was posted, whichever is more; 0 while idle.
+        Shows that the thread hangs. Thread-safe."""
         since = [self._turn_started]
         with self._wake:
             if self._posted:
@@ -122,7 +122,7 @@ class EngineCore:
         return self.clock.monotonic() - min(began) if began else 0.0
 
     def load(self) -> EngineLoad:
-        """A snapshot; callable from any thread."""
+        """A snapshot. Thread-safe."""
         pools = list(self.cache.pools.values())
         return EngineLoad(
             num_running=len(self.scheduler.running),
@@ -135,7 +135,7 @@ class EngineCore:
         )
 
     def forget_metrics(self) -> None:
-        """Count from zero again."""
+        """Reset all counters."""
         self.metrics = EngineMetrics()
         if self.legs is not None:
             self.legs.metrics = self.metrics
@@ -143,7 +143,8 @@ class EngineCore:
     # ------------------------------------------------------------- requests
 
     def add(self, request: Request) -> None:
-        """Queue a request, or decline it. Its id is not in use."""
+        """Queue a request, or decline it if it would prefill more than its `max_prefill_tokens`. Its id is not in
+        use."""
         if request.max_prefill_tokens is not None and self.scheduler.missing(request) > request.max_prefill_tokens:
             error = "prefix_missing: too much of the prompt is not here"
             chunk = TokenChunk(request_id=request.request_id, finish_reason="error", error=error, recoverable=True)
@@ -158,7 +159,7 @@ class EngineCore:
 
     def _loaded(self, request: Request, num_tokens: int) -> None:
         self.metrics.num_loaded_tokens += num_tokens
-        if request.status is RequestStatus.WAITING:  # else it was aborted meanwhile
+        if request.status is RequestStatus.WAITING:  # else it was aborted
             self._queue(request)
 
     def _queue(self, request: Request) -> None:
@@ -168,15 +169,15 @@ class EngineCore:
             self.scheduler.enqueue(request)
 
     def abort(self, request_id: str) -> None:
-        """The client is gone. Pages that a transport may touch stay until it is proven quiet."""
+        """End a request whose client is gone. Pages that a transport may touch stay until they are proven quiet."""
         request = self.requests.get(request_id)
         if request is None:
             return
         if request.status is not RequestStatus.HELD:
             self.finish(request, "abort")
         elif request.finish_reason is None:
-            # It ends when its pages are let go. Where it has a reason already, it ended with its first token, and its
-            # client has had everything.
+            # It ends when its pages are released. If it has a reason already, its first token ended it, and its client
+            # has everything.
             assert self.legs is not None
             request.finish_reason = "abort"
             self.legs.abandon(request)
@@ -184,16 +185,16 @@ class EngineCore:
     def finish(
         self, request: Request, reason: FinishReason, error: str | None = None, recoverable: bool = False
     ) -> None:
-        """End a request outside the normal flow of tokens."""
+        """End a request other than by its tokens."""
         self._end(request, reason, error)
         chunk = TokenChunk(request_id=request.request_id, finish_reason=reason, error=error, recoverable=recoverable)
         self.emit(chunk, True)
 
     def _end(self, request: Request, reason: FinishReason | None, error: str | None = None) -> None:
-        """The one place where a request ends. `reason` is None for a prefill leg that D goes on with."""
+        """The one place where a request ends. `reason`: None for a prefill leg whose request continues on D."""
         if self.requests.get(request.request_id) is request:
             del self.requests[request.request_id]
-        if request.status is not RequestStatus.HELD:  # else it was counted when it was computed
+        if request.status is not RequestStatus.HELD:  # else `_hold` counted it
             self._count(request, reason)
         request.finish_reason = reason
         self.scheduler.remove(request)
@@ -202,7 +203,7 @@ class EngineCore:
             self.scheduler.release(request)
 
     def _hold(self, request: Request) -> None:
-        """A prefill leg is computed: it ends when the handoff lets its pages go."""
+        """Keep the pages of a computed prefill leg until the handoff releases them."""
         self.scheduler.remove(request)
         request.become(RequestStatus.HELD)
         self._count(request, request.finish_reason)
@@ -215,7 +216,7 @@ class EngineCore:
     # ------------------------------------------------------------- handoffs
 
     def on_handoff(self, event: HandoffEvent) -> None:
-        """An event of the agent, on the engine thread."""
+        """Handle an event of the agent."""
         if self.legs is not None:
             self._carry_out(self.legs.handle(event))
 
@@ -238,11 +239,11 @@ class EngineCore:
     # ------------------------------------------------------------- one step
 
     def step(self) -> bool:
-        """One engine step. False when there was nothing to compute."""
+        """One engine step. Returns False if there was nothing to compute."""
         now = self.clock.monotonic()
         self._expire_queues(now)
         if self.legs is not None:
-            # Before the others are looked at, which wait behind them.
+            # First, since these hold up the queue.
             self._carry_out(self.legs.expire_recomputing(now))
             self.legs.start_receives()
         scheduled = self.scheduler.schedule()
@@ -259,7 +260,7 @@ class EngineCore:
         return True
 
     def _expire_queues(self, now: float) -> None:
-        """End the requests that have not started within `queue_timeout_s`, if there is such a limit."""
+        """End requests that have not started within `queue_timeout_s`. 0: no limit."""
         if self.queue_timeout_s <= 0:
             return
         for request in self.scheduler.queued():
@@ -274,7 +275,8 @@ class EngineCore:
         for rows in scheduled:
             request = rows.request
             if request.finish_reason is not None:
-                # No drafter has run with this step's tokens: entries that look so far still rest on guesses.
+                # The drafter has not run with this step's tokens: entries that depend on them were computed from
+                # drafts.
                 known = max(rows.start + 1, request.prefill_len)
                 request.num_drafted = max(0, min(request.num_drafted, known - self._reach))
             self._enter(request)
@@ -286,7 +288,7 @@ class EngineCore:
                     self._hold(request)
             elif request.finish_reason is not None:
                 self._end(request, request.finish_reason)
-            # A prefix store reads the prompt's pages when all are computed.
+            # A prefix store reads the prompt's pages once all are computed.
             if request.status is RequestStatus.RUNNING and not (
                 request.is_prefilling and self.prefix_store is not None
             ):
@@ -294,7 +296,7 @@ class EngineCore:
                 self.cache.slide(request.kv, known, request.num_computed, request.num_drafted, first)
 
     def _enter(self, request: Request) -> None:
-        """What has become final enters the prefix cache."""
+        """Enter final pages into the prefix cache."""
         self.cache.advance(request.kv, request.token_ids, request.num_computed, request.num_drafted)
 
     def _num_final(self, request: Request) -> int:
@@ -303,11 +305,11 @@ class EngineCore:
         return min((self.cache.num_final(name, known, computed, drafted) for name in paged), default=computed)
 
     def num_drafts(self, request: Request) -> int:
-        """The token that fills the context follows the last draft, so that no row lies behind the context's end."""
+        """How many drafts a request gets. They and the token after them fit into the context."""
         return min(self.num_speculative_tokens, self.max_model_len - len(request.token_ids) - 1)
 
     def _committed(self, request: Request, seeds: Seeds) -> None:
-        """A decode leg has everything: its first step verifies the drafts that came with the first token."""
+        """Start decoding a received request. Its first step verifies the drafts that came with the first token."""
         request.num_computed = request.num_drafted = request.prefill_len
         if request.cold_from is not None:
             if self.drafts_from_tokens:
@@ -332,14 +334,14 @@ class EngineCore:
         self._enter(request)
 
     def _finished_elsewhere(self, request: Request, seeds: Seeds) -> None:
-        """A decode leg has nothing to decode: the first token ended its request on the prefill side."""
+        """End a decode leg whose request ended on P with its first token."""
         _, reason, stop_reason = until_stop(request, [seeds.first_token], self.eos_ids, self.max_model_len)
         assert reason is not None
         self._end(request, reason)
         self._emit_seed(request, seeds, reason, stop_reason)
 
     def _emit_seed(self, request: Request, seeds: Seeds, reason: FinishReason | None, stop_reason: int | None) -> None:
-        """Send the first token from here too: the prefill side may have died between its handoff and its client."""
+        """Send the first token from D too: P may have died after the handoff and before its client got the token."""
         logprobs = [seeds.first_logprobs] if seeds.first_logprobs is not None else None
         chunk = TokenChunk(
             request_id=request.request_id,

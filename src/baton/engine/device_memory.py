@@ -1,4 +1,4 @@
-"""Pages on a CUDA device: as a transport's regions, and as digests read them."""
+"""Pages on a CUDA device, for transports and digests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from baton.handoff.protocol.digests import MemoryDigester, TokenReader
 from baton.kv.geometry import Geometry, Plane
 from baton.transports.base import DeviceMemory, Region
 
-# Bits are read, not numbers, so any dtype of that size will do.
+# Digests read bits, so any dtype of the right size will do.
 _OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
@@ -26,16 +26,16 @@ def device_region(pages: Tensor) -> DeviceMemory:
 
 
 def make_digester(geometries: Mapping[str, RankGeometry], regions: Sequence[Region]) -> MemoryDigester:
-    """Digests pages where they lie. Raises as `MemoryDigester` does."""
+    """A digester that reads pages in place. Raises as `MemoryDigester` does."""
     if not any(isinstance(region, DeviceMemory) for region in regions):
         return MemoryDigester(geometries, regions)
-    # Of its own, so that a digest does not wait for the engine's next step: what it reads was written before.
+    # Its own stream: digests read what was written before, and need not wait for the engine's next step.
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     return MemoryDigester(geometries, regions, lambda *plane: _device_plane(stream, *plane))
 
 
 class _Bytes:
-    """A region as other libraries take one: CUDA's array interface, version 3."""
+    """A region in CUDA's array interface, version 3."""
 
     def __init__(self, region: DeviceMemory) -> None:
         self.__cuda_array_interface__ = {

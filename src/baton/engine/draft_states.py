@@ -1,10 +1,10 @@
 """Which slots the forwards of a drafter with states read and write.
 
-A drafter goes over a request's new known tokens, and on over its own drafts, while nobody knows which of them will be
-accepted. The state behind the last known token is what its next plan goes on from; those behind drafts are for the next
-draft alone, and stay in scratch. So nothing is ever taken back, and what an engine hands over has seen no draft.
+A drafter runs over a request's new known tokens and then over its own drafts, before it is known which of them are
+accepted. Its next plan continues from the state after the last known token. States after drafts serve the next draft
+only, and stay in scratch. So nothing is ever rolled back, and a handed-over state has seen no draft.
 
-Slots go by position, as pages do: a drafter says which rows a forward has, and knows of no slot.
+Slots are found by position, as pages are: a drafter names the rows of a forward and knows no slots.
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ class DraftStates:
         self._groups, self._num_drafts = plan.states, plan.num_drafts
         self._start = rows.positions[rows.query_start[:-1]]
         self._stop = rows.positions[rows.query_start[1:] - 1] + 1
-        self._seen = self._start.copy()  # [R]: tokens that went into the state which is kept
+        self._seen = self._start.copy()  # [R]: number of tokens that the kept state has seen
 
     def bind(self, requests: IntArray, positions: IntArray, query_start: Int32Array) -> dict[str, StateSlots]:
-        """By group the slots of a forward, whose rows are told as to `Pages.bind`."""
+        """By group, the slots of a forward, whose rows are given as to `Pages.bind`."""
         if not self._groups:
             return {}
         first, last = positions[query_start[:-1]], positions[query_start[1:] - 1]
         start, stop = self._start[requests], self._stop[requests]
-        # Rows of known tokens, of which the last is kept, and behind them of drafts: behind the last draft comes none.
+        # Keep the state after the last known row, and that after the last row if it is a draft that another draft
+        # follows.
         known, known_last = first < stop, np.minimum(last, stop - 1)
         goes_on = (last >= stop) & (last - stop < self._num_drafts[requests] - 1)
         self._seen[requests[known]] = known_last[known] + 1
-        row_of = query_start[:-1] - first  # of position 0
+        row_of = query_start[:-1] - first  # the row that position 0 would have
         place = np.full(len(self._start), -1)
         place[requests] = np.arange(len(requests))
         found = {}
@@ -55,8 +56,8 @@ class DraftStates:
         return found
 
     def left_out(self) -> Iterator[tuple[str, int, int]]:
-        """Copies, by group, source and destination, for requests whose last known row no forward has reached, since a
-        drafter does not see beyond its context: the state behind the last row that it saw stands for all later ones."""
+        """Copies (group, source, destination) for requests whose last known row no forward has reached, since a drafter
+        does not see beyond its context. The state after the last row that it saw stands for all later ones."""
         for request in np.flatnonzero(self._seen < self._stop).tolist():
             for name, slots in self._groups.items():
                 kept = int(slots.scratch[request, 0])
@@ -68,7 +69,8 @@ class DraftStates:
 
 
 def _scratch(slots: DraftSlots, requests: IntArray, ahead: IntArray) -> IntArray:
-    """The slot of the state that lies `ahead` rows behind the first draft's; before that, the last known row's."""
+    """The slot of the state `ahead` rows after the first draft's row. If `ahead` is negative, that of the last known
+    row."""
     index = np.where(ahead < 0, 0, 1 + ahead % 2)
     found: IntArray = slots.scratch[requests, np.minimum(index, slots.scratch.shape[1] - 1)]
     return found

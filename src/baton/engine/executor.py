@@ -1,4 +1,4 @@
-"""Where plans are run. The core sees `Executor` alone, and does not know how many processes stand behind it."""
+"""Executors run plans. The core sees only `Executor`, not the number of processes that compute."""
 
 from __future__ import annotations
 
@@ -18,37 +18,40 @@ from baton.wire import TokenLogprobs
 
 
 class Executor(Protocol):
-    """Runs plans one after another. What a plan writes has been written when the call returns, in the eyes of every
-    process. A plan that raises has written nothing but KV of its own rows: it may be run again, or in parts."""
+    """Runs plans one after another. When a call returns, its writes are visible to every process. A plan that raises
+    has written only KV of its own rows, so it may run again, whole or in parts."""
 
     spec: PlanSpec
 
     def execute(self, plan: StepPlan, written: Written | None = None) -> StepResult:
-        """Target forward, and the choice of tokens. `written` is called on this thread behind the write of each layer
-        that this process has; other tensor ranks may be in the midst of theirs, and have written those before it."""
+        """Target forward and choice of tokens.
+
+        `written` is called on this thread after each layer of this process is written. Other tensor ranks may then
+        still be writing that layer, but have written the earlier ones.
+        """
         ...
 
     def draft(self, plan: DraftPlan) -> DraftResult:
-        """Drafter forward over rows of the plan executed last."""
+        """Drafter forward over rows of the plan that was executed last."""
         ...
 
     def copy_page(self, group: str, source: int, destination: int) -> None:
-        """Copy the bytes of one page before this returns. It is part of no plan: a peer may be told at once that it can
-        write into the page behind them."""
+        """Copy one page's bytes before this returns. Not part of a plan, since a peer may be told at once to write into
+        the rest of the page."""
         ...
 
     def close(self) -> None:
-        """Let go of the weights, and of the pages' memory, which is its owner's to free. Nothing is run after it."""
+        """Release weights and pages. The owner of the pages' memory frees it. Nothing runs after this."""
         ...
 
 
-# Of logits that are there at once.
+# Rows whose logits are in memory at once.
 _SCORED_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class TargetResult:
-    """What the target makes of a plan. `logits` [N, V]: of the rows to sample; None without such rows."""
+    """The target's results for a plan. `logits` [N, V]: of the rows to sample; None if there are none."""
 
     logits: Tensor | None
     features: np.ndarray
@@ -68,7 +71,7 @@ class LocalExecutor:
 
     @torch.inference_mode()
     def compute(self, plan: StepPlan, written: Written | None = None) -> TargetResult:
-        """The half of `execute` in which all ranks take part."""
+        """The part of `execute` that all ranks run."""
         output = self._output = self.runner.forward(plan.rows, written)
         features = _on_host(output.features_TF, plan.feature_rows)
         scores = [score for block, logits in self._scored(plan, output) for score in scores_of(logits, block)]
@@ -78,7 +81,7 @@ class LocalExecutor:
 
     @torch.inference_mode()
     def chosen(self, plan: StepPlan, computed: TargetResult) -> StepResult:
-        """The choice of tokens, the first rank's alone."""
+        """The choice of tokens, which only rank 0 makes."""
         logits_NV = computed.logits
         choices = plan.sample_rows if logits_NV is None else choose(logits_NV, plan.sampling)
         result = StepResult(choices, _on_host(logits_NV, plan.logit_rows), computed.features, computed.scores)
@@ -86,7 +89,7 @@ class LocalExecutor:
         return result
 
     def _scored(self, plan: StepPlan, output: TargetOutput) -> Iterator[tuple[Scored, Tensor]]:
-        """The rows to score, in blocks with their logits [rows, V]: those of a whole prompt would take gigabytes."""
+        """Blocks of the rows to score, with their logits [rows, V]. Those of a whole prompt would take gigabytes."""
         found = plan.scored
         for first in range(0, 0 if found is None else len(found.row), _SCORED_ROWS):
             assert found is not None
@@ -96,7 +99,7 @@ class LocalExecutor:
 
     @torch.inference_mode()
     def follow(self, plan: StepPlan) -> None:
-        """What another rank than the first computes of a plan: all but the choice of tokens."""
+        """What the other ranks compute of a plan: all but the choice of tokens."""
         output = self._output = self.runner.forward(plan.rows)
         if self.runner.model.build.ranks.stage.index == 0:
             for _ in self._scored(plan, output):
@@ -112,14 +115,14 @@ class LocalExecutor:
         return result
 
     def copy_page(self, group: str, source: int, destination: int) -> None:
-        if group in self.runner.kv:  # else other stages have its layers
+        if group in self.runner.kv:  # else its layers are on other stages
             pages = self.runner.kv[group].pages
             pages[destination].copy_(pages[source])
             self._settle()
 
     def _settle(self) -> None:
-        """Wait until a device has done what it was told: the core may declare pages final as soon as it has a result,
-        and transports copy them on streams of their own."""
+        """Wait for the device: the core may declare pages final as soon as it has a result, and transports copy them on
+        their own streams."""
         if self.runner.device.type == "cuda":
             torch.cuda.current_stream(self.runner.device).synchronize()
 
