@@ -1,4 +1,4 @@
-"""An engine for an event loop: the core runs on its own thread, and each request is an async iterator of chunks."""
+"""Runs an engine core on its own thread, for callers on an event loop."""
 
 from __future__ import annotations
 

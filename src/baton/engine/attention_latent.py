@@ -23,7 +23,7 @@ from baton.models.cpu_kernels import fits
 
 _TILE = 64
 _ROW_BLOCK = 16
-# Most elements of keys and values that are expanded at once: half a gigabyte in bfloat16, whatever the context.
+# Maximum number of elements of keys and values expanded at once: half a gigabyte in bfloat16, whatever the context.
 _MOST_EXPANDED = 1 << 28
 
 

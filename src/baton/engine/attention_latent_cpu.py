@@ -42,7 +42,7 @@ def absorbed(
         width,
         latent_dim,
         *planes[0].shape[:3],
-        # Split a single request too.
+        # Threads share even a single request.
         min(_VECTORS, max(4, -(-longest // threads))),
         float_bits(scale),
         *where.addresses,

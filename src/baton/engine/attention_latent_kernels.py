@@ -148,7 +148,7 @@ def _attend_step(arguments: Any, element: Any) -> None:
     out = carray(pointer(a[_OUT], element), (num_rows * heads, a[_LATENT]))
     planes, scale = (_plane(a, FIRST_PLANE, element), _plane(a, SECOND_PLANE, element)), float_of(a[_SCALE])
     mine, number = take(arguments), 0
-    # Later rows see more keys. The longest pieces come first, so that threads finish together.
+    # Later rows see more keys: longest pieces first, so that threads finish together.
     for r in range(num_requests - 1, -1, -1):
         begin, stop = query_start[r] * heads, query_start[r + 1] * heads
         for block in range((stop - begin + a[_STEP] - 1) // a[_STEP] - 1, -1, -1):

@@ -27,7 +27,7 @@ _VECTORS = 128
 _LINE = 64
 # Bytes of keys and values read ahead at once. They stay in a core's cache until all heads have used them.
 _STRETCH_BYTES = 1 << 18
-# So many requests keep all threads busy without splitting the heads of one.
+# From this many requests on, threads share the work well enough without splitting the heads of one.
 _REQUESTS_TOGETHER = 4
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 # Arguments of WRITE and ATTEND, after the counter of `take`. Names of arrays stand for addresses. FAULT starts as 0.
@@ -250,8 +250,8 @@ def _attend_step(arguments: Any, element: Any) -> None:
     # float32 [H], or empty.
     sinks = carray(pointer(a[_SINKS], _ZERO), (heads * group if a[_SINKS] else 0,))
     scale, step = float_of(a[_SCALE]), max(1, _VECTORS // group)
-    # Later rows see more keys. The longest pieces come first, so that threads finish together. The heads of a few rows
-    # are one piece, since their keys and values are contiguous; with few requests, threads share the heads.
+    # Later rows see more keys: longest pieces first, so that threads finish together. The heads of a few rows are one
+    # piece, since their keys and values are contiguous; with few requests, threads share the heads.
     together = heads if num_requests >= _REQUESTS_TOGETHER and a[_ROWS] < 2 * num_requests else 1
     mine, number = take(arguments), 0
     for r in range(num_requests - 1, -1, -1):

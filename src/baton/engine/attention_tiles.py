@@ -83,11 +83,12 @@ def attend_tile(
 ) -> None:  # fmt: skip
     """Add the tile of tokens [base, base + 64) to the `sums` [N, P], `maxima` [N] and `totals` [N] of all vectors.
 
-    `seen` int64 [N]: the position of each vector, which sees the last `window` tokens up to that position (0: all).
-    queries [N, D], keys [D, 64] and values [64, P] are float32. Scratch space: `scores` [4, 64], `factors` [4], `edges`
-    int64 [2, 4]. Tokens that a vector does not see do not reach its sums, even if their keys and values are not finite.
+    `seen` int64 [N]: the position of each vector, which sees the last `window` tokens up to it (`window` 0: all
+    tokens). queries [N, D], keys [D, 64] and values [64, P] are float32. Scratch space: `scores` [4, 64], `factors`
+    [4], `edges` int64 [2, 4]. Tokens that a vector does not see do not reach its sums, even if their keys and values
+    are not finite.
 
-    `pairs` [N, D]: queries as bfloat16, used instead of `queries`; their scores are multiplied by `scale`, and keys are
+    `pairs` [N, D]: queries as bfloat16, used instead of `queries`. Their scores are multiplied by `scale`, and keys are
     pairs of bfloat16 [D / 2, 64, 2]. [0, D] for none.
     """
     count, size, padded = queries.shape[0], queries.shape[1], values.shape[1]

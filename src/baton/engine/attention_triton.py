@@ -5,7 +5,7 @@ loops over tiles of keys that begin at absolute multiples of the tile size, with
 Gimelshein, arXiv:1805.02867; tiles as in FlashAttention-2, arXiv:2307.08691). It is batch-invariant: few and many rows
 use the same shape of tile, and a tile in which a row sees no key does not change the row.
 
-Shape suffixes: T rows of the step, R requests, H query heads, G key-value heads, D head size.
+Shape suffixes as in `attention`.
 """
 
 from __future__ import annotations

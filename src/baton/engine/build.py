@@ -199,8 +199,8 @@ def _build(
 
 
 def _end(error: BatonError) -> None:
-    """Called on the engine thread: end it, and with it the engine. What the ranks' memory holds, and who writes to it,
-    is no longer known."""
+    """End the engine thread, which calls this, and with it the engine: what the ranks' memory holds, and who writes to
+    it, is no longer known."""
     raise error
 
 
@@ -290,7 +290,7 @@ def _prefix_store(
     uri = config.kv_transfer_config.prefix_store
     if uri is None:
         return None
-    # Pages are stored byte for byte.
+    # Pages are stored byte for byte, so their sizes matter.
     sizes = {name: pool.page_size for name, pool in cache.pools.items()}
     model = json.dumps({**facts, "block_size": sizes, "layout": PAGE_LAYOUT}, sort_keys=True)
     pages = {name: memory.pages for name, memory in kv.items()}

@@ -62,7 +62,7 @@ class SpeculativeConfig:
 
     @classmethod
     def parse(cls, value: str | dict[str, Any] | None) -> SpeculativeConfig | None:
-        """From JSON text or a dict. Raises `ConfigError` naming the key."""
+        """Raises `ConfigError` naming the key."""
         data = json_object("speculative_config", value)
         if data is None:
             return None
@@ -124,7 +124,7 @@ class KVTransferConfig:
 
     @classmethod
     def parse(cls, value: str | dict[str, Any] | None, kv_transport: str | None = None) -> KVTransferConfig:
-        """From JSON text or a dict. `kv_transport` overrides its value there. Raises `ConfigError` naming the key."""
+        """`kv_transport` overrides the value in `value`. Raises `ConfigError` naming the key."""
         data = json_object("kv_transfer_config", value) or {}
         _refuse_unknown("kv_transfer_config", data, {f.name for f in fields(cls)})
         for key in ("kv_transport", "control_bind", "prefix_store"):
@@ -338,7 +338,7 @@ def parse_size(text: str, field: str = "kv_cache_memory") -> int:
 
 
 def json_object(name: str, value: str | dict[str, Any] | None) -> dict[str, Any] | None:
-    """A JSON object from its text, or the dict itself. Raises `ConfigError` naming the setting."""
+    """Raises `ConfigError` naming the setting."""
     if value is None:
         return None
     if isinstance(value, str):

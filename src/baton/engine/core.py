@@ -88,12 +88,12 @@ class EngineCore:
             self._wake.notify()
 
     def run(self) -> None:
-        """Until `stop`, run steps while there is work, and sleep while there is none."""
+        """Run turns until `stop`."""
         while not (self._stopping and self.peers.ended):
             self.turn()
 
     def turn(self) -> None:
-        """Run posted calls, then one step. If there was nothing to compute, sleep until a call is posted."""
+        """Run posted calls and one step. If there was nothing to compute, sleep until a call is posted."""
         self._turn_started = self.clock.monotonic()
         self.drain()
         goes_on = self.peers.turn(self.step, self._stopping)
@@ -113,7 +113,7 @@ class EngineCore:
 
     def busy_s(self) -> float:
         """Seconds since the current turn began or the oldest pending call was posted, whichever is more; 0 while idle.
-        Shows that the thread hangs. Thread-safe."""
+        A large value shows that the thread hangs. Thread-safe."""
         since = [self._turn_started]
         with self._wake:
             if self._posted:
@@ -216,7 +216,6 @@ class EngineCore:
     # ------------------------------------------------------------- handoffs
 
     def on_handoff(self, event: HandoffEvent) -> None:
-        """Handle an event of the agent."""
         if self.legs is not None:
             self._carry_out(self.legs.handle(event))
 
@@ -239,7 +238,7 @@ class EngineCore:
     # ------------------------------------------------------------- one step
 
     def step(self) -> bool:
-        """One engine step. Returns False if there was nothing to compute."""
+        """Returns False if there was nothing to compute."""
         now = self.clock.monotonic()
         self._expire_queues(now)
         if self.legs is not None:
@@ -260,7 +259,6 @@ class EngineCore:
         return True
 
     def _expire_queues(self, now: float) -> None:
-        """End requests that have not started within `queue_timeout_s`. 0: no limit."""
         if self.queue_timeout_s <= 0:
             return
         for request in self.scheduler.queued():

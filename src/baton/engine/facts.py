@@ -1,6 +1,6 @@
-"""The facts of an engine that must be equal on P and D, by name, as compared in HELLO and by routers.
+"""The facts of an engine that must be equal on P and D, by name, as HELLO and routers compare them.
 
-They cover every setting that may change a token, or where an output ends. Page sizes may differ.
+They cover every setting that may change a token or the end of an output. Page sizes may differ.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from baton.models.base import CausalLM
 from baton.models.loader import fingerprint, tokenizer_hash
 from baton.structured import LIBRARY
 
-# Raised whenever the same request may get other tokens than before.
+# Raise this whenever the same request may get other tokens than before.
 SAMPLER_VERSION = "2"
-# More than one tile of keys in attention, and no whole number of pages.
+# More than one tile of keys, and no whole number of pages.
 PROBE_TOKENS = 75
 
 
@@ -40,9 +40,9 @@ def engine_facts(
     backend: AttentionBackend,
     eos_token_ids: Sequence[int],
 ) -> dict[str, str]:
-    """Every fact by its name. `whole` are the groups over all ranks, `groups` this rank's.
+    """Every fact by name. `whole`: the groups over all ranks; `groups`: this rank's.
 
-    With `config.batch_invariant` the numbers that this machine computes are among them, by all ranks together.
+    `config.batch_invariant` adds `numerics.probe`, which all ranks compute together.
     """
     spec = config.speculative_config
     parameter = next(model.parameters())
@@ -80,8 +80,8 @@ def engine_facts(
 def numeric_probe(model: CausalLM, groups: Sequence[GroupSpec], backend: AttentionBackend, device: torch.device) -> str:
     """16 hex digits over the bits of a fixed prompt's logits and of sampling noise.
 
-    Another attention backend, library or type of CPU may round otherwise; the same tokens are then no longer certain,
-    which is what batch-invariant mode promises.
+    They differ if another attention backend, library or CPU type rounds differently. Equal tokens, which
+    batch-invariant mode promises, are then not certain.
     """
     targets = [group for group in groups if group.owner == "target"]
     kv = {}

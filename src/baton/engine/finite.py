@@ -1,4 +1,4 @@
-"""Logits that are not finite: a forward overflowed, or read what is no number. No token may come from them."""
+"""Finds logits that are not finite: a forward overflowed, or read NaN. No token may be chosen from them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from baton.engine.plan import IntArray
 
 
 def rows_not_finite(logits_NV: Tensor) -> IntArray:
-    """The rows [N, V] that hold a NaN or an infinity, ascending."""
-    # One pass without temporaries: a sum is finite only if its terms are. It may overflow where they are, too.
+    """Rows of [N, V] that hold a NaN or an infinity, ascending."""
+    # One pass without temporaries: a sum is finite only if its terms are. It may also overflow with finite terms.
     suspects: IntArray = np.flatnonzero(~np.isfinite(logits_NV.sum(dim=-1).cpu().numpy()))
     if not len(suspects):
         return suspects

@@ -1,4 +1,4 @@
-"""Sampling defaults of a checkpoint: what requests that do not say otherwise are sampled with, as in vLLM."""
+"""A checkpoint's sampling defaults, for requests that do not set these parameters, as in vLLM."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import msgspec
 from baton.errors import ConfigError, RequestError
 from baton.wire import SamplingDefaults, SamplingParams
 
-# The fields of generation_config.json that vLLM takes, and the sampling parameter that each sets.
+# generation_config.json fields that vLLM uses, and the sampling parameters that they set.
 GENERATION_FIELDS = {
     "temperature": "temperature",
     "top_p": "top_p",
@@ -24,9 +24,10 @@ GENERATION_FIELDS = {
 
 
 def sampling_defaults(model: str, source: str, override: Mapping[str, Any] | None) -> SamplingDefaults:
-    """The defaults of an engine of the checkpoint directory `model`. `source`: "auto" for the checkpoint's own file,
-    "vllm" for none, or a directory with another; `override` counts more. As in vLLM, `max_new_tokens` of `override` or
-    of another directory is a limit of all requests besides.
+    """Sampling defaults for the checkpoint directory `model`.
+
+    `source`: "auto" for the checkpoint's own file, "vllm" for none, or another directory. `override` has priority. As
+    in vLLM, `max_new_tokens` from `override` or another directory also limits all requests.
 
     Raises `ConfigError` naming the field that cannot be used.
     """

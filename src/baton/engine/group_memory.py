@@ -1,4 +1,4 @@
-"""The pages of one group as tensors: whole, for those who copy or store them, and by plane, for kernels."""
+"""The pages of one group as tensors: whole, to copy or store them, and per plane, for kernels."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from baton.kv.spec import GroupSpec
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupMemory:
-    """`pages` uint8 [num_pages, page_bytes]. `planes`, in the order of the spec: views [num_pages, num_layers,
-    page_size, num_heads, head_dim]. `kv`: keys and values as one view [num_pages, num_layers, 2, page_size, G, D];
-    None for a group that keeps something else."""
+    """`pages` uint8 [num_pages, page_bytes]. `planes`, in the spec's order: views [num_pages, num_layers, page_size,
+    num_heads, head_dim]. `kv`: keys and values as one view [num_pages, num_layers, 2, page_size, G, D], None for other
+    groups."""
 
     spec: GroupSpec
     pages: Tensor
@@ -23,7 +23,7 @@ class GroupMemory:
 
     @classmethod
     def over(cls, spec: GroupSpec, pages: Tensor) -> GroupMemory:
-        """A group over bytes that lie in memory already, as `Geometry.block_major` says."""
+        """A group in existing memory, laid out as by `Geometry.block_major`."""
         num_pages, offsets = pages.shape[0], spec.plane_offsets
         planes = []
         for plane, offset in zip(spec.planes, offsets, strict=False):
@@ -41,5 +41,5 @@ class GroupMemory:
 
     @classmethod
     def zeros(cls, spec: GroupSpec, num_pages: int, device: torch.device) -> GroupMemory:
-        """A group over new memory."""
+        """A group in new memory."""
         return cls.over(spec, torch.zeros(num_pages, spec.page_bytes, dtype=torch.uint8, device=device))

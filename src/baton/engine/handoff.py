@@ -1,9 +1,8 @@
-"""Where an engine's requests meet the handoff agent: legs, destination pages, and who may free what.
+"""Connects an engine's requests with the handoff agent: legs, destination pages, and when pages may be freed.
 
-Runs on the engine thread. Calls and the agent's events come in; what they mean for a request goes out as effects, which
-the core carries out. A leg's pages are released exactly once: P's on `PrefillReleased`, D's with its request after
-commit, or on `DecodeReleased` after a failure. A request of D whose handoff failed does not wait for `DecodeReleased`:
-it goes on with other pages.
+Runs on the engine thread. The core's calls and the agent's events return effects on requests, which the core carries
+out. A leg's pages are released exactly once: P's on `PrefillReleased`; D's with its request after a commit, or on
+`DecodeReleased` after a failure. A request whose handoff failed does not wait for that: it continues with other pages.
 """
 
 from __future__ import annotations
@@ -33,19 +32,20 @@ from baton.kv.interval import Interval
 from baton.kv.tables import BlockTables
 from baton.wire import KVStream, Recovery, recovers
 
-# Why a leg ended, where the peer's engine is to know more than that it failed.
+# Reasons of a failed leg that the peer's engine is told. Others are `failed`.
 _TOLD_TO_PEERS = ("queue_timeout", "nonfinite_logits")
 
 
 @dataclass(slots=True, eq=False)
 class Leg:
-    """One open attempt. `attached`: what becomes of the request still depends on it. `admitted`: P has pages for the
-    whole prompt.
+    """One open attempt.
 
-    On D: `ready`: nothing else keeps the request from its queue; `brought` are the groups of which P sends anything
-    (None: all); `wanted` are, per group, the entries that P may write; `proven` the end of those that digests have
-    shown to be final; `quarantined` the pages that the request has given up; `registered` is when it had pages, in
-    monotonic seconds.
+    `attached`: the request still waits for this handoff. `admitted`: P has pages for the whole prompt.
+
+    On D, `ready`: the request may be queued once P has admitted it. `brought`: groups that P sends (None: all).
+    `wanted`: per group, the entries that P may write. `proven`: per group, the end of the entries that digests have
+    proven final. `quarantined`: pages that the request has given up. `registered`: when it got pages, in monotonic
+    seconds.
     """
 
     request: Request
@@ -61,7 +61,7 @@ class Leg:
 
 @dataclass(frozen=True, slots=True)
 class RequestFailed:
-    """The request ends with this error; `recoverable`: another attempt may succeed."""
+    """`recoverable`: another attempt may succeed."""
 
     request: Request
     error: str
@@ -70,7 +70,7 @@ class RequestFailed:
 
 @dataclass(frozen=True, slots=True)
 class RequestArrived:
-    """Everything that the request needs is here: it decodes from the seeds on, or has ended with them."""
+    """The request decodes from the seeds, or has `finished` with them."""
 
     request: Request
     seeds: Seeds
@@ -79,7 +79,7 @@ class RequestArrived:
 
 @dataclass(frozen=True, slots=True)
 class PagesLetGo:
-    """P: nobody reads the request's pages any more."""
+    """P: the request's pages are no longer read."""
 
     request: Request
 
@@ -88,7 +88,7 @@ Effect = RequestFailed | RequestArrived | PagesLetGo
 
 
 class HandoffLegs:
-    """Open legs of one engine by attempt."""
+    """The open legs of one engine, by attempt."""
 
     def __init__(
         self,
@@ -106,10 +106,10 @@ class HandoffLegs:
         kv_stream: KVStream = "chunk",
         layers: LayerStream | None = None,
     ) -> None:
-        """`ends(request, token)`: whether a token that comes next ends a request. `most_drafts`: how many may come with
-        the first token. `alter_seeds` is the seam at which the `faulty` transport breaks seeds on purpose.
-        `drafter_state_bytes`: of `Seeds.drafter_states`, where this engine's drafter needs them. With `kv_stream` off
-        nothing is declared before the prefill is over; `layers` are told of with `layer`."""
+        """`ends(request, token)`: whether `token` ends the request if it comes next. `most_drafts`: limit of the drafts
+        that come with the first token. `alter_seeds`: hook by which the `faulty` transport corrupts seeds.
+        `drafter_state_bytes`: length of `Seeds.drafter_states`, 0 if this engine's drafter needs none. `kv_stream` off:
+        nothing is declared before the prefill ends. `layers`: given if `kv_stream` is `layer`."""
         self.agent, self.scheduler, self.cache, self.metrics = agent, scheduler, scheduler.cache, metrics
         self.alter_seeds = alter_seeds
         self._clock = clock or SystemClock()
@@ -119,10 +119,10 @@ class HandoffLegs:
         self.recovery = recovery
         self.handoff_timeout_s = handoff_timeout_s
         self.open: dict[AttemptKey, Leg] = {}
-        self._recomputing: dict[Request, float] = {}  # with the time (monotonic) at which its old pages should be free
+        self._recomputing: dict[Request, float] = {}  # when its old pages should be free, in monotonic seconds
 
     def opened(self, request: Request) -> None:
-        """A leg arrived: tell the agent. D may ask for a prefill leg at any time, and P is to hear of a decode leg."""
+        """Tell the agent of a new leg. D may ask for a prefill leg at any time; a decode leg is announced to P."""
         assert request.ticket is not None
         self.open[request.ticket.key] = Leg(request)
         if request.role == "prefill":
@@ -132,7 +132,7 @@ class HandoffLegs:
             self.agent.announce_decode(request.ticket)
 
     def set_ready(self, request: Request) -> None:
-        """Nothing on this engine keeps a decode leg from its queue: it enters it as soon as P has admitted it."""
+        """Queue a decode leg as soon as P has admitted it."""
         assert request.ticket is not None
         leg = self.open.get(request.ticket.key)
         if leg is not None:
@@ -140,15 +140,15 @@ class HandoffLegs:
             self._enqueue(leg)
 
     def _enqueue(self, leg: Leg) -> None:
-        """Queue a leg for pages if P has admitted it. One that P has no room for must get none: it could never be
-        committed, and would keep its pages from those that can."""
+        """Queue a leg for pages if P has admitted it. Otherwise it could not be committed, and would keep its pages
+        from legs that can."""
         request, scheduler = leg.request, self.scheduler
         if leg.ready and leg.admitted and request in scheduler.announced:
             del scheduler.announced[request]
             scheduler.enqueue(request)
 
     def admitted(self, requests: Iterable[Request]) -> None:
-        """Prefill legs that have their pages: D may look for its own."""
+        """Tell the agent of prefill legs that have their pages, so that D allocates its own."""
         for request in requests:
             leg = self.open.get(request.ticket.key) if request.ticket is not None else None
             if leg is not None and request.role == "prefill" and not leg.admitted:
@@ -157,7 +157,7 @@ class HandoffLegs:
                 self.agent.admit_prefill(request.ticket.key)
 
     def start_receives(self) -> None:
-        """Register decode legs for which there is room, in the order of their queue."""
+        """Register decode legs, in queue order, while there is room."""
         scheduler = self.scheduler
         while scheduler.receive_queue:
             request = scheduler.receive_queue[0]
@@ -173,9 +173,9 @@ class HandoffLegs:
             self.agent.open_decode(ticket, request.prefill_len, leg.wanted, pages)
 
     def expire_recomputing(self, now: float) -> list[Effect]:
-        """End the requests that have found no room to recompute for `handoff_timeout_s`, if pages are in
-        quarantine: nobody knows when those come back, so another engine may serve the request sooner. Where all pages
-        are in use a request waits on, since their requests end. `now`: monotonic seconds."""
+        """Fail requests that have found no room to recompute for `handoff_timeout_s`, if pages are in quarantine:
+        nobody knows when those come back, and another engine may serve the request sooner. If all pages are in use, a
+        request keeps waiting, since their requests end. `now`: monotonic seconds."""
         effects: list[Effect] = []
         for request, until in list(self._recomputing.items()):
             if request.status is not RequestStatus.WAITING:
@@ -186,7 +186,8 @@ class HandoffLegs:
         return effects
 
     def declare(self, request: Request) -> None:
-        """After the drafter ran: say what of a prefill leg became final; with its last chunk, hand over the seeds."""
+        """After the drafter: declare what became final of a prefill leg, and with its last chunk hand over the
+        seeds."""
         assert request.ticket is not None
         key, n = request.ticket.key, request.prefill_len
         if self.kv_stream == "off" and request.is_prefilling:
@@ -196,7 +197,7 @@ class HandoffLegs:
         if request.is_prefilling:
             return
         if request.finish_reason is None:
-            # For a request that has ended no drafter has run, and D wants nothing of it.
+            # If the request has ended, no drafter has run, and D wants nothing.
             final = self._final(request, seeded=True)
         carried = request.carried if request.finish_reason is None else None
         seeds = Seeds(
@@ -210,14 +211,14 @@ class HandoffLegs:
         self.agent.finish_prefill(key, seeds, request.finish_reason is not None, final)
 
     def _final(self, request: Request, seeded: bool) -> dict[str, int]:
-        """How far each group is final with the tokens of the prefill, and the next one where `seeded`."""
+        """Final tokens per group, if the prefill's tokens are known, and with `seeded` the next one."""
         n, cache = request.prefill_len, self.cache
         computed, drafted = min(request.num_computed, n), min(request.num_drafted, n)
         return {name: cache.num_final(name, n, computed, drafted, seeded=seeded) for name in cache.pools}
 
     def keeps_pages(self, request: Request, error: str | None) -> bool:
-        """A request ended early: tell the agent to give its leg up. True where its pages are not free before the agent
-        has proven them quiet."""
+        """Abort the leg of a request that ended early. True if its pages must wait until the agent has proven them
+        quiet."""
         leg = self.open.get(request.ticket.key) if request.ticket is not None else None
         if leg is None or not leg.attached:
             return False
@@ -230,13 +231,12 @@ class HandoffLegs:
         return True
 
     def abandon(self, request: Request) -> None:
-        """The client of a computed prefill leg is gone: give it up. If D has never heard of it, nothing else would end
-        it before its ticket expires."""
+        """Abort a computed prefill leg whose client is gone. If D does not know the leg, only its ticket's expiry would
+        end it."""
         assert request.ticket is not None
         self.agent.abort(request.ticket.key, "aborted")
 
     def handle(self, event: HandoffEvent) -> list[Effect]:
-        """An event of the agent."""
         leg = self.open.get(event.key)
         if leg is None:
             return []
@@ -247,7 +247,7 @@ class HandoffLegs:
         if isinstance(event, DecodeFailed):
             self.metrics.handoff_failures[reason_label(event.reason)] += 1
             if event.reason == "nonfinite_logits":
-                leg.proven.clear()  # what P computed arrived as it was, and is wrong
+                leg.proven.clear()  # the bytes match P's, which are wrong
             if not self._receives(leg):
                 return []
             return self._failed(leg, f"{event.reason}: {event.message}", event.recoverable)
@@ -281,7 +281,7 @@ class HandoffLegs:
                 effects = self._take(leg, event.seeds, finished=True)
         else:
             metrics.num_handoffs["released"] += 1
-        # The pages are quiet. That holds for a commit too that met a request which was aborted here meanwhile.
+        # The pages are quiet, also after the commit of a request that was aborted meanwhile.
         self._leave_quarantine(leg)
         return effects
 
@@ -289,7 +289,7 @@ class HandoffLegs:
         return leg.attached and leg.request.status in (RequestStatus.WAITING, RequestStatus.RECEIVING)
 
     def _take(self, leg: Leg, seeds: Seeds, finished: bool) -> list[Effect]:
-        """Go on from the seeds, or end with them; the pages are quiet."""
+        """Continue from the seeds, or end with them. The pages are quiet."""
         fault = self._fault(leg.request, seeds, finished)
         if fault is None:
             return [RequestArrived(leg.request, seeds, finished)]
@@ -297,26 +297,26 @@ class HandoffLegs:
         return self._failed(leg, f"bad_seeds: {fault}", recoverable=True)
 
     def _fault(self, request: Request, seeds: Seeds, finished: bool) -> str | None:
-        """What is wrong with the seeds, if anything."""
+        """What is wrong with the seeds, or None."""
         ids = [seeds.first_token, *seeds.draft_token_ids]
         if not all(0 <= i < self.vocab_size for i in ids) or len(seeds.draft_token_ids) > self.most_drafts:
             return "token ids out of range or too many drafts"
         if request.num_output > 0 and seeds.first_token != request.token_ids[request.prefill_len]:
             return "the first token is not the last one known"
-        # No states are taken for a drafter that starts cold, and none are made for a request that has ended.
+        # A drafter that starts cold takes no states, and a request that has ended has none.
         num_bytes = 0 if finished or request.cold_from is not None else self.drafter_state_bytes
         if num_bytes and len(seeds.drafter_states) != num_bytes:
             return f"the drafter's states have {len(seeds.drafter_states)} bytes, not {num_bytes}"
         if request.num_output == 0 and request.params.logprobs is not None and seeds.first_logprobs is None:
             return "logprobs are missing"
-        # A request that goes on from known tokens has not ended with one of them.
+        # A request that resumes with known tokens did not end with one of them.
         ends = request.num_output == 0 and self._ends(request, seeds.first_token)
         if finished is not ends:
             return f"the first token ends the request: {ends}, the peer says {finished}"
         return None
 
     def _failed(self, leg: Leg, error: str, recoverable: bool) -> list[Effect]:
-        """A decode leg will get no commit: its request recomputes here where that is allowed, else it ends."""
+        """Without a commit, recompute the request here if that is allowed, else end it."""
         request, scheduler = leg.request, self.scheduler
         if not (recoverable and recovers(self.recovery, "recompute")):
             return [RequestFailed(request, error, recoverable)]
@@ -332,11 +332,11 @@ class HandoffLegs:
         return []
 
     def _quarantine(self, leg: Leg) -> None:
-        """The request lets go of its pages, but P may still write them."""
+        """Quarantine the request's pages, since P may still write them."""
         leg.quarantined = self.scheduler.quarantine(leg.request, leg.wanted)
 
     def _leave_quarantine(self, leg: Leg) -> None:
-        """The pages are quiet. Those with proven bytes stay, as a prefix from which a recomputation may start."""
+        """The pages are quiet. Those with proven bytes enter the prefix cache, for a recomputation."""
         if leg.quarantined is not None:
             self.cache.leave_quarantine(leg.quarantined, leg.request.token_ids, leg.proven)
             leg.quarantined = None

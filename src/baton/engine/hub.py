@@ -1,4 +1,4 @@
-"""Checkpoints by their names on the Hugging Face hub."""
+"""Checkpoints from the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 
 from baton.errors import ConfigError
 
-# What Baton reads of a repository; weights in other formats stay where they are.
+# What Baton reads of a repository. Weights in other formats are not downloaded.
 _FILES = ["*.json", "*.safetensors", "*.jinja"]
 # Other formats of the same weights, as large again.
 _LEFT_OUT = ["original/*", "consolidated*", "onnx/*", "*/*.safetensors"]
@@ -16,7 +16,7 @@ _NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def checkpoint_directory(model: str, revision: str | None = None, field: str = "model") -> str:
-    """`model` itself where it is a directory; else that of `ORG/NAME` in the hub's cache, downloaded where it must be.
+    """`model` itself if it is a directory; else that of `ORG/NAME` in the hub's cache, downloaded if needed.
 
     `revision` is a branch, tag or commit of the repository. `huggingface_hub` reads its own settings (`HF_HOME`,
     `HF_TOKEN`, `HF_HUB_OFFLINE`) from the environment. Raises `ConfigError` naming `field` and the model, in one line.
@@ -40,7 +40,7 @@ def checkpoint_directory(model: str, revision: str | None = None, field: str = "
                 model, revision=revision, allow_patterns=_FILES, ignore_patterns=_LEFT_OUT
             )
         )
-    except Exception as error:  # of several libraries, without a common root
+    except Exception as error:  # of several libraries, without a common base class
         why = str(error).partition("\n")[0] or type(error).__name__
         at = f" at revision {revision}" if revision else ""
         raise ConfigError(field, f"{model}{at} is no directory here, and the hub does not give it: {why}") from None

@@ -1,4 +1,4 @@
-"""The KV memory of one engine: which groups its layers form, how many pages each has, and where they lie."""
+"""The KV memory of one engine: which groups its layers form, how many pages each has, and where they are."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ GroupLayers = tuple[GroupSpec, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class KVMemory:
-    """`parts`: as `parts_of`, by rank. `kv`: rank 0's memory by group. `regions`: of each rank, in the order of its
-    parts, as its transport knows them (none without one)."""
+    """`parts`: as `parts_of`, by rank. `kv`: rank 0's memory by group. `regions`: by rank, in the order of its parts,
+    as its transport knows them; empty without transports."""
 
     parts: list[list[GroupLayers]]
     size: PoolSize
@@ -39,17 +39,17 @@ class KVMemory:
 
 
 def model_groups(config: EngineConfig, model: CausalLM, drafter: Drafter | None) -> list[GroupSpec]:
-    """The groups of an engine's layers, over all its ranks. Raises `ConfigError` for a block size of no group."""
+    """The groups of an engine's layers, over all ranks. Raises `ConfigError` for a block size that fits no group."""
     sizes, dtype = block_sizes(config.block_size), str(next(model.parameters()).dtype).removeprefix("torch.")
     groups = _groups(model.kv_layers, [0] * len(model.kv_layers), "target", sizes, dtype)
     if drafter is not None:
         groups += _groups(drafter.kv_layers, drafter.kv_modules, "draft", sizes, dtype)
     for group in groups:
-        # A drafter's first group has its owner's name, which may mean the others.
+        # A drafter's first group has its owner's name, so the size may be meant for the other groups.
         if group.kind == "state" and (named := sizes.keys() & {group.name, group.kind} - {group.owner}):
             raise ConfigError("block_size", f"{min(named)!r}: states have no tokens to a page; see --mamba-block-size")
     known = {name for group in groups if group.kind != "state" for name in _names(group)}
-    # Where all layers have states, no group has pages, so that the size given for all groups names none.
+    # If all layers have states, no group has pages, and the size for all groups names none.
     if unknown := sizes.keys() - known - {""}:
         there = ", ".join(sorted(known)[1:]) or "none with pages"
         raise ConfigError("block_size", f"there is no group {min(unknown)!r}; there are {there}")
@@ -57,10 +57,10 @@ def model_groups(config: EngineConfig, model: CausalLM, drafter: Drafter | None)
 
 
 def parts_of(groups: Sequence[GroupSpec], config: EngineConfig, num_layers: int, rank: int) -> list[GroupLayers]:
-    """What a rank holds of groups that it has a part of, and the model's number of the first head of each plane.
+    """A rank's parts of groups, and the model's number of the first head of each plane.
 
-    Stages share the target's layers, a stage's tensor ranks the heads or channels of each plane by itself; what is not
-    cut they hold whole, and those of stage 0 the drafter. Ranks are counted stage by stage.
+    Stages share the target's layers. A stage's tensor ranks share the heads or channels of each plane; a plane that is
+    not cut is whole on each of them. All ranks of stage 0 hold the whole drafter. Ranks are counted stage by stage.
     """
     size, stages = config.tensor_parallel_size, config.pipeline_parallel_size
     stage, tensor_rank = divmod(rank, size)
@@ -98,15 +98,15 @@ def kv_memory(
     transports: Sequence[Transport],
     progress: Callable[[str], None],
 ) -> KVMemory:
-    """Size and allocate the pages of an engine that has loaded its weights; `before`: memory as it was before that.
+    """Size and allocate the pages of an engine that has loaded its weights.
 
-    `whole`: its groups over all ranks, which have a transport each, or none. `num_layers` and `max_position`, the
-    context, are the checkpoint's. Raises ConfigError, TransportError.
+    `whole`: its groups over all ranks. `before`: memory before loading. `transports`: one per rank, or none.
+    `num_layers` and `max_position` (the context) are the checkpoint's. Raises `ConfigError`, `TransportError`.
     """
     if config.max_model_len is not None and config.max_model_len > max_position:
         raise ConfigError("max_model_len", f"must be at most the checkpoint's {max_position}")
     parts = [parts_of(whole, config, num_layers, rank) for rank in range(config.num_ranks)]
-    # Ranks have as many pages of a group, and memory is divided for the one that holds most of it.
+    # All ranks have equally many pages: divide memory for the rank whose pages are largest.
     held = [[group for group, _ in part] for part in parts]
     groups = [max((g for part in held for g in part if g.name == w.name), key=lambda g: g.page_bytes) for w in whole]
     device = torch.device(config.device)
@@ -137,7 +137,7 @@ def kv_memory(
 def _groups(
     layers: Sequence[LayerSpec], modules: Sequence[int | None], owner: Owner, sizes: Mapping[str, int], dtype: str
 ) -> list[GroupSpec]:
-    """Layers that keep the same, and look equally far, form one group."""
+    """Layers with the same spec and module form one group."""
     by_spec: dict[tuple[LayerSpec, int | None], list[int]] = {}
     for layer_id, (layer, module) in enumerate(zip(layers, modules, strict=True)):
         by_spec.setdefault((layer, module), []).append(layer_id)
@@ -162,7 +162,7 @@ def _groups(
 
 
 def _names(group: GroupSpec) -> tuple[str, ...]:
-    """What a block size may call a group, the narrowest name first."""
+    """What a block size may call a group, most specific first."""
     return group.name, group.owner, group.kind, ""
 
 

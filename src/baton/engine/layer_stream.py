@@ -1,8 +1,8 @@
-"""Streaming by layer: during a forward, the agent is told of each prompt's layers that are written already, and copies
-them while later layers are computed. Runs on the engine thread, in the midst of `Executor.execute`.
+"""KV streaming by layer: during a forward, the agent is told which layers of each prompt are written, and copies them
+while later layers are computed. Runs on the engine thread, inside `Executor.execute`.
 
-A chunk of less than two messages' bytes goes as a whole when its step ends. States are final with a step, as are the
-entries of drafters, which run behind the target.
+A chunk of less than two messages' bytes is sent whole after its step, as are states, and the entries of drafters, which
+run after the target.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ MIN_BYTES = 1 << 20
 
 
 class LayerStream:
-    """What of the forward under way was told. `groups` are all of the engine's, over its ranks. With `many_ranks` a
-    layer counts as written when the next one is: behind the sum that all ranks made in between, each has written it.
-    `min_bytes` is `MIN_BYTES` where it is not given."""
+    """What the agent was told of the current forward. `groups`: all of the engine's, over its ranks.
+
+    With `many_ranks` a layer counts as written when the next one is: in between, the ranks compute a sum, before which
+    each has written it. `min_bytes` None: `MIN_BYTES`.
+    """
 
     def __init__(
         self,
@@ -34,18 +36,18 @@ class LayerStream:
     ) -> None:
         self._agent, self._cache, self._behind = agent, cache, int(many_ranks)
         self._min_bytes = MIN_BYTES if min_bytes is None else min_bytes
-        self._group_of: dict[int, tuple[str, int]] = {}  # by layer: its group, and its bytes of one token
+        self._group_of: dict[int, tuple[str, int]] = {}  # by layer: its group, and bytes per token
         for group in groups:
             if group.owner == "target" and group.kind != "state":
                 token_bytes = sum(plane.token_bytes for plane in group.planes)
                 self._group_of |= dict.fromkeys(group.layer_ids, (group.name, token_bytes))
         self._names = {name for name, _ in self._group_of.values()}
         self._token_bytes = sum(token_bytes for _, token_bytes in self._group_of.values())
-        self._streamed: list[tuple[int, WrittenLayers]] = []  # with the rows that the forward has of each prompt
+        self._streamed: list[tuple[int, WrittenLayers]] = []  # with the number of each prompt's rows
         self._last = -1
 
     def begin(self, scheduled: Sequence[ScheduledRows]) -> Written | None:
-        """What a forward over these rows is to call for each layer; None where there is nothing to gain."""
+        """The callback for each layer of a forward over these rows; None if streaming gains nothing."""
         self._streamed, self._last = [], -1
         for rows in scheduled:
             request = rows.request
@@ -71,7 +73,7 @@ class LayerStream:
                 prompt.tell(done + 1)
 
     def withdraw(self) -> None:
-        """The forward has failed, and its rows will be computed again or never."""
+        """The forward has failed: its rows will be computed again, or never."""
         for _, prompt in self._streamed:
             prompt.withdraw()
         self._streamed = []

@@ -27,7 +27,7 @@ _IDS = "prompt_token_ids"
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One sample. `accepted` counts accepted draft tokens per verification round."""
+    """One sample. `accepted`: accepted drafts per verification."""
 
     index: int
     text: str
@@ -40,7 +40,7 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """All samples of one prompt; `prompt` is its text, where it came as text."""
+    """All samples of one prompt. `prompt`: its text, if it came as text."""
 
     request_id: str
     prompt: str | None
@@ -50,10 +50,10 @@ class RequestOutput:
 
 
 class LLM:
-    """An engine that runs in the caller's thread. Takes `EngineConfig`'s fields; `speculative_config` may be a dict.
+    """An engine in the caller's thread. Takes `EngineConfig`'s fields; `speculative_config` may be a dict. Close it, or
+    use it as a context manager.
 
-    Raises ConfigError for an unknown or bad setting, CheckpointError for a bad checkpoint.
-    Close it, or use it as a context manager.
+    Raises `ConfigError` for an unknown or bad setting, `CheckpointError` for a bad checkpoint.
     """
 
     def __init__(self, model: str, **settings: Any) -> None:
@@ -73,19 +73,18 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Give the memory of pool and weights back. `metrics` stays."""
+        """Free pool and weights. `metrics` stays."""
         self._engine.close()
 
     @property
     def metrics(self) -> EngineMetrics:
-        """Counters of everything that was generated so far."""
+        """Counters of everything generated so far."""
         core = self._engine.core
         core.metrics.num_preemptions = core.scheduler.num_preemptions
         return core.metrics
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What is sampled with where a call names no parameters: the defaults that the settings `generation_config` and
-        `override_generation_config` say."""
+        """Parameters for calls without any, from the settings `generation_config` and `override_generation_config`."""
         defaults = self._engine.info.sampling_defaults
         params = SamplingParams(**defaults.given())
         if defaults.max_tokens is None:
@@ -103,7 +102,7 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or each of many, by the model's chat template. Raises as `generate` does."""
+        """Answer one conversation, or each of many, with the model's chat template. Raises as `generate` does."""
         chats: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
         tokenizer, prompts = self._engine.tokenizer, []
         for chat in chats:
@@ -118,11 +117,11 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
     ) -> list[RequestOutput]:
-        """Complete one prompt, or each of many. Results are in the order of the prompts. `use_tqdm`: show on a terminal
-        how many are complete; or what makes another bar of tqdm's kind.
+        """Complete one prompt, or each of many, in order. `use_tqdm`: show progress on a terminal, or a callable that
+        makes another bar like tqdm's.
 
-        Raises RequestError naming the parameter when a request is refused; then nothing has run. Raises the error of
-        the first request that fails; the others are aborted.
+        Raises `RequestError` naming the parameter if a request is refused; then nothing has run. Raises the error of
+        the first request that fails, and aborts the others.
         """
         alone = isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], int))
         many: Any = [prompts] if alone else prompts
@@ -155,7 +154,7 @@ class LLM:
             with _bar(use_tqdm, len(results)) as bar:
                 self._run(results, samples, bar.update)
         finally:
-            for record in records:  # where one has failed, the others still run
+            for record in records:  # if one has failed, the others still run
                 engine.core.abort(record.request_id)
         for result, outputs in zip(results, samples, strict=True):
             result.num_cached_tokens = outputs[0].num_cached_tokens
@@ -168,7 +167,7 @@ class LLM:
         return results
 
     def _read_prompt(self, prompt: Prompt) -> tuple[str | None, list[int], str | None]:
-        """The text, where there is one, the token ids, and the salt."""
+        """Text, if there is any, token ids, and salt."""
         if not isinstance(prompt, Mapping):
             prompt = {"prompt" if isinstance(prompt, str) else _IDS: prompt}
         if not prompt or not {"cache_salt"} < {*prompt, "cache_salt"} <= {"prompt", _IDS, "cache_salt"}:
@@ -188,7 +187,7 @@ class LLM:
         samples: Sequence[Sequence[SampleOutput]],
         complete: Callable[[], object],
     ) -> None:
-        """Run steps until all samples are complete; `complete` is told of each prompt that has all of its own."""
+        """Run steps until all samples are complete. Calls `complete` after each prompt's last sample."""
         core = self._engine.core
         left = Counter({result.request_id: len(outputs) for result, outputs in zip(results, samples, strict=True)})
         open_samples = {
@@ -203,7 +202,7 @@ class LLM:
                 for chunk in chunks:
                     sample.push(chunk)
                     if sample.finish_reason is not None:
-                        # A stop string may end a sample that the engine would go on with.
+                        # A stop string may end a sample that the engine would continue.
                         del open_samples[request_id]
                         core.abort(request_id)
                         prompt = request_id.rpartition("-")[0]
@@ -216,7 +215,7 @@ class LLM:
 def _bar(use_tqdm: bool | Callable[..., Any], total: int) -> Any:
     if callable(use_tqdm):
         return use_tqdm(total=total)
-    disable = None if use_tqdm else True  # None: off where nobody watches
+    disable = None if use_tqdm else True  # None: off if not a terminal
     return tqdm(total=total, desc="Processed prompts", unit="prompt", delay=1.0, leave=False, disable=disable)
 
 

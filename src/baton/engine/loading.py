@@ -1,4 +1,4 @@
-"""What an engine, or one rank of it, computes with: the checkpoints of target and drafter."""
+"""Loads the checkpoints of target and drafter for an engine, or for one of its ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from baton.text import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What comes from checkpoints. `grammars`: None without a tokenizer or an end token."""
+    """`grammars`: None without a tokenizer or an end token."""
 
     hf_config: dict[str, object]
     model: CausalLM
@@ -28,9 +28,9 @@ class Loaded:
 
 
 def load_checkpoints(config: EngineConfig, progress: Callable[[str], None], ranks: TensorRank = ALONE) -> Loaded:
-    """Load this rank's part of the target, and the drafter, which every rank has whole.
+    """Load this rank's part of the target, and the whole drafter.
 
-    Raises `CheckpointError`, and `ConfigError` for a target that cannot be cut for so many ranks.
+    Raises `CheckpointError`, and `ConfigError` for a target that cannot be split over so many ranks.
     """
     progress(f"loading target {config.model}")
     hf_config = read_config(config.model)

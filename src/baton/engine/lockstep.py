@@ -1,8 +1,8 @@
-"""Turns of engines that share experts: while one of them computes, all take part in its rounds (see
-`models.expert_parallel`); while none does, all sleep. The core itself knows only `Peers`.
+"""Lockstep of engines that share experts: while one of them computes, all take part in its rounds
+(`models.expert_parallel`); while none does, all sleep. The core itself knows only `Peers`.
 
-Turns between two sleeps are a *wave*, which all count alike. Who wakes by itself rings for the others, with the wave's
-number: a ring that comes when its wave is over wakes nobody.
+Turns between two idle periods form a *wave*, numbered alike on all ranks. A rank that gets work while all are idle
+rings for the others with the wave's number. A ring for a wave that is over wakes nobody.
 """
 
 from __future__ import annotations
@@ -29,26 +29,25 @@ _WAVE = struct.Struct("<Q")
 
 
 class Peers(Protocol):
-    """What an engine's loop must know of engines that compute with it. `ended`: whether a loop that was told to stop
-    may do so now."""
+    """Other engines that compute with this one. `ended`: a loop that was told to stop may stop now."""
 
     ended: bool
 
     def turn(self, step: Callable[[], bool], stops: bool) -> bool:
-        """Run a step; whether another turn must follow at once. `stops`: the loop is told to stop."""
+        """Run a step. Returns whether another turn must follow at once. `stops`: the loop was told to stop."""
         ...
 
     def may_sleep(self, stops: bool) -> bool:
-        """Whether the next turn may wait for something to be posted."""
+        """Whether the next turn may wait until a call is posted."""
         ...
 
     def close(self) -> None:
-        """Close what ranks wake each other by."""
+        """Close what ranks wake each other with."""
         ...
 
 
 class Alone:
-    """No other engine."""
+    """An engine that shares no experts."""
 
     ended = True
 
@@ -63,9 +62,9 @@ class Alone:
 
 
 class Bells:
-    """How ranks wake each other: by datagrams, between sockets in a directory of their own.
+    """Wakes other ranks by datagrams, between Unix sockets in the ranks' directory.
 
-    `heard` is the last wave that was rung for, -1 before the first.
+    `heard`: the last wave that was rung for, -1 before the first.
     """
 
     def __init__(self, directory: str, rank: int, size: int) -> None:
@@ -83,7 +82,7 @@ class Bells:
         return str(self._directory / f"bell-{rank}")
 
     def listen(self, woken: Callable[[], None]) -> None:
-        """From now on have `woken` called, on another thread, when another rank rings."""
+        """From now on call `woken`, on another thread, when another rank rings."""
         self._thread = threading.Thread(target=self._listen, args=(woken,), daemon=True, name="baton-bell")
         self._thread.start()
 
@@ -93,7 +92,7 @@ class Bells:
             woken()
 
     def ring(self, wave: int) -> None:
-        """Wake the others. Raises `EngineUnavailableError` where one has gone."""
+        """Wake the others. Raises `EngineUnavailableError` if one is gone."""
         for rank in range(self._size):
             if rank == self._rank:
                 continue
@@ -103,7 +102,6 @@ class Bells:
                 raise EngineUnavailableError(f"data-parallel rank {rank} has gone: {error}") from None
 
     def close(self) -> None:
-        """Stop listening."""
         if self._thread is not None:
             with contextlib.suppress(OSError):
                 self._socket.sendto(b"", self._bell(self._rank))
@@ -114,7 +112,7 @@ class Bells:
 
 
 class Lockstep:
-    """One rank's turns. It begins awake: ranks compute first when they are made, each when it gets there."""
+    """One rank's turns. It starts awake, because ranks compute while they are built, each when it gets there."""
 
     def __init__(self, shared: ExpertRanks, bells: Bells) -> None:
         self.ended = False
@@ -123,7 +121,7 @@ class Lockstep:
         shared.begins = self._begin
 
     def turn(self, step: Callable[[], bool], stops: bool) -> bool:
-        """As `Peers.turn`; returns when all ranks have made theirs. Raises `EngineUnavailableError` where one has
+        """As `Peers.turn`. Returns when all ranks have made their turn. Raises `EngineUnavailableError` if one is
         gone."""
         computed = step()
         news = stops and not self._told
@@ -148,5 +146,4 @@ class Lockstep:
             self.bells.ring(self._wave)
 
     def close(self) -> None:
-        """Stop listening to the other ranks."""
         self.bells.close()
