@@ -1,7 +1,7 @@
 """Attention over latents (MLA) on any device.
 
-Absorbed, a row has the same bits in every batch: online softmax over tiles of 64 keys at absolute positions, in matrix
-products of one shape. Expanded, its bits depend on the number of rows and keys.
+The absorbed form is batch-invariant: online softmax over tiles of 64 keys at absolute positions, in matrix products of
+one shape. In the expanded form, a row's bits depend on the number of rows and keys.
 
 Shapes: T rows, S cached rows, H heads, W latent and rope key side by side, C latent, D query and key, V value.
 """

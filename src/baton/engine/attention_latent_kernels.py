@@ -1,4 +1,4 @@
-"""CPU kernels of absorbed latent attention. A row's result has the same bits in every batch.
+"""CPU kernels of absorbed latent attention, batch-invariant.
 
 The arithmetic is that of `attention_tiles`. A key is a cached row, a value its first C elements. All heads of all rows
 of a request are vectors that share the loaded tiles.

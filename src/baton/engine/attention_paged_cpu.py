@@ -95,8 +95,8 @@ class PagedCpuBackend:
 
 
 def _side_by_side(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
-    """q, k and v as they are if their rows are parts of one tensor's rows, as a joint projection leaves them, else as
-    parts of a copy; and the number of elements from row to row."""
+    """q, k and v as parts of one tensor's rows, and the number of elements from row to row. Copies them unless they are
+    so already, as a joint projection leaves them."""
     width, size = q.stride(0), q.shape[2]
     if all(tensor.stride() == (width, size, 1) for tensor in (q, k, v)):
         return q, k, v, width

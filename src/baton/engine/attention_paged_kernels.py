@@ -1,4 +1,4 @@
-"""CPU kernels of paged attention. A row's result has the same bits in every batch.
+"""CPU kernels of paged attention, batch-invariant.
 
 Tiles of 64 keys at ABSOLUTE positions go through `attention_tiles`, transposed while they are loaded. For one row and
 head, the sequence of floating-point operations depends only on its position, its window and the head size: not on the

@@ -27,7 +27,7 @@ class _Request:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """A batch's indices on the device, for every layer with the same window."""
+    """A batch's indices on the device, for all layers with the same window and page size."""
 
     batch: AttnBatch
     pages: Tensor
@@ -36,7 +36,7 @@ class _Plan:
 
 
 class SdpaBackend:
-    """Keeps the indices of the latest batch, per window, for its other layers."""
+    """Keeps the indices of the latest batch, per window and page size, for its other layers."""
 
     name = "sdpa"
     batch_invariant = False

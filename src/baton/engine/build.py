@@ -75,8 +75,8 @@ class Engine:
         return self.agents[0] if self.agents else None
 
     def close(self) -> None:
-        """End the agents' threads and the other ranks, and free pool and weights now. The garbage collector would free
-        them later, since an engine is part of reference cycles."""
+        """End the agents' threads and the other ranks, and free pool and weights now: an engine is part of reference
+        cycles, which the garbage collector finds later."""
         HandoffAgent.close_all(self.agents)
         if self.core.prefix_store is not None:
             self.core.prefix_store.close()

@@ -146,20 +146,20 @@ class EngineConfig:
     `kv_cache_memory`: bytes over all groups. None: `gpu_memory_utilization` of the free memory, on a host too, in equal
     parts for `engines_per_host` engines (`engine/pool_size.py`).
     `max_model_len`: None takes the checkpoint's, or what fits into that memory.
-    `mamba_block_size`: prefix hits of a model with states end at multiples of so many tokens.
+    `mamba_block_size`: prefix hits of a model with states end at multiples of this number of tokens.
     `tensor_parallel_size` ranks share the target's heads and inner widths, `pipeline_parallel_size` stages of such
     ranks its layers. Each rank is a process.
     `reduction_slices`: with `batch_invariant`, engines with equal values compute the same bits with any number of
     ranks. None: `tensor_parallel_size`.
-    `data_parallel_size` engines share the target's experts, if it has any. Each has its own requests and pages. This is
-    number `data_parallel_rank`; they find each other in the directory `data_parallel_store`.
+    `data_parallel_size` engines share the target's experts, if any. Each has its own requests and pages. This is number
+    `data_parallel_rank`; they meet in the directory `data_parallel_store`.
     `keys`: a key directory, which holds the ticket key too. Without one the control socket stays on loopback.
-    `generation_config`: the source of sampling defaults: the checkpoint ("auto"), another directory, or none ("vllm").
+    `generation_config`: source of sampling defaults: the checkpoint ("auto"), another directory, or none ("vllm").
     `override_generation_config` has priority (`engine/generation_config.py`).
     `seed`: for requests without one. None draws one for each.
     `token_api`: an engine of role both also takes token ids from a router. The other roles always do.
-    `stall_timeout_s`: an engine whose step takes more seconds is taken to hang.
-    `queue_timeout_s`: a request that has not started after so long ends with an error. 0: no limit.
+    `stall_timeout_s`: seconds in one step after which an engine is taken to hang.
+    `queue_timeout_s`: seconds after which a request that has not started ends with an error. 0: no limit.
     `max_queued_requests`: how many may wait for their first token. More are refused (HTTP 429).
     `recovery`: the last rung that a failed handoff may take.
     `integrity`: how many digests guard a handoff's bytes. `auto`: see `default_integrity`.

@@ -1,7 +1,7 @@
 """The engine loop: schedule, target forward, sample, draft, finalise; and the effects of handoff events on requests.
 
-The order inside a step is that of docs/lifecycle.md: nothing is declared final before the drafter has run. Everything
-here runs on the engine thread; other threads use `post`.
+Nothing is declared final before the drafter has run (docs/lifecycle.md). Everything here runs on the engine thread;
+other threads use `post`.
 """
 
 from __future__ import annotations
@@ -105,7 +105,6 @@ class EngineCore:
                     self._wake.wait(0.5 if self.scheduler.has_work else None)
 
     def drain(self) -> None:
-        """Run everything posted so far."""
         while self._posted:
             with self._wake:  # `busy_s` reads the first
                 _, call = self._posted.popleft()
@@ -113,7 +112,7 @@ class EngineCore:
 
     def busy_s(self) -> float:
         """Seconds since the current turn began or the oldest pending call was posted, whichever is more; 0 while idle.
-        A large value shows that the thread hangs. Thread-safe."""
+        Large if the thread hangs. Thread-safe."""
         since = [self._turn_started]
         with self._wake:
             if self._posted:

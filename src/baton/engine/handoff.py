@@ -297,7 +297,6 @@ class HandoffLegs:
         return self._failed(leg, f"bad_seeds: {fault}", recoverable=True)
 
     def _fault(self, request: Request, seeds: Seeds, finished: bool) -> str | None:
-        """What is wrong with the seeds, or None."""
         ids = [seeds.first_token, *seeds.draft_token_ids]
         if not all(0 <= i < self.vocab_size for i in ids) or len(seeds.draft_token_ids) > self.most_drafts:
             return "token ids out of range or too many drafts"

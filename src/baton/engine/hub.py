@@ -16,7 +16,7 @@ _NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def checkpoint_directory(model: str, revision: str | None = None, field: str = "model") -> str:
-    """`model` itself if it is a directory; else that of `ORG/NAME` in the hub's cache, downloaded if needed.
+    """`model` itself if it is a directory; else the directory of `ORG/NAME` in the hub's cache, downloaded if needed.
 
     `revision` is a branch, tag or commit of the repository. `huggingface_hub` reads its own settings (`HF_HOME`,
     `HF_TOKEN`, `HF_HUB_OFFLINE`) from the environment. Raises `ConfigError` naming `field` and the model, in one line.

@@ -1,4 +1,4 @@
-"""The KV memory of one engine: which groups its layers form, how many pages each has, and where they are."""
+"""The KV memory of one engine: its groups, the number of pages of each, and their addresses."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def model_groups(config: EngineConfig, model: CausalLM, drafter: Drafter | None)
 
 
 def parts_of(groups: Sequence[GroupSpec], config: EngineConfig, num_layers: int, rank: int) -> list[GroupLayers]:
-    """A rank's parts of groups, and the model's number of the first head of each plane.
+    """The parts of groups that a rank holds, each with the model's number of the first head of each plane.
 
     Stages share the target's layers. A stage's tensor ranks share the heads or channels of each plane; a plane that is
     not cut is whole on each of them. All ranks of stage 0 hold the whole drafter. Ranks are counted stage by stage.
