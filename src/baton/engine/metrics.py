@@ -1,4 +1,4 @@
-"""Plain counters of one engine, in the names that vLLM's dashboards use where one exists."""
+"""Metrics of one engine, with vLLM's names if vLLM has the metric."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from baton.handoff.node.figures import AgentStats
 from baton.openai.metrics import Row, counter, gauge, histogram
 from baton.wire import EngineLoad
 
-# vLLM's words.
+# The label values are vLLM's.
 PromptSource = Literal["local_compute", "local_cache_hit", "external_kv_transfer"]
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384)
 
 
 @dataclass(slots=True)
 class EngineMetrics:
-    """Written by the engine thread only; read by anyone (single values, no consistency between them)."""
+    """Written by the engine thread only. Other threads may read at any time; values may not agree with each other."""
 
     num_requests: Counter[str] = field(default_factory=Counter)
     num_prompt_tokens: int = 0
@@ -51,7 +51,6 @@ class EngineMetrics:
     load: EngineLoad | None = None
 
     def verified(self, num_draft_tokens: int, num_accepted: int) -> None:
-        """Book one verification round."""
         self.num_drafts += 1
         self.num_draft_tokens += num_draft_tokens
         while len(self.accepted_per_pos) < num_draft_tokens:
@@ -60,13 +59,11 @@ class EngineMetrics:
             self.accepted_per_pos[position] += 1
 
     def prompt_came(self, num_tokens: int, num_cached: int, rest: PromptSource) -> None:
-        """Book where the KV of a prompt came from: `num_cached` tokens of it were here, and the others are of
-        `rest`."""
+        """Count a prompt's tokens by source of their KV: `num_cached` from the local cache, the others from `rest`."""
         self.prompt_sources["local_cache_hit"] += num_cached
         self.prompt_sources[rest] += num_tokens - num_cached
 
     def collect_rows(self) -> Iterator[Row]:
-        """(name, type, help, labels, value) of every metric."""
         for reason, count in sorted(self.num_requests.items()):
             yield counter("request_success", "Finished requests by reason.", count, finished_reason=reason)
         yield counter("prompt_tokens", "Prompt tokens of admitted requests.", self.num_prompt_tokens)
@@ -140,7 +137,7 @@ class EngineMetrics:
             yield "ticket", self.refused_tickets
 
 
-# By name: the field of `EngineLoad` that it shows, and its help.
+# Gauge name -> (field of `EngineLoad`, help).
 _GAUGES = {
     "num_requests_running": ("num_running", "Requests that hold pages and compute."),
     "num_requests_waiting": ("num_waiting", "Requests that wait for pages or slots."),

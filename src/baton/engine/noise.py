@@ -1,9 +1,8 @@
-"""Sampling noise: one Philox stream shared by drafter, verifier and every engine.
+"""Sampling noise, the same for drafter, verifier and every engine.
 
-Noise is a function of (seed, sample index, absolute position of the token, target-vocabulary id) and of nothing else,
-so any engine that samples position p of a request draws the same numbers. Philox4x64-10 (Salmon et al., 2011) as in
-NumPy: key = (seed, sample index), counter = (block, position, stream, 0), element v of the output belongs to token id
-v.
+Noise depends only on (seed, sample index, absolute token position, target token id), so every engine that samples
+position p of a request draws the same numbers. Philox4x64-10 (Salmon et al., 2011) as in NumPy: key = (seed, sample
+index), counter = (block, position, stream, 0). Output element v belongs to token id v.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ import numpy.typing as npt
 from baton.engine.plan import Noise
 
 _GUMBEL, _UNIFORM = 0, 1
-# What a drafter draws for a position, the target draws again one step later. One row is 8 bytes per token id.
+# The target draws the drafter's rows again one step later. A row has 8 bytes per token id.
 _KEPT_ROWS = 64
 
 
 def _bits(seed: int, sample_index: int, position: int, stream: int, count: int) -> npt.NDArray[np.uint64]:
-    # As a list, words from 2**63 on would go through a float, which makes neighbouring seeds equal.
+    # NumPy converts a list with words of 2**63 or more through float, which makes neighbouring seeds equal.
     key = np.array([seed, sample_index], dtype=np.uint64)
     counter = np.array([0, position, stream, 0], dtype=np.uint64)
     bits: npt.NDArray[np.uint64] = np.random.Philox(counter=counter, key=key).random_raw(count)
@@ -29,7 +28,7 @@ def _bits(seed: int, sample_index: int, position: int, stream: int, count: int) 
 
 
 def _uniforms(bits: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
-    # 52 bits and a half: never 0 and never 1, so that both logarithms below are finite.
+    # 52 bits plus a half: never 0 or 1, so both logarithms in `gumbel` are finite.
     return (np.asarray(bits >> np.uint64(12), dtype=np.float64) + 0.5) * 2.0**-52
 
 

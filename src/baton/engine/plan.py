@@ -1,11 +1,10 @@
-"""A step as data: what the core asks of an executor, and what it gets.
+"""The plans that the core gives to an executor for one step, and their results.
 
-Arrays, numbers and strings alone, so that a plan is run here or sent to other processes alike, and no code that
-computes ever holds a request. A step has two plans. The drafter's cannot be made before the target's result is there:
-which tokens were accepted decides its rows, the core alone knows which requests go on, and a token reaches its client
-before the drafter runs.
+Plans hold only arrays, numbers and strings, so they can be run here or sent to other processes, and code that computes
+never sees a request. A step has two plans. The drafter's plan depends on the target's result: accepted tokens decide
+its rows, and only the core knows which requests continue. Tokens are sent to clients before the drafter runs.
 
-Shapes: T rows of R requests side by side, N of them with logits, V vocabulary, F width of a row of features.
+Shapes: T rows of R requests concatenated, N rows with logits, V vocabulary, F features per row.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ from baton.wire import TokenLogprobs
 IntArray = npt.NDArray[np.int64]
 Int32Array = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float64]
-# The choice of a row whose logits are not all finite.
+# The chosen "token" of a row whose logits are not all finite.
 NOT_FINITE = -2
-Written = Callable[[int], None]  # called in a forward with the id of each layer whose keys or latents are written
+Written = Callable[[int], None]  # called during a forward with each layer id once its keys or latents are written
 
 
 def _none() -> IntArray:
@@ -35,36 +34,33 @@ def _none() -> IntArray:
 
 @dataclass(frozen=True, slots=True)
 class PlanSpec:
-    """What an executor's plans must hold: block tables of which groups, slots of which groups of states, the target's
-    and the drafter's, whether it drafts, whether its drafter takes all known tokens of a request, and of how many
-    modules it is a chain (or 1)."""
+    """What the plans for an executor must contain."""
 
-    target_groups: tuple[str, ...]
+    target_groups: tuple[str, ...]  # groups with block tables
     draft_groups: tuple[str, ...]
-    state_groups: tuple[str, ...]
+    state_groups: tuple[str, ...]  # the target's groups with state slots
     drafts: bool
-    needs_contexts: bool
+    needs_contexts: bool  # the drafter takes all known tokens of a request
     num_modules: int = 1
     draft_state_groups: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class StateSlots:
-    """Slots of one group of states. No slot is both read and written."""
+    """Slots of one state group in one forward. No slot is both read and written."""
 
-    read: IntArray  # [R]: the state before a request's rows; 0: it begins
-    kept: IntArray  # [K], ascending: rows behind which the state is kept
-    write: IntArray  # [K]: where
+    read: IntArray  # [R]: the state before a request's rows; 0: the request begins
+    kept: IntArray  # [K], ascending: rows after which the state is kept
+    write: IntArray  # [K]: the slots for these states
 
 
 @dataclass(frozen=True, slots=True)
 class DraftSlots:
-    """Slots of one group of the drafter's states. Which forward writes which of them the drafter decides: see
-    `baton.engine.draft_states`."""
+    """Slots of one state group of the drafter. `baton.engine.draft_states` selects the slots of each forward."""
 
-    read: IntArray  # [R]: the state before a request's rows; 0: it begins
-    scratch: IntArray  # [R, S]: for the state behind its last row, and for those behind drafts
-    # Checkpoints on the way: behind so many tokens of which of the plan's requests, and where. [C] each, in order.
+    read: IntArray  # [R]: the state before a request's rows; 0: the request begins
+    scratch: IntArray  # [R, S]: for the state after the last row, then for states after drafts
+    # Checkpoints to save, [C] each, in order: index of the request, number of tokens seen, slot.
     request: IntArray
     num_tokens: IntArray
     write: IntArray
@@ -83,14 +79,13 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """What the sampling noise of S tokens is drawn from, besides their positions: [S] each. Temperature 0: no noise."""
+    """The parameters of the noise of S tokens, besides their positions: [S] each. Temperature 0: no noise."""
 
     seed: npt.NDArray[np.uint64]
     sample_index: npt.NDArray[np.uint64]
     temperature: FloatArray
 
     def take(self, which: IntArray) -> Noise:
-        """The noise of some of the tokens."""
         return Noise(self.seed[which], self.sample_index[which], self.temperature[which])
 
 
@@ -103,7 +98,7 @@ class Entries:
     value: FloatArray
 
     def take(self, rows: IntArray) -> Entries:
-        """The entries of `rows`, which are ascending, and counted anew from 0."""
+        """The entries of `rows` (ascending), renumbered from 0."""
         if not len(self.row):
             return self
         kept = np.isin(self.row, rows)
@@ -112,29 +107,29 @@ class Entries:
 
 @dataclass(frozen=True, slots=True)
 class Masks:
-    """Which tokens may be chosen in some rows; `row`, ascending, indexes the rows of a `Sampling`. `bits` uint8
-    [rows, bytes]: a bit for each token, the lowest first, for the vocabulary or more."""
+    """The tokens that may be chosen in some rows. `row`, ascending, indexes the rows of a `Sampling`. `bits` uint8
+    [rows, bytes]: one bit per token id, lowest bit first, for at least the vocabulary."""
 
     row: IntArray
     bits: npt.NDArray[np.uint8]
 
     def take(self, rows: IntArray) -> Masks:
-        """The masks of `rows`, which are ascending, and counted anew from 0."""
+        """The masks of `rows` (ascending), renumbered from 0."""
         kept = np.isin(self.row, rows)
         return Masks(np.searchsorted(rows, self.row[kept]), self.bits[kept])
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How tokens are chosen in S of the rows with logits, where it is not just the likeliest: [S] arrays.
+    """How to choose tokens in the S rows with logits that are not plain greedy: [S] arrays.
 
-    The rows of a request stand together, and each but the last has a draft behind it: the next row takes it for
-    granted. `rejection`: a draft is kept with the target's probability for it, instead of where the target chooses it.
+    The rows of a request are adjacent. Each but the last is followed by a draft, which is the next row's input.
+    `rejection`: accept a draft with the target's probability for it, instead of when the target chooses it.
     """
 
     row: IntArray  # index into the rows with logits, ascending
-    draft: IntArray  # -1: the last row of its request
-    position: IntArray  # of the token that is chosen
+    draft: IntArray  # the draft after the row; -1: the last row of its request
+    position: IntArray  # of the token to choose
     noise: Noise
     log_min_p: FloatArray  # natural logarithm; -inf: no bound
     top_k: IntArray  # 0: no bound
@@ -143,13 +138,13 @@ class Sampling:
     frequency: FloatArray
     presence: FloatArray
     bias: Entries  # added to logits
-    masked: Entries  # -inf: not to be chosen
-    allowed: Masks  # where a grammar says what may be chosen
-    counts: Entries  # of tokens of the prompt and behind it: how often they were put out; where penalties want it
+    masked: Entries  # -inf: must not be chosen
+    allowed: Masks  # for rows with a grammar, allowed_token_ids or bad words
+    counts: Entries  # for rows with penalties: how often each token of prompt and output occurs in the output
     rejection: bool
 
     def take(self, rows: IntArray) -> Sampling:
-        """Some of the rows, ascending."""
+        """The sampling of `rows` (ascending)."""
         if len(rows) == len(self.row):
             return self
         changed: dict[str, Any] = {
@@ -165,8 +160,8 @@ _COLUMNS = ("row", "draft", "position", "log_min_p", "top_k", "top_p", "repetiti
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """Rows of a step behind which the prompt goes on: what the target thinks of the tokens there. [M] each, rows
-    ascending; `num_top`: how many of the likeliest tokens are wanted too."""
+    """Rows whose next token is a prompt token that needs a logprob: [M] each, rows ascending. `num_top`: the number of
+    most likely tokens to report as well."""
 
     row: IntArray
     token: IntArray
@@ -175,11 +170,11 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """The target's half: `rows` are known tokens, and drafts behind them, whose KV is written.
+    """The target's plan. `rows`: each request's known tokens, then its drafts; their KV is written.
 
-    `sample_rows` [N], ascending: rows whose next token is chosen, the likeliest but where `sampling` says otherwise.
-    `logit_rows`: indices into those whose logits are wanted too. `feature_rows`: rows of the step whose drafter
-    features are wanted.
+    `sample_rows` [N], ascending: rows whose next token is chosen, greedily except for the rows of `sampling`.
+    `logit_rows`: indices into `sample_rows` whose logits are returned. `feature_rows`: rows whose drafter features are
+    returned.
     """
 
     rows: Rows
@@ -192,9 +187,9 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """`choices` int64 [N], -1 after a draft that was not chosen, `NOT_FINITE` where no token can be chosen; `logits`
-    float32 [len(logit_rows), V]; `features` float32 [len(feature_rows), F], with no rows where there is no drafter or
-    it takes none. `scores`: of the rows of `scored`, in order; None of a row whose logits are not all finite."""
+    """`choices` int64 [N]: -1 after a draft that was not chosen, `NOT_FINITE` if the row's logits are not finite.
+    `logits` float32 [len(logit_rows), V]. `features` float32 [len(feature_rows), F], no rows if no drafter takes any.
+    `scores`: for the rows of `scored`, in order; None for a row whose logits are not all finite."""
 
     choices: IntArray
     logits: npt.NDArray[np.float32]
@@ -204,13 +199,13 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class DraftPlan:
-    """The drafter's half of the step that was executed last.
+    """The drafter's plan, after the last executed `StepPlan`.
 
-    `rows.token_ids` holds the token after each row. `feature_rows` [T]: the step's row that each goes with.
-    `num_drafts` [R]: tokens to draft behind a request's last row. `noise`: [R] each. `contexts`: as
-    `PlanSpec.needs_contexts` asks. `first_entry` [R]: the position whose entry is the first of a request's pages; empty
-    where it is 0 for all. `chain`: what a drafter of several modules needs besides.
-    `constraints`: grammars of requests that have any; empty where none has. `states`: by group of the drafter's.
+    `rows.token_ids` holds the token after each row. `feature_rows` [T]: the step's row with each row's features.
+    `num_drafts` [R]: tokens to draft after a request's last row. `noise`: [R] each. `contexts`: all known tokens per
+    request, if `PlanSpec.needs_contexts`. `constraints`: grammar per request; empty if no request has one.
+    `first_entry` [R]: the position of the first entry in a request's pages; empty if 0 for all. `chain`: additional
+    inputs of a drafter with several modules. `states`: by state group of the drafter.
     """
 
     rows: Rows
@@ -226,15 +221,16 @@ class DraftPlan:
 
 @dataclass(frozen=True, slots=True)
 class DraftResult:
-    """`drafts`: at most `num_drafts` tokens per request. `carried` float32 [R, K - 1, E]: of a chain of K modules, what
-    its next plan is to bring (zeros where a module lacks nothing); of other drafters empty."""
+    """`drafts`: at most `num_drafts` tokens per request. `carried` float32 [R, K - 1, E]: rows for the next plan of a
+    drafter with K modules (zeros if a module needs none); empty for other drafters."""
 
     drafts: list[list[int]]
     carried: npt.NDArray[np.float32]
 
 
 def one_request(token_ids: Sequence[int], tables: Mapping[str, Sequence[int]], states: Container[str] = ()) -> Rows:
-    """Rows for the first tokens of one request, whose pages per group are `tables`; of `states`, the slot to write."""
+    """Rows for the first tokens of one request. `tables`: page ids per group; for the groups in `states`, the slot to
+    write."""
     begins, last = np.zeros(1, dtype=np.int64), np.array([len(token_ids) - 1])
     return Rows(
         token_ids=np.asarray(token_ids, dtype=np.int64),

@@ -1,4 +1,4 @@
-"""From requests to the plans of a step."""
+"""Makes the plans of a step from scheduled requests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from baton.structured import Allowed, Known
 
 @dataclass(frozen=True, slots=True)
 class SampledRequest:
-    """A request that gets tokens from a plan: its first of the result's choices, and of the logits, if it has any."""
+    """A request that gets tokens from a step, with the indices of its first row in the result's choices and logits."""
 
     request: Request
     first_choice: int
@@ -29,8 +29,8 @@ class SampledRequest:
 
 @dataclass(frozen=True, slots=True)
 class DraftRows:
-    """Drafter rows [start, stop) of a request; their features, where any are taken, are the step's rows `first_row`...
-    `num_drafts`: how many tokens to draft behind them."""
+    """Drafter rows [start, stop) of a request. Their features are the step's rows from `first_row` on. `num_drafts`:
+    the number of tokens to draft after them."""
 
     request: Request
     first_row: int
@@ -40,7 +40,7 @@ class DraftRows:
 
 
 def is_sampled(rows: ScheduledRows) -> bool:
-    """Whether a token is chosen behind these rows."""
+    """Whether a token is chosen after these rows."""
     request = rows.request
     if not request.is_prefilling:
         return True
@@ -48,8 +48,8 @@ def is_sampled(rows: ScheduledRows) -> bool:
 
 
 def choosable(scheduled: Sequence[ScheduledRows]) -> tuple[dict[Request, Allowed | None], dict[Request, Exception]]:
-    """What the requests of a step may choose from, where that is not everything; and those that may choose nothing,
-    or cannot tell."""
+    """The allowed tokens of each sampled request (None: all), and the requests that have none or whose grammar
+    failed."""
     allowed: dict[Request, Allowed | None] = {}
     refused: dict[Request, Exception] = {}
     for rows in scheduled:
@@ -65,7 +65,7 @@ def choosable(scheduled: Sequence[ScheduledRows]) -> tuple[dict[Request, Allowed
 def step_plan(
     scheduled: Sequence[ScheduledRows], allowed: Mapping[Request, Allowed | None], spec: PlanSpec, rejection: bool
 ) -> tuple[StepPlan, list[SampledRequest]]:
-    """The target's plan for the rows of a step: known tokens, then the requests' drafts. `allowed`: of `choosable`."""
+    """The target's plan. `allowed`: from `choosable`."""
     ids: list[int] = []
     sample_rows: list[int] = []
     logit_rows: list[int] = []
@@ -105,7 +105,7 @@ def step_plan(
 
 
 def draft_plan(draft_rows: Sequence[DraftRows], spec: PlanSpec, rejection: bool) -> DraftPlan:
-    """The drafter's plan. Drafts are picked with the noise that the target will see; for `rejection`, without any."""
+    """The drafter's plan. Drafts are chosen with the noise that the target will use; with `rejection`, greedily."""
     ids: list[int] = []
     feature_rows: list[int] = []
     for rows in draft_rows:
@@ -139,7 +139,7 @@ def _constraints(draft_rows: Sequence[DraftRows]) -> Sequence[Known | None]:
 
 
 def _chain(draft_rows: Sequence[DraftRows], num_modules: int) -> ModuleChain:
-    """What has become known of each module's entries since the drafter ran last, and what it left for them."""
+    """The entries of each module that have become computable since the drafter ran last, and the carried rows."""
     modules = range(1, num_modules + 1)
     spans = np.zeros((len(draft_rows), num_modules, 2), dtype=np.int64)
     carried_row = np.full((len(draft_rows), num_modules - 1), -1)
@@ -159,7 +159,7 @@ def _chain(draft_rows: Sequence[DraftRows], num_modules: int) -> ModuleChain:
 
 
 def _rows(ids: list[int], spans: Sequence[tuple[int, int]], requests: Sequence[Request], groups: Sequence[str]) -> Rows:
-    """Rows of `spans`, (first position, count) per request."""
+    """Rows for `spans`: (first position, count) per request."""
     query_start = [0]
     positions: list[int] = []
     for start, count in spans:
@@ -170,8 +170,8 @@ def _rows(ids: list[int], spans: Sequence[tuple[int, int]], requests: Sequence[R
 
 
 def _state_slots(scheduled: Sequence[ScheduledRows], group: str) -> StateSlots:
-    """A prefill keeps the state behind its last row, and those that become checkpoints; a verification that behind each
-    row: any may be the last accepted."""
+    """A prefill keeps the state after its last row, and checkpoints. A verification keeps the state after each row,
+    because any row may be the last accepted one."""
     read: list[int] = []
     kept: list[int] = []
     write: list[int] = []
@@ -191,7 +191,7 @@ def _state_slots(scheduled: Sequence[ScheduledRows], group: str) -> StateSlots:
 
 
 def _draft_slots(draft_rows: Sequence[DraftRows], group: str) -> DraftSlots:
-    """What a drafter reads and may write; it has no state before its first entry."""
+    """The slots that a drafter reads and may write. It has no state before its first entry."""
     read: list[int] = []
     scratch: list[list[int]] = []
     checkpoints: list[tuple[int, int, int]] = []

@@ -1,8 +1,8 @@
-"""How many pages an engine's KV pool has, and how long a context they allow.
+"""Sizes an engine's KV pools, and from them the longest context.
 
-The pool takes its share of the memory that was free when the engine started: `gpu_memory_utilization` of it, in equal
-parts for the engines of the host, less what the weights took of that part. It takes no more than is likely to be used.
-Pools of the transport `shm` lie in a file system of their own, which may be smaller than the memory.
+The pools get `gpu_memory_utilization` of the memory that was free at the start, divided equally among the host's
+engines, minus what loading the weights took, and no more than is likely to be used. Pools of the `shm` transport are
+in a separate file system, which may be smaller than the memory.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from baton.errors import ConfigError
 from baton.kv.spec import GroupSpec
 from baton.transports.segments import SHM_DIR
 
-# Host memory has other users: activations, the page cache, other programs.
+# The rest is for activations, the page cache and other programs.
 HOST_UTILIZATION = 0.6
 DEVICE_UTILIZATION = 0.9
-# Small models keep old prefixes in what is left of this.
+# Small models use the rest of this for the prefix cache.
 MIN_POOL_BYTES = 256 << 20
-# Few sequences are as long as the context.
+# Few sequences reach the full context: expect this fraction of it (1/4) per sequence.
 USED_CONTEXT = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes, as measured before an engine loads anything: what is `free` for all, and what this process has `taken`."""
+    """Bytes of memory: `free` for all processes, `taken` by this process, and free in the `shm` file system."""
 
     free: int
     taken: int
@@ -39,7 +39,6 @@ class Memory:
 
     @classmethod
     def measure(cls, device: torch.device, uses_shm: bool) -> Memory:
-        """Measure the host, or the CUDA device."""
         if device.type == "cuda":
             return cls(torch.cuda.mem_get_info(device)[0], torch.cuda.memory_reserved(device))
         free = _host_free()
@@ -49,8 +48,8 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class PoolSize:
-    """`num_pages` by group; `num_tokens` is what they hold at once; `max_model_len` the context, lowered to that where
-    it was longer."""
+    """`num_pages` by group. `num_tokens`: the tokens that they hold at once. `max_model_len`: the context; `lowered` if
+    it was reduced to fit."""
 
     num_pages: dict[str, int]
     num_tokens: int
@@ -64,11 +63,11 @@ class PoolSize:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What requests need of every group, by which one memory is divided: pages for the same number of tokens in each
-    group, and slots of states for one request, then for as many as take no more memory than those pages.
+    """How to divide memory among groups: pages for the same number of tokens in each group; state slots for one
+    request, then for as many requests as need no more memory than the pages.
 
-    `needs_context`: pages for `context` tokens come before slots for a second request. `checkpoints`: slots a request
-    for checkpoints of states.
+    `needs_context`: allocate pages for `context` tokens before slots for a second request. `checkpoints`: checkpoint
+    slots per request.
     """
 
     groups: Sequence[GroupSpec]
@@ -79,17 +78,15 @@ class Demand:
     checkpoints: int = 0
 
     def num_pages(self, group: GroupSpec, num_tokens: int) -> int:
-        """Pages of a group for all requests that have so many tokens together, and the null page."""
+        """Pages of a group, with the null page, for requests with `num_tokens` tokens in all."""
         if group.kind != "state":
             return 1 + group.rules.num_pages(num_tokens, group.page_size)
         return 1 + self._num_seqs(num_tokens) * self._num_slots(group)
 
     def _num_slots(self, group: GroupSpec) -> int:
-        """Slots of one request in a group of states."""
         return 1 + group.rules.num_scratch(self.num_drafts) + self.checkpoints
 
     def _slot_bytes(self) -> int:
-        """Bytes of one request's slots of states."""
         return sum(group.page_bytes * self._num_slots(group) for group in self.groups if group.kind == "state")
 
     def _paged_bytes(self, num_tokens: int) -> int:
@@ -108,15 +105,14 @@ class Demand:
         return min(wanted, self.max_num_seqs, num_tokens)
 
     def request_bytes(self, num_tokens: int) -> int:
-        """Bytes in all groups of one request that has so many tokens."""
+        """Bytes that one request with `num_tokens` tokens needs in all groups."""
         return self._paged_bytes(num_tokens) + self._slot_bytes()
 
     def num_bytes(self, num_tokens: int) -> int:
-        """Bytes of those pages of all groups."""
         return sum(group.page_bytes * self.num_pages(group, num_tokens) for group in self.groups)
 
     def split(self, num_bytes: int) -> tuple[int, dict[str, int]]:
-        """The most tokens that all groups together hold in that memory, and the pages of each."""
+        """The largest number of tokens that fit into `num_bytes`, and the pages of each group."""
         num_tokens = bisect_right(range(1, num_bytes + 1), num_bytes, key=self.num_bytes)
         pages = {group.name: self.num_pages(group, num_tokens) for group in self.groups}
         paged = ((pages[group.name] - 1) * group.page_size for group in self.groups if group.kind != "state")
@@ -131,10 +127,11 @@ def pool_size(
     num_lookahead_slots: int,
     max_position: int,
 ) -> PoolSize:
-    """Size the pools of an engine that has loaded its weights. `max_position` is the checkpoint's context.
+    """Size the pools of an engine that has loaded its weights.
 
-    Without `config.max_model_len` the context is as long as fits. Raises `ConfigError` naming what to change where the
-    pool is too small for the context that was asked for, or memory for the pool that was.
+    `before` and `now`: the memory before and after loading. `max_position`: the checkpoint's context. Without
+    `config.max_model_len` the context is as long as fits. Raises `ConfigError`, which names the setting to change, if
+    the requested context does not fit the pool, or the requested pool does not fit the memory.
     """
     context = config.max_model_len or max_position
     demand = Demand(
@@ -175,12 +172,10 @@ def pool_size(
 
 
 def _share(config: EngineConfig, before: Memory, now: Memory) -> int:
-    """Bytes that this engine may take for its pool."""
     utilization = config.gpu_memory_utilization
     if utilization is None:
         utilization = HOST_UTILIZATION if config.device == "cpu" else DEVICE_UTILIZATION
     part = int(utilization * before.free) // config.engines_per_host - max(0, now.taken - before.taken)
-    # No more than is free by now.
     part = min(part, int(utilization * now.free))
     if before.shm_free is not None and now.shm_free is not None:
         part = min(part, int(utilization * before.shm_free) // config.engines_per_host)
@@ -189,9 +184,10 @@ def _share(config: EngineConfig, before: Memory, now: Memory) -> int:
 
 
 def _host_free(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """What the kernel says is available, within the limit of this process's control group.
+    """Available bytes, from the kernel and the limit of this process's cgroup.
 
-    A group's usage counts the files that its processes have read, such as checkpoints; the kernel drops those first.
+    A cgroup's usage includes its page cache, such as checkpoints that were read. The kernel can drop it, so it counts
+    as free.
     """
     lines = Path("/proc/meminfo").read_text().splitlines()
     sizes = {name: int(rest.split()[0]) << 10 for name, _, rest in (line.partition(":") for line in lines)}
@@ -204,7 +200,7 @@ def _host_free(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
             left = int((group / limit).read_text()) - int((group / usage).read_text())
             counts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
         except (OSError, ValueError):
-            continue  # no such control group, or no limit
+            continue  # no such cgroup, or no limit
         files = sum(int(counts.get(f"{prefix}{kind}_file", 0)) for kind in ("active", "inactive"))
         free = min(free, left + files)
     return max(0, free)

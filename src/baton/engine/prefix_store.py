@@ -1,14 +1,13 @@
-"""Prefixes that outlive an engine: KV of prompts in a `FileStore`, for every engine of the same model.
+"""Prefix store: KV of prompts in a `FileStore`, which outlives engines and is shared by all engines of a model.
 
-An entry holds the pages of `SPAN_TOKENS` tokens in every group, the drafter's too, under a key that names the model
-and all tokens that they depend on. What a request finds there enters the prefix cache before the request is
-scheduled, so nothing else in the engine knows of the store; what is not found, damaged or too much for the pool is
-computed. Only engines that compute prompts write: what came over a wire may be shared by nobody.
+An entry holds the pages of one span (about `SPAN_TOKENS` tokens) in every group, including the drafter's, under a key
+that covers the model and all tokens that the pages depend on. Pages that are found enter the prefix cache before the
+request is scheduled, so the rest of the engine does not know the store. Entries that are missing, damaged or too large
+for the pool are computed. Only engines that compute prompts write: received KV must not be shared.
 
-States have an entry of their own, at the last of a prompt's spans that has a checkpoint at its end: that is as far as
-other prompts get by it.
+States have one entry per prompt, after its last span that ends at a checkpoint.
 
-Files are read and written on threads of this class; pages and the prefix cache are touched on the engine thread alone.
+Files are read and written on threads of this class. Only the engine thread uses pages and the prefix cache.
 """
 
 from __future__ import annotations
@@ -39,17 +38,17 @@ _GroupPages = dict[str, list[int]]
 
 
 class PrefixStore:
-    """One engine's view of a store. `load` and `save` are for the engine thread."""
+    """One engine's view of a store. Only the engine thread calls it."""
 
     def __init__(
         self, store: FileStore, model: str, pools: Mapping[str, PagePool], kv: Mapping[str, Tensor], writes: bool
     ) -> None:
-        """`model` is all that decides what KV a model computes for given tokens. `pools` and `kv` (`[pages, ...]`)
-        are by group."""
+        """`model` names everything that decides the KV of given tokens. `pools` and `kv` (`[pages, ...]`) are by
+        group."""
         self._store, self._model, self._pools, self._kv, self._writes = store, model, pools, kv, writes
         self._states = {name: pool for name, pool in pools.items() if isinstance(pool, StatePool)}
         self._paged = {name: pool for name, pool in pools.items() if name not in self._states}
-        # A span is whole pages in every group, and ends where checkpoints are.
+        # A span has whole pages in every group and ends at a checkpoint position.
         ends = [pool.interval for pool in self._states.values()]
         whole = math.lcm(*ends, *(pool.page_size for pool in self._paged.values()))
         self._span = max(1, SPAN_TOKENS // whole) * whole
@@ -62,11 +61,12 @@ class PrefixStore:
         self._on_failure: Callable[[str], None]
 
     def bind(self, post: Post, on_failure: Callable[[str], None]) -> None:
-        """`post` takes calls to the engine thread; `on_failure` is called there when a `read` or `write` failed."""
+        """`post` runs a call on the engine thread. `on_failure` is called there with "read" or "write" after one
+        failed."""
         self._post, self._on_failure = post, on_failure
 
     def close(self) -> None:
-        """Finish the writes under way; their pages stay in use until then, and are released after it."""
+        """Finish pending writes, whose pages stay in use until then, and drop the KV memory."""
         self._readers.shutdown(cancel_futures=True)
         self._writer.shutdown()
         self._kv = {}
@@ -74,10 +74,10 @@ class PrefixStore:
     # ------------------------------------------------------------ engine thread
 
     def load(self, request: Request, then: Callable[[int], None]) -> bool:
-        """Look for the request's prompt in the store. False when there is nothing to look for; else `then` is called
-        later, with the number of tokens that entered the prefix cache."""
+        """Look up the request's prompt in the store. Returns False if there is nothing to look up. Otherwise `then` is
+        called later with the number of tokens that entered the prefix cache."""
         if request.is_salted:
-            return False  # salted prompts are shared only by those who know the salt, and in memory alone
+            return False  # salted prompts are only shared in memory, between requests with the same salt
         tokens = request.token_ids[: request.prefill_len]
         first = min(pool.lookup(tokens, len(tokens)).num_tokens for pool in self._pools.values()) // self._span
         last = min(self._num_spans(len(tokens)), first + self._num_free_spans())
@@ -92,8 +92,7 @@ class PrefixStore:
         return True
 
     def save(self, request: Request, num_final: int) -> None:
-        """Write those of a request's entries [0, `num_final`) that are not in the store. The pages stay in use
-        meanwhile."""
+        """Write the request's entries [0, `num_final`) that the store lacks. The pages stay in use until then."""
         if request.is_salted:
             return
         num = min(num_final // self._span, self._num_spans(len(request.token_ids)))
@@ -105,10 +104,10 @@ class PrefixStore:
             if len(slots) == len(hits):
                 break
             num -= 1
-        # A slow disk must not take the pages that requests need.
+        # A slow disk must not hold pages that requests need.
         room = min((pool.num_pages // 4 // self._span_pages[name] for name, pool in self._paged.items()), default=num)
         if self._states and self._num_writing:
-            room = 0  # requests cannot spare more than one slot
+            room = 0  # a write holds a checkpoint slot, and requests can spare only one
         if not self._writes or not 0 < num <= room - self._num_writing:
             return
         pages = {name: request.kv.pages[name][: num * count] for name, count in self._span_pages.items()} | slots
@@ -133,13 +132,13 @@ class PrefixStore:
             pool.release(pages[name])
 
     def _insert(self, tokens: Sequence[int], first: int, found: Sequence[Mapping[str, ByteArray]]) -> int:
-        # Pages that lead to the new ones must not be evicted for them.
+        # The pages before the new ones must not be evicted to make room.
         held = {name: pool.lookup(tokens, first * self._span).pages for name, pool in self._pools.items()}
         for name, pool in self._pools.items():
             pool.share(held[name])
         num = min(len(found), self._num_free_spans())
         if self._states and num < len(found):
-            num = 0  # the state is that behind all of them
+            num = 0  # the stored state is the one after all spans found
         for name, pool in self._paged.items():
             count = self._span_pages[name]
             pages = pool.allocate(num * count)
@@ -171,7 +170,7 @@ class PrefixStore:
     # ------------------------------------------------------------ threads of the store
 
     def _keys(self, tokens: Sequence[int], num: int) -> Iterator[str]:
-        """Keys of the first `num` spans, each over all tokens before it."""
+        """Keys of the first `num` spans. Each key also covers all earlier tokens."""
         key = self._model
         for start in range(0, num * self._span, self._span):
             key = content_key(key, tokens[start : start + self._span + self._reach])
@@ -192,7 +191,7 @@ class PrefixStore:
                     found[-1] |= entry.tensors
                     break
                 found.pop()
-        except Exception as error:  # the request waits for an end of this, whatever happens here
+        except Exception as error:  # the request waits for this lookup, so it must end
             log.warning("a stored prefix is computed again: %s", error)
             self._failed("read")
             if self._states:
@@ -221,5 +220,5 @@ class PrefixStore:
 
 
 def _of_states(key: str) -> str:
-    """The key of the states behind a span, whose tokens have `key`."""
+    """The key of the states after the span with `key`."""
     return content_key(f"{key} states", ())

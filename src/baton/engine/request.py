@@ -1,4 +1,4 @@
-"""The one mutable record of a request inside an engine."""
+"""A request inside an engine: its only mutable record, and its states."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
 
 class RequestStatus(enum.Enum):
     WAITING = enum.auto()
-    """No pages; also after preemption, and after a handoff that failed."""
+    """Has no pages; also after preemption or a failed handoff."""
     RECEIVING = enum.auto()
     """Decode leg: destination pages are registered with the prefill side."""
     RUNNING = enum.auto()
     HELD = enum.auto()
-    """Prefill leg: computed; pages stay until the handoff lets them go."""
+    """Prefill leg: computed. The handoff still needs the pages."""
     FINISHED = enum.auto()
-    """Over for its client. The agent may still have its pages, and then lets them go."""
+    """Ended for the client. The handoff agent may still hold the pages until they are quiet."""
 
 
-# Which state may follow which. None follows the end.
+# Allowed transitions.
 FOLLOWS: dict[RequestStatus, frozenset[RequestStatus]] = {
     RequestStatus.WAITING: frozenset(
         {RequestStatus.WAITING, RequestStatus.RECEIVING, RequestStatus.RUNNING, RequestStatus.FINISHED}
@@ -47,24 +47,19 @@ FOLLOWS: dict[RequestStatus, frozenset[RequestStatus]] = {
 class Request:
     """One sample of one prompt.
 
-    `token_ids` holds prompt and output. Target KV is valid for [0, num_computed), drafter KV for [0,
-    num_drafted). While decoding, `num_computed == len(token_ids) - 1`: the last token has no KV yet. A
-    request that resumes with known output (preemption, failover) prefills all tokens but the last, without
-    sampling; its drafter then starts from the last token, so that draft rounds fall exactly where they
-    would have fallen. The same tokens, `[0, prefill_len)`, are what a handoff moves.
+    `token_ids` holds prompt and output. Target KV is valid for [0, num_computed), drafter KV for [0, num_drafted).
+    While decoding, `num_computed == len(token_ids) - 1`: the last token has no KV yet. A request that resumes with
+    known output (preemption, failover) prefills all tokens but the last, without sampling, and then drafts after the
+    last one, so its drafts are those of an uninterrupted run. A handoff moves the same tokens, [0, prefill_len).
 
-    Where a handoff brought no drafter KV, `cold_from` is how much of it was here nevertheless. A drafter that needs the
-    target's features then begins behind the prompt: `first_drafted` is the position whose entry is the first of its
-    groups, and there is nothing before it.
-
-    Its `matcher` knows its grammar, if it has one.
-
-    A drafter of several modules has lately seen `num_known_drafted` tokens, and left `carried` float32 [K - 1, E] for
-    its next rows (`baton.drafters.chain`).
-
-    `arrival` numbers the requests of an engine as they come; `queued_at` is when it came (monotonic seconds), and
-    `started_at` when its prompt was first computed here; a decode leg has none. One that has `started`, and lost its
-    pages, goes before those that have not.
+    - `cold_from`: if a handoff brought no drafter KV, the length of the local prefix hit of the drafter's groups.
+    - `first_drafted`: the position of the first entry in the drafter's pages. It is 0, unless a drafter that needs the
+      target's features got no KV for the prompt and begins after it.
+    - `num_known_drafted`, `carried` float32 [K - 1, E]: for a drafter with several modules, the number of tokens known
+      at its last run, and the rows for its next one (`baton.drafters.chain`).
+    - `arrival`: the order of arrival at this engine. `queued_at`: the time of arrival (monotonic seconds).
+    - `started`: it has had pages, or recomputes after a failed handoff. `started_at`: when its prompt was first
+      computed here; None for a decode leg.
     """
 
     def __init__(
@@ -89,8 +84,8 @@ class Request:
         self.started = False
         self.queued_at = 0.0
         self.started_at: float | None = None
-        self.committed_at: float | None = None  # until its first step
-        self.runs_since: float | None = None  # its first step, or its handoff's commit; until it has ended
+        self.committed_at: float | None = None  # of the handoff; None after the first step
+        self.runs_since: float | None = None  # first step, or commit of the handoff
         self.finish_reason: FinishReason | None = None
         self.num_computed = 0
         self.num_drafted = 0
@@ -100,7 +95,7 @@ class Request:
         self.carried: npt.NDArray[np.float32] | None = None
         self.num_cached = 0
         self.draft_ids: list[int] = []
-        # What is not computed has no logits: a prompt that is scored finds nothing of others in the prefix cache.
+        # Cached tokens get no logits, so a prompt with logprobs gets a salt of its own and no prefix hits.
         scores = self.params.prompt_logprobs is not None
         self.prompt_scores: list[TokenLogprobs | None] = [None] * (self.num_prompt if scores else 0)
         salt = secrets.token_hex(16) if scores else wire.cache_salt
@@ -114,23 +109,23 @@ class Request:
         return self._status
 
     def become(self, status: RequestStatus) -> None:
-        """Enter a state of its life. Raises RuntimeError for one that cannot follow the state it is in."""
+        """Change the status. Raises `RuntimeError` for a transition that is not in `FOLLOWS`."""
         if status not in FOLLOWS[self._status]:
             raise RuntimeError(f"request {self.request_id!r} cannot be {status.name} after {self._status.name}")
         self._status = status
 
     def set_prefill_length(self) -> None:
-        """Fix how far prefill goes from here: to the prompt's end, or to the last known token but one."""
+        """Set `prefill_len` from the known tokens: the whole prompt, or with output all tokens but the last."""
         self.prefill_len = len(self.token_ids) if self.num_output == 0 else len(self.token_ids) - 1
 
     @property
     def queued_s(self) -> float | None:
-        """How long its prompt waited to be computed; None until then, and of a decode leg."""
+        """Seconds from arrival until its prompt was first computed. None before that, and for a decode leg."""
         return None if self.started_at is None else self.started_at - self.queued_at
 
     @property
     def place(self) -> tuple[bool, int]:
-        """Where it stands in queues: the least goes first."""
+        """Sort key in queues: requests that have started come first, then by arrival."""
         return not self.started, self.arrival
 
     @property
@@ -142,8 +137,8 @@ class Request:
         return self.token_ids[self.num_prompt :]
 
     def allowed(self) -> Allowed | None:
-        """What may be chosen for the next token and behind its drafts; None: anything. Raises `RequestError` where
-        nothing may be."""
+        """The allowed tokens for the next position and after each draft; None: all. Raises `RequestError` if a position
+        allows none."""
         allowed = self._allowed(self.draft_ids)
         if allowed is not None and self.sampler.restricts and not allowed.bits.any(axis=1).all():
             field = "bad_words" if self.params.allowed_token_ids is None else "allowed_token_ids"
@@ -151,7 +146,7 @@ class Request:
         return allowed
 
     def drafted(self, draft_ids: list[int]) -> None:
-        """Take drafts, as far as its grammar and the request itself allow them, and a token behind them."""
+        """Keep the leading drafts that the grammar and the request allow and after which a token can be chosen."""
         if self.matcher is not None:
             draft_ids = draft_ids[: self.matcher.follows(self.output_ids, draft_ids)]
         if self.sampler.restricts:
@@ -168,11 +163,11 @@ class Request:
         return self.num_computed < self.prefill_len
 
     def to_score(self, start: int, stop: int) -> range:
-        """The positions of the prompt whose tokens are scored by rows [start, stop): those behind them."""
+        """The prompt positions whose logprobs come from rows [start, stop): each row gives that of the next token."""
         return range(start + 1, min(stop + 1, len(self.prompt_scores)))
 
     def forget_computed(self) -> None:
-        """The request's pages are gone, and with them everything computed."""
+        """Reset everything that depends on the request's pages."""
         self.num_computed = self.num_drafted = self.first_drafted = 0
         self.cold_from = None
         self.num_known_drafted, self.carried = 0, None

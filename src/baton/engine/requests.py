@@ -1,4 +1,4 @@
-"""From the wire to an engine's `Request`: every check that needs the model, in one place."""
+"""Makes an engine's `Request` from a `GenerateRequest`, with all checks that need the model."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ log.addFilter(LogLimit())
 
 
 def make_request(engine: Engine, wire: GenerateRequest) -> Request:
-    """Check a request and give it a seed where it needs one.
+    """Check a request, and give it a seed if it has none.
 
-    Raises RequestError naming the parameter, WrongEngineError where its ticket is for another engine, and
-    IncompatiblePeerError where a router planned it for an engine with other settings.
+    Raises `RequestError` with the parameter's name, `ForbiddenError` for an invalid ticket, `WrongEngineError` if the
+    ticket is for another engine, and `IncompatiblePeerError` if a router planned the request for an engine with other
+    settings.
     """
     info = engine.info
     params = wire.sampling_params.check(info.vocab_size)
@@ -76,8 +77,8 @@ def make_request(engine: Engine, wire: GenerateRequest) -> Request:
 
 
 def check_identity(wire: GenerateRequest, info: EngineInfo) -> None:
-    """Raise `IncompatiblePeerError` if an engine would give the request other tokens, or an earlier end, than the one
-    that a router planned it for. It may have restarted with other settings at the same URL."""
+    """Raise `IncompatiblePeerError` if this engine would give other tokens, or an earlier end, than the engine that the
+    router planned for. An engine may have restarted at the same URL with other settings."""
     if wire.identity is None:
         return
     own = token_identity(info.fingerprint)
@@ -90,7 +91,7 @@ def check_identity(wire: GenerateRequest, info: EngineInfo) -> None:
 
 
 def _matcher(engine: Engine, wire: GenerateRequest, known: list[int]) -> Matcher | None:
-    """The matcher of the request's grammar, behind the output with which the request begins."""
+    """The matcher of the request's grammar, advanced by the request's known output."""
     asked = wire.sampling_params.structured_outputs
     if asked is None:
         return None
@@ -117,6 +118,6 @@ def _ticket(engine: Engine, wire: GenerateRequest) -> SignedTicket:
     except ProtocolError as error:
         log.warning("refused the ticket of a request: %s", error)
         if isinstance(error, WrongEngineError):
-            # Not the request's fault: a router has yet to hear that this engine was restarted.
+            # Not the request's fault: the router does not know yet that this engine was restarted.
             raise
         raise ForbiddenError(str(error), "handoff") from None

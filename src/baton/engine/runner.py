@@ -1,7 +1,7 @@
-"""Runs target and drafter over the rows of a plan. Knows tensors and pages, not requests, clients or handoffs.
+"""Runs target and drafter over the rows of a plan. It uses tensors and pages, not requests, clients or handoffs.
 
-Shapes: T rows of the step, R requests, E hidden size, F width of a row of features, V vocabulary, H query heads, G KV
-heads, D head size.
+Shapes: T rows of the step, R requests, E hidden size, F features per row, V vocabulary, H query heads, G KV heads, D
+head size.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ LayerMap = dict[int, tuple[GroupMemory, int]]
 
 @dataclass(frozen=True, slots=True)
 class TargetOutput:
-    """`hidden_TE` after the final norm; `features_TF` for the drafter, where it takes any."""
+    """`hidden_TE` after the final norm. `features_TF` for the drafter; None if it takes none."""
 
     hidden_TE: Tensor
     features_TF: Tensor | None
 
 
 class _LayerCache:
-    """Binds one forward's rows to the cache: layer id -> (group's memory, layer inside it)."""
+    """Binds one forward's rows to the cache. `layers`: layer id -> (memory of its group, index of the layer in it)."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class _LayerCache:
 
 @dataclass(frozen=True, slots=True)
 class _DraftPages:
-    """The drafter's pages and slots of a plan's requests: `Pages`."""
+    """The drafter's `Pages` for one plan."""
 
     runner: ModelRunner
     layers: LayerMap
@@ -104,7 +104,7 @@ class _DraftPages:
     def bind(self, requests: IntArray, positions: IntArray, query_start: Int32Array) -> _LayerCache:
         slots = positions
         if self.first_entry.any():
-            # What lies before a request's first entry does not exist: slots and visibility count from there.
+            # Entries before a request's first one do not exist: slots and visibility count from there.
             slots = positions - np.repeat(self.first_entry[requests], np.diff(query_start))
         batches = {name: AttnBatch(query_start, slots, table[requests]) for name, table in self.tables.items()}
         slots_of = self.states.bind(requests, positions, query_start)
@@ -113,7 +113,7 @@ class _DraftPages:
 
 
 def plan_spec(groups: Sequence[GroupSpec], drafter: Drafter | None) -> PlanSpec:
-    """What plans must hold for an engine with these groups."""
+    """The plan spec of an engine with these groups."""
 
     def names(owner: Owner, states: bool) -> tuple[str, ...]:
         return tuple(g.name for g in groups if g.owner == owner and (g.kind == "state") is states)
@@ -130,8 +130,8 @@ def plan_spec(groups: Sequence[GroupSpec], drafter: Drafter | None) -> PlanSpec:
 
 
 class ModelRunner:
-    """`kv` is the memory of every group; its pages are the mutable state. Without `grammars` drafts follow none. A
-    pipeline stage without the drafter is told the `aux_layers` it is fed. Callers are in `torch.inference_mode()`."""
+    """`kv`: the memory of each group. Without `grammars`, drafts are not constrained. `aux_layers`: those of the
+    drafter, for a pipeline stage without it. Callers must be in `torch.inference_mode()`."""
 
     def __init__(
         self,
@@ -153,13 +153,13 @@ class ModelRunner:
         self.spec = plan_spec(groups, drafter)
 
     def release(self) -> None:
-        """Let go of pages and weights for good, although circles of references may keep the runner itself alive."""
+        """Drop pages and weights, because reference cycles may keep the runner itself alive."""
         for held in (self.kv, self._target_layers, self._draft_layers):
             held.clear()
         del self.model, self.drafter
 
     def forward(self, rows: Rows, written: Written | None = None) -> TargetOutput:
-        """Target forward; the rows' KV is written."""
+        """Target forward. Writes the rows' KV."""
         batches = {
             name: AttnBatch(rows.query_start, rows.positions, rows.tables[name]) for name in self.spec.target_groups
         }
@@ -173,19 +173,19 @@ class ModelRunner:
         return TargetOutput(hidden_TE, features)
 
     def logits(self, output: TargetOutput, rows: IntArray) -> Tensor:
-        """Target logits float32 [len(rows), V] of those rows of the step, which are ascending."""
+        """Target logits float32 [len(rows), V] of `rows` of the step (ascending)."""
         if len(rows) == output.hidden_TE.shape[0]:
             return self.model.compute_logits(output.hidden_TE)
         return self.model.compute_logits(output.hidden_TE[self._tensor(rows)])
 
     def draft(self, plan: DraftPlan, output: TargetOutput) -> DraftResult:
-        """Drafter forward: the rows' KV is written."""
+        """Drafter forward. Writes the rows' KV. Raises `ValueError` for invalid drafts."""
         drafter, rows = self.drafter, plan.rows
         assert drafter is not None
         features = output.features_TF
         if features is not None and len(plan.feature_rows) != features.shape[0]:
             features = features[self._tensor(plan.feature_rows)]
-        # The last row's token is known too: what is drafted first stands two positions behind the row.
+        # The token after the last row is known, so the first draft is two positions after the row.
         first = rows.positions[rows.query_start[1:] - 1] + 2
         states = DraftStates(plan)
         tables = {name: rows.tables[name] for name in self.spec.draft_groups}
@@ -221,7 +221,7 @@ class ModelRunner:
 
 
 def _check_drafts(drafts: list[list[int]], most: list[int], vocab_size: int, name: str) -> None:
-    """Raise `ValueError` for what no drafter may return: a drafter of one's own may have any fault."""
+    """Raise `ValueError` for invalid drafts: a user's own drafter may return anything."""
     if len(drafts) != len(most):
         raise ValueError(f"drafter {name} returned drafts of {len(drafts)} requests, not of {len(most)}")
     for ids, count in zip(drafts, most, strict=True):

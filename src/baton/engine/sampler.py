@@ -1,4 +1,4 @@
-"""What sampling knows of a request: its parameters and the tokens that penalties have seen, as data for a plan."""
+"""Per-request sampling state, and the sampling part of a plan made from it. Tokens are chosen in `engine.choice`."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from baton.structured import Allowed
 from baton.structured.matcher import Bits
 from baton.wire import SamplingParams, TokenLogprobs
 
-# Token ids, and a value for each.
+# Token ids, and one value for each.
 ForTokens = tuple[IntArray, FloatArray]
 
 
 class SamplerState:
-    """Per-request sampling state: what penalties have seen. Mutated only by `advance`.
+    """A request's sampling parameters and the token counts for penalties. Mutated only by `advance`.
 
-    `columns`: log of min_p, top_k, top_p, repetition, frequency and presence penalty, as a plan has them.
+    `columns`: log(min_p), top_k, top_p, repetition, frequency and presence penalty, as in a plan.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class SamplerState:
         self._penalised = (
             params.presence_penalty != 0.0 or params.frequency_penalty != 0.0 or params.repetition_penalty != 1.0
         )
-        # How often each token was put out; those of the prompt are there from the start.
+        # How often each token occurs in the output. Prompt tokens count 0: the repetition penalty applies to them.
         self._counts: dict[int, int] = dict.fromkeys(prompt_ids, 0) if self._penalised else {}
         self.plain_greedy = (
             params.temperature == 0.0
@@ -72,7 +72,6 @@ class SamplerState:
             self._allowed = np.packbits(some, bitorder="little")
 
     def advance(self, token_ids: Sequence[int]) -> None:
-        """Tokens that were appended to the request's output."""
         self.num_output += len(token_ids)
         self._bad_words.advance(token_ids)
         if self._penalised:
@@ -80,17 +79,17 @@ class SamplerState:
 
     @property
     def position(self) -> int:
-        """Absolute position of the token that is chosen next."""
+        """Absolute position of the next token."""
         return self.num_prompt + self.num_output
 
     @property
     def restricts(self) -> bool:
-        """Whether some tokens may not be chosen, whatever a grammar says."""
+        """Whether the request bars some tokens independently of a grammar."""
         return self._allowed is not None
 
     def allowed(self, drafts: Sequence[int], grammar: Allowed | None) -> Allowed | None:
-        """What may be chosen for the next token and behind each draft: what the request allows, of that what its
-        `grammar` allows in the first of these rows; None: anything."""
+        """The allowed tokens for the next position and after each draft; None: all. `grammar` may cover only the first
+        of these rows."""
         if self._allowed is None:
             return grammar
         width = 0 if grammar is None else grammar.bits.shape[1]
@@ -104,15 +103,14 @@ class SamplerState:
         return Allowed(bits)
 
     def biased(self) -> ForTokens | None:
-        """What is added to logits."""
         return self._bias
 
     def masked(self, row: int) -> ForTokens | None:
-        """Tokens that must not be chosen at `row` (0: the next token; then those behind its drafts): -inf each."""
+        """Tokens with -inf that `min_tokens` bars at `row` (0: the next token; i: after draft i)."""
         return self._min_tokens if self.num_output + row < self.params.min_tokens else None
 
     def counted(self, drafts_before: Sequence[int]) -> ForTokens | None:
-        """Tokens that penalties touch behind these drafts, and how often each was put out."""
+        """Tokens with penalties after these drafts, and how often each occurs in the output."""
         if not self._penalised:
             return None
         counts = self._counts
@@ -130,8 +128,8 @@ def _count(counts: dict[int, int], token_ids: Sequence[int]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ToSample:
-    """A request's rows with logits, the first of which is number `first_row`: one, and one behind each draft.
-    `allowed`: what may be chosen there, where not everything may."""
+    """A request's rows with logits, from `first_row` on: one for the next token, and one after each draft. `allowed`:
+    the allowed tokens of these rows; None: all."""
 
     state: SamplerState
     first_row: int
@@ -139,7 +137,7 @@ class ToSample:
     allowed: Allowed | None = None
 
     def masked(self, row: int) -> ForTokens | None:
-        """As the state says. Tokens that end the output are not masked where the grammar allows nothing else."""
+        """`SamplerState.masked`, except for rows where only the tokens that end the output are allowed."""
         masked = self.state.masked(row)
         if masked is None or self.allowed is None or row >= len(self.allowed.bits):
             return masked
@@ -147,11 +145,10 @@ class ToSample:
 
 
 def sampling_of(asked: Sequence[ToSample], rejection: bool) -> Sampling | None:
-    """What a plan says of these requests; None where there are none."""
+    """The sampling of a plan for these requests; None without requests."""
     if not asked:
         return None
     rows = [(one, row) for one in asked for row in range(1 + len(one.drafts))]
-    # A column per parameter.
     columns = np.array([one.state.columns for one, _ in rows]).T
     return Sampling(
         row=np.array([one.first_row + row for one, row in rows], dtype=np.int64),
@@ -173,9 +170,9 @@ def sampling_of(asked: Sequence[ToSample], rejection: bool) -> Sampling | None:
 
 
 def noise_of(params: Sequence[SamplingParams]) -> Noise:
-    """What the noise of these requests is drawn from."""
+    """The noise parameters of these requests."""
     return Noise(
-        # Every request that is sampled has a seed; from that of others nothing is drawn.
+        # Every sampled request has a seed; greedy requests draw nothing.
         seed=np.array([p.seed or 0 for p in params], dtype=np.uint64),
         sample_index=np.array([p.sample_index for p in params], dtype=np.uint64),
         temperature=np.array([p.temperature for p in params], dtype=np.float64),
@@ -207,7 +204,7 @@ def _entries(by_row: Sequence[ForTokens | None]) -> Entries:
 
 
 def token_logprobs(logits: npt.NDArray[np.float32], token: int, num_top: int) -> TokenLogprobs:
-    """Logprob of `token` under the raw logits [V] and the `num_top` most likely tokens, best first."""
+    """The logprob of `token` under the raw logits [V], and the `num_top` most likely tokens, best first."""
     wide = logits.astype(np.float64)
     wide -= wide.max()
     wide -= np.log(np.exp(wide).sum())

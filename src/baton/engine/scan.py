@@ -1,5 +1,5 @@
-"""States of recurrent layers: a forward goes on from one slot of each request and writes others, so that every state
-that a later step may want is kept, and a forward that fails has changed none."""
+"""States of recurrent layers. A forward reads one slot per request and writes other slots, so every state that a later
+step may need is kept, and a failed forward leaves the states that it read unchanged."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from baton.models.cache import Recurrence, Scanned
 
 @dataclass(frozen=True, slots=True)
 class StateBatch:
-    """The rows of one forward for one group of states: requests' rows, and the slots of `StateSlots`."""
+    """The rows of one forward for one state group: row bounds per request, and the slots."""
 
     query_start: np.ndarray
     slots: StateSlots
 
 
 def scan(planes: Sequence[Tensor], layer: int, batch: StateBatch, recurrence: Recurrence) -> Tensor:
-    """Run one layer's recurrence between the slots of its group's `planes` [slots, layers, 1, heads, dim].
+    """Run one layer's recurrence from and to slots of its group's `planes` [slots, layers, 1, heads, dim].
 
-    Raises `BatonError` for a slot that is not there, is written twice, or is read and written, and for states of other
-    shapes than the planes'.
+    Raises `BatonError` for a slot that does not exist, is written twice, or is both read and written, and for states
+    whose shape differs from the planes'.
     """
     slots, count = batch.slots, planes[0].shape[0]
     used = np.concatenate((slots.write, slots.read))
@@ -41,7 +41,7 @@ def scan(planes: Sequence[Tensor], layer: int, batch: StateBatch, recurrence: Re
     device = planes[0].device
     read, write = torch.from_numpy(slots.read).to(device), torch.from_numpy(slots.write).to(device)
     begins = (read == NULL_PAGE)[:, None, None]
-    # The null slot says that a request begins, whatever lies there.
+    # The null slot means that a request begins; its content is ignored.
     states = tuple(plane[read, layer, 0].masked_fill(begins, 0) for plane in planes)
     out, kept = recurrence(states, Scanned(batch.query_start, slots.kept))
     for plane, values in zip(planes, kept, strict=True):

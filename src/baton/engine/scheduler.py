@@ -1,8 +1,8 @@
 """Continuous batching with chunked prefill under a token budget, and preemption by recompute.
 
-A verification (last token and its drafts) is scheduled whole or not at all: cutting drafts under load would
-make acceptance depend on the neighbours. Prefill legs get all their pages at admission and are never
-preempted, because a transport may read pages that were declared final.
+A verification (the last token and its drafts) is scheduled whole or not at all: if drafts were cut under load,
+acceptance would depend on other requests. Prefill legs get all pages at admission and are never preempted, because a
+transport may read pages that were declared final.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class ScheduledRows:
 
 
 class Scheduler:
-    """Who runs next, and whose pages are taken for it: the queues, over the pages of a `KVCache`. Single-threaded."""
+    """The queues of requests, and their pages in a `KVCache`. Not thread-safe."""
 
     def __init__(self, cache: KVCache, max_num_batched_tokens: int, max_num_seqs: int) -> None:
         self.cache = cache
@@ -35,7 +35,7 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.waiting: deque[Request] = deque()
         self.receive_queue: deque[Request] = deque()
-        self.announced: dict[Request, None] = {}  # decode legs that the prefill side has no room for yet
+        self.announced: dict[Request, None] = {}  # decode legs that P has not admitted yet
         self.receiving: set[Request] = set()
         self.running: list[Request] = []
         self.num_preemptions = 0
@@ -45,17 +45,17 @@ class Scheduler:
         return bool(self.waiting or self.running or self.receive_queue or self.announced)
 
     def queued(self) -> list[Request]:
-        """Requests that have no pages."""
+        """Requests without pages."""
         return [*self.waiting, *self.receive_queue, *self.announced]
 
     def enqueue(self, request: Request) -> None:
-        """Put a request where it belongs: among those that compute here, or among the decode legs."""
+        """Queue a request: a decode leg that waits for its handoff in `receive_queue`, any other in `waiting`."""
         queue = self.receive_queue if request.role == "decode" and not request.started else self.waiting
         at = next((i for i, other in enumerate(queue) if other.place > request.place), len(queue))
         queue.insert(at, request)
 
     def schedule(self) -> list[ScheduledRows]:
-        """Rows of the next step, decodes first, then prefill chunks in order of arrival."""
+        """The rows of the next step: verifications first, then prefill chunks in order of arrival."""
         budget = self.max_num_batched_tokens
         scheduled: dict[Request, ScheduledRows] = {}
         for prefilling in (False, True):
@@ -74,7 +74,7 @@ class Scheduler:
                 budget = self.max_num_batched_tokens - sum(rows.num_rows for rows in scheduled.values())
         while self.waiting and budget > 0 and self._num_active < self.max_num_seqs:
             request = self.waiting[0]
-            # Neither queue overtakes the other: else one of them could wait for ever.
+            # Neither queue overtakes the other, so neither starves.
             if self.receive_queue and self.receive_queue[0].place < request.place:
                 break
             if not self._admit(request, budget):
@@ -85,7 +85,7 @@ class Scheduler:
             budget -= num_rows
         for rows in scheduled.values():
             if rows.request.is_prefilling:
-                # After all requests have their slots.
+                # Requests get their slots before checkpoints do.
                 request, stop = rows.request, rows.start + rows.num_rows
                 self.cache.plan_checkpoints(request.kv, request.token_ids, rows.start, stop)
         return list(scheduled.values())
@@ -106,15 +106,14 @@ class Scheduler:
         return True
 
     def preempt(self, request: Request) -> None:
-        """Take a running request's pages; it recomputes later, before anything that waits."""
+        """Release a running request's pages. It recomputes later, before requests that have not started."""
         self.num_preemptions += 1
         self.running.remove(request)
         self.release(request)
         self._recompute_first(request)
 
     def recompute(self, request: Request) -> None:
-        """A decode leg that has given up its pages, or has had none, computes its prompt itself, before anything that
-        has not started."""
+        """Let a decode leg that has no pages compute its prompt here, before requests that have not started."""
         self.remove(request)
         self._recompute_first(request)
 
@@ -125,13 +124,12 @@ class Scheduler:
         self.enqueue(request)
 
     def release(self, request: Request) -> None:
-        """Drop the request's references to its pages."""
         self.cache.release(request.kv)
         request.forget_computed()
 
     def quarantine(self, request: Request, wanted: Mapping[str, Interval]) -> BlockTables:
-        """As `release`, of pages of which a peer may still write the `wanted` entries. They stay out of use, as tables
-        for `KVCache.leave_quarantine`."""
+        """Release pages whose `wanted` entries a peer may still write. They stay in quarantine; returns the tables for
+        `KVCache.leave_quarantine`."""
         request.forget_computed()
         return self.cache.quarantine(request.kv, wanted)
 
@@ -150,12 +148,12 @@ class Scheduler:
         return True
 
     def missing(self, request: Request) -> int:
-        """How many tokens of a request that waits would have to be computed."""
+        """The number of tokens of a waiting request that would have to be computed."""
         found = self.cache.find(request.kv, request.token_ids, request.prefill_len)
         return request.prefill_len - min(hit.num_tokens for hit in found.values())
 
     def start_receive(self, request: Request, brought: Container[str] | None = None) -> Destination | None:
-        """Give a decode leg its destination pages, or None when there is no room yet. `brought`: as
+        """Allocate a decode leg's destination pages. Returns None if there is no room yet. `brought`: as in
         `KVCache.attach_destination`."""
         behind = bool(self.waiting) and self.waiting[0].place < request.place
         if self._num_active >= self.max_num_seqs or behind:
@@ -171,13 +169,13 @@ class Scheduler:
         return destination
 
     def commit_receive(self, request: Request) -> None:
-        """All groups are committed: the request decodes from the next step on."""
+        """Run a decode leg from the next step on. All its groups are committed."""
         self.receiving.discard(request)
         request.become(RequestStatus.RUNNING)
         self.running.append(request)
 
     def remove(self, request: Request) -> None:
-        """Take a request out of every queue; its pages are untouched."""
+        """Remove a request from all queues. Its pages are not released."""
         if request in self.running:
             self.running.remove(request)
         for queue in (self.waiting, self.receive_queue):

@@ -1,4 +1,4 @@
-"""What the target thinks of a prompt: the logprob of each token behind those before it (vLLM's `prompt_logprobs`)."""
+"""Prompt logprobs: the logprob of each prompt token given the tokens before it (vLLM's `prompt_logprobs`)."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from baton.wire import TokenLogprobs
 
 
 def scores_of(logits_MV: Tensor, scored: Scored) -> list[TokenLogprobs | None]:
-    """Logprob and rank of each row's token, and the likeliest others; of equal ones the lower id goes first. None of a
-    row whose logits are not all finite.
+    """The logprob and rank of each row's token, and the most likely tokens, ties by lower id. None for a row whose
+    logits are not all finite.
 
-    Sums are NumPy's, in float64 and row by row, so that a row's score does not depend on the rows beside it.
+    Sums are NumPy's in float64, row by row, so that a row's result does not depend on the other rows.
     """
     not_finite = rows_not_finite(logits_MV)
     wide = logits_MV.double().cpu().numpy()
@@ -36,7 +36,7 @@ def scores_of(logits_MV: Tensor, scored: Scored) -> list[TokenLogprobs | None]:
 def _likeliest(row: npt.NDArray[np.float64], count: int) -> list[tuple[int, float]]:
     if not count:
         return []
-    # A sort of the whole vocabulary takes milliseconds a row.
+    # Sorting the whole vocabulary would take milliseconds per row.
     least = np.partition(row, -min(count, len(row)))[-min(count, len(row))]
     among = np.flatnonzero(row >= least)
     order = among[np.argsort(-row[among], kind="stable")][:count]

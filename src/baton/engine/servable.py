@@ -1,6 +1,6 @@
-"""What a directory is that cannot be served, told from its names, `config.json` and headers before anything is loaded.
+"""Recognises checkpoints that cannot be served, by file names, `config.json` and headers, before anything is loaded.
 
-Each refusal says what to do instead. What is not recognised here is for whoever loads it to refuse.
+Each refusal says what to do instead. Other unusable checkpoints are refused when they are loaded.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from baton.errors import CheckpointError
 
-# Ends of the names of architectures that generate no text, and what they are.
+# Suffixes of architecture names that are not text generators, and what they are.
 _OTHER_TASKS = {
     "ForSequenceClassification": "a classifier or a reranker",
     "ForTokenClassification": "a classifier of tokens",
@@ -32,7 +32,7 @@ _MAX_HEADER_BYTES = 100 << 20
 
 
 def check_servable(path: str | Path) -> None:
-    """Raise `CheckpointError` naming what the checkpoint directory `path` is, where that is known and not served."""
+    """Raise `CheckpointError` if the checkpoint directory `path` is known not to be servable, saying what it is."""
     directory = Path(path)
     why = _why(directory, _object(directory / "config.json"))
     if why is not None:
@@ -93,7 +93,7 @@ def _of_headers(directory: Path, weights: list[str]) -> str | None:
 
 
 def _header(path: Path) -> Mapping[str, Any]:
-    """The tensors of a safetensors file; empty where it is none, which whoever loads it will say."""
+    """The tensors of a safetensors file. Empty for other files: loading them raises a better error."""
     try:
         with path.open("rb") as file:
             (size,) = struct.unpack("<Q", file.read(8))
@@ -104,7 +104,7 @@ def _header(path: Path) -> Mapping[str, Any]:
 
 
 def _object(path: Path) -> Mapping[str, Any]:
-    """A JSON object; empty where there is none, which whoever needs it will say."""
+    """The JSON object in a file. Empty if there is none: loading the checkpoint raises a better error."""
     try:
         value = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):

@@ -1,6 +1,6 @@
-"""Sizes that no engine could have, told from a checkpoint's `config.json` and this host before anything is loaded.
+"""Early check of sizes that no engine could have, from a checkpoint's `config.json` and this host's memory.
 
-The same settings are checked again, exactly, when the weights are there (`engine/kv_memory.py`, `engine/pool_size.py`).
+`engine/kv_memory.py` and `engine/pool_size.py` check the same settings exactly after the weights are loaded.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from baton.transports.segments import SHM_DIR
 
 
 def check_sizes(config: EngineConfig, num_engines: int = 1) -> None:
-    """Raise `ConfigError` where the context is longer than any rope scaling of the checkpoint makes it, or where the KV
-    of so many engines is more than this host has in all."""
+    """Raise `ConfigError` if the context is longer than the checkpoint's with any rope scaling, or if the KV of
+    `num_engines` engines exceeds this host's memory."""
     longest = _longest_context(Path(config.model) / "config.json")
     if config.max_model_len is not None and longest is not None and config.max_model_len > longest:
         raise ConfigError("max_model_len", f"must be at most the checkpoint's {longest}, got {config.max_model_len}")
@@ -37,11 +37,11 @@ def check_sizes(config: EngineConfig, num_engines: int = 1) -> None:
 
 
 def _longest_context(path: Path) -> int | None:
-    """The longest context that a `config.json` may mean; None where it does not say."""
+    """The longest context that a `config.json` may mean; None if it gives none."""
     try:
         settings = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
-        return None  # whoever loads it says what is wrong
+        return None  # loading the checkpoint raises a better error
     lengths = [int(length * factor) for length, factor in _contexts(settings)]
     return max(lengths, default=None)
 
@@ -56,7 +56,7 @@ def _contexts(settings: Any) -> Iterator[tuple[int, float]]:
 
 
 def _factors(scaling: Any) -> Iterator[float]:
-    """Factors by which rope is scaled, also where there are parameters by kind of layer."""
+    """All rope scaling factors, also those given per kind of layer."""
     for name, value in scaling.items() if isinstance(scaling, dict) else ():
         if name == "factor" and isinstance(value, int | float):
             yield float(value)

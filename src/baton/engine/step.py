@@ -1,7 +1,7 @@
-"""What one step computes for its rows: target forward, sampled tokens, drafts. A request that makes it fail ends alone.
+"""Computes one step: target forward, sampling, verification, drafts. A request that makes the step fail ends alone.
 
-Nothing of a request changes before its tokens are chosen, so rows that fail together are simply run again, one request
-at a time.
+A request does not change before its tokens are chosen, so rows that fail together can be run again, one request at a
+time.
 """
 
 from __future__ import annotations
@@ -33,24 +33,23 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """What a step computed: the drafter's rows, and the requests that could not be computed, with the cause."""
+    """The rows that the drafter ran, and the failed requests with the cause."""
 
     draft_rows: list[DraftRows] = field(default_factory=list)
     failed: dict[Request, Exception] = field(default_factory=dict)
 
 
 def compute(core: EngineCore, scheduled: Sequence[ScheduledRows]) -> StepOutcome:
-    """Run the rows, and send the tokens they give to their clients.
+    """Run the scheduled rows and emit their tokens.
 
-    Raises what the rows of every request raise, where a harmless request of the engine's own raises too: then it is
-    the engine that is broken.
+    Raises an error of a request if all requests fail and a trivial test request fails too: the engine is broken.
     """
     _note_starts(core, scheduled)
     computed = _together(core, scheduled)
     for request, error in computed.failed.items():
         if isinstance(error, NonFiniteLogitsError):
             core.metrics.num_corrupted += 1
-            # Else the same would come of every prompt that begins like this one, even where the cause has gone.
+            # Else these pages in the prefix cache would fail prompts with the same prefix even after the cause is gone.
             core.cache.forget(request.kv)
     if len(computed.failed) == len(scheduled) and not _works(core):
         raise next(iter(computed.failed.values()))
@@ -58,8 +57,8 @@ def compute(core: EngineCore, scheduled: Sequence[ScheduledRows]) -> StepOutcome
 
 
 def told(request: Request, error: Exception) -> str:
-    """What the client of a request that could not be computed is told. What failed here is of no interest to it, unless
-    that is its own request: one that leaves no token to choose."""
+    """Error text for the client of a failed request. Internal errors are logged and only named by type; a
+    `RequestError` (no token left to choose) is the client's own and is sent whole."""
     if isinstance(error, RequestError):
         log.info("%s ends: %s", request.request_id, error)
         return refusal(error)
@@ -71,8 +70,8 @@ def told(request: Request, error: Exception) -> str:
 
 
 def _note_starts(core: EngineCore, scheduled: Sequence[ScheduledRows]) -> None:
-    """Book how long requests waited that are computed for the first time. A decode leg waits for its KV, which handoffs
-    have figures of their own for."""
+    """Record the queue time of requests that run for the first time. Decode legs wait for KV, which handoff metrics
+    measure."""
     for rows in scheduled:
         request = rows.request
         if request.started_at is None and request.role != "decode":
@@ -123,7 +122,7 @@ def _joined(parts: Sequence[StepOutcome]) -> StepOutcome:
 
 
 def _works(core: EngineCore) -> bool:
-    """Whether target and drafter can compute one token, in pages of their own; yes where none is free to try it."""
+    """Whether target and drafter can compute one token in spare pages. True if there are no spare pages to try it."""
     tables = core.cache.spare()
     if tables is None:
         return True
@@ -149,7 +148,7 @@ def _works(core: EngineCore) -> bool:
 
 
 def _one_row(core: EngineCore) -> ModuleChain | None:
-    """The first row of a request, with which a chain's first module alone has an entry."""
+    """The module chain for the first row of a request, for which only the first module has an entry."""
     num_modules = core.executor.spec.num_modules
     if num_modules == 1:
         return None
@@ -167,7 +166,7 @@ def _choose(core: EngineCore, one: SampledRequest, choices: Sequence[int], resul
 def _append(core: EngineCore, request: Request, verified: Verified, logits: npt.NDArray[np.float32]) -> None:
     num_drafts, request.draft_ids = len(request.draft_ids), []
     kept, reason, stop_reason = until_stop(request, verified.token_ids, core.eos_ids, core.max_model_len)
-    # Rows that drafts made and the request does not reach, because they were rejected or it ends before, are no matter.
+    # Rows after a rejected draft or after the request's end are not in `kept`, so they do not matter.
     if NOT_FINITE in kept:
         position = len(request.token_ids) + kept.index(NOT_FINITE)
         raise NonFiniteLogitsError(f"the model's logits for position {position} are not finite")
@@ -182,7 +181,7 @@ def _append(core: EngineCore, request: Request, verified: Verified, logits: npt.
     drafted: list[int] = []
     if num_drafts:
         accepted, drafted = [min(verified.num_accepted, len(kept))], [num_drafts]
-        # Counters tell of the drafter, so they count drafts beyond the request's end too, as vLLM's do.
+        # As in vLLM, the drafter's counters include drafts after the request's end.
         core.metrics.verified(num_drafts, verified.num_accepted)
     core.metrics.num_generation_tokens += len(kept)
     if request.committed_at is not None:
@@ -209,15 +208,15 @@ def _append(core: EngineCore, request: Request, verified: Verified, logits: npt.
         queued_s=request.queued_s if position == 0 else None,
         prompt_logprobs=(request.prompt_scores or None) if position == 0 else None,
     )
-    # A prefill leg's stream stays open until its pages are free: its end is how a client that left is noticed.
+    # A prefill leg's stream stays open until its pages are free: only an open stream shows that the client has left.
     core.emit(chunk, reason is not None)
 
 
 def _note_scores(
     scheduled: Sequence[ScheduledRows], scores: Iterable[TokenLogprobs | None]
 ) -> dict[Request, Exception]:
-    """Book the scores of prompts; returns the requests of which one is missing. Those of a prompt that is computed
-    again, after its pages were lost, are the same again."""
+    """Store prompt logprobs. Returns the requests with non-finite logits. A prompt that is recomputed after preemption
+    gets the same logprobs again."""
     left = iter(scores)
     failed: dict[Request, Exception] = {}
     for rows in scheduled:
@@ -231,7 +230,7 @@ def _note_scores(
 
 
 def _end_without_tokens(core: EngineCore, scheduled: Sequence[ScheduledRows]) -> None:
-    """End requests that wanted nothing but their prompt's scores, and have them all."""
+    """End requests with `max_tokens` 0, which want only prompt logprobs, when their prompt is computed."""
     for rows in scheduled:
         request = rows.request
         if request.params.max_tokens == 0 and rows.start + rows.num_rows == request.prefill_len:
@@ -245,7 +244,7 @@ def _end_without_tokens(core: EngineCore, scheduled: Sequence[ScheduledRows]) ->
 def _advance(
     core: EngineCore, scheduled: Sequence[ScheduledRows], plan: StepPlan, failed: Container[Request]
 ) -> list[DraftRows]:
-    """Note how far the target's KV goes now; returns the drafter's rows."""
+    """Update how far each request is computed. Returns the drafter's rows."""
     draft_rows: list[DraftRows] = []
     late: list[tuple[Request, int]] = []
     for rows, first in zip(scheduled, plan.rows.query_start.tolist(), strict=False):
@@ -272,8 +271,8 @@ def _advance(
 
 
 def _catch_up(late: Sequence[tuple[Request, int]], budget: int) -> list[DraftRows]:
-    """Rows of a drafter that lacks entries of these requests, the first of them first, in what is left of the step's
-    budget; their drafts come when it lacks none."""
+    """Drafter rows for requests whose earlier drafter entries are missing, in order, within the rest of the step's
+    token budget. A request gets drafts once no entry is missing."""
     found: list[DraftRows] = []
     for request, num_drafts in late:
         start = request.num_drafted
@@ -285,7 +284,7 @@ def _catch_up(late: Sequence[tuple[Request, int]], budget: int) -> list[DraftRow
 
 
 def _draft(core: EngineCore, draft_rows: Sequence[DraftRows]) -> dict[Request, Exception]:
-    """Run the drafter. What it writes twice, when rows are run again, it writes alike."""
+    """Run the drafter. Rows that are run again after a failure write the same KV."""
     if not draft_rows:
         return {}
     try:

@@ -1,4 +1,4 @@
-"""When a request is over, as far as tokens tell."""
+"""Decides from tokens when a request ends. The front door applies stop strings."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from baton.wire import FinishReason
 def until_stop(
     request: Request, token_ids: Sequence[int], eos_ids: Collection[int], max_model_len: int
 ) -> tuple[list[int], FinishReason | None, int | None]:
-    """The new tokens up to the one that ends the request, why it ends (None: it goes on), and which stop token it was.
-
-    Counts from the client's prompt, however many tokens the request began with.
+    """The new tokens up to the one that ends the request, the finish reason (None: not ended), and the stop token if
+    one of `stop_token_ids` ended it. Limits count from the end of the client's prompt, also for a resumed request.
     """
     params = request.params
     kept: list[int] = []
@@ -21,7 +20,7 @@ def until_stop(
         kept.append(token)
         num_output = request.num_output + len(kept)
         if token in eos_ids and params.structured_outputs is not None:
-            # A grammar says where the output may end. Before `min_tokens` it does so where nothing else is allowed.
+            # The grammar decides when the output may end, even before `min_tokens` if it allows nothing else.
             return kept, "stop", None
         if num_output >= params.min_tokens:
             if token in eos_ids and not params.ignore_eos:

@@ -1,11 +1,10 @@
 """Verification of draft tokens, as pure functions.
 
-`coupled` (default): the target's choice at each row is argmax(logits + the position's own Gumbel noise),
-which does not depend on the drafts; a draft is accepted while it equals that choice. Output is therefore
-the same token for token with speculation on or off. `rejection` (Leviathan et al., 2023, with the drafter's
-argmax as a point-mass proposal): accept draft d with probability p(d), else sample from p without d; only
-the distribution is preserved. A row where d is accepted has d for its choice, and no other row has, so that both are
-verified alike.
+`coupled` (default): the target's choice at each row is argmax(logits + Gumbel noise of the position), which does not
+depend on the drafts. A draft is accepted if it equals that choice, so the output is the same token for token with
+speculation on or off. `rejection` (Leviathan et al., 2023, with the drafter's argmax as a point-mass proposal): accept
+draft d with probability p(d), else sample from p without d; only the distribution is preserved. A row's choice is d
+exactly if d is accepted, so `verify` serves both.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ Scores = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """`token_ids`: accepted drafts and one token of the target's own; `num_accepted` of them were drafts."""
+    """`token_ids`: the `num_accepted` accepted drafts, and one token chosen by the target."""
 
     token_ids: list[int]
     num_accepted: int
 
 
 def verify(draft_ids: Sequence[int], choices: Sequence[int], first: int) -> Verified:
-    """Accept drafts up to the first that is not what the target chooses; its choices are those from `first` on."""
+    """Accept drafts up to the first one that the target did not choose. Its choices are `choices[first:]`."""
     num_accepted = 0
     for draft in draft_ids:
         if draft != choices[first + num_accepted]:
@@ -38,18 +37,18 @@ def verify(draft_ids: Sequence[int], choices: Sequence[int], first: int) -> Veri
 
 
 def rejection_choice(scores: Scores, draft: int, uniform: float, noise: Scores) -> int:
-    """What the target chooses at a row with a draft behind it. `scores`: its processed logits [V], -inf where masked;
-    `uniform` and `noise` [V]: the row's draws."""
+    """The target's choice at a row that is followed by `draft`. `scores`: its processed logits [V], -inf if masked.
+    `uniform` and `noise` [V]: the draws of the position."""
     if uniform < _probability(scores, draft):
         return draft
-    # Any other token, even where all are masked: a choice that is the draft would count as its acceptance.
+    # Choose another token even if all are masked: choosing the draft would accept it.
     others = np.delete(scores + noise, draft)
     best = int(np.argmax(others))
     return best + (best >= draft)
 
 
 def _probability(scores: Scores, token: int) -> float:
-    """Softmax of `scores` at `token`; 0 where all tokens are masked."""
+    """Softmax of `scores` at `token`; 0 if all tokens are masked."""
     highest = scores.max()
     if highest == -np.inf:
         return 0.0

@@ -1,4 +1,4 @@
-"""The handoff agents of an engine's ranks. All of them live in rank 0's process: it can reach every rank's pages."""
+"""The handoff agents of an engine's ranks. All run in rank 0's process, which can access every rank's pages."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def make_agents(
     lost: Callable[[str], None],
     data_rank: int | None = None,
 ) -> tuple[list[HandoffAgent], InstanceAgent]:
-    """One for each rank, with its transport, which has not registered its regions yet; and the same as one agent.
+    """Make one agent per rank, and the `InstanceAgent` that represents them all. Registers each rank's regions with
+    its transport.
 
-    `whole`: the groups over all ranks. With several ranks a control port that is named is the first rank's, and the
-    others have those behind it. `data_rank`: of data-parallel ranks of one tensor rank, whose pages are each of an
-    instance of its own.
+    `whole`: the groups over all ranks. A given control port is rank 0's; the other ranks use the next ports.
+    `data_rank`: the engine's number among data-parallel ranks, each of which is an instance.
     """
     parts: dict[str, list[RankGeometry]] = {group.name: [] for group in whole}
     for rank, held in enumerate(pool.parts):
@@ -39,7 +39,6 @@ def make_agents(
             pages = pool.size.num_pages[group.name]
             geometry = Geometry.block_major(group, pages, region=region, first_head=first_heads)
             parts[group.name].append(RankGeometry(rank=rank, geometry=geometry, turn=data_rank))
-    # A peer may have more ranks than this engine, or fewer.
     instance = InstanceAgent(Instance(rank=0, groups=parts), emit)
     agents = []
     for rank, (transport, regions) in enumerate(zip(transports, pool.regions, strict=True)):

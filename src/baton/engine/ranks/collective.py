@@ -1,4 +1,4 @@
-"""How ranks exchange partial sums, and stages what leaves their layers: by gloo over loopback, with a store in files
+"""Collectives between ranks (partial sums, layer outputs of pipeline stages): gloo over loopback, with a file store
 that only they can read."""
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from baton.engine.config import EngineConfig
 from baton.models.expert_parallel import ExpertRanks
 from baton.models.parallel import Stage, TensorRank
 
-# A rank that is paused for longer has hung. One that has died is seen at once.
+# A rank that is paused for longer counts as hung. A dead rank is noticed at once.
 TIMEOUT = timedelta(minutes=10)
 
 
 class Exchange:
-    """One rank's end of an exchange among `size`. Constructing it waits for all the others."""
+    """One rank's member of a group of `size` ranks. The constructor waits for all others."""
 
     def __init__(self, store: str, rank: int, size: int) -> None:
-        # Without it gloo binds the address of the host's name.
+        # By default gloo binds the address of the host name.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         self._size = size
-        # Not the process's default group: there may be several engines in it.
+        # Not the default process group: a process may have several engines.
         library: Any = dist
         self._group = library.ProcessGroupGloo(library.FileStore(store, size), rank, size, TIMEOUT)
 
     def gather(self, tensor: Tensor) -> Sequence[Tensor]:
-        """Every rank's tensor; bytes travel, so any dtype does."""
+        """Every rank's tensor, by rank. Any dtype: they are sent as bytes."""
         own = tensor.contiguous()
         parts = [torch.empty_like(own) for _ in range(self._size)]
         as_bytes = [part.view(-1).view(torch.uint8) for part in parts]
@@ -41,23 +41,24 @@ class Exchange:
         return parts
 
     def swap(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> Sequence[Tensor]:
-        """Send each rank its part, uint8, and return the parts of all ranks, whose `sizes` in bytes are known."""
+        """All-to-all: send `parts[r]` (uint8) to rank r. Returns the part from each rank, of `sizes` bytes."""
         came = torch.empty(sum(sizes), dtype=torch.uint8)
         own = torch.cat(list(parts))
         self._group.alltoall_base(came, own, list(sizes), [len(part) for part in parts]).wait()
         return torch.split(came, list(sizes))
 
     def send(self, tensor: Tensor, to: int) -> None:
-        """Send a tensor to the rank of that number, which calls `receive`."""
+        """Send a tensor to rank `to`, which calls `receive`."""
         self._group.send([tensor.contiguous().view(-1).view(torch.uint8)], to, 0).wait()
 
     def receive(self, tensor: Tensor, source: int) -> None:
-        """Fill a tensor with what that rank sends."""
+        """Receive a tensor from rank `source` into `tensor`."""
         self._group.recv([tensor.view(-1).view(torch.uint8)], source, 0).wait()
 
 
 def expert_ranks(config: EngineConfig, store: str) -> ExpertRanks:
-    """This process's place among data-parallel ranks, which meet in their first round: without experts never."""
+    """This process's place among the data-parallel ranks. They connect in their first exchange; without experts there
+    is none."""
     rank, size = config.data_parallel_rank, config.data_parallel_size
     exchange = functools.cache(lambda: Exchange(store, rank, size))
     return ExpertRanks(
@@ -66,8 +67,8 @@ def expert_ranks(config: EngineConfig, store: str) -> ExpertRanks:
 
 
 def tensor_rank(config: EngineConfig, store: str, rank: int) -> TensorRank:
-    """This process's place among the ranks, once all are there. Ranks are counted stage by stage; rank t of a stage
-    exchanges layers' outputs with rank t of the others, and sums with its own stage."""
+    """This process's place among an engine's ranks, after all have connected. Ranks are numbered stage by stage. Tensor
+    rank t of a stage exchanges layer outputs with tensor rank t of the other stages, and sums within its stage."""
     size, stages = config.tensor_parallel_size, config.pipeline_parallel_size
     index, number = divmod(rank, size)
     stage = Stage()

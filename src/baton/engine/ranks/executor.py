@@ -1,4 +1,4 @@
-"""An executor over many ranks: this process's, which is rank 0, and those that follow it."""
+"""An executor over several ranks: rank 0 in this process, and its followers."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ R = TypeVar("R")
 
 
 class RankExecutor:
-    """Runs each plan on all ranks; what it returns is rank 0's. When it returns, every rank has written its KV.
+    """Runs each plan on all ranks and returns rank 0's result. On return, every rank has written its KV.
 
-    A plan that raises on one rank leaves the others in the middle of a sum, so it ends the ranks: all later plans raise
-    too, with which the engine ends. So do drafts that are not the same on all ranks. A choice of tokens that raises is
-    rank 0's alone, and ends nothing.
+    A plan that raises on one rank leaves the others in the middle of a collective, so it ends all ranks: later plans
+    raise too, and the engine ends. Drafts that differ between ranks do the same. Only rank 0 chooses tokens, so an
+    error there ends nothing.
     """
 
     def __init__(self, local: LocalExecutor, followers: Followers, spec: PlanSpec) -> None:
-        # Other stages may have groups that this rank has not.
+        # `spec` covers all stages; other stages may have groups that rank 0 lacks.
         self.local, self.spec = local, spec
         self._followers = followers
 
     def execute(self, plan: StepPlan, written: Written | None = None) -> StepResult:
-        """As `LocalExecutor.execute`. Raises `EngineUnavailableError` where a rank has ended."""
+        """As `LocalExecutor.execute`. Raises `EngineUnavailableError` if a rank failed or has ended."""
         computed = self._together(Compute(replace(plan, sampling=None)), lambda: self.local.compute(plan, written))
         return self.local.chosen(plan, computed)
 
@@ -47,11 +47,11 @@ class RankExecutor:
         self._together(Copy(group, source, destination), lambda: self.local.copy_page(group, source, destination))
 
     def _together(self, order: Order, own: Callable[[], R]) -> R:
-        """What `own` returns, rank 0's part of an order, once all ranks have done theirs."""
+        """Send an order, run rank 0's part `own`, wait for the other ranks, and return the result of `own`."""
         return self._answers(order, own)[0]
 
     def _answers(self, order: Order, own: Callable[[], R]) -> tuple[R, list[Done]]:
-        """What `own` returns, and what the other ranks answered."""
+        """As `_together`, with the answers of the other ranks."""
         self._followers.order(order)
         try:
             result = own()
@@ -60,6 +60,5 @@ class RankExecutor:
         return result, self._followers.answered()
 
     def close(self) -> None:
-        """End the other ranks, and let go of the pages."""
         self._followers.close()
         self.local.close()

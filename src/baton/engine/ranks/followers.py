@@ -1,4 +1,4 @@
-"""The processes of an engine's ranks but the first, as rank 0 sees them."""
+"""The processes of ranks 1 and up, controlled by rank 0."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ from baton.transports.segments import file_of
 log = logging.getLogger(__name__)
 
 END_LIMIT_S = 10.0
-# The connections of a rank that ends close before its parent can see that it has ended.
+# A dying rank's connections close before its parent can see the exit status.
 BLAME_LIMIT_S = 0.5
 
 
 class Followers:
     """Starts a process for each rank from 1 on; there may be none.
 
-    Ranks compute in lockstep: each order is answered by all before the next. One that ends, or answers with a failure,
-    ends them all: what it should have written is not known, so nothing may be handed over or decoded from it.
+    Ranks compute in lockstep: all answer each order before the next. If one ends or fails, all are ended, because its
+    KV is unknown, so nothing may be decoded or handed over.
     """
 
     def __init__(self, config: EngineConfig) -> None:
         self._config, self._size = config, config.num_ranks
-        # By a file in it the ranks find each other; no other user can read it.
+        # Holds the file store by which the ranks connect. Other users cannot read it.
         self._directory = RunDirectory("ranks-") if self._size > 1 else None
         self._store = str(self._directory and self._directory.path / "store")
         self._pipes: list[Connection] = []
@@ -72,14 +72,14 @@ class Followers:
         self._processes.append(process)
 
     def join(self) -> TensorRank:
-        """Rank 0's place, once all ranks are there. Raises `EngineUnavailableError`."""
+        """Rank 0's `TensorRank`, after all ranks have connected. Raises `EngineUnavailableError`."""
         try:
             return tensor_rank(self._config, self._store, 0)
         except RuntimeError as error:
             raise self.blame(error) from error
 
     def watch(self, on_end: Callable[[str], None]) -> None:
-        """Have `on_end` called, from another thread, with the cause when a process ends by itself."""
+        """Call `on_end(cause)` from another thread when a process ends by itself."""
         for rank, process in enumerate(self._processes, 1):
             threading.Thread(target=self._wait, args=(rank, process, on_end), daemon=True, name="baton-rank").start()
 
@@ -89,7 +89,7 @@ class Followers:
             on_end(self.fail(f"rank {rank} ended with status {status}"))
 
     def order(self, message: Order) -> None:
-        """Send an order to all ranks; `answered` must follow. Raises `EngineUnavailableError`."""
+        """Send an order to all ranks; call `answered` next. Raises `EngineUnavailableError`."""
         data = encode(message)
         for rank in range(1, self._size):
             self._send(rank, data)
@@ -103,7 +103,7 @@ class Followers:
             raise EngineUnavailableError(self.fail(f"rank {rank} has gone: {error}")) from None
 
     def answered(self) -> list[Done]:
-        """What all ranks answer when they have done what they were told. Raises `EngineUnavailableError`."""
+        """Wait until all ranks have carried out an order, and return their answers. Raises `EngineUnavailableError`."""
         answers = []
         for rank, pipe in enumerate(self._pipes, 1):
             if self._failure is not None:
@@ -116,8 +116,7 @@ class Followers:
                 raise EngineUnavailableError(self.fail(f"rank {rank} failed: {answer.cause}"))
             assert isinstance(answer, Done)
             answers.append(answer)
-        # A rank that answers has found the others, so the file can go: a process that is killed later leaves nothing
-        # behind.
+        # Ranks that answer have connected. Remove the file now, so that a killed process leaves none.
         self._remove_store()
         return answers
 
@@ -127,9 +126,9 @@ class Followers:
             self._directory = None
 
     def share(self, pool: KVMemory, aux_layers: Sequence[int]) -> None:
-        """Tell each rank from 1 on where its pages lie, and what the drafter is fed; `answered` must follow.
+        """Send each rank from 1 on the location of its pages and the drafter's auxiliary layers; call `answered` next.
 
-        Raises `EngineUnavailableError`, and `ConfigError` where no other process can reach the pages.
+        Raises `EngineUnavailableError`, and `ConfigError` if other processes cannot access the pages.
         """
         for rank in range(1, self._size):
             files = None
@@ -139,8 +138,8 @@ class Followers:
             self._send(rank, Allocate(dict(pool.size.num_pages), files, list(aux_layers)))
 
     def blame(self, error: Exception) -> EngineUnavailableError:
-        """What to raise when `error` ended rank 0's part of an order: no rank can go on. Where another rank has ended,
-        that is the cause."""
+        """End all ranks after `error` in rank 0's part of an order, and return the exception to raise. It names another
+        rank as the cause if one has ended."""
         deadline = time.monotonic() + BLAME_LIMIT_S
         while not self._closing and time.monotonic() < deadline:
             for rank, process in enumerate(self._processes, 1):
@@ -150,7 +149,7 @@ class Followers:
         return EngineUnavailableError(self.fail(f"rank 0 failed: {type(error).__name__}: {error}"))
 
     def fail(self, cause: str) -> str:
-        """End the other ranks; the cause of the first failure."""
+        """Kill the other ranks. Returns the cause of the first failure."""
         if self._failure is None:
             self._failure = cause
             log.error("%s: the engine ends", cause)
@@ -160,7 +159,7 @@ class Followers:
         return self._failure
 
     def close(self) -> None:
-        """End the processes."""
+        """End the processes by closing their pipes; kill those that have not ended after `END_LIMIT_S`."""
         self._closing = True
         for pipe in self._pipes:
             pipe.close()
@@ -182,7 +181,7 @@ def _has_fileno(stream: object) -> bool:
 
 
 def start_followers(config: EngineConfig, progress: Callable[[str], None]) -> Followers:
-    """Start the other ranks, which load their parts while rank 0 loads its own."""
+    """Start the other ranks, which load their weights while rank 0 loads its own."""
     if config.num_ranks > 1:
         progress(f"starting {config.num_ranks} ranks")
     return Followers(config)

@@ -1,4 +1,4 @@
-"""What the process of rank 0 says to those of the other ranks, and they to it: msgpack, over a pipe of their own."""
+"""Messages between rank 0 and each other rank: msgpack over a pipe per rank."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import numpy as np
 from baton.engine.config import EngineConfig
 from baton.engine.plan import DraftPlan, DraftResult, StepPlan
 
-# A prompt of a million tokens in pages of one token makes block tables of this order.
+# A prompt of a million tokens in pages of one token has block tables of this order.
 MAX_MESSAGE_BYTES = 1 << 30
 
 
 class Start(msgspec.Struct, frozen=True, tag="start"):
-    """The first order: who the rank is. `store`: a file of the ranks alone, by which they find each other."""
+    """The first order. `store`: the file store by which the ranks connect."""
 
     config: EngineConfig
     rank: int
@@ -24,8 +24,8 @@ class Start(msgspec.Struct, frozen=True, tag="start"):
 
 
 class Allocate(msgspec.Struct, frozen=True, tag="allocate"):
-    """The second order: the pages of each group, and the file in which they lie with its first byte; None: the rank
-    allocates them itself. `aux_layers`: of which the drafter of stage 0 is fed."""
+    """The second order. `num_pages` by group. `files`: path and byte offset of each group's pages; None: the rank
+    allocates them. `aux_layers`: the auxiliary layers of the drafter, which is on stage 0."""
 
     num_pages: dict[str, int]
     files: dict[str, tuple[str, int]] | None
@@ -33,34 +33,30 @@ class Allocate(msgspec.Struct, frozen=True, tag="allocate"):
 
 
 class Copy(msgspec.Struct, frozen=True, tag="copy"):
-    """Copy a page."""
-
     group: str
     source: int
     destination: int
 
 
 class Compute(msgspec.Struct, frozen=True, tag="compute"):
-    """Compute the target's half of a step; no token is chosen."""
+    """Run the target, without choosing tokens."""
 
     plan: StepPlan
 
 
 class Draft(msgspec.Struct, frozen=True, tag="draft"):
-    """Compute the drafter's half of it."""
-
     plan: DraftPlan
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
-    """The answer to each: all that was asked is written. `drafts`: the `digest` of a plan's drafts, of a rank that has
-    the drafter."""
+    """The answer to each order: it is carried out. `drafts`: the `digest` of the drafts, from a rank that has the
+    drafter."""
 
     drafts: int | None = None
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """The last: the rank ends, and why."""
+    """The last answer: the rank ends because of `cause`."""
 
     cause: str
 
@@ -76,7 +72,7 @@ def _to_builtin(value: Any) -> Any:
 
 
 def _from_builtin(kind: Any, value: Any) -> Any:
-    # The plans' annotations say each array's type of numbers: NDArray[np.int64].
+    # The annotation is an NDArray, e.g. NDArray[np.int64], and gives the dtype.
     (dtype,) = kind.__args__[1].__args__
     shape, data = value
     return np.frombuffer(bytearray(data), dtype).reshape(shape)
@@ -88,20 +84,19 @@ _ANSWERS = msgspec.msgpack.Decoder(Answer)
 
 
 def digest(result: DraftResult) -> int:
-    """A digest by which ranks see that they have the same drafts, of which the next plan's rows are made."""
+    """A digest for comparing drafts between ranks: the next plan's rows are made from them."""
     return zlib.crc32(msgspec.msgpack.encode(result.drafts))
 
 
 def encode(message: Order | Answer) -> bytes:
-    """The message as bytes."""
     return _ENCODER.encode(message)
 
 
 def decode_order(data: bytes) -> Order:
-    """What rank 0 said. Raises `msgspec.MsgspecError`."""
+    """Raises `msgspec.MsgspecError`."""
     return cast(Order, _ORDERS.decode(data))
 
 
 def decode_answer(data: bytes) -> Answer:
-    """What another rank answered. Raises `msgspec.MsgspecError`."""
+    """Raises `msgspec.MsgspecError`."""
     return cast(Answer, _ANSWERS.decode(data))

@@ -1,5 +1,5 @@
-"""`python -m baton.engine.ranks.worker FD`: one rank of an engine but the first. It does what rank 0 says over the
-pipe, and ends with it."""
+"""`python -m baton.engine.ranks.worker FD`: the process of a rank other than 0. It carries out the orders that come
+over the pipe, and ends with rank 0."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 
 
 def serve(pipe: Connection) -> None:
-    """Follow rank 0 until it closes the pipe."""
+    """Carry out rank 0's orders. Raises `EOFError` when rank 0 closes the pipe."""
     start = _next(pipe)
     assert isinstance(start, Start)
     config, device = start.config, torch.device(start.config.device)
@@ -98,10 +98,10 @@ def _memory(group: GroupSpec, pages: Allocate, device: torch.device) -> GroupMem
 
 
 def main(fd: int) -> NoReturn:
-    """Serve; whatever goes wrong is told to rank 0, and ends this process."""
-    # Rank 0 may end in the middle of a forward, where this process does not look at its pipe.
+    """Run `serve` until it ends. An error is sent to rank 0 and ends this process."""
+    # Rank 0 may die while this process computes and does not read its pipe.
     die_with_parent(signal.SIGKILL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; rank 0 decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all processes; rank 0 decides
     pipe = Connection(fd)
     status = 0
     try:
@@ -110,11 +110,11 @@ def main(fd: int) -> NoReturn:
         pass  # rank 0 has closed the pipe
     except Exception as error:
         status = 1
-        if not isinstance(error, BatonError):  # rank 0 tells those in one line, often by itself
+        if not isinstance(error, BatonError):  # rank 0 reports a `BatonError` in one line
             log.exception("a rank fails")
-        with contextlib.suppress(OSError):  # rank 0 has gone, which is why this one failed
+        with contextlib.suppress(OSError):  # rank 0 may have died, which made this rank fail
             pipe.send_bytes(encode(Failed(f"{type(error).__name__}: {error}"[:1000])))
-    # Threads of libraries may still wait for the other ranks.
+    # Library threads may still wait for other ranks, so a normal exit could hang.
     sys.stderr.flush()
     os._exit(status)
 
