@@ -1,4 +1,4 @@
-"""The front door over many engines: chooses them, starts both legs of a handoff, joins their tokens."""
+"""The front door over many engines: it chooses engines, starts both legs of a handoff, and joins their tokens."""
 
 from baton.router.app import RouterConfig, build_app
 from baton.router.backend import RouterBackend

@@ -1,5 +1,6 @@
-"""The URLs by which a router knows its engines. `#dp_rank=N` behind one names a data-parallel rank of a vLLM server:
-each rank is an engine of its own to them."""
+"""Engines' URLs as a router knows them. The suffix `#dp_rank=N` names a data-parallel rank of a vLLM server, which is
+an engine of its own.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ _RANK = re.compile(r"dp_rank=(0|[1-9][0-9]{0,3})")
 
 
 def checked_url(url: str) -> str:
-    """`url` in the form in which it is compared. Raises `RequestError` for one that is no base URL."""
+    """Return `url` in canonical form. Raises `RequestError` if it is not a base URL."""
     try:
         parts = urlsplit(url)
         usable = parts.scheme in ("http", "https") and parts.hostname is not None and parts.port != 0
@@ -27,6 +28,6 @@ def checked_url(url: str) -> str:
 
 
 def split_rank(url: str) -> tuple[str, int | None]:
-    """The base of a checked URL, and the data-parallel rank that it names."""
+    """Split a checked URL into its base and its data-parallel rank."""
     base, _, fragment = url.partition("#")
     return base, int(fragment.removeprefix("dp_rank=")) if fragment else None

@@ -1,4 +1,4 @@
-"""Requests that change a router's engines need its admin token, and must not come from a web page."""
+"""Access to the requests that change a router's engines: they need the admin token and must not come from web pages."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _MIN_TOKEN_CHARS = 16
 
 
 class Admin:
-    """Checks requests for administration. Without a `token` there is none.
+    """Checks administrative requests. Without a `token` all are refused.
 
-    `names`: host names, beside this host's own, by which the router is called. An address needs no name: a page of
-    another site cannot be made to call one in its own name.
+    `names`: the host names of the router besides this machine's own. The Host header must have one of them or be an IP
+    address: a foreign web page can point its own host name at the router (DNS rebinding), but not an address.
     """
 
     def __init__(self, token: str | None, names: Collection[str] = ()) -> None:
@@ -32,7 +32,7 @@ class Admin:
         self._names = {"localhost", socket.gethostname().lower(), *(name.lower() for name in names)}
 
     def check(self, request: web.Request) -> None:
-        """Raise `ForbiddenError`, `UnauthorizedError` or `HTTPUnsupportedMediaType` for a request that may not."""
+        """Raise `ForbiddenError`, `UnauthorizedError` or `HTTPUnsupportedMediaType` if the request is refused."""
         if self._token is None:
             raise ForbiddenError("administration is off: start the router with --admin-token-file")
         if "Origin" in request.headers:
@@ -56,9 +56,9 @@ class Admin:
 
 
 def admin_token(path: str | None) -> str | None:
-    """The admin token: of the file, which is made where there is none, or of the environment; else None.
+    """The admin token from the file, which is created if missing, or else from the environment, or None.
 
-    Raises `ConfigError` for a token that is short, and for a file that others may read.
+    Raises `ConfigError` if the token is too short, or if others may read the file.
     """
     token, field = os.environ.get(TOKEN_VARIABLE), TOKEN_VARIABLE
     if path is not None:

@@ -35,24 +35,24 @@ from baton.waiting import MAX_QUEUED_REQUESTS, Queue
 from baton.wire import EngineLoad, Mode, Recovery, Role
 
 EngineKind = Literal["baton", "vllm"]
-# A choice within a tenth of the other's probability: what kernels that add up in another order make of 16-bit weights.
+# In nats: probabilities within about 10 % of each other, the error of kernels that add 16-bit weights in another order.
 DEFAULT_NEAR_TIE = 0.1
 
 
 class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """How a router starts.
+    """A router's settings.
 
-    - `prefill`, `decode`, `both`: engines' base URLs. `engine`: what runs there, Baton's own engines or vLLM. With
-      vLLM, `kv_connector` hands over, `seed_first_token` sends its token to the decode server, and `near_tie` excuses
-      other first tokens, in nats.
-    - `tokenizer` None takes the engines' checkpoint, `chat_template` None (a text) its own.
-    - `kv_mode` None: push, or the one that the connector has. `ticket_life`: seconds in which both legs must reach
-      their engines.
-    - `max_local_prefill_length`: a prompt of which the decode engine lacks at most so many tokens is computed there; 0:
-      none is, while there is a prefill engine. `max_queued_requests`: choices that may wait for their first token.
-    - `limits`: what one client's connection may cost.
-    - `api_keys`: clients must bring one of them; none: all may ask. `admin_token` None: engines cannot join or leave at
-      run time. `host_names`: by which the router is called there.
+    - `prefill`, `decode`, `both`: base URLs of engines by role. `engine`: Baton's own engines or vLLM servers.
+    - `kv_connector`, `seed_first_token`, `near_tie`: only for vLLM. The connector that hands over, whether the first
+      token is sent to the decode server, and how many nats apart two different first tokens may be.
+    - `tokenizer` None: the engines' checkpoint. `chat_template` (a text) None: the checkpoint's.
+    - `kv_mode` None: push, or the connector's only mode. `ticket_life`: seconds in which both legs must reach their
+      engines.
+    - `max_local_prefill_length`: a prompt of which the decode engine lacks at most this many tokens is computed there.
+      0: no prompt is, while there is a prefill engine.
+    - `max_queued_requests`: choices that may wait for their first token.
+    - `limits`: what one client's connection may cost. `access`: which clients are served.
+    - `admin_token` None: engines cannot join or leave at run time. `host_names`: the router's names for `Admin`.
     """
 
     prefill: tuple[str, ...] = ()
@@ -91,17 +91,17 @@ class _Known(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Nothing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An empty object."""
+    """An empty object, for requests without parameters."""
 
 
 T = TypeVar("T", _Joining, _Known, _Nothing)
 
 
 async def build_app(config: RouterConfig) -> web.Application:
-    """Return the router's app. Engines that answer are known when this returns; others are asked again.
+    """Return the router's app. Engines that have answered are usable when this returns; others are asked again.
 
     Raises `ConfigError` for settings that exclude each other, `RequestError` for a bad URL or role,
-    `IncompatiblePeerError` when engines serve different models.
+    `IncompatiblePeerError` if engines serve different models.
     """
     vllm = config.engine == "vllm"
     settings = ConnectorConfig(config.ticket_key, config.seed_first_token, config.ticket_life)
@@ -122,7 +122,7 @@ async def build_app(config: RouterConfig) -> web.Application:
         config.kv_mode or "push",
         config.allow_mode_override,
         config.recovery,
-        config.near_tie if vllm else 0.0,  # Baton's own engines compute nothing twice
+        config.near_tie if vllm else 0.0,  # Baton's own engines never sample a token twice
         config.max_local_prefill_length,
     )
     roles: tuple[tuple[Role, tuple[str, ...]], ...] = (
@@ -173,30 +173,30 @@ def _add_router_routes(app: web.Application, backend: RouterBackend, admin: Admi
         return web.Response()
 
     async def status(request: web.Request) -> web.StreamResponse:
-        """Engines and handoffs."""
+        """State of engines and handoffs."""
         return json_response(await shown.get())
 
     async def add(request: web.Request) -> web.StreamResponse:
-        """Let an engine join."""
+        """Add an engine."""
         admin.check(request)
         asked = await _body(request, _Joining)
         return json_response(_describe(await pool.add(asked.url, asked.role), None))
 
     async def remove(request: web.Request) -> web.StreamResponse:
-        """Let an engine leave at once."""
+        """Remove an engine at once."""
         admin.check(request)
         asked = await _body(request, _Known)
         return json_response(_describe(pool.remove(asked.url), None))
 
     async def rebind(request: web.Request) -> web.StreamResponse:
-        """Serve what other engines have from now on."""
+        """Let the first engine that answers decide anew which model is served."""
         admin.check(request)
         await _body(request, _Nothing)
         await pool.rebind()
         return json_response(await _status(backend))
 
     async def drain(request: web.Request) -> web.StreamResponse:
-        """Let an engine leave when its requests have ended."""
+        """Remove an engine once its requests have ended."""
         admin.check(request)
         asked = await _body(request, _Known)
         return json_response(_describe(pool.drain(asked.url), None))
@@ -218,7 +218,6 @@ async def _body(request: web.Request, kind: type[T]) -> T:
 
 
 async def _status(backend: RouterBackend) -> dict[str, object]:
-    """Return engines, roles, load as of now, and handoffs."""
 
     async def load(engine: PooledEngine) -> EngineLoad | None:
         try:

@@ -1,6 +1,4 @@
-"""The router's backend: it chooses engines, runs the legs that the connector makes, joins their tokens, and continues
-with other engines where some were lost.
-"""
+"""The router's backend: it chooses engines, runs requests' legs, joins their tokens and recovers from failures."""
 
 from __future__ import annotations
 
@@ -38,7 +36,7 @@ from baton.wire import GenerateRequest, LegRole, Mode, Recovery, SamplingParams,
 
 logger = logging.getLogger(__name__)
 
-# Failed attempts in a row without a new token: a request that ends each engine it reaches must not go on for ever.
+# Attempts in a row without a new token. A request that crashes every engine must not be retried forever.
 MAX_ATTEMPTS = 3
 _PATIENCE_STEP_S = 0.1
 MayMove = Callable[[PooledEngine], bool]
@@ -47,14 +45,14 @@ MayMove = Callable[[PooledEngine], bool]
 class RouterBackend:
     """Serves requests over the engines of a pool.
 
-    An attempt that fails is followed by another from the tokens that the client has, as far as `recovery` allows:
-    `retry` where there are none yet, `source` where the decode engine asks for it or was never reached, `full` where
-    it was lost. `handoffs` counts attempts by outcome: `started`, `completed`, `finished_early` (the first token was
-    the last), `aborted` (a stop string was found, the client left, or tokens did not join), `failed` (by reason in
-    `failures`); `recoveries` counts by rung.
+    After a failed attempt another continues from the client's tokens, as far as `recovery` allows: `retry` before the
+    first token, `source` if the decode engine asks for another source or was never reached, `full` if it was lost.
+    `handoffs` counts attempts by outcome: `started`, `completed`, `finished_early` (the first token was the last),
+    `aborted` (a stop string was found, the client left, or tokens did not match), `failed` (by reason in `failures`).
+    `recoveries` counts by rung.
 
-    Where two engines name different tokens, the client keeps what it has: the decode engine goes on from there where
-    the prefill engine sees the two at most `near_tie` nats apart (counted in `near_ties`), else the request fails.
+    If two engines sample different tokens, the client keeps the one it has. If the prefill engine sees a near-tie (at
+    most `near_tie` nats, counted in `near_ties`), the decode engine continues from there; otherwise the request fails.
     """
 
     OUTCOMES: tuple[str, ...] = ("started", *get_args(HandoffOutcome))
@@ -86,7 +84,6 @@ class RouterBackend:
         self._background: set[asyncio.Task[None]] = set()
 
     def model(self) -> ServedModel:
-        """Return the model all engines serve."""
         return self.pool.model()
 
     def check(self, params: SamplingParams) -> None:
@@ -95,7 +92,7 @@ class RouterBackend:
     async def generate(
         self, request: GenerateRequest, kv_mode: Mode | None = None, went: Went | None = None
     ) -> AsyncGenerator[TokenChunk, None]:
-        """Yield the request's chunks, over all attempts, once there is room. Raises the error of the last one."""
+        """Yield the request's chunks over all attempts, after waiting for room. Raises the last attempt's error."""
         self.pool.bind()
         async with self.room.place(), contextlib.aclosing(self._attempts(request, kv_mode, went)) as chunks:
             async for chunk in chunks:
@@ -108,7 +105,7 @@ class RouterBackend:
         tried: list[PooledEngine] = []
         attempt = fruitless = 0
         route: Route | None = None
-        hand_off = kv_mode is not None  # who names a mode wants it
+        hand_off = kv_mode is not None  # a client that names a mode wants a handoff
         decided = False
         while True:
             rest = joined.rest(attempt)
@@ -127,7 +124,7 @@ class RouterBackend:
                 running = self._run(rest, route, kv_mode or self._kv_mode, may_move)
                 async with contextlib.aclosing(running) as chunks:
                     async for chunk in chunks:
-                        if not decided:  # it was not declined
+                        if not decided:  # the engine has not declined the request
                             decided = True
                             self.decisions.took(route.why)
                         new = joined.push(chunk)
@@ -140,14 +137,14 @@ class RouterBackend:
                     raise
                 self.near_ties += 1
                 attempt += 1
-                route = Route("resumed", route.decode)  # which holds nearly all of the KV
+                route = Route("resumed", route.decode)  # it holds nearly all of the KV
                 continue
             except LegFailed as failure:
                 failed = failure
             except ProtocolError as error:
                 failed = LegFailed("decode", error)
             finally:
-                if len(joined.token_ids) > max(num_known, 1):  # more than a prefill engine says
+                if len(joined.token_ids) > max(num_known, 1):  # the decode engine has added tokens
                     self._routes.served(route, request, joined.token_ids)
             attempt += 1
             if isinstance(failed.error, HandoffError) and failed.error.reason == PREFIX_MISSING and not hand_off:
@@ -155,11 +152,11 @@ class RouterBackend:
                 self._routes.declined(route, rest)
                 hand_off, route = True, None
                 continue
-            # A decode engine that says why it cannot go on is well; what it misses is the prefill engine's.
+            # A decode engine that reports why it cannot continue is healthy: the prefill engine failed it.
             blamed = route.prefill if failed.leg == "prefill" or failed.reported else None
             lost = blamed or route.decode
-            # An overloaded engine is healthy, and another of its role may have room. Engines take resumed requests
-            # however full they are.
+            # An overloaded engine is healthy, and another of its role may have room. Resumed requests are never
+            # refused as overload.
             full = isinstance(failed.error, OverloadedError) and not joined.token_ids
             if full and not self.pool.has_other(lost, tried):
                 raise failed.error
@@ -178,7 +175,7 @@ class RouterBackend:
             route = None
 
     def ready(self) -> bool:
-        """Whether a request could be taken now."""
+        """Whether a request can be taken now."""
         return bool(self.pool.usable(healthy=True))
 
     async def close(self) -> None:
@@ -190,7 +187,7 @@ class RouterBackend:
     async def _choose(
         self, request: GenerateRequest, tried: list[PooledEngine], hand_off: bool, patience_s: float
     ) -> Route:
-        """Return a route; wait up to `patience_s` while there is none. Raises `EngineUnavailableError`."""
+        """Return a route, waiting up to `patience_s` for one. Raises `EngineUnavailableError`."""
         deadline = asyncio.get_running_loop().time() + patience_s
         while True:
             route = self._routes.choose(request, tried, hand_off)
@@ -207,7 +204,7 @@ class RouterBackend:
             await asyncio.sleep(_PATIENCE_STEP_S)
 
     def _may_move(self, joined: Joined, request: GenerateRequest, fruitless: int, engine: PooledEngine) -> bool:
-        """Whether a request loses nothing if it leaves this silent engine at once. Its last attempt waits."""
+        """Whether a request may leave this silent engine at once. It must lose nothing, and its last attempt waits."""
         if joined.token_ids or fruitless + 1 >= MAX_ATTEMPTS or not recovers(self._recovery, "retry"):
             return False
         return any(other.may_serve(request) for other in self.pool.usable(healthy=True) if other is not engine)
@@ -215,7 +212,7 @@ class RouterBackend:
     async def _run(
         self, request: GenerateRequest, route: Route, kv_mode: Mode, may_move: MayMove
     ) -> AsyncGenerator[TokenChunk, None]:
-        """One attempt. Raises `LegFailed` where another may succeed."""
+        """Run one attempt. Raises `LegFailed` if another may succeed."""
         prefill, decode = route.prefill, route.decode
         if prefill is None:
             if route.max_prefill_tokens is not None:
@@ -281,7 +278,7 @@ class RouterBackend:
         return False
 
     def _drain(self, leg: Chunks) -> None:
-        """Read a leg to its end in the background: it ends by itself, and closing it would abort it."""
+        """Read a leg to its end in the background. The engine ends it by itself; closing it would abort it."""
 
         async def drain() -> None:
             async with contextlib.aclosing(leg):
@@ -290,7 +287,7 @@ class RouterBackend:
         self._do(drain, self.pool.timers.drain)
 
     def _do(self, work: Callable[[], Coroutine[Any, Any, None]], limit_s: float) -> None:
-        """Run work for a request that has ended, in the background. Its failure or timeout is ignored."""
+        """Do background work for a request that has ended. Failures and timeouts are ignored."""
 
         async def bounded() -> None:
             with contextlib.suppress(BatonError, asyncio.TimeoutError):
@@ -303,14 +300,14 @@ class RouterBackend:
 
 
 def _checked(chunk: TokenChunk) -> TokenChunk:
-    """The chunk, unless it says that the request may succeed elsewhere."""
+    """Return the chunk. Raises `LegFailed` if it reports an error from which another attempt may recover."""
     if chunk.finish_reason == "error" and chunk.recoverable:
         raise LegFailed("decode", error_of_chunk(chunk.error), reported=True)
     return chunk
 
 
 def _rung(failed: LegFailed, any_sent: bool) -> Recovery | None:
-    """The rung of the ladder that another attempt would be; None where none would help."""
+    """The recovery rung of another attempt; None if no attempt can succeed."""
     if isinstance(failed.error, RequestError):
         return None
     if failed.reported:

@@ -1,4 +1,4 @@
-"""HTTP clients of engines. Every failure comes out as a Baton error."""
+"""HTTP clients of engines. Every failure is raised as a Baton error."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from baton.router.timers import RouterTimers
 from baton.wire import EngineInfo, EngineLoad, GenerateRequest, PromptIds, TokenChunk
 
 _MAX_LINE_BYTES = 2**20
-# Of one entry in the scores of a prompt: a token's own logprob and rank, or one of the likeliest tokens.
+# Per entry of a prompt's logprobs: a token's own logprob and rank, or one of the most likely tokens.
 _SCORE_BYTES = 80
 _MAX_ASK_BYTES = 2**20
 _MAX_METRICS_BYTES = 2**24
@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 
 def new_session() -> aiohttp.ClientSession:
-    """Return a session for `EngineClient`s: unlimited connections, no cookies, no compressed answers."""
+    """Return a session for `EngineClient`s: unlimited connections, no cookies, no compressed responses."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=30),
         cookie_jar=aiohttp.DummyCookieJar(),
@@ -50,8 +50,9 @@ def new_session() -> aiohttp.ClientSession:
 
 
 class EngineClient(ABC):
-    """Talks to the engine at one URL. Raises `RequestError` for one that names a data-parallel rank, unless the kind of
-    engine `has_ranks`."""
+    """The client of the engine at one URL. Raises `RequestError` if the URL names a data-parallel rank and this kind of
+    engine does not have ranks (`has_ranks`).
+    """
 
     has_ranks: ClassVar[bool] = False
 
@@ -63,23 +64,23 @@ class EngineClient(ABC):
             raise RequestError(f"{url}: only vLLM servers with BatonConnector have data-parallel ranks", "url")
         self._headers = {} if self.rank is None else {"X-data-parallel-rank": str(self.rank)}
         self._ask_timeout = aiohttp.ClientTimeout(total=timers.answer)
-        # A leg may wait long for its turn, so it has no timeout: `info` shows whether its engine lives.
+        # A leg may wait long for its turn, so it has no timeout: `info` shows whether its engine is alive.
         self._leg_timeout = aiohttp.ClientTimeout(total=None, sock_connect=timers.connect)
 
     @abstractmethod
     async def info(self) -> EngineInfo:
-        """Return who the engine is.
+        """Ask the engine for its identity and limits.
 
-        Raises `EngineLostError` when the engine is silent or says that it hangs, `EngineUnavailableError` when it is
-        not there, `ProtocolError` when it is something else.
+        Raises `EngineLostError` if it does not answer or reports a stall, `EngineUnavailableError` if it cannot be
+        reached, `ProtocolError` if it is not an engine of this kind.
         """
 
     @abstractmethod
     async def load(self) -> EngineLoad:
-        """Return the engine's load. Raises `EngineUnavailableError` or `ProtocolError`."""
+        """Ask for the engine's load. Raises `EngineUnavailableError` or `ProtocolError`."""
 
     async def metrics_text(self) -> str:
-        """The engine's `/metrics`. Raises `EngineUnavailableError`, or `ProtocolError` for what is no text."""
+        """The engine's `/metrics`. Raises `EngineUnavailableError`, or `ProtocolError` if it is not UTF-8."""
         try:
             return (await self._get("/metrics", _MAX_METRICS_BYTES)).decode()
         except UnicodeDecodeError:
@@ -87,18 +88,19 @@ class EngineClient(ABC):
 
     @abstractmethod
     def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
-        """Yield the request's chunks; closing the generator closes the connection, which aborts it.
+        """Yield the request's chunks. Closing the generator closes the connection, which aborts the request.
 
         Raises `RequestError` (refused for good), `EngineUnavailableError` (the engine cannot be reached, or does not
-        take this attempt), `EngineLostError` (it may have taken it, and went away) or `ProtocolError`.
+        take this attempt), `EngineLostError` (it may have taken it and was lost) or `ProtocolError`.
         """
 
     @contextlib.asynccontextmanager
     async def _answer(
         self, path: str, body: Sequence[bytes], timeout: aiohttp.ClientTimeout, line_bytes: int
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Yield the response to a POST whose status is 200, which takes the request's trace along. Raises what
-        `generate` raises."""
+        """POST, with the current trace's headers, and yield the response if its status is 200. Raises the errors of
+        `generate`.
+        """
         trace = TRACE.get()
         size = sum(map(len, body))
         headers = {"Content-Type": "application/json", "Content-Length": str(size), **self._headers}
@@ -106,7 +108,7 @@ class EngineClient(ABC):
         with failures(f"engine {self.url}", EngineUnavailableError):
             async with self._session.post(
                 self._base + path,
-                data=_pieces(body) if size > _PIECE_BYTES else b"".join(body),  # one packet with the head
+                data=_pieces(body) if size > _PIECE_BYTES else b"".join(body),  # small: one packet with the headers
                 headers=headers,
                 timeout=timeout,
                 allow_redirects=False,
@@ -137,7 +139,7 @@ class EngineClient(ABC):
 
 
 class BatonClient(EngineClient):
-    """Talks to an engine of Baton's own, by its `/inference/v1`."""
+    """The client of one of Baton's own engines, over `/inference/v1`."""
 
     async def info(self) -> EngineInfo:
         return await self._ask("/inference/v1/info", EngineInfo)
@@ -154,7 +156,7 @@ class BatonClient(EngineClient):
                     raise EngineLostError(f"engine {self.url} went away in mid-stream")
                 chunk = msgspec.json.decode(line, type=TokenChunk)
                 if chunk.finish_reason is not None:
-                    # Reading the end that follows keeps the connection for the next request.
+                    # Read to the end, so that the connection can be reused.
                     await read_body(response, _MAX_ASK_BYTES)
                 yield chunk
 
@@ -163,18 +165,18 @@ class BatonClient(EngineClient):
 
 
 def _scores_bytes(request: GenerateRequest) -> int:
-    """What the scores of a request's prompt may take. They come in one chunk."""
+    """An upper bound for the prompt logprobs of a request, which come in one chunk."""
     asked = request.sampling_params.prompt_logprobs
     return 0 if asked is None else _SCORE_BYTES * (1 + asked) * len(request.prompt_token_ids)
 
 
 def _leg_body(request: GenerateRequest) -> list[bytes]:
-    """The request as JSON, in parts. That of the prompt is shared by all legs of all its samples."""
+    """The request as JSON, in parts. The prompt's JSON is shared by all legs of all samples."""
     prompt = request.prompt_token_ids
     if not isinstance(prompt, PromptIds):
         return [msgspec.json.encode(request)]
     rest = msgspec.json.encode(msgspec.structs.replace(request, prompt_token_ids=[]))
-    # No text can hold this: its quotes would be escaped.
+    # Safe to split on: quotes inside a JSON string are escaped.
     before, name, after = rest.partition(b'"prompt_token_ids":')
     return [before + name, prompt.json(), after.removeprefix(b"[]")]
 
@@ -186,7 +188,7 @@ async def _pieces(body: Sequence[bytes]) -> AsyncGenerator[memoryview, None]:
 
 
 def refusal(url: str, status: int, body: bytes) -> BatonError:
-    """The error of an answer whose status is not 200."""
+    """The error of a response whose status is not 200."""
     said = read_error(body)
     message = said.message or f"HTTP {status}"
     if status == 400:

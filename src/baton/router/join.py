@@ -1,8 +1,8 @@
-"""Many legs, one stream: tokens are joined by their position, so that none is lost, sent twice or changed.
+"""Join the legs of a request to one stream by token position: no token is lost, repeated or changed.
 
-The legs of a handoff run side by side. The prefill leg says the first token; the decode leg says it too, once it holds
-the KV, and all that follow. Whichever comes first goes to the client. A later attempt goes on where the client's stream
-stands.
+Both legs of a handoff run at the same time. The prefill leg sends the first token. The decode leg sends it too, once it
+holds the KV, and then all others. The client gets whichever comes first. A later attempt continues where the client's
+stream ended.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ LegItems = asyncio.Queue["tuple[LegRole, TokenChunk | BaseException | None]"]  #
 
 
 class LegFailed(Exception):
-    """A leg without which its attempt cannot go on has failed with `error`. `reported`: its engine is well and said
-    so itself, with the reason."""
+    """A leg that its attempt needs has failed with `error`. `reported`: its engine is alive and has sent the reason."""
 
     def __init__(self, leg: LegRole, error: BatonError, reported: bool = False) -> None:
         super().__init__(str(error))
@@ -31,7 +30,7 @@ class LegFailed(Exception):
 
 
 class TokenMismatch(HandoffError):
-    """Engines disagree on output token `position`: `sent` went to the client, another engine `said` another."""
+    """Engines disagree on output token `position`: the client has `sent`, and another engine `said` something else."""
 
     def __init__(self, position: int, sent: int, said: int) -> None:
         super().__init__("token_mismatch", f"output token {position} was {sent}, now it is {said}")
@@ -39,7 +38,7 @@ class TokenMismatch(HandoffError):
 
 
 class Joined:
-    """One request as its client sees it, over all attempts."""
+    """A request as its client sees it, over all attempts."""
 
     def __init__(self, request: GenerateRequest) -> None:
         self.request = request
@@ -47,12 +46,13 @@ class Joined:
         self._queued_s: float | None = None
 
     def push(self, chunk: TokenChunk) -> TokenChunk | None:
-        """The part of a leg's chunk that the client does not have yet, None when there is none.
+        """Return the part of a leg's chunk that is new to the client, or None.
 
-        Raises `TokenMismatch` when engines disagree on a token that was sent, `ProtocolError` when tokens are missing
-        before the chunk, or are too many.
+        Raises `TokenMismatch` if it contradicts a token that was sent, `ProtocolError` if tokens before it are missing,
+        or if there are too many.
         """
-        # The prefill leg alone tells it, and its token may come behind the same of the decode leg. The end has it.
+        # Only the prefill leg knows it, and its chunk is dropped if the decode leg's token came first. So the last
+        # chunk carries it.
         if chunk.queued_s is not None:
             self._queued_s = chunk.queued_s
         elif chunk.finish_reason is not None:
@@ -83,7 +83,7 @@ class Joined:
         return chunk
 
     def rest(self, attempt: int) -> GenerateRequest:
-        """The request for what is still missing. Engines may hold earlier attempts, so each has an id of its own."""
+        """The request for the missing tokens. Engines may still hold earlier attempts, so each has its own id."""
         if attempt == 0:
             return self.request
         return msgspec.structs.replace(
@@ -97,19 +97,19 @@ class Joined:
 async def join_legs(
     legs: Mapping[LegRole, Chunks], items: LegItems, drain: Callable[[Chunks], None], notices: bool = True
 ) -> AsyncGenerator[tuple[TokenChunk, LegRole], None]:
-    """Yield (chunk, leg it came from) until a chunk with `finish_reason`. One leg alone, of either kind, must say all.
+    """Yield (chunk, its leg) until a chunk with `finish_reason`. A single leg, of either kind, must send all tokens.
 
-    Closing it closes the legs. Into `items` others may put that a leg is lost. When the prefill leg ended the request,
-    the decode leg is handed to `drain`: its engine is told by its peer and ends the leg itself; so is the prefill leg
-    when the decode leg ended well, as its engine ends it once its pages are free. What the prefill leg refuses, no
-    engine can compute: that ends the request too.
+    Closing the generator closes the legs. Others report a lost leg by putting an error into `items`. Two legs are not
+    closed, but handed to `drain`, since their engines end them: the decode leg, if the prefill leg ended the request
+    (P tells D), and the prefill leg, if the decode leg ended it well (P ends it when its pages are free). If P refuses
+    the request, no engine can compute it, and P's error ends the stream.
 
-    Raises `LegFailed` when the decode leg, or the only one, is lost, or no engine took the prefill leg. A prefill leg
-    that fails later is no matter where the decode engine `notices` whether it misses anything, and recovers or says so;
-    where it does not, this raises unless the decode leg has begun to say tokens.
+    Raises `LegFailed` if the decode leg, or the only one, is lost, or if no engine took the prefill leg. A prefill leg
+    that is lost later is ignored if the decode engine `notices` (it recovers, or reports what it misses). Otherwise
+    this raises `LegFailed`, unless the decode leg has sent tokens.
     """
     alone = len(legs) == 1
-    # The first token waits for the prefill leg alone, whose request is on its way before the other is made.
+    # The first token depends on the prefill leg alone, so its request is sent before the decode leg's is created.
     tasks = {
         leg: asyncio.create_task(_pump(leg, chunks, items, turns=leg == "decode" and not alone))
         for leg, chunks in legs.items()
@@ -174,7 +174,7 @@ async def _pump(leg: LegRole, chunks: Chunks, items: LegItems, turns: int = 0) -
 
 
 async def _rest(which: LegRole, task: asyncio.Task[None], items: LegItems, ended: bool) -> Chunks:
-    """Yield what a leg still says; closing it closes the leg."""
+    """Yield the remaining chunks of a leg. Closing the generator closes the leg."""
     try:
         while not ended:
             leg, item = await items.get()

@@ -1,4 +1,4 @@
-"""Near-ties: two engines whose logits differ only by rounding may sample different first tokens."""
+"""Near-ties: engines whose logits differ only by rounding may choose different first tokens."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from baton.wire import MAX_LOGPROBS, GenerateRequest, SamplingParams
 
 
 async def measure_gap(client: EngineClient, joined: Joined, mismatch: TokenMismatch) -> float | None:
-    """How far the logprobs of the two tokens of a mismatch are apart, in nats, as the engine behind `client` sees it;
-    None where that says nothing: the choice was drawn, or biased, or one of the tokens is none of the best.
+    """The gap between the logprobs of a mismatch's two tokens, in nats, computed by the engine of `client`. None if it
+    proves nothing: the token was drawn or biased, or one of the two is not among the `MAX_LOGPROBS` most likely.
 
-    Raises what the engine's leg raises.
+    Raises the errors of the engine's leg.
     """
     params = joined.request.sampling_params
     if not _is_plain(params):
@@ -32,7 +32,7 @@ async def measure_gap(client: EngineClient, joined: Joined, mismatch: TokenMisma
 
 
 def _is_plain(params: SamplingParams) -> bool:
-    """Whether the most likely token is the one to choose."""
+    """Whether the most likely token is always chosen."""
     plain = SamplingParams(temperature=0.0)
     return params.structured_outputs is None and all(
         getattr(params, name) == getattr(plain, name)

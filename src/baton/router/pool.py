@@ -1,4 +1,4 @@
-"""The engines behind a router: their identity, their health, and the choice among them."""
+"""The engines of a router: their identity, their health, and the choice among them."""
 
 from __future__ import annotations
 
@@ -46,12 +46,14 @@ class _Leg:
 
 @dataclass(slots=True, eq=False)
 class PooledEngine:
-    """One engine. `num_inflight` counts this router's legs on it; `problem` says why it is not used.
+    """One engine. `num_inflight` counts this router's legs on it; `problem` says why it cannot be used.
 
-    `answered`: when it last answered, in monotonic seconds; `num_silent`: questions unanswered since. `gone`: since
-    then nobody listened at its address, or what answered was not fit: who is silent there now has just been started.
-    `evicted`: its lease has ended, and its legs were told so. `draining`: it gets no new requests, as the operator
-    asked (`leaving`) or it says itself. `known`: what it holds of prompts that were sent to it.
+    - `answered`: when it last answered, in monotonic seconds. `num_silent`: unanswered questions since.
+    - `gone`: since then nothing listened at its address, or the wrong server did. An engine that is silent there now
+      has just been started.
+    - `evicted`: its lease has expired, and its legs were failed.
+    - `draining`: it gets no new requests, because the operator (`leaving`) or the engine itself says so.
+    - `known`: the prefixes that it probably holds.
     """
 
     client: EngineClient
@@ -73,21 +75,21 @@ class PooledEngine:
 
     @property
     def url(self) -> str:
-        """Base URL, which is also the engine's identity."""
+        """The base URL, which is unique in a router."""
         return self.client.url
 
     @property
     def name(self) -> str:
-        """Its engine id, or its URL while that is not known."""
+        """The engine id, or the URL while the id is unknown."""
         return self.url if self.info is None else self.info.engine_id
 
     @property
     def identity(self) -> str | None:
-        """What decides its tokens (`comparison.token_identity`); None while it has not been reached."""
+        """The engine's `comparison.token_identity`; None until it has answered."""
         return None if self.info is None else token_identity(self.info.fingerprint)
 
     def may_serve(self, request: GenerateRequest) -> bool:
-        """Whether it would give the request the tokens, and the end, that it was planned with."""
+        """Whether its tokens and its maximum length are those with which the request was planned."""
         if self.info is None or request.identity not in (None, self.identity):
             return False
         return len(request.prompt_token_ids) - request.num_known + request.sampling_params.max_tokens <= (
@@ -96,19 +98,19 @@ class PooledEngine:
 
     @property
     def healthy(self) -> bool:
-        """Whether requests may be sent to it."""
         return self.problem is None and self.info is not None and not self.leaving
 
     @property
     def suspected(self) -> bool:
-        """Whether it is silent, but not for long enough to give it up."""
+        """Whether it is silent, but not yet given up."""
         given_up = self.gone or self.evicted or self.leaving
         return self.info is not None and self.num_silent > 0 and not given_up
 
     @contextlib.contextmanager
     def leg(self, on_lost: OnLost, may_move: Callable[[], bool] = lambda: False) -> Iterator[None]:
-        """Count one leg while it runs; `on_lost` is called when the engine is given up. `may_move`: whether the leg has
-        nothing to lose, and another engine would take it."""
+        """Count a leg while it runs. `on_lost` is called if the engine is given up, or earlier, when it falls silent,
+        if `may_move` says that the leg loses nothing and another engine can take it.
+        """
         self.num_inflight += 1
         leg = _Leg(on_lost, may_move)
         self._legs.append(leg)
@@ -122,23 +124,23 @@ class PooledEngine:
                 self.when_idle()
 
     def evict(self, error: EngineLostError) -> None:
-        """Give the engine up: tell its legs that it is lost."""
+        """Give the engine up: fail its legs."""
         self.evicted = True
         for leg in list(self._legs):
             leg.on_lost(error)
 
     def move(self, error: EngineLostError) -> None:
-        """Tell those legs that have nothing to lose: they need not wait for the end of the engine's lease."""
+        """Fail those legs that lose nothing by it, without waiting for the engine's lease to expire."""
         for leg in [leg for leg in self._legs if leg.may_move()]:
             leg.on_lost(error)
 
 
 class EnginePool:
-    """The router's engines. One event loop; nothing here waits but `add`, `refresh` and `watch`.
+    """The router's engines. For one event loop; only `rebind`, `add`, `refresh` and `watch` wait.
 
-    With its first request the pool is bound to the engine that it serves: from then on an engine that disagrees in a
-    fact that decides tokens, or that has a shorter context, is refused by the name of what differs, whichever engines
-    are alive, until an operator calls `rebind`.
+    The first request binds the pool to the engine that serves it. From then on, until an operator calls `rebind`, an
+    engine is refused if it differs in a fact that decides tokens, or has a shorter context, whichever engines are
+    alive.
     """
 
     def __init__(
@@ -151,8 +153,9 @@ class EnginePool:
         chat_template: str | None = None,
         load_tokenizer: Callable[[str, str | None], Tokenizer] | None = None,
     ) -> None:
-        """`tokenizer_dir` None takes the tokenizer from the engines' own checkpoint directory; `chat_template` replaces
-        the one there. `load_tokenizer` gets both. Time is that of the event loop."""
+        """`tokenizer_dir` None: the engines' checkpoint directory. `chat_template` replaces the one there.
+        `load_tokenizer` is called with both. Times are those of the event loop.
+        """
         self.timers = timers or RouterTimers()
         self._new_client = new_client
         self._session = session
@@ -160,10 +163,10 @@ class EnginePool:
         self._tokenizer_dir, self._chat_template = tokenizer_dir, chat_template
         self._load = load_tokenizer or _load_tokenizer
         self._engines: dict[str, PooledEngine] = {}
-        self._removed: set[PooledEngine] = set()  # those with legs
+        self._removed: set[PooledEngine] = set()  # removed engines that still have legs
         self._turn = 0
         self._model: ServedModel | None = None
-        self._reference: EngineInfo | None = None  # the engine whose tokenizer `_model` has
+        self._reference: EngineInfo | None = None  # the engine from which `_model` was made
         self._bound_length: int | None = None
         self._asking: dict[PooledEngine, asyncio.Task[None]] = {}
 
@@ -173,7 +176,7 @@ class EnginePool:
         return list(self._engines.values())
 
     def model(self) -> ServedModel:
-        """Return the served model. Raises `EngineUnavailableError` while none has been reached."""
+        """Return the served model. Raises `EngineUnavailableError` until an engine has answered."""
         if self._model is None:
             raise EngineUnavailableError("no engine has been reached yet")
         infos = [e.info for e in self._engines.values() if e.info is not None]
@@ -182,18 +185,19 @@ class EnginePool:
         return dataclasses.replace(self._model, max_model_len=length, num_speculative_tokens=drafts)
 
     def bind(self) -> None:
-        """A request begins: what is served now is served until `rebind`. Raises as `model` does."""
+        """Bind the pool to what it serves now, until `rebind`. Raises the errors of `model`."""
         if self._bound_length is None:
             self._bound_length = self.model().max_model_len
 
     @property
     def bound(self) -> bool:
-        """Whether a request was served since the start, or since `rebind`."""
+        """Whether a request was served since the start or the last `rebind`."""
         return self._bound_length is not None
 
     async def rebind(self) -> None:
-        """Forget what was served, as the operator asked, and ask all engines who they are: the first that answers
-        decides what is served now. Requests that run stay with engines like those that they began on."""
+        """Forget what is served and ask all engines again; the first that answers decides. Running requests continue on
+        engines with the identity with which they began.
+        """
         self._model = self._reference = self._bound_length = None
         for engine in self.engines:
             engine.problem = "not asked yet what it serves now"
@@ -202,10 +206,10 @@ class EnginePool:
             await self.refresh(engine)
 
     async def add(self, url: str, role: Role) -> PooledEngine:
-        """Add an engine. Where it does not answer yet, `watch` asks it again.
+        """Add an engine. `watch` asks again if it does not answer yet.
 
-        Raises `RequestError` for a bad URL or another role than the engine's own, `IncompatiblePeerError` for
-        another model or drafter than the other engines have.
+        Raises `RequestError` for a bad URL or a role other than the engine's, `IncompatiblePeerError` if its model or
+        drafter differs from the other engines'.
         """
         url = checked_url(url)
         if url in self._engines:
@@ -215,7 +219,7 @@ class EnginePool:
             await self._identify(engine)
         except EngineUnavailableError as error:
             engine.problem = str(error)
-        if url in self._engines:  # it joined twice while we asked
+        if url in self._engines:  # added twice at the same time
             raise RequestError(f"{url} is an engine of this router already", "url")
         self._engines[url] = engine
         if engine.problem is None:
@@ -225,8 +229,9 @@ class EnginePool:
         return engine
 
     def remove(self, url: str) -> PooledEngine:
-        """Remove an engine: it gets no new requests, and running ones end normally, or go on elsewhere where it falls
-        silent. Raises `RequestError` if it is unknown."""
+        """Remove an engine. It gets no new requests; running ones end there, or elsewhere if it falls silent. Raises
+        `RequestError` if it is unknown.
+        """
         engine = self._engines.pop(checked_url(url), None)
         if engine is None:
             raise RequestError(f"{url} is not an engine of this router", "url")
@@ -235,8 +240,9 @@ class EnginePool:
         return engine
 
     def drain(self, url: str) -> PooledEngine:
-        """Send an engine no new requests, and remove it when its last leg has ended. Asked again, tell its legs that it
-        is lost: they go on elsewhere. Raises `RequestError` if it is unknown."""
+        """Send an engine no new requests, and remove it after its last leg. A second call fails its legs, which
+        continue elsewhere. Raises `RequestError` if it is unknown.
+        """
         engine = self._engines.get(checked_url(url))
         if engine is None:
             raise RequestError(f"{url} is not an engine of this router", "url")
@@ -258,7 +264,7 @@ class EnginePool:
         self._part(engine)
 
     def _part(self, engine: PooledEngine) -> None:
-        """Have a removed engine watched while it has legs. Of a request that has begun, one may begin yet."""
+        """Watch a removed engine while it has legs. A leg may still begin, for a request that was already routed."""
         engine.leaving = True
         engine.when_busy = lambda: self._removed.add(engine)
         engine.when_idle = lambda: self._removed.discard(engine)
@@ -266,17 +272,17 @@ class EnginePool:
             engine.when_busy()
 
     def usable(self, healthy: bool) -> list[PooledEngine]:
-        """The engines that may get requests: the `healthy`, or those that were silent when last asked."""
+        """The engines that may get requests: the healthy ones, or those that are suspected."""
         return [e for e in self._engines.values() if (e.healthy if healthy else e.suspected)]
 
     def max_num_seqs(self) -> int | None:
-        """How many requests the healthy engines decode at once; None where there is none or one does not tell."""
+        """How many requests the healthy engines decode at once; None if there is no engine, or one does not tell."""
         infos = [e.info for e in self.usable(healthy=True) if e.role != "prefill"]
         told = [info.max_num_seqs for info in infos if info is not None]
         return sum(told) if told and all(told) else None
 
     def take(self, among: Sequence[PooledEngine]) -> PooledEngine:
-        """The one of these engines whose turn it is. There is one at least."""
+        """Choose one of these engines, at least one, by policy."""
         self._turn += 1
         if self._policy == "least_loaded":
             chosen = min(among, key=lambda e: (e.num_inflight, e.order))
@@ -286,17 +292,18 @@ class EnginePool:
         return chosen
 
     def has_other(self, engine: PooledEngine, avoid: Sequence[PooledEngine] = ()) -> bool:
-        """Whether there is another of its role for new requests, not one of `avoid`."""
+        """Whether another engine of its role, not in `avoid`, can take new requests."""
         mine = (e for e in self._engines.values() if e.role == engine.role and e.healthy)
         return any(e is not engine and e not in avoid for e in mine)
 
     async def refresh(self, engine: PooledEngine) -> None:
-        """Ask an engine again who it is, after it failed or restarted."""
+        """Ask an engine for its identity, after it failed or restarted."""
         await asyncio.shield(self._ask(engine))
 
     async def watch(self) -> None:
-        """Refresh all engines, for ever, and those that were removed until their last leg has ended. One that is silent
-        does not keep the others waiting."""
+        """Refresh all engines forever, and removed ones until their last leg has ended. A silent engine does not delay
+        the others.
+        """
         try:
             while True:
                 for engine in (*self.engines, *self._removed):
@@ -309,7 +316,7 @@ class EnginePool:
             await asyncio.gather(*asking, return_exceptions=True)
 
     def _ask(self, engine: PooledEngine) -> asyncio.Task[None]:
-        """The question that is under way to an engine, or a new one."""
+        """The running check of an engine, or a new one."""
         task = self._asking.get(engine)
         if task is None:
             task = self._asking[engine] = asyncio.create_task(self._check(engine))
@@ -323,7 +330,7 @@ class EnginePool:
             if engine.problem != str(error):
                 logger.warning("engine %s: %s", engine.url, error)
             engine.problem = str(error)
-            # An engine that said it was draining, and is gone now, counts as draining until it is back.
+            # An engine that was draining, and is gone now, counts as draining until it is back.
             engine.draining |= isinstance(error, DrainingError)
             if not isinstance(error, EngineLostError):
                 engine.num_silent = 0
@@ -331,7 +338,7 @@ class EnginePool:
                 return
             engine.num_silent += 1
             silent_s = asyncio.get_running_loop().time() - engine.answered
-            # Two unanswered questions: after one alone, this process itself may have been paused.
+            # After one unanswered question only, this process itself may have been paused.
             taken = engine.info is not None and not engine.evicted
             if taken and engine.num_silent > 1 and silent_s >= self.timers.lease:
                 logger.warning("engine %s is given up after %.1f s", engine.url, silent_s)
@@ -359,7 +366,7 @@ class EnginePool:
         engine.gone = engine.evicted = False
 
     async def _adopt(self, engine: PooledEngine, info: EngineInfo) -> None:
-        """Serve what this engine serves, if nothing else is."""
+        """Serve this engine's model if nothing else is served."""
         if self._reference is not None and self._is_alone(engine) and _differing(self._reference, info):
             self._model = None
         while self._model is None:
@@ -373,15 +380,15 @@ class EnginePool:
                 self._model, self._reference = ServedModel.of(info, tokenizer), info
                 if told := info.sampling_defaults.told():
                     logger.info("requests of %s that do not say otherwise are sampled with %s", info.model, told)
-        self._check_same_model(engine, info)  # another engine may have answered meanwhile
+        self._check_same_model(engine, info)  # another engine may have decided meanwhile
 
     def _is_alone(self, engine: PooledEngine) -> bool:
-        """Whether no request was served, and no other engine is in use."""
+        """Whether no request was served and no other engine is in use."""
         others = (other for other in self.engines if other is not engine and other.info is not None)
         return not self.bound and all(other.problem is not None for other in others)
 
     def _check_same_model(self, engine: PooledEngine, info: EngineInfo) -> None:
-        """Raise `IncompatiblePeerError` naming what differs from what the pool serves, or from an engine in use."""
+        """Raise `IncompatiblePeerError` with what differs from the served model, or from an engine in use."""
         alive = [e.info for e in self.engines if e is not engine and e.info is not None and e.problem is None]
         served = [] if self._reference is None or self._is_alone(engine) else [self._reference]
         for other in served + alive:
@@ -394,7 +401,7 @@ class EnginePool:
 
 
 def _differing(served: EngineInfo, info: EngineInfo) -> dict[str, tuple[object, object]]:
-    """What differs of two engines that must give the same tokens, by name."""
+    """The differences between two engines that must give the same tokens, by name."""
     names = ("model", "vocab_size", "default_seed", "num_speculative_tokens")
     pairs = {name: (getattr(served, name), getattr(info, name)) for name in names}
     different: dict[str, tuple[object, object]] = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}

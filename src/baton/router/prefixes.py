@@ -1,7 +1,7 @@
-"""What an engine probably still holds of the prompts that a router has sent it.
+"""What engines probably hold of the prompts that a router has sent them.
 
-A guess, and so a reason for a route alone: the engine looks into its prefix cache itself, and declines what it lacks
-too much of.
+It is an estimate, used only for routing: an engine checks its own prefix cache, and declines a prompt if it lacks too
+much of it.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 
-# Tokens to a hash. Less than the tokens of which it is worth to know whether they are there.
+# Tokens per hash. Fewer tokens than this do not matter for routing.
 BLOCK_TOKENS = 16
 
 
 def chain_of(tokens: Sequence[int], salt: str = "") -> list[bytes]:
-    """16 bytes for each whole block of tokens, over it, all before it, and the salt of its request."""
+    """Per whole block of tokens, 16 bytes: the hash of it, of all blocks before it, and of the request's salt."""
     data, size = array("q", tokens).tobytes(), BLOCK_TOKENS * 8
     running, chain = hashlib.blake2b(salt.encode(), digest_size=16), []
     for start in range(0, len(data) - size + 1, size):
@@ -26,10 +26,9 @@ def chain_of(tokens: Sequence[int], salt: str = "") -> list[bytes]:
 
 
 class KnownPrefixes:
-    """Blocks of one engine, the least recently used of which go first.
+    """An LRU set of the blocks that one engine holds.
 
-    `step`: the engine finds prefixes again in multiples of so many tokens, 0 not at all. `kv_tokens`: how many it
-    holds.
+    `step`: the engine's prefix hits are multiples of this many tokens; 0: it has none. `kv_tokens`: its KV capacity.
     """
 
     def __init__(self, step: int = 0, kv_tokens: int = 0) -> None:
@@ -38,12 +37,12 @@ class KnownPrefixes:
         self._blocks: OrderedDict[bytes, None] = OrderedDict()
 
     def num_tokens(self, chain: Sequence[bytes]) -> int:
-        """How many tokens from the first on the engine should find."""
+        """The length of the expected prefix hit, in tokens."""
         found = next((i for i, block in enumerate(chain) if block not in self._blocks), len(chain)) * BLOCK_TOKENS
         return found // self._step * self._step if self._step else 0
 
     def learn(self, chain: Sequence[bytes]) -> None:
-        """The engine has the KV of these blocks. What comes first in a prompt goes last."""
+        """Note that the engine has the KV of these blocks. A prompt's first blocks are evicted last."""
         for block in reversed(chain[: self._most]):
             self._blocks[block] = None
             self._blocks.move_to_end(block)
@@ -51,6 +50,6 @@ class KnownPrefixes:
             self._blocks.popitem(last=False)
 
     def forget(self, chain: Sequence[bytes]) -> None:
-        """The engine lacks some of these blocks."""
+        """Note that the engine lacks some of these blocks."""
         for block in chain:
             self._blocks.pop(block, None)

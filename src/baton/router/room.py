@@ -1,4 +1,4 @@
-"""How many requests a router's engines decode at once: no more than they take, and the others wait in order."""
+"""A limit on the number of requests that run at once, set by what the engines decode; others wait in FIFO order."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ import contextlib
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 
-# Engines that join or come back are seen so soon by those who wait.
+# How often waiting requests look for engines that have joined or recovered.
 _LOOK_AGAIN_S = 0.25
 
 
 class Room:
-    """Requests beyond the engines' `--max-num-seqs` wait here, before their prefill begins: begun any sooner they would
-    hold a prefill engine's pages, and stand still behind their first token. `capacity`: how many run at once; None
-    where an engine does not tell, as vLLM's do not, or none is there."""
+    """Requests beyond the engines' `--max-num-seqs` wait here, before their prefill begins. Started earlier, they would
+    hold pages of a prefill engine and stall after their first token. `capacity`: how many run at once; None if there
+    is no engine, or one does not tell (vLLM).
+    """
 
     def __init__(self, capacity: Callable[[], int | None]) -> None:
         self._capacity = capacity
@@ -23,7 +24,7 @@ class Room:
 
     @contextlib.asynccontextmanager
     async def place(self) -> AsyncIterator[None]:
-        """One request's. First come, first served."""
+        """Wait for room, first come, first served, and occupy it."""
         if self._waiting or not self._has_room():
             await self._turn()
         self.num_running += 1
@@ -43,13 +44,12 @@ class Room:
             self._waiting[0].set()
 
     async def _turn(self) -> None:
-        """Wait until it is this request's turn, and there is room."""
         mine = asyncio.Event()
         self._waiting.append(mine)
         try:
             while self._waiting[0] is not mine or not self._has_room():
                 mine.clear()
-                # A timer, not a timeout: nothing here can take a client that leaves for time that has passed.
+                # A timer, not a timeout, so that a cancellation by a client is never taken for an expired timeout.
                 timer = asyncio.get_running_loop().call_later(_LOOK_AGAIN_S, mine.set)
                 try:
                     await mine.wait()

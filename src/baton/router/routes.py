@@ -1,7 +1,7 @@
-"""Where a request runs, and why: handed off between two engines, or whole on one of them.
+"""Where a request runs, and why: handed off between two engines, or on one alone.
 
-The roles of engines are what they are for, not what they can do: each can prefill and decode. So a request is handed
-off where that pays and both roles are there, and is computed on one engine elsewhere.
+A role says what an engine is used for; every engine can prefill and decode. A request is handed off if that pays and
+there are engines of both roles.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ Why = Literal[
     "handed_off", "cached", "short", "no_prefill_engine", "no_decode_engine", "both_roles", "resumed", "scored"
 ]
 WHYS: tuple[Why, ...] = get_args(Why)
-PREFIX_MISSING = "prefix_missing"  # why an engine declines
-# How many more legs an engine may have than the one whose turn it is, and still be chosen for what it holds.
+PREFIX_MISSING = "prefix_missing"  # an engine's reason to decline
+# An engine may be chosen for its cached prefix if it has at most this many more legs than the one whose turn it is.
 _SLACK_LEGS = 1
 _LAST = 100
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One attempt's engines. Without `prefill`, `decode` does all; it declines where it lacks the KV of more than
-    `max_prefill_tokens` of the prompt (None: any number)."""
+    """The engines of one attempt. Without `prefill`, `decode` computes all. It declines if it lacks the KV of more than
+    `max_prefill_tokens` of the prompt; None: it never declines.
+    """
 
     why: Why
     decode: PooledEngine
@@ -37,8 +38,9 @@ class Route:
 
 
 class Decisions:
-    """Counts of routes by reason: of all attempts, and of the first attempts of the last 100 requests. `stale`: routes
-    to an engine that lacked more than was thought."""
+    """Counts of routes by reason: of all attempts, and of the first attempts of the last 100 requests. `stale` counts
+    routes that an engine declined because it lacked more than expected.
+    """
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
@@ -46,21 +48,21 @@ class Decisions:
         self._last: deque[Why] = deque(maxlen=_LAST)
 
     def took(self, why: Why) -> None:
-        """The first attempt of a request goes this way."""
+        """Count the first attempt of a request."""
         self.counts[why] += 1
         self._last.append(why)
 
     def took_again(self, why: Why) -> None:
-        """A later attempt of a request, which is one of the last requests already, goes this way."""
+        """Count a later attempt of a request."""
         self.counts[why] += 1
 
     def describe(self) -> dict[str, object]:
-        """All counts, and the last requests in words."""
+        """All counts, and the summary."""
         counts: dict[str, object] = {why: self.counts[why] for why in WHYS}
         return {"summary": self.summary(), **counts, "stale": self.stale}
 
     def summary(self) -> str:
-        """The last requests in words."""
+        """The routes of the last requests as readable text."""
         last = Counter(self._last)
         handed = last.pop("handed_off", 0)
         local = ", ".join(f"{why.replace('_', ' ')} {last[why]}" for why in WHYS if last[why])
@@ -69,17 +71,19 @@ class Decisions:
 
 
 class Routes:
-    """Chooses among the engines of `pool`. A prompt of which the decode engine lacks at most
-    `max_local_prefill_length` tokens is computed there; 0: none is, while there is a prefill engine."""
+    """Chooses routes. A prompt of which the decode engine lacks at most `max_local_prefill_length` tokens is computed
+    there; 0: none is, while there is a prefill engine.
+    """
 
     def __init__(self, pool: EnginePool, max_local_prefill_length: int = 0) -> None:
         self._pool = pool
         self._most = max_local_prefill_length
 
     def choose(self, request: GenerateRequest, tried: Sequence[PooledEngine], hand_off: bool) -> Route | None:
-        """A route over healthy engines that may serve the request, or else over silent ones. None if there is none. An
-        engine that was `tried` is used only if no other has its role. `hand_off`: even if the decode engine holds the
-        prompt."""
+        """A route over healthy engines that may serve the request, or else over suspected ones, or None. Engines in
+        `tried` are used only if there is no other of their role. `hand_off`: hand off even if the decode engine holds
+        the prompt.
+        """
         for healthy in (True, False):
             usable = self._pool.usable(healthy)
 
@@ -102,7 +106,7 @@ class Routes:
     ) -> Route | None:
         take = self._pool.take
         if request.sampling_params.prompt_logprobs is not None and (some := prefill or both or decode):
-            return Route("scored", take(some))  # the logits of a prompt are where all of it is computed
+            return Route("scored", take(some))  # prompt logprobs need the whole prompt computed on one engine
         if prefill and decode:
             chosen = take(decode)
             local = None if hand_off or not self._most else self._local(request, decode, chosen)
@@ -130,12 +134,12 @@ class Routes:
         return Route("cached", best, max_prefill_tokens=self._most)
 
     def served(self, route: Route, request: GenerateRequest, output: Sequence[int]) -> None:
-        """The engine that decodes has had the KV of the request and its `output`."""
+        """Note that the decoding engine has the KV of the request and its `output`."""
         if self._most:
             route.decode.known.learn(_chain(request, output))
 
     def declined(self, route: Route, request: GenerateRequest) -> None:
-        """It lacks more of the request than was thought."""
+        """Note that the decoding engine lacks KV that it was expected to have."""
         route.decode.known.forget(_chain(request))
 
 

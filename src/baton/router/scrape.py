@@ -1,4 +1,4 @@
-"""One page of metrics for a whole deployment: the router's own, and those of its engines with their names."""
+"""The metrics page of a whole deployment: the router's own metrics, and those of its engines with labels."""
 
 from __future__ import annotations
 
@@ -17,27 +17,29 @@ T = TypeVar("T")
 
 
 class Shared(Generic[T]):
-    """One answer for all who ask while it is made: a page of this router asks each engine, so many clients that want it
-    at once would be many times as many for the engines."""
+    """A result that concurrent callers share. One page asks every engine, so each concurrent client would otherwise
+    multiply the load on the engines.
+    """
 
     def __init__(self, make: Callable[[], Awaitable[T]]) -> None:
         self._make = make
         self._task: asyncio.Future[T] | None = None
 
     async def get(self) -> T:
-        """The answer that is being made, or a new one. Raises what `make` raises."""
+        """Return the result in progress, or a new one. Raises the errors of `make`."""
         if self._task is None or self._task.done():
             self._task = asyncio.ensure_future(self._make())
         return await asyncio.shield(self._task)
 
 
-# Of vLLM's names, what the router itself measures is not told a second time for each leg.
+# The router has vLLM's metrics per request. The engines' metrics of the same names, per leg, are left out.
 _OWN = "vllm:"
 
 
 async def families(own: Iterable[Metric], engines: Sequence[PooledEngine]) -> list[Metric]:
     """The router's `own` families, and those of its engines with the labels `engine` and `role`. An engine that does
-    not answer, or not with metrics, is left out."""
+    not answer with metrics is left out.
+    """
     pages = await asyncio.gather(*(_page(engine) for engine in engines))
     found = {family.name: family for family in own}
     mine = {name for name in found if name.startswith(_OWN)}
@@ -63,6 +65,6 @@ async def _page(engine: PooledEngine) -> list[Metric]:
 
 
 def _labelled(sample: Sample, engine: str, role: str) -> Sample:
-    """Labels that the engine has itself by these names are kept as Prometheus keeps them."""
+    """Rename the engine's own labels `engine` and `role` as Prometheus does (`exported_`)."""
     labels = {f"exported_{name}" if name in ("engine", "role") else name: text for name, text in sample.labels.items()}
     return sample._replace(labels={**labels, "engine": engine, "role": role})

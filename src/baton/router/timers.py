@@ -1,4 +1,4 @@
-"""The router's timers, in one place."""
+"""The router's timers."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class RouterTimers:
-    """Durations in seconds. An engine's answer renews its lease; all of these are on the router's own clock.
+    """Durations in seconds, on the router's own clock. An engine's answer renews its lease.
 
-    `check`: between two questions to an engine. `answer`: an engine that takes longer gets new requests only for want
-    of another. `lease`: an engine silent for so long loses its legs to others. `patience`: a request that has begun
-    waits for so long for an engine that can go on with it. `connect`: for a leg's connection. `tell`: for a vLLM
-    server's answer to a question or a message, which costs it one token. `drain`: a leg whose request is over is read
-    for so long, so that it ends by itself.
+    - `check`: interval between questions to an engine.
+    - `answer`: an engine that takes longer to answer gets new requests only if there is no other.
+    - `lease`: an engine that is silent for this long is given up, and its legs continue elsewhere.
+    - `patience`: how long a request that has begun waits for an engine that can continue it.
+    - `connect`: for a leg's connection.
+    - `tell`: for a vLLM server's answer to a question or message, which costs it one token.
+    - `drain`: how long a leg whose request has ended is read, so that it ends by itself.
     """
 
     check: float = 0.5

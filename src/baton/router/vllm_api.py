@@ -1,4 +1,4 @@
-"""vLLM's completions API in plain data: what is sent, and what comes back as chunks."""
+"""vLLM's completions API: a leg's request body, and its response as chunks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from baton.wire import FinishReason, GenerateRequest, SamplingParams, TokenChunk
 
 # vLLM's seeds are signed.
 _SEED_BITS = 63
-# Far above the samples of one prompt: the noise of a sample is not another's at a later position.
+# Far above the number of samples per prompt, so no sample gets the seed of another sample at a later position.
 _SEED_STRIDE = 2**32
 
 
@@ -23,8 +23,8 @@ def completion_body(
     first_only: bool,
     stream: bool,
 ) -> dict[str, Any]:
-    """A leg as vLLM's completion request. `num_sent` output tokens are in the prompt already; `first_only`: the leg is
-    to sample one token.
+    """The body of a leg's completion request. The prompt ends with `num_sent` output tokens. `first_only`: sample one
+    token only.
     """
     params = request.sampling_params
     left = 1 if first_only else params.max_tokens - num_sent
@@ -47,8 +47,8 @@ def completion_body(
         "return_token_ids": True,
     }
     if params.seed is not None:
-        # Samples of one prompt differ; both legs of a sample do not. A server starts its noise anew with each request,
-        # and what follows known tokens must not repeat theirs.
+        # Each sample has its own seed, equal in both legs. vLLM starts the noise of every request from its seed, so a
+        # resumed request needs another one: it must not repeat the noise of the tokens already sent.
         body["seed"] = (params.seed + params.sample_index + num_sent * _SEED_STRIDE) % 2**_SEED_BITS
     given = {
         "cache_salt": request.cache_salt,
@@ -64,9 +64,9 @@ def completion_body(
 
 
 def to_chunk(request: GenerateRequest, choice: Choice, position: int) -> TokenChunk:
-    """A choice, or a piece of one, whose first token is the request's output token `position`.
+    """Convert a choice, or a part of one, whose first token is output token `position` of the request.
 
-    Raises `ValueError` for logprobs that do not fit the tokens, and for an end that no request has.
+    Raises `ValueError` if logprobs do not fit the tokens, or for an unknown finish reason.
     """
     tokens = choice.token_ids or []
     reason = msgspec.convert(choice.finish_reason, FinishReason | None)
@@ -89,16 +89,16 @@ def to_chunk(request: GenerateRequest, choice: Choice, position: int) -> TokenCh
 
 
 def can_resume(params: SamplingParams) -> bool:
-    """Whether a vLLM server that is sent output tokens as a prompt goes on as one that made them itself would: it
-    counts presence and frequency over its own output alone, looks for the beginning of a bad word there, and begins a
-    grammar anew.
+    """Whether a vLLM server that gets output tokens in its prompt continues as if it had generated them. It does not
+    with presence or frequency penalties (it counts generated tokens only), with bad words (it looks for their beginning
+    in generated tokens only) and with structured outputs (the grammar starts anew).
     """
     counts = params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
     return not counts and not params.bad_words and params.structured_outputs is None
 
 
 def _top(found: dict[str, float] | None) -> list[tuple[int, float]]:
-    # vLLM adds the token that was chosen, if it is not among the best.
+    # vLLM adds the chosen token if it is not among the best.
     pairs = []
     for name, value in (found or {}).items():
         token = token_id(name)

@@ -1,4 +1,4 @@
-"""HTTP client of one vLLM server: legs over its completions API, and short questions to its connector."""
+"""The HTTP client of one vLLM server: legs over its completions API, and messages to its connector."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ if TYPE_CHECKING:
     from baton.router.pool import PooledEngine
 
 _MAX_BODY_BYTES = 16 * 2**20
-# How long a reading of a server's clock is used. Clocks drift by less than 0.1 s in that time.
+# How long a reading of a server's clock is used. Clocks drift by less than 0.1 s in this time.
 _CLOCK_S = 600.0
-# No vLLM server ends and starts again within this time: whoever answers so soon after an answer is the same process.
+# No vLLM server restarts within this time, so an answer this soon after another one comes from the same process.
 _UNSEEN_S = 3.0
 _STARTED = re.compile(rb"^process_start_time_seconds (\S+)", re.MULTILINE)
 _T = TypeVar("_T")
 
 
 class VllmClient(EngineClient):
-    """Talks to the vLLM server at one URL, or to one data-parallel rank of it. `identify` asks its connector who it is,
-    once per life.
+    """The client of one vLLM server, or of one of its data-parallel ranks. `identify` asks its connector for its
+    identity, once per incarnation.
 
-    A server takes any request, whoever it was before. So no leg is sent to one that was not seen for `_UNSEEN_S` before
-    its process is known to be the same, by the start time in its metrics, or its identity was asked anew.
+    A restarted server takes legs that were meant for its predecessor. So a server that was not seen for `_UNSEEN_S`
+    gets no leg before its process is recognised by the start time in its metrics, or its identity is asked again.
     """
 
     has_ranks = True
@@ -58,23 +58,23 @@ class VllmClient(EngineClient):
         self._model: Model | None = None
         self._info: EngineInfo | None = None
         self._read = 0.0
-        self._seen = -math.inf  # when the process of `_info` answered last
-        self._started: bytes | None = None  # what its metrics say of its start
+        self._seen = -math.inf  # when the process of `_info` last answered
+        self._started: bytes | None = None  # its start time, from its metrics
         self._recognising = asyncio.Lock()  # one leg asks for all
 
     @property
     def root(self) -> str | None:
-        """The checkpoint that the server named when it was last asked."""
+        """The checkpoint, as the server last named it."""
         return None if self._model is None else self._model.root
 
     @staticmethod
     def of(engine: PooledEngine) -> VllmClient:
-        """The client of an engine whose connector makes this kind."""
+        """The client of an engine of a vLLM connector."""
         assert isinstance(engine.client, VllmClient)
         return engine.client
 
     async def info(self) -> EngineInfo:
-        """Ask a server for its identity when it may be another process, and for its clock every `_CLOCK_S`."""
+        """Ask for the identity if the server may be another process, and for its clock every `_CLOCK_S`."""
         asked = time.monotonic()
         try:
             await self._get("/health", _MAX_BODY_BYTES)
@@ -84,12 +84,12 @@ class VllmClient(EngineClient):
             raise
         self._seen = asked
         if time.monotonic() - self._read >= _CLOCK_S:
-            with contextlib.suppress(BatonError):  # the next check asks a busy server again
+            with contextlib.suppress(BatonError):  # a busy server; the next check asks again
                 info = await self._ask_identity(self._ask_timeout)
         return msgspec.structs.replace(info, clock=info.clock + time.monotonic() - self._read)
 
     async def _recognise(self, now: float, timeout: aiohttp.ClientTimeout) -> EngineInfo:
-        """The identity of the process that answers at `now`, in monotonic seconds, or later."""
+        """The identity of the process that answers at `now` (monotonic seconds) or later."""
         info = self._info
         if info is not None and now - self._seen < _UNSEEN_S:
             return info
@@ -103,7 +103,7 @@ class VllmClient(EngineClient):
         return self._started is not None and self._started == await self._ask_start(timeout)
 
     async def _ask_start(self, timeout: aiohttp.ClientTimeout) -> bytes | None:
-        """When the process started, by its metrics; None where they do not tell."""
+        """The start time of the process, from its metrics, or None."""
         try:
             found = _STARTED.search(await self._get("/metrics", _MAX_BODY_BYTES, timeout))
         except EngineLostError:
@@ -123,7 +123,7 @@ class VllmClient(EngineClient):
         return self._info
 
     async def load(self) -> EngineLoad:
-        """From vLLM's metrics, as far as it has them."""
+        """Return the load as far as vLLM's metrics tell it."""
         found = await self.metrics()
         return EngineLoad(
             num_running=int(sum(found.get("vllm:num_requests_running", ()))),
@@ -136,7 +136,7 @@ class VllmClient(EngineClient):
         )
 
     async def metrics(self) -> dict[str, list[float]]:
-        """Finite samples of vLLM's own metrics by name, one for each set of labels. Raises what `load` raises."""
+        """Finite samples of vLLM's own metrics by name, one per set of labels. Raises the errors of `load`."""
         found: dict[str, list[float]] = {}
         body = await self._get("/metrics", _MAX_BODY_BYTES)
         try:
@@ -150,9 +150,9 @@ class VllmClient(EngineClient):
         return found
 
     async def tell(self, kv_transfer_params: dict[str, object]) -> Completion:
-        """Send `kv_transfer_params` to the server's connector, with a completion request of one token.
+        """Send `kv_transfer_params` to the server's connector, in a completion request of one token.
 
-        Raises `EngineUnavailableError`, `EngineLostError` when it does not answer, `ProtocolError`.
+        Raises `EngineUnavailableError`, `EngineLostError` if the server does not answer, `ProtocolError`.
         """
         if self._model is None:
             await self.info()
@@ -162,15 +162,15 @@ class VllmClient(EngineClient):
             return self._decode(await read_body(response, _MAX_BODY_BYTES), Completion)
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
-        """Run the whole request on this server alone."""
+        """Run the whole request on this server."""
         return self.leg(request)
 
     async def leg(
         self, request: GenerateRequest, kv_transfer_params: dict[str, object] | None = None, first_only: bool = False
     ) -> AsyncGenerator[TokenChunk, None]:
-        """Yield the chunks of one leg; `first_only`: of its first token.
+        """Yield the chunks of one leg; with `first_only`, of its first token.
 
-        Raises as `EngineClient.generate` does, and `HandoffError` where the server is well and has ended the request.
+        Raises the errors of `EngineClient.generate`, and `HandoffError` if a healthy server has ended the request.
         """
         model = await self._served(request)
         position = request.num_known
@@ -186,9 +186,9 @@ class VllmClient(EngineClient):
     async def first_token(
         self, request: GenerateRequest, kv_transfer_params: dict[str, object]
     ) -> tuple[TokenChunk, dict[str, Any]]:
-        """The first token, and the `kv_transfer_params` that came with it, which vLLM does not stream.
+        """The first token, and the response's `kv_transfer_params`, which vLLM sends only without streaming.
 
-        Raises as `leg` does.
+        Raises the errors of `leg`.
         """
         model = await self._served(request)
         position = request.num_known
@@ -203,7 +203,7 @@ class VllmClient(EngineClient):
         return _goes_on(chunk) if more else chunk, answer.kv_transfer_params or {}
 
     async def _served(self, request: GenerateRequest) -> Model:
-        """The model, if it is what the request was planned for. Raises what `info` raises, `IncompatiblePeerError`."""
+        """The model. Raises the errors of `info`, and `IncompatiblePeerError` for a request of another identity."""
         async with self._recognising:
             info = await self._recognise(time.monotonic(), self._tell_timeout)
         own = token_identity(info.fingerprint)
@@ -223,5 +223,5 @@ class VllmClient(EngineClient):
 
 
 def _goes_on(chunk: TokenChunk) -> TokenChunk:
-    """The chunk of a leg that ends after one token, of a request that does not."""
+    """A chunk of a leg that was limited to one token must not end the request."""
     return msgspec.structs.replace(chunk, finish_reason=None) if chunk.finish_reason == "length" else chunk

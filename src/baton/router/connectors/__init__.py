@@ -1,4 +1,4 @@
-"""The kinds of handoff that a router knows: a module and an entry of `CONNECTORS` each."""
+"""The router's connectors, one per kind of handoff. A new one is a module and an entry of `CONNECTORS`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from baton.router.connectors.baton import EngineConnector
 from baton.router.connectors.vllm_baton import VllmBatonConnector
 from baton.router.connectors.vllm_nixl import NixlPullConnector, NixlPushConnector
 
-# Engines of Baton's own have one kind. vLLM's are called as vLLM calls them.
+# Baton's own engines have one kind. vLLM's connectors have vLLM's names.
 BATON_ENGINES = "baton"
 CONNECTORS: dict[str, type[Connector]] = {
     BATON_ENGINES: EngineConnector,
@@ -20,7 +20,7 @@ VLLM_CONNECTORS = tuple(name for name in CONNECTORS if name != BATON_ENGINES)
 
 
 def create_connector(name: str, config: ConnectorConfig) -> Connector:
-    """Return the connector called `name`. Raises `ConfigError`: there is none, or it cannot do what is asked."""
+    """Create the connector `name`. Raises `ConfigError` if there is none, or if it does not support `config`."""
     if name not in CONNECTORS:
         raise ConfigError("kv_connector", f"must be one of {', '.join(VLLM_CONNECTORS)}, got {name!r}")
     return CONNECTORS[name](config)

@@ -1,4 +1,4 @@
-"""The router's side of one kind of handoff: it makes the clients of engines and the legs of each request."""
+"""The interface of connectors: a connector makes the clients of engines and the legs of each request."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from baton.router.pool import PooledEngine
 from baton.router.timers import RouterTimers
 from baton.wire import GenerateRequest, LegRole, Mode, Role, SamplingParams
 
-# Parameters that need more of the first token than its id, with the value at which they do not.
+# Parameters that need more of the first token than its id, and the values at which they do not.
 _NOT_SEEDED = {
     **{"seed": None, "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0},
     **{"stop": (), "bad_words": (), "structured_outputs": None},
@@ -30,9 +30,10 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class ConnectorConfig:
-    """`ticket_key` signs tickets, whose legs may come for `ticket_life_s` seconds;
-    `seed_first_token`: the decode engine is sent the prefill engine's first token. `new_transfer_id`: 128 random bits
-    for each ticket."""
+    """`ticket_key` signs tickets. Both legs must reach their engines within `ticket_life_s` seconds.
+    `seed_first_token`: the decode engine gets the prefill engine's first token. `new_transfer_id` returns 128 random
+    bits.
+    """
 
     ticket_key: bytes | None = None
     seed_first_token: bool = False
@@ -42,9 +43,9 @@ class ConnectorConfig:
 
 @dataclass(frozen=True, slots=True)
 class Legs:
-    """The legs of one attempt, both or any one. `notices`: the decode engine detects that the prefill leg is lost, and
-    recovers or reports it; otherwise its leg cannot succeed without the prefill leg. `over` is awaited after the
-    attempt has ended and its legs are closed; where it fails, the engines' own timeouts free what it was to free.
+    """The legs of one attempt: both, or either alone. `notices`: the decode engine detects the loss of the prefill leg,
+    and recovers or reports it; otherwise it needs the prefill leg to succeed. `over` is awaited after the attempt, with
+    its legs closed. If it fails, the engines' own timeouts free what it would have freed.
     """
 
     chunks: Mapping[LegRole, Chunks]
@@ -55,8 +56,8 @@ class Legs:
 class Connector(ABC):
     """One kind of handoff, for all engines of a router.
 
-    `needs_ticket_key`, `can_seed`, `has_modes`: whether it needs a ticket key, can send the first token to the decode
-    engine, and lets a request choose who issues the copies. Raises `ConfigError` for a setting that it cannot honour.
+    `needs_ticket_key`: it signs tickets. `can_seed`: it can send the first token to the decode engine. `has_modes`: a
+    request may choose push or pull. Raises `ConfigError` for a setting that it does not support.
     """
 
     needs_ticket_key: ClassVar[bool] = False
@@ -70,39 +71,39 @@ class Connector(ABC):
 
     @abstractmethod
     def client(self, session: aiohttp.ClientSession, url: str, timers: RouterTimers, role: Role) -> EngineClient:
-        """Return a client of the engine at `url`, which is used in `role`."""
+        """Create a client of the engine at `url`, which is used in `role`."""
 
     @abstractmethod
     def legs(self, request: GenerateRequest, prefill: PooledEngine, decode: PooledEngine, kv_mode: Mode) -> Legs:
-        """Return the legs of one attempt; nothing is sent before they are read.
+        """Return the legs of one attempt. Nothing is sent before they are read.
 
-        Raises `EngineUnavailableError` when an engine is not known any more.
+        Raises `EngineUnavailableError` if an engine is no longer known.
         """
 
     def alone(self, request: GenerateRequest, engine: PooledEngine) -> Chunks:
-        """Return the one leg of a request that `engine`, of any role, computes whole. Nothing is sent before it is
+        """Return the only leg of a request that `engine`, of any role, computes whole. Nothing is sent before it is
         read.
 
-        Raises `EngineUnavailableError` when the engine is not known any more.
+        Raises `EngineUnavailableError` if the engine is no longer known.
         """
         return engine.client.generate(request)
 
     def check(self, params: SamplingParams) -> None:
-        """Raise `RequestError` for a parameter that cannot be honoured here. A seed of None: the client gave none."""
+        """Raise `RequestError` for a parameter that is not supported. Seed None: the client gave none."""
         for name, neutral in _NOT_SEEDED.items():
             if self.config.seed_first_token and getattr(params, name) != neutral:
                 raise RequestError(f"{name} cannot be had here: this router runs with --seed-first-token", name)
 
     def can_resume(self, params: SamplingParams) -> bool:
-        """Whether another attempt can continue after the tokens that were sent without changing those that follow."""
+        """Whether another attempt can continue after the tokens sent without changing later tokens."""
         return True
 
 
 def in_turn(
     first: Callable[[asyncio.Future[_T | None]], Chunks], then: Callable[[_T], Chunks]
 ) -> dict[LegRole, Chunks]:
-    """Legs one after the other: the decode leg begins when the prefill leg `first` has set its future to what `then`
-    needs. A first leg that ends the request sets nothing.
+    """Legs in sequence: the decode leg `then` begins when the prefill leg `first` has set its future to the argument
+    of `then`. A prefill leg that ends the request sets nothing.
     """
     found: asyncio.Future[_T | None] = asyncio.get_running_loop().create_future()
 
@@ -118,7 +119,7 @@ def in_turn(
             if not ended and not found.done():
                 raise EngineUnavailableError("the prefill leg ended without a token")
         except EngineLostError as error:
-            # No decode engine waits for it yet that could recover.
+            # No decode engine waits for this handoff yet, so none can recover from its loss.
             raise EngineUnavailableError(str(error)) from None
         finally:
             if not found.done():
@@ -135,7 +136,7 @@ def in_turn(
 
 
 async def muted(leg: Chunks) -> Chunks:
-    """The leg without its tokens: those of the other leg are the request's."""
+    """The leg without its tokens, except for an error: the request gets those of the other leg."""
     async with contextlib.aclosing(leg):
         async for chunk in leg:
             if chunk.finish_reason == "error":

@@ -1,4 +1,4 @@
-"""Engines of Baton's own: both legs are the same request, with one ticket."""
+"""The connector of Baton's own engines: both legs are the same request, with one ticket."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from baton.router.timers import RouterTimers
 from baton.timeouts import timeout
 from baton.wire import GenerateRequest, HandoffParams, LegRole, Mode, Role
 
-# How long a decode leg waits for the first token of a prefill engine on its own host. What is longer under way is
-# copied while it is computed, and needs the decode engine's pages meanwhile.
+# How long a decode leg waits for the first token of a prefill engine on its own host. A prefill that takes longer is
+# copied while it is computed, and needs the decode engine's pages by then.
 FIRST_TOKEN_WAIT_S = 0.05
-# The token goes out to the client first.
+# A delay, so that the token is sent to the client first.
 _THEN_S = 0.001
 
 
 class EngineConnector(Connector):
-    """A prefill leg's stream lasts as long as its pages are held, so closing the stream is enough to free them.
+    """A prefill leg's stream lasts as long as its pages are held; closing the stream frees them.
 
-    Engines of one host share its cores. There the decode engine's part of a short prompt, which is done while the
-    drafter runs, would only hold up the first token, so its leg begins with that.
+    Engines on one host share its cores. With a short prompt, the decode engine's work would delay the first token, and
+    can be done later while P's drafter runs. So the decode leg begins after the first token.
     """
 
     needs_ticket_key = True
@@ -55,11 +55,10 @@ class EngineConnector(Connector):
     def _ticket(
         self, request: GenerateRequest, prefill: PooledEngine, decode: PooledEngine, mode: Mode, digest: bytes
     ) -> str:
-        """A ticket for one attempt of the request."""
         return mint_ticket(self.config, prefill, decode, mode, digest)
 
     def alone(self, request: GenerateRequest, engine: PooledEngine) -> Chunks:
-        """An engine of a deployment computes what a router has signed, alone too."""
+        """Add a ticket unless the engine's role is `both`: other engines compute only what a router has signed."""
         if engine.role != "both":
             digest = request_digest(request.prompt_token_ids, request.sampling_params, request.num_prompt_tokens)
             ticket = self._ticket(request, engine, engine, "push", digest)
@@ -68,8 +67,7 @@ class EngineConnector(Connector):
 
 
 def _first_token_first(prefill: Chunks, decode: Chunks) -> dict[LegRole, Chunks]:
-    """The legs, of which `decode` begins with the first chunk of `prefill`, or with its end, or when it has waited for
-    `FIRST_TOKEN_WAIT_S`."""
+    """The legs. `decode` begins at the first chunk or the end of `prefill`, or after `FIRST_TOKEN_WAIT_S`."""
     came = asyncio.Event()
 
     async def first() -> Chunks:

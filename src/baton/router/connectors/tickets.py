@@ -1,4 +1,4 @@
-"""Handoffs by signed tickets: Baton's protocol, among engines of its own and among vLLM servers."""
+"""Tickets of one attempt, for Baton's own engines and for vLLM servers."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from baton.wire import Mode
 def mint_ticket(
     config: ConnectorConfig, prefill: PooledEngine, decode: PooledEngine, mode: Mode, request_digest: bytes
 ) -> str:
-    """A ticket for one attempt of the request with this digest, whose legs come within `config.ticket_life_s` seconds.
+    """Sign a ticket for one attempt of the request with this digest, valid for `config.ticket_life_s` seconds.
 
-    Raises `EngineUnavailableError`.
+    Raises `EngineUnavailableError` without a ticket key, or if an engine is no longer known.
     """
     p, d = prefill.info, decode.info
     if config.ticket_key is None:
         raise EngineUnavailableError("the router has no ticket key, and so cannot hand off")
     if p is None or d is None:
         raise EngineUnavailableError("an engine of the pair is not known any more")
-    # Each engine's clock is extrapolated from its last answer. The time that the answer took only shortens the ticket's
-    # life.
+    # Each engine's clock is extrapolated from its last answer. The time that the answer took only shortens the
+    # ticket's life.
     now, life_s = asyncio.get_running_loop().time(), config.ticket_life_s
     expiries = (p.clock + now - prefill.answered + life_s, d.clock + now - decode.answered + life_s)
     ticket = Ticket.between(p, d, mode, request_digest, expiries, config.new_transfer_id())

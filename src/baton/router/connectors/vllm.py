@@ -1,4 +1,4 @@
-"""What the connectors of vLLM servers have in common."""
+"""Base class of the connectors of vLLM servers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from baton.wire import EngineIdentity, EngineInfo, GenerateRequest, Role, Sampli
 
 
 class VllmConnector(Connector):
-    """A kind of handoff among vLLM servers. A client asks its server for its identity once per incarnation."""
+    """A kind of handoff between vLLM servers."""
 
     def client(self, session: aiohttp.ClientSession, url: str, timers: RouterTimers, role: Role) -> VllmClient:
         async def identify(client: VllmClient, model: Model) -> EngineInfo:
@@ -45,12 +45,12 @@ class VllmConnector(Connector):
 
     @abstractmethod
     async def _identify(self, client: VllmClient, role: Role) -> EngineIdentity:
-        """Who a server is. Raises as `EngineClient.info` does, and `RequestError` for a role that it has not."""
+        """A server's identity. Raises the errors of `EngineClient.info`, and `RequestError` if it lacks the role."""
 
 
 def draws_anew(request: GenerateRequest, engine: PooledEngine) -> bool:
-    """Whether an engine's first token is another draw than another engine's, whatever the seed: the sampled token of a
-    verification step is none of an ordinary step.
+    """Whether another engine draws another first token than `engine`, even with the same seed: vLLM samples differently
+    in a verification step than in an ordinary step.
     """
     drafts = engine.info is not None and engine.info.num_speculative_tokens > 0
     return drafts and request.sampling_params.temperature > 0

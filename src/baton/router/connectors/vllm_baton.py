@@ -1,8 +1,8 @@
 """vLLM servers with `BatonConnector`.
 
-Both legs begin at once with the same prompt. Its last token is computed by the decode server too, which so samples the
-first token again, for comparison. With `seed_first_token` the legs follow each other instead: the decode server gets
-the prompt and the prefill server's token, and samples nothing twice.
+Both legs begin at once with the same prompt. The decode server also computes the prompt's last token, and so samples
+the first token again, for comparison. With `seed_first_token` the legs run in sequence: the decode server gets the
+prompt and the prefill server's token, and nothing is sampled twice.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from baton.wire import (
 
 
 class VllmBatonConnector(VllmConnector):
-    """Both legs have one ticket."""
+    """Both legs carry the same ticket."""
 
     needs_ticket_key = True
     can_seed = True
 
     def __init__(self, config: ConnectorConfig) -> None:
         super().__init__(config)
-        self._truncating: dict[str, bool] = {}  # by URL: whether prefill legs get prompts without their last token
+        self._truncating: dict[str, bool] = {}  # by URL: whether prefill legs get the prompt without its last token
 
     def legs(self, request: GenerateRequest, prefill: PooledEngine, decode: PooledEngine, kv_mode: Mode) -> Legs:
         p = VllmClient.of(prefill)
@@ -52,8 +52,7 @@ class VllmBatonConnector(VllmConnector):
 
         async def over(outcome: HandoffOutcome) -> None:
             if outcome in ("failed", "aborted") or (seeded and outcome == "finished_early"):
-                # The decode server may never have seen its leg, and then does not tell the prefill server to free the
-                # pages.
+                # A decode server that never saw its leg cannot tell the prefill server to free the pages.
                 await p.tell(_params(LegParams(role="cancel", ticket=ticket)))
 
         chunks = (self._in_turn if seeded else self._at_once)(request, prefill, decode, ticket)

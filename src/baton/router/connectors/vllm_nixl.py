@@ -1,8 +1,8 @@
-"""vLLM servers with vLLM's own NIXL connectors, for comparison and for those who run them already.
+"""vLLM servers with vLLM's own NIXL connectors, for comparison and for existing deployments.
 
-With `NixlConnector` the decode server reads (pull): the legs follow each other, since it needs what the prefill server
-says when it has finished. With `NixlPushConnector` the prefill server writes: both legs begin at once, and are paired
-by their request id. Neither is told when the other side gives up; blocks come back when vLLM's own lease ends.
+With `NixlConnector` the decode server pulls: the legs run in sequence, since it needs the parameters in the finished
+prefill response. With `NixlPushConnector` the prefill server pushes: both legs begin at once and are paired by request
+id. Neither side is told if the other gives up; its blocks are freed when vLLM's own lease expires.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from baton.wire import EngineIdentity, GenerateRequest, LegRole, Mode, Role, Tok
 
 _FETCHED: dict[str, object] = {"do_remote_decode": True, "do_remote_prefill": False}
 _METRICS, _PER_POSITION = "vllm:nixl_", "vllm:spec_decode_num_accepted_tokens_per_pos_total"
-# vLLM's API does not tell the size of its vocabulary; a server checks token ids itself.
+# vLLM's API does not give the vocabulary size; a server checks token ids itself.
 _ANY_TOKEN = 2**31 - 1
 
 
 class _Address(msgspec.Struct, frozen=True):
-    """The address of a server's connector, as a finished prefill leg reports it."""
+    """The address of a server's connector, from the response of a finished prefill leg."""
 
     remote_engine_id: str
     remote_host: str
@@ -40,17 +40,17 @@ class _Address(msgspec.Struct, frozen=True):
 
 
 class _NixlConnector(VllmConnector):
-    """What both modes have in common."""
+    """Base class of both modes."""
 
     has_modes = False
     mode: ClassVar[Literal["pull", "push"]]
 
     def __init__(self, config: ConnectorConfig) -> None:
         super().__init__(config)
-        self._addresses: dict[str, _Address] = {}  # by URL, from a finished prefill leg
+        self._addresses: dict[str, _Address] = {}  # by URL
 
     def legs(self, request: GenerateRequest, prefill: PooledEngine, decode: PooledEngine, kv_mode: Mode) -> Legs:
-        """The mode is the servers' own."""
+        """Return the legs. `kv_mode` is ignored: the servers have one mode."""
         p = VllmClient.of(prefill)
         if request.sampling_params.max_tokens - request.num_known == 1:
             return Legs({"prefill": p.leg(request)})  # the first token is the last
@@ -74,9 +74,8 @@ class _NixlConnector(VllmConnector):
     async def _first(
         self, request: GenerateRequest, prefill: PooledEngine
     ) -> tuple[TokenChunk, dict[str, object], bool]:
-        """The prefill leg: its token, what the decode server needs, and whether the token is the request's first one.
-        It is another where this server does not compute a prompt's last token, or where servers that speculate draw
-        theirs anew.
+        """The prefill leg: its token, what the decode server needs, and whether the token is the request's first. It is
+        not if this server leaves out the prompt's last token, or if servers that speculate draw other tokens.
         """
         p = VllmClient.of(prefill)
         chunk, params = await p.first_token(request, _FETCHED)
@@ -113,14 +112,15 @@ class _NixlConnector(VllmConnector):
 
 
 class NixlPullConnector(_NixlConnector):
-    """The decode server reads, once the prefill server has finished."""
+    """The decode server pulls after the prefill server has finished."""
 
     mode = "pull"
 
 
 class NixlPushConnector(_NixlConnector):
-    """The prefill server writes, once it has finished; the decode server tells it where to. A prefill server's first
-    handoff is in turn: with it comes its address."""
+    """The prefill server pushes after it has finished, to where the decode server tells it. The first handoff of a
+    prefill server runs in sequence, because its response is the source of the server's address.
+    """
 
     mode = "push"
 
@@ -138,7 +138,7 @@ class NixlPushConnector(_NixlConnector):
             **msgspec.to_builtins(address),
             "do_remote_prefill": True,
             "do_remote_decode": False,
-            # vLLM's own request id without its random suffix.
+            # vLLM's request id without its random suffix.
             "remote_request_id": f"cmpl-{request.request_id}-0",
         }
         return {"prefill": prefilling(), "decode": VllmClient.of(decode).leg(request, wanted)}
